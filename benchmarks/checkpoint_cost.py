@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 import yaml
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 import parity
 import tiny

@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-sys.path += [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / "scripts")]
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import contenders
 from workload import llama, random_documents, save_padded_tokenizer, save_weights, write_rows

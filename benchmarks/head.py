@@ -26,7 +26,7 @@ from finetune.models.head.chunked import HeadTask, matrix_losses, rows_at_once
 from finetune.models.head.token_loss import LogitMap
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 WIDTH = 384
 SHAPES = ((64, 32_000), (1_200, 32_000), (8_192, 32_000), (400, 131_072), (200, 262_144))  # supervised tokens, words
 # (way, rows at once; 0: its own choice)

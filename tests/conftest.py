@@ -117,7 +117,7 @@ def script(path: str) -> ModuleType:
 
 
 def run_script(name: str, *arguments: object, allowed: tuple[int, ...] = (0,)) -> int:
-    """Runs a program of scripts/ as a person does; returns its exit status, which must be one of `allowed`."""
+    """Runs a program of scripts/ (name: its path there) as a person does. Returns its exit status, one of `allowed`."""
     command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode in allowed, f"{' '.join(command)}\n{done.stdout[-6000:]}"

@@ -49,7 +49,7 @@ _BYTES_OF_8BIT = 16
 _FP8_RATE = 2.0
 _PACKED = 2.6  # bytes read and written to unpack a weight of 4 bits
 # Work of the host that no operator shows, in operators as `Speeds.operator_s` counts them, for each micro-batch. Fitted
-# to the fitted cells of scripts/plan_times.py; its blind cells say how well that holds elsewhere.
+# to the fitted cells of scripts/planner/plan_times.py; its blind cells say how well that holds elsewhere.
 _OF_MICRO_BATCH = 80.0  # this project's loop
 _OF_RECOMPUTED_LAYER = 120.0  # torch's hooks on what a checkpoint saves
 _OF_STAGE = 280.0  # a pipeline's schedule, and what it hands on

@@ -27,7 +27,7 @@ from worker import main
 
 def run_case(recipe_file: str, out: Path, name: str, overrides: list[str], fits: int | None) -> dict[str, Any]:
     from rich.console import Console
-    from support.trainers import prepared_run, started_engine
+    from trainers import prepared_run, started_engine
 
     from finetune.training import parts
     from finetune.training.signals import StopRequest

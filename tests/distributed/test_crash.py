@@ -1,4 +1,4 @@
-"""Runs that are killed end as if they had not been: a short scripts/crash_test.py, and what it compares by."""
+"""Runs that are killed end as if they had not been: a short scripts/proofs/crash_test.py, and what it compares by."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "crash_test.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "proofs" / "crash_test.py"
 
 
 @pytest.mark.parametrize(

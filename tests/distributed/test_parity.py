@@ -1,6 +1,6 @@
 """The promise: one recipe, the same loss at every step and the same parameters at the end, wherever it runs.
 
-The matrix of scripts/parity.py, and proof that its comparison can fail.
+The matrix of scripts/proofs/parity_matrix.py, and proof that its comparison can fail.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ Lines = list[dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of scripts/parity.py with every case run on one process."""
+    """A folder of scripts/proofs/parity_matrix.py with every case run on one process."""
     folder = tmp_path_factory.mktemp("parity")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FINETUNE_CACHE", str(folder / "cache"))

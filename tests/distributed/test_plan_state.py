@@ -1,4 +1,4 @@
-"""scripts/plan_state.py: the bytes that `plan` predicts of each rank are those that real processes keep."""
+"""scripts/planner/plan_state.py: the bytes that `plan` predicts of each rank are those that real processes keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved under one backend, resumed under another and at another size: a few cells of scripts/resume_matrix.py."""
+"""Saved under one backend, resumed under another and at another size: cells of scripts/proofs/resume_matrix.py."""
 
 from __future__ import annotations
 

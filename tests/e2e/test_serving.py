@@ -200,7 +200,7 @@ def test_hostile_requests_beside_honest_clients(served: Any) -> None:
 
 @pytest.mark.long
 def test_hostile_requests_leave_memory_and_answers_alone(taught: Path) -> None:  # noqa: F811
-    run_script("serve_attack.py", taught / "stones", taught / "lights", "--clients", 32, "--rounds", 3)
+    run_script("proofs/serve_attack.py", taught / "stones", taught / "lights", "--clients", 32, "--rounds", 3)
 
 
 @pytest.mark.parametrize(

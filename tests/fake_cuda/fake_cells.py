@@ -1,8 +1,8 @@
 """Cells of `test_fake_cuda.py`, each in a fork of this process: RECIPE FOLDER, and on standard input a JSON object of
 [config, processes, rank, key=value ...] by name. FOLDER gets NAME.json of each, and NAME.log with its output.
 
-Forks, because imports take longer than a cell; not those of tests/forks.py, where DeepSpeed has already seen that there
-is no CUDA.
+Forks, because imports take longer than a cell; not those of tests/support/forks.py, where DeepSpeed has already seen
+that there is no CUDA.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import counts
+import fake_run  # noqa: F401  (for the forks)
 import peft  # noqa: F401  (for the forks)
-import support.fake_run  # noqa: F401  (for the forks)
 
 import finetune.training.run  # noqa: F401  (for the forks)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from conftest import ROOT
-from support.fake_devices import why_not
+from fake_devices import why_not
 
 from finetune.engine.launch import read_config_file
 from finetune.models.config import training_config
@@ -105,7 +105,7 @@ def results(request: pytest.FixtureRequest, made: Path, tmp_path_factory: pytest
     program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py"), folder / "recipe.yaml", folder]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests"), *filter(None, sys.path)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
     }
     subprocess.run(program, input=json.dumps(cells), text=True, env=environment, check=True)
     return folder

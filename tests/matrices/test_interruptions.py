@@ -1,5 +1,5 @@
-"""scripts/crash_test.py, thirty kills of each config, and scripts/two_hosts.py, whole: runs that are killed and hosts
-that are lost."""
+"""Runs that are killed and hosts that are lost: thirty kills of each config by scripts/proofs/crash_test.py, and
+scripts/proofs/two_hosts.py, whole."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ pytestmark = pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("config", crash_test.CONFIGS)
 def test_nothing_is_lost_when_killed(config: str) -> None:
     """With another seed each time, which the output shows."""
-    run_script("crash_test.py", "--only", config, "--kills", 30)
+    run_script("proofs/crash_test.py", "--only", config, "--kills", 30)
 
 
 def test_a_host_is_lost_and_comes_back() -> None:
     """Cut off, where this machine lets us make network namespaces; else frozen."""
-    if run_script("two_hosts.py", allowed=(0, two_hosts.SKIPPED)) == two_hosts.SKIPPED:
-        run_script("two_hosts.py", "--loopback")
+    if run_script("proofs/two_hosts.py", allowed=(0, two_hosts.SKIPPED)) == two_hosts.SKIPPED:
+        run_script("proofs/two_hosts.py", "--loopback")

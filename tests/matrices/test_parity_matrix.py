@@ -1,6 +1,6 @@
-"""scripts/parity.py under accelerate's own launcher: every config and size, every case, a third of all cells.
+"""The parity matrix under accelerate's own launcher: every config and size, every case, a third of all cells.
 
-Which third is drawn each time. The script runs the whole matrix, some hours on two cores.
+Which third is drawn each time. scripts/proofs/parity_matrix.py runs the whole matrix, some hours on two cores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LAUNCHES = parity.selected([])
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of scripts/parity.py with every case run on one process."""
+    """A folder of scripts/proofs/parity_matrix.py with every case run on one process."""
     folder = tmp_path_factory.mktemp("parity")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FINETUNE_CACHE", str(folder / "cache"))
@@ -66,4 +66,4 @@ def test_same_as_one_process(
 
 def test_cases_at_random() -> None:
     """With another seed each time; it is in the command that pytest shows where this fails."""
-    run_script("parity_random.py", "--cases", 20, "--seed", SystemRandom().randrange(2**31))
+    run_script("proofs/parity_random.py", "--cases", 20, "--seed", SystemRandom().randrange(2**31))

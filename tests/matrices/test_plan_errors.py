@@ -1,4 +1,4 @@
-"""scripts/plan_errors.py: memory as it is predicted is what launches of several processes take."""
+"""scripts/planner/plan_errors.py: memory as it is predicted is what launches of several processes take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/resume_matrix.py: every config and size saves and resumes, with its own, one process and a random other.
+"""Every config and size saves and resumes (`resume_matrix`): with its own, one process and a random other.
 
 One process reads what each of them wrote, and each of them what one process wrote, so what a pair of others adds is
 what neither of its halves shows; the script runs all pairs (2,513 cells).
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(8 * 3600)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of scripts/resume_matrix.py with a checkpoint of every case under every place."""
+    """A folder of scripts/proofs/resume_matrix.py with a checkpoint of every case under every place."""
     folder = tmp_path_factory.mktemp("resume")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FINETUNE_CACHE", str(folder / "cache"))

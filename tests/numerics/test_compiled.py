@@ -16,7 +16,7 @@ from finetune.models.compiled import CompilationWatch, compilations, uncompiled
 @pytest.fixture
 def without_inductor() -> Iterator[None]:
     """What is counted is decided before inductor writes C++, which takes it half a minute here; older versions of torch
-    have to wait for it. scripts/parity.py runs compiled cases with everything."""
+    have to wait for it. scripts/proofs/parity_matrix.py runs compiled cases with everything."""
     torch.compiler.reset()
     if hasattr(torch.compiler, "set_default_backend"):
         torch.compiler.set_default_backend("aot_eager")

@@ -51,7 +51,7 @@ def qwen3_5() -> Any:
     return AutoConfig.for_model(**tiny.MODELS["qwen3_5"])
 
 
-# Hybrids of the recipes, one of each kind of mixer; the sweep has all (`scripts/architectures.py`).
+# Hybrids of the recipes, one of each kind of mixer; the sweep has all (`scripts/proofs/architectures.py`).
 FAMILIES = {
     "qwen3_5_text": "Qwen3_5GatedDeltaNet",
     "lfm2": "Lfm2ShortConv",

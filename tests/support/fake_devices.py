@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.device_meter import DeviceMeter, waits
+from device_meter import DeviceMeter, waits
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from device_meter import DeviceMeter
+from fake_devices import H100, FakeDevice, enable, fake_cuda
 from numpy.typing import NDArray
-from support.device_meter import DeviceMeter
-from support.fake_devices import H100, FakeDevice, enable, fake_cuda
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, PretrainedConfig
 

@@ -158,9 +158,9 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def test_made_pages_are_current() -> None:
-    made = script("scripts/make_docs.py")
+    made = script("scripts/docs/make_docs.py")
     for path, text in made.pages().items():
-        assert text == PAGES[path.stem], "what the code says has changed: python scripts/make_docs.py"
+        assert text == PAGES[path.stem], "what the code says has changed: python scripts/docs/make_docs.py"
     recipes = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").glob("*/*.yaml"))
     table = re.findall(r"\]\(\.\./\.\./(recipes/[^)]+)\)", PAGES["recipes"])
     assert sorted(table) == [name for name in recipes if "/base/" not in name]
@@ -175,7 +175,7 @@ def test_every_key_has_its_place_on_the_page() -> None:
 
 def test_the_site_has_every_page() -> None:
     listed = re.findall(r"^ +- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    pages = script("scripts/docs_pages.py").PAGES.values()
+    pages = script("scripts/docs/docs_pages.py").PAGES.values()
     docs = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(listed) == sorted([*pages, *docs])
 

@@ -1,4 +1,4 @@
-"""A few of the random inputs of scripts/fuzz.py, and traps that are too rare to be drawn."""
+"""A few of the random inputs of scripts/proofs/fuzz.py, and traps that are too rare to be drawn."""
 
 from __future__ import annotations
 

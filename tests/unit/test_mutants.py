@@ -1,4 +1,4 @@
-"""`scripts/mutants.py`: every wrong line still has its place, and a test to be caught by. To run them takes an hour."""
+"""`mutants`: every wrong line still has its place, and a test to be caught by. All of them run an hour."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def test_the_committed_picture_shows_the_rooms_and_imports_of_the_sources():
     committed = (ROOT / architecture.PICTURE).read_text(encoding="utf-8")
     found = architecture.problems(committed, architecture.read(ROOT))
-    assert not found, f"draw it again with `python scripts/architecture.py`: {found}"
+    assert not found, f"draw it again with `python scripts/docs/architecture.py`: {found}"
 
 
 def test_a_new_import_makes_the_picture_out_of_date():

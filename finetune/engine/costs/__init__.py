@@ -1,7 +1,7 @@
 """Costs of a run on a launch, from the shapes of its weights: bytes kept and moved by a rank, traffic, host work.
 
-Each backend states its own. They are compared with the backends' real processes (scripts/plan_state.py, to the byte;
-scripts/plan_errors.py and scripts/plan_times.py).
+Each backend states its own. scripts/planner/ compares them with the backends' real processes: plan_state.py (to the
+byte), plan_errors.py and plan_times.py.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ class Costs(abc.ABC):
 
     def host_operators(self, model: ModelSize) -> float:
         """Returns the work of an engine's hooks for a micro-batch, in operators that the host starts. Fitted, like all
-        of these numbers, to the fitted cells of scripts/plan_times.py."""
+        of these numbers, to the fitted cells of scripts/planner/plan_times.py."""
         return 0.0
 
     @property

@@ -13,14 +13,15 @@ from data_helpers import byte_level as made_tokenizer
 from data_helpers import family_template, sentencepiece_like, word_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data_mask_properties import LETTERS, MARKERS, SPACES, conversations
-from test_data_templates import CONVERSATIONS, FAMILIES
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat.encoding import TRIED, ByteLevel, Encoder, Tokens, byte_level, encoder
 from finetune.data.chat.renderer import build_renderer
 from finetune.errors import UserError
+
+from .test_data_mask_properties import LETTERS, MARKERS, SPACES, conversations
+from .test_data_templates import CONVERSATIONS, FAMILIES
 
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 LLAMA3_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -12,7 +12,6 @@ import pytest
 from data_helpers import byte_level, conversation, family_template, sentencepiece_like, word_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data_templates import FAMILIES
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat.encoding import Offsets, is_clean, tokens_in_spans
@@ -22,6 +21,8 @@ from finetune.data.chat.template_check import check_template
 from finetune.data.chat.template_choice import built_in_templates, resolve_template, with_arguments
 from finetune.data.samples import BadRow, Conversation, Ids, Message, Preference, PromptCompletion, Text
 from finetune.errors import UserError
+
+from .test_data_templates import FAMILIES
 
 # Templates in the shapes that the families publish. ANSWER is replaced by a plain or a generation-marked answer.
 SHAPES = {

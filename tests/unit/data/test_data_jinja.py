@@ -10,7 +10,6 @@ from typing import Any
 import jinja2
 import pytest
 from data_helpers import family_template
-from test_data_templates import CONVERSATIONS, FAMILIES
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.data.chat import template as chat_template
@@ -18,6 +17,8 @@ from finetune.data.chat.template import Jinja, Template
 from finetune.data.chat.template_traits import CallForm, Traits
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
+
+from .test_data_templates import CONVERSATIONS, FAMILIES
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 AWKWARD = Conversation(

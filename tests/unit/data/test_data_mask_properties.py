@@ -14,12 +14,13 @@ import pytest
 from data_helpers import family_template
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_data_templates import ADD, CALL, EMPTY_THOUGHT, FAMILIES, Family, drawn, in_parts, texts
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.data.chat.renderer import UNTRAINED, Renderer, build_renderer, labels_of
 from finetune.data.chat.template_traits import CALL_ID
 from finetune.data.samples import BadRow, Conversation, Message
+
+from .test_data_templates import ADD, CALL, EMPTY_THOUGHT, FAMILIES, Family, drawn, in_parts, texts
 
 
 def _plain(end: str, before: str = "", form: Callable[[str], str] = str) -> Callable[[Message], str]:

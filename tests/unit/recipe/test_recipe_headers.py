@@ -26,7 +26,7 @@ def name_of(path: Path) -> str:
 def test_a_header_says_what_a_rank_keeps(path: Path) -> None:
     text, recipe = path.read_text(encoding="utf-8"), load_recipe(path, [])
     words = recipe_headers.kept_words(recipe_headers.kept(recipe, config_of(recipe), recipe_headers.launch_of(text)))
-    assert words in " ".join(text.replace("\n#", " ").split()), "python scripts/recipe_headers.py"
+    assert words in " ".join(text.replace("\n#", " ").split()), "python scripts/docs/recipe_headers.py"
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_a_header_says_what_a_rank_keeps(path: Path) -> None:
     ids=name_of,
 )
 def test_a_header_is_made_by_plan(path: Path) -> None:
-    assert recipe_headers.made(path) == path.read_text(encoding="utf-8"), "python scripts/recipe_headers.py"
+    assert recipe_headers.made(path) == path.read_text(encoding="utf-8"), "python scripts/docs/recipe_headers.py"

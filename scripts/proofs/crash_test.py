@@ -1,14 +1,14 @@
 """Kill a training run hundreds of times at random moments, and show that nothing is lost.
 
-    python scripts/crash_test.py                          # 200 SIGKILLs: ddp, fsdp2 and zero3, two processes each
-    python scripts/crash_test.py --only zero3 --kills 30
+    python scripts/proofs/crash_test.py                    # 200 SIGKILLs: ddp, fsdp2 and zero3, two processes each
+    python scripts/proofs/crash_test.py --only zero3 --kills 30
 
 A trial is one run: it is killed, started again by the same command, killed again, until it is complete. Then its folder
 must be that of the same run never killed: weights and optimizer state bitwise, every line of metrics.jsonl once with
-the same numbers, the same rows in each step (scripts/bitwise.py). Half of the kills hit while a checkpoint was being
-written: those that did are counted, not those that were meant to. Each config's first trial is killed under `accelerate
-launch`, the others are forks (scripts/killable.py). The seed fixes what is drawn; where a kill lands is up to the
-machine as well. Exit status 1 where anything differs.
+the same numbers, the same rows in each step (tests/support/bitwise.py). Half of the kills hit while a checkpoint was
+being written: those that did are counted, not those that were meant to. Each config's first trial is killed under
+`accelerate launch`, the others are forks (tests/support/killable.py). The seed fixes what is drawn; where a kill
+lands is up to the machine as well. Exit status 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import os
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -28,6 +29,8 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 import bitwise
 import killable
@@ -421,7 +424,7 @@ def main() -> int:
     show(done)
     if arguments.json:
         cells = [{**asdict(t), "passed": not t.problems, "seed": seed} for t in done]
-        parity.write_json(arguments.json, "scripts/crash_test.py", cells)
+        parity.write_json(arguments.json, "scripts/proofs/crash_test.py", cells)
     if not passed(done, arguments.kills):
         print(f"everything is kept in {folder}")
         return 1

@@ -1,6 +1,6 @@
 """Greedy tokens of llama.cpp on GGUF files written here, beside transformers' on the same model.
 
-    python scripts/llama_cpp_check.py --venv ~/.cache/finetune-llama-cpp
+    python scripts/proofs/llama_cpp_check.py --venv ~/.cache/finetune-llama-cpp
 
 llama-cpp-python is built once, in an environment of its own (a C++ compiler; cmake comes by pip; ten minutes of a
 core or more). Tiny random models of each architecture are written in fp32, or by --types in others: those are compared
@@ -21,10 +21,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
+import tiny
 
 from finetune.export.formats import GGUF_TYPES
 from finetune.export.gguf_file import export_gguf

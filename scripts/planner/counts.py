@@ -1,7 +1,7 @@
 """What a step of a config waits for, casts, copies and sends, counted on CUDA devices that are not there.
 
-    python scripts/counts.py fsdp2 zero3 --processes 8
-    python scripts/counts.py single --processes 1 --set mode=lora lora.rank=8
+    python scripts/planner/counts.py fsdp2 zero3 --processes 8
+    python scripts/planner/counts.py single --processes 1 --set mode=lora lora.rank=8
 
 The project's own run as one rank of N (`tests/support/fake_run.py`), on a CPU-only torch: the second step of one
 with its optimizer's state, of full rows. Bytes are those of this model, a tiny one unless a recipe names another; waits
@@ -19,19 +19,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import parity
-import tiny
 import yaml
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
+import parity
+import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
 PHASES = ("forward", "backward", "reduction", "optimizer", "end of the step")
 
 
 def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides: str) -> dict[str, Any]:
-    from support.fake_run import fake_run, with_heaviest
-    from support.trainers import ready_trainer
+    from fake_run import fake_run, with_heaviest
+    from trainers import ready_trainer
 
     from finetune.engine.base import Engine
     from finetune.engine.launch import read_config_file
@@ -137,5 +140,5 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
+    sys.path.insert(1, str(ROOT))
     main()

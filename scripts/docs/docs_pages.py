@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = {  # file of the repository: page of the site
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",

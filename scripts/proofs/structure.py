@@ -1,8 +1,8 @@
 """Numbers of the package's structure, from its sources: what a refactoring should make smaller.
 
-    python scripts/structure.py                       # of this checkout
-    python scripts/structure.py ../other-checkout     # of another one
-    python scripts/structure.py --json after.json --against before.json
+    python scripts/proofs/structure.py                       # of this checkout
+    python scripts/proofs/structure.py ../other-checkout     # of another one
+    python scripts/proofs/structure.py --json after.json --against before.json
 
 A function is called once where its name is read once: a private one in its file, a public one in the package, if no
 other has the same name. Lines of a function are those from `def` to its end, docstring included.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "finetune"
 SHORT_FILE_LINES = 50
 SHORT_HELPER_LINES = 4
@@ -186,7 +186,7 @@ def main() -> int:
     before = json.loads(arguments.against.read_text(encoding="utf-8")) if arguments.against else None
     show(measured, before, lambda name: arguments.all or not name.startswith("private"))
     if arguments.json:
-        text = json.dumps({"command": "python scripts/structure.py", **measured}, indent=1)
+        text = json.dumps({"command": "python scripts/proofs/structure.py", **measured}, indent=1)
         arguments.json.write_text(text + "\n", encoding="utf-8")
     return 0
 

@@ -1,7 +1,7 @@
 """Preference objectives beside TRL: the losses and final weights of 20 AdamW steps of both, in fp32 on one process.
 
     python3 -m venv trlenv && trlenv/bin/pip install -c constraints.txt -e . 'trl==1.16.*'
-    trlenv/bin/python scripts/against_trl.py --json benchmarks/results/against_trl.json
+    trlenv/bin/python scripts/proofs/against_trl.py --json benchmarks/results/against_trl.json
 
 The same rows, unpacked, all of them in each step, no dropout, the reference's log-probabilities computed before. Exit
 status 1 where a loss differs by more than 1e-6 (relative where it is above 1), or a weight by more than 1e-6. The
@@ -24,6 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 import parity
 import tiny
@@ -258,7 +260,7 @@ def main() -> int:
             f"{one.case:14} loss {one.loss:.1e} weights {one.parameter:.1e}  {one.first:.4f} -> {one.last:.4f} {mark}"
         )
     if arguments.json:
-        parity.write_json(arguments.json, "scripts/against_trl.py", [vars(one) for one in compared])
+        parity.write_json(arguments.json, "scripts/proofs/against_trl.py", [vars(one) for one in compared])
     return 0 if all(one.passed for one in compared) else 1
 
 

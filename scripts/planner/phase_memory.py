@@ -1,7 +1,7 @@
 """Memory of recipes by phase, weighed on CUDA devices that are not there (`tests/support/fake_run.py`).
 
-    python scripts/phase_memory.py --json benchmarks/results/phase_memory.json
-    python scripts/phase_memory.py --only 1B
+    python scripts/planner/phase_memory.py --json benchmarks/results/phase_memory.json
+    python scripts/planner/phase_memory.py --only 1B
 
 The second step of rank 0, a row of 4,096 tokens on each device, recomputed layers, bf16; models of the published
 shapes, without weights. Twenty seconds to some minutes of processor time each, one after another.
@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import counts
-import tiny
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
+import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
 PHASES = ("load", "wrap", "forward", "backward", "optimizer")
 ONE_B, EIGHT_B, SEVENTY_B = (f"meta-llama/Llama-{name}" for name in ("3.2-1B", "3.1-8B", "3.3-70B-Instruct"))
 LORA = ("mode=lora", "lora={rank: 16, alpha: 32}", "optimizer.weight_decay=0")

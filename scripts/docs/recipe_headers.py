@@ -1,7 +1,7 @@
 """Writes "Where:" and "Memory:" of recipes' headers: what `plan` calculates for the launch that each header has.
 
-    python scripts/recipe_headers.py                 # after a change of a recipe or of finetune/plan
-    python scripts/recipe_headers.py llama3.1-8b
+    python scripts/docs/recipe_headers.py                 # after a change of a recipe or of finetune/plan
+    python scripts/docs/recipe_headers.py llama3.1-8b
 
 Each row counts as one document of `data.max_length` tokens, all supervised, and full of images where the recipe sees
 any: the most there can be. A size of devices is named where `plan` says `fits`, with its margin. Left as they are:
@@ -31,7 +31,7 @@ from finetune.plan.search import heaviest
 from finetune.plan.shapes import costs_at
 from finetune.recipe import Recipe, load_recipe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = {1: "one", 2: "two", 4: "four", 8: "eight"}
 SIZES = (8, 12, 16, 24, 32, 40, 48, 80, 141, 180)  # GB of devices that are named; below 16 of no row of hardware.yaml
 MARGIN, WIDTH = "#            ", 120

@@ -1,7 +1,7 @@
 """Draws docs/architecture.svg: the rooms of the package, in their layers, with the imports between them as arrows.
 
-    python scripts/architecture.py            # draw
-    python scripts/architecture.py --check    # exit status 1 where the committed picture is out of date
+    python scripts/docs/architecture.py            # draw
+    python scripts/docs/architecture.py --check    # exit status 1 where the committed picture is out of date
 
 Rooms and arrows come from the sources, the order of the layers from the contract of import-linter in pyproject.toml. A
 room imports to the right and downwards: from its box along the row to a dot, and from the dot down to what it imports.
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "finetune"
 PICTURE = Path("docs/architecture.svg")
 TOLERANCE = 0.1  # of a room's lines: so much may they move before the picture has to be drawn again
@@ -140,7 +140,7 @@ def draw(architecture: Architecture) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="The rooms of {PACKAGE} and their imports">\n'
-        f"<!-- python scripts/architecture.py {numbers} -->\n"
+        f"<!-- python scripts/docs/architecture.py {numbers} -->\n"
         f'<style>{STYLE}</style>\n<rect class="page" width="{width}" height="{height}"/>\n'
         '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0L8 4L0 8z" fill="#7d8ba1"/></marker></defs>\n'
@@ -248,7 +248,9 @@ def main() -> int:
         return 0
     differences = problems(picture.read_text(encoding="utf-8"), current)
     if differences:
-        print(f"{PICTURE}: {'; '.join(differences)}. Draw it again: python scripts/architecture.py", file=sys.stderr)
+        print(
+            f"{PICTURE}: {'; '.join(differences)}. Draw it again: python scripts/docs/architecture.py", file=sys.stderr
+        )
     return 1 if differences else 0
 
 

@@ -1,8 +1,8 @@
 """Predicted time of steps against what CPU processes take; about forty minutes on two cores.
 
-    python scripts/plan_times.py --out benchmarks/results/plan_times.json
-    python scripts/plan_times.py --only fsdp2 lora --folder measured
-    python scripts/plan_times.py --others          # bf16 and QLoRA, which nothing was fitted to
+    python scripts/planner/plan_times.py --out benchmarks/results/plan_times.json
+    python scripts/planner/plan_times.py --only fsdp2 lora --folder measured
+    python scripts/planner/plan_times.py --others          # bf16 and QLoRA, which nothing was fitted to
 
 A step's time is the processor time of its process, all threads, user and system: what other programs do on the machine
 moves it little, and ranks that wait for each other do not count as busy. Of several ranks the busiest one counts, so a
@@ -33,7 +33,7 @@ from typing import Any
 
 import plan_errors
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_times.json"
 STEPS, ROUNDS = 4, 2  # the first step of a round is not counted
 _COMMON = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
@@ -101,7 +101,7 @@ def measure_case(
     recipe_file: str, out: Path, name: str, overrides: list[str], config_file: str | None
 ) -> dict[str, Any]:
     """Returns the processor seconds of steps in this process group, of this rank."""
-    from support.trainers import prepared_run, ready_trainer, started_engine
+    from trainers import prepared_run, ready_trainer, started_engine
 
     prepared = prepared_run(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"], config_file)
     engine = started_engine(prepared)
@@ -311,5 +311,5 @@ def report(compared: dict[str, dict[str, Any]], speeds: dict[str, Any], out: Pat
 
 
 if __name__ == "__main__":
-    sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
+    sys.path[1:1] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "distributed")]
     main()

@@ -1,6 +1,6 @@
 """Pictures of the commands on a terminal of 80 columns: docs/terminal-{new,check,train,plan,generate}.svg.
 
-    python scripts/terminal_pictures.py [--work FOLDER]
+    python scripts/docs/terminal_pictures.py [--work FOLDER]
 
 Real commands in a real terminal (tmux), on a table of 300 questions made here and the model of the quickstart, which
 is trained first unless FOLDER/runs has it.
@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 COLUMNS, LINES = 80, 120
 COMMANDS = {
     "new": "python -m finetune new --model runs/quickstart-full/model --data years.csv --mode lora",

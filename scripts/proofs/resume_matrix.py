@@ -1,8 +1,8 @@
 """Stop on one backend, go on on any other: every pair (saved under, resumed under), against the run never stopped.
 
-    python scripts/resume_matrix.py                           # every config with 1, 2 and 4 processes: hours
-    python scripts/resume_matrix.py --only ddp:2 zero3:2 tp   # each of these with each; tp at every size it has
-    python scripts/resume_matrix.py --cases "full images tower" "lora images"   # these, on the places that have them
+    python scripts/proofs/resume_matrix.py                           # every config with 1, 2 and 4 processes: hours
+    python scripts/proofs/resume_matrix.py --only ddp:2 zero3:2 tp   # each of these with each; tp at every size it has
+    python scripts/proofs/resume_matrix.py --cases "full images tower" "lora images"   # these, where they run
 
 Each config is launched twice: once to run through 30 steps with a checkpoint at step 10, once to go on from
 everybody's checkpoint. The 20 losses after the stop and the final weights must be those of one process that ran
@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 import parity
 
@@ -228,7 +230,7 @@ def selected(only: list[str]) -> list[Place]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="configs, as `ddp` or `ddp:2`; single is always one")
-    parser.add_argument("--cases", nargs="+", default=[], help="of scripts/parity.py, and no others")
+    parser.add_argument("--cases", nargs="+", default=[], help="of scripts/proofs/parity_matrix.py, and no others")
     parser.add_argument("--json", type=Path, help="write the matrix there")
     parser.add_argument("--folder", type=Path, help="work there, keep everything, do not repeat what is there")
     arguments = parser.parse_args()
@@ -256,7 +258,7 @@ def main() -> int:
         cells += [compare(folder, pair) for pair in pairs]
     show(cells)
     if arguments.json:
-        parity.write_json(arguments.json, "scripts/resume_matrix.py", cells)
+        parity.write_json(arguments.json, "scripts/proofs/resume_matrix.py", cells)
     if not arguments.folder:
         shutil.rmtree(folder)
     return 0 if all(cell["passed"] for cell in cells) else 1

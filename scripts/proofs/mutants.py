@@ -1,7 +1,7 @@
 """Wrong lines, put into a copy of the package one at a time: the tests named with each have to fail.
 
-    python scripts/mutants.py                        # every one; a line for each, and which test caught it
-    python scripts/mutants.py --only objectives z0   # names or topics that contain one of the words
+    python scripts/proofs/mutants.py                        # every one; a line for each, and which test caught it
+    python scripts/proofs/mutants.py --only objectives z0   # names or topics that contain one of the words
 
 The tests are run on the unchanged copy first, so that a failure is the wrong line's. Exit status 1 where a mutant
 survives, where its line is not in the file exactly once, or where tests fail without it.
@@ -31,7 +31,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")  # read by
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ _FORMULAS = "tests/unit/objectives/test_preference.py"
 _SHARED = "tests/numerics/test_shared_prompts.py"
 _FAKE_CUDA = "tests/fake_cuda/test_fake_cuda.py"
 _EPOCHS, _FLIPS = "tests/unit/data/test_data_epochs.py", "tests/unit/data/test_data_flips.py"
+_PARITY = "scripts/proofs/parity_matrix.py"
 MUTANTS = (
     Mutant(
         "objectives",
@@ -154,7 +155,7 @@ MUTANTS = (
         "return Sums(engine.ranks.total(sums.totals), sums.terms, counts)",
         "ranks = engine.accelerator.num_processes\n"
         "    return Sums({name: total.cpu() * ranks for name, total in sums.totals.items()}, sums.terms, counts)",
-        ("scripts/parity.py", "--only", "ddp", "x2", "full kto"),
+        (_PARITY, "--only", "ddp", "x2", "full kto"),
     ),
     Mutant(
         "objectives",
@@ -695,7 +696,7 @@ MUTANTS += (
         "finetune/engine/ddp.py",
         "scaled = loss * (self.world_size * self.loss_scale.value)",
         "scaled = loss * self.loss_scale.value",
-        ("scripts/parity.py", "--only", "ddp", "x2", "full tied"),
+        (_PARITY, "--only", "ddp", "x2", "full tied"),
     ),
     Mutant(
         "backends",
@@ -703,7 +704,7 @@ MUTANTS += (
         "finetune/engine/ddp.py",
         "torch._foreach_zero_(gradients)",
         "pass",
-        ("scripts/parity.py", "--only", "ddp", "x2", "full tied"),
+        (_PARITY, "--only", "ddp", "x2", "full tied"),
     ),
     Mutant(
         "backends",
@@ -711,7 +712,7 @@ MUTANTS += (
         "finetune/engine/fsdp2.py",
         "scaled = loss * (sharing * self.loss_scale.value)",
         "scaled = loss * self.loss_scale.value",
-        ("scripts/parity.py", "--only", "fsdp2", "x2", "full tied"),
+        (_PARITY, "--only", "fsdp2", "x2", "full tied"),
     ),
     Mutant(
         "backends",
@@ -719,7 +720,7 @@ MUTANTS += (
         "finetune/engine/zero.py",
         "self.model.backward(loss * self.world_size, ",
         "self.model.backward(loss, ",
-        ("scripts/parity.py", "--only", "zero2", "x2", "full tied"),
+        (_PARITY, "--only", "zero2", "x2", "full tied"),
     ),
     # --- checkpoints and resume
     Mutant(

@@ -1,6 +1,6 @@
 """Predicted memory beside numbers that others have published, with their settings as far as they are known.
 
-    python scripts/plan_anchors.py
+    python scripts/planner/plan_anchors.py
 
 torchtune: README of v0.6.1, Llama 3.1 8B on one RTX 4090, batch 2 x 2,048 tokens, compiled; peak memory as reported
 there. Weights and adapters in bfloat16, rank 8, activations recomputed; `full`: PagedAdamW8bit, in the backward
@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",

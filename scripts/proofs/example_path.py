@@ -1,7 +1,7 @@
 """The functions that one example's data passes from `finetune train` to the optimizer step, by a profile of a real run.
 
-    python scripts/example_path.py                    # of the package on PYTHONPATH, or of this checkout
-    python scripts/example_path.py --json path.json --against before.json
+    python scripts/proofs/example_path.py                    # of the package on PYTHONPATH, or of this checkout
+    python scripts/proofs/example_path.py --json path.json --against before.json
 
 One row is trained on for one step, on one process, with an empty cache. Counted are functions of the package (a) of
 which an argument or the result holds the row's text or tokens, and (b) all that the main thread calls between the
@@ -25,9 +25,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
 import tiny
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "finetune"
 MARKER = "é"  # two bytes, and with this tokenizer two tokens, that nothing else of the run has
 DEPTH = 5  # of containers that are looked into
@@ -225,7 +228,7 @@ def main() -> int:
     path = {name: [dataclasses.asdict(visit) for visit in visited] for name, visited in visits.items()}
     show(path, json.loads(arguments.against.read_text(encoding="utf-8")) if arguments.against else None)
     if arguments.json:
-        text = json.dumps({"command": "python scripts/example_path.py", **path}, indent=1)
+        text = json.dumps({"command": "python scripts/proofs/example_path.py", **path}, indent=1)
         arguments.json.write_text(text + "\n", encoding="utf-8")
     return 0
 

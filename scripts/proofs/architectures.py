@@ -1,6 +1,6 @@
 """Every causal class of the installed transformers: is its packed loss that of plain transformers on each document?
 
-    python scripts/architectures.py [--only llama] [--only qwen3] [--out architectures.jsonl] \
+    python scripts/proofs/architectures.py [--only llama] [--only qwen3] [--out architectures.jsonl] \
         [--docs docs/reference/models.md]
 
 `--out` has a line for each architecture as soon as it is known; those that it has already are not tried again.
@@ -174,7 +174,7 @@ def write(file: Path, line: Line) -> None:
 
 def launch(file: Path, names: list[str]) -> None:
     """Tries architectures until all are, or one ends the launch; that has a line then, too."""
-    config = Path(__file__).resolve().parent.parent / "accelerate_configs" / "fsdp2.yaml"
+    config = Path(__file__).resolve().parents[2] / "accelerate_configs" / "fsdp2.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file", str(config)]
     command += [str(Path(__file__).resolve()), "--work", "--out", str(file)]
     command += [word for name in names for word in ("--only", name)]
@@ -431,7 +431,7 @@ def as_in_a_run(
     return compare(reference, Computed(tuple(ours), gradients)), moved
 
 
-BEGINS, ENDS = "<!-- scripts/architectures.py: begins -->", "<!-- ends -->"
+BEGINS, ENDS = "<!-- scripts/proofs/architectures.py: begins -->", "<!-- ends -->"
 MEANING = {
     "packed": "documents share a row, each trained as plain transformers computes it alone",
     "single": "one document per forward, because of the reason; `data.packing` has no effect",

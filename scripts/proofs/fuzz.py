@@ -1,6 +1,6 @@
 """Random recipes, overrides, files of rows and chat templates: each is read, or refused by one message, within seconds.
 
-    python scripts/fuzz.py --recipes 20000 --files 5000 --templates 2000
+    python scripts/proofs/fuzz.py --recipes 20000 --files 5000 --templates 2000
 
 prints how many were accepted and refused, and the slowest; exit status 1 with the smallest input that does something
 else. tests/unit/test_fuzz.py tries a few of each.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,11 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tiny
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import seed as with_seed
 from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
+import tiny
 
 from finetune.data.building import OpenedSources, read_items
 from finetune.data.chat.renderer import build_renderer

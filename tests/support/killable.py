@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = 2
 LAUNCHER_NOTICES_S = 0.2  # at most, until it ends the ranks that are left
 NOTICED_S = 60.0  # at most, until the processes that were left by a kill have ended

@@ -1,15 +1,11 @@
-"""The promise, measured: the same recipe on every accelerate config, step by step against one process.
+"""The matrix of configs and cases: the same recipe under every accelerate config, step by step against one process.
 
-    python scripts/parity.py                      # everything that fits this machine
-    python scripts/parity.py --only zero3 lora    # configs or cases whose names contain one of the words
-
-Each accelerate config is launched once and runs all its cases in that one group. Exit status 1 where a difference
-exceeds its tolerance.
+scripts/proofs/parity_matrix.py runs all of it. Each config is launched once and runs its cases in that one group. As a
+program (FOLDER JOBS), this file is what such a launch runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -17,7 +13,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +20,7 @@ from typing import Any
 
 import tiny
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20
 ROWS = 8  # a step
 LOSS_RELATIVE = 5e-6  # fp32: reordering the micro-batches of one process moves the loss by 2e-7 over 60 steps
@@ -567,7 +562,7 @@ def launch_jobs(folder: Path, config: str, processes: int, jobs: list[list[str]]
     """Train under `accelerate launch`, as a user would. Raises CalledProcessError with the output shown."""
     file = folder / f"{config}-{processes}.json"
     file.write_text(json.dumps(jobs), encoding="utf-8")
-    program = [Path(__file__).resolve(), "--folder", folder, "--work", file]
+    program = [Path(__file__).resolve(), folder, file]
     done = start_ranks(config_file(folder, config), processes, *program)
     output = done.stdout + (done.stderr or "")
     file.with_suffix(".log").write_text(output, encoding="utf-8")
@@ -584,7 +579,7 @@ def accelerate_launch(config: Path, processes: int, *program: object) -> subproc
     return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-# The tests start ranks in a cheaper way (tests/forks.py).
+# The tests start ranks in a cheaper way (tests/support/forks.py).
 start_ranks: Callable[..., subprocess.CompletedProcess[str]] = accelerate_launch
 
 
@@ -693,38 +688,5 @@ def write_json(path: Path, script: str, cells: list[dict[str, Any]]) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="names of configs, cases, or sizes such as x4")
-    parser.add_argument("--json", type=Path, help="write the matrix there")
-    parser.add_argument("--folder", type=Path, help="work there and keep everything")
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if unknown := [word for word in arguments.only if not selected([word])]:
-        parser.error(f"--only: no config, case or size is called {', '.join(map(repr, unknown))}")
-    if arguments.work:
-        work(arguments.folder, arguments.work)
-        return 0
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="finetune-parity-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ["FINETUNE_CACHE"] = str(folder / "cache")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    prepare(folder)
-    launches = selected(arguments.only)
-    needed = [case.name for case in CASES if any(case in cases for _, _, cases in launches)]
-    launch(folder, "single", 1, needed)
-    differences = []
-    for config, processes, cases in launches:
-        print(f"{config} x{processes}: {len(cases)} cases", file=sys.stderr, flush=True)
-        launch(folder, config, processes, [case.name for case in cases])
-        differences += [compare(folder, config, processes, case) for case in cases]
-    show(differences)
-    if arguments.json:
-        write_json(arguments.json, "scripts/parity.py", [vars(d) for d in differences])
-    if not arguments.folder:
-        shutil.rmtree(folder)
-    return 0 if all(d.passed for d in differences) else 1
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    work(Path(sys.argv[1]), Path(sys.argv[2]))

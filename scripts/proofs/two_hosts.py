@@ -1,8 +1,8 @@
 """Two hosts on one machine: a run loses one of them, goes on, and gets it back, and the curve does not show it.
 
-    sudo python scripts/two_hosts.py                 # two network namespaces, a bridge between them, two ranks in each
-    python scripts/two_hosts.py --loopback           # two launchers on 127.0.0.1, needs no root: frozen, not cut off
-    python scripts/two_hosts.py --only fsdp2 cut     # scenarios whose names contain all of the words
+    sudo python scripts/proofs/two_hosts.py       # two network namespaces, a bridge between them, two ranks in each
+    python scripts/proofs/two_hosts.py --loopback      # two launchers on 127.0.0.1, needs no root: frozen, not cut off
+    python scripts/proofs/two_hosts.py --only fsdp2 cut # scenarios whose names contain all of the words
 
 In each scenario the second host is lost in the middle: all its processes are killed, or its port at the bridge goes
 down, of which the first host hears nothing. The first host's ranks notice, leave, and form a group again: when the
@@ -30,9 +30,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
 import bitwise
 import parity
-import psutil
 from parity import ROOT, train_lines
 
 SKIPPED = 77  # automake's status of a test that could not be run

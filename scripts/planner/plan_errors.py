@@ -1,7 +1,7 @@
 """Predicted memory (`finetune/plan`) against what runs take; an hour on two cores.
 
-    python scripts/plan_errors.py --out benchmarks/results/plan_errors.json
-    python scripts/plan_errors.py --only zero3 --folder measured
+    python scripts/planner/plan_errors.py --out benchmarks/results/plan_errors.json
+    python scripts/planner/plan_errors.py --only zero3 --folder measured
 
 processes   real ones: every allocation and release of the second step that torch's profiler records. Weights are copied
             before they are wrapped, for on a CPU they are mapped files, which no allocator has given. State is what the
@@ -12,7 +12,7 @@ several     real launches of several processes, every storage weighed that an op
 devices     the run's own set-up and two steps as one rank of N on fake CUDA devices, every storage weighed. For configs
             of several processes.
 
-What every config keeps, to the byte: scripts/plan_state.py.
+What every config keeps, to the byte: scripts/planner/plan_state.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_errors.json"
 MARK = "plan_errors/"
 PHASES = ("forward", "backward", "optimizer")
@@ -95,7 +95,7 @@ def measure_case(
     recipe_file: str, out: Path, name: str, overrides: list[str], config_file: str | None
 ) -> dict[str, Any]:
     """Trains two steps in this process group; returns bytes of state and peaks of phases, of this rank."""
-    from support.trainers import prepared_run, ready_trainer, started_engine
+    from trainers import prepared_run, ready_trainer, started_engine
 
     from finetune.engine.base import StorageCounter, measure_state_bytes
     from finetune.errors import UserError
@@ -292,7 +292,7 @@ def run_devices(folder: Path, cells: list[Cell]) -> None:
         return
     program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py")]
     program += [str(folder / "llama" / "recipe.yaml"), str(folder)]
-    paths = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests"), *filter(None, sys.path)]
+    paths = [str(ROOT), str(Path(__file__).parent), str(ROOT / "tests" / "support"), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run(program, input=json.dumps(wanted), text=True, env=environment, check=True)
 
@@ -491,5 +491,5 @@ CELLS = _PROCESSES + _DEVICES + list(_drawn()) + _EXPERTS + _IMAGES
 
 
 if __name__ == "__main__":
-    sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
+    sys.path[1:1] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "distributed")]
     main()

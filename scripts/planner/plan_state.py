@@ -1,7 +1,7 @@
 """Bytes that `plan` says each rank keeps between steps, against what real processes keep: equal, or the cell is wrong.
 
-    python scripts/plan_state.py --json benchmarks/results/plan_state.json     # every config; minutes
-    python scripts/plan_state.py --only zero3 x4
+    python scripts/planner/plan_state.py --json benchmarks/results/plan_state.json     # every config; minutes
+    python scripts/planner/plan_state.py --only zero3 x4
 
 Every accelerate config x full, LoRA, QLoRA x 1, 2, 4 CPU processes, wherever `check` allows it; the three modes of a
 config and size share a launch. Each rank trains a step, and counts the storages of its weights with buffers and scales,
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
 SIZES = (1, 2, 4)
 LIBAIO = Path("/usr/include/libaio.h")
@@ -71,7 +71,7 @@ def cells() -> Iterator[Cell]:
 
 def ready_trainer(recipe_file: str, out: Path, name: str, overrides: list[str], config_file: str | None) -> Any:
     """Returns the trainer of a case in this process group, before its first step."""
-    from support.trainers import prepared_run, ready_trainer, started_engine
+    from trainers import prepared_run, ready_trainer, started_engine
 
     named = [f"run.name={name.replace(' ', '-')}", f"run.dir={out / 'runs'}"]
     prepared = prepared_run(recipe_file, [*overrides, *named], config_file)
@@ -249,5 +249,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
+    sys.path[1:1] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "distributed")]
     sys.exit(main())

@@ -76,7 +76,7 @@ def family_template(name: str, *, tags: bool = False) -> str:
     if name.startswith("given "):
         plain = Template(family_template(name.removeprefix("given "), tags=tags), name)
         return with_empty_thought(plain, {"bos_token": "", "eos_token": ""}).text
-    folder = TEMPLATES if name.startswith("built-in ") else Path(__file__).parent / "templates"
+    folder = TEMPLATES if name.startswith("built-in ") else Path(__file__).parents[1] / "unit" / "data" / "templates"
     text = (folder / f"{name.removeprefix('built-in ')}.jinja").read_text(encoding="utf-8").removesuffix("\n")
     if tags:
         return text

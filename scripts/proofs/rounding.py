@@ -1,6 +1,6 @@
 """What rounding weights to each export format costs, in KL per token, on small models that are trained here.
 
-    python scripts/rounding.py [--steps 200]
+    python scripts/proofs/rounding.py [--steps 200]
 
 Models of two families, about a million parameters each, learn this repository's documentation from scratch, byte by
 byte; on its last tenth each is compared with itself rounded as `export` rounds: the basis of the thresholds in
@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.export.quantised import quantise
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH, ROWS = 128, 16
 SHAPE: dict[str, Any] = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": WIDTH}

@@ -1,7 +1,7 @@
 """The promise, measured where no list looks: recipes and accelerate configs drawn at random.
 
-    python scripts/parity_random.py --cases 100 --seed 1
-    python scripts/parity_random.py --cases 10 --only ep tp      # these configs alone
+    python scripts/proofs/parity_random.py --cases 100 --seed 1
+    python scripts/proofs/parity_random.py --cases 10 --only ep tp      # these configs alone
 
 A case is a config, a model and settings that no list combines. What a rule refuses is counted by its
 message. The rest trains there and on one process, and every step's loss must agree as closely as in `parity.py`. Exit
@@ -20,6 +20,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from random import Random
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 import parity
 from parity import ATTENTION, BALANCE, BF16_LOSS_RELATIVE, LORA, LOSS_RELATIVE, QLORA, Case, Difference
@@ -160,7 +162,7 @@ def main() -> int:
         case = drawn[where.split()[-1]]
         print(f"{where}: {why}\n    {case.model} {' '.join(case.overrides)}")
     if arguments.json:
-        command = f"scripts/parity_random.py --cases {arguments.cases} --seed {arguments.seed}"
+        command = f"scripts/proofs/parity_random.py --cases {arguments.cases} --seed {arguments.seed}"
         cells = [{**vars(d), "model": drawn[d.case].model, "overrides": drawn[d.case].overrides} for d in differences]
         parity.write_json(arguments.json, command, cells)
     shutil.rmtree(folder)

@@ -29,7 +29,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600.0
 GRACE_S = 5.0  # between a rank's SIGTERM, after another failed, and its SIGKILL
 ROOM_FOR_COMMAND_LINE = 4096  # bytes; the process that stands for the launcher writes its own there
@@ -183,7 +183,7 @@ def serve() -> None:
 
 def _import_everything() -> None:
     """Raises RuntimeError where that started a thread: a fork would not have it."""
-    sys.path[1:1] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+    sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
     from finetune.startup import quiet_libraries
 
     quiet_libraries()

@@ -1,6 +1,6 @@
 """Writes what the documentation takes from the code: docs/reference/recipe-keys.md and the tables of recipes.
 
-    python scripts/make_docs.py            # after a change of finetune/recipe/schema.py or of a recipe
+    python scripts/docs/make_docs.py            # after a change of finetune/recipe/schema.py or of a recipe
 
 docs/reference/recipe-keys.md has every key of a recipe: type, limits and default from the JSON Schema, its meaning from
 the comments of finetune/recipe/schema.py. docs/reference/recipes.md has a table of recipes between two marks, README.md
@@ -27,8 +27,8 @@ from pydantic.fields import FieldInfo
 from finetune.recipe import schema as module
 from finetune.recipe.schema import OBJECTIVE_KEYS, Recipe, Section, recipe_json_schema
 
-ROOT = Path(__file__).parents[1]
-MARKS = ("<!-- recipes: made by scripts/make_docs.py -->", "<!-- /recipes -->")
+ROOT = Path(__file__).resolve().parents[2]
+MARKS = ("<!-- recipes: made by scripts/docs/make_docs.py -->", "<!-- /recipes -->")
 NAMES = {  # of the folders of recipes
     "smollm2-135m": "SmolLM2 135M",
     "llama3.2-1b": "Llama 3.2 1B",
@@ -134,7 +134,7 @@ def keys_page() -> str:
     parts = [
         "# Recipe keys\n",
         "Every key of a recipe, from `finetune/recipe/schema.py` (this page is made by\n"
-        "`python scripts/make_docs.py`). A key that is not here is refused. `a.b` is key `b` of section `a`,\n"
+        "`python scripts/docs/make_docs.py`). A key that is not here is refused. `a.b` is key `b` of section `a`,\n"
         "in YAML and on the command line (`a.b=value`).\n",
         f"## extends\n\n{schema['properties']['extends']['description'].capitalize()}.\n",
     ]

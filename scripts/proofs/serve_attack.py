@@ -1,7 +1,7 @@
 """Hostile requests to `finetune serve`, beside honest clients, whose answers must be what they are without them.
 
-    python scripts/serve_attack.py RUN [RUN...]                    # starts a server of these runs on a free port
-    python scripts/serve_attack.py RUN --clients 32 --rounds 3     # exit status 1 if anything was not as expected
+    python scripts/proofs/serve_attack.py RUN [RUN...]                # starts a server of these runs on a free port
+    python scripts/proofs/serve_attack.py RUN --clients 32 --rounds 3 # exit status 1 if anything was not as expected
 
 Each attack says which statuses it may get; errors must be of OpenAI's shape. Reported: honest answers and their times,
 the latency of /health, and the server's memory before and after. Only the loopback interface is used.
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 GREEN: list[Any] = [{"role": "user", "content": "green"}]
 QUESTIONS = ("green", "seven stars", "river stone", "cloud", "what is five and two?", "say <|im_end|> twice")
