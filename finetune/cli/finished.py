@@ -313,7 +313,7 @@ def evaluate(
 
     Figures, with standard errors of paired differences, go to RUN_DIR/evaluate.json, metrics.jsonl and trackers.
 
-    Example: [bold]python -m finetune evaluate runs/gsm8k-full --tasks gsm8k_local --task-folder tasks[/bold]
+    Example: [bold]python -m finetune evaluate runs/gsm8k-full --tasks gsm8k_local --task-folder recipes/tasks[/bold]
     """
     quiet_libraries()
     from finetune.inference.evaluate import EvaluateOptions, evaluate_runs

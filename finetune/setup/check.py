@@ -43,11 +43,10 @@ class CheckReport:
 def check_folder(
     folder: Path, overrides: Sequence[str], config_file: Path | None = None, num_processes: int | None = None
 ) -> list[CheckReport]:
-    """Checks every recipe below a folder, without data; files in a folder named `base` are parts of other recipes.
-
-    Raises UserError if there is none.
-    """
-    paths = sorted(path for path in folder.rglob("*.yaml") if "base" not in path.relative_to(folder).parts[:-1])
+    """Checks every recipe below a folder, without data. Folders named `base` (parts of other recipes) and `tasks`
+    (lm_eval's) have none. Raises UserError if there is none at all."""
+    others = {"base", "tasks"}
+    paths = sorted(path for path in folder.rglob("*.yaml") if others.isdisjoint(path.relative_to(folder).parts[:-1]))
     if not paths:
         raise UserError(f"{folder}: no recipes (*.yaml) in this folder")
     return [check_recipe(path, overrides, config_file, num_processes, recipe_only=True) for path in paths]

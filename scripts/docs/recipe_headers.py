@@ -39,7 +39,7 @@ MARGIN, WIDTH = "#            ", 120
 
 def planned_recipes() -> list[Path]:
     paths = sorted((ROOT / "recipes").glob("*/*.yaml"))
-    others = ("base", "quickstart", "mistral-large-4")
+    others = ("base", "tasks", "quickstart", "mistral-large-4")
     return [path for path in paths if path.parent.name not in others]
 
 

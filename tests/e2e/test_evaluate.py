@@ -56,7 +56,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     test = rows(8, 1, 1000)[1:] + rows(4, 2, 1)
     tiny.write_rows(tmp_path / "data" / "gsm8k_test.jsonl", test)
     (tmp_path / "tasks").mkdir()
-    task = yaml.safe_load((ROOT / "tasks" / "gsm8k.yaml").read_text())
+    task = yaml.safe_load((ROOT / "recipes" / "tasks" / "gsm8k.yaml").read_text())
     task["generation_kwargs"]["max_gen_toks"] = 24
     (tmp_path / "tasks" / "gsm8k.yaml").write_text(yaml.safe_dump(task))
     (tmp_path / "tasks" / "choice.yaml").write_text(yaml.safe_dump(CHOICE_TASK))

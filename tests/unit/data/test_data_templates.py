@@ -825,7 +825,9 @@ PUBLISHED = {
 # Whose own templates are not among these.
 NOT_WRITTEN = ("google/gemma-4", "mistralai/Mistral-Large-4", "nvidia/NVIDIA-Nemotron-Nano", "Qwen/Qwen3-VL", "Hugging")
 RECIPES = [
-    path for path in sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml")) if path.parent.name != "base"
+    path
+    for path in sorted((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
+    if path.parent.name not in ("base", "tasks")
 ]
 
 

@@ -15,7 +15,7 @@ from finetune.plan import tables
 from finetune.plan.tables import parse_machines, read_prices, shapes_source, shipped_config
 from finetune.recipe import load_recipe
 
-RECIPES = sorted(path for path in Path("recipes").rglob("*.yaml") if "base" not in path.parts)
+RECIPES = sorted(path for path in Path("recipes").rglob("*.yaml") if path.parent.name not in ("base", "tasks"))
 TABLE = yaml.safe_load((Path(tables.__file__).parent / "models.yaml").read_text())
 MODELS, SEEING = TABLE["models"], TABLE["seeing"]
 

@@ -14,7 +14,7 @@ from finetune.recipe import load_recipe, recipe_json_schema
 from finetune.recipe.load import key_is_known
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-FILES = sorted(RECIPES.rglob("*.yaml"))
+FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "tasks")  # those are lm_eval's
 COMPLETE = [path for path in FILES if path.parent.name != "base"]
 SHARED = [path for path in FILES if path.parent.name == "base"]
 SCHEMA = RECIPES / "recipe.schema.json"
