@@ -97,13 +97,33 @@ def doctor(
         list[Path] | None, typer.Option(help="Measure the disk of this folder; may be repeated. Default: runs.")
     ] = None,
     as_json: AsJson = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Check this machine's GPUs with short runs instead.")] = False,
+    out: Annotated[Path, typer.Option(help="--gpu: folder of results, logs and report; continues there.")] = Path(
+        "runs/gpu-check"
+    ),
+    pieces: Annotated[str, typer.Option(metavar="NAME,...", help="--gpu: only these parts of the report.")] = "",
+    case: Annotated[list[str] | None, typer.Option(help="--gpu: only this case; may be repeated.")] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="--gpu: start no case after these; 0: only write the report.")
+    ] = 570.0,
+    rehearse: Annotated[
+        int, typer.Option(min=0, metavar="N", help="--gpu: rehearse on N CPU processes, with tiny shapes.")
+    ] = 0,
 ) -> None:
     """Diagnose a launch: topology, bandwidth between ranks, clocks, disks, versions, and what to change.
 
     Example: [bold]accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4
     -m finetune doctor[/bold]
+
+    With --gpu, short runs check GPUs against the CPU, kernels, memory and speed; the same command continues:
+    [bold]python -m finetune doctor --gpu --pieces environment,parity[/bold]
     """
     quiet_libraries()
+    if gpu:
+        from finetune.doctor.gpu import GpuCheck, check_gpu
+
+        names = [name for name in pieces.split(",") if name]
+        raise SystemExit(check_gpu(GpuCheck(out.resolve(), rehearse), names, case or [], seconds))
     from finetune.doctor.advice import advice, show_diagnosis
     from finetune.doctor.diagnosis import diagnose
     from finetune.engine.links import join_group

@@ -1,45 +1,43 @@
-"""scripts/gpu_check.py on the CPU: every result is written as it comes, what cannot be here is said, runs continue."""
+"""`doctor --gpu` on the CPU: every result is written as it comes, what cannot be here is said, runs continue."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-import sys
 import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import forks
-import gpu_check
 import psutil
 import pytest
-from conftest import run_script
+from conftest import finetune
+
+from finetune.doctor import gpu, gpu_cases
+from finetune.errors import UserError
 
 
 @pytest.fixture
-def check(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The program, with runs in forks."""
-    monkeypatch.setattr(gpu_check, "start_one", lambda program, environment, _: forks.python(*program, **environment))
-    return gpu_check
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are forks of a process that has imported what they import."""
+    monkeypatch.setattr(
+        gpu_cases, "start_python", lambda program, environment, _: forks.python(*program, **environment)
+    )
 
 
-def run(check: Any, monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    command = ["gpu_check.py", "--device", "cpu", "--tiny", "--seconds", "3600", "--out", str(out), *arguments]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit) as ended:
-        check.main()
+def run(out: Path, pieces: list[str], cases: list[str], processes: int = 1) -> tuple[int, dict[str, Any], str]:
+    code = gpu.check_gpu(gpu.GpuCheck(out, processes), pieces, cases, 3600)
     results = map(json.loads, (out / "results.jsonl").read_text(encoding="utf-8").splitlines())
-    code = ended.value.code
-    assert isinstance(code, int)
     return code, {f"{one['piece']}: {one['case']}": one for one in results}, (out / "report.md").read_text()
 
 
-def test_cases_are_ok_or_say_what_is_missing(check: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cases = ("versions", "devices", "full fp32", "attention varlen", "lora", "tp x 2, full", "full, recomputed")
-    pieces = ("environment", "parity", "kernels", "resume", "several", "memory")
-    code, results, report = run(check, monkeypatch, tmp_path, "--pieces", *pieces, "--cases", *cases)
+@pytest.mark.usefixtures("forked")
+def test_cases_are_ok_or_say_what_is_missing(tmp_path: Path) -> None:
+    cases = ["versions", "devices", "full fp32", "attention varlen", "lora", "tp x 2, full", "full, recomputed"]
+    pieces = ["environment", "parity", "kernels", "resume", "several", "memory"]
+    code, results, report = run(tmp_path, pieces, cases)
     assert code == 0, report
     statuses = {name: one["status"] for name, one in results.items()}
     assert statuses == {
@@ -58,31 +56,30 @@ def test_cases_are_ok_or_say_what_is_missing(check: Any, monkeypatch: pytest.Mon
     assert results["several: tp x 2, full"]["why"] == "2 devices, here is 1"
     assert "A rehearsal on the CPU" in report
     before = (tmp_path / "results.jsonl").read_bytes()
-    run(check, monkeypatch, tmp_path, "--pieces", *pieces, "--cases", *cases)
+    run(tmp_path, pieces, cases)
     assert (tmp_path / "results.jsonl").read_bytes() == before  # nothing is run again
 
 
-def test_a_difference_is_a_failure_and_is_tried_again(
-    check: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    read = check.Check.read
+@pytest.mark.usefixtures("forked")
+def test_a_difference_is_a_failure_and_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read = gpu.GpuCheck.read
     wrong = [True]
 
     def off(self: Any, name: str) -> Any:
         result = read(self, name)
         return {**result, "losses": [loss * 1.001 for loss in result["losses"]]} if wrong and "cpu" in name else result
 
-    monkeypatch.setattr(check.Check, "read", off)
-    code, results, report = run(check, monkeypatch, tmp_path, "--pieces", "parity", "--cases", "full fp32")
+    monkeypatch.setattr(gpu.GpuCheck, "read", off)
+    code, results, report = run(tmp_path, ["parity"], ["full fp32"])
     assert code == 1
     assert "differ by 1.0e-03" in results["parity: full fp32"]["why"]
     assert "| full fp32 | failed |" in report
     wrong.clear()
-    code, results, _ = run(check, monkeypatch, tmp_path, "--pieces", "parity", "--cases", "full fp32")
+    code, results, _ = run(tmp_path, ["parity"], ["full fp32"])
     assert (code, results["parity: full fp32"]["status"]) == (0, "ok")
 
 
-def test_what_a_run_needs_and_is_not_there_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_needs_and_is_not_there_is_said_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     version = metadata.version
     other = {"datasets": "4.9.0", "pydantic": None, "bitsandbytes": None}
 
@@ -91,18 +88,54 @@ def test_what_a_run_needs_and_is_not_there_is_said_first(monkeypatch: pytest.Mon
             raise metadata.PackageNotFoundError(name)
         return found
 
-    assert gpu_check.missing_requirements() == []
+    assert gpu.missing_requirements() == []
     monkeypatch.setattr(metadata, "version", installed)
-    assert gpu_check.missing_requirements() == ["datasets<6,>=5.0", "pydantic<3,>=2.10"]
-    with pytest.raises(SystemExit, match=re.escape("another version: datasets<6,>=5.0 pydantic<3,>=2.10 ")):
-        gpu_check.main()
+    assert gpu.missing_requirements() == ["datasets<6,>=5.0", "pydantic<3,>=2.10"]
+    with pytest.raises(UserError, match=re.escape("another version: datasets<6,>=5.0 pydantic<3,>=2.10 ")):
+        gpu.check_gpu(gpu.GpuCheck(tmp_path, 1), [], [], 3600)
+
+
+def test_requirements_are_those_of_the_clone_if_finetune_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "0.0.1")
+    missing = gpu.missing_requirements()
+
+    def absent(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", absent)
+    assert gpu.missing_requirements() == missing != []
+
+
+def test_without_a_clone_what_needs_one_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu_cases, "__file__", str(tmp_path / "site" / "finetune" / "doctor" / "gpu_cases.py"))
+    pieces = ["environment", "tests", "savers", "benchmark"]
+    cases = ["matrix products", "tests/gpu", "fsdp2, one process", "1b-full, bare"]
+    code, results, _ = run(tmp_path / "out", pieces, cases)
+    assert code == 0
+    assert len(results) == 4
+    for one in results.values():
+        assert one["status"] == "left out"
+        assert one["why"].endswith("run this in a clone of the repository")
+
+
+def test_arguments_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
+    done = finetune("doctor", "--gpu", "--out", tmp_path / "out", "--pieces", "parity,kernel")
+    assert (done.returncode, "--pieces kernel: choose from environment, parity, " in done.stderr) == (2, True)
+    done = forks.python("-m", "finetune", "doctor", "--gpu", "--out", tmp_path / "out", CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, "no GPU here: --rehearse 2" in done.stderr) == (2, True)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="--case 'fulll': choose from 'full', 'lora'"):
+        gpu.check_gpu(gpu.GpuCheck(tmp_path / "out", 1), ["resume"], ["fulll"], 3600)
+    assert gpu.check_gpu(gpu.GpuCheck(tmp_path / "out"), [], [], 0) == 0  # on any machine: the report of what is there
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.md"]
 
 
 def test_a_program_that_takes_too_long_ends_with_what_it_has_started(tmp_path: Path) -> None:
     sleeps = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[2], sys.argv[1]])"
     waits = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
     with pytest.raises(RuntimeError, match="not over after"):
-        gpu_check.start_one(["-c", sleeps, tmp_path / "pid", waits], {}, 3.0)
+        gpu_cases.start_python(["-c", sleeps, tmp_path / "pid", waits], {}, 3.0)
     if (started := tmp_path / "pid").exists():
         with contextlib.suppress(psutil.NoSuchProcess):
             left = psutil.Process(int(started.read_text()))
@@ -116,10 +149,10 @@ def test_a_program_that_takes_too_long_ends_with_what_it_has_started(tmp_path: P
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_all_of_it_on_the_cpu(tmp_path: Path) -> None:
-    arguments = ("--device", "cpu", "--tiny", "--processes", "2", "--seconds", "3600", "--out", tmp_path)
-    run_script("gpu_check.py", *arguments, allowed=(0,))
+    done = finetune("doctor", "--gpu", "--rehearse", 2, "--seconds", 3600, "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
     results = [json.loads(line) for line in lines]
-    assert {one["piece"] for one in results} == set(gpu_check.PIECES)
+    assert {one["piece"] for one in results} == set(gpu.PIECES)
     reasons = [one["why"] for one in results if one["status"] == "left out" and one["piece"] != "benchmark"]
     assert all(re.search("CUDA|devices, here|not installed|No module|needs torchao", why) for why in reasons), reasons
