@@ -158,7 +158,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.long)])
 def test_a_tampered_export_is_caught(runs: Path, tmp_path: Path, kind: str) -> None:
     export_run(runs / "llama", ExportOptions(out=tmp_path / "out", quantised=kind), QUIET)
     for i, (name, (change, fragment)) in enumerate(TAMPERED.items()):

@@ -64,8 +64,6 @@ USUAL = [
     Cell("fsdp2", 2, "full", 1),
     Cell("fsdp2", 2, "qlora"),
     Cell("fsdp2", 2, "fp8"),
-    Cell("fsdp2", 2, "scaled"),
-    Cell("fsdp2_offload", 2, "full"),
     Cell("fsdp2_tp", 8, "lora"),
     Cell("zero3", 8, "lora"),
 ]

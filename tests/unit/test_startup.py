@@ -29,7 +29,7 @@ for line in open("/proc/self/smaps"):
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no large pages")
-@pytest.mark.parametrize(("said", "expected"), [(None, "advised"), ("0", "usual")])
+@pytest.mark.parametrize(("said", "expected"), [pytest.param(None, "advised", marks=pytest.mark.long), ("0", "usual")])
 def test_blocks_of_torch(said: str | None, expected: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
     if said is not None:

@@ -122,7 +122,7 @@ def text_and_spans(draw: st.DrawFn) -> tuple[str, list[tuple[int, int]]]:
     return text, list(zip(borders[::2], borders[1::2], strict=False))
 
 
-@settings(max_examples=600, derandomize=True, database=None)
+@settings(max_examples=200, derandomize=True, database=None)
 @given(st.lists(text_and_spans(), min_size=1, max_size=4), st.sampled_from(sorted(PLACED)))
 def test_ids_and_masks_are_those_of_offsets(rows: list[Any], name: str):
     texts, spans = [text for text, _ in rows], [spans for _, spans in rows]
@@ -134,7 +134,7 @@ def test_ids_and_masks_are_those_of_offsets(rows: list[Any], name: str):
         assert placed is None or as_lists([placed]) == as_lists([one])
 
 
-@settings(max_examples=200, derandomize=True, database=None)
+@settings(max_examples=80, derandomize=True, database=None)
 @given(st.data(), st.sampled_from(sorted(FAMILIES)), st.booleans())
 def test_under_every_template(data: st.DataObject, name: str, trims: bool):
     family = FAMILIES[name]

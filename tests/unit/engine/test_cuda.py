@@ -160,7 +160,8 @@ for offloads in ("true", "false"):
 """
 
 
-@pytest.mark.parametrize("users", [None, pytest.param("1", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("users", [None, "1"])
 def test_a_launcher_s_one_thread_is_not_the_user_s(users: str | None) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"LOCAL_WORLD_SIZE": "1"}
     if users is not None:
