@@ -24,7 +24,7 @@ from typing import Any
 
 import parity
 
-from finetune.tracking import read_steps
+from finetune.tracking.metrics import read_steps
 
 Place = tuple[str, int]  # accelerate config, processes
 

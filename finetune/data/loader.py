@@ -13,7 +13,6 @@ from torch import Tensor
 
 from finetune.data.batch import UNSHARDED, Batch, ImageInputs, TokenShare, collate, dummy_batch, token_shard
 from finetune.data.row_source import RunRows
-from finetune.data.samples import Example
 from finetune.errors import UserError
 from finetune.recipe import divisibility_message
 
@@ -160,16 +159,13 @@ class Loader:
                 batch = collate(examples, index, padded_to, self.shares_prompts, self.image_inputs)
                 batch = replace(batch, row_lengths=row_lengths)
             else:
-                example = self._shortest_example(assignment)
+                row = min(range(len(assignment.lengths)), key=lambda i: assignment.lengths[i].min())
+                examples = self.rows.row(assignment.positions[row])
+                # The one with the shortest sequence of the step.
+                example = min(examples, key=lambda one: min(len(sequence.input_ids) for sequence in one.sequences))
                 padded_to = self._forward_tokens(assignment, assignment.shortest)
                 batch = dummy_batch(example, index, padded_to, self.image_inputs)
             yield token_shard(self.positions(batch) if self.positions else batch, self.share)
-
-    def _shortest_example(self, assignment: StepAssignment) -> Example:
-        """Returns the example with the shortest sequence of the step."""
-        row = min(range(len(assignment.lengths)), key=lambda i: assignment.lengths[i].min())
-        examples = self.rows.row(assignment.positions[row])
-        return min(examples, key=lambda example: min(len(sequence.input_ids) for sequence in example.sequences))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.table import Table
 from finetune.data.token_text import visible
 from finetune.recipe import Recipe
 from finetune.startup import is_verbose
-from finetune.tracking import Totals
+from finetune.tracking.metrics import Totals
 from finetune.training.evaluation import Generation
 from finetune.training.run_plan import Plan
 from finetune.utils import print_line

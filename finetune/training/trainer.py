@@ -48,9 +48,8 @@ from finetune.objectives.objective import Sums, TermSums
 from finetune.objectives.shared_prompts import with_shared_prompts
 from finetune.recipe import dump_recipe
 from finetune.recipe.schema import metric_direction
-from finetune.tracking import Status, Totals, read_status, read_steps, write_status
 from finetune.tracking.meters import Meters
-from finetune.tracking.metrics import EXAMPLES
+from finetune.tracking.metrics import EXAMPLES, Status, Totals, read_status, read_steps, write_status
 from finetune.training import parts
 from finetune.training.display import show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import end_ids
