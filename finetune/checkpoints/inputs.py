@@ -137,8 +137,11 @@ def _base_changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[InputC
     if not same_commit and saved.get("files") != now.get("files"):
         enters = saved["enters steps"] or now["enters steps"]
         part, note = ("base", "") if enters else (None, " (no effect: the weights are the checkpoint's)")
-        files = [{"commit": one.get("commit"), **one.get("files", {})} for one in (saved, now)]
-        yield from (InputChange(part, change.text + note) for change in _changes("base", *files))
+        lines = [
+            *differences({"commit": saved.get("commit")}, {"commit": now.get("commit")}),
+            *differences(saved.get("files", {}), now.get("files", {})),
+        ]
+        yield from (InputChange(part, f"base: {line}{note}") for line in lines)
     yield from _changes("base", {"reference": saved.get("reference")}, {"reference": now.get("reference")})
 
 
