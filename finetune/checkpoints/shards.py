@@ -44,17 +44,13 @@ from finetune.errors import UserError
 
 def part_tensors(parts: list[ShardPart], optimizers: list[Optimizer]) -> dict[str, Tensor]:
     """Returns the tensors a rank writes, by name in the file: flat views of weights and optimizer state."""
-    return {
-        f"{field}|{_format_range(part.range)}|{part.name}": tensor
-        for part in parts
-        for field, tensor in fields(part, optimizers)
-    }
-
-
-def _format_range(elements: Range) -> str:
-    if elements.is_contiguous:
-        return str(elements.start)
-    return f"{elements.start}:{elements.run}:{elements.stride}"
+    tensors = {}
+    for part in parts:
+        start, run, stride = part.range.start, part.range.run, part.range.stride
+        place = f"{start}" if part.range.is_contiguous else f"{start}:{run}:{stride}"
+        for field, tensor in fields(part, optimizers):
+            tensors[f"{field}|{place}|{part.name}"] = tensor
+    return tensors
 
 
 def _parse_range(text: str, numel: int) -> Range:
