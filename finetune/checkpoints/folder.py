@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice
@@ -70,13 +69,13 @@ def list_set_aside(root: Path) -> list[Path]:
 
 
 def start_partial(partial: Path) -> None:
-    """Create an empty folder to write to; deletes the remains of an interrupted save of this step."""
+    """Creates an empty folder to write to; deletes the remains of an interrupted save of this step."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
 def seal(partial: Path, final: Path, written: list[FileEntry]) -> None:
-    """Checksum the files that are not in `written`, flush and rename: on return, `final` survives a power cut."""
+    """Checksums the files that are not in `written`, flushes and renames: on return, `final` survives a power cut."""
     names = {entry.name for entry in written}
     others = sorted(path for path in partial.iterdir() if path.name not in names)
     entries = [*written, *(FileEntry(path.name, path.stat().st_size, sha256_file(path)) for path in others)]
@@ -105,7 +104,7 @@ def find_problem(folder: Path, read: bool = True) -> str | None:
     except (OSError, ValueError) as error:
         return f"its manifest.json cannot be read: {error}"
     except (LookupError, TypeError, AttributeError):
-        return "its manifest.json is damaged: it is no list of files"
+        return "its manifest.json is damaged: it is not a list of files"
     if version != VERSION:
         return f"it is of format {version}, this program writes {VERSION}: use the program that wrote it"
     if absent := _NAMES - {entry.name for entry in entries}:
@@ -125,7 +124,7 @@ def find_problem(folder: Path, read: bool = True) -> str | None:
 
 
 def remove(folder: Path) -> bool:
-    """Delete a checkpoint, unless it is being read; a kill in between leaves no folder that looks like one.
+    """Deletes a checkpoint, unless it is being read; a kill in between leaves no folder that looks like one.
 
     Returns whether it was deleted.
     """
@@ -146,7 +145,7 @@ def _renamed_for_removal(folder: Path) -> Path:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder, or the link to one, but never the link's target."""
+    """Deletes a folder, or the link to one, but never the link's target."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -154,7 +153,7 @@ def _delete(folder: Path) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint that the run does not resume from, to an unused name: `aside-step-00000200`, `...-2`.
+    """Renames a checkpoint that the run does not resume from, to an unused name: `aside-step-00000200`, `...-2`.
 
     Raises UserError if the parent folder is not writable.
     """
@@ -177,13 +176,19 @@ def score(metrics: Metrics, name: str | None) -> float | None:
 
 def best_checkpoint(root: Path, metric: str | None) -> Path | None:
     """Returns the checkpoint that is best by a metric of its evaluation; None if none has it."""
+    scored = _scored(root, metric)
+    return scored[0][1] if scored else None
+
+
+def _scored(root: Path, metric: str | None) -> list[tuple[float, Path]]:
+    """Returns (score, checkpoint) of those that measured a metric, the best first."""
     scored = []
     for folder in list_checkpoints(root):
         with contextlib.suppress(OSError, ValueError, KeyError):  # damaged
             metrics = json.loads((folder / "state.json").read_text(encoding="utf-8"))["metrics"]
             if (value := score(metrics, metric)) is not None:
                 scored.append((value, folder))
-    return min(scored)[1] if scored else None
+    return sorted(scored)
 
 
 class Retention:
@@ -195,16 +200,16 @@ class Retention:
         self._verified: set[Path] = set()  # written or read by this process
 
     def trust(self, folder: Path) -> None:
-        """Count a checkpoint as verified without reading it."""
+        """Counts a checkpoint as verified without reading it."""
         self._verified.add(folder)
 
     def prune(self) -> None:
-        """Delete all but the `keep` newest and the best, and the remains of interrupted saves and deletions."""
+        """Deletes all but the `keep` newest and the best, and the remains of interrupted saves and deletions."""
         folders = list_checkpoints(self._root)
         kept = list(islice(filter(self._verify, folders), self._settings.keep))
         if not kept:
             return
-        best = self._best(folders)
+        _, best = self._best()
         for folder in folders:
             if folder < kept[-1] and folder != best and remove(folder):
                 self._verified.discard(folder)
@@ -214,21 +219,11 @@ class Retention:
 
     def best_score(self) -> float | None:
         """Returns the score of the best existing checkpoint; None if there is none, or no `checkpoint.best`."""
-        best = self._best(list_checkpoints(self._root))
-        return self._score(best) if best else None
+        return self._best()[0]
 
-    def _best(self, folders: list[Path]) -> Path | None:
-        scored = [(value, folder) for folder in folders if (value := self._score(folder)) is not None]
-        return next((folder for _, folder in sorted(scored) if self._verify(folder)), None)
-
-    def _score(self, folder: Path) -> float | None:
-        if self._settings.best is None:
-            return None
-        try:
-            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None  # damaged
-        return score(state["metrics"], self._settings.best)
+    def _best(self) -> tuple[float | None, Path | None]:
+        scored = _scored(self._root, self._settings.best)
+        return next(((value, folder) for value, folder in scored if self._verify(folder)), (None, None))
 
     def _verify(self, folder: Path) -> bool:
         if folder not in self._verified and find_problem(folder) is None:
@@ -263,35 +258,25 @@ def describe_checkpoints(run_dir: Path, verify: bool) -> list[CheckpointInfo]:
     meanwhile. Raises UserError without a folder."""
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: no such run directory")
-    root = run_dir / "checkpoints"
-    folders = [*list_checkpoints(root), *list_set_aside(root)]
-    tracked = track(folders, "reading", transient=True, console=Console(stderr=True), disable=not verify)
-    best = best_checkpoint(root, _best_metric(run_dir))
-    described = [_describe(folder, verify, folder == best) for folder in tracked]
-    return [info for info in described if info is not None]
-
-
-def _best_metric(run_dir: Path) -> str | None:
-    """Returns the run's `checkpoint.best`."""
-    try:
+    root, metric = run_dir / "checkpoints", None
+    with contextlib.suppress(FileNotFoundError):
         recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return ((recipe or {}).get("checkpoint") or {}).get("best")
-
-
-def _describe(folder: Path, verify: bool, best: bool) -> CheckpointInfo | None:
-    """Returns None for a checkpoint that is gone, or is deleted during reading because files cannot be locked."""
-    held = hold(folder)
-    if held is None:
-        return None
-    try:
-        described = _described(folder, verify, best)
-    except FileNotFoundError:
-        described = None
-    finally:
-        held.release()
-    return described if folder.is_dir() else None
+        metric = ((recipe or {}).get("checkpoint") or {}).get("best")
+    folders = [*list_checkpoints(root), *list_set_aside(root)]
+    best = best_checkpoint(root, metric)
+    described = []
+    for folder in track(folders, "reading", transient=True, console=Console(stderr=True), disable=not verify):
+        if (held := hold(folder)) is None:
+            continue
+        try:
+            info = _described(folder, verify, folder == best)
+        except FileNotFoundError:  # deleted while it was read, because files cannot be locked here
+            continue
+        finally:
+            held.release()
+        if folder.is_dir():
+            described.append(info)
+    return described
 
 
 def _described(folder: Path, verify: bool, best: bool) -> CheckpointInfo:
@@ -303,35 +288,29 @@ def _described(folder: Path, verify: bool, best: bool) -> CheckpointInfo:
     except (OSError, ValueError, KeyError) as error:
         problem = problem or f"its state.json cannot be read: {error}"
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    return CheckpointInfo(str(folder), size, folder.name.startswith("aside"), verify, problem, best=best, **fields)
+    return CheckpointInfo(str(folder), size, folder.name.startswith(_ASIDE), verify, problem, best=best, **fields)
 
 
 def show_checkpoints(console: Console, run_dir: Path, checkpoints: list[CheckpointInfo]) -> None:
-    """Print a table, and below it the problems."""
+    """Prints a table, and below it the problems."""
     if not checkpoints:
         print_line(console, f"{run_dir} has no checkpoints")
         return
     title = f"{run_dir}/checkpoints"
     table = Table("step", "metrics", "size", "written (UTC)", "by", "state", title=title, title_justify="left")
     for entry in checkpoints:
-        table.add_row(*_row(entry))
+        by = entry.written or {}
+        state = ["[green]verified[/green]" if entry.verified else "complete"]
+        state += ["set aside"] * entry.set_aside + ["[bold]best[/bold]"] * entry.best
+        table.add_row(
+            f"{entry.step:,} of {entry.steps:,}" if entry.step is not None else Path(entry.path).name,
+            "\n".join(f"{name} {value:.4f}" for name, value in (entry.metrics or {}).items()),
+            readable_bytes(entry.bytes),
+            f"{datetime.fromisoformat(by['at']):%Y-%m-%d\n%H:%M}" if by else "?",
+            f"{by['where']} x {by['world_size']}\n{by['host']}" if by else "?",
+            "[red]damaged[/red]" if entry.problem else "\n".join(state),
+        )
     console.print(table)
     for entry in checkpoints:
         if entry.problem:
             console.print(f"[red]{escape(entry.path)}: {escape(entry.problem)}[/red]", soft_wrap=True, highlight=False)
-
-
-def _row(entry: CheckpointInfo) -> Iterator[str]:
-    by = entry.written or {}
-    yield f"{entry.step:,} of {entry.steps:,}" if entry.step is not None else Path(entry.path).name
-    yield "\n".join(f"{name} {value:.4f}" for name, value in (entry.metrics or {}).items())
-    yield readable_bytes(entry.bytes)
-    yield f"{datetime.fromisoformat(by['at']):%Y-%m-%d\n%H:%M}" if by else "?"
-    yield f"{by['where']} x {by['world_size']}\n{by['host']}" if by else "?"
-    if entry.problem:
-        yield "[red]damaged[/red]"
-    else:
-        state = "[green]verified[/green]" if entry.verified else "complete"
-        yield "\n".join(
-            [state, *(["set aside"] if entry.set_aside else []), *(["[bold]best[/bold]"] if entry.best else [])]
-        )

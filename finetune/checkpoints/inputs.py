@@ -1,10 +1,10 @@
-"""What a run reads: rows, tokenizer, config and base. A checkpoint keeps it, and a resume compares it with what is
-there now, because the same paths may hold something else.
+"""Inputs of a run: rows, tokenizer, config and base. A checkpoint keeps their digests, and a resume compares them with
+those of now, because the same paths may hold something else.
 
     state.json  "inputs": {"data": {...}, "tokenizer": {...}, "config": {...}, "base": {...}, "eval": {...}}
 
-Rank 0 reads it for all. `checkpoint.accept_changes` allows a part to differ; what has no effect on the steps to come is
-said and not refused.
+Rank 0 reads them for all. `checkpoint.accept_changes` allows a part to differ; differences without effect on later
+steps are reported, not refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARTS = ("data", "tokenizer", "config", "base")
 
 
 class InputChange(NamedTuple):
-    """A difference; part: None if it is said but never refused."""
+    """A difference; part: None if it is reported but never refused."""
 
     part: str | None
     text: str
@@ -44,7 +44,7 @@ def read_inputs(
     data: tuple[RowSource, Dataset | None],
     reference: str | None,
 ) -> Inputs:
-    """Returns what this run reads; after the load, which has brought the base here. Collective. Raises UserError.
+    """Returns the inputs of this run; call it after the load, which has fetched the base. Collective. Raises UserError.
 
     config: as it was before the load. data: training and held-out. reference: identifies the weights that
     log-probabilities were computed by, if they were.
@@ -69,7 +69,7 @@ def read_inputs(
 
 
 def on_main(engine: Engine, call: Callable[[], Result]) -> Result:
-    """Returns on every rank what `call` returns on rank 0; raises there what it raises as UserError. Collective."""
+    """Returns the result of `call` on rank 0 to every rank, or raises its UserError on every rank. Collective."""
     outcome: tuple[Any, str | None] = (None, None)
     if engine.is_main:
         try:
@@ -95,48 +95,54 @@ def saved_inputs(state: dict[str, Any]) -> Inputs:
 def input_changes(saved: Inputs, now: Inputs) -> list[InputChange]:
     """Returns every difference, and what could not be compared."""
     if "tokenizer" not in saved:
-        text = "the checkpoint is of an earlier version, which kept no content of rows, tokenizer, config and base: "
         known = {name: now["data"].get(name) for name in saved["data"]}
-        changes = [InputChange("data", line) for line in differences("data", saved["data"], known)]
-        return [*changes, InputChange(None, f"{text}whether these are the same is not known")]
-    parts = {"tokenizer": _of_tokenizer, "config": _of_config, "base": _of_base}
-    changes = [InputChange("data", line) for line in differences("data", saved["data"], now["data"])]
-    for part, compare in parts.items():
-        changes += compare(saved[part], now[part])
-    of_eval = differences("data", saved["eval"], now["eval"])
-    return [*changes, *(InputChange(None, line) for line in of_eval)]
+        text = (
+            "the checkpoint is of an earlier version, which kept no content of rows, tokenizer, config and base: "
+            "whether these are the same is not known"
+        )
+        return [*_changes("data", saved["data"], known), InputChange(None, text)]
+    return [
+        *_changes("data", saved["data"], now["data"]),
+        *_tokenizer_changes(saved["tokenizer"], now["tokenizer"]),
+        *_config_changes(saved["config"], now["config"]),
+        *_base_changes(saved["base"], now["base"]),
+        *(InputChange(None, change.text) for change in _changes("data", saved["eval"], now["eval"])),
+    ]
 
 
-def _of_tokenizer(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[InputChange]:
+def _changes(part: str, saved: dict[str, Any], now: dict[str, Any]) -> list[InputChange]:
+    return [InputChange(part, f"{part}: {line}") for line in differences(saved, now)]
+
+
+def _tokenizer_changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[InputChange]:
     """Rules are digested as the tokenizers library writes them, so those of two versions are not compared."""
     skipped = {"library"}
     if saved["library"] != now["library"] and saved["rules"] != now["rules"]:
         skipped.add("rules")
         versions = f"tokenizers {saved['library']} and {now['library']}"
         yield InputChange(None, f"tokenizer: rules: not compared, as {versions} write them in different ways")
-    for line in differences("tokenizer", _without(saved, skipped), _without(now, skipped)):
-        yield InputChange("tokenizer", line)
+    yield from _changes("tokenizer", _without(saved, skipped), _without(now, skipped))
 
 
-def _of_config(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[InputChange]:
+def _config_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[InputChange]:
     """Another version of transformers has keys with defaults that the other does not have: only common ones count."""
     if saved["library"] != now["library"]:
         saved, now = _common(saved, now), _common(now, saved)
-    for line in differences("config", _without(saved, {"library"}), _without(now, {"library"})):
-        yield InputChange("config", line)
+    return _changes("config", _without(saved, {"library"}), _without(now, {"library"}))
 
 
-def _of_base(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[InputChange]:
+def _base_changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[InputChange]:
     """One commit of the hub is always the same files. Full training has all its weights from the checkpoint."""
     same_commit = saved.get("commit") is not None and saved.get("commit") == now.get("commit")
     if not same_commit and saved.get("files") != now.get("files"):
         enters = saved["enters steps"] or now["enters steps"]
-        note = "" if enters else " (no effect: the weights are the checkpoint's)"
-        lines = (*differences("base: commit", saved.get("commit"), now.get("commit")),)
-        for line in (*lines, *differences("base", saved.get("files", {}), now.get("files", {}))):
-            yield InputChange("base" if enters else None, line + note)
-    for line in differences("base: reference", saved.get("reference"), now.get("reference")):
-        yield InputChange("base", line)
+        part, note = ("base", "") if enters else (None, " (no effect: the weights are the checkpoint's)")
+        lines = [
+            *differences({"commit": saved.get("commit")}, {"commit": now.get("commit")}),
+            *differences(saved.get("files", {}), now.get("files", {})),
+        ]
+        yield from (InputChange(part, f"base: {line}{note}") for line in lines)
+    yield from _changes("base", {"reference": saved.get("reference")}, {"reference": now.get("reference")})
 
 
 def _without(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -150,11 +156,10 @@ def _common(values: Any, other: Any) -> Any:
     return {name: _common(value, other[name]) for name, value in values.items() if name in other}
 
 
-def differences(place: str, saved: Any, now: Any) -> Iterator[str]:
-    """Yields `part: key.key: before -> now`, value by value."""
+def differences(saved: Any, now: Any, key: str = "") -> Iterator[str]:
+    """Yields `key.key: before -> now`, value by value."""
     if isinstance(saved, dict) and isinstance(now, dict):
         for name in sorted({*saved, *now}):
-            inner = f"{place}{'.' if ':' in place else ': '}{name}"
-            yield from differences(inner, saved.get(name), now.get(name))
+            yield from differences(saved.get(name), now.get(name), f"{key}.{name}" if key else name)
     elif saved != now:
-        yield f"{place}: {json.dumps(saved)} -> {json.dumps(now)}"
+        yield f"{key}: {json.dumps(saved)} -> {json.dumps(now)}"

@@ -48,7 +48,10 @@ def hold(folder: Path) -> Held | None:
         return None
     except OSError:
         pass  # no locks on this file system
-    return held if _is_at(file, folder) else None
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.fstat(file), os.stat(folder / _MANIFEST)):
+            return held
+    return None  # renamed, or replaced, before it was locked
 
 
 @contextlib.contextmanager
@@ -70,10 +73,3 @@ def alone(folder: Path) -> Iterator[bool]:
         yield free
     finally:
         os.close(file)
-
-
-def _is_at(file: int, folder: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), os.stat(folder / _MANIFEST))
-    except OSError:
-        return False

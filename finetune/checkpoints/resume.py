@@ -12,7 +12,15 @@ from typing import Any, get_args
 import yaml
 
 from finetune.checkpoints.folder import find_problem, list_checkpoints, list_set_aside, set_aside, step_folder
-from finetune.checkpoints.inputs import PARTS, InputChange, Inputs, input_changes, on_main, saved_inputs
+from finetune.checkpoints.inputs import (
+    PARTS,
+    InputChange,
+    Inputs,
+    differences,
+    input_changes,
+    on_main,
+    saved_inputs,
+)
 from finetune.checkpoints.shards import PartReader
 from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
@@ -39,7 +47,12 @@ def newest_good(engine: Engine, root: Path) -> Path | None:
 
     Raises UserError if there are checkpoints but none verifies: starting over is the user's decision.
     """
-    newest, skipped = _find_newest(root) if engine.is_main else (None, [])
+    newest, skipped = None, list[tuple[Path, str]]()
+    for folder in list_checkpoints(root) if engine.is_main else []:
+        if (reason := find_problem(folder)) is None:
+            newest = folder
+            break
+        skipped.append((folder, reason))
     newest, skipped = engine.ranks.gather((newest, skipped))[0]
     if newest is None and skipped:
         reasons = "\n  ".join(f"{folder}: {reason}" for folder, reason in skipped)
@@ -50,16 +63,6 @@ def newest_good(engine: Engine, root: Path) -> Path | None:
     for folder, reason in skipped if engine.is_main else []:
         log.warning("skipping checkpoint %s: %s; kept as %s", folder, reason, set_aside(folder).name)
     return newest
-
-
-def _find_newest(root: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    skipped: list[tuple[Path, str]] = []
-    for folder in list_checkpoints(root):
-        reason = find_problem(folder)
-        if reason is None:
-            return folder, skipped
-        skipped.append((folder, reason))
-    return None, skipped
 
 
 def chosen(engine: Engine, root: Path, name: str) -> Path:
@@ -79,7 +82,7 @@ def chosen(engine: Engine, root: Path, name: str) -> Path:
 
 
 def set_newer_aside(root: Path, step: int = -1) -> list[Path]:
-    """Set the checkpoints after a step aside, so that they do not mix with this run's; returns their new paths.
+    """Sets the checkpoints after a step aside, so that they do not mix with this run's; returns their new paths.
 
     step: -1 for all of them.
     """
@@ -87,7 +90,7 @@ def set_newer_aside(root: Path, step: int = -1) -> list[Path]:
 
 
 def resume(engine: Engine, recipe: Recipe, folder: Path, inputs: Inputs, data: RowSource) -> Resumed:
-    """Restore weights, optimizer state and loss scale. Collective; each rank reads the parameters it trains.
+    """Restores weights, optimizer state and loss scale. Collective; each rank reads the parameters it trains.
 
     inputs: this run's, compared with the checkpoint's; data: training data. Raises UserError if this is
     another run.
@@ -103,7 +106,7 @@ def resume(engine: Engine, recipe: Recipe, folder: Path, inputs: Inputs, data: R
 
 
 def resume_own(engine: Engine, folder: Path) -> Resumed:
-    """Restore a checkpoint that this run saved or resumed from, without comparison. Collective."""
+    """Restores a checkpoint that this run saved or resumed from, without comparison. Collective."""
     return _restore(engine, folder, json.loads((folder / "state.json").read_text(encoding="utf-8")), [], [])
 
 
@@ -155,54 +158,29 @@ def changes_since(recipe: Recipe, folder: Path, of_inputs: list[InputChange]) ->
     saved = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     now = yaml.safe_load(dump_recipe(recipe))
     accepted = recipe.checkpoint.accept_changes
-    refused = {
-        key: [line for line in _differences_at((key,), saved, now) if not line.startswith(_SAME_MATHS)]
-        for key in _ACCEPTABLE
-        if key not in accepted
-    }
-    refused |= {
-        part: [change.text for change in of_inputs if change.part == part] for part in PARTS if part not in accepted
-    }
-    fixed, refused = _differences_at(_FIXED, saved, now), {key: lines for key, lines in refused.items() if lines}
+    fixed = [line for key in _FIXED for line in _differences_at(key, saved, now)]
+    refused = {}  # by the key of `checkpoint.accept_changes` that allows them
+    for key in _ACCEPTABLE:
+        refused[key] = [line for line in _differences_at(key, saved, now) if not line.startswith(_SAME_MATHS)]
+    for part in PARTS:
+        refused[part] = [change.text for change in of_inputs if change.part == part]
+    refused = {key: lines for key, lines in refused.items() if lines and key not in accepted}
     if fixed or refused:
-        raise UserError(_refusal(folder, fixed, refused))
-    return [*_differences("", saved, now), *(change.text for change in of_inputs if change.part is not None)]
+        inputs = [name for part, name in _INPUTS.items() if part in refused]
+        restore = f"restore {', '.join(inputs)}; " if inputs else ""
+        accept = f", or `checkpoint.accept_changes=[{','.join(refused)}]` to resume anyway" if not fixed else ""
+        raise UserError(
+            f"{folder} belongs to another run; these must not change on resume:\n  "
+            + "\n  ".join([*fixed, *(line for lines in refused.values() for line in lines)])
+            + f"\n{restore}use another `run.name`, or `checkpoint.resume=never` to start over{accept}"
+        )
+    return [*differences(saved, now), *(change.text for change in of_inputs if change.part is not None)]
 
 
-_RESTORE = {
-    "data": "the rows",
-    "tokenizer": "the tokenizer",
-    "config": "the config",
-    "base": "the weights",
-}
+_INPUTS = {"data": "the rows", "tokenizer": "the tokenizer", "config": "the config", "base": "the weights"}
 
 
-def _refusal(folder: Path, fixed: list[str], refused: dict[str, list[str]]) -> str:
-    """refused: differences by the key of `checkpoint.accept_changes` that allows them."""
-    lines = [*fixed, *(line for of_key in refused.values() for line in of_key)]
-    other = [name for part, name in _RESTORE.items() if part in refused]
-    restore = f"restore {', '.join(other)}; " if other else ""
-    accept = f", or `checkpoint.accept_changes=[{','.join(refused)}]` to resume anyway" if not fixed else ""
-    return (
-        f"{folder} belongs to another run; these must not change on resume:\n  "
-        + "\n  ".join(lines)
-        + f"\n{restore}use another `run.name`, or `checkpoint.resume=never` to start over{accept}"
-    )
-
-
-def _differences_at(keys: list[str] | tuple[str, ...], saved: Any, now: Any) -> list[str]:
-    return [line for key in keys for line in _differences(key, _at(saved, key), _at(now, key))]
-
-
-def _at(values: Any, key: str) -> Any:
+def _differences_at(key: str, saved: Any, now: Any) -> Iterator[str]:
     for name in key.split("."):
-        values = (values or {}).get(name)
-    return values
-
-
-def _differences(key: str, saved: Any, now: Any) -> Iterator[str]:
-    if isinstance(saved, dict) and isinstance(now, dict):
-        for name in sorted({*saved, *now}):
-            yield from _differences(f"{key}.{name}" if key else name, saved.get(name), now.get(name))
-    elif saved != now:
-        yield f"{key}: {json.dumps(saved)} -> {json.dumps(now)}"
+        saved, now = ((values or {}).get(name) for values in (saved, now))
+    return differences(saved, now, key)

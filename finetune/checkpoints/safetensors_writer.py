@@ -45,10 +45,10 @@ def write_safetensors(
     metadata: Mapping[str, str],
     each_block: Callable[[bytes | memoryview], object] = lambda block: None,
 ) -> int:
-    """Write a file in the order of `shapes`, flush it to the disk, and return its bytes. Raises OSError.
+    """Writes a file in the order of `shapes`, flushes it to the disk, and returns its bytes. Raises OSError.
 
-    shapes: of all tensors (device `meta` will do); make: the values of one, on any device; each_block: called with what
-    is written, for a checksum.
+    shapes: of all tensors (device `meta` will do); make: the values of one, on any device; each_block: called with each
+    block of bytes written, for a checksum.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -76,7 +76,7 @@ def write_safetensors(
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the bytes that safetensors' own `save_file` writes for PyTorch. Under another name first: tensors may be
+    """Writes the bytes that safetensors' own `save_file` writes for PyTorch. Under another name first: tensors may be
     mapped from the file that they replace."""
     order, partial = list(DTYPES), path.with_name(f"{path.name}.partial")
     names = sorted(tensors, key=lambda name: (-order.index(_NAMES[tensors[name].dtype]), name))

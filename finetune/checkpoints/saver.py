@@ -83,7 +83,7 @@ class Saver:
         return value is not None and (self._best is None or value < self._best)
 
     def save(self, progress: Progress, metrics: Metrics) -> int:
-        """Write step-N; returns when this rank's part is copied (if not `asynchronous`: written). Collective.
+        """Writes step-N; returns when this rank's part is copied (if not `asynchronous`: written). Collective.
 
         metrics: of an evaluation at this step, or empty. Returns the bytes of this rank's tensors, the size of the
         copy. Raises RunFailure as `settle`.
@@ -103,7 +103,7 @@ class Saver:
         return self._pending is not None and self._pending.done() and self._pending.result() is not None
 
     def settle(self, must: bool = False) -> None:
-        """Wait for the pending save. Collective.
+        """Waits for the pending save. Collective.
 
         Raises RunFailure if it failed and `must` or `checkpoint.on_failure: stop` is set; else logs a warning.
         """
@@ -118,12 +118,12 @@ class Saver:
         log.warning("%s. Training continues (checkpoint.on_failure: continue)", failure)
 
     def tidy(self) -> None:
-        """Delete the remains of an earlier, killed launch, at a run's end."""
+        """Deletes the remains of an earlier, killed launch, at a run's end."""
         if self._engine.is_main and self._is_ours():
             self._prune()
 
     def close(self) -> None:
-        """Wait for the pending save, failed or not, and release its memory.
+        """Waits for the pending save, failed or not, and releases its memory.
 
         Waits no longer than the timeout of collectives: another rank may be gone, and the thread waits for it.
         """
@@ -209,7 +209,7 @@ class Saver:
         self._prune()
 
     def _prune(self) -> None:
-        """Delete old checkpoints; a failure to do so does not fail the run."""
+        """Deletes old checkpoints; a failure to do so does not fail the run."""
         try:
             self._retention.prune()
         except OSError as error:
@@ -238,7 +238,16 @@ class Staging:
 
         Raises RunFailure if memory cannot be pinned.
         """
-        self._reserve(sum(map(_aligned_bytes, tensors.values())), any(tensor.is_cuda for tensor in tensors.values()))
+        size, pinned = sum(map(_aligned_bytes, tensors.values())), any(tensor.is_cuda for tensor in tensors.values())
+        if size > self._memory.numel() or pinned != self._pinned:
+            self.release()
+            self._memory = torch.empty(size, dtype=torch.uint8)
+            if pinned and (error := int(_driver().cudaHostRegister(self._memory.data_ptr(), size, _PORTABLE))):
+                raise RunFailure(
+                    f"{size / 1e9:.1f} GB of CPU memory for the checkpoint's copy cannot be pinned (CUDA error "
+                    f"{error}): set checkpoint.asynchronous: false, which needs no copy"
+                )
+            self._pinned = pinned
         copies, end = {}, 0
         for name, tensor in tensors.items():
             start, end = end, end + _aligned_bytes(tensor)
@@ -249,19 +258,10 @@ class Staging:
         return copies
 
     def release(self) -> None:
-        """Free the memory; only when the copies are no longer read."""
+        """Frees the memory; only when the copies are no longer read."""
         if self._pinned:
             _driver().cudaHostUnregister(self._memory.data_ptr())  # fails only after an earlier failure
         self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
-
-    def _reserve(self, size: int, pinned: bool) -> None:
-        if size <= self._memory.numel() and pinned == self._pinned:
-            return
-        self.release()
-        self._memory = torch.empty(size, dtype=torch.uint8)
-        if pinned:
-            _pin(self._memory)
-            self._pinned = True
 
 
 def _aligned_bytes(tensor: Tensor) -> int:
@@ -271,12 +271,3 @@ def _aligned_bytes(tensor: Tensor) -> int:
 def _driver() -> Any:
     """Returns the runtime of CUDA, or HIP."""
     return torch.cuda.cudart()
-
-
-def _pin(memory: Tensor) -> None:
-    error = int(_driver().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
-    if error:
-        raise RunFailure(
-            f"{memory.nbytes / 1e9:.1f} GB of CPU memory for the checkpoint's copy cannot be pinned (CUDA error "
-            f"{error}): set checkpoint.asynchronous: false, which needs no copy"
-        )

@@ -44,17 +44,13 @@ from finetune.errors import UserError
 
 def part_tensors(parts: list[ShardPart], optimizers: list[Optimizer]) -> dict[str, Tensor]:
     """Returns the tensors a rank writes, by name in the file: flat views of weights and optimizer state."""
-    return {
-        f"{field}|{_format_range(part.range)}|{part.name}": tensor
-        for part in parts
-        for field, tensor in fields(part, optimizers)
-    }
-
-
-def _format_range(elements: Range) -> str:
-    if elements.is_contiguous:
-        return str(elements.start)
-    return f"{elements.start}:{elements.run}:{elements.stride}"
+    tensors = {}
+    for part in parts:
+        start, run, stride = part.range.start, part.range.run, part.range.stride
+        place = f"{start}" if part.range.is_contiguous else f"{start}:{run}:{stride}"
+        for field, tensor in fields(part, optimizers):
+            tensors[f"{field}|{place}|{part.name}"] = tensor
+    return tensors
 
 
 def _parse_range(text: str, numel: int) -> Range:
@@ -104,7 +100,7 @@ class PartReader:
         scalars: dict[str, dict[str, float]],
         room: MakeRoom = make_room,
     ) -> None:
-        """Fill weights and optimizer state. scalars: the optimizer's, by parameter.
+        """Fills weights and optimizer state. scalars: the optimizer's, by parameter.
 
         Raises UserError if the checkpoint belongs to another model.
         """
@@ -122,7 +118,7 @@ class PartReader:
     def _restore_stepped(
         self, parts: list[ShardPart], optimizers: list[Optimizer], scalars: dict[str, float], room: MakeRoom
     ) -> None:
-        """Fill all parts of one stepped tensor together, because they may share 8-bit blocks."""
+        """Fills all parts of one stepped tensor together, because they may share 8-bit blocks."""
         stepped = parts[0].stepped
         _fill(stepped, [piece for part in parts for piece in self._pieces(part, WEIGHT)])
         types = {
@@ -146,7 +142,7 @@ class PartReader:
         return self._open[first.file].get_slice(first.key)[:1].dtype
 
     def fill_weight(self, name: str, weight: Tensor) -> None:
-        """Fill a contiguous tensor with a stored weight. Raises UserError if elements are missing."""
+        """Fills a contiguous tensor with a stored weight. Raises UserError if elements are missing."""
         part = ShardPart(name, tuple(weight.shape), 0, weight.numel(), weight, 0)
         _fill(weight, self._pieces(part, WEIGHT))
 
@@ -154,22 +150,22 @@ class PartReader:
         """Returns the stored ranges that overlap a part, read lazily. Raises UserError if elements are missing."""
         pieces = []
         for stored in self._ranges[part.name][field]:
-            values = self._open[stored.file].get_slice(stored.key)
-            for overlap in overlaps(stored.elements, part.range):
-                placed = replace(overlap, at=overlap.at + part.offset)
-                pieces.append(StoredPiece(self._source(stored, field, values), placed))
+            placed = [
+                replace(overlap, at=overlap.at + part.offset) for overlap in overlaps(stored.elements, part.range)
+            ]
+            if not placed:
+                continue
+            file = self._open[stored.file]
+            source: Any = file.get_slice(stored.key)
+            if source.get_dtype() == "U8":
+                suffix = stored.key.removeprefix(field)
+                scales, book, phase = (file.get_tensor(f"{field}:{of}{suffix}") for of in ("scales", "book", "phase"))
+                source = Blocks(source, scales, book, int(phase))
+            pieces += [StoredPiece(source, overlap) for overlap in placed]
         filled = sum(piece.overlap.numel for piece in pieces)
         if filled != part.numel:
             raise UserError(f"the checkpoint holds {filled} of {part.numel} elements of {field} of {part.name}")
         return pieces
-
-    def _source(self, stored: _StoredRange, field: str, values: Any) -> Any:
-        """Returns a stored range, with its scales and book if it is 8-bit."""
-        if values.get_dtype() != "U8":
-            return values
-        file, suffix = self._open[stored.file], stored.key.removeprefix(field)
-        scales, book, phase = (file.get_tensor(f"{field}:{what}{suffix}") for what in ("scales", "book", "phase"))
-        return Blocks(values, scales, book, int(phase))
 
 
 class WeightReader:
@@ -190,20 +186,17 @@ class WeightReader:
     def read(self, name: str) -> Tensor:
         """Returns a parameter in full. Raises UserError if elements are missing."""
         if self._read > self._limit:
-            self._parts, self._read = self._opened_again(), 0
+            try:
+                self._parts, self._read = PartReader(self._files), 0
+            except FileNotFoundError:
+                raise UserError(
+                    f"{self._files[0].parent}: was deleted while it was read, by the run that trains here (its file "
+                    "system has no locks): raise `checkpoint.keep`, or export when the run has ended"
+                ) from None
         weight = torch.empty_like(self.shapes[name], device="cpu")
         self._parts.fill_weight(name, weight)
         self._read += weight.nbytes
         return weight
-
-    def _opened_again(self) -> PartReader:
-        try:
-            return PartReader(self._files)
-        except FileNotFoundError:
-            raise UserError(
-                f"{self._files[0].parent}: was deleted while it was read, by the run that trains here (its file system "
-                "has no locks): raise `checkpoint.keep`, or export when the run has ended"
-            ) from None
 
 
 def _fill(tensor: Tensor, pieces: list[StoredPiece]) -> None:
@@ -212,7 +205,7 @@ def _fill(tensor: Tensor, pieces: list[StoredPiece]) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> FileEntry:
-    """Write flat tensors, on any device, and flush them to the disk. Raises OSError."""
+    """Writes flat tensors, on any device, and flushes them to the disk. Raises OSError."""
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # keeps each aligned to its type
     digest = hashlib.sha256()
     size = write_safetensors(path, ordered, ordered.__getitem__, metadata, digest.update)

@@ -225,7 +225,11 @@ def _layout(sizes: ExampleSizes, padded_to: int | None, shares_prompts: bool) ->
         has_two = np.diff(sizes.offsets) == 2  # others do not share tokens
         prefixes[sizes.offsets[:-1][has_two] + 1] = sizes.shared[has_two]
     own_lengths = tuple((sizes.lengths - prefixes).tolist())
-    padding = _padding(sum(own_lengths), padded_to)
+    missing = 0 if padded_to is None else padded_to - sum(own_lengths)
+    if missing < 0:
+        raise ValueError(f"{sum(own_lengths)} tokens do not fit into a forward of {padded_to}")
+    full, rest = divmod(missing, PADDING_DOCUMENT)
+    padding = (*(PADDING_DOCUMENT,) * full, *((rest,) if rest else ()))
     return _Layout(own_lengths, tuple(prefixes.tolist()), padding, row_places(own_lengths, prefixes.tolist()))
 
 
@@ -301,15 +305,6 @@ def dummy_batch(example: Example, index: int, padded_to: int | None, image_input
         sequence_tokens=(),
         sequence_targets=(),
     )
-
-
-def _padding(num_tokens: int, padded_to: int | None) -> tuple[int, ...]:
-    """Lengths of the sequences that fill up a forward."""
-    missing = 0 if padded_to is None else padded_to - num_tokens
-    if missing < 0:
-        raise ValueError(f"{num_tokens} tokens do not fit into a forward of {padded_to}")
-    full, rest = divmod(missing, PADDING_DOCUMENT)
-    return (*(PADDING_DOCUMENT,) * full, *((rest,) if rest else ()))
 
 
 # --- one rank's tokens of a batch

@@ -41,35 +41,31 @@ def digest(*parts: np.ndarray | bytes | str) -> str:
     """Returns the first 64 bits of the sha256 of all parts, one after the other."""
     whole = hashlib.sha256()
     for part in parts:
-        whole.update(np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else _bytes(part))
+        if isinstance(part, np.ndarray):
+            whole.update(np.ascontiguousarray(part).data)
+        else:
+            whole.update(part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part)
     return whole.hexdigest()[:DIGITS]
 
 
-def _bytes(part: bytes | str) -> bytes:
-    return part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-
-
 def _images_content(entry: CacheEntry) -> str:
-    """Digest of places and sizes in tokens and pixels, and of the files: in full if the rows contain them, else of
-    their sizes, and of the bytes of at most `_IMAGES_READ` of them."""
+    """Digest of places and sizes in tokens and pixels, and of the images: in full if rows contain them; of files the
+    sizes, and the beginning or the middle of at most `_IMAGES_READ`."""
     places = entry.image_numbers.reshape(-1, 6)[:, :5]
     sources = entry.image_list()
     every = -(-len(sources) // _IMAGES_READ)
     whole = hashlib.sha256(np.ascontiguousarray(places).data)
     for i, source in enumerate(sources):
-        whole.update(hashlib.sha256(source).digest() if isinstance(source, bytes) else _file(source, i % every == 0))
+        if isinstance(source, bytes):
+            whole.update(hashlib.sha256(source).digest())
+            continue
+        try:
+            size, content = os.stat(source).st_size, b""
+            if i % every == 0:
+                with open(source, "rb", buffering=0) as file:
+                    file.seek(0 if size <= _READ_WHOLE else (size - _BLOCK) // 2)
+                    content = file.read(_READ_WHOLE if size <= _READ_WHOLE else _BLOCK)
+        except OSError as error:
+            raise UserError(f"{source}: an image of the data cannot be read: {error.strerror}") from None
+        whole.update(size.to_bytes(8, "little") + hashlib.sha256(content).digest())
     return whole.hexdigest()[:DIGITS]
-
-
-def _file(path: str, read: bool) -> bytes:
-    """Returns the size of a file, and the part of its bytes that is read."""
-    try:
-        size = os.stat(path).st_size
-        content = b""
-        if read:
-            with open(path, "rb", buffering=0) as file:
-                file.seek(0 if size <= _READ_WHOLE else (size - _BLOCK) // 2)
-                content = file.read(_READ_WHOLE if size <= _READ_WHOLE else _BLOCK)
-    except OSError as error:
-        raise UserError(f"{path}: an image of the data cannot be read: {error.strerror}") from None
-    return size.to_bytes(8, "little") + hashlib.sha256(content).digest()

@@ -1,4 +1,4 @@
-"""Examples and their rows, where training, evaluation, `check` and `inspect` all start from; or a stream."""
+"""The data of a run: examples and their rows, or a stream. Training, evaluation, `check` and `inspect` start here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from finetune.data.building import OpenedSources
 from finetune.data.chat.template_check import check_template
 from finetune.data.chat.template_choice import template_of
 from finetune.data.epochs import EpochOrder, EpochRows, RunLength, epochs_differ
-from finetune.data.examples import Draw, Examples, check_caps, draw_examples, prepare_examples
+from finetune.data.examples import Examples, check_caps, draw_examples, prepare_examples
 from finetune.data.objective_rows import trained_part
 from finetune.data.packing import RowOrder, Rows, group_rows, one_per_row, pack, row_work
 from finetune.data.predictions import Predictions
@@ -32,7 +32,7 @@ from finetune.recipe.schema import Evaluate, HeldOut, Source
 
 @dataclass(frozen=True)
 class Dataset(RowSource):
-    """Examples that are all on the disk."""
+    """Examples that are all on the disk, in rows."""
 
     examples: Examples  # of every epoch; with `epochs` all that the run takes, each once
     rows: Rows  # of the first epoch
@@ -41,12 +41,12 @@ class Dataset(RowSource):
 
     @cached_property
     def epoch_sizes(self) -> ExampleSizes:
-        """Sizes of the examples of the first epoch."""
+        """Returns the sizes of the examples of the first epoch."""
         return self.examples.sizes if self.epochs is None else self.examples.sizes.take(self.epochs.members(0))
 
     @property
     def tokens(self) -> int:
-        """Tokens of an epoch."""
+        """Returns the tokens of an epoch."""
         return int(self.epoch_sizes.tokens.sum())
 
     @property
@@ -128,7 +128,7 @@ class Dataset(RowSource):
         }
 
     def efficiency(self, max_length: int) -> float:
-        """Tokens over the room in all rows."""
+        """Returns tokens over the room in all rows."""
         return self.rows.efficiency(self.epoch_sizes.tokens, max_length)
 
     def in_order(self, recipe: Recipe) -> Dataset:
@@ -165,7 +165,7 @@ class Dataset(RowSource):
         return Dataset(self.examples, epochs.epoch(0), epochs)
 
     def once(self) -> Dataset:
-        """Every example of the run, for what is computed of each beforehand."""
+        """Returns every example of the run once, for computations before it."""
         if self.epochs is None:
             return self
         lengths, max_length = self.examples.lengths, self.epochs.max_length
@@ -184,14 +184,13 @@ def build_training(
     tokenizer: PreTrainedTokenizerBase,
     opened: OpenedSources | None = None,
 ) -> RowSource:
-    """The data of `data.train`. opened: see `prepare_examples`. Raises UserError."""
+    """Returns the data of `data.train`. opened: see `prepare_examples`.
+
+    Raises UserError, also if the run is longer than `max_epochs` of its sources allows.
+    """
     if recipe.data.streaming:
         return open_stream(recipe, tokenizer, opened)
-    return _over_epochs(recipe, draw_examples(recipe, recipe.data.train, tokenizer, opened=opened))
-
-
-def _over_epochs(recipe: Recipe, draw: Draw) -> Dataset:
-    """Returns the data of a run. Raises UserError if it is longer than `max_epochs` of its sources allow."""
+    draw = draw_examples(recipe, recipe.data.train, tokenizer, opened=opened)
     examples, steps = draw.first_epoch, recipe.train.max_steps
     packed = _packed(recipe, examples)
     length = RunLength(recipe.train.epochs, steps and steps * recipe.batch.rows)
@@ -217,7 +216,7 @@ def build_held_out(
     tokenizer: PreTrainedTokenizerBase,
     opened: OpenedSources | None = None,
 ) -> Dataset | None:
-    """The data of `data.eval`; None where there is none. Parameters as of `build_training`. Raises UserError."""
+    """Returns the data of `data.eval`; None if there is none. Parameters as in `build_training`. Raises UserError."""
     if not recipe.data.eval:
         return None
     held_out = isinstance(recipe.data.eval, HeldOut)
@@ -232,7 +231,7 @@ def build_dataset(
     opened: OpenedSources | None = None,
     held_out: bool = False,
 ) -> Dataset:
-    """Rows of tokens, built once and cached; every process may call it at the same time. Raises UserError.
+    """Returns rows of tokens, built once and cached; every process may call it at the same time. Raises UserError.
 
     opened, held_out: see `prepare_examples`.
     """
@@ -247,9 +246,9 @@ def _packed(recipe: Recipe, examples: Examples) -> Rows:
 def template_notes(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, opened: OpenedSources | None = None
 ) -> list[str]:
-    """Notes on the chat template, for the user; the tokenizer takes the recipe's, so that the result carries it.
+    """Sets the recipe's chat template on the tokenizer, so that the result carries it; returns notes for the user.
 
-    Raises UserError where its masks cannot be right.
+    Raises UserError if its masks cannot be right.
     """
     template = template_of(recipe.model, tokenizer)
     if template is not None:
@@ -264,7 +263,7 @@ def template_notes(
     return [text.removeprefix("note: ") for text in findings if text.startswith("note: ")]
 
 
-# What becomes of rows that a person would not expect, and what to do.
+# Rows that are dropped or changed, by their count in the report.
 _CHANGED = {
     "bad": "bad rows skipped",
     "dropped_overlong": "rows dropped because they exceed data.max_length (`data.overlong: split` keeps their pieces)",
@@ -275,7 +274,7 @@ _CHANGED = {
 
 
 def data_notes(recipe: Recipe, opened: OpenedSources, training: RowSource, held_out: Dataset | None) -> list[str]:
-    """Notes on rows that were dropped or changed, and on sources that are trained on and evaluated alike."""
+    """Returns notes on rows that were dropped or changed, and on sources that are both trained on and evaluated."""
     parts = {"train": None if recipe.data.streaming else on_disk(training)}
     parts["eval"] = None if isinstance(recipe.data.eval, HeldOut) else held_out
     notes = []
@@ -297,8 +296,8 @@ def data_notes(recipe: Recipe, opened: OpenedSources, training: RowSource, held_
 # --- held-out examples as questions: a prompt to answer, and the reference for the answer
 
 
-# The one format whose prompt may be a single token. Elsewhere a second token that is trained means that there is no
-# prompt: plain text, rows of ids that are all trained, the rest of an answer that `overlong: split` cut.
+# The one format whose prompt may be a single token. In others, a trained second token means that there is no prompt:
+# plain text, rows of ids that are all trained, the rest of an answer that `overlong: split` cut.
 _SHORT_PROMPTS = "prompt_completion"
 
 
@@ -313,7 +312,7 @@ class Question:
     """
 
     prompt: list[int]
-    reference: list[int]  # up to and without its end token, where it has one
+    reference: list[int]  # without its end token
     images: tuple[Image, ...] = ()  # of the prompt
 
 
@@ -333,14 +332,14 @@ def questions(examples: Examples, end_ids: Collection[int]) -> Iterator[Question
 
 
 def until_end(ids: list[int], end_ids: Collection[int]) -> list[int]:
-    """Returns ids up to the first end token, without it; all where there is none."""
+    """Returns ids up to the first end token, without it; all if there is none."""
     return next((ids[:i] for i, token in enumerate(ids) if token in end_ids), ids)
 
 
 def answer(text: str, pattern: str | None) -> str | None:
-    """Returns what is compared: the text without outer blanks, or the pattern's first group in its last occurrence.
+    """Returns the text to compare: without outer blanks, or the pattern's first group in its last occurrence.
 
-    None where the pattern does not occur: such a text has no answer, and equals no other.
+    None if the pattern does not occur: such a text has no answer, and equals no other.
     """
     if pattern is None:
         return text.strip()
@@ -351,12 +350,11 @@ def answer(text: str, pattern: str | None) -> str | None:
 
 
 def check_questions(recipe: Evaluate, examples: Examples, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Notes on references that no answer can match; before the model loads.
+    """Returns notes on references that no answer can match; before the model loads.
 
-    Raises UserError where no row has a prompt, or none of the references holds an answer.
+    Raises UserError if no row has a prompt, or if none of the references holds an answer.
     """
-    wanted = max(recipe.exact_match, recipe.generate)
-    if not wanted:
+    if not max(recipe.exact_match, recipe.generate):
         return []
     if next(questions(examples, ()), None) is None:
         raise UserError("data.eval: no row has a prompt to answer: set evaluate.generate and evaluate.exact_match to 0")

@@ -41,7 +41,7 @@ class SourceShare:
         return np.cumsum(np.asarray(self.lengths, np.int64)[self.order])
 
     def position(self, epochs: float) -> int:
-        """Examples in `epochs` epochs; counted in tokens, as many as come nearest to them."""
+        """Returns the examples in `epochs` epochs; counted in tokens, as many as come nearest to them."""
         passes, count = min(epochs * self.passes, self.most), len(self.order)
         if self.lengths is None or not count:
             return round(passes * count)
@@ -53,7 +53,7 @@ class SourceShare:
         return int(whole) * count + last + int(nearer)
 
     def taken(self, begin: float, end: float) -> NDArray[np.int64]:
-        """Examples between two times of a run, in epochs: whole passes, then the rest in ascending order."""
+        """Returns the examples between two times of a run, in epochs: whole passes, then the rest, ascending."""
         first, last, count = self.position(begin), self.position(end), len(self.order)
         passes, rest = divmod(last - first, count) if count else (0, 0)
         again = self.order[(first + np.arange(rest)) % count] if rest else np.empty(0, np.int64)
@@ -134,7 +134,7 @@ class EpochRows:
         return self.starts[-1]
 
     def __getitem__(self, row: int) -> NDArray[np.int64]:
-        """Examples of one row."""
+        """Returns the examples of one row."""
         epoch = self.epoch_of(row)
         return self.epoch(epoch)[row - self.starts[epoch]]
 
@@ -142,19 +142,19 @@ class EpochRows:
         return bisect_right(self.starts, row) - 1
 
     def epochs(self, row: int) -> float:
-        """Epochs that are done when the rows before this one are."""
+        """Returns the epochs that are done when the rows before this one are."""
         epoch = self.epoch_of(max(0, row - 1))
         (begin, end), (first, last) = self.length.span(epoch), self.starts[epoch : epoch + 2]
         return begin + (end - begin) * (row - first) / (last - first)
 
     def members(self, epoch: int) -> NDArray[np.int64]:
-        """Examples of an epoch, source after source."""
+        """Returns the examples of an epoch, source after source."""
         firsts = np.cumsum([0, *map(len, self.chosen)])
         of_sources = zip(firsts, self.chosen, self._taken(epoch), strict=False)
         return np.concatenate([first + np.searchsorted(chosen, taken) for first, chosen, taken in of_sources])
 
     def unpacked(self) -> EpochRows:
-        """The same epochs, each example in a row of its own."""
+        """Returns the same epochs, each example in a row of its own."""
         return EpochRows(self.shares, self._source_lengths, self.length, None, self.chosen)
 
     def _taken(self, epoch: int) -> list[NDArray[np.int64]]:
@@ -178,7 +178,7 @@ class EpochOrder:
         self._epoch = lru_cache(_EPOCHS_KEPT)(self._shuffled)
 
     def row_at(self, position: int) -> int:
-        """Row at a position of the run, both from 0."""
+        """Returns the row at a position of the run, both from 0."""
         epoch = self._rows.epoch_of(position)
         first = self._rows.starts[epoch]
         return first + int(self._epoch(epoch)[position - first])

@@ -33,6 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune import __version__
 from finetune.data.batch import ImageInputs
 from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, build_source
+from finetune.data.cache_entries import entries_folder
 from finetune.data.chat.renderer import Renderer, build_renderer
 from finetune.data.chat.template import asks_for_today, dated
 from finetune.data.chat.template_choice import template_of
@@ -40,7 +41,7 @@ from finetune.data.content import source_content
 from finetune.data.epochs import UNBOUNDED, EpochRows, RunLength, SourceShare, source_order
 from finetune.data.objective_rows import objective_rows, trained_part
 from finetune.data.samples import Example, concatenate_sizes
-from finetune.data.token_cache import CacheEntry, DataReport, entries_folder, find_or_build, load
+from finetune.data.token_cache import CacheEntry, DataReport, find_or_build, load
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut, Mixture, Source
@@ -98,16 +99,16 @@ class Examples:
         self.lengths, self.num_targets = self.sizes.tokens, self.sizes.target_tokens
 
     def with_columns(self, columns: Mapping[str, NDArray[np.floating]]) -> Examples:
-        """The same examples with more numbers: (N,) one of each example, or (M,) one of each sequence, in order."""
+        """Returns the same examples with more numbers: (N,) one per example or (M,) one per sequence, in order."""
         more = {**self._columns, **columns}
         return Examples(self._entries, self._chosen, self.report, self.build_s, more, self.predictions)
 
     def with_predictions(self, predictions: TargetColumns) -> Examples:
-        """The same examples with a teacher's predictions at their targets."""
+        """Returns the same examples with a teacher's predictions at their targets."""
         return Examples(self._entries, self._chosen, self.report, self.build_s, self._columns, predictions)
 
     def identity(self) -> str:
-        """sha256 of everything that the tokens of these examples depend on; of no column that was computed."""
+        """Returns the sha256 of everything that the tokens of these examples depend on, computed columns excluded."""
         digest = hashlib.sha256()
         for entry, indices in zip(self._entries, self._chosen, strict=True):
             digest.update(f"{entry.key} {len(indices)} ".encode())
@@ -126,7 +127,7 @@ class Examples:
         return self._ends[-1]
 
     def __getitem__(self, i: int) -> Example:
-        """Example `i`; raises IndexError beyond the end, so that a for loop ends."""
+        """Returns example `i`; raises IndexError beyond the end, so that a for loop ends."""
         if not 0 <= i < len(self):
             raise IndexError(f"example {i} of {len(self)}")
         source = bisect_right(self._ends, i)
@@ -144,7 +145,7 @@ class Examples:
         return replace(example, columns={**example.columns, **added})
 
     def of_source(self, source: int) -> range:
-        """The examples of a source."""
+        """Returns the indices of a source's examples."""
         return range(self._ends[source - 1] if source else 0, self._ends[source])
 
     def __iter__(self) -> Iterator[Example]:
@@ -181,7 +182,7 @@ def prepare_examples(
 
     Uses no process group: every process may call it at once, the first builds each entry and the others wait at a file
     lock. Before anything is tokenized the first rows of all the recipe's sources are rendered.
-    progress: called with the number of rows done in the source at hand. opened: of this recipe, if other parts of the
+    progress: called with the number of rows done in the current source. opened: of this recipe, if other parts of the
     run open sources too. held_out: the rows of `recipe.data.train` that `data.eval.share` keeps from training, instead
     of the others.
     Raises UserError with file and row for data that cannot be used, and if no trainable example is left.
@@ -225,7 +226,7 @@ def draw_examples(
 
 
 def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Renderer:
-    """The renderer of a recipe's rows. Raises UserError."""
+    """Returns the renderer of a recipe's rows. Raises UserError."""
     template = template_of(recipe.model, tokenizer)
     is_scored = recipe.objective.name == "classify"
     return build_renderer(tokenizer, template, trained_part(recipe.objective), is_scored, row_images(recipe, tokenizer))
@@ -313,7 +314,7 @@ def _choose_from(
 
 
 def rows_held_out(entry: CacheEntry, share: float, seed: int, source_index: int) -> NDArray[np.bool_]:
-    """(N,) whether an example is of a row that is held out; rows of the same tokens are on the same side.
+    """Returns (N,) whether an example is of a row that is held out; rows of the same tokens are on the same side.
 
     round(share * rows) different rows: a function of the rows, the share and the seed.
     """
@@ -329,7 +330,7 @@ def rows_held_out(entry: CacheEntry, share: float, seed: int, source_index: int)
 
 
 def entry_key(recipe: Recipe, source: Source, digest: str, rendering: str) -> str:
-    """sha256 of everything that the tokens, masks and columns of a source depend on."""
+    """Returns the sha256 of everything that the tokens, masks and columns of a source depend on."""
     data = recipe.data
     parts = {
         "code": [CODE_VERSION, tokenizers.__version__, transformers.__version__, jinja2.__version__],
@@ -344,9 +345,14 @@ def entry_key(recipe: Recipe, source: Source, digest: str, rendering: str) -> st
 
 
 def rendering_key(renderer: Renderer) -> str:
-    """sha256 of all that rendering depends on; a vocabulary is large, so once for all sources."""
+    """Returns the sha256 of everything that rendering depends on; a vocabulary is large, so once for all sources."""
     fast: Any = renderer.tokenizer
     backend = json.loads(fast.backend_tokenizer.to_str())
+    images = None
+    if renderer.images:
+        in_family = {"max_pixels", "min_pixels", "processor"}
+        rules = renderer.images.rules.model_dump(exclude={"threads", *in_family})
+        images = [renderer.images.family.settings, rules]
     parts = {
         "tokenizer": {name: part for name, part in backend.items() if name not in ("truncation", "padding")},
         "special": [renderer.special, renderer.adds_bos],
@@ -354,16 +360,9 @@ def rendering_key(renderer: Renderer) -> str:
         "today": str(date.today()) if renderer.template and asks_for_today(renderer.template.text) else None,
         "train_on": renderer.train_on,
         **({} if renderer.ends_plain else {"ends_plain": False}),
-        **({"images": _image_settings(renderer.images)} if renderer.images else {}),
+        **({"images": images} if images else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _image_settings(images: RowImages) -> list[Any]:
-    rules = images.rules.model_dump(
-        exclude={"threads", "max_pixels", "min_pixels", "processor"}
-    )  # the family has the last three
-    return [images.family.settings, rules]
 
 
 def entry_metadata(recipe: Recipe, opened: OpenedSource, renderer: Renderer) -> dict[str, Any]:
@@ -389,23 +388,21 @@ MAX_EXAMPLES = 10**9  # of an epoch: their indices alone are 8 GB
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
-    """Names of the sources in metrics and tables: `name`, or the last part of `path`, numbered if two are alike."""
-    names = [source.name or _short(source.path) for source in sources]
+    """Returns names of sources for metrics and tables: `name`, or the last part of `path`; numbered if not unique."""
+    names = []
+    for source in sources:
+        last = PurePosixPath(source.path.rstrip("/")).name or source.path
+        stem = last.split(".")[0] or last
+        plain = "".join(character if character.isalnum() or character in "._" else "-" for character in stem)
+        names.append(source.name or plain.strip("-") or "source")
     counts = Counter(names)
     return [name if counts[name] == 1 else f"{name}-{i}" for i, name in enumerate(names)]
-
-
-def _short(path: str) -> str:
-    last = PurePosixPath(path.rstrip("/")).name or path
-    stem = last.split(".")[0] or last
-    plain = "".join(character if character.isalnum() or character in "._" else "-" for character in stem)
-    return plain.strip("-") or "source"
 
 
 def passes_per_epoch(
     sizes: Sequence[int], sources: Sequence[Source], mixture: Mixture | None, epochs: float | None
 ) -> list[float]:
-    """Passes over each source per epoch of the run; sizes in the unit of `mixture.by` (any, without a mixture).
+    """Returns the passes over each source in an epoch; sizes in the unit of `mixture.by` (any, without a mixture).
 
     Without a mixture that is `weight`. With one, shares like weight * size^(1/temperature) of as many rows or tokens
     as the sources have together. The amount that `max_epochs` cuts from a source is given by the others in proportion.
@@ -423,7 +420,7 @@ def passes_per_epoch(
 
 
 def filled(wanted: NDArray[np.float64], room: NDArray[np.float64], total: float) -> NDArray[np.float64]:
-    """`total` distributed in proportion to `wanted`, no part above its `room`; less than `total` if all are full.
+    """Distributes `total` in proportion to `wanted`, no part above its `room`; less than `total` if all are full.
 
     filled([1, 1, 2], [5, inf, inf], 40) -> [5, 11.67, 23.33]
     """

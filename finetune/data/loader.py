@@ -13,7 +13,6 @@ from torch import Tensor
 
 from finetune.data.batch import UNSHARDED, Batch, ImageInputs, TokenShare, collate, dummy_batch, token_shard
 from finetune.data.row_source import RunRows
-from finetune.data.samples import Example
 from finetune.errors import UserError
 from finetune.recipe import divisibility_message
 
@@ -77,7 +76,7 @@ class Loader:
             raise UserError(f"batch.rows: {message}")
 
     def step(self, step: int) -> StepBatches:
-        """Optimizer step `step` (0-based)."""
+        """Returns the batches of optimizer step `step` (0-based)."""
         positions = self._positions(step)
         assignment = self._assign(positions)
         forwards = [*assignment.micro_batch_tokens, *(assignment.shortest,) * assignment.num_dummies]
@@ -87,11 +86,14 @@ class Loader:
             counts=self._counts(positions),
             padding=computed - sum(assignment.micro_batch_tokens),
             epoch=self.rows.epoch_at(positions.stop),
-            has_images=self.image_inputs is not None and any(map(self._has_images, positions)),
+            has_images=self.image_inputs is not None
+            and any(
+                sequence.images
+                for position in positions
+                for example in self.rows.row(position)
+                for sequence in example.sequences
+            ),
         )
-
-    def _has_images(self, position: int) -> bool:
-        return any(sequence.images for one in self.rows.row(position) for sequence in one.sequences)
 
     def row_positions(self, step: int) -> list[list[int]]:
         """Returns the positions of the rows in each micro-batch of a step, over all ranks, by `Batch.index`."""
@@ -105,7 +107,7 @@ class Loader:
         return range(first, min(first + self.rows_per_step, self.total_rows))
 
     def all_batches(self) -> Iterator[Batch]:
-        """Every row once, for evaluation; all ranks get the same number of micro-batches."""
+        """Yields every row once, for evaluation; all ranks get the same number of micro-batches."""
         return self._batches(self._assign(range(self.total_rows)))
 
     def all_counts(self) -> dict[str, int]:
@@ -119,7 +121,7 @@ class Loader:
         return dict(counts)
 
     def _forward_tokens(self, assignment: StepAssignment, tokens: int) -> int:
-        """Tokens of a forward of `tokens` tokens, padding included, over all ranks that share it."""
+        """Returns the tokens of a forward of `tokens` tokens, padding included, over all ranks that share it."""
         of_step = -(-assignment.longest // self.alike) * self.alike if self.alike else tokens
         return self.share.padded(self.padded_to or of_step)
 
@@ -134,7 +136,7 @@ class Loader:
         return StepAssignment(positions, lengths, shared, micro_batches, mine, -len(micro_batches) % self.world_size)
 
     def _micro_batches(self, tokens: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Rows, of as many `tokens` each, in micro-batches."""
+        """Returns the rows of each micro-batch. tokens: of each row."""
         if self.tokens_per_device is None:
             ends = range(self.rows_per_device, len(tokens), self.rows_per_device)
             return np.split(np.arange(len(tokens)), ends)
@@ -157,16 +159,13 @@ class Loader:
                 batch = collate(examples, index, padded_to, self.shares_prompts, self.image_inputs)
                 batch = replace(batch, row_lengths=row_lengths)
             else:
-                example = self._shortest_example(assignment)
+                row = min(range(len(assignment.lengths)), key=lambda i: assignment.lengths[i].min())
+                examples = self.rows.row(assignment.positions[row])
+                # The one with the shortest sequence of the step.
+                example = min(examples, key=lambda one: min(len(sequence.input_ids) for sequence in one.sequences))
                 padded_to = self._forward_tokens(assignment, assignment.shortest)
                 batch = dummy_batch(example, index, padded_to, self.image_inputs)
             yield token_shard(self.positions(batch) if self.positions else batch, self.share)
-
-    def _shortest_example(self, assignment: StepAssignment) -> Example:
-        """The example with the shortest sequence of the step."""
-        row = min(range(len(assignment.lengths)), key=lambda i: assignment.lengths[i].min())
-        examples = self.rows.row(assignment.positions[row])
-        return min(examples, key=lambda example: min(len(sequence.input_ids) for sequence in example.sequences))
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ class StepAssignment:
 
 
 def assign_micro_batches(work: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Indices of the micro-batches that a rank runs, in its order; beyond the last one if it runs a dummy.
+    """Returns the indices of the micro-batches that a rank runs, in its order; beyond the last one if it runs a dummy.
 
     work: of each micro-batch. Its `world_size` heaviest run at the same time, then the next, in turns from the first
     rank to the last and back.

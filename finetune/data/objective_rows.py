@@ -41,31 +41,23 @@ def examples_of(sample: Sample, rows: ObjectiveRows, pairs: str) -> Iterator[tup
     Raises BadRow for a label that the recipe does not list.
     """
     if isinstance(sample, Labelled):
-        label = _class_index(sample.label, rows.labels) if rows.is_text else float(sample.label)
-        yield sample.sample, (label,)
+        label = sample.label
+        if rows.is_text and isinstance(label, str) and label in rows.labels:
+            label = rows.labels.index(label)
+        elif rows.is_text and not (isinstance(label, int) and 0 <= label < len(rows.labels)):
+            expected = f"one of {', '.join(map(repr, rows.labels))}, or 0 to {len(rows.labels) - 1}"
+            raise BadRow(f"`label` is {label!r}, which is not in `objective.labels`; expected {expected}")
+        yield sample.sample, (float(label),)
+    elif isinstance(sample, Ranked):  # the best answer against the worst, or every two whose scores differ
+        scores = sample.scores
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])  # the first of equals comes first
+        for better, worse in itertools.combinations(order, 2) if pairs == "all" else [(order[0], order[-1])]:
+            if scores[better] > scores[worse]:
+                pair = Preference(sample.answers[better], sample.answers[worse])
+                yield pair, tuple(0.0 for _ in rows.columns)
     elif isinstance(sample, Preference) and rows.is_unpaired:
         yield from ((sample.chosen, (1.0,)), (sample.rejected, (0.0,)))
-    elif isinstance(sample, Ranked):
-        yield from ((pair, tuple(0.0 for _ in rows.columns)) for pair in _ranked_pairs(sample, pairs))
     elif isinstance(sample, Preference):
         yield sample, tuple(sample.margin for _ in rows.columns)
     else:
         yield sample, ()
-
-
-def _class_index(label: bool | int | str, names: tuple[str, ...]) -> float:
-    if isinstance(label, str) and label in names:
-        return float(names.index(label))
-    if isinstance(label, int) and 0 <= label < len(names):
-        return float(label)
-    expected = f"one of {', '.join(map(repr, names))}, or 0 to {len(names) - 1}"
-    raise BadRow(f"`label` is {label!r}, which is not in `objective.labels`; expected {expected}")
-
-
-def _ranked_pairs(ranked: Ranked, pairs: str) -> Iterator[Preference]:
-    """Yields the best answer against the worst, or every two whose scores differ, the best first."""
-    order = sorted(range(len(ranked.scores)), key=lambda i: -ranked.scores[i])  # the first of equals comes first
-    two = itertools.combinations(order, 2) if pairs == "all" else [(order[0], order[-1])]
-    for better, worse in two:
-        if ranked.scores[better] > ranked.scores[worse]:
-            yield Preference(ranked.answers[better], ranked.answers[worse])

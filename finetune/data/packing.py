@@ -33,18 +33,18 @@ class Rows:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> NDArray[np.int64]:
-        """Examples of one row, ascending."""
+        """Returns the examples of one row, ascending."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         return self.members[self.offsets[row] : self.offsets[row + 1]]
 
     def efficiency(self, lengths: NDArray[np.integer] | Sequence[int], max_length: int) -> float:
-        """Share of the rows' places (R * max_length) that hold a token."""
+        """Returns the share of the rows' places (R * max_length) that hold a token."""
         return float(np.sum(lengths, dtype=np.int64)) / (len(self) * max_length) if len(self) else 1.0
 
 
 def one_per_row(lengths: NDArray[np.integer] | Sequence[int]) -> Rows:
-    """Every example in a row of its own, in order."""
+    """Returns every example in a row of its own, in order."""
     count = len(lengths)
     return Rows(np.arange(count + 1, dtype=np.int64), np.arange(count, dtype=np.int64))
 
@@ -57,7 +57,7 @@ _Pattern = tuple[list[tuple[int, int]], int]  # ([(length, how many of it in eac
 
 
 def pack(lengths: NDArray[np.integer] | Sequence[int], max_length: int) -> Rows:
-    """Uncut examples in few rows: as few as best-fit decreasing makes, or fewer; seconds for a million examples.
+    """Packs uncut examples into as few rows as best-fit decreasing makes, or fewer; seconds for a million examples.
 
     Best-fit decreasing (Johnson 1973; at most 11/9 of the fewest possible rows): longest first, each into the fullest
     row that has room for it. If few examples are short enough to fill the remaining room, rows that are closed
@@ -81,7 +81,7 @@ def pack(lengths: NDArray[np.integer] | Sequence[int], max_length: int) -> Rows:
 
 
 def row_work(rows: Rows, attention_work: NDArray[np.integer] | Sequence[int]) -> NDArray[np.int64]:
-    """(R,) the attention work of each row, from that of its examples (N,), see `ExampleSizes.attention_work`."""
+    """Returns (R,) the attention work of each row, from that of all examples, see `ExampleSizes.attention_work`."""
     of_members = np.asarray(attention_work, np.int64)[rows.members]
     return np.add.reduceat(of_members, rows.offsets[:-1]) if len(rows) else of_members
 
@@ -114,15 +114,14 @@ def _best_fit(present: NDArray[np.int64], counts: NDArray[np.int64], max_length:
     rows = _OpenRows(max_length)
     for length, count in zip(present[::-1].tolist(), counts[::-1].tolist(), strict=True):
         rows.place(length, count)
-    return [(_entries(chain), times) for chain, times in rows.all()]
-
-
-def _entries(chain: _Chain) -> list[tuple[int, int]]:
-    entries = []
-    while chain is not None:
-        chain, length, each = chain
-        entries.append((length, each))
-    return entries
+    patterns = []
+    for chain, times in rows.all():
+        entries = []
+        while chain is not None:
+            chain, length, each = chain
+            entries.append((length, each))
+        patterns.append((entries, times))
+    return patterns
 
 
 class _OpenRows:
@@ -269,16 +268,16 @@ class RowOrder:
         self._epochs: dict[int, NDArray[np.int64]] = {}  # the last two that were read: a step may lie in both
 
     def row_at(self, position: int) -> int:
-        """Row (0-based) at a position (0-based) of the run; positions have no end."""
+        """Returns the row (0-based) at a position (0-based) of the run; positions have no end."""
         epoch, within = divmod(position, self.num_rows)
         return int(self.epoch(epoch)[within])
 
     def epochs(self, position: int) -> float:
-        """Epochs that are done when the rows before this position are."""
+        """Returns the epochs that are done when the rows before this position are."""
         return position / self.num_rows
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:
-        """The permutation of one epoch, (num_rows,)."""
+        """Returns the permutation of one epoch, (num_rows,)."""
         if epoch not in self._epochs:
             rows = shuffled(self.num_rows, (self.seed, epoch), self.work, self.group, epoch * self.num_rows)
             self._epochs = dict([*self._epochs.items(), (epoch, rows)][-2:])
@@ -288,7 +287,7 @@ class RowOrder:
 def shuffled(
     num_rows: int, seeds: tuple[int, int], work: NDArray[np.int64] | None, group: int, first_position: int
 ) -> NDArray[np.int64]:
-    """A permutation (num_rows,) of rows that take the positions of a run from `first_position` on; see `RowOrder`."""
+    """Returns a permutation (num_rows,) of rows for the positions of a run from `first_position` on; see `RowOrder`."""
     # PCG64 named, not default_rng: numpy may change its default, a run's order may not change.
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seeds)))
     permutation = generator.permutation(num_rows)
@@ -299,19 +298,16 @@ def shuffled(
     last = first + groups * group
     count = max(_WINDOWS, -(-groups // _WINDOW))
     windows = np.array_split(permutation[first:last].reshape(groups, group), count)
-    mixed = [_mixed(window, work, generator) for window in windows]
+    mixed = []
+    for window in windows:  # (groups, group): groups of like work, in random order
+        rows = window.reshape(-1)
+        by_work = rows[np.argsort(work[rows], kind="stable")].reshape(window.shape)
+        mixed.append(by_work[generator.permutation(len(window))].reshape(-1))
     return np.concatenate([permutation[:first], *mixed, permutation[last:]])
 
 
-def _mixed(window: NDArray[np.int64], work: NDArray[np.int64], generator: np.random.Generator) -> NDArray[np.int64]:
-    """The rows of a window (groups, group) in groups of like work, in random order; flat."""
-    rows = window.reshape(-1)
-    by_work = rows[np.argsort(work[rows], kind="stable")].reshape(window.shape)
-    return by_work[generator.permutation(len(window))].reshape(-1)
-
-
 def group_rows(balance: int, rows_per_step: int) -> int:
-    """Rows in a group: as many as divide a step and are not more than `balance`.
+    """Returns the rows in a group: as many as divide a step and are not more than `balance`.
 
     Rows, not micro-batches: `rows_per_device` may change when a run resumes, and its order may not.
 

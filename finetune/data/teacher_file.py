@@ -47,7 +47,7 @@ ROUNDING = 1e-2  # by which probabilities that were stored in 16 bits may add up
 
 @dataclass(frozen=True)
 class TeacherFile:
-    """A parquet file of predictions, its columns and metadata checked."""
+    """A parquet file of predictions whose columns and metadata were checked."""
 
     path: Path
     vocabulary: str
@@ -62,12 +62,17 @@ class TeacherFile:
         return find_or_write(hashlib.sha256(code.encode()).hexdigest(), self.per_target, of, self._fill)
 
     def _fill(self, writer: PredictionsWriter) -> None:
+        number = 0
         with _opened(self.path) as table:
-            first = 1
             for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE, columns=list(_COLUMNS)):
-                for row in _rows(str(self.path), first, batch, self.per_target, self.sampled):
-                    writer.append(*row)
-                first += batch.num_rows
+                for i in range(batch.num_rows):
+                    number += 1
+                    try:
+                        cells = {name: _values(batch.slice(i, 1), name, kind) for name, kind in _COLUMNS.items()}
+                        writer.append(*_row(cells, self.per_target, self.sampled))
+                    except (_Bad, pyarrow.ArrowException) as bad:
+                        problem = str(bad).splitlines()[0][:300]
+                        raise UserError(f"{self.path}: row {number}: {problem}") from None
 
 
 _ROWS_AT_ONCE = 128
@@ -92,7 +97,7 @@ def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
 
 
 def read_teacher_file(path: Path) -> TeacherFile:
-    """Returns the file by its head. Raises UserError for missing or unknown parts."""
+    """Reads the columns' names and the metadata. Raises UserError for missing or unknown parts."""
     with _opened(path) as table:
         schema = table.schema_arrow
         missing = [name for name in _COLUMNS if name not in schema.names]
@@ -103,41 +108,25 @@ def read_teacher_file(path: Path) -> TeacherFile:
             )
         if not table.metadata.num_rows:
             raise UserError(f"{path}: the file has no rows")
-        metadata = _metadata(path, schema.metadata or {})
         first = next(table.iter_batches(batch_size=1, columns=["ids"])).column(0).to_pylist()[0]
+    example = '{"vocabulary": "...", "temperature": 1.0, "sampled": false}'
+    metadata = None
+    with contextlib.suppress(ValueError):
+        metadata = json.loads((schema.metadata or {}).get(b"finetune", b"null"))
+    if not isinstance(metadata, dict) or metadata.keys() != _METADATA.keys():
+        has = f"has {json.dumps(metadata)[:200]}" if metadata is not None else "has none"
+        raise UserError(f"{path}: the schema's metadata needs under `finetune` a JSON object like {example}, and {has}")
+    for name, kind in _METADATA.items():
+        value = metadata[name]
+        if not isinstance(value, kind) or (name == "temperature" and not 0 < value < float("inf")):
+            raise UserError(f"{path}: metadata: `{name}` is {json.dumps(value)[:100]}, expected as in {example}")
     per_target = len(first[0]) if isinstance(first, list) and first and isinstance(first[0], list) else 0
     if not per_target:
         raise UserError(f"{path}: row 1: `ids`: expected a list of ids for every trained token")
-    return TeacherFile(path, **metadata, per_target=per_target)
-
-
-def _metadata(path: Path, metadata: dict[bytes, bytes]) -> dict[str, Any]:
-    example = '{"vocabulary": "...", "temperature": 1.0, "sampled": false}'
-    try:
-        found = json.loads(metadata.get(b"finetune", b"null"))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or found.keys() != _METADATA.keys():
-        has = f"has {json.dumps(found)[:200]}" if found is not None else "has none"
-        raise UserError(f"{path}: the schema's metadata needs under `finetune` a JSON object like {example}, and {has}")
-    for name, kind in _METADATA.items():
-        if not isinstance(found[name], kind) or (name == "temperature" and not 0 < found[name] < float("inf")):
-            raise UserError(f"{path}: metadata: `{name}` is {json.dumps(found[name])[:100]}, expected as in {example}")
-    return {**found, "temperature": float(found["temperature"])}
+    return TeacherFile(path, metadata["vocabulary"], float(metadata["temperature"]), metadata["sampled"], per_target)
 
 
 Row = tuple[Tokens, NDArray[np.bool_], NDArray[np.int32], NDArray[np.float32]]
-
-
-def _rows(label: str, first: int, batch: pyarrow.RecordBatch, k: int, sampled: bool) -> Iterator[Row]:
-    """Yields (tokens, which are trained, ids (n, k), log-probabilities (n, k)). first: number of the first row. Raises
-    UserError with the row."""
-    for i in range(batch.num_rows):
-        row = batch.slice(i, 1)
-        try:
-            yield _row({name: _values(row, name, kind) for name, kind in _COLUMNS.items()}, k, sampled)
-        except (_Bad, pyarrow.ArrowException) as bad:
-            raise UserError(f"{label}: row {first + i}: {str(bad).splitlines()[0][:300]}") from None
 
 
 class _Bad(Exception):
@@ -162,6 +151,7 @@ def _values(row: pyarrow.RecordBatch, name: str, kind: pyarrow.DataType) -> tupl
 
 
 def _row(cells: dict[str, tuple[NDArray[Any], NDArray[np.int64]]], k: int, sampled: bool) -> Row:
+    """Returns (tokens, loss mask, ids (n, k), log-probabilities (n, k)). Raises _Bad."""
     input_ids, labels = cells["input_ids"][0], cells["labels"][0]
     if len(labels) != len(input_ids):
         raise _Bad(f"{len(labels)} `labels` for {len(input_ids)} `input_ids`")
@@ -180,23 +170,20 @@ def _row(cells: dict[str, tuple[NDArray[Any], NDArray[np.int64]]], k: int, sampl
             raise _Bad(f"`{name}` of trained token {at + 1} has {lengths[at]} numbers; in row 1 there are {k}")
     ids, log_probs = (cells[name][0].reshape(targets, k) for name in ("ids", "log_probs"))
     if (ids < 0).any():
-        raise _Bad(f"`ids`: {int(ids.min())} is no id")
+        raise _Bad(f"`ids`: {int(ids.min())} is not an id")
     if not np.isfinite(log_probs).all() or (log_probs > ROUNDING).any():
         raise _Bad("`log_probs`: expected finite numbers that are not above 0 (natural logarithms)")
-    if not sampled:
-        _check_top(ids, log_probs)
-    return input_ids, trained, ids, log_probs
-
-
-def _check_top(ids: NDArray[np.int32], log_probs: NDArray[np.float32]) -> None:
+    if sampled:
+        return input_ids, trained, ids, log_probs
     ordered = np.sort(ids, 1)
-    twice = (ordered[:, 1:] == ordered[:, :-1]).any(1)
-    if twice.any():
-        raise _Bad(f"`ids` of trained token {int(np.argmax(twice)) + 1}: an id is there twice; are they `sampled`?")
+    repeated = (ordered[:, 1:] == ordered[:, :-1]).any(1)
+    if repeated.any():
+        raise _Bad(f"`ids` of trained token {int(np.argmax(repeated)) + 1}: an id occurs twice; are they `sampled`?")
     sums = np.exp(log_probs.astype(np.float64)).sum(1)
     if (sums > 1 + ROUNDING).any():
         at = int(np.argmax(sums > 1 + ROUNDING))
         raise _Bad(f"`log_probs` of trained token {at + 1}: the probabilities add up to {sums[at]:.4f}")
+    return input_ids, trained, ids, log_probs
 
 
 # --- a file under a recipe
@@ -211,12 +198,12 @@ def file_predictions(settings: ObjectiveSettings, tokenizer: PreTrainedTokenizer
 
     Raises UserError if the file is not one for this recipe.
     """
-    assert settings.teacher is not None  # a rule wants one
+    assert settings.teacher is not None  # a rule of the recipe
     file = read_teacher_file(Path(settings.teacher).expanduser())
-    if (wanted := vocabulary_digest(tokenizer)) != file.vocabulary:
+    if (expected := vocabulary_digest(tokenizer)) != file.vocabulary:
         raise UserError(
             f"{file.path}: metadata: `vocabulary` is {file.vocabulary[:80]!r}, and that of this recipe's tokenizer is "
-            f"{wanted!r}: ids of the two do not mean the same; a teacher has to have the model's own vocabulary"
+            f"{expected!r}: ids of the two do not mean the same; a teacher has to have the model's own vocabulary"
         )
     if file.temperature != settings.value("temperature"):
         raise UserError(

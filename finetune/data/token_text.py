@@ -23,7 +23,7 @@ LONGEST_PART = 16  # tokens that are tried as one character
 
 
 def tokens_of(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> list[Token]:
-    """The tokens of a sequence, each with the text that it adds."""
+    """Returns the tokens of a sequence, each with the text that it adds."""
     ids, special = sequence.input_ids.tolist(), special_ids(tokenizer)
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(ids)]
 
@@ -40,7 +40,7 @@ def tokens_of(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> list[To
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids of the added tokens. `all_special_ids` has those with a role only: not Llama 3's <|start_header_id|>."""
+    """Returns ids of added tokens. `all_special_ids` has only those with a role, not Llama 3's <|start_header_id|>."""
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     return {*tokenizer.all_special_ids, *added}
 
@@ -50,7 +50,7 @@ _Decode = Callable[[list[int]], str]
 
 
 def _texts_alone(ids: list[int], decode: _Decode) -> list[_Text]:
-    """Each token decoded without the others; parts of a character are decoded together.
+    """Decodes each token without the others; parts of a character are decoded together.
 
     ids of "a🦊b"    64      172  253  99  232        65
     texts            a       ""   ""   ""  🦊         b
@@ -69,7 +69,7 @@ def _texts_alone(ids: list[int], decode: _Decode) -> list[_Text]:
 
 
 def _texts_in_context(ids: list[int], decode: _Decode) -> list[_Text]:
-    """Each token decoded after the one before it, so that a decoder knows that the text has begun."""
+    """Decodes each token after the one before it, so that a decoder knows that the text has begun."""
     texts, before, begin = [], 0, 0
     for at in range(len(ids)):
         text = decode(ids[before : at + 1])
@@ -81,19 +81,15 @@ def _texts_in_context(ids: list[int], decode: _Decode) -> list[_Text]:
     return texts
 
 
-def _byte_letters() -> dict[str, int]:
-    """The letters that byte-level vocabularies write bytes with (https://github.com/openai/gpt-2, encoder.py)."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()
+# The letters that byte-level vocabularies write bytes with (https://github.com/openai/gpt-2, encoder.py).
+_OWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _OWN]
+_BYTES = {chr(byte): byte for byte in _OWN} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of SentencePiece
 
 
 def _part(name: str) -> str:
-    """A token of the vocabulary as bytes: `Ġâ` and `<0xE2>` are " ⟨E2⟩" and "⟨E2⟩"; its name if it has none."""
+    """Returns a token of the vocabulary as bytes: " ⟨E2⟩" for `Ġâ`, "⟨E2⟩" for `<0xE2>`; its name if it has none."""
     if match := _BYTE_TOKEN.fullmatch(name):
         return f"⟨{match[1]}⟩"
     if not all(letter in _BYTES for letter in name):
@@ -102,7 +98,7 @@ def _part(name: str) -> str:
 
 
 def plain_text(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The decoded sequence, shortened, with [[ ]] around trained text."""
+    """Returns the decoded sequence, shortened, with [[ ]] around trained text."""
     length = len(sequence.input_ids)
     tokens = tokens_of(Sequence(sequence.input_ids[:SHOWN_TOKENS], sequence.loss_mask[:SHOWN_TOKENS]), tokenizer)
     runs = [(key, "".join(token.text for token in run)) for key, run in groupby(tokens, key=lambda t: t.trained)]
@@ -118,7 +114,7 @@ EVEN_STYLE, ODD_STYLE = "", "underline"  # tell a token from its neighbour, on d
 
 
 def to_json_lines(examples: Iterable[Example], rows: int | None = None) -> Iterator[dict[str, Any]]:
-    """{path, row, input_ids, labels} of the first `rows` examples (all if None), one dict each; for an example
+    """Yields {path, row, input_ids, labels} of the first `rows` examples (all if None), one dict each; for an example
     of several sequences one dict for each, with its index as `sequence`. labels: -100 if not trained."""
     for example in islice(examples, rows):
         for i, sequence in enumerate(example.sequences):
@@ -138,21 +134,21 @@ def recorded(sources: ListLike[ListLike[Example]], tokenizer: PreTrainedTokenize
     """Returns the first examples of sources, taken in turn, as a run keeps them for people: tokens of each sequence as
     [id, is supervised, is special, text, part], in two pieces if the middle is left out."""
     in_turn = (one for group in zip_longest(*sources) for one in group if one is not None)
-    return [
-        {"path": one.path, "row": one.row, "sequences": [_recorded(sequence, tokenizer) for sequence in one.sequences]}
-        for one in islice(in_turn, RECORDED)
-    ]
-
-
-def _recorded(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    tokens = images_as_one(tokens_of(sequence, tokenizer), sequence)
-    pieces, left_out = shortened(tokens, RECORDED_TOKENS)
-    return {
-        "tokens": len(sequence.input_ids),
-        "supervised": sequence.num_targets,
-        "pieces": [[list(astuple(token)) for token in piece] for piece in pieces if piece],
-        "left_out": left_out_note(left_out) if left_out else "",
-    }
+    examples = []
+    for one in islice(in_turn, RECORDED):
+        sequences = []
+        for sequence in one.sequences:
+            pieces, left_out = shortened(images_as_one(tokens_of(sequence, tokenizer), sequence), RECORDED_TOKENS)
+            sequences.append(
+                {
+                    "tokens": len(sequence.input_ids),
+                    "supervised": sequence.num_targets,
+                    "pieces": [[list(astuple(token)) for token in piece] for piece in pieces if piece],
+                    "left_out": left_out_note(left_out) if left_out else "",
+                }
+            )
+        examples.append({"path": one.path, "row": one.row, "sequences": sequences})
+    return examples
 
 
 @dataclass(frozen=True)
@@ -167,10 +163,10 @@ class Look:
 def render_rich(
     sequence: Sequence, tokenizer: PreTrainedTokenizerBase, look: Look | None = None, shared: int = 0
 ) -> Text:
-    """The decoded sequence for a terminal: trained tokens green, the rest dim, special tokens visible and magenta.
+    """Returns the decoded sequence for a terminal: trained tokens green, others dim, special ones visible and magenta.
 
     In trained text newlines, tabs and spaces at the end of a line have a mark; so has the end of the first `shared`
-    tokens, which another sequence begins with, too.
+    tokens, with which another sequence begins as well.
     """
     look = look or Look()
     shown, tokens = Text(), images_as_one(tokens_of(sequence, tokenizer), sequence)
@@ -200,12 +196,12 @@ def images_as_one(tokens: list[Token], sequence: Sequence) -> list[Token]:
 
 
 def left_out_note(left_out: ListLike[Token]) -> str:
-    """Line about the part of an example that is not shown."""
+    """Returns a line about the part of an example that is not shown."""
     return f"{len(left_out):,} tokens not shown here, {sum(token.trained for token in left_out):,} of them trained"
 
 
 def shortened(tokens: ListLike[Token], most: int | None) -> tuple[tuple[ListLike[Token], ...], ListLike[Token]]:
-    """((head, tail), the tokens between them): at most `most` tokens, two thirds of them at the head; None: all."""
+    """Returns ((head, tail), tokens between them). most: of both, two thirds of them at the head; None: all."""
     if most is None or len(tokens) <= most:
         return (tokens, []), []
     head, tail = most - most // 3, len(tokens) - most // 3
@@ -213,27 +209,21 @@ def shortened(tokens: ListLike[Token], most: int | None) -> tuple[tuple[ListLike
 
 
 def _draw(shown: Text, tokens: ListLike[Token], first: int, look: Look) -> None:
-    """first: the position of tokens[0]."""
+    """Draws tokens. first: the position of tokens[0]."""
     at = first
     for trained, run in groupby(tokens, key=lambda token: token.trained):
         brackets = ("[[", "]]") if trained and not look.colour else ("", "")
         shown.append(brackets[0])
-        for _, alike in groupby(run, key=lambda token: token.special):
-            pieces = list(alike)
-            _draw_run(shown, pieces, at, look)
-            at += len(pieces)
+        for special, group in groupby(run, key=lambda token: token.special):
+            style = TRAINED_STYLE if trained else SPECIAL_STYLE if special else CONTEXT_STYLE
+            alike = list(group)
+            if look.borders:
+                for place, token in enumerate(alike, start=at):
+                    _draw_token(shown, token, style, place, look)
+            else:
+                _draw_text(shown, "".join(token.text for token in alike), style, trained)
+            at += len(alike)
         shown.append(brackets[1])
-
-
-def _draw_run(shown: Text, tokens: ListLike[Token], first: int, look: Look) -> None:
-    """Draws consecutive tokens of one style."""
-    trained, special = tokens[0].trained, tokens[0].special
-    style = TRAINED_STYLE if trained else SPECIAL_STYLE if special else CONTEXT_STYLE
-    if not look.borders:
-        _draw_text(shown, "".join(token.text for token in tokens), style, trained)
-        return
-    for at, token in enumerate(tokens, start=first):
-        _draw_token(shown, token, style, at, look)
 
 
 _SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
@@ -253,7 +243,7 @@ _MARKS = re.compile(r"(\n|\t| +(?=\n|\Z))")
 
 
 def _draw_text(shown: Text, text: str, style: str, marked: bool) -> None:
-    """marked: newlines, tabs and spaces at the end of a line become visible."""
+    """Appends text. marked: newlines, tabs and spaces at the end of a line become visible."""
     for n, piece in enumerate(_MARKS.split(visible(text)) if marked else [visible(text)]):
         if n % 2 == 0:
             shown.append(piece, style=style)

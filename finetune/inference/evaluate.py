@@ -35,8 +35,8 @@ from finetune.models.remote_code import load_auto
 from finetune.models.tokenizer import read_tokenizer
 from finetune.recipe import Recipe
 from finetune.startup import is_verbose
-from finetune.tracking import Trackers
 from finetune.tracking.metrics import add_to_step, read_steps
+from finetune.tracking.trackers import Trackers
 from finetune.utils import write_atomically
 
 EVALUATED = "evaluate.json"

@@ -14,7 +14,7 @@ from finetune.engine.launch import Launch
 from finetune.plan.speed import Level, Speeds, processor_speeds, table_speeds
 from finetune.plan.tables import Machines
 from finetune.recipe import Recipe
-from finetune.tracking import read_status
+from finetune.tracking.metrics import read_status
 from finetune.training.run_plan import processor
 
 _FEWEST, _MOST = 5, 20  # measured steps of a run that counts; runs

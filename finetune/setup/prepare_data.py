@@ -110,5 +110,10 @@ def _cells(entry: CachedEntry) -> Iterator[str]:
     elif not key:
         yield "[yellow]unknown[/yellow]"
     else:
-        of = f"{key['source']} ({key['format']})\n{key['tokenizer']}, max_length {key['max_length']:,}"
-        yield escape(f"{of}\nfinetune {key['finetune']}" + (f", {written['host']}" if written else ""))
+        settings = [key.get("tokenizer"), f"max_length {key['max_length']:,}" if "max_length" in key else None]
+        lines = [
+            f"{key['source']} ({key['format']})",
+            ", ".join(filter(None, settings)),  # a teacher's entry lacks one or both
+            f"finetune {key['finetune']}" + (f", {written['host']}" if "host" in written else ""),
+        ]
+        yield escape("\n".join(filter(None, lines)))

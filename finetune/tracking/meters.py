@@ -10,15 +10,16 @@ import importlib
 import importlib.util
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from finetune.data.batch import Batch
 from finetune.engine.base import Engine, StorageCounter, measure_state_bytes
 from finetune.engine.timing import COMMUNICATION, PHASES, STALLS
+from finetune.models.flops import ModelFlops
 from finetune.tracking.metrics import Line
 from finetune.utils import peak_resident_bytes
 
@@ -35,25 +36,6 @@ def is_measured(key: str) -> bool:
     return key in _MEASURED or key.startswith(("time/", "share/", "memory/"))
 
 
-class FlopsCounter(Protocol):
-    """FLOPs of a model's micro-batches; see `models.flops`."""
-
-    def of(
-        self,
-        counted: Sequence[int],
-        executed: Sequence[int],
-        supervised: int,
-        prefixes: Sequence[int] = (),
-        patches: Sequence[int] = (),
-    ) -> tuple[float, float]:
-        """Returns (model, hardware)."""
-        ...
-
-    def patches_in(self, inputs: Mapping[str, torch.Tensor]) -> list[int]:
-        """Returns the patches of each picture among the inputs of a forward."""
-        ...
-
-
 class DeviceReading(NamedTuple):
     """Readings of a device; NaN if unknown."""
 
@@ -64,7 +46,6 @@ class DeviceReading(NamedTuple):
 
 # Readings that one rank sends of a step, in this order; NaN: unknown.
 _FIELDS = ("step", *PHASES, *STALLS, "model_flops", "hardware_flops", "peak", *_STORED, *DeviceReading._fields)
-_Rank = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -76,9 +57,9 @@ class Measured:
 
 
 class Meters:
-    """Meters of a run. Call `step` once a step, on every rank."""
+    """Meters of a run. Call `step` once per step, on every rank."""
 
-    def __init__(self, engine: Engine, flops: FlopsCounter | None = None, peak_tflops: float | None = None):
+    def __init__(self, engine: Engine, flops: ModelFlops | None = None, peak_tflops: float | None = None):
         """peak_tflops: of one device, in the type of matrix products; None if unknown."""
         self._engine, self._flops, self._peak = engine, flops, peak_tflops
         self._device = DeviceMeter(engine.device)
@@ -87,7 +68,7 @@ class Meters:
         self._tokens = 0.0
 
     def measure_gradients(self) -> None:
-        """Count gradient bytes, once, while all gradients exist."""
+        """Counts gradient bytes, once, while all gradients exist."""
         if self._gradients is None:
             self._gradients = StorageCounter(self._engine.device).add(self._engine.gradients())
 
@@ -95,19 +76,40 @@ class Meters:
         """tokens, supervised: of the step, over all ranks. Collective."""
         local = self._measure_rank(batches)
         gathered = self._engine.ranks.gather_numbers([local[name] for name in _FIELDS])
-        ranks: list[_Rank] = [dict(zip(_FIELDS, numbers, strict=True)) for numbers in gathered]
-        seconds = _mean(ranks, "step")
+        ranks = [dict(zip(_FIELDS, numbers, strict=True)) for numbers in gathered]
+        seconds = statistics.fmean(rank["step"] for rank in ranks)
         self._tokens += tokens
-        line = _speed(tokens, supervised, seconds, len(ranks))
-        line |= self._use(ranks, seconds) | _memory(ranks) | _times(ranks, self._engine.stopwatch.knows_waits)
+
+        def mean(name: str) -> float:
+            return statistics.fmean(rank[name] for rank in ranks)
+
+        model, hardware = (mean(name) / seconds / 1e12 for name in ("model_flops", "hardware_flops"))
+        fullest = max(ranks, key=lambda rank: rank["peak"])
+        other = max(0.0, fullest["peak"] - sum(fullest[name] for name in _STORED))
+        energy = sum(rank["energy_j"] for rank in ranks)
+        line = {
+            "supervised_tokens_per_s": supervised / seconds,
+            "tokens_per_s_per_device": tokens / seconds / len(ranks),
+            "supervised_tokens_per_s_per_device": supervised / seconds / len(ranks),
+            "tflops_per_device": model,
+            **({} if self._peak is None else {"mfu": model / self._peak, "hfu": hardware / self._peak}),
+            "memory_peak_gib": fullest["peak"] / GIB,
+            **{f"memory/{name}_gib": fullest[name] / GIB for name in _STORED},
+            "memory/other_gib": other / GIB,
+            **_times(mean, self._engine.stopwatch.knows_waits),
+        }
         if len(ranks) > 1 and self._engine.stopwatch.knows_waits:
             busy = [rank["step"] - rank[COMMUNICATION] for rank in ranks]  # the one that waits least keeps the others
             line |= {"straggler": busy.index(max(busy)), "rank_spread": max(busy) / statistics.median(busy)}
-        line |= _device(ranks, self._tokens)
-        known = {key: value for key, value in line.items() if math.isfinite(value)}
-        return Measured(seconds, known)
+        line |= {
+            "device_utilization": mean("utilization"),
+            "power_w": sum(rank["power_w"] for rank in ranks),
+            "energy_j": energy,
+            "tokens_per_j": self._tokens / energy if energy > 0 else math.nan,
+        }
+        return Measured(seconds, {key: value for key, value in line.items() if math.isfinite(value)})
 
-    def _measure_rank(self, batches: Sequence[Batch]) -> _Rank:
+    def _measure_rank(self, batches: Sequence[Batch]) -> dict[str, float]:
         lap, device = self._engine.stopwatch.lap(), self._engine.device
         if self._state is None:
             self._state = measure_state_bytes(self._engine)
@@ -131,75 +133,35 @@ class Meters:
         if self._flops is None:
             return math.nan, math.nan
         # Ranks that share a row have equal parts of it: the FLOPs of the full row, divided by their number.
-        parallelism = self._engine.parallelism
-        work = [  # padding comes after the sequences of examples
-            self._flops.of(
-                batch.sequence_lengths[: len(batch.sequence_tokens)],
-                batch.sequence_lengths,
-                _at_head(batch) * parallelism.tokens,
-                batch.prefix_lengths,
-                self._flops.patches_in(batch.inputs),
+        parallelism, work = self._engine.parallelism, []
+        for batch in batches:
+            at_head = (
+                batch.counts["target_tokens"] if batch.distinct_targets is None else len(batch.distinct_targets.ids)
             )
-            for batch in batches
-        ]
+            work.append(
+                self._flops.of(
+                    batch.sequence_lengths[: len(batch.sequence_tokens)],  # padding comes after those of examples
+                    batch.sequence_lengths,
+                    at_head * parallelism.tokens,
+                    batch.prefix_lengths,
+                    self._flops.patches_in(batch.inputs),
+                )
+            )
         ranks = parallelism.processes / parallelism.data
         return sum(model for model, _ in work) / ranks, sum(hardware for _, hardware in work) / ranks
 
-    def _use(self, ranks: list[_Rank], seconds: float) -> Line:
-        """Returns the mean utilization of a device."""
-        model = _mean(ranks, "model_flops") / seconds / 1e12
-        hardware = _mean(ranks, "hardware_flops") / seconds / 1e12
-        use = {"tflops_per_device": model}
-        return use if self._peak is None else {**use, "mfu": model / self._peak, "hfu": hardware / self._peak}
 
-
-def _at_head(batch: Batch) -> int:
-    """Returns the targets that the LM head computes."""
-    return batch.counts["target_tokens"] if batch.distinct_targets is None else len(batch.distinct_targets.ids)
-
-
-def _speed(tokens: float, supervised: float, seconds: float, devices: int) -> Line:
-    return {
-        "supervised_tokens_per_s": supervised / seconds,
-        "tokens_per_s_per_device": tokens / seconds / devices,
-        "supervised_tokens_per_s_per_device": supervised / seconds / devices,
-    }
-
-
-def _mean(ranks: list[_Rank], name: str) -> float:
-    return statistics.fmean(rank[name] for rank in ranks)
-
-
-def _memory(ranks: list[_Rank]) -> Line:
-    """Returns the memory of the rank with the highest peak."""
-    fullest = max(ranks, key=lambda rank: rank["peak"])
-    line = {"memory_peak_gib": fullest["peak"] / GIB}
-    line |= {f"memory/{name}_gib": fullest[name] / GIB for name in _STORED}
-    return {**line, "memory/other_gib": max(0.0, fullest["peak"] - sum(fullest[name] for name in _STORED)) / GIB}
-
-
-def _times(ranks: list[_Rank], knows_waits: bool) -> Line:
+def _times(mean: Callable[[str], float], knows_waits: bool) -> Line:
     """Returns times averaged over ranks. `other` is the step without its phases; stalls are added to the step."""
-    step = _mean(ranks, "step")
-    phases = {name: _mean(ranks, name) for name in PHASES if knows_waits or name != COMMUNICATION}
-    stalls = {name: _mean(ranks, name) for name in STALLS}
+    step = mean("step")
+    phases = {name: mean(name) for name in PHASES if knows_waits or name != COMMUNICATION}
+    stalls = {name: mean(name) for name in STALLS}
     if not stalls["profile"]:
         del stalls["profile"]  # absent in most runs
     times = {**phases, "other": max(0.0, step - sum(phases.values())), **stalls}
     total = step + sum(stalls.values())
     line = {f"time/{name}": seconds for name, seconds in times.items()}
     return line | {f"share/{name}": min(1.0, seconds / total) for name, seconds in times.items()}
-
-
-def _device(ranks: list[_Rank], tokens: float) -> Line:
-    """Returns sums and means over all devices; NaN if one is unknown."""
-    energy = sum(rank["energy_j"] for rank in ranks)
-    return {
-        "device_utilization": _mean(ranks, "utilization"),
-        "power_w": sum(rank["power_w"] for rank in ranks),
-        "energy_j": energy,
-        "tokens_per_j": tokens / energy if energy > 0 else math.nan,
-    }
 
 
 class DeviceMeter:

@@ -1,4 +1,4 @@
-"""Files of a run that grow while it trains: metrics.jsonl, generations.jsonl, samples/rank-*.jsonl, status.json; and
+"""Files of a run that grow while it trains (metrics.jsonl, generations.jsonl, samples/rank-*.jsonl, status.json), and
 sums over its steps.
 
 JSON lines are in the order of steps, each step once, also after a resume.
@@ -40,7 +40,7 @@ class StepLog:
             self._file.write(_line(entry))
 
     def flush(self) -> None:
-        """Flush to the disk, before a checkpoint records these steps as done."""
+        """Flushes to the disk, before a checkpoint records these steps as done."""
         with naming(self._file.name):
             os.fsync(self._file.fileno())
 
@@ -50,7 +50,7 @@ class StepLog:
 
 
 def keep_before(path: Path, first_step: int) -> None:
-    """Drop the lines from `first_step` on, and an incomplete last one of a killed run; creates the file if absent.
+    """Drops the lines from `first_step` on, and an incomplete last one of a killed run; creates the file if absent.
 
     A file with lines that are damaged is kept as `*.damaged`: damage to a log stops no run.
     """
@@ -68,7 +68,7 @@ def read_steps(path: Path) -> list[Entry]:
 
 
 def add_to_step(path: Path, step: int, values: Entry) -> None:
-    """Add values to the last line of a step, atomically; other lines stay as they are. No run may be writing."""
+    """Adds values to the last line of a step, atomically; other lines stay as they are. No run may be writing."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for i, line in reversed([*enumerate(lines)]):
         if (entry := _parsed(line.encode())) is not None and entry["step"] == step:
@@ -107,7 +107,7 @@ def sample_file(folder: Path, rank: int) -> Path:
 
 
 def prepare_samples(folder: Path, first_step: int) -> None:
-    """Trim the files of all ranks, also of a former, larger world; on the main process, before ranks open theirs."""
+    """Trims the files of all ranks, also of a former, larger world; on the main process, before ranks open theirs."""
     folder.mkdir(exist_ok=True)
     for path in folder.glob("rank-*.jsonl"):
         keep_before(path, first_step)
@@ -175,7 +175,7 @@ Status = Literal["running", "stopped", "failed", "finished"]  # one that was kil
 
 
 def write_status(run_dir: Path, status: Status, step: int, steps: int) -> None:
-    """Write status.json, for scripts that decide whether to launch a run again. step: done, of `steps`."""
+    """Writes status.json, for scripts that decide whether to launch a run again. step: done, of `steps`."""
     path, text = run_dir / "status.json", json.dumps({"status": status, "step": step, "steps": steps}) + "\n"
     try:
         write_atomically(path, text)
@@ -212,7 +212,7 @@ class Background:
         self._pending.append(self._pool.submit(self._run, call, *arguments))
 
     def flush(self) -> None:
-        """Wait for every call."""
+        """Waits for every call."""
         self._wait(down_to=0)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import netrc
@@ -19,13 +20,10 @@ from finetune.recipe.schema import METRICS, Recipe, Tracking, Wandb, metric_dire
 from finetune.tracking.metrics import read_steps
 
 Metrics = dict[str, Any]
-_INSTALL = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
 # Keys and tokens by their public shapes (Hugging Face, W&B's 40 hex digits, cloud keys) and user:password in a URL.
 _SECRET = re.compile(
     r"hf_[A-Za-z0-9]{20,}|\b[0-9a-f]{40}\b|AKIA[0-9A-Z]{16}|sk-[A-Za-z0-9_-]{20,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)"
 )
-
-
 # Values that are commits, which look like W&B's keys.
 _COMMIT_KEYS, _COMMIT = ("git_commit", "revision"), re.compile(r"[0-9a-f]{40}\+?")
 
@@ -42,10 +40,15 @@ def enabled_trackers(tracking: Tracking) -> list[str]:
 
 def check_trackers(tracking: Tracking) -> None:
     """Raises UserError if an enabled tracker is not installed, or W&B has no API key."""
-    missing = [_INSTALL[name] for name in enabled_trackers(tracking) if importlib.util.find_spec(name) is None]
+    missing = [name for name in enabled_trackers(tracking) if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"tracking: pip install {' '.join(missing)}, or remove {', '.join(missing)} from the recipe")
-    if tracking.wandb and _wandb_mode(tracking.wandb) == "online" and not _wandb_key():
+    if not tracking.wandb or _wandb_mode(tracking.wandb) != "online" or os.environ.get("WANDB_API_KEY"):
+        return
+    login, host = None, urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        login = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
+    if login is None:
         raise UserError(
             "tracking.wandb: no API key: run `wandb login`, set WANDB_API_KEY, or use tracking.wandb.mode=offline"
         )
@@ -54,16 +57,6 @@ def check_trackers(tracking: Tracking) -> None:
 def _wandb_mode(settings: Wandb) -> str:
     """Returns W&B's mode; its own environment variable takes precedence."""
     return os.environ.get("WANDB_MODE") or settings.mode
-
-
-def _wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 class Trackers:
@@ -77,10 +70,15 @@ class Trackers:
         self._run_dir = run_dir
         self._shown: set[tuple[str, int, Path]] = set()
         for tracker in self._all if config else ():
-            if tracker.name == "tensorboard":
-                _store_hyperparameters(tracker.writer, _flatten(redact(config)))
+            values = _flatten(redact(config))
+            if tracker.name == "tensorboard":  # in the run itself; torch's `add_hparams` makes another, empty run
+                from torch.utils.tensorboard.summary import hparams
+
+                for part in hparams(values, {}):
+                    tracker.writer.file_writer.add_summary(part)
+                tracker.writer.flush()
             else:
-                tracker.store_init_configuration(_flatten(redact(config)))
+                tracker.store_init_configuration(values)
 
     def run_ids(self) -> dict[str, str]:
         """Returns the state that a checkpoint stores so that a resumed run keeps its id; W&B may be enabled later."""
@@ -94,21 +92,31 @@ class Trackers:
     def table(
         self, name: str, columns: list[str], rows: list[list[str]], step: int, pictures: Sequence[Path | None] = ()
     ) -> None:
-        """Log a table: as a table to W&B, as text to TensorBoard.
+        """Logs a table: as a table to W&B, as text to TensorBoard.
 
         pictures: of each row, if any. W&B gets them in a column of their own; TensorBoard once, by the row's number.
         """
         for tracker in self._all:
             if tracker.name == "wandb":
-                head, data = (columns, rows) if not pictures else _with_pictures(columns, rows, pictures)
+                head, data = columns, list[list[Any]](rows)
+                if pictures:
+                    import wandb
+
+                    cells = [path and wandb.Image(str(path)) for path in pictures]
+                    head, data = [*columns, "pictures"], [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
                 tracker.log_table(name, columns=head, data=data, step=step)
             elif tracker.name == "tensorboard":
-                cells = [columns, ["---"] * len(columns), *([_cell(text) for text in row] for row in rows)]
-                tracker.writer.add_text(name, "\n".join(f"| {' | '.join(row)} |" for row in cells), step)
+                cells = [[" ↵ ".join(text.replace("|", "\\|").splitlines()) for text in row] for row in rows]
+                lines = [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *cells)]
+                tracker.writer.add_text(name, "\n".join(lines), step)
                 for i, path in enumerate(pictures, start=1):
                     if path is not None and (name, i, path) not in self._shown:
+                        import numpy as np
+                        from PIL import Image
+
                         self._shown.add((name, i, path))
-                        tracker.writer.add_image(f"{name}/{i}", _as_array(path), step, dataformats="HWC")
+                        pixels = np.asarray(Image.open(path))  # (H, W, 3) uint8
+                        tracker.writer.add_image(f"{name}/{i}", pixels, step, dataformats="HWC")
 
     def summary(self, values: Metrics) -> None:
         """Stores the last evaluation and the best of each metric, of all launches of the run."""
@@ -118,7 +126,7 @@ class Trackers:
                 tracker.run.summary.update({**{grouped(name): value for name, value in values.items()}, **best})
 
     def artifacts(self, folders: dict[str, Path]) -> None:
-        """Give W&B folders as versions of the run's model, by alias. It reads them in place."""
+        """Gives W&B folders as versions of the run's model, by alias. It reads them in place."""
         for tracker in self._all:
             if tracker.name == "wandb":
                 import wandb
@@ -134,7 +142,7 @@ class Trackers:
             tracker.finish()
 
     def finish_preempted(self, exit_status: int) -> None:
-        """Finish a run that will resume: W&B shows it as preempted instead of finished or crashed."""
+        """Finishes a run that will resume: W&B shows it as preempted instead of finished or crashed."""
         for tracker in self._all:
             if tracker.name == "wandb":
                 tracker.run.mark_preempting()
@@ -176,36 +184,6 @@ def best_values(run_dir: Path) -> dict[str, float]:
                 choose = min if metric_direction(name) == "lower" else max
                 best[name] = choose(value, best.get(name, value))
     return best
-
-
-def _cell(text: str) -> str:
-    """Returns a text as one cell of a Markdown table."""
-    return " ↵ ".join(text.replace("|", "\\|").splitlines())
-
-
-def _with_pictures(
-    columns: list[str], rows: list[list[str]], pictures: Sequence[Path | None]
-) -> tuple[list[str], list[list[Any]]]:
-    import wandb
-
-    cells = [path and wandb.Image(str(path)) for path in pictures]
-    return [*columns, "pictures"], [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
-
-
-def _as_array(path: Path) -> Any:  # (H, W, 3) uint8
-    import numpy as np
-    from PIL import Image
-
-    return np.asarray(Image.open(path))
-
-
-def _store_hyperparameters(writer: Any, values: Metrics) -> None:
-    """Stores them in the run itself; torch's `add_hparams` makes another, empty run for them."""
-    from torch.utils.tensorboard.summary import hparams
-
-    for part in hparams(values, {}):
-        writer.file_writer.add_summary(part)
-    writer.flush()
 
 
 def _wandb(recipe: Recipe, run_dir: Path, run_id: str) -> Any:

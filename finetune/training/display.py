@@ -1,20 +1,17 @@
-"""Console output: the plan before step 1, progress, each evaluation, and the totals at the end."""
+"""Console output: the plan before step 1, each evaluation, and the totals at the end."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Iterator
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from finetune.data.token_text import visible
 from finetune.recipe import Recipe
 from finetune.startup import is_verbose
-from finetune.tracking import Totals
+from finetune.tracking.metrics import Totals
 from finetune.training.evaluation import Generation
 from finetune.training.run_plan import Plan
 from finetune.utils import print_line
@@ -115,89 +112,3 @@ def _totals(totals: Totals) -> Iterator[tuple[str, str]]:
         yield "straggler", f"rank {rank} in {often:.0%} of the steps; slowest/median {spread:.3f}"
     if "energy_j" in totals.last:
         yield "energy", f"{totals.last['energy_j'] / 3.6e6:,.3g} kWh, {totals.last['tokens_per_j']:,.1f} tokens/J"
-
-
-_SECONDS_BETWEEN_LINES = 10.0
-
-
-class TrainingProgress:
-    """Bar in a terminal, sparse lines in a log file, no output on other ranks. Call `update` once per step."""
-
-    def __init__(self, console: Console, steps: int, done: int, shown: bool):
-        self._console, self._steps, self._shown = console, steps, shown
-        self._first = done
-        self._started = self._last_line = time.monotonic()
-        self._bar = None
-        if shown and console.is_terminal:
-            self._bar = Progress(
-                TextColumn("train"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]}  {task.fields[speed]}"),
-                TextColumn("eta"),
-                TimeRemainingColumn(),
-                console=console,
-            )
-            self._task = self._bar.add_task("train", total=steps, completed=done, loss="-", speed="-")
-
-    def __enter__(self) -> TrainingProgress:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def update(self, step: int, loss: float, tokens_per_s: float, mfu: float | None = None) -> None:
-        """Shows a step. step: optimizer steps done; mfu: None if unknown."""
-        speed = f"{tokens_per_s:,.0f} tok/s" + (f"  MFU {mfu:.1%}" if mfu is not None else "")
-        if self._bar:
-            self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=speed)
-        elif self._shown:
-            self._print_line(step, loss, speed)
-
-    def _print_line(self, step: int, loss: float, speed: str) -> None:
-        now = time.monotonic()
-        if step > self._first + 1 and step < self._steps and now - self._last_line < _SECONDS_BETWEEN_LINES:
-            return
-        self._last_line = now
-        remaining = (now - self._started) / max(1, step - self._first) * (self._steps - step)
-        print_line(
-            self._console,
-            f"step {step}/{self._steps}  loss {loss:.4f}  {speed}  eta {remaining:.0f} s",
-            highlight=False,
-        )
-        sys.stdout.flush()
-
-
-class PassProgress:
-    """Progress of one pass over the data. Context manager; call `update` with the number of finished blocks."""
-
-    def __init__(self, console: Console, name: str, blocks: int, done: int, shown: bool):
-        self._console, self._name, self._blocks, self._first, self._shown = console, name, blocks, done, shown
-        self._started = self._last_line = time.monotonic()
-        self._bar = None
-        if shown and console.is_terminal:
-            columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("eta"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=console, transient=True)
-            self._task = self._bar.add_task(name, total=blocks, completed=done)
-
-    def __enter__(self) -> PassProgress:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def update(self, done: int) -> None:
-        now = time.monotonic()
-        if self._bar:
-            self._bar.update(self._task, completed=done)
-        elif self._shown and done > self._first and now - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            remaining = (now - self._started) / (done - self._first) * (self._blocks - done)
-            print_line(self._console, f"{self._name}: {done}/{self._blocks}  eta {remaining:.0f} s", highlight=False)
-            sys.stdout.flush()

@@ -35,7 +35,7 @@ from finetune.models.tokenizer import check_same_vocabulary, check_token_ids, lo
 from finetune.objectives.shared_prompts import with_shared_prompts
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
-from finetune.tracking import check_trackers
+from finetune.tracking.trackers import check_trackers
 from finetune.training.run_plan import length_notes
 from finetune.training.teacher import with_teacher
 

@@ -16,8 +16,16 @@ from finetune.data.samples import Image
 from finetune.engine.base import Engine
 from finetune.errors import STOPPED_STATUS, RunFailure, UserError, log_errors_to
 from finetune.recipe import Recipe
-from finetune.tracking import StepLog, Trackers, prepare_samples, sample_file
-from finetune.tracking.metrics import GENERATIONS, PICTURES, Background, missing_steps
+from finetune.tracking.metrics import (
+    GENERATIONS,
+    PICTURES,
+    Background,
+    StepLog,
+    missing_steps,
+    prepare_samples,
+    sample_file,
+)
+from finetune.tracking.trackers import Trackers
 from finetune.utils import write_atomically
 
 log = logging.getLogger(__name__)

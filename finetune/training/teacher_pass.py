@@ -23,19 +23,18 @@ from finetune.data.predictions import (
     images_digest,
     key_of_sequence,
     load_predictions,
-    write_entry,
+    write_predictions,
 )
 from finetune.data.prefetch import fed_steps
 from finetune.data.samples import Example
-from finetune.data.token_cache import entries_folder
 from finetune.engine.base import Engine
 from finetune.models.head.prediction import UNIFORM, Prediction
 from finetune.models.loss_model import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective
-from finetune.training.display import PassProgress
 from finetune.training.teacher import TeacherPass
 from finetune.training.trainer import Trainer
+from finetune.utils import ProgressBar
 
 
 def compute_predictions(teacher: TeacherPass, trainer: Trainer) -> str:
@@ -58,7 +57,7 @@ def compute_predictions(teacher: TeacherPass, trainer: Trainer) -> str:
             pass
     else:
         of = {"source": ", ".join(teacher.data.source_names), "format": "teacher", "tokenizer": settings.teacher}
-        write_entry(entries_folder() / key, teacher.count, of, lambda writer: _write(writer, rows))
+        write_predictions(key, teacher.count, of, lambda writer: _write(writer, rows))
     engine.ranks.barrier()
     return f"computed for {len(examples):,} examples"
 
@@ -71,7 +70,7 @@ def _rows(engine: Engine, forward: ForwardPass, loader: Loader, console: Console
     steps = -(-loader.total_rows // loader.rows_per_step)
     with (
         fed_steps(loader, range(steps), engine.device) as feed,
-        PassProgress(console, "teacher", steps, 0, engine.is_main) as progress,
+        ProgressBar(console, "teacher", steps, shown=engine.is_main) as progress,
     ):
         for step in range(steps):
             batches = next(feed).batches

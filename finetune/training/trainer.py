@@ -48,11 +48,10 @@ from finetune.objectives.objective import Sums, TermSums
 from finetune.objectives.shared_prompts import with_shared_prompts
 from finetune.recipe import dump_recipe
 from finetune.recipe.schema import metric_direction
-from finetune.tracking import Status, Totals, read_status, read_steps, write_status
 from finetune.tracking.meters import Meters
-from finetune.tracking.metrics import EXAMPLES
+from finetune.tracking.metrics import EXAMPLES, Status, Totals, read_status, read_steps, write_status
 from finetune.training import parts
-from finetune.training.display import TrainingProgress, show_evaluation, show_plan, show_totals
+from finetune.training.display import show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import end_ids
 from finetune.training.optim import build_optimizers, lr_factor
 from finetune.training.prepare import Prepared
@@ -64,7 +63,7 @@ from finetune.training.run_plan import measure_run
 from finetune.training.signals import StopRequest
 from finetune.training.state import TrainingState, resumed_state
 from finetune.training.statistics import as_columns, sum_terms
-from finetune.utils import print_line, write_atomically
+from finetune.utils import ProgressBar, print_line, write_atomically
 
 Line = dict[str, Any]  # of metrics.jsonl
 
@@ -213,13 +212,17 @@ class Trainer:
         self._profile({})
         with (
             fed_steps(self.loader, range(self.state.step, self.plan.steps), self.engine.device) as feed,
-            TrainingProgress(self.console, self.plan.steps, self.state.step, self.engine.is_main) as progress,
+            ProgressBar(
+                self.console, "step", self.plan.steps, self.state.step, self.engine.is_main, keeps=True
+            ) as progress,
         ):
             for step_batches in self.steps(feed):
                 line, flags = self.train_step(step_batches)
                 self._check_folder(flags.lost)
                 self._record(line, step_batches)
-                progress.update(line["step"], line["loss"], line["tokens_per_s"], line.get("mfu"))
+                mfu = f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""
+                text = f"loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tok/s{mfu}"
+                progress.update(int(line["step"]), text)
                 self._profile(line)
                 self._between_steps(flags)
         if (stop_when := self.recipe.train.stop_when) is not None and self.state.step < self.plan.steps:

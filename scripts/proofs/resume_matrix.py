@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 import parity
 
-from finetune.tracking import read_steps
+from finetune.tracking.metrics import read_steps
 
 Place = tuple[str, int]  # accelerate config, processes
 

@@ -252,7 +252,7 @@ def test_any_damage_to_a_manifest_leaves_the_older_checkpoint(
     flip(newest, whole.index(b'"files"') + 2, 0x01)
     assert "step 2 of 6" in train_here(path)
     assert losses(run) == before
-    assert "its manifest.json is damaged: it is no list of files; kept as aside-step-00000004" in caplog.text
+    assert "its manifest.json is damaged: it is not a list of files; kept as aside-step-00000004" in caplog.text
 
 
 def byte_is_idle(manifest: Path, whole: bytes) -> bool:

@@ -237,7 +237,7 @@ def file_digest(path: Path) -> str:
         if digest := _remembered(memo, key):
             return digest
         memo.parent.mkdir(parents=True, exist_ok=True)
-        # One process of a launch reads the file, the others wait. The lock's file stays: see `lock_of`, token_cache.py.
+        # One process of a launch reads the file, the others wait. Its lock file stays: see `lock_of`, cache_entries.py.
         with filelock.FileLock(memo.with_suffix(".lock")):
             return _remembered(memo, key) or _hash_and_remember(path, memo, key)
     except OSError as error:

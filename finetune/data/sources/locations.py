@@ -332,7 +332,7 @@ def _fetched(remote: _Remote) -> File:
     """
     slot = cache_root() / "remote" / _sha256(remote.path)
     slot.parent.mkdir(parents=True, exist_ok=True)
-    # The lock's file stays: see `lock_of` in token_cache.py.
+    # The lock's file stays: see `lock_of` in cache_entries.py.
     with filelock.FileLock(slot.with_suffix(".lock")):
         kept = _kept(remote, slot)
     return File(

@@ -12,16 +12,18 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from data_helpers import prepare, text_tokenizer, write_jsonl
+from rich.console import Console
 
 from finetune.data.batch import collate
+from finetune.data.cache_entries import entries_folder, list_entries
 from finetune.data.dataset import Dataset
 from finetune.data.examples import Examples
 from finetune.data.packing import one_per_row
 from finetune.data.predictions import IDS, LOG_PROBS, check_complete, load_predictions, vocabulary_digest
 from finetune.data.teacher_file import file_predictions, read_teacher_file
-from finetune.data.token_cache import entries_folder
 from finetune.errors import UserError
 from finetune.recipe.schema import ObjectiveSettings
+from finetune.setup.prepare_data import show_entries
 
 TEXTS = ["the quick brown fox", "hello world", "what is two and two? It is four", "fine thanks"]
 VOCABULARY, K = 600, 3
@@ -103,6 +105,16 @@ def test_a_file_is_converted_once_and_again_where_its_entry_is_damaged(tmp_path:
     assert not list(entries_folder().glob("*.tmp"))
 
 
+def test_its_entry_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no tokenizer and no max_length, as entries of tokens have."""
+    file = write(tmp_path, rows_of(examples_of(tmp_path)))
+    file_predictions(settings(file), text_tokenizer(), VOCABULARY)
+    entries = [entry for entry in list_entries() if (entry.of or {})["format"] == "teacher"]
+    assert [entry.examples for entry in entries] == [len(TEXTS)]
+    show_entries(Console(width=200), entries_folder(), entries)
+    assert f"{file} (teacher)" in "".join(capsys.readouterr().out.split("\n"))
+
+
 def test_a_flipped_bit_in_pages_with_checksums_names_the_file(tmp_path: Path) -> None:
     examples = examples_of(tmp_path)
     table = pyarrow.Table.from_pylist(rows_of(examples)).replace_schema_metadata({"finetune": json.dumps(METADATA)})
@@ -166,10 +178,13 @@ BAD_ROWS: dict[str, tuple[Callable[[list[dict[str, Any]]], None], str]] = {
         lambda rows: cut(rows, 2, "ids", lambda x: [x[0], x[1][:2], *x[2:]]),
         "row 2: `ids` of trained token 2 has 2 numbers; in row 1 there are 3",
     ),
-    "a negative id": (lambda rows: cut(rows, 1, "ids", lambda x: [[-1, 2, 3], *x[1:]]), "row 1: `ids`: -1 is no id"),
+    "a negative id": (
+        lambda rows: cut(rows, 1, "ids", lambda x: [[-1, 2, 3], *x[1:]]),
+        "row 1: `ids`: -1 is not an id",
+    ),
     "an id twice": (
         lambda rows: cut(rows, 1, "ids", lambda x: [x[0], [7, 8, 7], *x[2:]]),
-        "row 1: `ids` of trained token 2: an id is there twice; are they `sampled`?",
+        "row 1: `ids` of trained token 2: an id occurs twice; are they `sampled`?",
     ),
     "probabilities in place of logarithms": (
         lambda rows: cut(rows, 3, "log_probs", lambda x: [[0.6, 0.2, 0.1], *x[1:]]),

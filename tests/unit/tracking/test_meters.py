@@ -14,8 +14,8 @@ from conftest import train_here
 from finetune.engine.base import StorageCounter
 from finetune.engine.timing import Stopwatch
 from finetune.errors import UserError
-from finetune.tracking import Totals
 from finetune.tracking.meters import DeviceMeter, is_measured
+from finetune.tracking.metrics import Totals
 from finetune.training.profile import advice
 from finetune.utils import peak_resident_bytes
 

@@ -17,10 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Tracking, Wandb
-from finetune.tracking import StepLog, Trackers, check_trackers, read_steps
 from finetune.tracking import trackers as trackers_module
-from finetune.tracking.metrics import Background
-from finetune.tracking.trackers import best_values, grouped, redact
+from finetune.tracking.metrics import Background, StepLog, read_steps
+from finetune.tracking.trackers import Trackers, best_values, check_trackers, grouped, redact
 
 
 def test_resumed_log_has_every_step_once(tmp_path: Path) -> None:
