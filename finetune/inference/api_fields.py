@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from finetune.recipe.schema import check_template_arguments
 
-MAX_BODY_BYTES = 32 * 2**20  # a prompt with pictures; a quarter for models without
+MAX_BODY_BYTES = 32 * 2**20  # a prompt with images; a quarter for models without
 MAX_VALUES = 200_000  # in a body's JSON: lists, objects and their items
 MAX_DEPTH = 64
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
@@ -84,35 +84,27 @@ def parse_body(body: bytes) -> dict[str, Any]:
     if sum(body.count(sign) for sign in (b",", b"[", b"{")) > MAX_VALUES:
         raise Refused(400, f"the body has more than {MAX_VALUES:,} values")
     try:
-        fields = json.loads(body, parse_constant=_no_number)
-        _check_values(fields)
+        fields = json.loads(body)
+        rest = [(fields, 0)]
+        while rest:
+            value, depth = rest.pop()
+            if depth > MAX_DEPTH:
+                raise RecursionError
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{value} is not a number in JSON, or a number is too large")
+            if isinstance(value, dict | list):
+                rest += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
         json.dumps(fields, ensure_ascii=False).encode()
     except RecursionError:
         raise Refused(400, f"the body is nested more than {MAX_DEPTH} deep") from None
     except UnicodeEncodeError as error:
-        half = error.object[error.start : error.start + 1]
-        raise Refused(400, f"the body has half a character ({half!a}): write it whole") from None
+        surrogate = error.object[error.start : error.start + 1]
+        raise Refused(400, f"the body contains an unpaired surrogate ({surrogate!a})") from None
     except ValueError as error:  # not UTF-8, not JSON, a number of thousands of digits
         raise Refused(400, f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(fields, dict):
-        raise Refused(400, "the body is no JSON object")
+        raise Refused(400, "the body is not a JSON object")
     return fields
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _check_values(fields: Any) -> None:
-    rest = [(fields, 0)]
-    while rest:
-        value, depth = rest.pop()
-        if depth > MAX_DEPTH:
-            raise RecursionError
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError("a number is too large")
-        if isinstance(value, dict | list):
-            rest += [(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)]
 
 
 def check_fields(fields: dict[str, Any], is_chat: bool) -> None:
@@ -123,10 +115,18 @@ def check_fields(fields: dict[str, Any], is_chat: bool) -> None:
     for name, value in fields.items():
         if value is None:
             continue
-        if name in _WITHOUT_EFFECT and not any(value == one and type(value) is type(one) for one in _none_of(name)):
-            raise Refused(400, f"`{name}: {_shown(value)}` is not supported by this server")
+        if name in _WITHOUT_EFFECT:
+            equal = [allowed for allowed in _WITHOUT_EFFECT[name] if value == allowed]
+            if not any(isinstance(value, bool) == isinstance(allowed, bool) for allowed in equal):
+                raise Refused(400, f"`{name}: {_shown(value)}` is not supported by this server")
         if name in _NUMBERS:
-            _check_number(name, value)
+            is_whole, least, most = _NUMBERS[name]
+            is_number = isinstance(value, int) or (isinstance(value, float) and not is_whole)
+            if isinstance(value, bool) or not is_number or not least <= value <= most:
+                kind = "whole number" if is_whole else "number"
+                raise Refused(
+                    400, f"`{name}: {_shown(value)}`: expected a {kind} of at least {least} and at most {most}"
+                )
         if name in _KINDS and not isinstance(value, _KINDS[name][0]):
             raise Refused(400, f"`{name}: {_shown(value)}`: expected {_KINDS[name][1]}")
     required = "messages" if is_chat else "prompt"
@@ -135,33 +135,16 @@ def check_fields(fields: dict[str, Any], is_chat: bool) -> None:
     temperature = fields.get("temperature") or 0
     if 0 < temperature < _LEAST_TEMPERATURE:
         raise Refused(400, f"`temperature: {temperature}`: expected 0, or at least {_LEAST_TEMPERATURE}")
-    _check_template_arguments(fields.get("chat_template_kwargs") or {})
-    options = fields.get("stream_options") or {}
-    if options.keys() - {"include_usage"} or not isinstance(options.get("include_usage", False), bool):
-        raise Refused(400, f"`stream_options: {_shown(options)}`: expected include_usage, true or false")
-
-
-def _check_template_arguments(arguments: dict[str, Any]) -> None:
+    arguments = fields.get("chat_template_kwargs") or {}
     if len(json.dumps(arguments)) > MAX_ARGUMENTS:
         raise Refused(400, f"`chat_template_kwargs`: at most {MAX_ARGUMENTS:,} characters")
     try:
         check_template_arguments(arguments)
     except ValueError as error:
         raise Refused(400, f"`chat_template_kwargs`: {error}") from None
-
-
-def _none_of(name: str) -> tuple[Any, ...]:
-    """Returns the values of a field that request no effect; a number also as a decimal."""
-    values = _WITHOUT_EFFECT[name]
-    return (*values, *(float(one) for one in values if type(one) is int))
-
-
-def _check_number(name: str, value: Any) -> None:
-    is_whole, least, largest = _NUMBERS[name]
-    is_number = isinstance(value, int) or (isinstance(value, float) and not is_whole)
-    if isinstance(value, bool) or not is_number or not least <= value <= largest:
-        kind = "whole number" if is_whole else "number"
-        raise Refused(400, f"`{name}: {_shown(value)}`: expected a {kind} of at least {least} and at most {largest}")
+    options = fields.get("stream_options") or {}
+    if options.keys() - {"include_usage"} or not isinstance(options.get("include_usage", False), bool):
+        raise Refused(400, f"`stream_options: {_shown(options)}`: expected include_usage, true or false")
 
 
 def stops_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
@@ -169,18 +152,17 @@ def stops_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
     stop = [] if fields.get("stop") is None else fields["stop"]
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-        raise Refused(400, "`stop` is a text, or a list of texts, and none is empty")
+        raise Refused(400, "`stop`: expected a text, or a list of texts, none of them empty")
     if len(stops) > MAX_STOPS or max(map(len, stops), default=0) > MAX_STOP_CHARACTERS:
         raise Refused(400, f"`stop`: at most {MAX_STOPS} texts of {MAX_STOP_CHARACTERS} characters")
     return tuple(stops)
 
 
 def settings_of(fields: Mapping[str, Any], of_model: GenerationConfig, room: int, vocabulary: int) -> GenerationConfig:
-    """Returns the model's settings with a request's fields. room: tokens left in its context. Raises
-    Refused."""
+    """Returns the model's settings with a request's fields. room: tokens left in its context. Raises Refused."""
     settings = copy.deepcopy(of_model)
-    wanted = fields.get("max_completion_tokens") or fields.get("max_tokens")
-    settings.max_new_tokens = min(room, wanted or max(settings.max_new_tokens or 0, DEFAULT_MAX_TOKENS))
+    limit = fields.get("max_completion_tokens") or fields.get("max_tokens")
+    settings.max_new_tokens = min(room, limit or max(settings.max_new_tokens or 0, DEFAULT_MAX_TOKENS))
     settings.max_length = None
     settings.pad_token_id = 0 if settings.pad_token_id is None else settings.pad_token_id
     if (temperature := fields.get("temperature")) is not None:
@@ -191,27 +173,22 @@ def settings_of(fields: Mapping[str, Any], of_model: GenerationConfig, room: int
             setattr(settings, name, fields[name])
     if not settings.do_sample:  # transformers' defaults: it warns of others, which greedy search does not use
         settings.temperature, settings.top_p, settings.top_k = 1.0, 1.0, 50
-    if bias := fields.get("logit_bias"):
-        settings.sequence_bias = {(_token(key, vocabulary),): _bias(value) for key, value in _few(bias).items()}
+    if biases := fields.get("logit_bias"):
+        settings.sequence_bias = _sequence_bias(biases, vocabulary)
     return settings
 
 
-def _few(bias: dict[str, Any]) -> dict[str, Any]:
-    if len(bias) > MAX_BIASES:
+def _sequence_bias(biases: dict[str, Any], vocabulary: int) -> dict[tuple[int], float]:
+    if len(biases) > MAX_BIASES:
         raise Refused(400, f"`logit_bias`: at most {MAX_BIASES} tokens")
-    return bias
-
-
-def _token(key: str, vocabulary: int) -> int:
-    if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocabulary):
-        raise Refused(400, f"`logit_bias`: {key[:40]!r} is no token of this model, whose ids are below {vocabulary:,}")
-    return int(key)
-
-
-def _bias(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
-        raise Refused(400, f"`logit_bias`: {_shown(value)}: expected a number from -100 to 100")
-    return float(value)
+    for key, value in biases.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocabulary):
+            raise Refused(
+                400, f"`logit_bias`: {key[:40]!r} is not a token of this model, whose ids are below {vocabulary:,}"
+            )
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise Refused(400, f"`logit_bias`: {_shown(value)}: expected a number from -100 to 100")
+    return {(int(key),): float(value) for key, value in biases.items()}
 
 
 def _shown(value: Any) -> str:

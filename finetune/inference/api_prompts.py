@@ -11,7 +11,7 @@ from typing import Any
 from transformers.cli.serving.utils import build_response_parser
 
 from finetune.errors import UserError
-from finetune.inference.answering import Answerer, Prompt, images_of, read_asked
+from finetune.inference.answering import Answerer, Prompt, images_of, read_request
 from finetune.inference.api_fields import MAX_BODY_BYTES, Refused, check_fields, parse_body, settings_of, stops_of
 from finetune.inference.lane import Request
 
@@ -52,39 +52,36 @@ class Prompts:
         entry, fields["model"] = self.entries[name], name
         context = context_of(entry)
         try:
-            prompt = self._chat(entry, fields, context) if is_chat else self._text(entry, fields["prompt"], context)
+            if is_chat:
+                prompt = self._chat(entry, fields, context)
+            else:
+                self._check_length(entry, len(fields["prompt"]), context)
+                prompt = entry.plain(fields["prompt"])
+                if not prompt.ids:
+                    raise Refused(400, "`prompt` is empty")
             room = context - len(prompt.ids)
             if room < 1:
                 raise Refused(400, f"the prompt has {len(prompt.ids):,} tokens, and the model takes {context:,}")
         except (UserError, RecursionError) as error:
             raise Refused(400, str(error)) from None
         settings = settings_of(fields, entry.model.generation_config, room, len(entry.tokenizer))
-        parser = None
-        if is_chat:
-            tools = fields.get("tools") or None
-            parser = build_response_parser(entry.tokenizer, entry.model, prompt.ids, tools)
+        tools = fields.get("tools") or None
+        parser = build_response_parser(entry.tokenizer, entry.model, prompt.ids, tools) if is_chat else None
         return fields, Request(entry, prompt, settings, stops, fields.get("seed"), parser)
 
     def _chat(self, entry: Answerer, fields: dict[str, Any], context: int) -> Prompt:
         if entry.chat is None:
             raise Refused(400, "this model has no chat template: use /v1/completions")
-        asked = read_asked(fields["messages"], fields.get("tools"))
-        if not all(isinstance(one, str) and one[:5].lower() == "data:" for one in images_of(asked)):
+        request = read_request(fields["messages"], fields.get("tools"))
+        if not all(isinstance(image, str) and image[:5].lower() == "data:" for image in images_of(request)):
             raise Refused(
-                400, "pictures are taken as data URLs (data:image/png;base64,...): no file is read, no address fetched"
+                400, "images must be data URLs (data:image/png;base64,...): no file is read, no address fetched"
             )
-        said = [(one.content, one.reasoning, one.tool_calls) for one in asked.messages]
-        if len(said) > context:
-            raise Refused(400, f"the prompt has {len(said):,} messages, and the model takes {context:,} tokens")
-        self._check_length(entry, len(json.dumps([said, asked.tools], ensure_ascii=False)), context)
-        return entry.tokens(replace(asked, template_arguments=fields.get("chat_template_kwargs") or {}))
-
-    def _text(self, entry: Answerer, text: str, context: int) -> Prompt:
-        self._check_length(entry, len(text), context)
-        prompt = entry.plain(text)
-        if not prompt.ids:
-            raise Refused(400, "`prompt` is empty")
-        return prompt
+        texts = [(message.content, message.reasoning, message.tool_calls) for message in request.messages]
+        if len(texts) > context:
+            raise Refused(400, f"the prompt has {len(texts):,} messages, and the model takes {context:,} tokens")
+        self._check_length(entry, len(json.dumps([texts, request.tools], ensure_ascii=False)), context)
+        return entry.tokens(replace(request, template_arguments=fields.get("chat_template_kwargs") or {}))
 
     def _check_length(self, entry: Answerer, characters: int, context: int) -> None:
         """Raises Refused for a text that exceeds the context even if each token were the longest of the vocabulary."""

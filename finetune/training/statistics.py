@@ -26,7 +26,7 @@ def sum_terms(
 ) -> Sums:
     """Returns terms summed over all ranks. Collective.
 
-    batches: of this rank; first: the first of them; counts: of all batches of all ranks.
+    batches: this rank's; first: the first of them; counts: totals of all batches of all ranks.
     """
     sums = TermSums()
     for batch, outputs in engine.forwards(batches, forward):

@@ -33,13 +33,16 @@ from finetune.models.head.prediction import UNIFORM, Prediction
 from finetune.models.loss_model import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective
-from finetune.training.display import PassProgress
+from finetune.training.display import StepProgress
 from finetune.training.teacher import TeacherPass
 from finetune.training.trainer import Trainer
 
 
 def compute_predictions(teacher: TeacherPass, trainer: Trainer) -> str:
-    """Fills the cache, unless it has them; returns a summary. Collective. trainer: of `recipe_of_teacher`."""
+    """Writes the predictions to the cache unless it has them; returns a summary. Collective.
+
+    trainer: for `recipe_of_teacher`.
+    """
     engine, key = trainer.engine, teacher.key
     if engine.ranks.gather(engine.is_main and load_predictions(key) is not None)[0]:
         return "in the cache already"
@@ -58,7 +61,15 @@ def compute_predictions(teacher: TeacherPass, trainer: Trainer) -> str:
             pass
     else:
         of = {"source": ", ".join(teacher.data.source_names), "format": "teacher", "tokenizer": settings.teacher}
-        write_entry(entries_folder() / key, teacher.count, of, lambda writer: _write(writer, rows))
+
+        def write(writer: PredictionsWriter) -> None:
+            written = set()  # each example once: sources may repeat, and ranks that share layers have the same
+            for row in rows:
+                if (example := example_key(row[0], row[1], row[-1])) not in written:
+                    written.add(example)
+                    writer.append(*row)
+
+        write_entry(entries_folder() / key, teacher.count, of, write)
     engine.ranks.barrier()
     return f"computed for {len(examples):,} examples"
 
@@ -71,15 +82,15 @@ def _rows(engine: Engine, forward: ForwardPass, loader: Loader, console: Console
     steps = -(-loader.total_rows // loader.rows_per_step)
     with (
         fed_steps(loader, range(steps), engine.device) as feed,
-        PassProgress(console, "teacher", steps, 0, engine.is_main) as progress,
+        StepProgress(console, "teacher", steps, 0, engine.is_main) as progress,
     ):
         for step in range(steps):
             batches = next(feed).batches
             with engine.evaluating():
                 outputs = engine.forwards(batches, forward)
-                mine = [_piece(batch, of_batch, engine.context_shard) for batch, of_batch in outputs if batch.origins]
+                local = [_piece(batch, of_batch, engine.context_shard) for batch, of_batch in outputs if batch.origins]
             micro_batches = defaultdict[int, list[RankPredictions]](list)
-            for of_rank in engine.ranks.gather(mine):
+            for of_rank in engine.ranks.gather(local):
                 for piece in of_rank:
                     micro_batches[piece.index].append(piece)
             for pieces in micro_batches.values():
@@ -131,15 +142,6 @@ def _rows_of(pieces: list[RankPredictions]) -> Iterator[Row]:
 
 def _numpy(tensor: Tensor) -> NDArray[Any]:
     return tensor.cpu().numpy()
-
-
-def _write(writer: PredictionsWriter, rows: Iterator[Row]) -> None:
-    """Writes each example once: sources may repeat, and ranks that share layers have the same."""
-    written = set()
-    for row in rows:
-        if (key := example_key(row[0], row[1], row[-1])) not in written:
-            written.add(key)
-            writer.append(*row)
 
 
 @dataclass(frozen=True)

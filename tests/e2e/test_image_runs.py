@@ -296,7 +296,7 @@ def test_an_openai_client_gets_the_greedy_answers_to_pictures(
                 found.add(wanted)
             assert len(found) > 2
         for reference in ("pictures/0-0.png", "file:///etc/passwd", "http://127.0.0.1/a.png"):
-            with pytest.raises(openai.BadRequestError, match="pictures are taken as data URLs"):
+            with pytest.raises(openai.BadRequestError, match="images must be data URLs"):
                 asked("qwen", [{"type": "image_url", "image_url": {"url": reference}}])
         with pytest.raises(openai.BadRequestError, match="not an image of a kind"):
             asked("qwen", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}])
@@ -308,7 +308,7 @@ def test_an_openai_client_gets_the_greedy_answers_to_pictures(
             chat(Sampling(6), None)
             shown.append(capsys.readouterr().out.rpartition("saved to")[0].replace("\ufffd", ""))
         assert shown[0] == shown[1]
-        assert "gone: this picture cannot be read" in shown[0]
+        assert "gone: this image cannot be read" in shown[0]
         first = json.loads((tmp_path / "here").read_text())["messages"][0]["content"]
         assert first == [image_part(pictures[0]), {"type": "text", "text": "which?"}]
         live = verify_url(url, find_trained(full_run), "qwen", None, 6, console())
