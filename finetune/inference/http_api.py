@@ -20,8 +20,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from finetune.errors import UserError
 from finetune.inference.answering import Answerer
-from finetune.inference.api_fields import Refused
-from finetune.inference.api_prompts import Prompts
+from finetune.inference.api_requests import Prompts, Refused
 from finetune.inference.lane import Finished, Lane, Piece, Request
 from finetune.utils import LOCAL_HOSTS, host_name
 

@@ -2,8 +2,7 @@
 
     POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health
 
-    request ── body (http_api.py), fields and bounds (api_fields.py)
-            ── prompt, parsed, rendered and tokenized as in training (api_prompts.py), in a thread
+    request ── body (http_api.py), fields and bounds, prompt rendered and tokenized as in training (api_requests.py)
             ── waits for the lane, the thread in which models generate (lane.py) ── pieces, or one answer
 
 All of this runs outside the event loop, so that /health answers meanwhile.

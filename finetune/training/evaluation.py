@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -35,10 +35,9 @@ from finetune.models.compiled import uncompiled
 from finetune.models.vision import document_positions
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
-from finetune.objectives.objective import Sums, Terms
+from finetune.objectives.objective import Sums, Terms, TermSums
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Evaluate
-from finetune.training.statistics import as_columns, sum_terms
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
 _IMAGE_PROMPTS_PER_BATCH = 8  # and the tower's activations
@@ -239,3 +238,32 @@ def end_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, datasets: Sequen
                 last = Counter(int(one.sequences[0].input_ids[one.sequences[0].loss_mask][-1]) for one in examples)
                 ends |= {i for i, count in last.items() if i in special and count >= _MIN_SHARE * last.total()}
     return ends
+
+
+# --- terms of forwards without a backward: an evaluation, or an objective's statistics of a whole step
+
+
+@torch.no_grad()
+def sum_terms(
+    engine: Engine,
+    forward: ForwardPass,
+    terms: Callable[[Outputs, Batch], Terms],
+    batches: Iterable[Batch],
+    first: Batch,
+    counts: Mapping[str, int],
+) -> Sums:
+    """Returns terms summed over all ranks. Collective.
+
+    batches: this rank's; first: the first of them; counts: totals of all batches of all ranks.
+    """
+    sums = TermSums()
+    for batch, outputs in engine.forwards(batches, forward):
+        sums.add(terms(outputs, batch))
+    if not sums.terms:  # a pipeline's early stages have no outputs
+        sums.add(forward.objective.no_terms(first, terms))
+    return Sums(engine.ranks.total(sums.totals), sums.terms, counts)
+
+
+def as_columns(statistics: Sums, device: torch.device) -> dict[str, Tensor]:
+    """Returns the mean of each statistic, () fp64."""
+    return {name: torch.tensor(statistics.mean(name), dtype=torch.float64, device=device) for name in statistics.terms}

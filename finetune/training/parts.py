@@ -1,5 +1,5 @@
-"""Parts of a trainer that follow from a prepared recipe and an engine: model and objective, micro-batch size, plan,
-loaders and evaluator.
+"""Parts of a trainer that follow from a prepared recipe and an engine: model and objective, micro-batch size, plan and
+loaders.
 
 `Trainer.__init__` makes each once, in this order.
 """
@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from finetune.data.batch import Batch, ImageInputs
+from finetune.data.batch import ImageInputs
 from finetune.data.dataset import Dataset
 from finetune.data.loader import Loader
 from finetune.data.row_source import RunRows
 from finetune.engine.base import Engine
-from finetune.engine.hardware import peak_tflops
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
-from finetune.models.base_config import dtypes
 from finetune.models.config import model_config
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.moe import adapts_experts, find_routers
@@ -33,7 +31,6 @@ from finetune.objectives.shared_prompts import sharing_summary
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Quantization
 from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
-from finetune.training.evaluation import Evaluator
 from finetune.training.prepare import Prepared
 from finetune.training.run_plan import Plan, git_commit, processor, training_length, versions
 
@@ -179,16 +176,6 @@ def precision_there(precision: str, device_type: str, quantization: Quantization
     return "fp8, emulated" if device_type != "cuda" and precision == "fp8" else precision
 
 
-def device_peak(recipe: Recipe, engine: Engine, plan: Plan, say: Say) -> float | None:
-    """Returns the TFLOP/s of one device, the denominator of MFU; None if unknown."""
-    if engine.device.type != "cuda":
-        return None
-    peak = peak_tflops(plan.device, dtypes(recipe).compute)
-    if peak is None:
-        say(f"note: no MFU: engine/hardware.yaml has no peak for {plan.device}")
-    return peak
-
-
 class Loaders(NamedTuple):
     """Makes the loaders of a run: for its training rows in their order, or for any rows once, as they come."""
 
@@ -225,22 +212,3 @@ class Loaders(NamedTuple):
             image_inputs=self.images,
             positions=None if recipe.model.train is None else row_positions(model_config(recipe.model)),
         )
-
-
-def make_evaluator(
-    prepared: Prepared,
-    engine: Engine,
-    held_out: Dataset,
-    loader: Loader,
-    attention: AttentionChoice,
-    ends: set[int],
-    with_reference: Callable[[list[Batch]], list[Batch]] | None,
-) -> Evaluator:
-    """Returns the evaluator of held-out data.
-
-    loader: of all held-out rows; ends: tokens that end a generation; with_reference: see `Evaluator`.
-    """
-    recipe, names, shares = prepared.recipe, held_out.source_names, attention.shares_prompts
-    objective = make_objective(recipe.objective, names, True, token_ranks=engine.token_ranks, shares_prompts=shares)
-    forward, examples = ForwardPass(attention, objective), held_out.examples
-    return Evaluator(engine, loader, examples, forward, prepared.tokenizer, ends, recipe.evaluate, with_reference)

@@ -34,6 +34,7 @@ from finetune.data.prefetch import Feed, fed_steps
 from finetune.data.token_text import RECORDED, recorded
 from finetune.engine.base import Engine
 from finetune.engine.context_parallel import apply_context_parallel
+from finetune.engine.hardware import peak_tflops
 from finetune.engine.launch import collective_timeout
 from finetune.engine.optimizer_step import NonFinite
 from finetune.engine.start import set_group_timeouts
@@ -43,6 +44,7 @@ from finetune.models.base_config import dtypes
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.wrapped import Outputs
+from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
 from finetune.objectives.shared_prompts import with_shared_prompts
@@ -53,7 +55,7 @@ from finetune.tracking.meters import Meters
 from finetune.tracking.metrics import EXAMPLES
 from finetune.training import parts
 from finetune.training.display import StepProgress, show_evaluation, show_plan, show_totals
-from finetune.training.evaluation import end_ids
+from finetune.training.evaluation import Evaluator, as_columns, end_ids, sum_terms
 from finetune.training.optim import build_optimizers, lr_factor
 from finetune.training.prepare import Prepared
 from finetune.training.profile import Profiler, show_profile
@@ -63,7 +65,6 @@ from finetune.training.run_lock import RunLock
 from finetune.training.run_plan import measure_run
 from finetune.training.signals import StopRequest
 from finetune.training.state import TrainingState, resumed_state
-from finetune.training.statistics import as_columns, sum_terms
 from finetune.utils import print_line, write_atomically
 
 Line = dict[str, Any]  # of metrics.jsonl
@@ -93,7 +94,7 @@ class Trainer:
     ):
         """Loads the model, wraps it by the engine, and resumes from the newest checkpoint. Collective.
 
-        predicted: of plan.json; run_lock: of the run's folder. Raises UserError.
+        predicted: entry of plan.json, on the main rank; run_lock: lock of the run's folder. Raises UserError.
         """
         self.recipe, self.engine, self.stop, self.console = prepared.recipe, engine, stop, console
         self.tokenizer, self.folder, self.run_lock = prepared.tokenizer, run_folder(prepared.recipe), run_lock
@@ -123,17 +124,32 @@ class Trainer:
         self.end_ids = end_ids(recipe, self.tokenizer, [training, held_out])
         self.evaluator = None
         if held_out:
-            self.evaluator = parts.make_evaluator(
-                prepared, engine, held_out, loaders.each_once(held_out), attention, self.end_ids, self.with_reference
+            names, shares = held_out.source_names, attention.shares_prompts
+            measured = make_objective(
+                recipe.objective, names, evaluating=True, token_ranks=engine.token_ranks, shares_prompts=shares
+            )
+            self.evaluator = Evaluator(
+                engine,
+                loaders.each_once(held_out),
+                held_out.examples,
+                ForwardPass(attention, measured),
+                self.tokenizer,
+                self.end_ids,
+                recipe.evaluate,
+                self.with_reference,
             )
         weights = columns.weights_identity if columns is not None else None
-        # What this run reads, as checkpoints keep it. config: before the load, which changes it.
+        # All that this run reads, as checkpoints keep it. config: before the load, which changes it.
         self.inputs = read_inputs(engine, recipe, self.tokenizer, config, (training, held_out), weights)
-        # evaluation: the last one, as far as it is finite; tracker_ids: of the runs that a checkpoint knows
+        # evaluation: finite metrics of the last one; tracker_ids: ids of the runs in a checkpoint
         self.state, self.evaluation, self.tracker_ids = resumed_state(
             recipe, engine, training, self.inputs, self.plan.steps, self.say
         )
-        self.meters = Meters(engine, facts.flops, parts.device_peak(recipe, engine, self.plan, self.say))
+        on_gpu = engine.device.type == "cuda"
+        peak = peak_tflops(self.plan.device, dtypes(recipe).compute) if on_gpu else None
+        if on_gpu and peak is None:
+            self.say(f"note: no MFU: engine/hardware.yaml has no peak for {self.plan.device}")
+        self.meters = Meters(engine, facts.flops, peak)
         self.profiler = Profiler(recipe.profile, engine, self.folder, self.plan.steps) if recipe.profile else None
         self.totals, self.expert_load, self.compilations = Totals(), ExpertLoad(), CompilationWatch()
         self.last_loss: float | None = None

@@ -260,7 +260,7 @@ def test_what_cannot_be_served(taught: Path, tmp_path: Path) -> None:  # noqa: F
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "/gone/base"}))
     with pytest.raises(UserError, match=r"the adapter's base '/gone/base' cannot be loaded: .*adapter_config.json"):
         load_served([("a", tmp_path)], "cpu")
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot be listened on"):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen on"):
         serve([("a", runs)], "127.0.0.1", taken.getsockname()[1], "cpu")
 
 
