@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,66 @@ def readable_bytes(count: float) -> str:
 def print_line(console: Console, text: str, **style: Any) -> None:
     """Print text as one line. Only a terminal wraps it, so that files can be searched and paths copied."""
     console.print(text, soft_wrap=not console.is_terminal, **style)
+
+
+SECONDS_BETWEEN_LINES = 10.0  # of progress, without a terminal
+
+
+class ProgressBar:
+    """A bar in a terminal, else a line now and then; nothing if not `shown`. A context manager."""
+
+    def __init__(
+        self,
+        console: Console,
+        name: str,
+        total: int | None,
+        done: int = 0,
+        shown: bool = True,
+        unit: str = "",
+        keeps: bool = False,
+    ):
+        """total: None if unknown; an estimate may be exceeded. unit: of the rate that is shown, "" for none. keeps: the
+        bar remains at the end, and the first and the last step have a line."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console, self._name, self._total, self._first = console, name, total, done
+        self._shown, self._unit, self._keeps = shown, unit, keeps
+        self._begun = self._last_line = time.monotonic()
+        self._bar = None
+        if shown and console.is_terminal:
+            text = TextColumn("{task.fields[text]}", markup=False)
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), text)
+            left = (TextColumn("eta"), TimeRemainingColumn())
+            self._bar = Progress(*columns, *left, console=console, transient=not keeps)
+            self._task = self._bar.add_task(name, total=total, completed=done, text="")
+
+    def __enter__(self) -> ProgressBar:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, done: int, text: str = "") -> None:
+        """Shows the units done so far, with a text behind them."""
+        now, new = time.monotonic(), done - self._first
+        if self._unit and now > self._begun:
+            text = f"{new / (now - self._begun):,.0f} {self._unit}/s"
+        if self._bar:
+            self._bar.update(self._task, completed=done, text=text)
+            return
+        is_end = self._keeps and (new == 1 or done == self._total)
+        if not self._shown or new <= 0 or not (is_end or now - self._last_line >= SECONDS_BETWEEN_LINES):
+            return
+        self._last_line = now
+        parts = [f"{self._name} {done:,}", text]
+        if self._total is not None and done <= self._total:
+            remaining = (now - self._begun) / new * (self._total - done)
+            parts = [f"{self._name} {done:,}/{self._total:,}", text, f"eta {remaining:.0f} s"]
+        print_line(self._console, "  ".join(filter(None, parts)), highlight=False, markup=False)
+        self._console.file.flush()
 
 
 def divisors(number: int) -> list[int]:

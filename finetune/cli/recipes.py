@@ -203,8 +203,7 @@ def list_cache(as_json: AsJson = False) -> None:
     Example: [bold]python -m finetune cache list[/bold]
     """
     quiet_libraries()
-    from finetune.data.cache_entries import list_entries
-    from finetune.data.token_cache import entries_folder
+    from finetune.data.cache_entries import entries_folder, list_entries
     from finetune.setup.prepare_data import show_entries
 
     entries = list_entries()
@@ -226,8 +225,7 @@ def clean_cache(
     Example: [bold]python -m finetune cache clean --older-than 14d[/bold]
     """
     quiet_libraries()
-    from finetune.data.cache_entries import age_in_seconds, list_entries, not_used_for, remove
-    from finetune.data.token_cache import entries_folder
+    from finetune.data.cache_entries import age_in_seconds, entries_folder, list_entries, not_used_for, remove
     from finetune.setup.prepare_data import show_entries
     from finetune.utils import readable_bytes
 

@@ -33,6 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune import __version__
 from finetune.data.batch import ImageInputs
 from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, build_source
+from finetune.data.cache_entries import entries_folder
 from finetune.data.chat.renderer import Renderer, build_renderer
 from finetune.data.chat.template import asks_for_today, dated
 from finetune.data.chat.template_choice import template_of
@@ -40,7 +41,7 @@ from finetune.data.content import source_content
 from finetune.data.epochs import UNBOUNDED, EpochRows, RunLength, SourceShare, source_order
 from finetune.data.objective_rows import objective_rows, trained_part
 from finetune.data.samples import Example, concatenate_sizes
-from finetune.data.token_cache import CacheEntry, DataReport, entries_folder, find_or_build, load
+from finetune.data.token_cache import CacheEntry, DataReport, find_or_build, load
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut, Mixture, Source

@@ -20,9 +20,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data.samples import Sequence, shared_prefix
+from finetune.data.samples import Sequence
 from finetune.data.token_cache import CacheEntry, EntryWriter, load
-from finetune.data.tokenizing import ChunkResult, ExampleArrays, image_arrays
+from finetune.data.tokenizing import ChunkResult, TokenizedExample, arrays_of
 from finetune.errors import RunFailure
 
 CHUNK = 1000  # examples written at a time
@@ -35,6 +35,7 @@ def write_with_mismatched(writer: EntryWriter, write: Callable[[EntryWriter], T]
     per_row: answers of a row.
     """
     folder = writer.folder / "answers"
+    folder.mkdir()
     with EntryWriter(folder) as answers:
         result = write(answers)
         answers.finish({})
@@ -48,8 +49,17 @@ def write_with_mismatched(writer: EntryWriter, write: Callable[[EntryWriter], T]
     paired = np.flatnonzero(partner >= 0)
     alone = {"examples": 0, "tokens": 0, "supervised_tokens": 0, "no_other_answer": len(partner) - len(paired)}
     writer.report, writer.columns = replace(answers.report, **alone), answers.columns
+    width = len(entry.columns)
     for chunk in np.split(paired, range(CHUNK, len(paired), CHUNK)):
-        writer.append(ChunkResult(Counter(), [], _groups(entry, chunk, partner[chunk], begins), None, None))
+        examples = []
+        for i in chunk.tolist():
+            j, example = int(partner[i]), entry.example(i, 0)
+            (own,), (other,) = example.sequences, entry.example(j, 0).sequences
+            pair = (own, _joined(own, int(begins[i]), other, int(begins[j])))
+            numbers = tuple(entry.numbers[i * width : (i + 1) * width].tolist())
+            examples.append(TokenizedExample((example.path, example.row), pair, numbers))
+        arrays = replace(arrays_of(examples), hashes=entry.hashes[chunk])  # of the own answer
+        writer.append(ChunkResult(Counter(), [], arrays, None, None))
     shutil.rmtree(folder)
     return result
 
@@ -79,32 +89,6 @@ def partners(
         partner[left[fits]] = other[fits]
         left = left[~fits]
     return partner
-
-
-def _groups(
-    entry: CacheEntry, indices: NDArray[np.int64], partner: NDArray[np.int64], begins: NDArray[np.int64]
-) -> ExampleArrays:
-    """Examples of two sequences: the own one, and its prompt with the partner's answer."""
-    sequences: list[Sequence] = []
-    for i, j in zip(indices.tolist(), partner.tolist(), strict=True):
-        (own,), (other,) = (entry.example(n, 0).sequences for n in (i, j))
-        sequences += [own, _joined(own, int(begins[i]), other, int(begins[j]))]
-    pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
-    width = len(entry.columns)
-    return ExampleArrays(
-        labels=list(entry.names),
-        input_ids=np.concatenate([np.empty(0, np.int32), *(one.input_ids for one in sequences)]),
-        loss_mask=np.concatenate([np.empty(0, bool), *(one.loss_mask for one in sequences)]),
-        lengths=np.array([len(one.input_ids) for one in sequences], np.int64),
-        targets=np.array([one.num_targets for one in sequences], np.int64),
-        sizes=np.full(len(indices), 2),
-        shared=np.array([shared_prefix(pair) for pair in pairs], np.int64),
-        hashes=entry.hashes[indices],
-        files=entry.files[indices],
-        rows=entry.rows[indices],
-        numbers=entry.numbers.reshape(-1, width)[indices].reshape(-1),
-        images=image_arrays(sequences),
-    )
 
 
 def _joined(own: Sequence, prompt: int, other: Sequence, answer: int) -> Sequence:

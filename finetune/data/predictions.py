@@ -10,13 +10,10 @@ examples in it are looked up by a hash of their tokens:
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import io
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,15 +25,25 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
-from finetune.data.checksums import VERIFIED_AT_ONCE, Damaged, checksum, sealed, unsealed, verify
+from finetune.data.cache_entries import entries_folder, load_or_write, made_now, removed, replacing
+from finetune.data.checksums import (
+    VERIFIED_AT_ONCE,
+    ArrayFile,
+    Damaged,
+    checksum,
+    load_array,
+    map_array,
+    sealed,
+    unsealed,
+    verify,
+)
 from finetune.data.samples import Example, Sequence
-from finetune.data.token_cache import entries_folder, load_or_write, removed, temporary_folder
 from finetune.errors import RunFailure, UserError
 
 CODE_VERSION = 2  # raise it when an entry's layout changes, or the rules for accepting a file
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"  # columns of targets: (S, k) int64, float32
 
-_MAPPED = {"ids": "<i4", "log_probs": "<f4"}
+_LARGE = {"ids": np.dtype("<i4"), "log_probs": np.dtype("<f4")}
 
 Tokens = NDArray[np.int32]
 
@@ -50,8 +57,7 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def example_key(input_ids: Tokens, trained: NDArray[np.bool_], images: bytes = b"") -> int:
-    """64-bit hash of token ids, loss mask and `images_digest`: images of one size are the same
-    tokens."""
+    """64-bit hash of token ids, loss mask and `images_digest`: images of one size are the same tokens."""
     content = np.ascontiguousarray(input_ids, np.int32).tobytes() + np.ascontiguousarray(trained, np.bool_).tobytes()
     return int.from_bytes(hashlib.blake2b(content + images, digest_size=8).digest(), "little")
 
@@ -103,14 +109,13 @@ class Predictions:
 
 
 class PredictionsWriter:
-    """An entry's files as they grow, example by example: only keys are kept in memory. Raises OSError."""
+    """An entry's files as they grow, in an empty folder: only keys are kept in memory. Raises OSError."""
 
     def __init__(self, folder: Path, per_target: int):
-        folder.mkdir(parents=True)
         self.folder, self.per_target = folder, per_target
         self.keys, self.counts, self.checksums, self.tokens, self.largest_id = [], [], [], 0, -1
-        self._whole = {"ids.bin": 0, "log_probs.bin": 0}  # checksums so far
-        self._ids, self._log_probs = (folder / "ids.bin").open("wb"), (folder / "log_probs.bin").open("wb")
+        self._begun = time.monotonic()
+        self._files = {name: ArrayFile(folder / f"{name}.bin", dtype, is_npy=False) for name, dtype in _LARGE.items()}
 
     def append(
         self,
@@ -128,33 +133,36 @@ class PredictionsWriter:
         self.largest_id = max(self.largest_id, int(ids.max(initial=-1)))
         parts = np.ascontiguousarray(ids, np.int32), np.ascontiguousarray(log_probs, np.float32)
         self.checksums.append(checksum(*parts))
-        for (name, before), file, part in zip(self._whole.items(), (self._ids, self._log_probs), parts, strict=True):
-            file.write(part.data)
-            self._whole[name] = checksum(part, before=before)
+        for file, part in zip(self._files.values(), parts, strict=True):
+            file.append(part)
 
     def finish(self, of: dict[str, Any]) -> None:
         """of: for people, see `finetune cache list`."""
-        self.close()
-        arrays = {
+        small = {
             "keys.npy": np.array(self.keys, np.uint64),
             "offsets.npy": np.concatenate(([0], np.cumsum(self.counts))).astype(np.int64),
             "checksums.npy": np.array(self.checksums, np.uint32),
         }
-        for name, array in arrays.items():
+        checksums = {}
+        for name, file in self._files.items():
+            file.finish()
+            checksums[f"{name}.bin"] = file.checksum
+        for name, array in small.items():
             np.save(self.folder / name, array)
+            checksums[name] = checksum((self.folder / name).read_bytes())
         report = {
             "of": {**of, "finetune": __version__, "code_version": CODE_VERSION},
-            "made": {"at": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())},
+            "made": made_now(time.monotonic() - self._begun),
             "report": {"examples": len(self.keys), "tokens": self.tokens},
-            "checksums": self._whole | {name: checksum((self.folder / name).read_bytes()) for name in arrays},
+            "checksums": checksums,
             "per_target": self.per_target,
             "largest_id": self.largest_id,
         }
         (self.folder / "report.json").write_text(sealed(report), encoding="utf-8")
 
     def close(self) -> None:
-        self._ids.close()
-        self._log_probs.close()
+        for file in self._files.values():
+            file.close()
 
 
 def load_predictions(key: str) -> Predictions | None:
@@ -174,50 +182,42 @@ def open_predictions(key: str) -> Predictions | None:
         return None
     try:
         report = unsealed(folder / "report.json")
-        small = {name: (folder / f"{name}.npy").read_bytes() for name in ("keys", "offsets", "checksums")}
-        for name, content in small.items():
-            verify(folder / f"{name}.npy", content, report["checksums"][f"{name}.npy"])
-        keys, offsets, checksums = (np.load(io.BytesIO(content), allow_pickle=False) for content in small.values())
+        expected = report["checksums"]
+        keys, offsets, checksums = (
+            load_array(folder / name, expected[name]) for name in ("keys.npy", "offsets.npy", "checksums.npy")
+        )
         shape = (int(offsets[-1]), int(report["per_target"]))
-        ids, log_probs = large = [_map(folder / f"{name}.bin", kind, shape) for name, kind in _MAPPED.items()]
-        is_small = ids.nbytes + log_probs.nbytes <= VERIFIED_AT_ONCE
-        for name, array in zip(_MAPPED, large, strict=True) if is_small else ():
-            verify(folder / f"{name}.bin", array, report["checksums"][f"{name}.bin"])
+        large = {name: map_array(folder / f"{name}.bin", dtype, shape) for name, dtype in _LARGE.items()}
+        is_small = sum(array.nbytes for array in large.values()) <= VERIFIED_AT_ONCE
+        for name, array in large.items() if is_small else ():
+            verify(folder / f"{name}.bin", array, expected[f"{name}.bin"])
     except OSError as error:
         raise Damaged(f"{Path(error.filename or folder).name}: {error.strerror or error}") from None
     order = np.argsort(keys, kind="stable")
     ordered = (keys[order], offsets[:-1][order], checksums[order])
-    return Predictions(key, ids, log_probs, *ordered, int(report["largest_id"]), folder, is_small)
-
-
-def _map(path: Path, dtype: str, shape: tuple[int, int]) -> np.ndarray:
-    """Raises Damaged if the file is of another size."""
-    if path.stat().st_size != shape[0] * shape[1] * 4:
-        raise Damaged(f"{path.name}: its size differs")
-    return np.memmap(path, dtype, "r", shape=shape)
+    return Predictions(key, large["ids"], large["log_probs"], *ordered, int(report["largest_id"]), folder, is_small)
 
 
 def find_or_write(
     key: str, per_target: int, of: dict[str, Any], fill: Callable[[PredictionsWriter], None]
 ) -> Predictions:
     """Returns the entry, which one process fills while others wait. Raises UserError, also the errors of `fill`."""
-    folder = entries_folder() / key
-    write = functools.partial(write_entry, folder, per_target, of, fill)
-    return load_or_write(folder, lambda: open_predictions(key), write, "reads a teacher's file")[0]
+    return load_or_write(
+        entries_folder() / key,
+        lambda: open_predictions(key),
+        lambda: write_predictions(key, per_target, of, fill),
+        "reads a teacher's file",
+    )[0]
 
 
-def write_entry(folder: Path, per_target: int, of: dict[str, Any], fill: Callable[[PredictionsWriter], None]) -> None:
-    """Writes a folder that is complete or absent. Raises OSError."""
-    temporary = temporary_folder(folder)
-    try:
-        writer = PredictionsWriter(temporary, per_target)
-        with contextlib.closing(writer):
-            fill(writer)
-            writer.finish(of)
-        shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+def write_predictions(key: str, per_target: int, of: dict[str, Any], fill: Callable[[PredictionsWriter], None]) -> None:
+    """Writes an entry, complete or not at all. Raises OSError, and the errors of `fill`."""
+    with (
+        replacing(entries_folder() / key) as folder,
+        contextlib.closing(PredictionsWriter(folder, per_target)) as writer,
+    ):
+        fill(writer)
+        writer.finish(of)
 
 
 def check_complete(examples: Iterable[Example], predictions: Predictions, origin: str) -> None:
@@ -226,6 +226,6 @@ def check_complete(examples: Iterable[Example], predictions: Predictions, origin
     if missing:
         raise UserError(
             f"{origin} has no predictions for {len(missing):,} examples, such as {', '.join(missing[:3])}: each needs "
-            "them for the same tokens, of which the same are trained (`finetune inspect --json` shows both); were they "
-            "made with another template, max_length or train_on?"
+            "them for the same tokens and the same loss mask (`finetune inspect --json` shows both); were they made "
+            "with another template, max_length or train_on?"
         )

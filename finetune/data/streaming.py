@@ -1,12 +1,12 @@
 """Rows of a run whose sources are read as they are needed (`data.streaming`).
 
-    source   rows 1..W | W+1..2W | ...     a chunk: W = `data.window` rows of the source, tokenised once and cached
+    source   rows 1..W | W+1..2W | ...     a chunk: W = `data.window` rows of the source, tokenized once and cached
     stream   examples of the sources, the next one from the source that has emitted least for its weight
     window   the next W examples of the stream, packed together; their rows in a random order
 
 All of it is a pure function of recipe and data, so the position of a run is one number here, too: rows since its start.
 To find a position again, the windows before it are packed again from the lengths that the cache holds; no row is
-tokenised twice. Memory holds the lengths of a few windows, however long the stream is.
+tokenized twice. Memory holds the lengths of a few windows, however long the stream is.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
@@ -25,17 +25,16 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.building import EntryBuild, OpenedSources, build_part, read_items
+from finetune.data.cache_entries import entries_folder
 from finetune.data.content import digest
 from finetune.data.examples import entry_key, entry_metadata, recipe_renderer, rendering_key, source_names
 from finetune.data.packing import Rows, group_rows, pack, row_work, shuffled
 from finetune.data.row_source import RowSource
 from finetune.data.samples import Example, ExampleSizes, concatenate_sizes
-from finetune.data.sources.source import SourceReader
-from finetune.data.token_cache import CacheEntry, entries_folder, find_or_build
+from finetune.data.token_cache import CacheEntry, find_or_build
 from finetune.data.tokenizing import Item
 from finetune.errors import UserError
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Source
 
 log = logging.getLogger(__name__)
 
@@ -46,20 +45,41 @@ CHUNKS_KEPT = 4  # of each source, mapped
 class SourceStream:
     """One source's examples, chunk after chunk, from the start again after its end."""
 
-    def __init__(self, source: Source, window: int, chunk: Callable[[int], CacheEntry]):
-        """chunk: the cache entry of rows [index * window, (index + 1) * window), built where it is not there yet."""
-        self.source, self._window = source, window
-        self.chunk = lru_cache(CHUNKS_KEPT)(chunk)
+    def __init__(self, build: EntryBuild, key: str):
+        """key: see `entry_key`."""
+        self.source = build.opened.source
+        self._build, self._key, self._window = build, key, build.recipe.data.window
+        self.chunk = lru_cache(CHUNKS_KEPT)(self._chunk)
         self.sizes = lru_cache(CHUNKS_KEPT)(lambda chunk_index: self.chunk(chunk_index).sizes())
+        self._items: Iterator[Item] = iter(())
+        self._next = -1  # the chunk whose rows `_items` would give next; -1: nothing is open
 
     def is_last(self, chunk_index: int) -> bool:
         """Returns whether the source ends with this chunk: it has fewer rows than were read for."""
         return self.chunk(chunk_index).report.rows < self._window
 
+    def _chunk(self, index: int) -> CacheEntry:
+        """Returns the cache entry of rows [index * window, (index + 1) * window), which is built if it is absent."""
+        build, window = self._build, self._window
+        name = hashlib.sha256(f"{self._key} {window} {index}".encode()).hexdigest()
+        metadata = entry_metadata(build.recipe, build.opened, build.renderer)
+        metadata["rows"] = [index * window + 1, (index + 1) * window]
+        fill = partial(build_part, build=build, items=self._rows(index))
+        return find_or_build(entries_folder() / name, metadata, fill)[0]
+
+    def _rows(self, index: int) -> Iterator[Item]:
+        """Yields the rows of a chunk: read on from the last one, or from the start if that was a later one."""
+        if not 0 <= self._next <= index:
+            self._items, self._next = read_items(self._build.opened.reader), 0
+        for _ in islice(self._items, (index - self._next) * self._window):
+            pass  # rows that are in the cache, or another process's: read, not tokenized
+        self._next = index + 1
+        yield from islice(self._items, self._window)
+
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where a stream is in one source."""
+    """Position of a stream in one source."""
 
     chunk: int = 0
     within: int = 0  # examples taken of that chunk
@@ -92,12 +112,12 @@ class Stream(RowSource):
     """
 
     def __init__(self, recipe: Recipe, streams: Sequence[SourceStream], identity: str, digests: Sequence[str]):
-        """identity: hash of content, tokenizer, template, mask policy and window of all sources; digests: of each
-        source's content: its bytes, or the commit of a dataset of the hub."""
+        """identity: hash of content, tokenizer, template, mask policy and window of all sources; digests: of the
+        content of each source: its bytes, or the commit of a dataset of the hub."""
         self._recipe, self._streams, self._identity, self._digests = recipe, tuple(streams), identity, tuple(digests)
         mixture = recipe.data.mixture
         self._by_tokens = mixture is not None and mixture.by == "tokens"
-        # Where each window begins: (its first row, positions before it, digest of all windows before it). The windows
+        # Begin of each window: (its first row, positions before it, digest of all windows before it). The windows
         # themselves are built on demand.
         begin = tuple(StreamPosition() for _ in streams)
         self._starts: list[tuple[int, tuple[StreamPosition, ...], str]] = [(0, begin, "")]
@@ -164,12 +184,13 @@ class Stream(RowSource):
         return window.sizes.take(members).counts()
 
     def epoch_at(self, position: int) -> float:
-        """How often every source had been read to its end before the window of the row before this position."""
+        """Returns how often every source had been read to its end before the window of the row before this
+        position."""
         _, positions, _ = self._starts[self._window_index(max(0, position - 1))]
         return float(min(one.passes for one in positions))
 
     def window(self, index: int) -> Window:
-        """Window `index`, from 0."""
+        """Returns window `index`, from 0."""
         while index >= len(self._starts):
             self._find_next()
         return self._window(index)
@@ -179,26 +200,14 @@ class Stream(RowSource):
         return window, window.rows[int(window.order[position - window.first_row])]
 
     def _window_index(self, position: int) -> int:
-        """Index of the window that holds a row position."""
+        """Returns the index of the window that holds a row position."""
         while self._starts[-1][0] <= position:
             self._find_next()
         return bisect_right(self._starts, position, key=lambda start: start[0]) - 1
 
     def _find_next(self) -> None:
-        last = self._window(len(self._starts) - 1)
-        self._starts.append((last.end_row, last.after, self._content_after(last, self._starts[-1][2])))
-
-    def num_consumed(self, position: int) -> int:
-        """Returns the windows that a run has read to their end, of those that are known; also while a thread reads."""
-        return bisect_right(list(self._starts), position, key=lambda start: start[0]) - 1
-
-    def consumed(self, windows: int) -> str:
-        """Digest of the tokens and masks of so many windows from the start. Raises UserError where there are fewer."""
-        while len(self._starts) <= windows:
-            self._find_next()
-        return self._starts[windows][2]
-
-    def _content_after(self, window: Window, before: str) -> str:
+        """Adds the begin of the next window, with a digest of the tokens and masks of all before it."""
+        window, before = self._window(len(self._starts) - 1), self._starts[-1][2]
         parts = []
         for source, chunk in np.unique(np.stack([window.sources, window.chunks]), axis=1).T.tolist():
             entry = self._streams[source].chunk(chunk)
@@ -206,11 +215,21 @@ class Stream(RowSource):
             first, end = (int(entry.example_offsets[i]) for i in (within.min(), within.max() + 1))
             tokens = slice(int(entry.sequence_offsets[first]), int(entry.sequence_offsets[end]))
             parts += [entry.hashes[within], entry.loss_mask[tokens]]
-        return digest(before, *parts)
+        self._starts.append((window.end_row, window.after, digest(before, *parts)))
+
+    def num_consumed(self, position: int) -> int:
+        """Returns the windows that a run has read to their end, of those that are known; also while a thread reads."""
+        return bisect_right(list(self._starts), position, key=lambda start: start[0]) - 1
+
+    def consumed(self, windows: int) -> str:
+        """Returns a digest of the tokens and masks of the first windows. Raises UserError if there are fewer."""
+        while len(self._starts) <= windows:
+            self._find_next()
+        return self._starts[windows][2]
 
     def _build_window(self, index: int) -> Window:
         first_row, positions, _ = self._starts[index]
-        taken, after = self._take(list(positions))
+        taken, after = self._take(positions)
         sources, chunks, within = np.array(taken, np.int64).reshape(-1, 3).T
         sizes = concatenate_sizes(self._streams[source].sizes(chunk).take(np.array([i])) for source, chunk, i in taken)
         data, batch = self._recipe.data, self._recipe.batch
@@ -220,53 +239,43 @@ class Stream(RowSource):
         order = shuffled(len(rows), (self._recipe.run.seed, index), work, group, first_row)
         return Window(first_row, sources, chunks, within, sizes, rows, order, after)
 
-    def _take(self, positions: list[StreamPosition]) -> tuple[list[tuple[int, int, int]], tuple[StreamPosition, ...]]:
-        """The next (source, chunk, index in it) of the stream; fewer than `window` where all sources ended."""
-        before = list(positions)
+    def _take(
+        self, before: tuple[StreamPosition, ...]
+    ) -> tuple[list[tuple[int, int, int]], tuple[StreamPosition, ...]]:
+        """Returns the next (source, chunk, index in it) of the stream, fewer than `window` if all sources ended, and
+        the positions after them. Each is of the source that has emitted least for its weight (stride scheduling,
+        Waldspurger and Weihl 1995, MIT/LCS/TM-528)."""
+        positions = list(before)
         taken: list[tuple[int, int, int]] = []
         while len(taken) < self._recipe.data.window:
             # The first end may be that of an empty chunk, after rows that filled the one before: nothing is taken yet.
             if taken and all(now.passes > then.passes for now, then in zip(positions, before, strict=True)):
                 break
-            readable = self._readable(positions)
-            if taken and not readable:  # every source has been read as often as it may be
+            limits = [stream.source.max_epochs for stream in self._streams]
+            readable = [i for i, most in enumerate(limits) if most is None or positions[i].passes < most]
+            if not readable and taken:
                 break
-            source = self._next_source(positions, readable)
-            position = positions[source]
-            tokens = self._streams[source].sizes(position.chunk).tokens
+            if not readable:
+                steps = self._starts[-1][0] // self._recipe.batch.rows
+                raise UserError(
+                    f"the stream ends after {steps:,} steps: every source was read `max_epochs` times; "
+                    "lower train.max_steps, or raise `max_epochs`"
+                )
+            source = min(readable, key=lambda i: positions[i].num_emitted / self._streams[i].source.weight)
+            stream, position = self._streams[source], positions[source]
+            tokens = stream.sizes(position.chunk).tokens
             if position.within < len(tokens):
                 taken.append((source, position.chunk, position.within))
                 num_emitted = position.num_emitted + (int(tokens[position.within]) if self._by_tokens else 1)
-                positions[source] = position = replace(position, within=position.within + 1, num_emitted=num_emitted)
-            if position.within >= len(tokens):
-                positions[source] = self._after_chunk(source, position)
+                position = replace(position, within=position.within + 1, num_emitted=num_emitted)
+            if position.within >= len(tokens) and not stream.is_last(position.chunk):
+                position = replace(position, chunk=position.chunk + 1, within=0)
+            elif position.within >= len(tokens):
+                if not position.num_emitted:
+                    raise UserError(f"data.train[{source}]: none of its rows can be trained on; see `finetune inspect`")
+                position = replace(position, chunk=0, within=0, passes=position.passes + 1)
+            positions[source] = position
         return taken, tuple(positions)
-
-    def _after_chunk(self, source: int, position: StreamPosition) -> StreamPosition:
-        if not self._streams[source].is_last(position.chunk):
-            return replace(position, chunk=position.chunk + 1, within=0)
-        if not position.num_emitted:
-            raise UserError(f"data.train[{source}]: no row of it can be trained on; look at it with `finetune inspect`")
-        return replace(position, chunk=0, within=0, passes=position.passes + 1)
-
-    def _readable(self, positions: Sequence[StreamPosition]) -> list[int]:
-        """Returns the sources that may still be read."""
-        return [
-            source
-            for source, (position, stream) in enumerate(zip(positions, self._streams, strict=True))
-            if stream.source.max_epochs is None or position.passes < stream.source.max_epochs
-        ]
-
-    def _next_source(self, positions: Sequence[StreamPosition], readable: list[int]) -> int:
-        """Index of the readable source that has emitted least for its weight (stride scheduling, Waldspurger and Weihl
-        1995, MIT/LCS/TM-528)."""
-        if not readable:
-            steps = self._starts[-1][0] // self._recipe.batch.rows
-            raise UserError(
-                f"the stream ends after {steps:,} steps: every source was read `max_epochs` times; "
-                "lower train.max_steps, or raise `max_epochs`"
-            )
-        return min(readable, key=lambda source: positions[source].num_emitted / self._streams[source].source.weight)
 
 
 # --- from a recipe
@@ -277,7 +286,7 @@ def open_stream(
     tokenizer: PreTrainedTokenizerBase,
     opened: OpenedSources | None = None,
 ) -> Stream:
-    """Open every source, detect its format, and render its first rows; read nothing more. Raises UserError."""
+    """Opens every source, detects its format, and renders its first rows; reads nothing more. Raises UserError."""
     renderer = recipe_renderer(recipe, tokenizer)
     opened = opened or OpenedSources(recipe)
     of_sources = [opened.open(source) for source in recipe.data.train]
@@ -285,42 +294,9 @@ def open_stream(
     rendering = rendering_key(renderer)
     digests = tuple(one.reader.digest() for one in of_sources)
     keys = [entry_key(recipe, one.source, content, rendering) for one, content in zip(of_sources, digests, strict=True)]
-    builds = [EntryBuild(recipe, one, renderer) for one in of_sources]
-    streams = [_source_stream(recipe, build, key) for build, key in zip(builds, keys, strict=True)]
+    streams = [SourceStream(EntryBuild(recipe, one, renderer), key) for one, key in zip(of_sources, keys, strict=True)]
     for one in of_sources:
         if one.note:
             log.warning("%s", one.note)
     identity = hashlib.sha256(" ".join([*keys, str(recipe.data.window)]).encode()).hexdigest()[:16]
     return Stream(recipe, streams, identity, digests)
-
-
-def _source_stream(recipe: Recipe, build: EntryBuild, key: str) -> SourceStream:
-    window, spans = recipe.data.window, Spans(build.opened.reader, recipe.data.window)
-
-    def chunk(index: int) -> CacheEntry:
-        name = hashlib.sha256(f"{key} {window} {index}".encode()).hexdigest()
-        rows = {"rows": [index * window + 1, (index + 1) * window]}
-        metadata = entry_metadata(recipe, build.opened, build.renderer) | rows
-        return find_or_build(
-            entries_folder() / name, metadata, lambda writer: build_part(writer, build, spans.rows(index))
-        )[0]
-
-    return SourceStream(build.opened.source, window, chunk)
-
-
-class Spans:
-    """Stretches of a source's rows: read on from the end of the last one, or from the start where that is later."""
-
-    def __init__(self, reader: SourceReader, size: int):
-        self._reader, self._size = reader, size
-        self._items: Iterator[Item] = iter(())
-        self._next = -1  # the stretch that `_items` would give next; -1: nothing is open
-
-    def rows(self, index: int) -> Iterator[Item]:
-        """Rows [index * size, (index + 1) * size), those that cannot be read as the reason."""
-        if not 0 <= self._next <= index:
-            self._items, self._next = read_items(self._reader), 0
-        for _ in islice(self._items, (index - self._next) * self._size):
-            pass  # rows that are in the cache, or another process's: read, not tokenised
-        self._next = index + 1
-        return islice(self._items, self._size)

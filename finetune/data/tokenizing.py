@@ -15,11 +15,10 @@ import os
 import pickle
 import signal
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,24 +56,16 @@ class RowSettings:
 
 @dataclass(frozen=True)
 class TokenizedExample:
-    """One example, before it lies in the cache."""
+    """One example, before it is written to the cache."""
 
     row_id: RowId
     sequences: tuple[Sequence, ...]
     numbers: tuple[float, ...] = ()  # in the order of `ObjectiveRows.columns`
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(sequence.input_ids) for sequence in self.sequences)
-
-    @property
-    def where(self) -> str:
-        return f"{self.row_id[0]}:{self.row_id[1]}"
-
 
 @dataclass(frozen=True)
 class ExampleArrays:
-    """`N` examples of `M` sequences of `T` tokens end to end, ready for the disk."""
+    """`N` examples of `M` sequences of `T` tokens with `I` images, end to end, ready for the disk."""
 
     labels: list[str]  # files or datasets
     input_ids: NDArray[np.int32]  # (T,)
@@ -87,17 +78,10 @@ class ExampleArrays:
     files: NDArray[np.int32]  # (N,) index in `labels`
     rows: NDArray[np.int64]  # (N,)
     numbers: NDArray[np.float64]  # (N * columns,) example after example
-    images: ImageArrays
-
-
-@dataclass(frozen=True)
-class ImageArrays:
-    """`I` images, in the order of their sequences."""
-
     # (I, 6): index of its sequence; height, width; first and last + 1 of its tokens there; bytes of its source
-    numbers: NDArray[np.int64]
+    image_numbers: NDArray[np.int64]
     # (B,) sources end to end: \0 and the path of a file, or \1 and the file itself
-    sources: NDArray[np.uint8]
+    image_sources: NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -111,17 +95,6 @@ class ChunkResult:
     failed: str | None  # the first error in the order of the rows that ends the build; the rest is then ignored
 
 
-@dataclass
-class _Tally:
-    """Counts of the rows of a chunk so far."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    bad_rows: list[str] = field(default_factory=list)
-    examples: list[TokenizedExample] = field(default_factory=list)
-    untrained: TokenizedExample | None = None
-    failed: str | None = None
-
-
 @dataclass(frozen=True)
 class DrawnRow:
     """A row as strings: for every example of it the texts of its sequences, and its numbers."""
@@ -131,107 +104,106 @@ class DrawnRow:
     is_unrolled: bool  # a conversation became several examples
 
 
-def tokenize_chunk(settings: RowSettings, items: Iterable[Item]) -> ChunkResult:
-    """Parse, render, tokenize and cut rows, in their order. Does not raise for bad rows: see `ChunkResult.failed`."""
-    tally = _Tally()
-    rows = _draw_rows(settings, items, tally)
+def tokenize_chunk(settings: RowSettings, items: Iterable[Item | UserError]) -> ChunkResult:
+    """Parses, renders, tokenizes and cuts rows, in their order. Does not raise for bad rows: see `ChunkResult.failed`.
+
+    items: a UserError ends the build after the rows before it.
+    """
+    counts, bad_rows, failed = Counter[str](), list[str](), None
+    examples, untrained = list[TokenizedExample](), None
+
+    def refused(row_id: RowId, error: BadRow) -> str | None:
+        """Counts a bad row; returns the error if it ends the build."""
+        if not settings.skips_bad:
+            return bad_row_message(row_id, error)
+        counts["bad"] += 1
+        bad_rows.append(f"{row_id[0]}:{row_id[1]}: {error}")
+        return None
+
+    drawn: list[DrawnRow] = []
+    for item in items:
+        if isinstance(item, UserError):
+            failed = str(item)
+            break
+        counts["rows"] += 1
+        try:
+            drawn.append(draw(settings, item))
+        except BadRow as error:
+            failed = refused(item[:2], error)
+        except UserError as error:
+            failed = str(error)
+        if failed:
+            break
     try:
-        tokens = settings.renderer.tokenise([text for row in rows for group, _ in row.groups for text in group])
+        tokens = settings.renderer.tokenise([text for row in drawn for group, _ in row.groups for text in group])
         sequences = (Sequence(one[0], one[1], one[2] if len(one) == 3 else ()) for one in tokens)
-        for row in rows:
-            examples = [
-                TokenizedExample(row.row_id, tuple(next(sequences) for _ in group), numbers)
-                for group, numbers in row.groups
-            ]
-            if _has_equal_answers(settings, examples):
-                _refuse_row(settings, row.row_id, BadRow(EQUAL_ANSWERS), tally)
-                if tally.failed:
-                    break
-                continue
+        for row in drawn:
+            groups = [(tuple(next(sequences) for _ in texts), numbers) for texts, numbers in row.groups]
+            if _has_equal_answers(settings, [group for group, _ in groups]):
+                failed = refused(row.row_id, BadRow(EQUAL_ANSWERS)) or failed
+                if settings.skips_bad:
+                    continue
+                break
             if row.is_unrolled:
-                tally.counts["unrolled"] += 1
-            _keep_row(settings, examples, tally)
-    except UserError as error:  # a row before the one that could not be drawn
-        tally.failed = str(error)
-    return ChunkResult(tally.counts, tally.bad_rows, _arrays_of(tally.examples), tally.untrained, tally.failed)
+                counts["unrolled"] += 1
+            for group, numbers in groups:
+                for example in _fit(settings, TokenizedExample(row.row_id, group, numbers), counts):
+                    # count_nonzero takes a quarter of the time of `any` for so few
+                    is_trained = all(np.count_nonzero(sequence.loss_mask) for sequence in example.sequences)
+                    if is_trained or settings.objective.is_text:  # a text may be a single token
+                        examples.append(example)
+                    else:
+                        counts["no_supervised_token"] += 1
+                        untrained = untrained or example
+    except UserError as error:  # of a row before the one that could not be drawn
+        failed = str(error)
+    return ChunkResult(counts, bad_rows, arrays_of(examples), untrained, failed)
 
 
 def draw(settings: RowSettings, item: Item) -> DrawnRow:
-    """The texts and numbers of a row's examples. Raises BadRow, and UserError for a problem of every row."""
+    """Returns the texts and numbers of a row's examples. Raises BadRow, and UserError for a problem of every row."""
     label, number, row = item
     if isinstance(row, str):
         raise BadRow(row)
-    sample = parse_row(row, settings.format, settings.columns)
-    drawn = [
-        (settings.renderer.draw(example, label), numbers)
-        for example, numbers in examples_of(sample, settings.objective, settings.pairs)
-    ]
+    try:
+        sample = parse_row(row, settings.format, settings.columns)
+        drawn = [
+            (settings.renderer.draw(example, label), numbers)
+            for example, numbers in examples_of(sample, settings.objective, settings.pairs)
+        ]
+    except UserError as error:
+        raise UserError(f"{label}:{number}: {error}") from None
     groups = [(group, numbers) for groups, numbers in drawn for group in groups]
     return DrawnRow((label, number), groups, len(groups) > len(drawn))
 
 
 def bad_row_message(row_id: RowId, error: BadRow) -> str:
-    """The error that a bad row ends the build with."""
+    """Returns the error that a bad row ends the build with."""
     return f"{row_id[0]}:{row_id[1]}: {error}\n(`data.on_bad_row: skip` leaves such rows out and counts them)"
 
 
-def _draw_rows(settings: RowSettings, items: Iterable[Item], tally: _Tally) -> list[DrawnRow]:
-    """Rows as strings, up to the first that ends the build."""
-    drawn: list[DrawnRow] = []
-    for item in items:
-        label, number, _ = item
-        try:
-            drawn.append(draw(settings, item))
-            tally.counts["rows"] += 1
-        except BadRow as error:
-            tally.counts["rows"] += 1
-            _refuse_row(settings, (label, number), error, tally)
-            if tally.failed:
-                break
-        except UserError as error:
-            tally.failed = f"{label}:{number}: {error}"
-            break
-    return drawn
-
-
-def _refuse_row(settings: RowSettings, row_id: RowId, error: BadRow, tally: _Tally) -> None:
-    """Counts a bad row, or ends the build."""
-    if not settings.skips_bad:
-        tally.failed = bad_row_message(row_id, error)
-        return
-    tally.counts["bad"] += 1
-    tally.bad_rows.append(f"{row_id[0]}:{row_id[1]}: {error}")
-
-
-def _has_equal_answers(settings: RowSettings, examples: list[TokenizedExample]) -> bool:
+def _has_equal_answers(settings: RowSettings, groups: list[tuple[Sequence, ...]]) -> bool:
     """Different texts may be the same tokens: a template strips them, a tokenizer normalizes them."""
-    groups = [example.sequences for example in examples]
     if settings.objective.is_unpaired:  # the answers of a pair are examples of their own
         groups = [tuple(sequence for group in groups for sequence in group)]
     return any(len(group) == 2 and np.array_equal(group[0].input_ids, group[1].input_ids) for group in groups)
 
 
-def _keep_row(settings: RowSettings, examples: list[TokenizedExample], tally: _Tally) -> None:
-    """The examples of one row that are short enough and trained: each with all its sequences, or not at all."""
-    for one in examples:
-        for example in _fit(settings, one, tally.counts):
-            # count_nonzero takes a quarter of the time of `any` for so few
-            is_trained = all(np.count_nonzero(sequence.loss_mask) for sequence in example.sequences)
-            if is_trained or settings.objective.is_text:  # a text may be a single token
-                tally.examples.append(example)
-            else:
-                tally.counts["no_supervised_token"] += 1
-                tally.untrained = tally.untrained or example
-
-
 def _fit(settings: RowSettings, example: TokenizedExample, counts: Counter[str]) -> Iterator[TokenizedExample]:
-    """The examples of at most max_length tokens that `overlong` makes of one."""
-    most, length = settings.max_length, example.num_tokens
+    """Yields the examples of at most max_length tokens that `overlong` makes of one."""
+    most, length = settings.max_length, sum(len(sequence.input_ids) for sequence in example.sequences)
     if length <= most:
         yield example  # rendering has left the first tokens untrained
     elif settings.overlong == "drop":
         counts["dropped_overlong"] += 1
-    elif any(sequence.images for sequence in example.sequences) and settings.overlong != "error":
+    elif settings.overlong == "error":
+        several = len(example.sequences) > 1
+        raise UserError(
+            f"{example.row_id[0]}:{example.row_id[1]}: {length} tokens{' in both answers' * several}, but "
+            f"data.max_length is {most}; raise it, or set data.overlong to drop"
+            f"{'' if several else ', truncate or split'}"
+        )
+    elif any(sequence.images for sequence in example.sequences):
         pieces = list(_turns(example, most))
         counts["truncated" if settings.overlong == "truncate" else "split"] += bool(pieces)
         counts["dropped_overlong"] += not pieces
@@ -239,19 +211,13 @@ def _fit(settings: RowSettings, example: TokenizedExample, counts: Counter[str])
     elif settings.overlong == "truncate":
         counts["truncated"] += 1
         yield _cut(example, 0, most)
-    elif settings.overlong == "split":
+    else:
         counts["split"] += 1
         yield from (_cut(example, begin, begin + most) for begin in range(0, length, most))
-    else:
-        several = len(example.sequences) > 1
-        raise UserError(
-            f"{example.where}: {length} tokens{' in both answers' * several}, but data.max_length is {most}; raise it, "
-            f"or set data.overlong to drop{'' if several else ', truncate or split'}"
-        )
 
 
 def _cut(example: TokenizedExample, begin: int, end: int) -> TokenizedExample:
-    """A piece of an example of one sequence; the recipe allows no others to be cut."""
+    """Returns a piece of an example of one sequence; the recipe allows no others to be cut."""
     (sequence,) = example.sequences
     loss_mask = sequence.loss_mask[begin:end].copy()
     loss_mask[:1] = False  # no token predicts the first token of a piece either
@@ -259,8 +225,8 @@ def _cut(example: TokenizedExample, begin: int, end: int) -> TokenizedExample:
 
 
 def _turns(example: TokenizedExample, most: int) -> Iterator[TokenizedExample]:
-    """Yields pieces of an example with images that end with an answer, so that no image is cut: each of as many
-    turns as fit into `most` tokens. A turn that is longer by itself is left out."""
+    """Yields pieces of an example with images, each of as many turns as fit in `most` tokens: a piece ends with an
+    answer, so that no image is cut. A turn that is longer by itself is left out."""
     (sequence,) = example.sequences
     mask = np.append(sequence.loss_mask, False)
     ends = np.flatnonzero(mask[:-1] & ~mask[1:]) + 1  # of answers, and before an image within one
@@ -281,13 +247,18 @@ def _turns(example: TokenizedExample, most: int) -> Iterator[TokenizedExample]:
         begin = end
 
 
-def _arrays_of(examples: list[TokenizedExample]) -> ExampleArrays:
+def arrays_of(examples: list[TokenizedExample]) -> ExampleArrays:
     labels = list(dict.fromkeys(example.row_id[0] for example in examples))
     sequences = [sequence for example in examples for sequence in example.sequences]
-    # 64 bits of the tokens: enough that among ten million examples no two differ by a name alone (1 in 10^5).
-    separator = np.int32(-1).tobytes()
-    tokens = (separator.join(map(_content, example.sequences)) for example in examples)
-    digests = [hashlib.blake2b(of_example, digest_size=8).digest() for of_example in tokens]
+    images = [(i, image) for i, sequence in enumerate(sequences) for image in sequence.images]
+    sources = [
+        b"\1" + image.source if isinstance(image.source, bytes) else b"\0" + os.fsencode(image.source)
+        for _, image in images
+    ]
+    image_numbers = [
+        (i, image.height, image.width, image.begin, image.end, len(source))
+        for (i, image), source in zip(images, sources, strict=True)
+    ]
     return ExampleArrays(
         labels=labels,
         input_ids=np.concatenate([np.empty(0, np.int32), *(sequence.input_ids for sequence in sequences)]),
@@ -296,55 +267,51 @@ def _arrays_of(examples: list[TokenizedExample]) -> ExampleArrays:
         targets=np.array([sequence.num_targets for sequence in sequences], np.int64),
         sizes=np.array([len(example.sequences) for example in examples], np.int64),
         shared=np.array([shared_prefix(example.sequences) for example in examples], np.int64),
-        hashes=np.array([int.from_bytes(digest, "little") for digest in digests], np.uint64),
+        hashes=np.array([_hash(example) for example in examples], np.uint64),
         files=np.array([labels.index(example.row_id[0]) for example in examples], np.int32),
         rows=np.array([example.row_id[1] for example in examples], np.int64),
         numbers=np.array([number for example in examples for number in example.numbers], np.float64),
-        images=image_arrays(sequences),
+        image_numbers=np.array(image_numbers, np.int64).reshape(-1, 6),
+        image_sources=np.frombuffer(b"".join(sources), np.uint8),
     )
 
 
-def _content(sequence: Sequence) -> bytes:
-    """Returns bytes that are equal for equal sequences: of the tokens, and of the images they stand for."""
-    sources = [one.source if isinstance(one.source, bytes) else os.fsencode(one.source) for one in sequence.images]
-    return sequence.input_ids.tobytes() + b"".join(hashlib.blake2b(source).digest() for source in sources)
-
-
-def image_arrays(sequences: list[Sequence]) -> ImageArrays:
-    every = [(i, image) for i, sequence in enumerate(sequences) for image in sequence.images]
-    sources = [
-        b"\1" + image.source if isinstance(image.source, bytes) else b"\0" + os.fsencode(image.source)
-        for _, image in every
-    ]
-    numbers = [
-        (i, image.height, image.width, image.begin, image.end, len(s))
-        for (i, image), s in zip(every, sources, strict=True)
-    ]
-    return ImageArrays(np.array(numbers, np.int64).reshape(-1, 6), np.frombuffer(b"".join(sources), np.uint8))
+def _hash(example: TokenizedExample) -> int:
+    """64-bit hash of tokens and images: among ten million examples no two differ by a name alone (1 in 10^5)."""
+    contents = []
+    for sequence in example.sequences:
+        sources = (one.source if isinstance(one.source, bytes) else os.fsencode(one.source) for one in sequence.images)
+        contents.append(sequence.input_ids.tobytes() + b"".join(hashlib.blake2b(source).digest() for source in sources))
+    separator = np.int32(-1).tobytes()
+    return int.from_bytes(hashlib.blake2b(separator.join(contents), digest_size=8).digest(), "little")
 
 
 # --- over all cores
 
 
 def tokenize_chunks(
-    settings: RowSettings, chunks: Iterable[list[Item]], workers: int
+    settings: RowSettings, chunks: Iterable[list[Item | UserError]], workers: int
 ) -> Generator[ChunkResult, None, None]:
-    """Results in the order of `chunks`, computed by `workers` processes; 1: by this one.
+    """Yields results in the order of `chunks`, computed by `workers` processes; 1: by this one.
 
-    A UserError of `chunks` is raised after the results before it. Raises RunFailure for a worker that
-    was killed. Close it (`contextlib.closing`) if it is left early: that ends the processes.
+    Raises RunFailure for a worker that was killed. Close it (`contextlib.closing`) if it is left early: that ends the
+    processes.
     """
-    here = partial(tokenize_chunk, settings)
     if workers == 1:
-        yield from map(here, chunks)
+        yield from (tokenize_chunk(settings, chunk) for chunk in chunks)
         return
-    pool = _start_pool(settings, workers)
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([__name__])
+    # Pickled once, not once a worker: a large vocabulary takes half a second. It never lies on a disk.
+    pool = ProcessPoolExecutor(workers, context, _begin, (pickle.dumps(settings),))
     gc.freeze()  # as in the workers, see `_begin`
     try:
-        yield from _in_order(partial(pool.submit, _tokenize_in_worker), here, chunks, workers * CHUNKS_PER_WORKER)
+        yield from _in_order(pool, settings, chunks, workers * CHUNKS_PER_WORKER)
     except BrokenProcessPool:
         raise RunFailure(
-            f"one of the {workers} processes that tokenise has died; most often the system ended it for want of memory "
+            f"one of the {workers} processes that tokenize has died; most often the system ended it for want of memory "
             "(`dmesg` says so). Fewer processes need less: `taskset -c 0-3 python -m finetune prepare ...` starts four"
         ) from None
     finally:
@@ -353,43 +320,22 @@ def tokenize_chunks(
 
 
 def _in_order(
-    submit: Callable[[list[Item]], Future[ChunkResult]],
-    here: Callable[[list[Item]], ChunkResult],
-    chunks: Iterable[list[Item]],
-    most: int,
+    pool: ProcessPoolExecutor, settings: RowSettings, chunks: Iterable[list[Item | UserError]], most: int
 ) -> Iterator[ChunkResult]:
-    """`most` chunks are with the processes. When this one would wait for them, it works, too: they take seconds to
+    """Gives the processes `most` chunks. When this one would wait for them, it works, too: they take seconds to
     start."""
     waiting: deque[Future[ChunkResult]] = deque()
-    unread, failure = iter(chunks), None
-    while True:
-        try:
-            chunk = next(unread, None)
-        except UserError as error:  # an error in the rows before it comes first
-            chunk, failure = None, error
-        if chunk is None:
-            break
+    for chunk in chunks:
         if sum(not future.done() for future in waiting) >= most:
             finished: Future[ChunkResult] = Future()
-            finished.set_result(here(chunk))
+            finished.set_result(tokenize_chunk(settings, chunk))
             waiting.append(finished)
         else:
-            waiting.append(submit(chunk))
+            waiting.append(pool.submit(_tokenize_in_worker, chunk))
         while waiting and (waiting[0].done() or len(waiting) > MOST_WAITING * most):
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
-    if failure:
-        raise failure
-
-
-def _start_pool(settings: RowSettings, workers: int) -> ProcessPoolExecutor:
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload([__name__])
-    # Pickled once, not once a worker: a large vocabulary takes half a second. It never lies on a disk.
-    return ProcessPoolExecutor(workers, context, _begin, (pickle.dumps(settings),))
 
 
 # --- in a worker
@@ -407,6 +353,6 @@ def _begin(pickled: bytes) -> None:
     gc.freeze()  # or each collection walks through all objects of the libraries: a tenth of the time
 
 
-def _tokenize_in_worker(items: list[Item]) -> ChunkResult:
+def _tokenize_in_worker(items: list[Item | UserError]) -> ChunkResult:
     assert _settings is not None  # _begin was called
     return tokenize_chunk(_settings, items)

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from finetune.data.building import OpenedSources
+from finetune.data.cache_entries import entries_folder
 from finetune.data.dataset import build_training, on_disk
 from finetune.data.examples import Examples, entry_key, recipe_renderer, rendering_key, row_images
 from finetune.data.packing import Rows, one_per_row, pack
 from finetune.data.samples import ExampleSizes
-from finetune.data.token_cache import entries_folder, load
+from finetune.data.token_cache import load
 from finetune.errors import UserError
 from finetune.models.tokenizer import load_tokenizer
 from finetune.plan.images import most_images

@@ -1,14 +1,11 @@
-"""Console output: the plan before step 1, progress, each evaluation, and the totals at the end."""
+"""Console output: the plan before step 1, each evaluation, and the totals at the end."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Mapping
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from finetune.data.token_text import visible
@@ -110,47 +107,3 @@ def show_totals(console: Console, totals: Totals) -> None:
     if "energy_j" in totals.last:
         lines["energy"] = f"{totals.last['energy_j'] / 3.6e6:,.3g} kWh, {totals.last['tokens_per_j']:,.1f} tokens/J"
     _show_table(console, f"measured over {totals.steps:,} steps", lines)
-
-
-_SECONDS_BETWEEN_LINES = 10.0
-
-
-class StepProgress:
-    """Bar in a terminal, sparse lines in a log file, no output on other ranks. Context manager; call `update` with the
-    number of finished steps, or `train` in a training run."""
-
-    def __init__(self, console: Console, name: str, steps: int, done: int, shown: bool):
-        self._console, self._name, self._steps, self._first, self._shown = console, name, steps, done, shown
-        self._started = self._last_line = time.monotonic()
-        self._bar = None
-        if shown and console.is_terminal:
-            texts = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}eta"))
-            self._bar = Progress(*texts, TimeRemainingColumn(), console=console, transient=name != "train")
-            self._task = self._bar.add_task(name, total=steps, completed=done, text="")
-
-    def __enter__(self) -> StepProgress:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def update(self, done: int, text: str = "", always: bool = False) -> None:
-        """Shows `done` steps, with a text on the last one. always: also if a line was printed just before."""
-        now = time.monotonic()
-        if self._bar:
-            self._bar.update(self._task, completed=done, text=text)
-        elif self._shown and done > self._first and (always or now - self._last_line >= _SECONDS_BETWEEN_LINES):
-            self._last_line = now
-            remaining = (now - self._started) / (done - self._first) * (self._steps - done)
-            prefix = "step " if self._name == "train" else f"{self._name}: "
-            line = f"{prefix}{done}/{self._steps}  {text}eta {remaining:.0f} s"
-            print_line(self._console, line, highlight=False)
-            sys.stdout.flush()
-
-    def train(self, step: int, loss: float, tokens_per_s: float, mfu: float | None = None) -> None:
-        """Shows a step of a run. step: optimizer steps done; mfu: None if unknown."""
-        speed = f"{tokens_per_s:,.0f} tok/s" + (f"  MFU {mfu:.1%}" if mfu is not None else "")
-        self.update(step, f"loss {loss:.4f}  {speed}  ", always=step in (self._first + 1, self._steps))

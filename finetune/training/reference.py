@@ -39,7 +39,6 @@ from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import ONE_RANK, sequence_log_probs
 from finetune.objectives.preference import REFERENCE
 from finetune.recipe import Recipe
-from finetune.training.display import StepProgress
 from finetune.training.reference_files import (
     Dependencies,
     Unfinished,
@@ -52,6 +51,7 @@ from finetune.training.reference_files import (
     save,
 )
 from finetune.training.run_dir import run_folder
+from finetune.utils import ProgressBar
 
 # --- precomputed
 
@@ -174,7 +174,7 @@ class ReferenceColumns:
         done = on_main(self._engine, begin)
         with (
             fed_steps(loader, range(done, steps), self._engine.device) as feed,
-            StepProgress(self._console, f"reference, {part}", steps, done, self._engine.is_main) as progress,
+            ProgressBar(self._console, f"reference, {part}", steps, done, self._engine.is_main) as progress,
         ):
             for step in range(done, steps):
                 of_batches = _places(loader, step, data)

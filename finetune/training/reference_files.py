@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import logging
 import os
-import shutil
-import socket
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +21,11 @@ from numpy.typing import NDArray
 from transformers import PretrainedConfig
 
 from finetune import __version__
-from finetune.data.checksums import Damaged, checksum, sealed, unsealed, verify
+from finetune.data.cache_entries import entries_folder, made_now, replacing
+from finetune.data.checksums import Damaged, checksum, load_array, sealed, unsealed
 from finetune.data.dataset import Dataset
 from finetune.data.examples import Examples
 from finetune.data.sources.files import file_digest
-from finetune.data.token_cache import discard, entries_folder, temporary_folder
 from finetune.errors import UserError
 from finetune.models.base_config import dtypes
 from finetune.recipe import Recipe
@@ -94,11 +90,9 @@ def load(folder: Path, key: str, count: int) -> NDArray[np.float64] | None:
         report = unsealed(folder / "report.json")
         if report.get("key") != key:
             return None
-        content = (folder / "log_probs.npy").read_bytes()
-        verify(folder / "log_probs.npy", content, report["checksums"]["log_probs.npy"])
+        values = load_array(folder / "log_probs.npy", report["checksums"]["log_probs.npy"])
         with contextlib.suppress(OSError):  # a cache on read-only storage works too
             os.utime(folder / "report.json")  # last used
-        values = np.load(io.BytesIO(content), allow_pickle=False)
     except FileNotFoundError:
         return None
     except (Damaged, OSError) as damage:
@@ -117,23 +111,17 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 def save(folder: Path, values: NDArray[np.float64], report: dict[str, Any]) -> None:
     """Writes a folder that is complete or absent, replacing an existing one. Raises UserError."""
-    temporary = temporary_folder(folder)
     try:
-        temporary.mkdir(parents=True)
-        np.save(temporary / "log_probs.npy", values)
-        checksums = {"log_probs.npy": checksum((temporary / "log_probs.npy").read_bytes())}
-        (temporary / "report.json").write_text(sealed({**report, "checksums": checksums}), encoding="utf-8")
-        for file in ("log_probs.npy", "report.json"):
-            fsync(temporary / file)
-        if folder.exists():
-            discard(folder)
-        temporary.rename(folder)
+        with replacing(folder) as temporary:
+            np.save(temporary / "log_probs.npy", values)
+            checksums = {"log_probs.npy": checksum((temporary / "log_probs.npy").read_bytes())}
+            (temporary / "report.json").write_text(sealed({**report, "checksums": checksums}), encoding="utf-8")
+            for file in ("log_probs.npy", "report.json"):
+                fsync(temporary / file)
     except OSError as error:
         raise UserError(
             f"{error.filename or folder}: reference log-probabilities cannot be written: {error.strerror or error}"
         ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def cache_folder(key: str) -> Path:
@@ -152,11 +140,7 @@ def described(recipe: Recipe, dependencies: Dependencies, data: Dataset, key: st
             "max_length": recipe.data.max_length,
             "finetune": __version__,
         },
-        "made": {
-            "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "host": socket.gethostname(),
-            "seconds": round(seconds, 1),
-        },
+        "made": made_now(seconds),
         "report": {"examples": len(data.examples), "tokens": data.tokens},
     }
 

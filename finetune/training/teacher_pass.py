@@ -23,19 +23,18 @@ from finetune.data.predictions import (
     images_digest,
     key_of_sequence,
     load_predictions,
-    write_entry,
+    write_predictions,
 )
 from finetune.data.prefetch import fed_steps
 from finetune.data.samples import Example
-from finetune.data.token_cache import entries_folder
 from finetune.engine.base import Engine
 from finetune.models.head.prediction import UNIFORM, Prediction
 from finetune.models.loss_model import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective
-from finetune.training.display import StepProgress
 from finetune.training.teacher import TeacherPass
 from finetune.training.trainer import Trainer
+from finetune.utils import ProgressBar
 
 
 def compute_predictions(teacher: TeacherPass, trainer: Trainer) -> str:
@@ -69,7 +68,7 @@ def compute_predictions(teacher: TeacherPass, trainer: Trainer) -> str:
                     written.add(example)
                     writer.append(*row)
 
-        write_entry(entries_folder() / key, teacher.count, of, write)
+        write_predictions(key, teacher.count, of, write)
     engine.ranks.barrier()
     return f"computed for {len(examples):,} examples"
 
@@ -82,7 +81,7 @@ def _rows(engine: Engine, forward: ForwardPass, loader: Loader, console: Console
     steps = -(-loader.total_rows // loader.rows_per_step)
     with (
         fed_steps(loader, range(steps), engine.device) as feed,
-        StepProgress(console, "teacher", steps, 0, engine.is_main) as progress,
+        ProgressBar(console, "teacher", steps, shown=engine.is_main) as progress,
     ):
         for step in range(steps):
             batches = next(feed).batches

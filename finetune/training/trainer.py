@@ -54,7 +54,7 @@ from finetune.tracking import Status, Totals, read_status, read_steps, write_sta
 from finetune.tracking.meters import Meters
 from finetune.tracking.metrics import EXAMPLES
 from finetune.training import parts
-from finetune.training.display import StepProgress, show_evaluation, show_plan, show_totals
+from finetune.training.display import show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import Evaluator, as_columns, end_ids, sum_terms
 from finetune.training.optim import build_optimizers, lr_factor
 from finetune.training.prepare import Prepared
@@ -65,7 +65,7 @@ from finetune.training.run_lock import RunLock
 from finetune.training.run_plan import measure_run
 from finetune.training.signals import StopRequest
 from finetune.training.state import TrainingState, resumed_state
-from finetune.utils import print_line, write_atomically
+from finetune.utils import ProgressBar, print_line, write_atomically
 
 Line = dict[str, Any]  # of metrics.jsonl
 
@@ -231,7 +231,9 @@ class Trainer:
         self._profile({})
         with (
             fed_steps(self.loader, range(self.state.step, self.plan.steps), self.engine.device) as feed,
-            StepProgress(self.console, "train", self.plan.steps, self.state.step, self.engine.is_main) as progress,
+            ProgressBar(
+                self.console, "step", self.plan.steps, self.state.step, self.engine.is_main, keeps=True
+            ) as progress,
         ):
             for step_batches in self.steps(feed):
                 line, flags = self.train_step(step_batches)
@@ -244,7 +246,9 @@ class Trainer:
                 self.log.write(line, line["step"])
                 self.log.rows(line["step"], row_ids(step_batches.batches))
                 self.totals.add(line)
-                progress.train(line["step"], line["loss"], line["tokens_per_s"], line.get("mfu"))
+                mfu = f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""
+                text = f"loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tok/s{mfu}"
+                progress.update(int(line["step"]), text)
                 self._profile(line)
                 self._between_steps(flags)
         if (stop_when := self.recipe.train.stop_when) is not None and self.state.step < self.plan.steps:

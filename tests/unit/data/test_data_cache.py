@@ -22,12 +22,12 @@ import pytest
 from data_helpers import byte_level, conversation, ids, labels, prepare, recipe, text_tokenizer, write_jsonl
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.building import CHUNK_ROWS, EntryBuild, OpenedSources, build_source, progress_line
-from finetune.data.cache_entries import age_in_seconds, list_entries, not_used_for, remove
+from finetune.data.building import CHUNK_ROWS, EntryBuild, OpenedSources, build_source
+from finetune.data.cache_entries import age_in_seconds, list_entries, lock_of, not_used_for, remove
 from finetune.data.chat.renderer import Rendered, Renderer, build_renderer
 from finetune.data.chat.template_choice import resolve_template
 from finetune.data.examples import prepare_examples
-from finetune.data.token_cache import ARRAYS, CacheEntry, EntryWriter, find_or_build, load, lock_of
+from finetune.data.token_cache import ARRAYS, CacheEntry, EntryWriter, find_or_build, load
 from finetune.data.tokenizing import ChunkResult, Item, RowSettings, tokenize_chunk, tokenize_chunks
 from finetune.errors import RunFailure, UserError
 from finetune.recipe import Recipe
@@ -136,7 +136,7 @@ def test_a_worker_that_is_killed_is_an_error_and_not_a_hang():
     made: Any = Deadly()
     settings = RowSettings(made, "text", None, 64, "drop", False)
     chunks: list[list[Item]] = [[("x", 1, {"text": "hello"})]] * 20
-    with pytest.raises(RunFailure, match="one of the 2 processes that tokenise has died"):
+    with pytest.raises(RunFailure, match="one of the 2 processes that tokenize has died"):
         list(tokenize_chunks(settings, chunks, 2))
 
 
@@ -213,7 +213,7 @@ def test_who_waits_says_for_whom(tmp_path, caplog):
     with held(folder) as let_go:
         threading.Timer(0.3, let_go.set).start()
         assert len(build_with(1, made, text_tokenizer(), folder)) == 1
-    assert f"waiting for process 4321 on node7, which tokenises {tmp_path / 'rows.jsonl'}" in caplog.text
+    assert f"waiting for process 4321 on node7, which tokenizes {tmp_path / 'rows.jsonl'}" in caplog.text
 
 
 @contextlib.contextmanager
@@ -432,6 +432,7 @@ def test_cleaning_leaves_what_is_being_built_and_takes_what_dead_builds_left(tmp
     entry = prepare_one(write_jsonl(tmp_path / "rows.jsonl", [{"text": "hello"}]))
     folder = Path(entry.path)
     leftover = folder.with_name(f"{folder.name}.{'0' * 32}.tmp")
+    leftover.mkdir()
     with EntryWriter(leftover):
         pass
     listed = list_entries()
@@ -456,10 +457,3 @@ def test_a_run_keeps_what_was_removed_while_it_reads(tmp_path):
 def test_ages_that_mean_nothing(text):
     with pytest.raises(UserError, match="expected a number and a unit"):
         age_in_seconds(text)
-
-
-def test_progress_as_a_line():
-    assert progress_line("a.jsonl", 60_000, 300_000, 30.0) == (
-        "tokenising a.jsonl: 60,000 of about 300,000 rows, 2,000 rows/s, about 120 s left"
-    )
-    assert progress_line("a.jsonl", 60_000, None, 30.0) == "tokenising a.jsonl: 60,000 rows, 2,000 rows/s"

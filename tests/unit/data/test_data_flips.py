@@ -22,7 +22,7 @@ from finetune.data.predictions import PredictionsWriter, find_or_write, load_pre
 from finetune.data.samples import Example, Image, Sequence
 from finetune.data.sources import files
 from finetune.data.token_cache import ARRAYS, EntryWriter, find_or_build, open_entry
-from finetune.data.tokenizing import ChunkResult, ExampleArrays, image_arrays
+from finetune.data.tokenizing import ChunkResult, TokenizedExample, arrays_of
 from finetune.errors import RunFailure
 from finetune.recipe.schema import Images
 from finetune.training import auto_batch, reference_files
@@ -57,23 +57,9 @@ def pairs() -> list[tuple[Sequence, ...]]:
 def fill(writer: EntryWriter) -> None:
     writer.columns = ("margin",)
     for chunk in (pairs()[:25], pairs()[25:]):
-        first = 1 + (0 if len(chunk) == 25 else 25)
-        sequences = [sequence for pair in chunk for sequence in pair]
-        arrays = ExampleArrays(
-            labels=["rows.jsonl"],
-            input_ids=np.concatenate([one.input_ids for one in sequences]),
-            loss_mask=np.concatenate([one.loss_mask for one in sequences]),
-            lengths=np.array([len(one.input_ids) for one in sequences], np.int64),
-            targets=np.array([one.num_targets for one in sequences], np.int64),
-            sizes=np.full(len(chunk), 2),
-            shared=np.arange(len(chunk)) % 3,
-            hashes=np.arange(first, first + len(chunk), dtype=np.uint64) * 977,
-            files=np.zeros(len(chunk), np.int32),
-            rows=np.arange(first, first + len(chunk)),
-            numbers=np.arange(len(chunk)) * 0.7,
-            images=image_arrays(sequences),
-        )
-        writer.append(ChunkResult(Counter(), [], arrays, None, None))
+        first = 1 if len(chunk) == 25 else 26
+        examples = [TokenizedExample(("rows.jsonl", row), pair, (0.7 * row,)) for row, pair in enumerate(chunk, first)]
+        writer.append(ChunkResult(Counter(), [], arrays_of(examples), None, None))
 
 
 def plain(example: Example) -> Any:

@@ -151,7 +151,7 @@ def test_rows_that_fill_the_last_window_exactly(tmp_path):
 def test_a_stream_of_nothing_is_an_error(texts, tmp_path, beside):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "much too long " * 50}] * 5)
     sources = ([{"path": str(texts)}] if beside else []) + [{"path": str(path), "format": "text"}]
-    with pytest.raises(UserError, match=rf"data.train\[{int(beside)}\]: no row of it can be trained on"):
+    with pytest.raises(UserError, match=rf"data.train\[{int(beside)}\]: none of its rows can be trained on"):
         rows_of(streaming(*sources)).row(0)
 
 

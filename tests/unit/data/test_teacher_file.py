@@ -14,12 +14,12 @@ import pytest
 from data_helpers import prepare, text_tokenizer, write_jsonl
 
 from finetune.data.batch import collate
+from finetune.data.cache_entries import entries_folder
 from finetune.data.dataset import Dataset
 from finetune.data.examples import Examples
 from finetune.data.packing import one_per_row
 from finetune.data.predictions import IDS, LOG_PROBS, check_complete, load_predictions, vocabulary_digest
 from finetune.data.teacher_file import file_predictions, read_teacher_file
-from finetune.data.token_cache import entries_folder
 from finetune.errors import UserError
 from finetune.recipe.schema import ObjectiveSettings
 
