@@ -20,9 +20,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from finetune.data.formats.detect import detect_format, parse_row
+from finetune.data.building import OpenedSources
+from finetune.data.formats.detect import parse_row
 from finetune.data.samples import BadRow, Conversation, Message, Preference, PromptCompletion, Ranked
-from finetune.data.sources.source import SourceReader
 from finetune.errors import RunFailure, UserError
 from finetune.export.trained import Trained
 from finetune.export.verify_answers import end_tokens
@@ -36,7 +36,7 @@ from finetune.recipe.schema import HeldOut, Images
 
 # For any format of a server; docs/reference/export.md.
 TOP1, GAP_MEAN, GAP_MAX = 0.95, 1e-2, 1.0  # share; nats for a token that is not the likeliest
-_FORMAT_ROWS = 100
+_ROWS_PER_SOURCE = 100
 
 
 @dataclass
@@ -104,16 +104,11 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
     """Yields the messages of held-out rows up to their last answer. Raises UserError if there are none."""
     data, count = recipe.data, 0
     sources = data.train if isinstance(data.eval, HeldOut) else data.eval_sources or data.train
-    for source in sources:
-        rows = SourceReader(source).rows()
-        head = list(islice(rows, _FORMAT_ROWS))
-        format, columns = source.format, source.columns
-        if format == "auto":
-            detected = detect_format([row for _, _, row in head], columns)
-            format, columns = detected.format, detected.columns
-        for path, number, row in head:
+    for source in map(OpenedSources(recipe).open, sources):
+        for path, number, row in islice(source.reader.rows(), _ROWS_PER_SOURCE):
             try:
-                messages = _request_messages(parse_row(row, format, columns), data.image or Images(), path)
+                sample = parse_row(row, source.source.format, source.source.columns)
+                messages = _request_messages(sample, data.image or Images(), path)
             except BadRow as error:
                 if data.on_bad_row == "skip":
                     continue
