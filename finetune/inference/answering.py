@@ -238,8 +238,7 @@ def images_of(request: Conversation) -> list[Any]:
 
 
 def render_prompt(chat: Chat | None, request: Conversation) -> str:
-    """Returns a conversation as text, with the generation prompt and a placeholder for each image. Raises UserError if
-    it cannot be rendered."""
+    """Returns a conversation as text, with the generation prompt and a placeholder for each image. Raises UserError."""
     if chat is None:
         first, *others = request.messages
         if others or request.tools or first.images:
@@ -386,8 +385,7 @@ def _settings_file(unfinished: Path) -> Path:
 
 
 def _begin(unfinished: Path, about: dict[str, Any], batch_size: int) -> int:
-    """Returns the number of finished rows; cuts off a partial batch. Raises UserError if another command wrote the
-    file."""
+    """Returns the number of finished rows; cuts off a partial batch. Raises UserError for another command's file."""
     settings = _settings_file(unfinished)
     if not unfinished.exists():
         write_atomically(settings, json.dumps(about, indent=1) + "\n")

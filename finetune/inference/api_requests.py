@@ -76,7 +76,7 @@ _KINDS = {  # fields of other types, by required type
 }
 _OF_CHAT = {"messages", "tools", "chat_template_kwargs", "tool_choice", "parallel_tool_calls", "max_completion_tokens"}
 _OF_TEXT = {"prompt", "best_of", "echo", "suffix"}
-_KNOWN = {*_NUMBERS, *_WITHOUT_EFFECT, *_KINDS, "stop"}
+_FIELDS = {*_NUMBERS, *_WITHOUT_EFFECT, *_KINDS, "stop"}
 
 
 class Refused(Exception):
@@ -117,9 +117,9 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 def check_fields(fields: dict[str, Any], is_chat: bool) -> None:
     """Raises Refused for a field that is unknown, of the wrong type, out of bounds or not supported."""
-    known = _KNOWN - (_OF_TEXT if is_chat else _OF_CHAT)
-    if unknown := sorted(fields.keys() - known):
-        raise Refused(400, f"unknown field {unknown[0][:100]!r}: this server knows {', '.join(sorted(known))}")
+    supported = _FIELDS - (_OF_TEXT if is_chat else _OF_CHAT)
+    if unknown := sorted(fields.keys() - supported):
+        raise Refused(400, f"unknown field {unknown[0][:100]!r}: this server supports {', '.join(sorted(supported))}")
     for name, value in fields.items():
         if value is None:
             continue

@@ -35,8 +35,7 @@ def as_messages(
 
 
 def image_part(path: Path) -> dict[str, Any]:
-    """Returns an image as a part of a message, as OpenAI's clients send it. Raises UserError if there is no such
-    file; the recipient checks that it is an image."""
+    """Returns a file as a part of a message, as OpenAI's clients send images. Raises UserError if it cannot be read."""
     try:
         return image_url_part(path.read_bytes(), path.name)
     except OSError as error:

@@ -55,8 +55,7 @@ class ControlTokens:
 
     @cached_property
     def _typed(self) -> re.Pattern[str]:
-        """Pattern of the tokens that must stay text; not the unknown token, which as in training is a word of some
-        corpora."""
+        """Pattern of the tokens that must stay text; not the unknown token, which is a word in some corpora."""
         return _any_of([text for text in self._special if text != self.tokenizer.unk_token])
 
     def hide(self, conversation: Conversation) -> Hidden:

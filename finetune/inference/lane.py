@@ -50,8 +50,7 @@ class Request:
 
 
 class Lane:
-    """A thread that answers requests in order. A request whose client is gone is dropped, or ends at its next
-    token."""
+    """A thread that answers requests in order. Without its client, a request is dropped or ends at the next token."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "answering")

@@ -121,8 +121,7 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
 
 
 def _request_messages(sample: Any, rules: Images, path: str) -> list[dict[str, Any]]:
-    """Returns a sample's messages before its last answer, as the API expects them; [] for other samples. Raises BadRow
-    for an image that cannot be read."""
+    """Returns a sample's messages before its last answer, as the API expects them; [] for other samples."""
     if isinstance(sample, Preference):
         sample = sample.chosen
     if isinstance(sample, Ranked):

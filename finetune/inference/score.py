@@ -100,7 +100,7 @@ def source_of(path: str, format: str, limit: int | None) -> Source:
 class ScoredRow:
     """A row's position in the file, its sequences as texts, and its label."""
 
-    where: tuple[str, int]
+    place: tuple[str, int]  # file and row
     kind: str  # pair | ranked | text
     sequences: tuple[Rendered, ...]
     label: bool | int | str | None = None
@@ -127,7 +127,7 @@ def score_file(run_dir: Path, data: Source, output: Path | None, console: Consol
                     result = _result(scorer, row, of_row)
                     metrics.add(result)
                     if file:
-                        file.write(json.dumps({"path": row.where[0], "row": row.where[1], **result}) + "\n")
+                        file.write(json.dumps({"path": row.place[0], "row": row.place[1], **result}) + "\n")
         if partial and output:
             partial.replace(output)
     except OSError as error:

@@ -35,13 +35,13 @@ class Server:
             raise UserError(f"--url {url}: expected http://HOST:PORT/v1")
         self._url = url.rstrip("/")
 
-    def choose(self, wanted: str | None, run: str | None = None) -> str:
-        """Returns the `wanted` model, the only one, or the one with the run's name. Raises UserError."""
+    def choose(self, requested: str | None, run: str | None = None) -> str:
+        """Returns the `requested` model, the only one, or the one with the run's name. Raises UserError."""
         models: list[Any] = self._part(self._ask("/models"), "data", list, "/models")
         names = [one["id"] for one in models if isinstance(one, dict) and isinstance(one.get("id"), str)]
-        if wanted is None and len(names) == 1:
+        if requested is None and len(names) == 1:
             return names[0]
-        name = wanted or run
+        name = requested or run
         if name is None or name not in names:
             lacks = f"no model {name!r}; there are" if name else "several models:" if names else "no model:"
             raise UserError(f"{self._url} has {lacks} {', '.join(names) or 'none'}: give --model")

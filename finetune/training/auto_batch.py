@@ -190,8 +190,7 @@ def largest_that_fits(
 
 @dataclass(frozen=True)
 class HeaviestRow:
-    """A sequence as long, and with as many targets, as any in the data; the two maxima may come from different
-    sequences."""
+    """A sequence as long, and with as many targets, as any in the data; the maxima may come from different ones."""
 
     example: Example  # repeated to fill it
     tokens: int
@@ -264,8 +263,7 @@ class Trials:
 
 
 def optimizer_bytes(engine: Engine, recipe: Recipe) -> int:
-    """Returns the bytes of the optimizer's state on this device after the first step; not those on NVMe, in host memory
-    or paged."""
+    """Returns the bytes of the optimizer's state on this device after the first step, without paged state."""
     if not engine.copies_state:  # state on NVMe
         return 0
     tables, stepped = parameter_roles(engine.unwrapped).tables, dict[int, Shard]()

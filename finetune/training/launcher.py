@@ -156,8 +156,7 @@ def run_launcher(module: str, arguments: Sequence[str]) -> int:
 
 
 def _with_defaults(arguments: Sequence[str]) -> list[str]:
-    """Returns accelerate's arguments with its defaults, without its warnings, if neither a config file nor options
-    describe the launch: one process for each device."""
+    """Adds accelerate's defaults (a process for each device), without its warnings, unless a launch is described."""
     import torch
     from accelerate.commands.config.config_args import default_config_file
 

@@ -1,4 +1,4 @@
-"""The way into a run: everything that is known before processes join a group and weights are read.
+"""The way into a run: everything that precedes process groups and weights.
 
     recipe, launch -> config -> tokenizer -> sources -> rows of tokens      `prepare`
                    -> attention on a device -> packed or not                `Prepared.on`

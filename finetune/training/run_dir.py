@@ -69,7 +69,7 @@ class RunLog:
         if main and (missing := missing_steps(folder / "metrics.jsonl", first_step)):
             log.warning(
                 "%s has no lines of steps %s, which the checkpoint has: it was cut or removed. Reports lack these "
-                "steps; training goes on with step %d",
+                "steps; training continues with step %d",
                 folder / "metrics.jsonl",
                 missing,
                 first_step,

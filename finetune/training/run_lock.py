@@ -62,8 +62,7 @@ class RunLock:
         return self._holder()
 
     def is_lost(self) -> bool:
-        """Returns whether another launch has taken the folder since .lock was removed. A missing file is locked
-        again."""
+        """Returns whether another launch has taken the folder since .lock was removed. Locks a missing file again."""
         with self._checking:
             if self._file is None or _identity(self._path) == self._file:
                 return False

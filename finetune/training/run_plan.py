@@ -77,7 +77,7 @@ def run_length(recipe: Recipe, rows_per_epoch: int | None, run_rows: int | None 
 
 
 def training_length(recipe: Recipe, size: EpochSize | None) -> tuple[int, int]:
-    """Returns `run_length` on data of a size; None: not known before the run."""
+    """Returns `run_length` on data of a size. size: None if unknown before the run."""
     return run_length(recipe, size.rows, size.run_rows) if size else run_length(recipe, None)
 
 

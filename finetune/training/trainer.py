@@ -385,8 +385,8 @@ class Trainer:
         assert self.evaluator is not None  # only called with evaluation data
         self.evaluation, generations = self.evaluator.run()
         stop_when = self.recipe.train.stop_when
-        wanted = {"checkpoint.best": self.recipe.checkpoint.best, "train.stop_when": stop_when and stop_when.metric}
-        for key, metric in wanted.items():
+        metrics = {"checkpoint.best": self.recipe.checkpoint.best, "train.stop_when": stop_when and stop_when.metric}
+        for key, metric in metrics.items():
             if metric is not None and metric not in self.evaluation:
                 measured = ", ".join(self.evaluation)
                 raise UserError(f"{key}: this run's evaluations do not measure {metric!r}: use one of {measured}")
@@ -433,8 +433,7 @@ class Trainer:
             self._save_checkpoint(self.evaluation)
 
     def _note_improvement(self, value: float, direction: str) -> None:
-        """Counts the evaluations since the best one, for `train.stop_when`; one that is not finite is never the
-        best."""
+        """Counts the evaluations since the best finite one, for `train.stop_when`."""
         state = self.state
         improves = state.best is None or (value < state.best if direction == "lower" else value > state.best)
         if improves and math.isfinite(value):
