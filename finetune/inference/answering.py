@@ -57,6 +57,7 @@ def generation_settings(config: GenerationConfig, sampling: Sampling) -> Generat
             setattr(settings, name, value)
     settings.do_sample, settings.max_new_tokens = bool(sampling.temperature), sampling.max_new_tokens
     settings.max_length = None
+    settings.pad_token_id = 0 if settings.pad_token_id is None else settings.pad_token_id
     settings.stop_strings = list(sampling.stop) or None
     return settings
 
@@ -179,7 +180,6 @@ class Answerer:
         """Returns an answer to each prompt, as one batch. shown: stream it to the terminal."""
         inputs = self.inputs(prompts)
         settings = generation_settings(self.model.generation_config, sampling)
-        settings.pad_token_id = 0 if settings.pad_token_id is None else settings.pad_token_id
         output = self.model.generate(
             **inputs,
             generation_config=settings,

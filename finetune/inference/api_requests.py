@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import math
 from collections.abc import Mapping
@@ -15,8 +14,9 @@ from transformers import GenerationConfig
 from transformers.cli.serving.utils import build_response_parser
 
 from finetune.errors import UserError
-from finetune.inference.answering import Answerer, Prompt, images_of, read_request
+from finetune.inference.answering import Answerer, Prompt, generation_settings, images_of, read_request
 from finetune.inference.lane import Request
+from finetune.inference.sampling import Sampling
 from finetune.recipe.schema import check_template_arguments
 
 MAX_BODY_BYTES = 32 * 2**20  # a prompt with images; a quarter for models without
@@ -168,19 +168,12 @@ def stops_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 def settings_of(fields: Mapping[str, Any], of_model: GenerationConfig, room: int, vocabulary: int) -> GenerationConfig:
     """Returns the model's settings with a request's fields. room: tokens left in its context. Raises Refused."""
-    settings = copy.deepcopy(of_model)
     limit = fields.get("max_completion_tokens") or fields.get("max_tokens")
-    settings.max_new_tokens = min(room, limit or max(settings.max_new_tokens or 0, DEFAULT_MAX_TOKENS))
-    settings.max_length = None
-    settings.pad_token_id = 0 if settings.pad_token_id is None else settings.pad_token_id
-    if (temperature := fields.get("temperature")) is not None:
-        settings.do_sample = temperature > 0
-        settings.temperature = float(temperature)
-    for name in ("top_p", "top_k", "repetition_penalty"):
-        if fields.get(name) is not None:
-            setattr(settings, name, fields[name])
-    if not settings.do_sample:  # transformers' defaults: it warns of others, which greedy search does not use
-        settings.temperature, settings.top_p, settings.top_k = 1.0, 1.0, 50
+    limit = min(room, limit or max(of_model.max_new_tokens or 0, DEFAULT_MAX_TOKENS))
+    if (temperature := fields.get("temperature")) is None:
+        temperature = (of_model.temperature or 1.0) if of_model.do_sample else 0.0
+    options: dict[str, Any] = {name: fields.get(name) for name in ("top_p", "top_k", "repetition_penalty")}
+    settings = generation_settings(of_model, Sampling(limit, float(temperature), **options))
     if biases := fields.get("logit_bias"):
         settings.sequence_bias = _sequence_bias(biases, vocabulary)
     return settings
