@@ -260,14 +260,14 @@ class Trainer:
     def steps(self, feed: Feed[StepBatches]) -> Iterator[StepBatches]:
         """Yields the batches of each remaining step, and meters the wait for them.
 
-        The first micro-batch warms up before, which leaves weights, optimizer and the steps' random numbers as they
-        were.
+        Warms up before, which leaves weights, optimizer and the random numbers of the steps as they were.
         """
-        for _ in range(0 if self._is_over else self.engine.warm_ups):
+        if not self._is_over:
             batch, objective = feed.peek().batches[0], self.forward.objective
-            with self.engine.micro_batch(last=True):
-                self.engine.backward(objective.trial_loss(self.forward(self.engine.model, batch), batch))
-            self.engine.drop_gradients()
+            for _ in range(self.engine.warm_ups):
+                with self.engine.micro_batch(last=True):
+                    self.engine.backward(objective.trial_loss(self.forward(self.engine.model, batch), batch))
+                self.engine.drop_gradients()
         self.engine.stopwatch.restart()
         while not self._is_over:
             with self.engine.stopwatch.phase("data"):
