@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,10 @@ def test_rows_with_pictures_are_answered_as_plain_transformers_does(
     model = AutoModelForImageTextToText.from_pretrained(full_run / "model").eval()
     answerer = load_answerer(full_run)
     written = plain_answer(model, full_run, 4)
-    wanted = [answerer._read(ids, model.generation_config, ()).text for ids in written]
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    kept = [list(takewhile(lambda token: token not in ends, ids)) for ids in written]
+    wanted = [answerer.tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
     assert [json.loads(line)["answer"] for line in out.read_text().splitlines()] == wanted
     messages = [json.loads(line)["messages"][:1] for line in rows.read_text().splitlines()]
     content = next(one["content"] for (one,) in messages if isinstance(one["content"], list))
