@@ -54,7 +54,7 @@ def unforeseen(error: BaseException) -> str:
     The file is in the run's folder, else in the system's temporary folder, readable by its owner only.
     """
     text = without_secrets("".join(traceback.format_exception(error)))
-    where = f"the traceback could not be written:\n{text}"
+    location = f"the traceback could not be written:\n{text}"
     for folder in (_folder, Path(tempfile.gettempdir())):
         if folder is None or not folder.is_dir():
             continue
@@ -64,8 +64,8 @@ def unforeseen(error: BaseException) -> str:
                 file.write(text)
         except OSError:
             continue
-        where = f"the traceback is in {path}"
+        location = f"the traceback is in {path}"
         break
     reason = without_secrets(" ".join(str(error).split()))[:300]
     fault = "If no other process and no machine failed, this is a fault of finetune"
-    return f"{type(error).__name__}: {reason or 'no reason given'}. {fault}; {where}"
+    return f"{type(error).__name__}: {reason or 'no reason given'}. {fault}; {location}"

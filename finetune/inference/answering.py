@@ -1,7 +1,7 @@
 """`generate` and `chat`: a trained model answers prompts, conversations and files of them.
 
 A prompt is rendered as in training: the same reader of messages, the same template, the same tokens, and for
-pictures the same pixels, within the bounds of the run's `data.image`. Sampling starts from the model's
+images the same pixels, within the bounds of the run's `data.image`. Sampling starts from the model's
 generation_config.json, as in transformers' servers; options take precedence.
 """
 
@@ -10,11 +10,10 @@ from __future__ import annotations
 import copy
 import json
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from finetune.data.formats.messages import context_of, read_messages, read_tools
 from finetune.data.samples import BadRow, Conversation, Image
 from finetune.errors import RunFailure, UserError
 from finetune.export.loading import load_result, model_folder
-from finetune.inference.chat import asked, converse, image_part
+from finetune.inference.chat import as_messages, converse, image_part, typed_lines
 from finetune.inference.control_tokens import ControlTokens
 from finetune.inference.sampling import Sampling
 from finetune.models.remote_code import trusts_code
@@ -58,6 +57,7 @@ def generation_settings(config: GenerationConfig, sampling: Sampling) -> Generat
             setattr(settings, name, value)
     settings.do_sample, settings.max_new_tokens = bool(sampling.temperature), sampling.max_new_tokens
     settings.max_length = None
+    settings.pad_token_id = 0 if settings.pad_token_id is None else settings.pad_token_id
     settings.stop_strings = list(sampling.stop) or None
     return settings
 
@@ -84,8 +84,8 @@ class StopFilter:
         return text[:keep]
 
 
-class _Shown(TextStreamer):
-    """Streams answers to the terminal."""
+class TerminalStreamer(TextStreamer):
+    """Streams an answer to the terminal."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -116,30 +116,27 @@ class Answerer:
     model: Any  # transformers' or peft's
     tokenizer: Any
     chat: Chat | None  # None: no template, so that prompts are texts
-    processor: Model | None = None  # for a processor of pictures
+    processor: Model | None = None  # base of the image processor
     rules: Images = field(default_factory=Images)  # `data.image` of a run on images
 
     def prompt(self, messages: Any, tools: Any = (), data_file: str = "") -> Prompt:
-        """Returns the tokens of a conversation. data_file: its folder is the base of picture paths. Raises
-        UserError."""
-        return self.tokens(read_asked(messages, tools), data_file)
+        """Returns the tokens of a conversation. data_file: its folder is the base of image paths. Raises UserError."""
+        return self.tokens(read_request(messages, tools), data_file)
 
-    def tokens(self, asked: Conversation, data_file: str = "") -> Prompt:
-        """Returns the tokens of a parsed conversation; typed special tokens are text. Raises
-        UserError."""
+    def tokens(self, request: Conversation, data_file: str = "") -> Prompt:
+        """Returns the tokens of a parsed conversation; typed special tokens are text. Raises UserError."""
         if self.chat is None:
-            return self.plain(render_prompt(None, asked))
-        hidden = self._control.hide(asked)
-        text, references = render_prompt(self.chat, hidden.conversation), images_of(asked)
+            return self.plain(render_prompt(None, request))
+        hidden = self._control.hide(request)
+        text, references = render_prompt(self.chat, hidden.conversation), images_of(request)
         if not references:
             return Prompt(self._control.ids(text, hidden.typed))
         try:
-            text, _, found = self._row_images.expand(text, (), references, data_file, self.chat.name)
+            text, _, images = self._row_images.expand(text, (), references, data_file, self.chat.name)
         except BadRow as error:
             raise UserError(str(error)) from None
         ids = self._control.ids(text, hidden.typed)
-        array = np.array(ids, np.int32)
-        return Prompt(ids, self._row_images.place(array, np.zeros(len(ids), np.bool_), found))
+        return Prompt(ids, self._row_images.place(np.array(ids, np.int32), np.zeros(len(ids), np.bool_), images))
 
     def plain(self, text: str) -> Prompt:
         """Returns the tokens of a text to continue, in which special tokens are tokens."""
@@ -155,7 +152,7 @@ class Answerer:
         from finetune.data.images.families import FAMILIES, image_family
 
         if (kind := self.model.config.model_type) not in FAMILIES or self.processor is None:
-            raise UserError(f"a model of type {kind} sees no pictures here, only those of {', '.join(FAMILIES)}")
+            raise UserError(f"images are not supported for models of type {kind}, only for {', '.join(FAMILIES)}")
         return RowImages(image_family(self.processor, self.rules, self.tokenizer), self.rules)
 
     @cached_property
@@ -166,16 +163,16 @@ class Answerer:
 
     def inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
         """Returns inputs of transformers' `generate` for prompts as one batch (B, T), padded on the left. Raises
-        UserError for a picture that cannot be decoded."""
+        UserError for an image that cannot be decoded."""
         width = max(len(prompt.ids) for prompt in prompts)
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids, dtype=torch.int64)
             mask[row, width - len(prompt.ids) :] = 1
-        images = [image for prompt in prompts for image in prompt.images]
-        seen = self._pixels.plain_inputs(images, ids) if images else {}
-        inputs = {"input_ids": ids, "attention_mask": mask, **seen}
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if images := [image for prompt in prompts for image in prompt.images]:
+            inputs |= self._pixels.plain_inputs(images, ids)
         return {name: value.to(self.model.device) for name, value in inputs.items()}
 
     @torch.no_grad()
@@ -183,22 +180,20 @@ class Answerer:
         """Returns an answer to each prompt, as one batch. shown: stream it to the terminal."""
         inputs = self.inputs(prompts)
         settings = generation_settings(self.model.generation_config, sampling)
-        settings.pad_token_id = 0 if settings.pad_token_id is None else settings.pad_token_id
         output = self.model.generate(
             **inputs,
             generation_config=settings,
             tokenizer=self.tokenizer,
-            streamer=_Shown(self.tokenizer, sampling.stop) if shown else None,
+            streamer=TerminalStreamer(self.tokenizer, sampling.stop) if shown else None,
         )
-        written = output[:, inputs["input_ids"].shape[1] :]
-        return [self._read(row, settings, sampling.stop) for row in written.tolist()]
-
-    def _read(self, ids: list[int], settings: GenerationConfig, stops: Sequence[str]) -> Answer:
         ends: Any = settings.eos_token_id
-        kept = until_end(ids, ends if isinstance(ends, list) else [ends])
-        whole = self.tokenizer.decode(kept, skip_special_tokens=True)
-        text = StopFilter(stops).feed(whole, is_last=True)
-        return Answer(text, "stop" if len(kept) < len(ids) or text != whole else "length")
+        results = []
+        for ids in output[:, inputs["input_ids"].shape[1] :].tolist():
+            kept = until_end(ids, ends if isinstance(ends, list) else [ends])
+            whole = self.tokenizer.decode(kept, skip_special_tokens=True)
+            text = StopFilter(sampling.stop).feed(whole, is_last=True)
+            results.append(Answer(text, "stop" if len(kept) < len(ids) or text != whole else "length"))
+        return results
 
 
 def load_answerer(run_dir: Path) -> Answerer:
@@ -208,7 +203,7 @@ def load_answerer(run_dir: Path) -> Answerer:
 
 
 def answerer_of(run_dir: Path, model: Any, tokenizer: Any) -> Answerer:
-    """Returns a loaded result, which processes pictures as its run did, or without a run as its folder says."""
+    """Returns a loaded result, which processes images as its run did, or as its folder says if there is no run."""
     folder, rules = model_folder(run_dir), None
     trusted = trusts_code(folder)
     processor = Model(name=str(folder), trust_remote_code=trusted)
@@ -226,7 +221,7 @@ def chat_template(tokenizer: Any) -> Chat | None:
     return chat_of(tokenizer, template) if template else None
 
 
-def read_asked(messages: Any, tools: Any = ()) -> Conversation:
+def read_request(messages: Any, tools: Any = ()) -> Conversation:
     """Returns a conversation that ends before the model's answer. Raises UserError otherwise."""
     try:
         conversation = context_of(read_messages(messages, "messages"), tools=read_tools(tools or None, "tools"))
@@ -237,24 +232,23 @@ def read_asked(messages: Any, tools: Any = ()) -> Conversation:
     return conversation
 
 
-def images_of(asked: Conversation) -> list[Any]:
+def images_of(request: Conversation) -> list[Any]:
     """Returns a conversation's image parts, in order."""
-    return [one for message in asked.messages for one in message.images]
+    return [image for message in request.messages for image in message.images]
 
 
-def render_prompt(chat: Chat | None, asked: Conversation) -> str:
-    """Returns a conversation as text, with the generation prompt and a placeholder for each image. Raises UserError if
-    it cannot be rendered."""
+def render_prompt(chat: Chat | None, request: Conversation) -> str:
+    """Returns a conversation as text, with the generation prompt and a placeholder for each image. Raises UserError."""
     if chat is None:
-        first, *others = asked.messages
-        if others or asked.tools or first.images:
+        first, *others = request.messages
+        if others or request.tools or first.images:
             raise UserError(
                 "this model has no chat template: give one text as the prompt, without system, history or images"
             )
         return first.content
     try:
-        chat = with_arguments(chat, asked.template_arguments) if asked.template_arguments else chat
-        return chat.jinja.text(chat.traits.as_dicts(asked), list(asked.tools), prompt=True)
+        chat = with_arguments(chat, request.template_arguments) if request.template_arguments else chat
+        return chat.jinja.text(chat.traits.as_dicts(request), list(request.tools), prompt=True)
     except BadRow as error:
         raise UserError(str(error)) from None
 
@@ -270,16 +264,18 @@ def answer_prompts(
     images: Sequence[Path],
     as_json: bool,
 ) -> None:
-    """Print each prompt with its answer; without prompts, read them from standard input. images: placed before each.
-    Raises UserError."""
+    """Print each prompt with its answer; without prompts, read them from standard input up to an empty line.
+
+    images: placed before each prompt. Raises UserError.
+    """
     sampling.check()
-    seen = [image_part(path) for path in images]
+    parts = [image_part(path) for path in images]
     answerer = load_answerer(run_dir)
     _seed(sampling)
-    for prompt in prompts or _read_prompts(as_json):
+    for prompt in prompts or takewhile(bool, typed_lines(not as_json)):
         if prompts and not as_json:
             print(f"> {prompt}")
-        messages = asked(prompt, system, images=seen)
+        messages = as_messages(prompt, system, images=parts)
         (answer,) = answerer.answer([answerer.prompt(messages)], sampling, shown=not as_json)
         if as_json:
             print(json.dumps({"prompt": prompt, "answer": answer.text}, ensure_ascii=False), flush=True)
@@ -294,27 +290,16 @@ def answers(
 ) -> list[str]:
     """Returns the answer to each prompt. images: placed before each. Raises UserError if there is no result."""
     sampling.check()
-    seen = [image_part(path) for path in images]
+    parts = [image_part(path) for path in images]
     answerer = load_answerer(run_dir)
     _seed(sampling)
-    conversations = [asked(one, system, images=seen) for one in prompts]
-    return [answerer.answer([answerer.prompt(one)], sampling)[0].text for one in conversations]
+    conversations = [as_messages(prompt, system, images=parts) for prompt in prompts]
+    return [answerer.answer([answerer.prompt(messages)], sampling)[0].text for messages in conversations]
 
 
 def _seed(sampling: Sampling, row: int = 0) -> None:
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed + row)
-
-
-def _read_prompts(as_json: bool) -> Iterator[str]:
-    """Yields lines of standard input, until an empty one; shows a prompt on a terminal."""
-    while True:
-        if sys.stdin.isatty() and not as_json:
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline().rstrip("\n")
-        if not line:
-            return
-        yield line
 
 
 # --- from a file to a file
@@ -336,26 +321,33 @@ def answer_file(
         raise UserError(f"{output} exists already: remove it, or give another --output")
     conversations = _read_rows(rows, system)
     answerer = load_answerer(run_dir)
-    prompts = [_tokens(answerer, rows, i, one) for i, one in enumerate(conversations)]
-    partial = output.with_name(output.name + ".partial")
+    prompts: list[Prompt] = []
+    for messages, row in conversations:
+        try:
+            request = with_images_of(read_request(messages, row.get("tools")), row)
+            prompts.append(answerer.tokens(request, str(rows)))
+        except (BadRow, UserError) as error:
+            raise UserError(f"{rows}, row {len(prompts) + 1}: {error}") from None
+    unfinished = output.with_name(output.name + ".partial")
     about = {"model": str(run_dir), "rows": sha256_file(rows), "system": system, "batch_size": batch_size}
     try:
-        done = _begin(partial, {**about, "sampling": {**asdict(sampling), "stop": list(sampling.stop)}}, batch_size)
-        with partial.open("a", encoding="utf-8") as file, rows.open(encoding="utf-8") as source:
+        done = _begin(unfinished, {**about, "sampling": {**asdict(sampling), "stop": list(sampling.stop)}}, batch_size)
+        with unfinished.open("a", encoding="utf-8") as file, rows.open(encoding="utf-8") as source:
             lines = islice((line for line in source if line.strip()), done, None)
             starts = range(done, len(prompts), batch_size)
             for start in track(starts, "answering", console=console, disable=not console.is_terminal):
                 batch = prompts[start : start + batch_size]
                 _seed(sampling, start)
                 for answer in answerer.answer(batch, sampling):
-                    found = {"answer": answer.text, "finish_reason": answer.finish_reason}
-                    file.write(json.dumps({**json.loads(next(lines)), **found}, ensure_ascii=False) + "\n")
+                    row = {**json.loads(next(lines)), "answer": answer.text, "finish_reason": answer.finish_reason}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
-        partial.replace(output)
-        _settings_file(partial).unlink()
+        unfinished.replace(output)
+        _settings_file(unfinished).unlink()
     except OSError as error:
         raise RunFailure(
-            f"{output} could not be written: {error}; what is done so far is in {partial}: the same command goes on"
+            f"{output} could not be written: {error}; the answers so far are in {unfinished}; run the same "
+            "command again to continue"
         ) from None
     return len(prompts)
 
@@ -364,7 +356,7 @@ def _read_rows(path: Path, system: str | None) -> list[tuple[Any, dict[str, Any]
     """Returns (messages, row) of each row: its `prompt`, or `messages` up to the last answer. Raises UserError."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    found = []
+    conversations = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
@@ -382,37 +374,28 @@ def _read_rows(path: Path, system: str | None) -> list[tuple[Any, dict[str, Any]
         has_system = isinstance(messages, list) and messages and dict(messages[0]).get("role") == "system"
         if system and isinstance(messages, list) and not has_system:
             messages = [{"role": "system", "content": system}, *messages]
-        found.append((messages, row))
-    if not found:
+        conversations.append((messages, row))
+    if not conversations:
         raise UserError(f"{path}: has no rows")
-    return found
+    return conversations
 
 
-def _tokens(answerer: Answerer, path: Path, index: int, asked: tuple[Any, dict[str, Any]]) -> Prompt:
-    messages, row = asked
-    try:
-        return answerer.tokens(with_images_of(read_asked(messages, row.get("tools")), row), str(path))
-    except (BadRow, UserError) as error:
-        raise UserError(f"{path}, row {index + 1}: {error}") from None
+def _settings_file(unfinished: Path) -> Path:
+    return unfinished.with_name(unfinished.name + ".json")
 
 
-def _settings_file(partial: Path) -> Path:
-    return partial.with_name(partial.name + ".json")
-
-
-def _begin(partial: Path, about: dict[str, Any], batch_size: int) -> int:
-    """Returns the number of finished rows; cuts off a partial batch. Raises UserError if the file is
-    from another command."""
-    settings = _settings_file(partial)
-    if not partial.exists():
+def _begin(unfinished: Path, about: dict[str, Any], batch_size: int) -> int:
+    """Returns the number of finished rows; cuts off a partial batch. Raises UserError for another command's file."""
+    settings = _settings_file(unfinished)
+    if not unfinished.exists():
         write_atomically(settings, json.dumps(about, indent=1) + "\n")
         return 0
-    known = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    if other := sorted(key for key in about if about[key] != known.get(key)):
+    before = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    if other := sorted(key for key in about if about[key] != before.get(key)):
         raise UserError(
-            f"{partial} was begun with other {', '.join(other)}: remove it to begin again, or give another --output"
+            f"{unfinished} was begun with other {', '.join(other)}: remove it to begin again, or give another --output"
         )
-    with partial.open("r+b") as file:
+    with unfinished.open("r+b") as file:
         ends, size = [0], 0
         for line in file:
             size += len(line)
@@ -434,4 +417,4 @@ def chat_with(run_dir: Path, sampling: Sampling, system: str | None) -> None:
     if answerer.chat is None:
         raise UserError(f"{run_dir}: no chat template, so there are no turns: `finetune generate` continues a text")
     _seed(sampling)
-    converse(lambda said: answerer.answer([answerer.prompt(said)], sampling, shown=True)[0].text, system)
+    converse(lambda messages: answerer.answer([answerer.prompt(messages)], sampling, shown=True)[0].text, system)

@@ -19,13 +19,13 @@ from finetune.inference.server_client import Server
 
 Messages = Sequence[Mapping[str, Any]]
 _HELP = (
-    "/clear forgets the conversation, /system TEXT sets a system prompt, /image FILE shows a picture with the next "
+    "/clear forgets the conversation, /system TEXT sets a system prompt, /image FILE shows an image with the next "
     "question, /save FILE writes the conversation, /exit ends"
 )
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"  # https://ecma-international.org/publications-and-standards/standards/ecma-48/
 
 
-def asked(
+def as_messages(
     prompt: str, system: str | None, history: Messages = (), images: Sequence[Mapping[str, Any]] = ()
 ) -> list[Mapping[str, Any]]:
     """Returns a prompt as messages, after a system prompt and the history. images: parts before its text."""
@@ -35,18 +35,27 @@ def asked(
 
 
 def image_part(path: Path) -> dict[str, Any]:
-    """Returns a picture as a part of a message, as OpenAI's clients send it. Raises UserError if there is no such
-    file; the recipient checks that it is a picture."""
+    """Returns a file as a part of a message, as OpenAI's clients send images. Raises UserError if it cannot be read."""
     try:
         return image_url_part(path.read_bytes(), path.name)
     except OSError as error:
-        raise UserError(f"{path}: this picture cannot be read: {error.strerror}") from None
+        raise UserError(f"{path}: this image cannot be read: {error.strerror}") from None
 
 
 def image_url_part(content: bytes, name: str) -> dict[str, Any]:
     kind = mimetypes.guess_type(name)[0] or ""
     kind = kind if kind.startswith("image/") else "image/png"
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(content).decode()}"}}
+
+
+def typed_lines(shows_prompt: bool = True) -> Iterator[str]:
+    """Yields the lines of standard input, with a prompt for each on a terminal."""
+    while True:
+        if sys.stdin.isatty() and shows_prompt:
+            print("> ", end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        yield line.rstrip("\n")
 
 
 def converse(answer: Callable[[Messages], str], system: str | None) -> None:
@@ -58,7 +67,7 @@ def converse(answer: Callable[[Messages], str], system: str | None) -> None:
     images: list[Mapping[str, Any]] = []  # for the next question
     if sys.stdin.isatty():
         print(_HELP)
-    for line in _read_turns():
+    for line in filter(None, map(str.strip, typed_lines())):
         command, _, rest = line.partition(" ")
         if command == "/exit":
             return
@@ -72,24 +81,19 @@ def converse(answer: Callable[[Messages], str], system: str | None) -> None:
             except UserError as error:
                 print(error)
         elif command == "/save":
-            _save(Path(rest.strip() or "chat.jsonl"), system, history)
+            path, first = Path(rest.strip() or "chat.jsonl"), [{"role": "system", "content": system}] if system else []
+            try:  # as a row for training
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"messages": [*first, *history]}, ensure_ascii=False) + "\n")
+                print(f"saved to {path}")
+            except OSError as error:
+                print(f"not saved: {error}")
         elif command.startswith("/"):
             print(_HELP)
         else:
-            messages, images = asked(line, system, history, images), []
+            messages, images = as_messages(line, system, history, images), []
             if (text := answer(messages)).strip():  # a turn without an answer is no part of a conversation
                 history = [*messages[1 if system else 0 :], {"role": "assistant", "content": text}]
-
-
-def _read_turns() -> Iterator[str]:
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if line.strip():
-            yield line.strip()
 
 
 def chat_with_server(url: str, model: str | None, sampling: Sampling, system: str | None) -> None:
@@ -108,14 +112,3 @@ def chat_with_server(url: str, model: str | None, sampling: Sampling, system: st
         return text
 
     converse(answer, system)
-
-
-def _save(path: Path, system: str | None, history: Messages) -> None:
-    """Add the conversation to a file, as a row for training."""
-    first = [{"role": "system", "content": system}] if system else []
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"messages": [*first, *history]}, ensure_ascii=False) + "\n")
-        print(f"saved to {path}")
-    except OSError as error:
-        print(f"not saved: {error}")

@@ -24,7 +24,13 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.samples import Conversation, Message
 
 _PRIVATE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # characters that Unicode gives no meaning
-_SAID = ("content", "reasoning", "name", "tool_call_id", "tool_calls")  # keys of a message that a template may write
+_TEXT_KEYS = (
+    "content",
+    "reasoning",
+    "name",
+    "tool_call_id",
+    "tool_calls",
+)  # keys of a message that a template may write
 _ALIASES = 0x100000  # first character for a template's tokens
 
 
@@ -49,14 +55,13 @@ class ControlTokens:
 
     @cached_property
     def _typed(self) -> re.Pattern[str]:
-        """Pattern of the tokens that must stay text; not the unknown token, which as in training is a word of some
-        corpora."""
+        """Pattern of the tokens that must stay text; not the unknown token, which is a word in some corpora."""
         return _any_of([text for text in self._special if text != self.tokenizer.unk_token])
 
     def hide(self, conversation: Conversation) -> Hidden:
         """Returns a conversation with special tokens in its texts hidden."""
-        said = [{name: getattr(message, name) for name in _SAID} for message in conversation.messages]
-        texts = "\n".join(_texts([conversation.tools, dict(conversation.template_arguments), said]))
+        contents = [{name: getattr(message, name) for name in _TEXT_KEYS} for message in conversation.messages]
+        texts = "\n".join(_texts([conversation.tools, dict(conversation.template_arguments), contents]))
         tokens = dict.fromkeys(self._typed.findall(texts))
         free = (chr(number) for number in _PRIVATE if chr(number) not in texts)
         characters = dict(zip(tokens, free, strict=False))
@@ -70,11 +75,11 @@ class ControlTokens:
                 return {hidden(key): hidden(item) for key, item in value.items()}
             return [hidden(item) for item in value] if isinstance(value, list | tuple) else value
 
-        def of(message: Message) -> Message:
-            calls = tuple(map(hidden, message.tool_calls))
-            return replace(message, **{name: hidden(getattr(message, name)) for name in _SAID[:-1]}, tool_calls=calls)
+        def without_tokens(message: Message) -> Message:
+            texts = {name: hidden(getattr(message, name)) for name in _TEXT_KEYS[:-1]}
+            return replace(message, **texts, tool_calls=tuple(map(hidden, message.tool_calls)))
 
-        messages, tools = tuple(map(of, conversation.messages)), tuple(map(hidden, conversation.tools))
+        messages, tools = tuple(map(without_tokens, conversation.messages)), tuple(map(hidden, conversation.tools))
         typed = {character: token for token, character in characters.items()}
         return Hidden(Conversation(messages, tools, hidden(conversation.template_arguments)), typed)
 
@@ -96,19 +101,12 @@ class ControlTokens:
         backend.no_truncation()
         backend.no_padding()
         aliases = {text: chr(_ALIASES + i) for i, text in enumerate(self._special)}
-        backend.add_tokens(
-            [
-                AddedToken(
-                    aliases[text],
-                    single_word=token.single_word,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=False,
-                    special=False,
-                )
-                for text, (_, token) in self._special.items()
-            ]
-        )
+        kept = ("single_word", "lstrip", "rstrip")
+        as_text = [
+            AddedToken(aliases[text], **{name: getattr(token, name) for name in kept}, normalized=False, special=False)
+            for text, (_, token) in self._special.items()
+        ]
+        backend.add_tokens(as_text)
         backend.encode_special_tokens = True
         numbers: Any = {backend.token_to_id(aliases[text]): number for text, (number, _) in self._special.items()}
         return backend, aliases, numbers
@@ -121,13 +119,8 @@ def _any_of(texts: Sequence[str] | Mapping[str, Any]) -> re.Pattern[str]:
 
 def _texts(value: Any) -> list[str]:
     """Returns every text in a JSON value, including keys."""
-    found, rest = [], [value]
-    while rest:
-        value = rest.pop()
-        if isinstance(value, str):
-            found.append(value)
-        elif isinstance(value, Mapping):
-            rest += [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple):
-            rest += value
-    return found
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    return [text for item in value for text in _texts(item)] if isinstance(value, list | tuple) else []

@@ -1,9 +1,8 @@
 """`evaluate RUN ... --tasks ...`: tasks of lm_eval on trained models and on their base, side by side.
 
-Both use the run's chat template and end tokens, so the difference is the effect of
-training: gains in one task, forgetting in others. All answer the same rows, so differences
-have the standard error of paired samples. Figures go into evaluate.json, into the line of metrics.jsonl of the step
-evaluated (`eval_tasks/...`), and to the run's trackers.
+Both use the run's chat template and end tokens, so the difference is the effect of training: gains in one task,
+forgetting in others. All answer the same rows, so differences have the standard error of paired samples. Figures go
+into evaluate.json, into the line of metrics.jsonl of the step evaluated (`eval_tasks/...`), and to the run's trackers.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -45,26 +44,23 @@ _FIELDS = ("trained", "trained_stderr", "base", "base_stderr", "difference", "di
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """Options of an evaluation. fewshot: None: the task's own; base: whether to evaluate the base, too; step: a
-    checkpoint's number or `best`, None: the result."""
-
     tasks: tuple[str, ...]
     folder: Path | None = None  # YAML files of tasks
     limit: int | None = None
-    fewshot: int | None = None
+    fewshot: int | None = None  # None: the task's own
     batch_size: int = 8
-    base: bool = True
-    step: str | None = None
+    base: bool = True  # whether to evaluate the base, too
+    step: str | None = None  # a checkpoint's number or `best`; None: the result
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A metric of a task by one model. of_rows: by the row's number; empty if the metric is not a mean over rows."""
+class TaskMetric:
+    """A metric of a task by one model."""
 
     rows: int
     value: float
     stderr: float | None  # None if lm_eval has none
-    of_rows: dict[int, float]
+    of_rows: dict[int, float]  # by the row's number; empty if the metric is not a mean over rows
 
 
 @dataclass
@@ -105,42 +101,64 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[floa
 def evaluate_runs(run_dirs: Sequence[Path], options: EvaluateOptions, console: Console) -> list[dict[str, Score]]:
     """Returns scores by "task/metric" of each run, and writes them. A base shared by runs is evaluated once. Raises
     UserError for an invalid run or task."""
-    every = [find_trained(run_dir, options.step) for run_dir in run_dirs]
-    manager, of_bases = _task_manager(options), dict[str, dict[str, Asked]]()
-    found = [_evaluate(trained, options, manager, of_bases, console) for trained in every]
-    for scores in found[1:]:
+    runs = [find_trained(run_dir, options.step) for run_dir in run_dirs]
+    manager, bases = _task_manager(options), dict[str, dict[str, TaskMetric]]()
+    scores_of_runs = [_evaluate(trained, options, manager, bases, console) for trained in runs]
+    for scores in scores_of_runs[1:]:
         for name, score in scores.items():
-            score.over_first, score.over_first_stderr = paired(score.of_rows, found[0][name].of_rows)
-    if len(found) > 1:
-        show_scores(console, run_dirs, found)
-    return found
+            score.over_first, score.over_first_stderr = paired(score.of_rows, scores_of_runs[0][name].of_rows)
+    if len(runs) > 1:
+        show_scores(console, run_dirs, scores_of_runs)
+    return scores_of_runs
 
 
 def _evaluate(
-    trained: Trained, options: EvaluateOptions, manager: Any, of_bases: dict[str, dict[str, Asked]], console: Console
+    trained: Trained,
+    options: EvaluateOptions,
+    manager: Any,
+    bases: dict[str, dict[str, TaskMetric]],
+    console: Console,
 ) -> dict[str, Score]:
-    """of_bases: results of bases, extended in place."""
+    """Returns the scores of one run, and writes them. bases: results of bases, extended in place."""
     run_dir, recipe = trained.run_dir, trained.recipe
     with _locked(run_dir):
-        model, tokenizer = _load(trained)
+        if not trained.is_checkpoint:
+            model, tokenizer = load_result(run_dir)
+        elif recipe is not None and recipe.objective.scores_sequences:
+            raise UserError(f"{run_dir}: reward models and classifiers do not generate text; use `finetune score`")
+        else:  # in fp32
+            device = (
+                torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+            )
+            model, tokenizer = load_reference(trained).to(device), read_tokenizer(trained.settings)
         ends = GenerationConfig.from_pretrained(trained.settings)
-        ask = _asker(manager, tokenizer, ends, options)
+
+        def measure(measured: Any) -> dict[str, TaskMetric]:
+            measured.generation_config = ends
+            return _measure(measured, tokenizer, manager, options)
+
         is_adapter = hasattr(model, "disable_adapter")
-        found = ask(model.get_base_model() if is_adapter else model)
-        scores = {name: Score(one.rows, one.value, one.stderr, of_rows=one.of_rows) for name, one in found.items()}
+        results = measure(model.get_base_model() if is_adapter else model)
+        scores = {name: Score(one.rows, one.value, one.stderr, of_rows=one.of_rows) for name, one in results.items()}
         name = recipe.model.name if recipe is not None else None
         # Templates, ends and added tokens are the run's; a result runs in its own precision.
         parts = (name, recipe and (recipe.model.revision, recipe.tokens), tokenizer.chat_template, ends.eos_token_id)
         key = repr((*parts, trained.is_checkpoint, is_adapter))
-        of_base = of_bases.get(key, {}) if name is not None and options.base else {}
+        of_base = bases.get(key, {}) if name is not None and options.base else {}
         if options.base and not of_base and is_adapter:
             with model.disable_adapter():
-                of_base = of_bases[key] = ask(model.get_base_model())
+                of_base = bases[key] = measure(model.get_base_model())
         elif options.base and not of_base and recipe is not None and name is not None:
             device, dtype, size = model.device, model.dtype, len(tokenizer)
             del model  # before its base is loaded
-            base = _base_of(recipe, size)
-            of_base = of_bases[key] = ask((base.to(dtype) if trained.is_checkpoint else base).to(device).eval())
+            code, revision = recipe.model.trust_remote_code, recipe.model.revision or "main"
+            try:
+                base = load_auto(auto_class(name, code), name, code, revision=revision, dtype="auto")
+            except (OSError, ValueError) as error:
+                reason = f"the base model {name!r} cannot be loaded: {first_line(error)}"
+                raise UserError(f"{reason}; or give --no-base") from None
+            base = grow_to(base, size)
+            of_base = bases[key] = measure((base.to(dtype) if trained.is_checkpoint else base).to(device).eval())
         for task, one in of_base.items():
             score = scores[task]
             score.base, score.base_stderr = one.value, one.stderr
@@ -151,39 +169,21 @@ def _evaluate(
     return scores
 
 
-def _load(trained: Trained) -> tuple[Any, Any]:
-    """Returns model and tokenizer: a result as saved, a checkpoint in fp32. Raises UserError."""
-    if not trained.is_checkpoint:
-        return load_result(trained.run_dir)
-    if trained.recipe is not None and trained.recipe.objective.scores_sequences:
-        raise UserError(f"{trained.run_dir}: a model of scores generates nothing: `finetune score` is what it does")
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    return load_reference(trained).to(device), read_tokenizer(trained.settings)
-
-
-def _package() -> Any:
+def _task_manager(options: EvaluateOptions) -> Any:
+    """Task index: only `folder` if it defines every task, else lm_eval's. Raises UserError for other names."""
     try:
-        import lm_eval  # pyright: ignore[reportMissingImports]
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError("`evaluate` needs the package lm_eval: pip install 'lm_eval>=0.4.13'") from None
     if not is_verbose():
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    return lm_eval
-
-
-def _task_manager(options: EvaluateOptions) -> Any:
-    """Task index: only `folder` if it defines every task, else lm_eval's. Raises UserError for other names."""
-    _package()
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
-
     if options.folder is not None and not options.folder.is_dir():
         raise UserError(f"--task-folder {options.folder}: no such folder")
     include = str(options.folder) if options.folder else None
     manager = TaskManager(include_path=include, include_defaults=False) if include else TaskManager()
-    if include and {*options.tasks} - {*manager.all_tasks}:
-        own, manager = manager.all_tasks, TaskManager(include_path=include)
-    else:
-        own = manager.all_tasks if include else []
+    own = manager.all_tasks if include else []
+    if include and {*options.tasks} - {*own}:
+        manager = TaskManager(include_path=include)
     if unknown := [name for name in options.tasks if name not in manager.all_tasks]:
         has = f"{options.folder} has {', '.join(own) or 'none'}" if include else "--task-folder reads tasks in YAML"
         raise UserError(f"--tasks {unknown[0]}: lm_eval has no such task; {has}; `lm-eval ls tasks` lists its own")
@@ -194,65 +194,40 @@ def _task_manager(options: EvaluateOptions) -> Any:
     return manager
 
 
-def _asker(
-    manager: Any, tokenizer: Any, ends: GenerationConfig, options: EvaluateOptions
-) -> Callable[[Any], dict[str, Asked]]:
-    """Returns a function from a model to its results by "task/metric"."""
+def _measure(model: Any, tokenizer: Any, manager: Any, options: EvaluateOptions) -> dict[str, TaskMetric]:
+    """Returns a model's results by "task/metric"."""
     from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
     has_template = bool(tokenizer.chat_template)
-
-    def ask(model: Any) -> dict[str, Asked]:
-        model.generation_config = ends
-        # A template itself writes the token at the beginning.
-        bos = False if has_template else None
-        asked = HFLM(model, tokenizer=tokenizer, batch_size=options.batch_size, add_bos_token=bos)
-        results = simple_evaluate(
-            asked,
-            tasks=list(options.tasks),
-            task_manager=manager,
-            limit=options.limit,
-            num_fewshot=options.fewshot,
-            apply_chat_template=has_template,
-            log_samples=True,
-        )
-        assert results is not None
-        return dict(_scores(results))
-
-    return ask
-
-
-def _scores(results: dict[str, Any]) -> Iterator[tuple[str, Asked]]:
-    """Yields "task/metric" and its figures. lm_eval: {"acc,none": 0.5, "acc_stderr,none": 0.1, ...}."""
-    for task, values in results["results"].items():
+    bos = False if has_template else None  # a template itself writes the token at the beginning
+    results = simple_evaluate(
+        HFLM(model, tokenizer=tokenizer, batch_size=options.batch_size, add_bos_token=bos),
+        tasks=list(options.tasks),
+        task_manager=manager,
+        limit=options.limit,
+        num_fewshot=options.fewshot,
+        apply_chat_template=has_template,
+        log_samples=True,
+    )
+    assert results is not None
+    metrics = {}
+    for task, values in results["results"].items():  # {"acc,none": 0.5, "acc_stderr,none": 0.1, ...}
         rows = results["n-samples"].get(task, {}).get("effective", 0)  # a group has none of its own
         for key, value in values.items():
             metric, comma, picked = key.partition(",")
             if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
                 stderr = values.get(f"{metric}_stderr,{picked}")
                 stderr = float(stderr) if isinstance(stderr, int | float) else None
+                samples = [one for one in results["samples"].get(task, ()) if one["filter"] == picked]
+                of_rows = {one["doc_id"]: one.get(metric) for one in samples}
+                if not of_rows or not all(isinstance(one, int | float) for one in of_rows.values()):
+                    of_rows = {}
+                elif not math.isclose(math.fsum(of_rows.values()) / len(of_rows), value, abs_tol=1e-9):
+                    of_rows = {}  # a metric of the corpus
                 name = f"{task}/{metric}" + ("" if picked == "none" else f",{picked}")
-                yield name, Asked(rows, float(value), stderr, _of_rows(results, task, metric, picked, value))
-
-
-def _of_rows(results: dict[str, Any], task: str, metric: str, picked: str, value: float) -> dict[int, float]:
-    """Returns the metric of each row if the metric is their mean; {} for corpus metrics."""
-    samples = results["samples"].get(task, ())
-    found = {one["doc_id"]: one.get(metric) for one in samples if one["filter"] == picked}
-    if not found or not all(isinstance(one, int | float) for one in found.values()):
-        return {}
-    return found if math.isclose(math.fsum(found.values()) / len(found), value, abs_tol=1e-9) else {}
-
-
-def _base_of(recipe: Recipe, tokens: int) -> Any:
-    """Returns the base model of full training. Raises UserError if it is gone."""
-    name, code = str(recipe.model.name), recipe.model.trust_remote_code
-    try:
-        base = load_auto(auto_class(name, code), name, code, revision=recipe.model.revision or "main", dtype="auto")
-    except (OSError, ValueError) as error:
-        raise UserError(f"the base model {name!r} cannot be loaded: {first_line(error)}; or give --no-base") from None
-    return grow_to(base, tokens)
+                metrics[name] = TaskMetric(rows, float(value), stderr, of_rows)
+    return metrics
 
 
 @contextlib.contextmanager
@@ -278,51 +253,47 @@ def _locked(run_dir: Path) -> Iterator[None]:
 def write_scores(
     run_dir: Path, recipe: Recipe | None, scores: dict[str, Score], how: dict[str, Any], checkpoint: int | None = None
 ) -> None:
-    """Write evaluate.json, keeping other tasks and steps, and add the figures to metrics and trackers. how: settings of
-    the evaluation; checkpoint: its step, None for a result. Raises RunFailure if the disk is full, which leaves both
-    files old or complete.
+    """Write evaluate.json, keeping other tasks and steps, and add the figures to metrics and trackers.
 
-    A result has its scores under "task/metric", a checkpoint under "task/metric@step".
+    A result has its scores under "task/metric", a checkpoint under "task/metric@step". how: settings of the
+    evaluation; checkpoint: its step, None for a result. Raises RunFailure if the disk is full, which leaves both files
+    old or complete.
     """
     try:
-        _write(run_dir, recipe, scores, how, checkpoint)
+        path, suffix = run_dir / EVALUATED, "" if checkpoint is None else f"@{checkpoint}"
+        before = json.loads(path.read_text(encoding="utf-8"))["scores"] if path.is_file() else {}
+        again = {(name.partition("/")[0], suffix[1:]) for name in scores}
+        kept = {k: score for k, score in before.items() if (k.partition("/")[0], k.partition("@")[2]) not in again}
+        step = _step_of_result(run_dir, recipe) if checkpoint is None else checkpoint
+        new = {}
+        for name, score in scores.items():
+            figures = {field: getattr(score, field) for field in ("rows", *_FIELDS)}
+            new[f"{name}{suffix}"] = {"step": step, **figures, **how}
+        write_atomically(path, json.dumps({"scores": kept | new}, indent=1) + "\n")
+        if step is None or recipe is None:
+            return
+        values = {
+            f"eval_tasks/{name}" + ("" if field == "trained" else f"/{field}"): value
+            for name, score in scores.items()
+            for field in _FIELDS
+            if (value := getattr(score, field)) is not None
+        }
+        add_to_step(run_dir / "metrics.jsonl", step, values)
+        wandb = run_dir / "wandb.json"
+        ids = {"wandb": json.loads(wandb.read_text(encoding="utf-8"))["id"]} if wandb.is_file() else {}
+        trackers = Trackers(recipe, run_dir, {}, ids)
+        trackers.log(values, step)
+        if checkpoint is None:
+            trackers.summary(values)
+        trackers.finish()
     except OSError as error:
         raise RunFailure(
             f"{run_dir}: the scores above could not be written: {error}; free space and run the command again"
         ) from None
 
 
-def _write(
-    run_dir: Path, recipe: Recipe | None, scores: dict[str, Score], how: dict[str, Any], checkpoint: int | None
-) -> None:
-    path, suffix = run_dir / EVALUATED, "" if checkpoint is None else f"@{checkpoint}"
-    known = json.loads(path.read_text(encoding="utf-8"))["scores"] if path.is_file() else {}
-    again = {(name.partition("/")[0], suffix[1:]) for name in scores}
-    kept = {k: score for k, score in known.items() if (k.partition("/")[0], k.partition("@")[2]) not in again}
-    step = _step(run_dir, recipe) if checkpoint is None else checkpoint
-    figures = {name: {field: getattr(score, field) for field in ("rows", *_FIELDS)} for name, score in scores.items()}
-    ours = {f"{name}{suffix}": {"step": step, **values, **how} for name, values in figures.items()}
-    write_atomically(path, json.dumps({"scores": kept | ours}, indent=1) + "\n")
-    if step is None or recipe is None:
-        return
-    values = {
-        f"eval_tasks/{name}" + ("" if field == "trained" else f"/{field}"): value
-        for name, score in scores.items()
-        for field in _FIELDS
-        if (value := getattr(score, field)) is not None
-    }
-    add_to_step(run_dir / "metrics.jsonl", step, values)
-    wandb = run_dir / "wandb.json"
-    ids = {"wandb": json.loads(wandb.read_text(encoding="utf-8"))["id"]} if wandb.is_file() else {}
-    trackers = Trackers(recipe, run_dir, {}, ids)
-    trackers.log(values, step)
-    if checkpoint is None:
-        trackers.summary(values)
-    trackers.finish()
-
-
-def _step(run_dir: Path, recipe: Recipe | None) -> int | None:
-    """Returns the step of the result's weights; None without a run's metrics."""
+def _step_of_result(run_dir: Path, recipe: Recipe | None) -> int | None:
+    """Returns None without a run's metrics."""
     lines = read_steps(run_dir / "metrics.jsonl")
     if recipe is not None and recipe.train.result == "best":
         best = best_checkpoint(run_dir / "checkpoints", recipe.checkpoint.best)
@@ -330,13 +301,13 @@ def _step(run_dir: Path, recipe: Recipe | None) -> int | None:
     return lines[-1]["step"] if lines else None
 
 
-def show_scores(console: Console, run_dirs: Sequence[Path], found: Sequence[dict[str, Score]]) -> None:
+def show_scores(console: Console, run_dirs: Sequence[Path], scores_of_runs: Sequence[dict[str, Score]]) -> None:
     several = len(run_dirs) > 1
     table = Table("task/metric", *["run"][:several], "rows", "base", "trained", "trained - base")
     if several:
         table.add_column(f"- {run_dirs[0].name}")
-    for name in found[0]:
-        for run_dir, score in zip(run_dirs, [scores[name] for scores in found], strict=True):
+    for name in scores_of_runs[0]:
+        for run_dir, score in zip(run_dirs, [scores[name] for scores in scores_of_runs], strict=True):
             pairs = [(score.base, score.base_stderr), (score.trained, score.trained_stderr)]
             differences = [(score.difference, score.difference_stderr)]
             differences += [(score.over_first, score.over_first_stderr)] if several else []

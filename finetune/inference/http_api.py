@@ -20,8 +20,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from finetune.errors import UserError
 from finetune.inference.answering import Answerer
-from finetune.inference.api_fields import Refused
-from finetune.inference.api_prompts import Prompts
+from finetune.inference.api_requests import Prompts, Refused
 from finetune.inference.lane import Finished, Lane, Piece, Request
 from finetune.utils import LOCAL_HOSTS, host_name
 
@@ -49,7 +48,7 @@ def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL_HOSTS
         return _error(error.status, str(error))
 
     @app.exception_handler(UserError)
-    async def of_request(_: HttpRequest, error: UserError) -> JSONResponse:  # a picture that cannot be decoded
+    async def of_request(_: HttpRequest, error: UserError) -> JSONResponse:  # an image that cannot be decoded
         return _error(400, str(error))
 
     @app.exception_handler(HTTPException)
@@ -109,7 +108,7 @@ def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL_HOSTS
 
     async def whole_body(http: HttpRequest) -> bytes:
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refused(415, "expected a body of JSON, with the header Content-Type: application/json")
+            raise Refused(415, "expected a JSON body, with the header Content-Type: application/json")
         parts: list[bytes] = []
 
         async def read() -> None:
@@ -129,7 +128,7 @@ def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL_HOSTS
         try:
             await asyncio.wait_for(read(), BODY_TIMEOUT_S)
         except asyncio.TimeoutError:
-            raise Refused(408, f"the body was not whole after {BODY_TIMEOUT_S:g} s") from None
+            raise Refused(408, f"the body was incomplete after {BODY_TIMEOUT_S:g} s") from None
         except ClientDisconnect:
             raise Refused(400, "the connection was closed within the body") from None
         return b"".join(parts)
@@ -204,11 +203,11 @@ async def _events(
     calls = 0
 
     def event(delta: dict[str, Any], reason: str | None = None, **more: Any) -> str:
-        said: dict[str, Any] = {"delta": delta} if is_chat else {"text": delta.get("content", "")}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+        content: dict[str, Any] = {"delta": delta} if is_chat else {"text": delta.get("content", "")}
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
         return f"data: {json.dumps({**about, 'choices': [choice], **more})}\n\n"
 
-    def of(piece: Piece) -> dict[str, Any]:
+    def as_delta(piece: Piece) -> dict[str, Any]:
         nonlocal calls
         if isinstance(piece, ToolCall):
             calls += 1
@@ -222,7 +221,7 @@ async def _events(
             piece = asyncio.create_task(request.pieces.get())
             await asyncio.wait({piece, answer}, return_when=asyncio.FIRST_COMPLETED)
             if piece.done():
-                yield event(of(piece.result()))
+                yield event(as_delta(piece.result()))
             else:
                 piece.cancel()
         try:
@@ -240,22 +239,15 @@ async def _events(
         answer.cancel()
 
 
-# --- names of the server
-
-
 def is_allowed_host(header: str, hosts: Collection[str]) -> bool:
     """Returns whether a request's `Host` is one of the names, with or without a port. A page under another name that
     resolves to this machine (DNS rebinding) is not allowed; "*" in hosts allows any."""
     name = host_name(header)
-    return name in hosts or "*" in hosts or (ANY_ADDRESS in hosts and _is_address(name))
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    if name in hosts or "*" in hosts:
+        return True
+    with contextlib.suppress(ValueError):
+        return ANY_ADDRESS in hosts and bool(ipaddress.ip_address(name))
+    return False
 
 
 class _HostCheck:
@@ -266,10 +258,10 @@ class _HostCheck:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-            if len(given) != 1 or not is_allowed_host(given[0], self._hosts):
-                shown = ", ".join(given)[:100]
-                message = f"this server is not called {shown!r}: `serve --allow-host NAME` allows a name"
+            names = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            if len(names) != 1 or not is_allowed_host(names[0], self._hosts):
+                shown = ", ".join(names)[:100]
+                message = f"{shown!r} is not a name of this server: `serve --allow-host NAME` allows a name"
                 await _error(403, message)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

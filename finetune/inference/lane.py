@@ -1,4 +1,4 @@
-"""One answer at a time: a thread in which models generate, and the pieces that it reports meanwhile."""
+"""A thread in which models generate, one answer at a time, and the pieces that it reports meanwhile."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ class Request:
 
 
 class Lane:
-    """A thread that answers requests in order. A request whose client is gone is dropped, or ends at its next
-    token."""
+    """A thread that answers requests in order. Without its client, a request is dropped or ends at the next token."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "answering")
@@ -78,7 +77,10 @@ class Lane:
         try:
             if request.seed is not None:
                 torch.manual_seed(request.seed)
-            watch = _Watch(request, self._decoder(request.entry.tokenizer), tell, self._closing)
+            tokenizer = request.entry.tokenizer
+            if id(tokenizer) not in self._decoders:  # this thread's own copy: tokenizers are not thread-safe
+                self._decoders[id(tokenizer)] = copy.deepcopy(tokenizer)
+            watch = PieceReporter(request, self._decoders[id(tokenizer)], tell, self._closing)
             inputs, criteria = request.entry.inputs([request.prompt]), StoppingCriteriaList([watch])
             more = {"generation_config": request.settings, "stopping_criteria": criteria}
             output = request.entry.model.generate(**inputs, **more)
@@ -86,14 +88,8 @@ class Lane:
         finally:
             self.answering = 0
 
-    def _decoder(self, tokenizer: Any) -> Any:
-        """Returns this thread's own copy: tokenizers are not thread-safe."""
-        if id(tokenizer) not in self._decoders:
-            self._decoders[id(tokenizer)] = copy.deepcopy(tokenizer)
-        return self._decoders[id(tokenizer)]
 
-
-class _Watch(StoppingCriteria):
+class PieceReporter(StoppingCriteria):
     """Reports the pieces of an answer after each token; ends it at a stop, or if its client is gone."""
 
     def __init__(self, request: Request, tokenizer: Any, tell: Callable[[Piece], None], closing: threading.Event):
@@ -122,19 +118,16 @@ class _Watch(StoppingCriteria):
         whole = self._tokenizer.decode(kept if self._hides_special else ids, skip_special_tokens=self._hides_special)
         self._feed(whole[len(self._text) :] if whole.startswith(self._text) else "")
         if self._request.parser is not None:
-            self._finish_parser()
+            try:
+                _, events = self._request.parser.finalize()
+            except (ValueError, RuntimeError):  # the answer ended within a call
+                events = []
+            self._parsed(events)
         if rest := self._filter.feed("", is_last=True):
             self._tell(rest)
         reason = "stop" if len(kept) < len(ids) or self._filter.ended else "length"
         text = StopFilter(self._request.stops).feed(whole, is_last=True) if self._request.parser is None else None
         return Finished(text, reason, len(ids))
-
-    def _finish_parser(self) -> None:
-        try:
-            _, events = self._request.parser.finalize()
-        except (ValueError, RuntimeError):  # the answer ended within a call
-            events = []
-        self._parsed(events)
 
     def _feed(self, text: str) -> None:
         self._text += text

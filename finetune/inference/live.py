@@ -3,9 +3,9 @@
     prompts of held-out rows ── the server, greedy ──> text ── the run's model reads it ──> is each token its likeliest?
 
 The run's model reads the server's text, so that one rounding does not change later tokens: a token that is not
-its likeliest one is a flip, whose gap in log-probability shows whether rounding can explain it. Also compared:
+its likeliest one is a flip, and its gap in log-probability shows whether rounding can explain it. Also compared:
 the number of tokens of the prompt (template, a doubled beginning-of-text token), ends of answers, and whether the
-base alone explains them better, as without an adapter.
+base alone explains them better, as if the adapter were missing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from finetune.data.formats.detect import detect_format, parse_row
+from finetune.data.building import OpenedSources
+from finetune.data.formats.detect import parse_row
 from finetune.data.samples import BadRow, Conversation, Message, Preference, PromptCompletion, Ranked
-from finetune.data.sources.source import SourceReader
 from finetune.errors import RunFailure, UserError
 from finetune.export.trained import Trained
 from finetune.export.verify_answers import end_tokens
@@ -36,7 +36,7 @@ from finetune.recipe.schema import HeldOut, Images
 
 # For any format of a server; docs/reference/export.md.
 TOP1, GAP_MEAN, GAP_MAX = 0.95, 1e-2, 1.0  # share; nats for a token that is not the likeliest
-_FORMAT_ROWS = 100
+_ROWS_PER_SOURCE = 100
 
 
 @dataclass
@@ -64,62 +64,51 @@ class Live:
                 self.problems.append(f"{name} gap to the run's likeliest token is {gap:.3g} nats, more than {limit:g}")
         if self.base_top1 is not None and self.top1 is not None and self.base_top1 > self.top1:
             self.problems.append(
-                f"the base explains more of its tokens ({self.base_top1:.1%}) than the run: the adapter is left out"
+                f"the base explains more of its tokens ({self.base_top1:.1%}) than the run: the adapter is missing"
             )
         if self.prompts is not None and self.prompts < 1:
             self.problems.append(
                 f"only {self.prompts:.0%} of prompts have as many tokens as in the run: another chat template or "
-                "tokenizer, or a beginning that is written twice"
+                "tokenizer, or a doubled beginning-of-text token"
             )
 
 
 def verify_url(url: str, trained: Trained, model: str | None, base: str | None, rows: int, console: Console) -> Live:
-    """Compare a server with a run. Raises UserError, and RunFailure if it does not answer like the run, or its
-    answer is invalid."""
+    """Compare a server with a run. Raises UserError, and RunFailure if its answers are invalid or do not match."""
     if trained.recipe is None:
         raise UserError(f"{trained.run_dir}: no recipe.yaml here, so there are no rows to compare on: give a run")
     if trained.recipe.objective.scores_sequences:
-        raise UserError(f"{trained.run_dir}: a model of scores has no answers to compare")
-    server = Server(url)
-    found = Live(server.choose(model, trained.run_dir.resolve().name))
-    conversations = list(islice(_questions(trained.recipe), rows))
-    with quiet_loading():
-        tokenizer = _tokenizer(trained)
-        place = (
-            trained.recipe.model.model_copy(update={"name": base, "revision": None}) if base else trained.recipe.model
-        )
-        rules = trained.recipe.data.image or Images()
-        answerer = Answerer(load_reference(trained, base), tokenizer, chat_template(tokenizer), place, rules)
-        if answerer.chat is None:
-            raise UserError(f"{trained.run_dir}: no chat template, so there is nothing to ask a chat server")
-    _compare(server, found, answerer, end_tokens(trained.settings), conversations)
-    found.judge()
-    show(console, found)
-    if found.problems:
-        raise RunFailure(f"{url} does not answer like what was trained:\n  " + "\n  ".join(found.problems))
-    return found
-
-
-def _tokenizer(trained: Trained) -> Any:
+        raise UserError(f"{trained.run_dir}: reward models and classifiers have no answers to compare")
     from transformers import AutoTokenizer
 
-    return load_auto(AutoTokenizer, trained.settings)
+    server = Server(url)
+    comparison = Live(server.choose(model, trained.run_dir.resolve().name))
+    conversations = list(islice(_questions(trained.recipe), rows))
+    with quiet_loading():
+        tokenizer, processor = load_auto(AutoTokenizer, trained.settings), trained.recipe.model
+        if base:
+            processor = processor.model_copy(update={"name": base, "revision": None})
+        rules = trained.recipe.data.image or Images()
+        answerer = Answerer(load_reference(trained, base), tokenizer, chat_template(tokenizer), processor, rules)
+        if answerer.chat is None:
+            raise UserError(f"{trained.run_dir}: no chat template, so there is nothing to ask a chat server")
+    _compare(server, comparison, answerer, end_tokens(trained.settings), conversations)
+    comparison.judge()
+    show(console, comparison)
+    if comparison.problems:
+        raise RunFailure(f"{url} does not match the trained model:\n  " + "\n  ".join(comparison.problems))
+    return comparison
 
 
 def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
     """Yields the messages of held-out rows up to their last answer. Raises UserError if there are none."""
     data, count = recipe.data, 0
     sources = data.train if isinstance(data.eval, HeldOut) else data.eval_sources or data.train
-    for source in sources:
-        rows = SourceReader(source).rows()
-        head = list(islice(rows, _FORMAT_ROWS))
-        format, columns = source.format, source.columns
-        if format == "auto":
-            detected = detect_format([row for _, _, row in head], columns)
-            format, columns = detected.format, detected.columns
-        for path, number, row in head:
+    for source in map(OpenedSources(recipe).open, sources):
+        for path, number, row in islice(source.reader.rows(), _ROWS_PER_SOURCE):
             try:
-                messages = _asked(parse_row(row, format, columns), data.image or Images(), path)
+                sample = parse_row(row, source.source.format, source.source.columns)
+                messages = _request_messages(sample, data.image or Images(), path)
             except BadRow as error:
                 if data.on_bad_row == "skip":
                     continue
@@ -128,12 +117,11 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
                 count += 1
                 yield messages
     if not count:
-        raise UserError("the run's rows have no questions that a chat server could be asked")
+        raise UserError("the run's rows have no questions for a chat server")
 
 
-def _asked(sample: Any, rules: Images, path: str) -> list[dict[str, Any]]:
-    """Returns a sample's messages before its last answer, as the API expects them; [] for other samples. Raises BadRow
-    for a picture that cannot be read."""
+def _request_messages(sample: Any, rules: Images, path: str) -> list[dict[str, Any]]:
+    """Returns a sample's messages before its last answer, as the API expects them; [] for other samples."""
     if isinstance(sample, Preference):
         sample = sample.chosen
     if isinstance(sample, Ranked):
@@ -149,7 +137,7 @@ def _asked(sample: Any, rules: Images, path: str) -> list[dict[str, Any]]:
 
 
 def _content(message: Message, rules: Images, path: str) -> str | list[dict[str, Any]]:
-    """Returns the content as text, or as parts with pictures as data URLs."""
+    """Returns the content as text, or as parts with images as data URLs."""
     if not message.images:
         return message.content
     from finetune.data.images.image_files import find_image
@@ -169,18 +157,18 @@ def _content(message: Message, rules: Images, path: str) -> str | list[dict[str,
 
 @torch.no_grad()
 def _compare(
-    server: Server, found: Live, answerer: Answerer, ends: set[int], conversations: list[list[dict[str, Any]]]
+    server: Server, result: Live, answerer: Answerer, ends: set[int], conversations: list[list[dict[str, Any]]]
 ) -> None:
     gaps: list[float] = []
     by_base: list[bool] = []
     same_prompts: list[bool] = []
     special = {token for token in answerer.tokenizer.all_special_tokens if token}
     for messages in conversations:
-        prompt, reply = answerer.prompt(messages), server.answer(found.model, messages)
+        prompt, reply = answerer.prompt(messages), server.answer(result.model, messages)
         if reply.prompt_tokens is not None:
             same_prompts.append(reply.prompt_tokens == len(prompt.ids))
         if shown := sorted(token for token in special if token in reply.text):
-            found.problems.append(f"it shows {shown[0]!r} in an answer: the token does not end it there")
+            result.problems.append(f"an answer contains {shown[0]!r}: the token does not end it")
         written: list[int] = answerer.tokenizer(reply.text, add_special_tokens=False)["input_ids"]
         first, is_ended = len(prompt.ids) - 1, reply.finish_reason == "stop"
         written = written if is_ended else written[:-1]  # the last token may be half a character
@@ -193,14 +181,14 @@ def _compare(
             with answerer.model.disable_adapter():
                 of_base = _log_probs(answerer.model, inputs)[first:]
             by_base += [gap == 0 for gap in _gaps(of_base, written, ends, is_ended)]
-    found.rows, found.tokens = len(conversations), len(gaps)
+    result.rows, result.tokens = len(conversations), len(gaps)
     if gaps:
-        found.top1 = sum(gap == 0 for gap in gaps) / len(gaps)
-        found.gap_mean, found.gap_max = sum(gaps) / len(gaps), max(gaps)
-        found.base_top1 = sum(by_base) / len(by_base) if by_base else None
+        result.top1 = sum(gap == 0 for gap in gaps) / len(gaps)
+        result.gap_mean, result.gap_max = sum(gaps) / len(gaps), max(gaps)
+        result.base_top1 = sum(by_base) / len(by_base) if by_base else None
     else:
-        found.problems.append("it wrote nothing that can be compared (thoughts are not: servers cut them off)")
-    found.prompts = sum(same_prompts) / len(same_prompts) if same_prompts else None
+        result.problems.append("it wrote nothing that can be compared (thoughts are not: servers cut them off)")
+    result.prompts = sum(same_prompts) / len(same_prompts) if same_prompts else None
 
 
 def _log_probs(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:  # (T, V) fp32
@@ -216,14 +204,14 @@ def _gaps(log_probs: torch.Tensor, written: list[int], ends: set[int], is_ended:
     return gaps
 
 
-def show(console: Console, found: Live) -> None:
-    table = Table(f"{found.model} compared with the run", "")
-    values = {"questions": f"{found.rows:,}", "tokens that it wrote": f"{found.tokens:,}"}
-    shares = {"the run's likeliest": found.top1, "the base's likeliest": found.base_top1}
-    gaps = {"gap, mean (nats)": found.gap_mean, "gap, largest": found.gap_max}
+def show(console: Console, result: Live) -> None:
+    table = Table(f"{result.model} compared with the run", "")
+    values = {"questions": f"{result.rows:,}", "tokens that it wrote": f"{result.tokens:,}"}
+    shares = {"the run's likeliest": result.top1, "the base's likeliest": result.base_top1}
+    gaps = {"gap, mean (nats)": result.gap_mean, "gap, largest": result.gap_max}
     values |= {name: f"{value:.2%}" for name, value in shares.items() if value is not None}
     values |= {name: f"{value:.3g}" for name, value in gaps.items() if value is not None}
-    values["prompts of as many tokens"] = "not counted" if found.prompts is None else f"{found.prompts:.0%}"
+    values["prompts with as many tokens"] = "not counted" if result.prompts is None else f"{result.prompts:.0%}"
     for name, value in values.items():
         table.add_row(name, value)
     console.print(table)

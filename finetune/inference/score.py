@@ -6,7 +6,7 @@ Letters: B sequences of a forward, T tokens of the longest, N labels.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -20,11 +20,10 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
 
 from finetune.data.chat.renderer import Rendered, Renderer, build_renderer
 from finetune.data.formats.detect import detect_format, parse_row
-from finetune.data.samples import BadRow, Labelled, Preference, Ranked, Sample
+from finetune.data.samples import BadRow, Labelled, Preference, Ranked
 from finetune.data.sources.source import SourceReader
 from finetune.errors import RunFailure, UserError
 from finetune.export.loading import load_trained, model_folder
@@ -59,31 +58,28 @@ class Scorer:
     def scores(self, sequences: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:  # (len(sequences), N)
         """Returns the scores at the last token of each, in order."""
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
-        found = np.zeros((len(sequences), len(self.labels)), np.float32)
+        scores = np.zeros((len(sequences), len(self.labels)), np.float32)
+        base, head, device = unwrap_peft(self.model).base_model, output_head(self.model), self.model.device
         while order:
-            size = max(1, _BATCH_TOKENS // len(sequences[order[0]]))
+            longest = len(sequences[order[0]])
+            size = max(1, _BATCH_TOKENS // longest)
             batch, order = order[:size], order[size:]
-            found[batch] = self._forward([sequences[i] for i in batch]).cpu().numpy()
-        return found
-
-    def _forward(self, sequences: list[NDArray[np.int32]]) -> Tensor:  # (B, N) fp32
-        lengths = torch.tensor([len(ids) for ids in sequences])
-        input_ids = torch.zeros(len(sequences), len(sequences[0]), dtype=torch.int64)  # the first is the longest
-        for row, ids in zip(input_ids, sequences, strict=True):
-            row[: len(ids)] = torch.from_numpy(ids.astype(np.int64))
-        mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
-        device = self.model.device
-        base = unwrap_peft(self.model).base_model
-        hidden = base(input_ids=input_ids.to(device), attention_mask=mask.to(device), use_cache=False)[0]  # (B, T, D)
-        ends = hidden[torch.arange(len(sequences), device=device), (lengths - 1).to(device)]
-        return output_head(self.model)(ends).float()
+            lengths = torch.tensor([len(sequences[i]) for i in batch])
+            input_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+            for row, i in zip(input_ids, batch, strict=True):
+                row[: len(sequences[i])] = torch.from_numpy(sequences[i].astype(np.int64))
+            mask = (torch.arange(longest) < lengths[:, None]).long()
+            hidden = base(input_ids=input_ids.to(device), attention_mask=mask.to(device), use_cache=False)[0]  # (B,T,D)
+            ends = hidden[torch.arange(len(batch), device=device), (lengths - 1).to(device)]
+            scores[batch] = head(ends).float().cpu().numpy()
+        return scores
 
 
 def load_scorer(run_dir: Path) -> Scorer:
     """Returns the model of a run directory or a model folder. Raises UserError if it has no score head."""
     folder = model_folder(run_dir)
     if not is_scoring(folder):
-        raise UserError(f"{run_dir}: this model writes text, and has no head of scores: `finetune generate` uses it")
+        raise UserError(f"{run_dir}: this model generates text and has no score head; use `finetune generate`")
     model = load_trained(folder)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     labels = tuple(unwrap_peft(model).config.id2label.values())
@@ -97,14 +93,14 @@ def source_of(path: str, format: str, limit: int | None) -> Source:
     try:
         return Source.model_validate({"path": path, "format": format, "limit": limit})
     except ValidationError:
-        raise UserError(f"--format: there is no format {format!r}; `auto` detects it") from None
+        raise UserError(f"--format: unknown format {format!r}; `auto` detects it") from None
 
 
 @dataclass(frozen=True)
 class ScoredRow:
     """A row's position in the file, its sequences as texts, and its label."""
 
-    where: tuple[str, int]
+    place: tuple[str, int]  # file and row
     kind: str  # pair | ranked | text
     sequences: tuple[Rendered, ...]
     label: bool | int | str | None = None
@@ -116,19 +112,22 @@ def score_file(run_dir: Path, data: Source, output: Path | None, console: Consol
     Raises UserError, and RunFailure if the disk is full.
     """
     scorer, reader, metrics = load_scorer(run_dir), SourceReader(data), Metrics()
-    rows = _drawn(scorer, data, reader)
+    rows = _rendered_rows(scorer, data, reader)
     partial = output.with_name(f"{output.name}.partial") if output else None
     try:
         with ExitStack() as stack:
             file = stack.enter_context(partial.open("w", encoding="utf-8")) if partial else None
             total = reader.estimated_rows()
-            shown = track(rows, "scoring", total, console=console, disable=not console.is_terminal)
-            for window in _windows(shown):
-                for row, scores in zip(window, _scores(scorer, window), strict=True):
-                    found = _result(scorer, row, scores)
-                    metrics.add(found)
+            shown = iter(track(rows, "scoring", total, console=console, disable=not console.is_terminal))
+            while window := list(islice(shown, _WINDOW)):
+                tokens = scorer.renderer.tokenise([sequence for row in window for sequence in row.sequences])
+                scores = scorer.scores([of_sequence[0] for of_sequence in tokens])  # (sequences, N)
+                ends = np.cumsum([len(row.sequences) for row in window])
+                for row, of_row in zip(window, np.split(scores, ends[:-1]), strict=True):
+                    result = _result(scorer, row, of_row)
+                    metrics.add(result)
                     if file:
-                        file.write(json.dumps({"path": row.where[0], "row": row.where[1], **found}) + "\n")
+                        file.write(json.dumps({"path": row.place[0], "row": row.place[1], **result}) + "\n")
         if partial and output:
             partial.replace(output)
     except OSError as error:
@@ -139,7 +138,8 @@ def score_file(run_dir: Path, data: Source, output: Path | None, console: Consol
     return metrics.means()
 
 
-def _drawn(scorer: Scorer, data: Source, reader: SourceReader) -> Iterator[ScoredRow]:
+def _rendered_rows(scorer: Scorer, data: Source, reader: SourceReader) -> Iterator[ScoredRow]:
+    """Yields the rows of a file. Raises UserError with the row that cannot be read."""
     rows = reader.rows()
     head = list(islice(rows, _FORMAT_ROWS))
     if not head:
@@ -150,18 +150,16 @@ def _drawn(scorer: Scorer, data: Source, reader: SourceReader) -> Iterator[Score
         format, columns = detected.format, detected.columns
     for path, number, row in chain(head, rows):
         try:
-            yield _draw(scorer.renderer, (path, number), parse_row(row, format, columns))
+            sample, label, kind = parse_row(row, format, columns), None, "text"
+            if isinstance(sample, Labelled):
+                sample, label = sample.sample, sample.label
+            elif isinstance(sample, Preference | Ranked):
+                kind = "pair" if isinstance(sample, Preference) else "ranked"
+            answers = sample.answers if isinstance(sample, Ranked) else (sample,)
+            sequences = tuple(one for answer in answers for one in _sequences(scorer.renderer, answer))
+            yield ScoredRow((path, number), kind, sequences, label)
         except (BadRow, UserError) as error:
             raise UserError(f"{path}:{number}: {error}") from None
-
-
-def _draw(renderer: Renderer, where: tuple[str, int], sample: Sample) -> ScoredRow:
-    if isinstance(sample, Ranked):
-        answers = tuple(sequence for answer in sample.answers for sequence in _sequences(renderer, answer))
-        return ScoredRow(where, "ranked", answers)
-    if isinstance(sample, Labelled):
-        return ScoredRow(where, "text", _sequences(renderer, sample.sample), sample.label)
-    return ScoredRow(where, "pair" if isinstance(sample, Preference) else "text", _sequences(renderer, sample))
 
 
 def _sequences(renderer: Renderer, sample: Any) -> tuple[Rendered, ...]:
@@ -171,35 +169,21 @@ def _sequences(renderer: Renderer, sample: Any) -> tuple[Rendered, ...]:
     return examples[0]
 
 
-def _windows(rows: Iterable[ScoredRow]) -> Iterator[list[ScoredRow]]:
-    iterator = iter(rows)
-    while window := list(islice(iterator, _WINDOW)):
-        yield window
-
-
-def _scores(scorer: Scorer, window: list[ScoredRow]) -> Iterator[NDArray[np.float32]]:
-    """Yields the scores of each row's sequences, (sequences, N)."""
-    tokens = scorer.renderer.tokenise([sequence for row in window for sequence in row.sequences])
-    scores = scorer.scores([of_sequence[0] for of_sequence in tokens])
-    ends = np.cumsum([len(row.sequences) for row in window])
-    yield from np.split(scores, ends[:-1])
-
-
 def _result(scorer: Scorer, row: ScoredRow, scores: NDArray[np.float32]) -> dict[str, Any]:
-    """Returns the output for a row."""
+    """Returns the output for a row. scores: (sequences, N)."""
     if scorer.is_classifier:
         probabilities = np.exp(scores[0] - np.logaddexp.reduce(scores[0]))
         best = scorer.labels[int(scores[0].argmax())]
-        found = {"label": best, "probabilities": dict(zip(scorer.labels, probabilities.tolist(), strict=True))}
+        result = {"label": best, "probabilities": dict(zip(scorer.labels, probabilities.tolist(), strict=True))}
         if row.label is None:
-            return found
+            return result
         given = scorer.labels[row.label] if isinstance(row.label, int) else row.label
-        return {**found, "given": given, "correct": best == given}
+        return {**result, "given": given, "correct": best == given}
     values = scores[:, 0].tolist()
     if row.kind == "pair":
         chosen, rejected = values
-        difference = {"margin": chosen - rejected, "correct": chosen > rejected}
-        return {"chosen": chosen, "rejected": rejected, **difference}
+        margin, correct = chosen - rejected, chosen > rejected
+        return {"chosen": chosen, "rejected": rejected, "margin": margin, "correct": correct}
     return {"scores": values} if row.kind == "ranked" else {"score": values[0]}
 
 
@@ -210,17 +194,15 @@ class Metrics:
         self._sums: dict[str, tuple[float, int]] = {}
         self._rows = 0
 
-    def add(self, found: Mapping[str, Any]) -> None:
+    def add(self, result: Mapping[str, Any]) -> None:
         self._rows += 1
-        for name, value in found.items():
-            if isinstance(value, bool | float):
-                self._add("accuracy" if name == "correct" else name, float(value))
-        for name in found.get("probabilities", ()):
-            self._add(f"share of {name}", float(found["label"] == name))
-
-    def _add(self, name: str, value: float) -> None:
-        total, count = self._sums.get(name, (0.0, 0))
-        self._sums[name] = (total + value, count + 1)
+        numbers = {name: value for name, value in result.items() if isinstance(value, bool | float)}
+        if "correct" in numbers:
+            numbers["accuracy"] = numbers.pop("correct")
+        numbers |= {f"share of {name}": result["label"] == name for name in result.get("probabilities", ())}
+        for name, value in numbers.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (total + float(value), count + 1)
 
     def means(self) -> dict[str, float]:
         return {"rows": self._rows, **{name: total / count for name, (total, count) in self._sums.items()}}

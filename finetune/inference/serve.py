@@ -2,8 +2,7 @@
 
     POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health
 
-    request ── body (http_api.py), fields and bounds (api_fields.py)
-            ── prompt, parsed, rendered and tokenized as in training (api_prompts.py), in a thread
+    request ── body (http_api.py), fields and bounds, prompt rendered and tokenized as in training (api_requests.py)
             ── waits for the lane, the thread in which models generate (lane.py) ── pieces, or one answer
 
 All of this runs outside the event loop, so that /health answers meanwhile.
@@ -56,11 +55,15 @@ def load_served(runs: Sequence[tuple[str, Path]], device: str) -> dict[str, Answ
     for name, run_dir in runs:
         folder = model_folder(run_dir)
         if is_scoring(folder):
-            raise UserError(f"{run_dir}: a model of scores answers nothing: `finetune score` is what it does")
+            raise UserError(f"{run_dir}: reward models and classifiers do not generate text; use `finetune score`")
         if name in entries:
-            raise UserError(f"serve: two models are named {name!r}: give one another name, as NAME={run_dir}")
+            raise UserError(f"serve: two models are named {name!r}: rename one of them, as NAME={run_dir}")
         tokenizer, adapter = load_auto(AutoTokenizer, folder), f"served_{len(entries)}"
-        base = _base_to_share(folder)
+        base, adapter_file = None, folder / "adapter_config.json"
+        if adapter_file.is_file():
+            config = json.loads(adapter_file.read_text(encoding="utf-8"))
+            changes_base = ("modules_to_save", "target_parameters", "trainable_token_indices")
+            base = None if any(config.get(key) for key in changes_base) else config["base_model_name_or_path"]
         key = (base or str(folder), len(tokenizer))
         if key in shared:
             model = shared[key]
@@ -71,30 +74,18 @@ def load_served(runs: Sequence[tuple[str, Path]], device: str) -> dict[str, Answ
                 shared[key] = model
         has_settings = (folder / "generation_config.json").is_file()
         settings = GenerationConfig.from_pretrained(folder) if has_settings else model.generation_config
-        is_adapter = (folder / "adapter_config.json").is_file()
-        served = Served(model.eval(), adapter if is_adapter else None, settings)
+        served = Served(model.eval(), adapter if adapter_file.is_file() else None, settings)
         entries[name] = answerer_of(run_dir, served, tokenizer)
     return entries
-
-
-def _base_to_share(folder: Path) -> str | None:
-    """Returns the base that an adapter leaves unchanged; None: it needs a separate model."""
-    file = folder / "adapter_config.json"
-    if not file.is_file():
-        return None
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    own = ("modules_to_save", "target_parameters", "trainable_token_indices")
-    return None if any(settings.get(key) for key in own) else settings["base_model_name_or_path"]
 
 
 def _placed(folder: Path, device: str, adapter: str) -> Any:
     """Returns the model on a device; auto: over all accelerators if there are several. Raises UserError."""
     if device == "auto" and torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
         return load_trained(folder, adapter=adapter, device_map="auto")
-    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    default = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     try:
-        place = there if device == "auto" else torch.device(device)
-        return load_trained(folder, adapter=adapter).to(place)
+        return load_trained(folder, adapter=adapter).to(default if device == "auto" else torch.device(device))
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
 
@@ -110,7 +101,7 @@ def serve(runs: Sequence[tuple[str, Path]], host: str, port: int, device: str, a
     try:
         listening = socket.create_server((host, port))
     except OSError as error:
-        raise UserError(f"serve: {host}:{port} cannot be listened on: {error.strerror}; give another --port") from None
+        raise UserError(f"serve: cannot listen on {host}:{port}: {error.strerror}; give another --port") from None
     with listening:
         app = build_app(load_served(runs, device), hosts_of(host, allowed))
         url = f"http://{host}:{listening.getsockname()[1]}/v1"

@@ -35,14 +35,13 @@ class Server:
             raise UserError(f"--url {url}: expected http://HOST:PORT/v1")
         self._url = url.rstrip("/")
 
-    def choose(self, wanted: str | None, run: str | None = None) -> str:
-        """Returns the model to use: the `wanted` one, the only one, or the one with the run's name. Raises
-        UserError."""
+    def choose(self, requested: str | None, run: str | None = None) -> str:
+        """Returns the `requested` model, the only one, or the one with the run's name. Raises UserError."""
         models: list[Any] = self._part(self._ask("/models"), "data", list, "/models")
         names = [one["id"] for one in models if isinstance(one, dict) and isinstance(one.get("id"), str)]
-        if wanted is None and len(names) == 1:
+        if requested is None and len(names) == 1:
             return names[0]
-        name = wanted or run
+        name = requested or run
         if name is None or name not in names:
             lacks = f"no model {name!r}; there are" if name else "several models:" if names else "no model:"
             raise UserError(f"{self._url} has {lacks} {', '.join(names) or 'none'}: give --model")
@@ -50,15 +49,14 @@ class Server:
 
     def answer(self, model: str, messages: list[dict[str, Any]]) -> Reply:
         """Returns the greedy answer. Raises RunFailure for an invalid answer."""
-        asked = {"model": model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
-        path = "/chat/completions"
-        said = self._ask(path, asked)
-        choices = self._part(said, "choices", list, path)
+        path, request = "/chat/completions", {"model": model, "messages": messages, "temperature": 0}
+        reply = self._ask(path, {**request, "max_tokens": MAX_TOKENS})
+        choices = self._part(reply, "choices", list, path)
         message = self._part(choices[0] if choices else None, "message", dict, path)
         text = message.get("content")
         if text is not None and not isinstance(text, str):
-            raise self._nonsense(path, f"the answer is {json.dumps(text)[:80]}")
-        usage = said.get("usage") if isinstance(said.get("usage"), dict) else {}
+            raise self._invalid(path, f"the answer is {json.dumps(text)[:80]}")
+        usage = reply.get("usage") if isinstance(reply.get("usage"), dict) else {}
         count = usage.get("prompt_tokens")
         count, has_thoughts = count if isinstance(count, int) else None, any(message.get(key) for key in REASONING)
         return Reply(text or "", choices[0].get("finish_reason"), count, has_thoughts)
@@ -71,9 +69,9 @@ class Server:
         names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
         chosen = {name: value for name in names if (value := getattr(sampling, name)) is not None}
         stop = {"stop": list(sampling.stop)} if sampling.stop else {}
-        asked = {"model": model, "messages": list(messages), "max_tokens": sampling.max_new_tokens, "stream": True}
+        request = {"model": model, "messages": list(messages), "max_tokens": sampling.max_new_tokens, "stream": True}
         path, is_ended = "/chat/completions", False
-        for line in self._lines(path, {**asked, **chosen, **stop}):
+        for line in self._lines(path, {**request, **chosen, **stop}):
             if not line.startswith(b"data:"):  # https://html.spec.whatwg.org/multipage/server-sent-events.html
                 continue
             if (data := line[len(b"data:") :].strip()) == b"[DONE]":  # not every server sends this
@@ -84,7 +82,7 @@ class Server:
             thought = next((delta[key] for key in REASONING if delta.get(key)), "")
             yield from ((text, text is thought) for text in (thought, delta.get("content")) if text)
         if not is_ended:
-            raise self._nonsense(path, "the answer broke off")
+            raise self._invalid(path, "the answer broke off")
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return self._json(path, b"".join(self._lines(path, body)))
@@ -101,22 +99,22 @@ class Server:
                 yield from response
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace")[:200]
-            raise self._nonsense(path, f"status {error.code}: {text}") from None
+            raise self._invalid(path, f"status {error.code}: {text}") from None
         except http.client.IncompleteRead:
-            raise self._nonsense(path, "the answer broke off") from None
+            raise self._invalid(path, "the answer broke off") from None
         except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out; a line that is not HTTP
             raise RunFailure(f"{self._url} cannot be reached: {getattr(error, 'reason', None) or error}") from None
 
-    def _json(self, path: str, said: bytes) -> Any:
+    def _json(self, path: str, text: bytes) -> Any:
         try:
-            return json.loads(said)
+            return json.loads(text)
         except ValueError:
-            raise self._nonsense(path, f"not JSON: {said[:80].decode('utf-8', 'replace')!r}") from None
+            raise self._invalid(path, f"not JSON: {text[:80].decode('utf-8', 'replace')!r}") from None
 
-    def _part(self, said: Any, key: str, kind: type, path: str) -> Any:
-        if not isinstance(said, dict) or not isinstance(said.get(key), kind):
-            raise self._nonsense(path, f"no `{key}` in {json.dumps(said)[:80]}")
-        return said[key]
+    def _part(self, reply: Any, key: str, kind: type, path: str) -> Any:
+        if not isinstance(reply, dict) or not isinstance(reply.get(key), kind):
+            raise self._invalid(path, f"no `{key}` in {json.dumps(reply)[:80]}")
+        return reply[key]
 
-    def _nonsense(self, path: str, what: str) -> RunFailure:
+    def _invalid(self, path: str, what: str) -> RunFailure:
         return RunFailure(f"{self._url}{path} does not answer as an OpenAI-compatible server: {what}")

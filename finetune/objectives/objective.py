@@ -80,8 +80,7 @@ def means(sums: Sums) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class TokenRanks:
-    """The ranks that share the tokens of a row (context and sequence parallel); each computes the terms of all its
-    sequences."""
+    """Ranks that share a row's tokens (context and sequence parallel); each computes the terms of all sequences."""
 
     count: int = 1
     sum: Callable[[Tensor], Tensor] = lambda tensor: tensor  # over these ranks; of gradients too, in the backward
@@ -127,8 +126,7 @@ class Objective:
     num_details: int = 0  # `Outputs.details` that the token loss gives
 
     def no_terms(self, batch: Batch, terms: Callable[[Outputs, Batch], Terms] | None = None) -> Terms:
-        """Returns the terms, or other ones, all zero, for a rank without outputs (the early stages of a
-        pipeline)."""
+        """Returns the terms, or other ones, all zero, for a rank without outputs (early stages of a pipeline)."""
         device, targets = batch.targets.ids.device, len(batch.targets.ids)
         each = torch.zeros(targets, device=device)
         scores = torch.zeros(len(batch.ends.positions), self.num_scores, device=device)

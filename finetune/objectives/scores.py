@@ -33,11 +33,11 @@ def reward(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Obj
             "rewards/margin": chosen - rejected,
             "rewards/accuracy": (chosen > rejected).to(chosen.dtype),
         }
-        found = {"reward": Term(token_ranks.share(losses.sum()), "examples", 1.0)}
+        loss_terms = {"reward": Term(token_ranks.share(losses.sum()), "examples", 1.0)}
         if settings.centering:
             off_centre = (chosen + rejected).square().sum()
-            found["off_centre"] = Term(token_ranks.share(off_centre), "examples", settings.centering)
-        return {**found, **_means(means, token_ranks)}
+            loss_terms["off_centre"] = Term(token_ranks.share(off_centre), "examples", settings.centering)
+        return {**loss_terms, **_means(means, token_ranks)}
 
     return Objective(terms, num_scores=1)
 

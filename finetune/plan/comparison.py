@@ -10,6 +10,7 @@ On a CPU the peak that a run measures is that of its process, which is not of te
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import statistics
@@ -88,6 +89,19 @@ class Launched:
         of_state = {name: memory.persistent[of] for name, of in STATE.items()}
         return {"memory_bytes": {**of_state, "peak": memory.tensors}, "phases_bytes": memory.phases}
 
+    def rows_that_fit(self, free_bytes: int) -> int:
+        """Returns how many rows of a micro-batch are expected to fit, by a line through the peaks of one and two."""
+        place = Place(self.launch, self.per_machine, "cuda", torch.cuda.get_device_capability())
+        peaks = []
+        for count in (1, 2):
+            batch = self.recipe.batch.model_copy(update={"rows_per_device": count})
+            recipe = self.recipe.model_copy(update={"batch": batch})
+            heavy = heaviest(recipe, self.rows)
+            peaks.append(estimate_memory(recipe, self.config, place, heavy, self.micro_batches).tensors)
+        one, two = peaks
+        room = free_bytes * (1 - read_hardware().reserve.margin) - one
+        return 1 + max(0, int(room // max(1, two - one)))
+
     def _time(self) -> dict[str, Any]:
         recipe, hardware = self.recipe, read_hardware()
         plan = {"device": self.device, "processor": processor()}
@@ -143,6 +157,8 @@ def _predicted(
     if recipe.batch.rows_per_device == "auto" and found.get("memory_bytes", {}).pop("peak", None):
         del found["phases_bytes"]
         found["notes"].append("peak: batch.rows_per_device is auto, measured later; `plan --report` calculates it")
+        with contextlib.suppress(*_FAILURES), quietly():
+            found["rows_per_device"] = run.rows_that_fit(torch.cuda.mem_get_info(engine.device)[0])
     return found
 
 

@@ -3,9 +3,11 @@
 The result is the same on every rank and does not change the maths: it only decides the number of micro-batches into
 which the sequences of a step are split.
 
-A trial that runs out of memory ends a run whose ranks wait for each other inside a forward. So sizes at most
-double, and only if the measurements so far predict that the next one fits: memory grows linearly in the sequences of
-a micro-batch, or quadratically if attention uses a mask or scores of tokens x tokens.
+The search begins at the planner's estimate, if the command has one, and at one sequence otherwise. It steps down while
+a size does not fit, and at most doubles while the measurements so far predict that the next size fits: memory grows
+linearly in the sequences of a micro-batch, or quadratically if attention uses a mask or scores of tokens x tokens.
+A trial that runs out of memory ends a run whose ranks wait for each other inside a forward, so these begin at half the
+estimate.
 
 `MARGIN` of the memory stays free: the documents of a run's steps differ in length from those of a trial, so that
 memory is fragmented differently; communicators and libraries allocate at first use; evaluation and generation add to
@@ -22,13 +24,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from finetune.data.batch import UNSHARDED, Batch, TokenShare, collate, token_shard
@@ -38,17 +39,19 @@ from finetune.data.samples import Example
 from finetune.data.samples import Sequence as TokenSequence
 from finetune.data.sources.files import cache_root
 from finetune.engine.base import Engine
+from finetune.engine.costs import Shard, Weight
 from finetune.errors import RunFailure, UserError
+from finetune.models.parameter_roles import parameter_roles
 from finetune.objectives.forward import ForwardPass
 from finetune.recipe import Recipe
+from finetune.training.optim import state_bytes
 from finetune.training.run_plan import versions
 from finetune.utils import divisors, peak_resident_bytes, write_atomically
 
 log = logging.getLogger(__name__)
 
-HALF = 0.5  # one sequence of half the tokens: with a full one, the first two points of the line
+MARGIN = 0.08
 _GIB = 2**30
-_PROBE_ELEMENTS = 8192  # at most; bitsandbytes keeps 8-bit state from 4096 on
 _QUADRATIC_ATTENTION = ("eager", "sdpa")  # one call over the micro-batch: scores or a mask of tokens x tokens
 # Recipe keys without effect on a micro-batch's memory. Length and number of sequences are compared separately.
 _IGNORED_KEYS = {
@@ -64,8 +67,6 @@ _IGNORED_KEYS = {
     "train": {"epochs", "max_steps"},
 }
 
-BuildOptimizers = Callable[[list[tuple[str, Tensor]]], list[Optimizer]]
-
 
 @dataclass(frozen=True)
 class RowsPerDevice:
@@ -79,13 +80,14 @@ def find_rows(
     config: PretrainedConfig,
     forward: ForwardPass,
     data: RowSource,
-    build: BuildOptimizers,
-    memory: DeviceMemory,
+    memory: CudaMemory | HostMemory,
+    estimate: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RowsPerDevice:
     """Returns the micro-batch size, cached or measured. Collective.
 
-    Leaves weights, gradients, optimizer and random numbers as they were. Raises UserError and RunFailure.
+    estimate: size that is expected to fit, on the main rank. Leaves weights, gradients, optimizer and random numbers as
+    they were. Raises UserError and RunFailure.
     """
     heaviest = data.heaviest_row(recipe.data.max_length, forward.attention.shares_prompts)
     row = HeaviestRow(data.row(0)[0], *heaviest)
@@ -105,36 +107,33 @@ def find_rows(
     if cached is not None and cached.required_bytes <= limit < cached.next_required_bytes:
         say(f"batch.rows_per_device: auto: {cached.size} (cached in {path})")
         return _with_reason(cached, limit, sizes, "cached")
+    start: int = engine.ranks.gather(estimate)[0] or 1
+    if engine.trial_is_collective:
+        start //= 2
     say(f"batch.rows_per_device: auto: trying micro-batches of up to {sizes[-1]} x {row.tokens:,} tokens")
-    trials = Trials(engine, memory, forward, row, optimizer_bytes(engine, build))
-    fitting = _measure(trials, recipe.train.compile, sizes, limit, say)
+    trials = Trials(engine, memory, forward, row, optimizer_bytes(engine, recipe))
+
+    def attempt(rows: int) -> float:
+        required = trials.attempt(rows)
+        say(f"  {rows}: {required / _GIB:.1f} of {limit / _GIB:.1f} GiB")
+        return required
+
+    with torch.random.fork_rng([engine.device] if engine.device.type == "cuda" else []):
+        try:
+            trials.begin()
+            power = 2 if forward.attention.implementation in _QUADRATIC_ATTENTION else 1
+            fitting = largest_that_fits(sizes, limit, attempt, start, power)
+        finally:
+            engine.drop_gradients()
+            memory.release()  # the run allocates blocks of its own sizes
+            if recipe.train.compile:
+                torch.compiler.reset()  # forgets the trial sizes: the run compiles for its own
     if engine.is_main:
         try:
             write_entry(path, depends_on, fitting)
         except OSError as error:
             log.warning("%s cannot be written (%s): the next run measures again", path, error.strerror)
     return _with_reason(fitting, limit, sizes, "measured")
-
-
-def _measure(trials: Trials, compiles: bool, sizes: list[int], limit: float, say: Callable[[str], None]) -> FittingSize:
-    engine = trials.engine
-
-    def attempt(rows: float) -> float:
-        required = trials.attempt(rows)
-        say(f"  {rows:g}: {required / _GIB:.1f} of {limit / _GIB:.1f} GiB")
-        return required
-
-    power = 2 if trials.forward.attention.implementation in _QUADRATIC_ATTENTION else 1
-    devices = [engine.device] if engine.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        try:
-            trials.begin()
-            return largest_that_fits(sizes, limit, attempt, power)
-        finally:
-            engine.drop_gradients()
-            trials.memory.release()  # the run allocates blocks of its own sizes
-            if compiles:
-                torch.compiler.reset()  # forgets the trial sizes: the run compiles for its own
 
 
 def _with_reason(fitting: FittingSize, limit: float, sizes: list[int], how: str) -> RowsPerDevice:
@@ -156,34 +155,34 @@ class FittingSize:
 
 
 def largest_that_fits(
-    sizes: Sequence[int], limit: float, attempt: Callable[[float], float], power: int = 1
+    sizes: Sequence[int], limit: float, attempt: Callable[[int], float], start: int = 1, power: int = 1
 ) -> FittingSize:
     """Returns the largest size that needs at most `limit` bytes; the smallest of all if none does.
 
-    sizes: ascending, from 1. attempt: measures the bytes that a size needs; infinite if it ran out of memory.
-    power: memory grows with size ** power.
+    sizes: ascending, from 1. attempt: measures the bytes that a size needs, 0: without a micro-batch; infinite if it
+    ran out of memory. start: size to try first. power: memory grows with size ** power.
     """
-    required = {size: attempt(size) for size in (HALF, 1)}
-    best, refused = 1, math.inf
-    while candidates := [size for size in sizes if best < size and size not in required]:
-        too_large = min((size for size, need in required.items() if need > limit), default=math.inf)
-        reachable = [size for size in candidates if size <= max(2 * best, candidates[0]) and size < too_large]
-        fitting = [size for size in reachable if predicted(required, best, size, power) <= limit]
-        if not fitting:
-            refused = min((predicted(required, best, size, power) for size in reachable), default=math.inf)
-            break
-        required[fitting[-1]] = attempt(fitting[-1])
-        if required[fitting[-1]] <= limit:
-            best = fitting[-1]
-    larger = [need for size, need in required.items() if size > best]
-    return FittingSize(best, required[best], min([refused, *larger]))
+    required, best, too_large = {0: attempt(0)}, 0, math.inf
 
+    def predicted(size: int) -> float:
+        return required[0] + (required[best] - required[0]) * (size / best) ** power
 
-def predicted(required: dict[float, float], best: int, size: int, power: int) -> float:
-    """Returns the bytes of `size` on the line in size ** power through the best size and the one measured below it."""
-    below = max(other for other in required if other < best)
-    slope = (required[best] - required[below]) / (best**power - below**power)
-    return required[best] + max(slope, 0.0) * (size**power - best**power)
+    candidate = max(size for size in sizes if size <= max(1, start))
+    while candidate:
+        required[candidate] = attempt(candidate)
+        if required[candidate] <= limit:
+            best = candidate
+        else:
+            too_large = candidate
+        untried = [size for size in sizes if best < size < too_large]
+        if best:
+            untried = [size for size in untried if size <= max(2 * best, untried[0]) and predicted(size) <= limit]
+        candidate = max(untried, default=0)
+    if not best:
+        return FittingSize(1, required[1], math.inf)
+    above = next((size for size in sizes if size > best), None)
+    after = math.inf if above is None else required[above] if above in required else predicted(above)
+    return FittingSize(best, required[best], after)
 
 
 # --- the trials
@@ -191,22 +190,18 @@ def predicted(required: dict[float, float], best: int, size: int, power: int) ->
 
 @dataclass(frozen=True)
 class HeaviestRow:
-    """A sequence as long, and with as many targets, as any in the data; the two maxima may come from different
-    sequences."""
+    """A sequence as long, and with as many targets, as any in the data; the maxima may come from different ones."""
 
     example: Example  # repeated to fill it
     tokens: int
     supervised: int
 
-    def batch(self, rows: float, share: TokenShare = UNSHARDED) -> Batch:
-        """Returns a micro-batch of `rows` such sequences; HALF: of one with half the tokens.
-
-        Each is a single example: attention within it costs no less than within several.
-        """
-        part = min(rows, 1)
+    def batch(self, rows: int, share: TokenShare = UNSHARDED) -> Batch:
+        """Returns a micro-batch of `rows` such sequences, each a single example: attention within it costs no less than
+        within several."""
         num_sequences = len(self.example.sequences)
-        length = max(1, int(self.tokens * part) // num_sequences)  # tokens per sequence
-        targets = min(int(self.supervised * part) // num_sequences, length - 1)
+        length = max(1, self.tokens // num_sequences)  # tokens per sequence
+        targets = min(self.supervised // num_sequences, length - 1)
         loss_mask = np.arange(length) >= length - targets
         sequences = [TokenSequence(np.resize(one.input_ids, length), loss_mask) for one in self.example.sequences]
         of_targets = {
@@ -214,8 +209,7 @@ class HeaviestRow:
             for name, values in self.example.target_columns.items()
         }
         example = replace(self.example, sequences=tuple(sequences), target_columns=of_targets)
-        examples = [example] * max(1, int(rows))
-        return token_shard(collate(examples, padded_to=share.padded(length * num_sequences * len(examples))), share)
+        return token_shard(collate([example] * rows, padded_to=share.padded(length * num_sequences * rows)), share)
 
 
 @dataclass(frozen=True)
@@ -227,7 +221,7 @@ class Trials:
     """
 
     engine: Engine
-    memory: DeviceMemory
+    memory: CudaMemory | HostMemory
     forward: ForwardPass
     row: HeaviestRow
     optimizer_bytes: int  # state not allocated yet
@@ -243,64 +237,42 @@ class Trials:
                 "mode: lora or qlora, or an offload config"
             ) from None
 
-    def attempt(self, rows: float) -> float:
-        """Returns the bytes that a micro-batch needs on the rank with the highest peak; infinite if a rank ran out."""
-        return max(self.engine.ranks.gather(self._peak(rows) + self.optimizer_bytes))
+    def attempt(self, rows: int) -> float:
+        """Returns the bytes that a micro-batch needs on the rank with the highest peak; infinite if a rank ran out.
 
-    def _peak(self, rows: float) -> float:
+        rows: 0: what is in memory between micro-batches. Raises RunFailure if other ranks wait for one that ran out.
+        """
+        peak = math.inf
         try:
-            return self.memory.peak(lambda: self._run(rows))
+            peak = self.memory.peak(lambda: self._run(rows))
         except torch.OutOfMemoryError:
             if self.engine.trial_is_collective:
-                # The others wait inside this forward, and end with this process.
                 raise RunFailure(
-                    f"batch.rows_per_device: auto: a micro-batch of {rows:g} was predicted to fit, but ran out of "
-                    f"memory: set a number below {rows:g}"
+                    f"batch.rows_per_device: auto: a micro-batch of {rows} was predicted to fit, but ran out of "
+                    f"memory: set a number below {rows}"
                 ) from None
-        return math.inf  # outside of the handler: the error keeps the forward's tensors alive
+        # Outside of the handler: the error keeps the forward's tensors alive.
+        return max(self.engine.ranks.gather(peak + self.optimizer_bytes))
 
-    def _run(self, rows: float) -> None:
-        batch = self.row.batch(rows, self.engine.context_shard).map_tensors(
-            lambda tensor: tensor.to(self.engine.device)
-        )
-        objective = self.forward.objective
-
-        def loss(model: Any) -> Tensor:
-            return objective.trial_loss(self.forward(model, batch), batch)
-
-        self.engine.trial(loss)
+    def _run(self, rows: int) -> None:
+        if not rows:
+            return
+        engine, objective = self.engine, self.forward.objective
+        batch = self.row.batch(rows, engine.context_shard).map_tensors(lambda tensor: tensor.to(engine.device))
+        engine.trial(lambda model: objective.trial_loss(self.forward(model, batch), batch))
 
 
-def optimizer_bytes(engine: Engine, build: BuildOptimizers) -> int:
-    """Returns the bytes of the optimizer's state on this device after the first step.
-
-    Steps a small probe in place of each tensor, and scales its state's size to the tensor's.
-    """
+def optimizer_bytes(engine: Engine, recipe: Recipe) -> int:
+    """Returns the bytes of the optimizer's state on this device after the first step, without paged state."""
     if not engine.copies_state:  # state on NVMe
         return 0
-    stepped = {id(part.stepped): part for part in engine.parts(reading=True)}
-    probes = []
-    for part in stepped.values():
-        probe = part.stepped.new_zeros(min(part.stepped.numel(), _PROBE_ELEMENTS))
-        probe = probe.view(-1, 1) if len(part.shape) > 1 else probe
-        probe.grad = torch.zeros_like(probe)
-        probes.append((part, probe))
-    optimizers = build([(part.name, probe) for part, probe in probes])
-    for optimizer in optimizers:
-        optimizer.step()
-    total = 0.0
-    for part, probe in probes:
-        optimizer = next(optimizer for optimizer in optimizers if probe in optimizer.state)
-        if engine.device.type == "cuda" and getattr(optimizer, "is_paged", False):
-            continue  # in memory that CUDA evicts if others need the device
-        state = [
-            value
-            for field, value in optimizer.state[probe].items()
-            if isinstance(value, Tensor) and value.ndim and not field.startswith("qmap")  # one table for all
-        ]
-        state_bytes = sum(value.nbytes for value in state if value.device.type == engine.device.type)
-        total += state_bytes / probe.numel() * part.stepped.numel()
-    return int(total)
+    tables, stepped = parameter_roles(engine.unwrapped).tables, dict[int, Shard]()
+    for part in engine.parts(reading=True):
+        tensor: Tensor = part.stepped
+        if tensor.device.type == engine.device.type:
+            weight = Weight(part.name, part.shape, tensor.element_size(), True, None, "rest", table=part.name in tables)
+            stepped[id(tensor)] = Shard(weight, tensor.numel(), tensor.numel())
+    return state_bytes(recipe.optimizer, list(stepped.values()), engine.device.type)[0]
 
 
 # --- the cache
@@ -337,28 +309,13 @@ def write_entry(path: Path, depends_on: dict[str, Any], fitting: FittingSize) ->
 
 # --- the memory limit of this process, and its peak during a call
 
-MARGIN = 0.08
-
 _CGROUPS = (  # (limit, used, key of reclaimable memory in memory.stat), of version 2 and 1
     ("memory.max", "memory.current", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
-class DeviceMemory(Protocol):
-    name: str  # name of the hardware, with its size: a result is valid for this hardware only
-    limit: int  # bytes that this process may use
-
-    def release(self) -> None:
-        """Returns cached memory to the system."""
-        ...
-
-    def peak(self, work: Callable[[], None]) -> int:
-        """Runs `work` and returns the peak bytes of this process meanwhile."""
-        ...
-
-
-def memory_of(engine: Engine) -> DeviceMemory:
+def memory_of(engine: Engine) -> CudaMemory | HostMemory:
     """Returns the meter for the engine's device. Raises UserError if its memory cannot be measured."""
     if engine.device.type == "cuda":
         return CudaMemory(engine.device)
@@ -368,7 +325,10 @@ def memory_of(engine: Engine) -> DeviceMemory:
 
 
 class CudaMemory:
-    """Memory that PyTorch's allocator reserves on the device, including fragmentation."""
+    """Memory that PyTorch's allocator reserves on the device, including fragmentation.
+
+    A result is valid for hardware of the same `name` only; `limit` is the number of bytes that this process may use.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -376,12 +336,14 @@ class CudaMemory:
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)  # CUDA's context, communicators, other processes
         self.limit = int((total - others) * (1 - MARGIN))
-        self.name = f"{torch.cuda.get_device_name(device)}, {total / 2**30:.1f} GiB"
+        self.name = f"{torch.cuda.get_device_name(device)}, {total / _GIB:.1f} GiB"
 
     def release(self) -> None:
+        """Returns cached memory to the system."""
         torch.cuda.empty_cache()
 
     def peak(self, work: Callable[[], None]) -> int:
+        """Runs `work` and returns the peak bytes of this process meanwhile."""
         self.release()
         torch.cuda.reset_peak_memory_stats(self.device)
         work()
@@ -393,11 +355,21 @@ class HostMemory:
     """Resident memory of a CPU process. processes: number on this machine or container."""
 
     def __init__(self, processes: int = 1, limit: int | None = None):
-        total, available = psutil.virtual_memory().total, psutil.virtual_memory().available
-        container_total, container_available = _container_memory()
-        total, available = min(total, container_total), min(available, container_available)
+        machine = psutil.virtual_memory()
+        total, available = float(machine.total), float(machine.available)
+        for limit_file, used_file, reclaimable in _CGROUPS:
+            file = Path("/sys/fs/cgroup", limit_file)
+            try:
+                container, used = (
+                    float(path.read_text(encoding="ascii")) for path in (file, file.with_name(used_file))
+                )
+                stat = file.with_name("memory.stat").read_text(encoding="ascii")
+            except (OSError, ValueError):  # another version of cgroups, or `max`
+                continue
+            cached = dict(line.split() for line in stat.splitlines()).get(reclaimable, "0")
+            total, available = min(total, container), min(available, container - used + float(cached))
         self.limit = limit or int((psutil.Process().memory_info().rss + available / processes) * (1 - MARGIN))
-        self.name = f"CPU, {total / 2**30:.1f} GiB for {processes} processes"
+        self.name = f"CPU, {total / _GIB:.1f} GiB for {processes} processes"
 
     def release(self) -> None:
         """Trims freed memory: glibc keeps freed memory in the resident set until it is trimmed."""
@@ -417,18 +389,3 @@ class HostMemory:
             ) from None
         work()
         return peak_resident_bytes()
-
-
-def _container_memory() -> tuple[float, float]:
-    """Returns (limit, available) bytes of this process's cgroup; infinite without a limit."""
-    root = Path("/sys/fs/cgroup")
-    for limit, used, reclaimable in _CGROUPS:
-        try:
-            total = float((root / limit).read_text(encoding="ascii"))
-            used_bytes = float((root / used).read_text(encoding="ascii"))
-            stat = (root / limit).with_name("memory.stat").read_text(encoding="ascii")
-        except (OSError, ValueError):  # another version of cgroups, or `max`
-            continue
-        cached = dict(line.split() for line in stat.splitlines()).get(reclaimable, "0")
-        return total, total - used_bytes + float(cached)
-    return float("inf"), float("inf")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,15 +22,24 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
     lines = {
         "runs on": f"{plan.where}: {plan.world_size} x {plan.device}",
         "model": f"{plan.parameters:,} parameters, {plan.trainable_parameters:,} trained ({recipe.mode})",
-        **({"parts": " · ".join(_part(name, *sizes) for name, sizes in plan.parts.items())} if plan.parts else {}),
-        "precision": plan.precision,
-        "attention": plan.attention,
-        "cross entropy": plan.cross_entropy,
-        **({"shared prompts": plan.shared_prompts} if plan.shared_prompts else {}),
-        **({"reference": escape(plan.reference)} if plan.reference else {}),
-        **_data(recipe, plan),
-        "training": f"{plan.steps:,} steps x {recipe.batch.rows} sequences ({_micro_batches(recipe, plan)})",
     }
+    if plan.parts:
+        sizes = {
+            name: (f"{total:,}", f"{of:,} trained" if of else "frozen") for name, (total, of) in plan.parts.items()
+        }
+        lines["parts"] = " · ".join(f"{name} {total} ({trained})" for name, (total, trained) in sizes.items())
+    lines |= {"precision": plan.precision, "attention": plan.attention, "cross entropy": plan.cross_entropy}
+    if plan.shared_prompts:
+        lines["shared prompts"] = plan.shared_prompts
+    if plan.reference:
+        lines["reference"] = escape(plan.reference)
+    if plan.rows_per_epoch is None or not plan.tokens_per_epoch:
+        lines["data"] = f"streamed in windows of {recipe.data.window:,} rows per source"
+    else:
+        supervised, full = (plan.supervised_tokens_per_epoch or 0) / plan.tokens_per_epoch, plan.packing_efficiency or 0
+        lines["data"] = f"{plan.examples:,} examples, {plan.tokens_per_epoch:,} tokens, {supervised:.0%} supervised"
+        lines["sequences"] = f"{plan.rows_per_epoch:,} of up to {recipe.data.max_length:,} tokens, {full:.1%} full"
+    lines["training"] = f"{plan.steps:,} steps x {recipe.batch.rows} sequences ({_micro_batches(recipe, plan)})"
     if "bubble_share" in plan.division:
         stages = " + ".join(str(count) for count in plan.division["layers_of_stages"])
         lines["pipeline"] = (
@@ -39,24 +48,14 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         )
     if recipe.batch.rows_per_device == "auto":
         lines["sequences per device"] = f"{plan.rows_per_device} ({plan.rows_per_device_reason})"
-    table = Table(title=recipe.run.name, show_header=False, title_justify="left")
+    _show_table(console, recipe.run.name, lines)
+
+
+def _show_table(console: Console, title: str, lines: Mapping[str, str]) -> None:
+    table = Table(title=title, show_header=False, title_justify="left")
     for name, value in lines.items():
         table.add_row(name, value)
     console.print(table)
-
-
-def _part(name: str, total: int, trained: int) -> str:
-    return f"{name} {total:,} ({f'{trained:,} trained' if trained else 'frozen'})"
-
-
-def _data(recipe: Recipe, plan: Plan) -> dict[str, str]:
-    if plan.rows_per_epoch is None or not plan.tokens_per_epoch:
-        return {"data": f"streamed in windows of {recipe.data.window:,} rows per source"}
-    supervised, full = (plan.supervised_tokens_per_epoch or 0) / plan.tokens_per_epoch, plan.packing_efficiency or 0
-    return {
-        "data": f"{plan.examples:,} examples, {plan.tokens_per_epoch:,} tokens, {supervised:.0%} supervised",
-        "sequences": f"{plan.rows_per_epoch:,} of up to {recipe.data.max_length:,} tokens, {full:.1%} full",
-    }
 
 
 def _micro_batches(recipe: Recipe, plan: Plan) -> str:
@@ -89,26 +88,22 @@ def show_totals(console: Console, totals: Totals) -> None:
     """Prints the run's use of time and memory, unless no step ran."""
     if not totals.steps:
         return
-    table = Table(title=f"measured over {totals.steps:,} steps", show_header=False, title_justify="left")
-    for name, value in _totals(totals):
-        table.add_row(name, value)
-    console.print(table)
-
-
-def _totals(totals: Totals) -> Iterator[tuple[str, str]]:
-    yield "tokens/s", f"{totals.mean('tokens_per_s') or 0:,.0f}"
-    yield "supervised tokens/s", f"{totals.mean('supervised_tokens_per_s') or 0:,.0f}"
+    lines = {
+        "tokens/s": f"{totals.mean('tokens_per_s') or 0:,.0f}",
+        "supervised tokens/s": f"{totals.mean('supervised_tokens_per_s') or 0:,.0f}",
+    }
     if (mfu := totals.mean("mfu")) is not None:
         hfu = totals.mean("hfu")
-        yield "MFU", f"{mfu:.1%}" + ("" if hfu is None else f", HFU {hfu:.1%}")
+        lines["MFU"] = f"{mfu:.1%}" + ("" if hfu is None else f", HFU {hfu:.1%}")
     elif (tflops := totals.mean("tflops_per_device")) is not None:
-        yield "TFLOP/s per device", f"{tflops:,.3g}"
-    yield "time", ", ".join(f"{name} {share:.1%}" for name, share in totals.shares().items() if share >= 0.0005)
+        lines["TFLOP/s per device"] = f"{tflops:,.3g}"
+    lines["time"] = ", ".join(f"{name} {share:.1%}" for name, share in totals.shares().items() if share >= 0.0005)
     memory = {key[7:-4]: value for key, value in totals.last.items() if key.startswith("memory/")}
     parts = ", ".join(f"{name} {size:,.2f}" for name, size in memory.items())
-    yield "peak memory, GiB", f"{totals.last['memory_peak_gib']:,.2f}: {parts}"
+    lines["peak memory, GiB"] = f"{totals.last['memory_peak_gib']:,.2f}: {parts}"
     if (straggler := totals.straggler()) is not None:
         rank, often, spread = straggler
-        yield "straggler", f"rank {rank} in {often:.0%} of the steps; slowest/median {spread:.3f}"
+        lines["straggler"] = f"rank {rank} in {often:.0%} of the steps; slowest/median {spread:.3f}"
     if "energy_j" in totals.last:
-        yield "energy", f"{totals.last['energy_j'] / 3.6e6:,.3g} kWh, {totals.last['tokens_per_j']:,.1f} tokens/J"
+        lines["energy"] = f"{totals.last['energy_j'] / 3.6e6:,.3g} kWh, {totals.last['tokens_per_j']:,.1f} tokens/J"
+    _show_table(console, f"measured over {totals.steps:,} steps", lines)

@@ -1,18 +1,19 @@
-"""Held-out loss, exact match and sample generations; the same numbers at any number of processes.
+"""Held-out loss, exact match and sample generations; the same numbers for any number of processes.
 
 Generation is greedy, through the wrapped model: `generate` of transformers calls the inner module and so bypasses the
 hooks with which FSDP2 and ZeRO-3 gather sharded weights. `greedy` calls the wrapper, as training does, and runs on all
-ranks until every one has finished. It ends at the tokens of `end_ids`, also set in the result's generation config.
+ranks until every one has finished. It ends at the tokens of `end_ids`, which the result's generation config has, too.
 
 Letters: B prompts, P longest prompt, N new tokens so far.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -27,17 +28,16 @@ from finetune.data.examples import Examples
 from finetune.data.loader import Loader
 from finetune.data.prefetch import fed_batches
 from finetune.data.row_source import RowSource
-from finetune.data.samples import Example, Image
+from finetune.data.samples import Image
 from finetune.data.token_text import image_note, special_ids
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
 from finetune.models.vision import document_positions
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
-from finetune.objectives.objective import Sums, Terms
+from finetune.objectives.objective import Sums, Terms, TermSums
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Evaluate, Model
-from finetune.training.statistics import as_columns, sum_terms
+from finetune.recipe.schema import Evaluate
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
 _IMAGE_PROMPTS_PER_BATCH = 8  # and the tower's activations
@@ -66,8 +66,13 @@ class Evaluator:
 
     def run(self) -> tuple[dict[str, float], list[Generation]]:
         """Returns metrics by name (`eval_loss` in nats per supervised token) and generations to show. Collective."""
+        objective, columns = self.forward.objective, dict[str, Tensor]()
         with self.engine.evaluating():
-            metrics = self._losses()
+            if objective.statistics is not None:
+                columns = as_columns(self._sums(objective.statistics, columns), self.engine.device)
+            total = self._sums(lambda outputs, batch: objective.terms(outputs, batch.with_columns(columns)), columns)
+        metrics = {"eval_loss": total.loss()}
+        metrics |= {f"eval_{name}": value for name, value in objective.metrics(total).items()}
         generations: list[Generation] = []
         if num_generations := max(self.recipe.exact_match, self.recipe.generate):
             with self.engine.evaluating(), self.engine.generating(), uncompiled():
@@ -77,22 +82,12 @@ class Evaluator:
             metrics["exact_match"] = sum(g.matches for g in scored) / len(scored)
         return metrics, generations[: self.recipe.generate]
 
-    def _losses(self) -> dict[str, float]:
-        objective, columns = self.forward.objective, dict[str, Tensor]()
-        if objective.statistics is not None:
-            columns = as_columns(self._sums(objective.statistics, columns), self.engine.device)
-        total = self._sums(lambda outputs, batch: objective.terms(outputs, batch.with_columns(columns)), columns)
-        return {"eval_loss": total.loss(), **{f"eval_{name}": v for name, v in objective.metrics(total).items()}}
-
     def _sums(self, terms: Callable[[Outputs, Batch], Terms], columns: Mapping[str, Tensor]) -> Sums:
         with fed_batches(self.loader.all_batches(), self.engine.device) as feed:
-            first, batches = feed.peek().with_columns(columns), self._completed(feed)
+            first = feed.peek().with_columns(columns)
+            each = ((self.with_reference([batch]) if self.with_reference else [batch]) for batch in feed)
+            batches = chain.from_iterable(each)
             return sum_terms(self.engine, self.forward, terms, batches, first, self.loader.all_counts())
-
-    def _completed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yields the batches with the reference's log-probabilities, if they are computed on demand."""
-        for batch in batches:
-            yield from self.with_reference([batch]) if self.with_reference else [batch]
 
     def _generations(self, count: int) -> list[Generation]:
         """Returns the generations for the first `count` examples with a prompt, in order, on every rank.
@@ -131,11 +126,10 @@ class Evaluator:
         beyond = torch.stack([document.max() + 1 - document.shape[2] for document in documents])
         return PromptImages(inputs, torch.stack(padded, dim=1), beyond)
 
-    def _text(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-
     def _scored(self, question: Question, output_ids: list[int]) -> Generation:
-        output, reference = self._text(output_ids), self._text(question.reference)
+        output, reference = (
+            str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in (output_ids, question.reference)
+        )
         expected = answer(reference, self.recipe.answer)
         matches = expected is not None and answer(output, self.recipe.answer) == expected
         pieces, last = list[str](), 0
@@ -143,8 +137,7 @@ class Evaluator:
             text = str(self.tokenizer.decode(question.prompt[last : image.begin]))
             pieces, last = [*pieces, text, f"[{image_note(image, number)}]"], image.end
         prompt = "".join([*pieces, str(self.tokenizer.decode(question.prompt[last:]))])
-        asked = last_question(prompt, self.tokenizer)
-        return Generation(prompt, asked, output, reference, matches, question.images)
+        return Generation(prompt, last_question(prompt, self.tokenizer), output, reference, matches, question.images)
 
 
 @dataclass(frozen=True)
@@ -185,10 +178,11 @@ def greedy(
     new_tokens: list[Tensor] = []  # (B,) each
     for _ in range(max_new_tokens):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
-        seen: dict[str, Tensor] = {}
+        image_inputs: dict[str, Tensor] = {}
         if images is not None:
             positions = images.positions_at(positions)
-            seen = {} if new_tokens else {name: value.to(engine.device) for name, value in images.inputs.items()}
+            if not new_tokens:
+                image_inputs = {name: value.to(engine.device) for name, value in images.inputs.items()}
         output = engine.model(
             input_ids=input_ids,
             attention_mask=mask,
@@ -196,7 +190,7 @@ def greedy(
             past_key_values=cache,
             use_cache=cache is not None,
             logits_to_keep=1,
-            **seen,
+            **image_inputs,
         )
         next_token = output.logits[:, -1].argmax(-1)  # (B,)
         new_tokens.append(torch.where(finished, pad_id, next_token))
@@ -223,37 +217,53 @@ _MIN_SHARE = 0.1  # share of rows: truncated rows end with any token
 def end_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, datasets: Sequence[RowSource | None]) -> set[int]:
     """Returns the ids that end a generation, the same on every rank.
 
-    These are the tokenizer's end token, those in the base model's generation config, the end of turn if rows are
-    rendered by the chat template, and the last token of rows given as ids.
+    These are the tokenizer's end token; the special tokens among the ends of a published model's generation config
+    (Llama 3.1 has three), if it keeps its tokenizer; the end of turn, if rows are rendered by the chat template; and
+    the special tokens that are the last target of at least `_MIN_SHARE` of the rows given as ids.
     """
     assert isinstance(tokenizer.eos_token_id, int)  # load_tokenizer ensures it
-    ends = {tokenizer.eos_token_id, *_ends_of_base(recipe.model, tokenizer)}
+    ends, special, model = {tokenizer.eos_token_id}, special_ids(tokenizer), recipe.model
+    if model.name is not None and model.config is None and model.tokenizer is None:
+        with contextlib.suppress(OSError):  # the model has no such file
+            ids = GenerationConfig.from_pretrained(model.name, revision=model.revision or "main").eos_token_id
+            ends |= special & set(ids if isinstance(ids, list) else [ids])
     formats = {format for data in datasets if data for format in data.formats}
-    template = template_of(recipe.model, tokenizer)
+    template = template_of(model, tokenizer)
     if template is not None and formats - {"text", "tokens"}:
         ends |= turn_end_ids(tokenizer, template)
     for data in datasets:
         for source, format in enumerate(data.formats if data else ()):
             if data and format == "tokens":
-                ends |= _ends_of_rows(data.first_examples(source, _EXAMPLES_READ), tokenizer)
+                examples = data.first_examples(source, _EXAMPLES_READ)
+                last = Counter(int(one.sequences[0].input_ids[one.sequences[0].loss_mask][-1]) for one in examples)
+                ends |= {i for i, count in last.items() if i in special and count >= _MIN_SHARE * last.total()}
     return ends
 
 
-def _ends_of_base(model: Model, tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """Returns the end ids in a published model's generation config (Llama 3.1 has three); none with another
-    tokenizer."""
-    if model.name is None or model.config is not None or model.tokenizer is not None:
-        return set()
-    try:
-        ids = GenerationConfig.from_pretrained(model.name, revision=model.revision or "main").eos_token_id
-    except OSError:  # the model has no such file
-        return set()
-    named = set(ids) if isinstance(ids, list) else {ids}
-    return {i for i in named if i in special_ids(tokenizer)}
+# --- terms of forwards without a backward: an evaluation, or an objective's statistics of a whole step
 
 
-def _ends_of_rows(examples: Iterable[Example], tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """Returns the special tokens that are the last target of at least `_MIN_SHARE` of the rows."""
-    last = Counter(int(one.input_ids[one.loss_mask][-1]) for example in examples for one in example.sequences[:1])
-    enough, added = _MIN_SHARE * sum(last.values()), special_ids(tokenizer)
-    return {i for i, count in last.items() if i in added and count >= enough}
+@torch.no_grad()
+def sum_terms(
+    engine: Engine,
+    forward: ForwardPass,
+    terms: Callable[[Outputs, Batch], Terms],
+    batches: Iterable[Batch],
+    first: Batch,
+    counts: Mapping[str, int],
+) -> Sums:
+    """Returns terms summed over all ranks. Collective.
+
+    batches: this rank's; first: the first of them; counts: totals of all batches of all ranks.
+    """
+    sums = TermSums()
+    for batch, outputs in engine.forwards(batches, forward):
+        sums.add(terms(outputs, batch))
+    if not sums.terms:  # a pipeline's early stages have no outputs
+        sums.add(forward.objective.no_terms(first, terms))
+    return Sums(engine.ranks.total(sums.totals), sums.terms, counts)
+
+
+def as_columns(statistics: Sums, device: torch.device) -> dict[str, Tensor]:
+    """Returns the mean of each statistic, () fp64."""
+    return {name: torch.tensor(statistics.mean(name), dtype=torch.float64, device=device) for name in statistics.terms}

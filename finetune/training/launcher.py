@@ -1,4 +1,4 @@
-"""`finetune launch`: `accelerate launch` that forwards signals to its processes, and an error is a line of each.
+"""`finetune launch`: `accelerate launch` that forwards signals to its processes and prints no traceback of its own.
 
     python -m finetune launch [--config-file FILE] [--num-processes N] RECIPE [KEY=VALUE]...
     python -m finetune launch [options of accelerate launch] -m finetune train|reference|doctor ...
@@ -53,7 +53,13 @@ def launch(words: Sequence[str], config_file: Path | None = None, num_processes:
     words: RECIPE [KEY=VALUE]..., or options of a launcher and the program after `-m finetune`, see above.
     """
     module, options, program = _split(words)
-    run_dir = _check_recipe(program)
+    run_dir: Path | None = None
+    if program[:1] == ["train"]:
+        arguments = [word for word in program[1:] if not word.startswith("-")]
+        if not arguments:
+            raise UserError("launch: `train` needs a recipe: `-m finetune train RECIPE`")
+        run = load_recipe(Path(arguments[0]), arguments[1:]).run
+        run_dir = Path(run.dir) / run.name
     if config_file is not None:
         read_config_file(str(config_file), num_processes)
     if module == TORCHRUN:
@@ -91,17 +97,6 @@ def _split(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
     return module, [], ["train", *words]
 
 
-def _check_recipe(program: Sequence[str]) -> Path | None:
-    """Returns the run directory of `train RECIPE [KEY=VALUE]...`; None for another command. Raises UserError."""
-    if program[:1] != ["train"]:
-        return None
-    words = [word for word in program[1:] if not word.startswith("-")]
-    if not words:
-        raise UserError("launch: `train` needs a recipe: `-m finetune train RECIPE`")
-    run = load_recipe(Path(words[0]), words[1:]).run
-    return Path(run.dir) / run.name
-
-
 def _written_at(run_dir: Path | None) -> int | None:
     """Returns the modification time of status.json in nanoseconds."""
     try:
@@ -117,20 +112,21 @@ def _wait_for(words: list[str]) -> tuple[int, list[int]]:
     command = [sys.executable, "-m", "finetune.training.launcher", *words]
     launcher = subprocess.Popen(command, start_new_session=True, env={**DEFAULTS, **os.environ})
     received: list[int] = []
+
+    def forward(number: int, _frame: object) -> None:
+        """Forwards a signal to the training processes; to the launcher if it has started none or would restart them."""
+        received.append(number)
+        children = psutil.Process(launcher.pid).children()
+        if restarts or not children:
+            launcher.send_signal(signal.SIGTERM)
+            return
+        for process in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
     for number in SIGNALS:
-        signal.signal(number, lambda number, _frame: (received.append(number), _forward(launcher, number, restarts)))
+        signal.signal(number, forward)
     return launcher.wait(), received
-
-
-def _forward(launcher: subprocess.Popen[bytes], number: int, restarts: bool) -> None:
-    """Forwards a signal to the training processes; to the launcher if it has started none or would restart them."""
-    children = psutil.Process(launcher.pid).children()
-    if restarts or not children:
-        launcher.send_signal(signal.SIGTERM)
-        return
-    for process in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
 
 
 # --- the launcher
@@ -160,8 +156,7 @@ def run_launcher(module: str, arguments: Sequence[str]) -> int:
 
 
 def _with_defaults(arguments: Sequence[str]) -> list[str]:
-    """Returns accelerate's arguments with its defaults, without its warnings, if neither a config file nor options
-    describe the launch: one process for each device."""
+    """Adds accelerate's defaults (a process for each device), without its warnings, unless a launch is described."""
     import torch
     from accelerate.commands.config.config_args import default_config_file
 
@@ -179,7 +174,7 @@ def _status(process: str, code: int) -> int:
     """Returns an exit status as a shell would; prints the signal that ended the process."""
     if code >= 0:
         return code
-    killed = " Most often the system did so for want of memory: `dmesg` says so" if code == -signal.SIGKILL else ""
+    killed = " Most often the system does so for lack of memory: see `dmesg`" if code == -signal.SIGKILL else ""
     print(f"error: {process} was ended by {signal.Signals(-code).name}.{killed}", file=sys.stderr)
     return 128 - code
 

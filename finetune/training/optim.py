@@ -147,10 +147,6 @@ def lr_factor(schedule: Schedule, step: int, steps: int) -> float:
     return SHAPES[schedule.name](progress, schedule)
 
 
-def _constant(progress: float, schedule: Schedule) -> float:
-    return 1.0
-
-
 def _linear(progress: float, schedule: Schedule) -> float:
     return 1.0 - (1.0 - schedule.min_lr_ratio) * progress
 
@@ -170,7 +166,7 @@ def _wsd(progress: float, schedule: Schedule) -> float:
 
 
 SHAPES: dict[str, Callable[[float, Schedule], float]] = {
-    "constant": _constant,
+    "constant": lambda progress, schedule: 1.0,
     "linear": _linear,
     "cosine": _cosine,
     "wsd": _wsd,

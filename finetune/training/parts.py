@@ -1,5 +1,5 @@
-"""The parts of a trainer that follow from a prepared recipe and an engine: model and objective, micro-batch size, plan,
-loaders and evaluator.
+"""Parts of a trainer that follow from a prepared recipe and an engine: model and objective, micro-batch size, plan and
+loaders.
 
 `Trainer.__init__` makes each once, in this order.
 """
@@ -7,24 +7,20 @@ loaders and evaluator.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from finetune.data.batch import Batch, ImageInputs
+from finetune.data.batch import ImageInputs
 from finetune.data.dataset import Dataset
 from finetune.data.loader import Loader
 from finetune.data.row_source import RunRows
 from finetune.engine.base import Engine
-from finetune.engine.hardware import peak_tflops
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
-from finetune.models.base_config import dtypes
 from finetune.models.config import model_config
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.moe import adapts_experts, find_routers
-from finetune.models.parameter_roles import parameter_roles
 from finetune.models.vision import part_sizes, row_positions
 from finetune.models.weights import load_model, parameter_counts
 from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
@@ -35,8 +31,6 @@ from finetune.objectives.shared_prompts import sharing_summary
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Quantization
 from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
-from finetune.training.evaluation import Evaluator
-from finetune.training.optim import build_optimizers
 from finetune.training.prepare import Prepared
 from finetune.training.run_plan import Plan, git_commit, processor, training_length, versions
 
@@ -44,7 +38,7 @@ Say = Callable[[str], None]  # prints a line, on the main rank only
 
 
 def load(prepared: Prepared, engine: Engine, attention: AttentionChoice, say: Say) -> tuple[WrappedModel, Objective]:
-    """Returns the module that the engine wraps, and the objective; notes what a user may not expect of it."""
+    """Returns the module that the engine wraps, and the objective; prints notes on what a user may not expect."""
     recipe, labels = prepared.recipe, score_labels(prepared.recipe.objective)
     with engine.loading(recipe):
         model = load_model(recipe, prepared.config, attention, engine.placement(recipe), labels)
@@ -108,15 +102,16 @@ def model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice)
     return ModelFacts(parameter_counts(causal_lm), part_sizes(causal_lm), flops, model.choice)
 
 
-def rows_per_device(prepared: Prepared, engine: Engine, forward: ForwardPass, say: Say) -> RowsPerDevice:
-    """Returns the micro-batch size, measured if `auto`. Collective."""
+def rows_per_device(
+    prepared: Prepared, engine: Engine, forward: ForwardPass, estimate: int | None, say: Say
+) -> RowsPerDevice:
+    """Returns the micro-batch size, measured if `auto`. Collective. estimate: size that is expected to fit."""
     recipe = prepared.recipe
     if recipe.batch.rows_per_device != "auto":
         return RowsPerDevice(recipe.batch.rows_per_device, "asked for in the recipe")
     if not forward.attention.isolates_documents:
         return RowsPerDevice(1, f"auto: {forward.attention.reason}")
-    build = partial(build_optimizers, recipe.optimizer, parameter_roles(engine.unwrapped))
-    return find_rows(engine, recipe, prepared.config, forward, prepared.training, build, memory_of(engine), say)
+    return find_rows(engine, recipe, prepared.config, forward, prepared.training, memory_of(engine), estimate, say)
 
 
 def make_plan(
@@ -128,7 +123,7 @@ def make_plan(
     reference: str | None,
     predicted: dict[str, Any],
 ) -> Plan:
-    """Returns the plan of the run. reference: where its log-probabilities are from; predicted: of plan.json."""
+    """Returns the plan of the run. reference: source of its log-probabilities; predicted: the entry of plan.json."""
     recipe, training, micro_batches = prepared.recipe, prepared.training, prepared.micro_batches
     size = training.size(recipe.data.max_length)
     shared_share = size.shared_tokens / size.tokens if size else None
@@ -181,18 +176,8 @@ def precision_there(precision: str, device_type: str, quantization: Quantization
     return "fp8, emulated" if device_type != "cuda" and precision == "fp8" else precision
 
 
-def device_peak(recipe: Recipe, engine: Engine, plan: Plan, say: Say) -> float | None:
-    """Returns the TFLOP/s of one device, the denominator of MFU; None if unknown."""
-    if engine.device.type != "cuda":
-        return None
-    peak = peak_tflops(plan.device, dtypes(recipe).compute)
-    if peak is None:
-        say(f"note: no MFU: engine/hardware.yaml has no peak for {plan.device}")
-    return peak
-
-
 class Loaders(NamedTuple):
-    """Makes the loaders of a run: of its training rows in their order, or of any rows once, as they come."""
+    """Makes the loaders of a run: for its training rows in their order, or for any rows once, as they come."""
 
     recipe: Recipe
     engine: Engine
@@ -200,15 +185,15 @@ class Loaders(NamedTuple):
     attention: AttentionChoice
     images: ImageInputs | None
 
-    def training(self, rows: RunRows, total_rows: int) -> Loader:
-        alike = _alike(self.recipe, self.rows_per_device) if self.engine.forwards_alike else 0
-        return self._loader(rows, total_rows, alike)
-
     def each_once(self, data: Dataset) -> Loader:
-        return self._loader(data, len(data.rows))
+        return self.training(data, len(data.rows), in_steps=False)
 
-    def _loader(self, rows: RunRows, total_rows: int, alike: int = 0) -> Loader:
-        """Returns a loader; under `train.compile` it pads every micro-batch to the length layers are compiled for."""
+    def training(self, rows: RunRows, total_rows: int, in_steps: bool = True) -> Loader:
+        """Returns a loader; under `train.compile` it pads every micro-batch to the length that layers are compiled for.
+
+        in_steps: pad forwards of a pipeline to multiples of 3 % of the longest, so that packed steps nearly always have
+        one length, and stages need not exchange shapes again.
+        """
         recipe, engine = self.recipe, self.engine
         budget = recipe.batch.tokens_per_device
         longest = budget or self.rows_per_device.rows * recipe.data.max_length
@@ -222,34 +207,8 @@ class Loaders(NamedTuple):
             budget and budget * engine.parallelism.tokens,
             longest if recipe.train.compile else None,
             engine.context_shard,
-            alike=alike,
+            alike=max(1, longest // 32) if in_steps and engine.forwards_alike else 0,
             shares_prompts=self.attention.shares_prompts,
             image_inputs=self.images,
             positions=None if recipe.model.train is None else row_positions(model_config(recipe.model)),
         )
-
-
-def _alike(recipe: Recipe, rows_per_device: RowsPerDevice) -> int:
-    """Returns the multiple that forwards of a pipeline are padded to: 3 % of the longest, so that packed steps nearly
-    always have one length, and stages need not exchange shapes again."""
-    longest = recipe.batch.tokens_per_device or rows_per_device.rows * recipe.data.max_length
-    return max(1, int(longest) // 32)
-
-
-def make_evaluator(
-    prepared: Prepared,
-    engine: Engine,
-    held_out: Dataset,
-    loader: Loader,
-    attention: AttentionChoice,
-    ends: set[int],
-    with_reference: Callable[[list[Batch]], list[Batch]] | None,
-) -> Evaluator:
-    """Returns the evaluator of held-out data.
-
-    loader: of all held-out rows; ends: tokens that end a generation; with_reference: see `Evaluator`.
-    """
-    recipe, names, shares = prepared.recipe, held_out.source_names, attention.shares_prompts
-    objective = make_objective(recipe.objective, names, True, token_ranks=engine.token_ranks, shares_prompts=shares)
-    forward, examples = ForwardPass(attention, objective), held_out.examples
-    return Evaluator(engine, loader, examples, forward, prepared.tokenizer, ends, recipe.evaluate, with_reference)

@@ -1,4 +1,4 @@
-"""The way into a run: all that is known before processes join a group and weights are read.
+"""The way into a run: everything that precedes process groups and weights.
 
     recipe, launch -> config -> tokenizer -> sources -> rows of tokens      `prepare`
                    -> attention on a device -> packed or not                `Prepared.on`
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe on a launch, with its data as tokens; nothing of it depends on which process this is."""
+    """A recipe on a launch, with its data as tokens; the same in every process."""
 
     recipe: Recipe
     recipe_file: str
@@ -74,7 +74,7 @@ class Prepared:
 
 
 class Problems:
-    """What becomes of a problem: raised at once, as a run does, or collected with all others, as `check` does."""
+    """Raises a problem at once, as a run does, or collects it with all others, as `check` does."""
 
     def __init__(self, collect: bool = False):
         self._collect = collect
@@ -83,7 +83,7 @@ class Problems:
     def attempt(
         self, call: Callable[Arguments, Result], *args: Arguments.args, **named: Arguments.kwargs
     ) -> Result | None:
-        """Returns what the call returns; None if it raised a problem that was collected."""
+        """Returns the result of a call; None if it raised a problem that was collected."""
         try:
             return call(*args, **named)
         except UserError as error:
@@ -104,8 +104,7 @@ class Problems:
 def prepare(recipe: Recipe, recipe_file: str, launch: Launch, problems: Problems | None = None) -> Prepared:
     """Returns the recipe ready for a launch, with its tokens in the cache.
 
-    If problems are collected, a part is looked at although another has one, unless it needs that part. Raises
-    UserError.
+    If problems are collected, each part is checked unless it needs a part that has one. Raises UserError.
     """
     problems = problems or Problems()
     config = problems.attempt(_checked_config, recipe)
@@ -122,12 +121,16 @@ def prepare(recipe: Recipe, recipe_file: str, launch: Launch, problems: Problems
     notes = problems.attempt(template_notes, recipe, tokenizer, opened)
     if notes is None:
         raise problems.error(recipe_file)
-    training = problems.attempt(_training, recipe, tokenizer, config, opened)
-    held_out = problems.attempt(_held_out, recipe, tokenizer, opened)
-    if problems.messages or micro_batches is None or training is None or held_out is None:
+    training = problems.attempt(
+        lambda: with_teacher(recipe, build_training(recipe, tokenizer, opened), tokenizer, config)
+    )
+    held_out = problems.attempt(build_held_out, recipe, tokenizer, opened)
+    if held_out is not None:
+        notes += problems.attempt(check_questions, recipe.evaluate, held_out.examples, tokenizer) or []
+    if problems.messages or micro_batches is None or training is None:
         raise problems.error(recipe_file)
-    notes += [*held_out[1], *data_notes(recipe, opened, training, held_out[0])]
-    return Prepared(recipe, recipe_file, launch, config, micro_batches, tokenizer, training, held_out[0], tuple(notes))
+    notes += data_notes(recipe, opened, training, held_out)
+    return Prepared(recipe, recipe_file, launch, config, micro_batches, tokenizer, training, held_out, tuple(notes))
 
 
 def _checked_config(recipe: Recipe) -> PretrainedConfig:
@@ -144,13 +147,3 @@ def _check_models(recipe: Recipe, config: PretrainedConfig, tokenizer: PreTraine
     key, reference = "objective.reference_model", recipe.objective.reference_model
     check_same_vocabulary(key, reference, tokenizer, recipe.model)
     check_same_images(key, reference, recipe, tokenizer)
-
-
-def _training(recipe: Recipe, tokenizer: Any, config: PretrainedConfig, opened: OpenedSources) -> RowSource:
-    return with_teacher(recipe, build_training(recipe, tokenizer, opened), tokenizer, config)
-
-
-def _held_out(recipe: Recipe, tokenizer: Any, opened: OpenedSources) -> tuple[Dataset | None, list[str]]:
-    """Returns the held-out data, if the recipe has any, and notes on its questions."""
-    held_out = build_held_out(recipe, tokenizer, opened)
-    return held_out, check_questions(recipe.evaluate, held_out.examples, tokenizer) if held_out else []

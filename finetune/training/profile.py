@@ -28,7 +28,28 @@ from finetune.recipe.schema import Profile
 from finetune.utils import print_line
 
 TOP = 15  # operators in the summary
-MUCH_DATA, MUCH_COMMUNICATION, MUCH_IDLE, FEW_PRODUCTS = 0.1, 0.2, 0.2, 0.5  # shares; see `advice`
+FEW_PRODUCTS = 0.5  # share of the operators' time
+_MEMORY_EVENTS = 100_000  # latest ones of the allocator
+_ADVICE = (  # (share of the time, its limit, sentence): beyond it, reducing the share gains more than faster compute
+    (
+        "data",
+        0.1,
+        "input-bound: {share:.0%} of the time is spent waiting for data (over {limit:.0%}); check the disk of the data "
+        "cache, and what else runs on these processors",
+    ),
+    (
+        "communication",
+        0.2,
+        "communication-bound: {share:.0%} of the time is communication that compute does not hide (over {limit:.0%}); "
+        "more tokens per micro-batch, fewer processes or a config that shards less",
+    ),
+    (
+        "idle",
+        0.2,
+        "launch-bound: no operator runs for {share:.0%} of the time (over {limit:.0%}; tracing adds to it); more "
+        "tokens per micro-batch, or train.compile",
+    ),
+)
 _COMMUNICATION = re.compile(r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.IGNORECASE)
 _PRODUCT = re.compile(r"::(addmm_?|mm|bmm|baddbmm_?|_grouped_mm|linear|.*attention.*|.*flash.*|.*gemm.*|.*4bit.*)$")
 _NO_OPERATOR = ("finetune/", "FSDP::", "autograd::", "ProfilerStep", "DistributedDataParallel", "Optimizer.")
@@ -55,46 +76,45 @@ class Summary:
     advice: str
 
 
-def summarise(steps: tuple[int, int], lines: Sequence[dict[str, float]], tracer: Any, on_device: bool) -> Summary:
+def summarize(steps: tuple[int, int], lines: Sequence[dict[str, float]], tracer: Any, on_device: bool) -> Summary:
     """Returns shares of the time, the longest operators and advice.
 
     lines: metrics.jsonl for these steps. Shares are `compute`, `communication` not hidden by compute, `data`
     wait, `optimizer`, and `idle`: no running operator, on the device if there is one.
     """
-    operators = _operators(tracer.key_averages(), on_device)
+    which = "device" if on_device else "cpu"
+    events = [
+        event
+        for event in tracer.key_averages()
+        if event.device_type == DeviceType.CPU and not event.key.startswith((*_NO_OPERATOR, "[memory]"))
+    ]
+    times = [getattr(event, f"self_{which}_time_total") / 1e6 for event in events]
+    total = sum(times) or 1.0
+    operators = [
+        Operator(event.key, event.count, time, time / total, getattr(event, f"self_{which}_memory_usage") / 2**30)
+        for event, time in zip(events, times, strict=True)
+        if time
+    ]
+    operators.sort(key=lambda operator: -operator.self_s)
     products = sum(operator.share for operator in operators if _PRODUCT.search(operator.name))
     seconds = sum(line["step_s"] for line in lines)
     work, communication = _intervals(tracer.events(), on_device)
-    hidden = _length(work) + _length(communication) - _length([*work, *communication])
+    busy = _length([*work, *communication])
     shares = {
-        "communication": (_length(communication) - hidden) / seconds,
+        "communication": (busy - _length(work)) / seconds,
         "data": sum(line["time/data"] for line in lines) / seconds,
         "optimizer": sum(line["time/optimizer"] for line in lines) / seconds,
     }
-    idle = 1 - _length([*work, *communication]) / seconds - shares["data"]
-    shares["idle"] = max(0.0, idle)
+    shares["idle"] = max(0.0, 1 - busy / seconds - shares["data"])
     shares = {"compute": max(0.0, 1 - sum(shares.values())), **shares}
     return Summary(steps, seconds, shares, products, operators[:TOP], advice(shares, products))
 
 
 def advice(shares: dict[str, float], products: float) -> str:
-    """Returns one sentence. Beyond a threshold, reducing another share gains more than faster compute."""
-    if shares["data"] > MUCH_DATA:
-        return (
-            f"input-bound: {shares['data']:.0%} of the time is spent waiting for data (over {MUCH_DATA:.0%}); "
-            "check the disk of the data cache, and what else runs on these processors"
-        )
-    if shares["communication"] > MUCH_COMMUNICATION:
-        return (
-            f"communication-bound: {shares['communication']:.0%} of the time is communication that compute does not "
-            f"hide (over {MUCH_COMMUNICATION:.0%}); more tokens per micro-batch, fewer processes or a config "
-            "that shards less"
-        )
-    if shares["idle"] > MUCH_IDLE:
-        return (
-            f"launch-bound: no operator runs for {shares['idle']:.0%} of the time (over {MUCH_IDLE:.0%}; tracing "
-            "adds to it); more tokens per micro-batch, or train.compile"
-        )
+    """Returns one sentence on what limits the speed. products: see `Summary`."""
+    for name, limit, sentence in _ADVICE:
+        if shares[name] > limit:
+            return sentence.format(share=shares[name], limit=limit)
     if products < FEW_PRODUCTS:
         return (
             f"memory-bound: matrix products and attention are {products:.0%} of the operators' time (under "
@@ -104,24 +124,6 @@ def advice(shares: dict[str, float], products: float) -> str:
         f"compute-bound: matrix products and attention are {products:.0%} of the operators' time; only a lower "
         "precision, a faster device or fewer FLOPs (no activation checkpointing, fewer trained weights) help"
     )
-
-
-def _operators(averages: Iterable[Any], on_device: bool) -> list[Operator]:
-    """Returns operators by self time, longest first; on a device, of the kernels they launched."""
-    which = "device" if on_device else "cpu"
-    operators = [
-        event
-        for event in averages
-        if event.device_type == DeviceType.CPU and not event.key.startswith((*_NO_OPERATOR, "[memory]"))
-    ]
-    times = [getattr(event, f"self_{which}_time_total") / 1e6 for event in operators]
-    total = sum(times) or 1.0
-    rows = [
-        Operator(event.key, event.count, time, time / total, getattr(event, f"self_{which}_memory_usage") / 2**30)
-        for event, time in zip(operators, times, strict=True)
-        if time
-    ]
-    return sorted(rows, key=lambda operator: -operator.self_s)
 
 
 def _intervals(events: Iterable[Any], on_device: bool) -> tuple[list[Interval], list[Interval]]:
@@ -168,9 +170,8 @@ def _shares(summary: Summary) -> str:
 
 
 def show_profile(console: Console, summary: Summary) -> None:
-    table = Table(
-        "operator", "calls", "self, ms", "share", title=f"profile of steps {summary.steps[0]} to {summary.steps[1]}"
-    )
+    title = f"profile of steps {summary.steps[0]} to {summary.steps[1]}"
+    table = Table("operator", "calls", "self, ms", "share", title=title)
     for operator in summary.operators:
         table.add_row(operator.name, f"{operator.calls:,}", f"{operator.self_s * 1e3:,.2f}", f"{operator.share:.1%}")
     console.print(table)
@@ -178,62 +179,46 @@ def show_profile(console: Console, summary: Summary) -> None:
     print_line(console, summary.advice, highlight=False)
 
 
-_MEMORY_EVENTS = 100_000  # latest ones of the allocator
-
-
 class Profiler:
     """Traces the steps named in the recipe. Call `after` between all steps, on every rank."""
 
     def __init__(self, settings: Profile, engine: Engine, run_dir: Path, steps: int):
         """steps: length of the run. Raises UserError if it ends before the profile does."""
-        self._first, self._last = settings.steps
-        if self._last > steps:
+        self.first, self.last = settings.steps
+        if self.last > steps:
             raise UserError(f"profile.steps: {list(settings.steps)}, but the run has {steps:,} steps")
         self._engine, self._folder = engine, run_dir / "profile"
-        self._on_device = engine.device.type == "cuda"
-        self._memory = settings.memory
+        self._on_device, self._memory = engine.device.type == "cuda", settings.memory
         self._tracer: Any = None
         self._lines: list[dict[str, float]] = []
 
-    def misses(self, step: int) -> bool:
-        """Returns whether a launch that begins with `step` steps done is too late."""
-        return step >= self._first
-
-    def turns(self, step: int) -> bool:
-        """Returns whether a trace begins or ends, which takes time, after `step` steps."""
-        return step in (self._first - 1, self._last)
-
     def after(self, step: int, line: dict[str, float]) -> Summary | None:
-        """Returns a summary after the last step. step: optimizer steps done; line: the last one's of metrics.jsonl."""
-        summary = None
-        if self._tracer is not None:
-            self._lines.append(line)
-            if step == self._last:
-                summary = self._end()
-        if step == self._first - 1:
-            self._begin()
-        return summary
+        """Begins or ends the trace after a step if it is due; returns the summary on the main process at the end.
 
-    def _begin(self) -> None:
-        self._folder.mkdir(exist_ok=True)
-        if self._on_device and self._memory:
-            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])]
-        self._tracer = profile(activities=activities, profile_memory=self._memory, acc_events=True)
-        self._tracer.start()
-
-    def _end(self) -> Summary | None:
-        """Writes the trace of this rank; returns the summary on the main process."""
-        tracer, self._tracer = self._tracer, None
+        step: optimizer steps done; line: the last one's of metrics.jsonl.
+        """
+        if step == self.first - 1:
+            self._folder.mkdir(exist_ok=True)
+            if self._on_device and self._memory:
+                torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])]
+            self._tracer = profile(activities=activities, profile_memory=self._memory, acc_events=True)
+            self._tracer.start()
+            return None
+        if self._tracer is None:
+            return None
+        self._lines.append(line)
+        if step < self.last:
+            return None
+        tracer, self._tracer, rank = self._tracer, None, f"{self._engine.rank:05d}"
         tracer.stop()
-        rank = f"{self._engine.rank:05d}"
         tracer.export_chrome_trace(str(self._folder / f"rank-{rank}.json.gz"))
         if self._on_device and self._memory:
             torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         if not self._engine.is_main:
             return None
-        summary = summarise((self._first, self._last), self._lines, tracer, self._on_device)
+        summary = summarize((self.first, self.last), self._lines, tracer, self._on_device)
         (self._folder / "summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
         (self._folder / "summary.md").write_text(as_markdown(summary), encoding="utf-8")
         return summary

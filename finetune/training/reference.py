@@ -58,10 +58,10 @@ from finetune.utils import ProgressBar
 
 @dataclass(frozen=True)
 class ReferenceOnDisk:
-    """What the log-probabilities of a run's reference depend on, and which folder has them."""
+    """Dependencies of the log-probabilities of a run's reference, and the folders that have them."""
 
     model: Dependencies
-    keys: dict[str, str]  # of each part of the data, train and eval
+    keys: dict[str, str]  # by part of the data, train and eval
     places: dict[str, Path | None]  # None: still to compute
 
 
@@ -73,15 +73,27 @@ def find_reference(recipe: Recipe, training: RowSource, held_out: Dataset | None
     """
     reference, parts = recipe_of_reference(recipe), _parts(on_disk(training), held_out)
     own, model = run_folder(recipe) / "reference", model_dependencies(reference, training_config(reference))
-    _check_same_reference(recipe, own, model)
+    before = read_report(own / "train").get("dependencies", model)
+    resume, checkpoints = recipe.checkpoint.resume, run_folder(recipe) / "checkpoints"
+    resumes = resume != "never" and (resume != "auto" or list_checkpoints(checkpoints))
+    if resumes and before["model"] != model["model"]:
+        raise UserError(
+            f"the weights of {reference.model.name!r} are not those that this run began with and is "
+            "compared with: restore them, or start over with another `run.name` or `checkpoint.resume=never`; to "
+            f"continue with another reference all the same, remove {own}"
+        )
     keys = {part: key_of(model, data) for part, data in parts.items()}
     places: dict[str, Path | None] = {}
     for part, data in parts.items():
         folders = (own / part, cache_folder(keys[part]))
-        there = (folder for folder in folders if load(folder, keys[part], _count(data)) is not None)
-        places[part] = next(there, None)
+        complete = (folder for folder in folders if load(folder, keys[part], _count(data)) is not None)
+        places[part] = next(complete, None)
     if recipe.objective.reference_model is not None and None in places.values():
-        raise UserError(_missing(recipe))
+        raise UserError(
+            f"objective.reference_model: {recipe.objective.reference_model!r}: its log-probabilities of this data have "
+            "not been computed, or were under other settings; run `python -m finetune reference` with this recipe, on "
+            "any launch, then train again"
+        )
     return ReferenceOnDisk(model, keys, places)
 
 
@@ -89,25 +101,14 @@ def _parts(training: Dataset, held_out: Dataset | None) -> dict[str, Dataset]:
     return {"train": training.once(), **({"eval": held_out} if held_out else {})}
 
 
-def _check_same_reference(recipe: Recipe, own: Path, now: Dependencies) -> None:
-    """Raises UserError if a run resumes that began with another reference. own: the run's folder of log-probabilities;
-    now: what the reference depends on."""
-    before = read_report(own / "train").get("dependencies", now)
-    wanted, checkpoints = recipe.checkpoint.resume, run_folder(recipe) / "checkpoints"
-    resumes = wanted != "never" and (wanted != "auto" or list_checkpoints(checkpoints))
-    if resumes and before["model"] != now["model"]:
-        raise UserError(
-            f"the weights of {recipe_of_reference(recipe).model.name!r} are not those that this run began with and is "
-            "compared with: restore them, or start over with another `run.name` or `checkpoint.resume=never`; to "
-            f"continue with another reference all the same, remove {own}"
-        )
-
-
 class ReferenceColumns:
-    """The reference's log-probabilities of a run's data: found on the disk, or computed. Collective."""
+    """The reference's log-probabilities of a run's data, read from the disk or computed. Collective."""
 
     def __init__(self, recipe: Recipe, engine: Engine, training: RowSource, held_out: Dataset | None, console: Console):
-        """Looks for them. Raises UserError as `find_reference`."""
+        """Looks for them on the disk; copies those of the cache to the run's folder, as it resumes without the cache.
+
+        Raises UserError as `find_reference`.
+        """
         self._recipe, self._engine, self._console = recipe, engine, console
         self._training = on_disk(training)
         self._folder, self._parts = run_folder(recipe) / "reference", _parts(self._training, held_out)
@@ -117,7 +118,15 @@ class ReferenceColumns:
             for part, place in self._disk.places.items()
             if place is not None
         }
-        on_main(self._engine, self._copy_from_cache)
+
+        def copy_from_cache() -> None:
+            for part, place in self._disk.places.items():
+                if place is not None and place != self._folder / part:
+                    values = load(place, self._disk.keys[part], _count(self._parts[part]))
+                    if values is not None:
+                        save(self._folder / part, values, read_report(place))
+
+        on_main(self._engine, copy_from_cache)
 
     @property
     def weights_identity(self) -> str:
@@ -125,9 +134,9 @@ class ReferenceColumns:
         return hashlib.sha256(json.dumps(self._disk.model["model"], sort_keys=True).encode()).hexdigest()[:16]
 
     def columns(self, forward: ForwardPass, loader: Callable[[Dataset], Loader]) -> tuple[Dataset, Dataset | None, str]:
-        """Returns training and held-out data with the column, and where that of the training data came from.
+        """Returns training and held-out data with the column, and the source of the training data's.
 
-        forward: of the run, whose initial model is the reference; loader: of each row once.
+        forward: the run's, whose initial model is the reference; loader: makes one for each row once.
         """
         computed: dict[str, Dataset] = {}
         for part, data in self._parts.items():
@@ -136,46 +145,48 @@ class ReferenceColumns:
                 self._sources[part] = f"computed in {seconds:,.1f} s"
             values = load(self._folder / part, self._disk.keys[part], _count(data))
             if values is None:
-                raise RunFailure(f"{self._folder / part}: was written and cannot be read; is the disk in order?")
+                raise RunFailure(f"{self._folder / part}: was written and cannot be read; check the disk")
             computed[part] = replace(data, examples=data.examples.with_columns({REFERENCE: values}))
         training = replace(self._training, examples=computed["train"].examples)
         return training, computed.get("eval"), self._sources["train"]
 
-    def _copy_from_cache(self) -> None:
-        """Copies log-probabilities of the cache to the run's folder: the run resumes without the cache."""
-        for part, place in self._disk.places.items():
-            if place is not None and place != self._folder / part:
-                values = load(place, self._disk.keys[part], _count(self._parts[part]))
-                if values is not None:
-                    save(self._folder / part, values, read_report(place))
-
     def _compute(self, part: str, data: Dataset, forward: ForwardPass, loader: Loader) -> float:
         """Computes them in blocks that are kept as they come, and writes them to the run's folder and the cache.
-        Returns the seconds."""
-        begun, steps = time.monotonic(), -(-loader.total_rows // loader.rows_per_step)
-        unfinished = Unfinished(self._folder / f"{self._disk.keys[part]}.npy", _count(data))
-        done = on_main(self._engine, lambda: _done(loader, data, steps, unfinished.open()))
+
+        Returns the seconds. Raises RunFailure with the rows whose log-probabilities are not finite.
+        """
+        begun, steps, key = time.monotonic(), -(-loader.total_rows // loader.rows_per_step), self._disk.keys[part]
+        unfinished = Unfinished(self._folder / f"{key}.npy", _count(data))
+
+        def begin() -> int:
+            """Returns the number of steps that a stopped pass has computed."""
+            computed = unfinished.open()  # (M,)
+            missing = (i for i in range(steps) if not computed[np.concatenate(_places(loader, i, data))].all())
+            return next(missing, steps)
+
+        def keep() -> None:
+            model, seconds = self._disk.model, time.monotonic() - begun
+            report = described(recipe_of_reference(self._recipe), model, data, key, seconds)
+            for folder in (cache_folder(key), self._folder / part):
+                save(folder, unfinished.values(), report)
+            unfinished.remove()
+
+        done = on_main(self._engine, begin)
         with (
             fed_steps(loader, range(done, steps), self._engine.device) as feed,
             ProgressBar(self._console, f"reference, {part}", steps, done, self._engine.is_main) as progress,
         ):
             for step in range(done, steps):
-                places = _places(loader, step, data)
-                values = self._block(forward, next(feed).batches, [len(of_batch) for of_batch in places])
-                _check_finite(values, np.concatenate(places), data)
+                of_batches = _places(loader, step, data)
+                places = np.concatenate(of_batches)
+                values = self._block(forward, next(feed).batches, [len(of_batch) for of_batch in of_batches])
+                if len(wrong := places[~np.isfinite(values)]):
+                    raise _not_finite(wrong, data)
                 if self._engine.is_main:
-                    unfinished.put(np.concatenate(places), values)
+                    unfinished.put(places, values)
                 progress.update(step + 1)
-        seconds = time.monotonic() - begun
-        on_main(self._engine, lambda: self._keep(part, data, unfinished, seconds))
-        return seconds
-
-    def _keep(self, part: str, data: Dataset, unfinished: Unfinished, seconds: float) -> None:
-        key = self._disk.keys[part]
-        report = described(recipe_of_reference(self._recipe), self._disk.model, data, key, seconds)
-        for folder in (cache_folder(key), self._folder / part):
-            save(folder, unfinished.values(), report)
-        unfinished.remove()
+        on_main(self._engine, keep)
+        return time.monotonic() - begun
 
     def _block(self, forward: ForwardPass, batches: list[Batch], sizes: list[int]) -> NDArray[np.float64]:
         """Returns the log-probabilities of every sequence of a step, on every rank, one micro-batch after the other.
@@ -197,7 +208,7 @@ def _count(data: Dataset) -> int:
 
 
 def _places(loader: Loader, step: int, data: Dataset) -> list[NDArray[np.int64]]:
-    """Returns where the sequences of each micro-batch of a step, over all ranks, are among all sequences."""
+    """Returns the indices of the sequences of each micro-batch of a step, over all ranks, among all sequences."""
     offsets, members = data.examples.sizes.offsets, data.members
     return [
         np.concatenate([np.arange(offsets[i], offsets[i + 1]) for position in positions for i in members(position)])
@@ -205,26 +216,18 @@ def _places(loader: Loader, step: int, data: Dataset) -> list[NDArray[np.int64]]
     ]
 
 
-def _done(loader: Loader, data: Dataset, steps: int, there: NDArray[np.bool_]) -> int:
-    """Returns how many steps from the first on a stopped pass has computed. there: (M,) log-probabilities that are."""
-    missing = (i for i in range(steps) if not there[np.concatenate(_places(loader, i, data))].all())
-    return next(missing, steps)
-
-
-def _check_finite(values: NDArray[np.float64], places: NDArray[np.int64], data: Dataset) -> None:
-    """Raises RunFailure with the rows whose log-probabilities are not numbers."""
-    wrong = places[~np.isfinite(values)]
-    if len(wrong):
-        examples = [data.examples[int(i)] for i in np.searchsorted(data.examples.sizes.offsets, wrong, "right") - 1]
-        shown = ", ".join(dict.fromkeys(f"{example.path}:{example.row}" for example in examples[:20]))
-        raise RunFailure(
-            f"the reference's log-probabilities are not finite. Rows in question: {shown}. Check these rows with "
-            "`finetune inspect`, or use train.precision: bf16 instead of fp16"
-        )
+def _not_finite(wrong: NDArray[np.int64], data: Dataset) -> RunFailure:
+    """Returns an error with the rows of these sequences."""
+    examples = [data.examples[int(i)] for i in np.searchsorted(data.examples.sizes.offsets, wrong, "right") - 1]
+    shown = ", ".join(dict.fromkeys(f"{example.path}:{example.row}" for example in examples[:20]))
+    return RunFailure(
+        f"the reference's log-probabilities are not finite. Rows in question: {shown}. Check these rows with "
+        "`finetune inspect`, or use train.precision: bf16 instead of fp16"
+    )
 
 
 def reads_columns(recipe: Recipe) -> bool:
-    """Returns whether the objective reads log-probabilities of a reference that are computed before the first step."""
+    """Returns whether the objective reads log-probabilities that are computed before the first step."""
     return recipe.objective.reads_reference and recipe.objective.value("reference") == "precomputed"
 
 
@@ -237,14 +240,6 @@ def recipe_of_reference(recipe: Recipe) -> Recipe:
     model = recipe.model.model_copy(update={"name": name, "config": None, "revision": None, **tokenizer})
     objective = recipe.objective.model_copy(update={"reference_model": None})
     return recipe.model_copy(update={"model": model, "objective": objective})
-
-
-def _missing(recipe: Recipe) -> str:
-    return (
-        f"objective.reference_model: {recipe.objective.reference_model!r}: its log-probabilities of this data have not "
-        "been computed, or were under other settings; run `python -m finetune reference` with this recipe, on any "
-        "launch, then train again"
-    )
 
 
 # --- adapters off
@@ -269,10 +264,10 @@ class AdaptersOff:
 
 @contextlib.contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
-    """The model as it was without adapters.
+    """Disables the adapters of a model meanwhile.
 
-    By the flag that peft's layers read, and not by its `disable_adapter`, which also changes what requires gradients
-    and activates all adapters at its end: backends have hooks on these parameters.
+    Sets the flag that peft's layers read. peft's own `disable_adapter` also changes which parameters require gradients
+    and activates all adapters at its end, and backends have hooks on these parameters.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

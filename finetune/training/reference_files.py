@@ -2,7 +2,7 @@
 
 <cache>/data/<key>/               log_probs.npy (M,) float64, one per sequence; report.json, with its checksum
 <run>/reference/<train|eval>/     the same two files: the run resumes without the cache
-<run>/reference/<key>.npy         (2, M), of an unfinished pass, see `Unfinished`
+<run>/reference/<key>.npy         (2, M), an unfinished pass, see `Unfinished`
 """
 
 from __future__ import annotations
@@ -41,11 +41,22 @@ Dependencies = dict[str, Any]  # by name; JSON
 
 def model_dependencies(recipe: Recipe, config: PretrainedConfig) -> Dependencies:
     """Returns the dependencies of log-probabilities of `recipe.model`, except tokens. Adapters do not matter: they
-    start without effect. Reads the weights, the first time. Raises UserError if they cannot be read."""
-    types = dtypes(recipe)
+    start without effect.
+
+    The model is a digest of local weights, read the first time, the commit of hub weights, or the settings of random
+    ones. Raises UserError if the weights cannot be read.
+    """
+    types, folder = dtypes(recipe), Path(str(recipe.model.name)).expanduser()
+    if recipe.model.config is not None:
+        model = {"config": recipe.model.config, "seed": recipe.run.seed}
+    elif folder.is_dir():
+        files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
+        model = {file.name: file_digest(file) for file in files}
+    else:
+        model = {"hub": recipe.model.name, "commit": config._commit_hash or recipe.model.revision}
     return {
         "code": [CODE_VERSION, transformers.__version__],
-        "model": _weights(recipe, config),
+        "model": model,
         "types": [
             str(types.trained if recipe.mode == "full" else types.frozen),
             str(types.compute),
@@ -53,17 +64,6 @@ def model_dependencies(recipe: Recipe, config: PretrainedConfig) -> Dependencies
         ],
         "quantization": recipe.quantization.model_dump() if recipe.quantization else None,
     }
-
-
-def _weights(recipe: Recipe, config: PretrainedConfig) -> Any:
-    """Returns a digest of local weights, the commit of hub weights, or the settings of random ones."""
-    if recipe.model.config is not None:
-        return {"config": recipe.model.config, "seed": recipe.run.seed}
-    folder = Path(str(recipe.model.name)).expanduser()
-    if not folder.is_dir():
-        return {"hub": recipe.model.name, "commit": config._commit_hash or recipe.model.revision}
-    files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
-    return {file.name: file_digest(file) for file in files}
 
 
 def key_of(dependencies: Dependencies, data: Dataset) -> str:
@@ -74,24 +74,18 @@ def key_of(dependencies: Dependencies, data: Dataset) -> str:
 
 def image_states(examples: Examples) -> Dependencies:
     """Returns sizes and times of the examples' image files. Raises UserError if one cannot be read."""
-    files = examples.image_files()
-    return {"images": [_state(file) for file in files]} if files else {}
-
-
-def _state(image: str) -> list[int]:
     try:
-        stat = os.stat(image)
+        states = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, examples.image_files())]
     except OSError as error:
-        raise UserError(f"{image}: an image of the data cannot be read: {error.strerror}") from None
-    return [stat.st_size, stat.st_mtime_ns]
+        raise UserError(f"{error.filename}: an image of the data cannot be read: {error.strerror}") from None
+    return {"images": states} if states else {}
 
 
 # --- a complete file
 
 
 def load(folder: Path, key: str, count: int) -> NDArray[np.float64] | None:
-    """Returns the (count,) log-probabilities of this key; None if absent, or if damaged, which is
-    logged."""
+    """Returns the (count,) log-probabilities of this key; None if absent, or if damaged, which is logged."""
     try:
         report = unsealed(folder / "report.json")
         if report.get("key") != key:
@@ -182,9 +176,9 @@ class Unfinished:
     def _opened(self) -> NDArray[np.float64]:
         shape = (2, self._count)
         with contextlib.suppress(OSError, ValueError, EOFError):
-            there = np.lib.format.open_memmap(self._file, "r+")
-            if there.dtype == np.float64 and there.shape == shape and there.flags.c_contiguous:
-                return there
+            copies = np.lib.format.open_memmap(self._file, "r+")
+            if copies.dtype == np.float64 and copies.shape == shape and copies.flags.c_contiguous:
+                return copies
         for left in self._file.parent.glob("*.npy"):  # files of other keys, no longer used
             left.unlink()
         temporary = self._file.with_suffix(".tmp.npy")  # a partial file must not look complete

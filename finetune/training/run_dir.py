@@ -40,16 +40,14 @@ def run_folder(recipe: Recipe) -> Path:
 
 def make_run_folder(recipe: Recipe) -> None:
     """Creates the run directory. Raises UserError if it cannot be written to."""
-    folder = run_folder(recipe)
+    folder, what = run_folder(recipe), "created"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log_errors_to(folder)
-    except OSError as error:
-        raise UserError(f"run.dir: {folder} cannot be created: {error.strerror}; choose another `run.dir`") from None
-    try:
+        what = "written to"
         (folder / ".lock").touch()
     except OSError as error:
-        reason = f"run.dir: {folder} cannot be written to: {error.strerror}"
+        reason = f"run.dir: {folder} cannot be {what}: {error.strerror}"
         raise UserError(f"{reason}; choose another `run.dir`") from None
 
 
@@ -79,7 +77,7 @@ class RunLog:
         if main and (missing := missing_steps(folder / "metrics.jsonl", first_step)):
             log.warning(
                 "%s has no lines of steps %s, which the checkpoint has: it was cut or removed. Reports lack these "
-                "steps; training goes on with step %d",
+                "steps; training continues with step %d",
                 folder / "metrics.jsonl",
                 missing,
                 first_step,
@@ -116,18 +114,17 @@ class RunLog:
         images: Sequence[tuple[Image, ...]] = (),
     ) -> None:
         """Logs a table. images: per row, shown small, side by side."""
-        if self._trackers:
-            self._thread.do(self._write_table, name, columns, rows, step, images if any(images) else ())
+        if (trackers := self._trackers) is None:
+            return
 
-    def _write_table(
-        self, name: str, columns: list[str], rows: list[list[str]], step: int, images: Sequence[tuple[Image, ...]]
-    ) -> None:
-        pictures = [_picture_file(self._folder, of_row) if of_row else None for of_row in images]
-        if self._generations and name == "generations":
-            names = {"pictures": [path and f"{PICTURES}/{path.name}" for path in pictures]} if pictures else {}
-            self._generations.write({"step": step, "columns": columns, "rows": rows, **names})
-        assert self._trackers is not None  # the caller's condition
-        self._trackers.table(name, columns, rows, step, pictures)
+        def write() -> None:
+            pictures = [_picture_file(self._folder, of_row) if of_row else None for of_row in images if any(images)]
+            if self._generations and name == "generations":
+                names = {"pictures": [path and f"{PICTURES}/{path.name}" for path in pictures]} if pictures else {}
+                self._generations.write({"step": step, "columns": columns, "rows": rows, **names})
+            trackers.table(name, columns, rows, step, pictures)
+
+        self._thread.do(write)
 
     def run_ids(self) -> dict[str, str]:
         return self._trackers.run_ids() if self._trackers else {}

@@ -31,7 +31,7 @@ _WAIT_S = 60  # for a launch that is stopping and saving
 
 
 class RunLock:
-    """Lock of a run's folder, which the system releases at the end of the process. For rank 0."""
+    """Lock of a run's folder, for rank 0; the system releases it at the end of the process."""
 
     def __init__(self, folder: Path):
         self._folder, self._path, self._launch = folder, folder / ".lock", folder / ".launch.json"
@@ -62,8 +62,7 @@ class RunLock:
         return self._holder()
 
     def is_lost(self) -> bool:
-        """Returns whether another launch has taken the folder since .lock was removed. A missing file is locked
-        again."""
+        """Returns whether another launch has taken the folder since .lock was removed. Locks a missing file again."""
         with self._checking:
             if self._file is None or _identity(self._path) == self._file:
                 return False
@@ -105,7 +104,7 @@ class RunLock:
             holder = json.loads(self._launch_text() or "")
             return f" (process {holder['process']} on {holder['host']}, since {holder['since']})"
         except (ValueError, LookupError, TypeError):
-            return " (not known which)"
+            return " (which one is unknown)"
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -29,7 +29,7 @@ _PACKAGES = ("finetune", "torch", "transformers", "accelerate", "peft", "dataset
 
 @dataclass(frozen=True)
 class Plan:
-    where: str  # the accelerate config's name
+    where: str  # name of the accelerate config
     world_size: int
     device: str
     steps: int  # optimizer steps in the run
@@ -48,7 +48,7 @@ class Plan:
     cross_entropy: str  # with the reason
     shared_prompts: str | None  # whether a pair's common prompt is computed once, with the reason; None: no pairs
     shared_token_share: float | None  # share of an epoch's tokens that are then not recomputed
-    reference: str | None  # source of reference log-probabilities; None if not needed
+    reference: str | None  # source of the reference's log-probabilities; None if not needed
     precision: str
     launch: dict[str, Any]  # kind, accelerate config, processes per machine: with the recipe, these decide memory
     division: dict[str, Any]  # the backend's division of the model, such as pipeline stages
@@ -77,7 +77,7 @@ def run_length(recipe: Recipe, rows_per_epoch: int | None, run_rows: int | None 
 
 
 def training_length(recipe: Recipe, size: EpochSize | None) -> tuple[int, int]:
-    """Returns `run_length` on data of a size; None: not known before the run."""
+    """Returns `run_length` on data of a size. size: None if unknown before the run."""
     return run_length(recipe, size.rows, size.run_rows) if size else run_length(recipe, None)
 
 
@@ -93,22 +93,22 @@ def versions() -> dict[str, str]:
 def processor() -> str:
     """Returns the model of this machine's processors."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-        if found:
-            return found[1]
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if match := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
+            return match[1]
     return platform.processor() or platform.machine()
 
 
 def git_commit() -> str | None:
     """Returns the commit of the current directory, with `+` if files differ from it; None outside a repository."""
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
-        status = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True, timeout=10
+        commit, changes = (
+            subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno"))
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
+    return commit + ("+" if changes else "")
 
 
 FEW_STEPS = 50  # shorter runs hardly learn: they are mostly warm-up and decay

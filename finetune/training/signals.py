@@ -61,9 +61,16 @@ def listening() -> Iterator[StopRequest]:
     request = StopRequest()
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    before = {number: signal.signal(number, _ignore) for number in SIGNALS}
+
+    def read() -> None:
+        while numbers := os.read(reading, 1):
+            if numbers[0] in SIGNALS:  # the pipe carries every signal that Python handles
+                request.receive(numbers[0])
+
+    # Python writes a signal's number to the pipe only if it has a handler.
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    reader = threading.Thread(target=_read, args=(reading, request), name="signals", daemon=True)
+    reader = threading.Thread(target=read, name="signals", daemon=True)
     reader.start()
     try:
         yield request
@@ -74,13 +81,3 @@ def listening() -> Iterator[StopRequest]:
         os.close(writing)  # ends the reader
         reader.join()
         os.close(reading)
-
-
-def _ignore(_number: int, _frame: object) -> None:
-    """Does nothing, but is required: Python writes a signal's number to the pipe only if it has a handler."""
-
-
-def _read(pipe: int, request: StopRequest) -> None:
-    while numbers := os.read(pipe, 1):
-        if numbers[0] in SIGNALS:  # the pipe carries every signal that Python handles
-            request.receive(numbers[0])

@@ -1,4 +1,4 @@
-"""Progress of a run, and where a launch goes on: at step 0, or at the newest valid checkpoint."""
+"""Progress of a run, which a launch starts at step 0 or resumes from the newest valid checkpoint."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class TrainingState:
     tokens: int = 0  # over all ranks, without padding
     supervised_tokens: int = 0
     padding_tokens: int = 0  # computed in addition, on as many processes as there were
-    tokens_by_source: dict[str, int] = field(default_factory=dict)  # where there are several
-    best: float | None = None  # of `train.stop_when.metric`, in all evaluations so far
+    tokens_by_source: dict[str, int] = field(default_factory=dict)  # if there are several
+    best: float | None = None  # value of `train.stop_when.metric` in all evaluations so far
     evaluations_since_best: int = 0
 
 
@@ -36,16 +36,16 @@ def resumed_state(
     steps: int,
     say: Callable[[str], None],
 ) -> tuple[TrainingState, dict[str, float], dict[str, str]]:
-    """Returns the state to go on from, the evaluation at its step, and the ids of the trackers' runs.
+    """Returns the state to continue from, the evaluation at its step, and the ids of the trackers' runs.
 
-    inputs: what this run reads; steps: of the whole run. Collective. Raises UserError.
+    inputs: all that this run reads; steps: length of the whole run. Collective. Raises UserError.
     """
-    checkpoints, wanted = run_folder(recipe) / "checkpoints", recipe.checkpoint.resume
-    if wanted == "never":
+    checkpoints, setting = run_folder(recipe) / "checkpoints", recipe.checkpoint.resume
+    if setting == "never":
         for folder in set_newer_aside(checkpoints) if engine.is_main else []:
             say(f"note: the checkpoint of an earlier run is now {folder}")
         return TrainingState(), {}, {}
-    checkpoint = newest_good(engine, checkpoints) if wanted == "auto" else chosen(engine, checkpoints, wanted)
+    checkpoint = newest_good(engine, checkpoints) if setting == "auto" else chosen(engine, checkpoints, setting)
     if checkpoint is None:
         return TrainingState(), {}, {}
     resumed = resume(engine, recipe, checkpoint, inputs, training)

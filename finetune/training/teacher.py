@@ -1,7 +1,7 @@
-"""The teacher of a run that distils: its predictions are there before the student's model loads.
+"""The teacher of a run that distills: its predictions exist before the student's model loads.
 
-They are from a parquet file, or of a model: `finetune reference` runs that alone, on any launch, and writes what it
-predicts of the student's training data to the cache.
+They are from a parquet file or from a model, which `finetune reference` runs alone, on any launch, to write its
+predictions for the student's training data to the cache.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.data.dataset import Dataset, on_disk
 from finetune.data.examples import check_same_images
-from finetune.data.predictions import (
-    CODE_VERSION,
-    Predictions,
-    check_complete,
-    load_predictions,
-)
+from finetune.data.predictions import CODE_VERSION, check_complete, load_predictions
 from finetune.data.row_source import RowSource
 from finetune.data.teacher_file import file_predictions, is_teacher_file
 from finetune.errors import UserError
@@ -33,9 +28,9 @@ from finetune.training.reference_files import image_states, model_dependencies
 def with_teacher(
     recipe: Recipe, training: RowSource, tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig
 ) -> RowSource:
-    """Returns the data with a teacher's predictions, if the objective has a teacher. config: of the model that learns.
+    """Returns the data with a teacher's predictions, if the objective has a teacher. config: the student's.
 
-    Raises UserError where there are none, or none for some of the examples.
+    Raises UserError if some of the examples have none.
     """
     teacher = recipe.objective.teacher
     if teacher is None:
@@ -47,25 +42,21 @@ def with_teacher(
     else:
         check_same_vocabulary("objective.teacher", teacher, tokenizer, recipe.model)
         check_same_images("objective.teacher", teacher, recipe, tokenizer)
-        predictions = _of_model(recipe, data, vocabulary)
+        predictions = load_predictions(TeacherPass(recipe, data, vocabulary).key)
+        if predictions is None:
+            raise UserError(
+                f"objective.teacher: {teacher!r}: its predictions of this data have not been computed, or were under "
+                "other settings; run `python -m finetune reference` with this recipe, on any launch, then train again"
+            )
     check_complete(data.examples, predictions, teacher)
     return replace(data, examples=data.examples.with_predictions(predictions))
 
 
-def _of_model(recipe: Recipe, data: Dataset, vocabulary: int) -> Predictions:
-    predictions = load_predictions(TeacherPass(recipe, data, vocabulary).key)
-    if predictions is None:
-        raise UserError(
-            f"objective.teacher: {recipe.objective.teacher!r}: its predictions of this data have not been computed, or "
-            "were under other settings; run `python -m finetune reference` with this recipe, on any launch, then train "
-            "again"
-        )
-    return predictions
-
-
 def recipe_of_teacher(recipe: Recipe) -> Recipe:
-    """Returns a recipe whose model is the teacher, and whose training data are the student's, token by token. Raises
-    UserError where the teacher is a file."""
+    """Returns a recipe whose model is the teacher, and whose training data are the student's, token by token.
+
+    Raises UserError if the teacher is a file.
+    """
     own, teacher = recipe.model, recipe.objective.teacher
     if teacher is None or is_teacher_file(teacher):
         raise UserError(f"objective.teacher: {teacher} is a file: there is nothing to compute, train at once")
@@ -91,18 +82,18 @@ def recipe_of_teacher(recipe: Recipe) -> Recipe:
 class TeacherPass:
     """A teacher's predictions for a student's data, in the cache or still to compute."""
 
-    recipe: Recipe  # of the student
+    recipe: Recipe  # the student's
     data: Dataset
-    vocabulary: int  # of the student
+    vocabulary: int  # the student's
 
     @property
     def count(self) -> int:
-        """Returns the ids of each target."""
+        """Returns the number of ids for each target."""
         return self.recipe.objective.samples or self.recipe.objective.value("top_k")
 
     @property
     def key(self) -> str:
-        """Raises UserError where the teacher cannot be read, or has too few tokens."""
+        """Raises UserError if the teacher cannot be read, or has too few tokens."""
         of_teacher = recipe_of_teacher(self.recipe)
         config = model_config(of_teacher.model)
         objective, common = self.recipe.objective, self.common_ids(config)
@@ -119,5 +110,5 @@ class TeacherPass:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def common_ids(self, teacher: PretrainedConfig) -> int:
-        """Returns how many ids both know; embeddings that are padded to a rounder number differ in their last rows."""
+        """Returns the number of ids that both have; embeddings padded to a rounder number differ in their last rows."""
         return min(self.vocabulary, teacher.get_text_config().vocab_size)

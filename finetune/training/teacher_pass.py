@@ -38,7 +38,10 @@ from finetune.utils import ProgressBar
 
 
 def compute_predictions(teacher: TeacherPass, trainer: Trainer) -> str:
-    """Fills the cache, unless it has them; returns a summary. Collective. trainer: of `recipe_of_teacher`."""
+    """Writes the predictions to the cache unless it has them; returns a summary. Collective.
+
+    trainer: for `recipe_of_teacher`.
+    """
     engine, key = trainer.engine, teacher.key
     if engine.ranks.gather(engine.is_main and load_predictions(key) is not None)[0]:
         return "in the cache already"
@@ -57,7 +60,15 @@ def compute_predictions(teacher: TeacherPass, trainer: Trainer) -> str:
             pass
     else:
         of = {"source": ", ".join(teacher.data.source_names), "format": "teacher", "tokenizer": settings.teacher}
-        write_predictions(key, teacher.count, of, lambda writer: _write(writer, rows))
+
+        def write(writer: PredictionsWriter) -> None:
+            written = set()  # each example once: sources may repeat, and ranks that share layers have the same
+            for row in rows:
+                if (example := example_key(row[0], row[1], row[-1])) not in written:
+                    written.add(example)
+                    writer.append(*row)
+
+        write_predictions(key, teacher.count, of, write)
     engine.ranks.barrier()
     return f"computed for {len(examples):,} examples"
 
@@ -76,9 +87,9 @@ def _rows(engine: Engine, forward: ForwardPass, loader: Loader, console: Console
             batches = next(feed).batches
             with engine.evaluating():
                 outputs = engine.forwards(batches, forward)
-                mine = [_piece(batch, of_batch, engine.context_shard) for batch, of_batch in outputs if batch.origins]
+                local = [_piece(batch, of_batch, engine.context_shard) for batch, of_batch in outputs if batch.origins]
             micro_batches = defaultdict[int, list[RankPredictions]](list)
-            for of_rank in engine.ranks.gather(mine):
+            for of_rank in engine.ranks.gather(local):
                 for piece in of_rank:
                     micro_batches[piece.index].append(piece)
             for pieces in micro_batches.values():
@@ -130,15 +141,6 @@ def _rows_of(pieces: list[RankPredictions]) -> Iterator[Row]:
 
 def _numpy(tensor: Tensor) -> NDArray[Any]:
     return tensor.cpu().numpy()
-
-
-def _write(writer: PredictionsWriter, rows: Iterator[Row]) -> None:
-    """Writes each example once: sources may repeat, and ranks that share layers have the same."""
-    written = set()
-    for row in rows:
-        if (key := example_key(row[0], row[1], row[-1])) not in written:
-            written.add(key)
-            writer.append(*row)
 
 
 @dataclass(frozen=True)

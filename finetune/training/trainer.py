@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -34,6 +34,7 @@ from finetune.data.prefetch import Feed, fed_steps
 from finetune.data.token_text import RECORDED, recorded
 from finetune.engine.base import Engine
 from finetune.engine.context_parallel import apply_context_parallel
+from finetune.engine.hardware import peak_tflops
 from finetune.engine.launch import collective_timeout
 from finetune.engine.optimizer_step import NonFinite
 from finetune.engine.start import set_group_timeouts
@@ -43,6 +44,7 @@ from finetune.models.base_config import dtypes
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.wrapped import Outputs
+from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
 from finetune.objectives.shared_prompts import with_shared_prompts
@@ -52,7 +54,7 @@ from finetune.tracking.meters import Meters
 from finetune.tracking.metrics import EXAMPLES, Status, Totals, read_status, read_steps, write_status
 from finetune.training import parts
 from finetune.training.display import show_evaluation, show_plan, show_totals
-from finetune.training.evaluation import end_ids
+from finetune.training.evaluation import Evaluator, as_columns, end_ids, sum_terms
 from finetune.training.optim import build_optimizers, lr_factor
 from finetune.training.prepare import Prepared
 from finetune.training.profile import Profiler, show_profile
@@ -62,7 +64,6 @@ from finetune.training.run_lock import RunLock
 from finetune.training.run_plan import measure_run
 from finetune.training.signals import StopRequest
 from finetune.training.state import TrainingState, resumed_state
-from finetune.training.statistics import as_columns, sum_terms
 from finetune.utils import ProgressBar, print_line, write_atomically
 
 Line = dict[str, Any]  # of metrics.jsonl
@@ -70,7 +71,7 @@ Line = dict[str, Any]  # of metrics.jsonl
 
 @dataclass(frozen=True)
 class StepFlags:
-    """What a rank wants at the end of a step; summed over the ranks with the loss, so that all act alike."""
+    """Requests of a rank at the end of a step; summed over the ranks with the loss, so that all act alike."""
 
     stop: bool  # a signal was received
     save: bool  # `checkpoint.every_minutes` have passed
@@ -92,7 +93,7 @@ class Trainer:
     ):
         """Loads the model, wraps it by the engine, and resumes from the newest checkpoint. Collective.
 
-        predicted: of plan.json; run_lock: of the run's folder. Raises UserError.
+        predicted: entry of plan.json, on the main rank; run_lock: lock of the run's folder. Raises UserError.
         """
         self.recipe, self.engine, self.stop, self.console = prepared.recipe, engine, stop, console
         self.tokenizer, self.folder, self.run_lock = prepared.tokenizer, run_folder(prepared.recipe), run_lock
@@ -108,7 +109,7 @@ class Trainer:
         build = partial(build_optimizers, recipe.optimizer, parameter_roles(model.causal_lm))
         engine.wrap(model, build, prepared.micro_batches)
         set_group_timeouts(collective_timeout())
-        rows = parts.rows_per_device(prepared, engine, self.forward, self.say)
+        rows = parts.rows_per_device(prepared, engine, self.forward, (predicted or {}).get("rows_per_device"), self.say)
         loaders = parts.Loaders(recipe, engine, rows, attention, image_reader(recipe, self.tokenizer))
         reference, self.with_reference = None, None
         if columns is not None:
@@ -119,20 +120,35 @@ class Trainer:
         self.data = training
         self.plan = parts.make_plan(prepared, engine, facts, rows, attention, reference, predicted or {})
         self.loader = loaders.training(training.in_order(recipe), self.plan.total_rows)
-        self.end_ids = end_ids(recipe, self.tokenizer, [training, held_out])  # tokens that end a generation
+        self.end_ids = end_ids(recipe, self.tokenizer, [training, held_out])
         self.evaluator = None
         if held_out:
-            self.evaluator = parts.make_evaluator(
-                prepared, engine, held_out, loaders.each_once(held_out), attention, self.end_ids, self.with_reference
+            names, shares = held_out.source_names, attention.shares_prompts
+            measured = make_objective(
+                recipe.objective, names, evaluating=True, token_ranks=engine.token_ranks, shares_prompts=shares
+            )
+            self.evaluator = Evaluator(
+                engine,
+                loaders.each_once(held_out),
+                held_out.examples,
+                ForwardPass(attention, measured),
+                self.tokenizer,
+                self.end_ids,
+                recipe.evaluate,
+                self.with_reference,
             )
         weights = columns.weights_identity if columns is not None else None
-        # What this run reads, as checkpoints keep it. config: before the load, which changes it.
+        # All that this run reads, as checkpoints keep it. config: before the load, which changes it.
         self.inputs = read_inputs(engine, recipe, self.tokenizer, config, (training, held_out), weights)
-        # evaluation: the last one, as far as it is finite; tracker_ids: of the runs that a checkpoint knows
+        # evaluation: finite metrics of the last one; tracker_ids: ids of the runs in a checkpoint
         self.state, self.evaluation, self.tracker_ids = resumed_state(
             recipe, engine, training, self.inputs, self.plan.steps, self.say
         )
-        self.meters = Meters(engine, facts.flops, parts.device_peak(recipe, engine, self.plan, self.say))
+        on_gpu = engine.device.type == "cuda"
+        peak = peak_tflops(self.plan.device, dtypes(recipe).compute) if on_gpu else None
+        if on_gpu and peak is None:
+            self.say(f"note: no MFU: engine/hardware.yaml has no peak for {self.plan.device}")
+        self.meters = Meters(engine, facts.flops, peak)
         self.profiler = Profiler(recipe.profile, engine, self.folder, self.plan.steps) if recipe.profile else None
         self.totals, self.expert_load, self.compilations = Totals(), ExpertLoad(), CompilationWatch()
         self.last_loss: float | None = None
@@ -151,7 +167,8 @@ class Trainer:
 
     def run(self) -> None:
         """Trains and writes the result. Raises Stopped after a save that a signal requested."""
-        if self._is_finished():
+        finished = self.engine.is_main and read_status(self.folder) == "finished" and (self.folder / "model").is_dir()
+        if self.engine.ranks.gather(finished)[0] and self.state.step >= self.plan.steps:
             self.say(
                 f"{self.folder} is finished: step {self.state.step} of {self.plan.steps}, nothing to do. Train further "
                 "with more steps (train.max_steps, train.epochs), or start again under another run.name"
@@ -180,7 +197,14 @@ class Trainer:
         config = {"recipe": self.recipe.model_dump(mode="json"), "plan": asdict(self.plan)}
         self.log = RunLog(self.engine, self.recipe, self.folder, self.state.step + 1, config, self.tracker_ids)
         self.first_step = self.state.step + 1
-        metadata = self._checkpoint_metadata()
+        metadata = {
+            "steps": self.plan.steps,
+            "data": self.data.summary(),
+            "inputs": self.inputs,
+            "trackers": self.log.run_ids(),
+            "versions": self.plan.versions,
+            "git_commit": self.plan.git_commit,
+        }
         self.saver = Saver(self.engine, self.recipe, self.folder / "checkpoints", metadata, self._holds_folder)
         self.saved_at = time.monotonic()
         try:
@@ -191,18 +215,12 @@ class Trainer:
                 show_totals(self.console, self.totals)
             self.saver.tidy()
             self.saver.close()  # frees its host memory for the result
-            self._save_result()
-            self.log.finish(self.evaluation, self._artifacts())
+            self.log.finish(self.evaluation, self._save_result())
             self._write_measured()
             self._write_status("finished")
         finally:
             self.saver.close()
             self.log.close()
-
-    def _is_finished(self) -> bool:
-        """Whether an earlier launch has made all steps and written the result. Collective."""
-        written = self.engine.is_main and read_status(self.folder) == "finished" and (self.folder / "model").is_dir()
-        return self.engine.ranks.gather(written)[0] and self.state.step >= self.plan.steps
 
     def train(self) -> None:
         """Runs all steps from `state.step` to the end, with what is due between them."""
@@ -219,7 +237,14 @@ class Trainer:
             for step_batches in self.steps(feed):
                 line, flags = self.train_step(step_batches)
                 self._check_folder(flags.lost)
-                self._record(line, step_batches)
+                self.last_loss = line["loss"]
+                if self.recipe.train.compile:
+                    line["compilations"] = compilations()
+                    if (warning := self.compilations.step_done()) is not None:
+                        self.say(f"[yellow]{escape(warning)}[/yellow]")
+                self.log.write(line, line["step"])
+                self.log.rows(line["step"], row_ids(step_batches.batches))
+                self.totals.add(line)
                 mfu = f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""
                 text = f"loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tok/s{mfu}"
                 progress.update(int(line["step"]), text)
@@ -232,22 +257,21 @@ class Trainer:
             )
 
     def steps(self, feed: Feed[StepBatches]) -> Iterator[StepBatches]:
-        """Yields the batches of each remaining step, and meters the wait for them."""
+        """Yields the batches of each remaining step, and meters the wait for them.
+
+        Warms up before, which leaves weights, optimizer and the random numbers of the steps as they were.
+        """
         if not self._is_over:
-            self._warm_up(feed.peek().batches[0])
+            batch, objective = feed.peek().batches[0], self.forward.objective
+            for _ in range(self.engine.warm_ups):
+                with self.engine.micro_batch(last=True):
+                    self.engine.backward(objective.trial_loss(self.forward(self.engine.model, batch), batch))
+                self.engine.drop_gradients()
         self.engine.stopwatch.restart()
         while not self._is_over:
             with self.engine.stopwatch.phase("data"):
                 step_batches = next(feed)
             yield step_batches
-
-    def _warm_up(self, batch: Batch) -> None:
-        """Runs micro-batches that leave weights, optimizer and the random numbers of the steps as they were."""
-        objective = self.forward.objective
-        for _ in range(self.engine.warm_ups):
-            with self.engine.micro_batch(last=True):
-                self.engine.backward(objective.trial_loss(self.forward(self.engine.model, batch), batch))
-            self.engine.drop_gradients()
 
     # --- one step
 
@@ -291,8 +315,8 @@ class Trainer:
         return line, flags
 
     def _completed(self, step: StepBatches) -> StepBatches:
-        """Returns the step with the reference's log-probabilities, where they are computed step by step, and with what
-        the objective has to know of all of it. Collective."""
+        """Returns the step with the reference's log-probabilities, if they are computed step by step, and with the
+        objective's statistics of the whole step. Collective."""
         statistics, batches = self.forward.objective.statistics, step.batches
         if self.with_reference is None and statistics is None:
             return step
@@ -328,40 +352,40 @@ class Trainer:
         if "expert_load" in sums.totals:
             self.expert_load.add(state.step, sums.totals["expert_load"])
 
-    def _record(self, line: Line, step: StepBatches) -> None:
-        self.last_loss = line["loss"]
-        if self.recipe.train.compile:
-            line["compilations"] = compilations()
-            if (warning := self.compilations.step_done()) is not None:
-                self.say(f"[yellow]{escape(warning)}[/yellow]")
-        self.log.write(line, line["step"])
-        self.log.rows(line["step"], row_ids(step.batches))
-        self.totals.add(line)
-
     # --- between steps
 
     def _between_steps(self, flags: StepFlags) -> None:
-        """Evaluates, saves and stops as is due, the same on every rank."""
-        stopwatch, measured = self.engine.stopwatch, {}
+        """Evaluates, saves and stops as is due, the same on every rank. Raises Stopped with everything on the disk."""
+        stopwatch, settings, step, measured = self.engine.stopwatch, self.recipe.checkpoint, self.state.step, {}
         if flags.settle:
             with stopwatch.stall("checkpoint"):
                 self.saver.settle()
         if self._evaluation_due() and not flags.stop:  # else it runs after the resume
             with stopwatch.stall("evaluation"):
                 measured = self.evaluate()
-        if flags.stop or self._save_due(measured, flags):
+        every_steps = settings.every_steps and step % settings.every_steps == 0
+        at_the_end = (settings.every_steps or settings.every_minutes or settings.best) and self._is_over
+        if flags.stop or flags.save or every_steps or at_the_end or self.saver.improves(measured):
             with stopwatch.stall("checkpoint"):
                 self._save_checkpoint(measured)
         if flags.stop:
-            self._stop()
+            self.saver.settle(must=True)
+            reasons = sorted({reason for reason in self.engine.ranks.gather(self.stop.reason) if reason})
+            self.log.finish_preempted()
+            self._write_measured()
+            self._write_status("stopped")
+            raise Stopped(
+                f"stopped by {', '.join(reasons)} after step {step} of {self.plan.steps}; "
+                "the same command resumes from there"
+            )
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates on held-out data, logs and prints the results; returns the metrics. Collective."""
         assert self.evaluator is not None  # only called with evaluation data
         self.evaluation, generations = self.evaluator.run()
         stop_when = self.recipe.train.stop_when
-        wanted = {"checkpoint.best": self.recipe.checkpoint.best, "train.stop_when": stop_when and stop_when.metric}
-        for key, metric in wanted.items():
+        metrics = {"checkpoint.best": self.recipe.checkpoint.best, "train.stop_when": stop_when and stop_when.metric}
+        for key, metric in metrics.items():
             if metric is not None and metric not in self.evaluation:
                 measured = ", ".join(self.evaluation)
                 raise UserError(f"{key}: this run's evaluations do not measure {metric!r}: use one of {measured}")
@@ -408,8 +432,7 @@ class Trainer:
             self._save_checkpoint(self.evaluation)
 
     def _note_improvement(self, value: float, direction: str) -> None:
-        """Counts the evaluations since the best one, for `train.stop_when`; one that is not finite is never the
-        best."""
+        """Counts the evaluations since the best finite one, for `train.stop_when`."""
         state = self.state
         improves = state.best is None or (value < state.best if direction == "lower" else value > state.best)
         if improves and math.isfinite(value):
@@ -432,13 +455,6 @@ class Trainer:
             return self.recipe.evaluate.at_start
         return step == self.plan.steps or bool(every and step % every == 0)
 
-    def _save_due(self, measured: dict[str, float], flags: StepFlags) -> bool:
-        settings, step = self.recipe.checkpoint, self.state.step
-        if settings.every_steps and step % settings.every_steps == 0:
-            return True
-        at_the_end = (settings.every_steps or settings.every_minutes or settings.best) and self._is_over
-        return bool(flags.save or at_the_end or self.saver.improves(measured))
-
     def _save_checkpoint(self, measured: dict[str, float]) -> None:
         self.log.flush()
         extra = self.data.extra_state(self.state.step * self.recipe.batch.rows)
@@ -449,25 +465,13 @@ class Trainer:
             self.say(f"step {self.state.step}: first checkpoint, {size / 2**20:,.1f} MiB of each process{how}")
         self.saved_before = True
 
-    def _stop(self) -> NoReturn:
-        """Ends the run after a signal, with everything on the disk."""
-        self.saver.settle(must=True)
-        reasons = sorted({reason for reason in self.engine.ranks.gather(self.stop.reason) if reason})
-        self.log.finish_preempted()
-        self._write_measured()
-        self._write_status("stopped")
-        raise Stopped(
-            f"stopped by {', '.join(reasons)} after step {self.state.step} of {self.plan.steps}; "
-            "the same command resumes from there"
-        )
-
     def _profile(self, line: Line) -> None:
-        """Begins or ends the trace of `profile`. line: of the last step; empty before the first."""
+        """Begins or ends the trace of `profile`. line: the last step's; empty before the first."""
         if self.profiler is None:
             return
-        if not line and self.profiler.misses(self.state.step):
+        if not line and self.state.step >= self.profiler.first:
             self.say(f"note: profile.steps: nothing is traced, this launch begins after step {self.state.step}")
-        due = self.profiler.turns(self.state.step)
+        due = self.state.step in (self.profiler.first - 1, self.profiler.last)
         with self.engine.stopwatch.stall("profile") if due else contextlib.nullcontext():
             summary = self.profiler.after(self.state.step, line)
         if summary:
@@ -475,23 +479,12 @@ class Trainer:
 
     # --- files
 
-    def _checkpoint_metadata(self) -> dict[str, Any]:
-        """Returns what a checkpoint stores of the run in addition to its progress."""
-        return {
-            "steps": self.plan.steps,
-            "data": self.data.summary(),
-            "inputs": self.inputs,
-            "trackers": self.log.run_ids(),
-            "versions": self.plan.versions,
-            "git_commit": self.plan.git_commit,
-        }
-
     def _holds_folder(self) -> bool:
-        """Whether this launch may write the run's folder: not if another has taken it. The main rank knows."""
+        """Returns False if another launch has taken the run's folder, which only the main rank knows."""
         return self.run_lock is None or not self.engine.is_main or not self.run_lock.is_lost()
 
     def _check_folder(self, lost: bool) -> None:
-        """Raises RunFailure on all ranks. lost: as one of them knows."""
+        """Raises RunFailure on all ranks if one of them knows that the folder is `lost` to another launch."""
         if lost:
             assert self.run_lock is not None  # it says so
             raise self.run_lock.failure()
@@ -500,39 +493,29 @@ class Trainer:
         if self.engine.is_main:
             self.expert_load.write(self.folder)
 
-    def _save_result(self) -> None:
+    def _save_result(self) -> dict[str, Path]:
+        """Writes <run>/model; returns the folders that `tracking.wandb.log_model` uploads, by alias. Collective."""
         self._check_folder(any(self.engine.ranks.gather(not self._holds_folder())))
+        root, metric, wandb = self.folder / "checkpoints", self.recipe.checkpoint.best, self.recipe.tracking.wandb
+        best = self.engine.ranks.gather(best_checkpoint(root, metric) if self.engine.is_main else None)[0]
         # `last_loss` is None if a finished run was only evaluated again.
         state, loss, evaluation = self.state, self.last_loss, self.evaluation
         if self.recipe.train.result == "best":
-            state, evaluation = self._restore_best()
+            if best is None:
+                raise RunFailure(f"train.result: best: no checkpoint in {root} was measured by {metric}; use `last`")
+            resumed = resume_own(self.engine, best)
+            state, evaluation = TrainingState(**resumed.progress), resumed.metrics
+            value = resumed.metrics[str(metric)]
+            self.say(f"the result is that of step {state.step}, the best by {metric} ({value:.4g})")
             loss = loss if state.step == self.state.step else None
         about = {**asdict(state), "inputs": self.inputs}
         card = model_card(self.recipe, asdict(self.plan), about, loss, evaluation)
         adapter, frozen = self.recipe.mode != "full", dtypes(self.recipe).frozen
         save_result(self.engine, self.tokenizer, self.end_ids, adapter, frozen, card, self.folder / "model")
         self.say(f"saved [bold]{self.folder / 'model'}[/bold]")
-
-    def _artifacts(self) -> dict[str, Path]:
-        """Returns the folders that `tracking.wandb.log_model` asks for, by alias."""
-        wandb = self.recipe.tracking.wandb
         if wandb is None or wandb.log_model == "none":
             return {}
-        wants_best = wandb.log_model == "best" and self.engine.is_main
-        best = best_checkpoint(self.folder / "checkpoints", self.recipe.checkpoint.best) if wants_best else None
-        return {"result": self.folder / "model", **({"best": best} if best else {})}
-
-    def _restore_best(self) -> tuple[TrainingState, dict[str, float]]:
-        """Puts the weights of the best checkpoint into the model, for `train.result: best`; returns its state and
-        evaluation. Collective."""
-        root, metric = self.folder / "checkpoints", self.recipe.checkpoint.best
-        best = self.engine.ranks.gather(best_checkpoint(root, metric) if self.engine.is_main else None)[0]
-        if best is None:
-            raise RunFailure(f"train.result: best: no checkpoint in {root} was measured by {metric}; use `last`")
-        resumed = resume_own(self.engine, best)
-        step, value = resumed.progress["step"], resumed.metrics[str(metric)]
-        self.say(f"the result is that of step {step}, the best by {metric} ({value:.4g})")
-        return TrainingState(**resumed.progress), resumed.metrics
+        return {"result": self.folder / "model", **({"best": best} if best and wandb.log_model == "best" else {})}
 
     def _write_status(self, status: Status) -> None:
         self.status = status
@@ -540,7 +523,7 @@ class Trainer:
             write_status(self.folder, status, self.state.step, self.plan.steps)
 
     def _write_measured(self) -> None:
-        """Adds what the steps of this launch took to plan.json, next to what was predicted."""
+        """Adds the time and memory of this launch's steps to plan.json, next to the predicted ones."""
         first = self.first_step
         if self.engine.is_main and first is not None:
             lines = read_steps(self.folder / "metrics.jsonl")

@@ -151,7 +151,7 @@ MUTANTS = (
     Mutant(
         "objectives",
         "z0 per rank",
-        "finetune/training/statistics.py",
+        "finetune/training/evaluation.py",
         "return Sums(engine.ranks.total(sums.totals), sums.terms, counts)",
         "ranks = engine.accelerator.num_processes\n"
         "    return Sums({name: total.cpu() * ranks for name, total in sums.totals.items()}, sums.terms, counts)",

@@ -80,7 +80,7 @@ class SmallDevice:
         hook = register_module_forward_pre_hook(count)
         work()
         hook.remove()
-        return max(tokens) * self.TOKEN
+        return max(tokens, default=0) * self.TOKEN
 
 
 def frozen_bytes(model: Any) -> dict[str, int]:

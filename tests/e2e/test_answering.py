@@ -125,7 +125,7 @@ def test_a_file_of_rows_is_answered_and_resumed(taught: Path, tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl", "torn.jsonl"]
 
     long = tiny.write_rows(tmp_path / "long.jsonl", [{"prompt": "river", "note": "x" * 50_000}] * 4)
-    full, message = tmp_path / "full.jsonl", r"full\.jsonl could not be written: .*the same command goes on"
+    full, message = tmp_path / "full.jsonl", r"full\.jsonl could not be written: .*run the same command again"
     with full_disk(130_000), pytest.raises(RunFailure, match=message):
         answer_file(run, long, full, sampling, None, 1, console)
     assert not full.exists()

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,10 @@ def test_rows_with_pictures_are_answered_as_plain_transformers_does(
     model = AutoModelForImageTextToText.from_pretrained(full_run / "model").eval()
     answerer = load_answerer(full_run)
     written = plain_answer(model, full_run, 4)
-    wanted = [answerer._read(ids, model.generation_config, ()).text for ids in written]
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    kept = [list(takewhile(lambda token: token not in ends, ids)) for ids in written]
+    wanted = [answerer.tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
     assert [json.loads(line)["answer"] for line in out.read_text().splitlines()] == wanted
     messages = [json.loads(line)["messages"][:1] for line in rows.read_text().splitlines()]
     content = next(one["content"] for (one,) in messages if isinstance(one["content"], list))
@@ -296,7 +300,7 @@ def test_an_openai_client_gets_the_greedy_answers_to_pictures(
                 found.add(wanted)
             assert len(found) > 2
         for reference in ("pictures/0-0.png", "file:///etc/passwd", "http://127.0.0.1/a.png"):
-            with pytest.raises(openai.BadRequestError, match="pictures are taken as data URLs"):
+            with pytest.raises(openai.BadRequestError, match="images must be data URLs"):
                 asked("qwen", [{"type": "image_url", "image_url": {"url": reference}}])
         with pytest.raises(openai.BadRequestError, match="not an image of a kind"):
             asked("qwen", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}])
@@ -308,7 +312,7 @@ def test_an_openai_client_gets_the_greedy_answers_to_pictures(
             chat(Sampling(6), None)
             shown.append(capsys.readouterr().out.rpartition("saved to")[0].replace("\ufffd", ""))
         assert shown[0] == shown[1]
-        assert "gone: this picture cannot be read" in shown[0]
+        assert "gone: this image cannot be read" in shown[0]
         first = json.loads((tmp_path / "here").read_text())["messages"][0]["content"]
         assert first == [image_part(pictures[0]), {"type": "text", "text": "which?"}]
         live = verify_url(url, find_trained(full_run), "qwen", None, 6, console())

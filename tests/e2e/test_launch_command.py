@@ -71,6 +71,6 @@ def test_the_words_of_a_launch() -> None:
 
 def test_a_killed_process_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert _status("rank 1", -9) == 137
-    assert "rank 1 was ended by SIGKILL. Most often the system did so for want of memory" in capsys.readouterr().err
+    assert "rank 1 was ended by SIGKILL. Most often the system does so for lack of memory" in capsys.readouterr().err
     assert _status("rank 1", 2) == 2
     assert capsys.readouterr().err == ""

@@ -41,7 +41,7 @@ def test_a_device_that_runs_out_is_stepped_back_from() -> None:
     def take(size: float) -> None:
         torch.empty(int(size), dtype=torch.uint8, device=device)
 
-    def attempt(size: float) -> float:
+    def attempt(size: int) -> float:
         shown = unit if size <= 2 else size * unit  # flat at first: nothing foretells what 8 needs
         try:
             return memory.peak(lambda: take(shown))

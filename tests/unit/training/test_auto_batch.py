@@ -33,7 +33,6 @@ from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.recipe import Recipe, load_recipe
 from finetune.training.auto_batch import (
-    HALF,
     MARGIN,
     HeaviestRow,
     HostMemory,
@@ -61,17 +60,17 @@ MIB = 2**20
     rows=st.integers(1, 200),
 )
 def test_nothing_that_does_not_fit_is_tried(constant: int, each: int, square: int, limit: int, rows: int) -> None:
-    """Of memory on a straight line; on a parabola whose line is taken to be its square."""
+    """Of memory on a straight line, or on a parabola that is taken for a square."""
     tried = []
 
-    def attempt(size: float) -> float:
+    def attempt(size: int) -> float:
         tried.append(size)
         return constant + each * size + square * size**2
 
     sizes = divisors(rows)
     found = largest_that_fits(sizes, limit, attempt, power=2 if square else 1)
-    assert tried[:2] == [HALF, 1]
-    assert len(tried) == len(set(tried)) <= 2 + len(sizes)
+    assert tried[:2] == [0, 1]
+    assert len(tried) == len(set(tried)) <= 1 + len(sizes)
     assert all(constant + each * size + square * size**2 <= limit for size in tried[2:])
     assert found.required_bytes == constant + each * found.size + square * found.size**2
     assert found.size == 1 or found.required_bytes <= limit < found.next_required_bytes
@@ -80,17 +79,38 @@ def test_nothing_that_does_not_fit_is_tried(constant: int, each: int, square: in
         assert found.size == max(fitting, default=1)
 
 
-def test_memory_that_runs_out_is_stepped_back_from() -> None:
-    """A bend that no trial could foresee; where one runs out of memory, what lies below is still tried."""
-    tried = []
+@pytest.mark.parametrize(
+    ("start", "tried"),
+    [(1, [0, 1, 2, 4, 8, 6]), (6, [0, 6, 12, 8]), (40, [0, 24, 16, 12, 8, 6]), (4, [0, 4, 8, 6])],
+    ids=["no estimate", "exact", "too high", "too low"],
+)
+def test_memory_that_runs_out_is_stepped_back_from(start: int, tried: list[int]) -> None:
+    """Memory that no trial could predict; after one that ran out, smaller sizes are still tried."""
+    sizes = []
 
-    def attempt(size: float) -> float:
-        tried.append(size)
+    def attempt(size: int) -> float:
+        sizes.append(size)
         return math.inf if size > 6 else 10 + max(0, size - 4) * 10
 
-    found = largest_that_fits(divisors(48), 100, attempt)
-    assert tried == [HALF, 1, 2, 4, 8, 6]
+    found = largest_that_fits(divisors(48), 100, attempt, start)
+    assert sizes == tried
     assert (found.size, found.required_bytes, found.next_required_bytes) == (6, 30, math.inf)
+
+
+def test_an_estimate_that_is_right_takes_one_trial() -> None:
+    sizes = []
+
+    def attempt(size: int) -> float:
+        sizes.append(size)
+        return 10 + 10 * size
+
+    found = largest_that_fits(divisors(48), 100, attempt, start=8)
+    assert sizes == [0, 8]
+    assert (found.size, found.required_bytes, found.next_required_bytes) == (8, 90, 130)
+
+
+def test_the_smallest_is_taken_if_none_fits() -> None:
+    assert largest_that_fits([1, 2, 4], 5, lambda size: 10.0 * size, start=4).size == 1
 
 
 # --- the meter
@@ -138,7 +158,7 @@ class Started:
         row = HeaviestRow(self.data.row(0)[0], *self.data.heaviest_row(self.recipe.data.max_length))
         return Trials(self.engine, HostMemory(), self.forward, row, 0)
 
-    def find(self, limit: int | None = None) -> RowsPerDevice:
+    def find(self, limit: int | None = None, estimate: int | None = None) -> RowsPerDevice:
         memory, self.said = HostMemory(limit=limit), []
         return find_rows(
             self.engine,
@@ -146,8 +166,8 @@ class Started:
             self.config,
             self.forward,
             self.data,
-            self.build,
             memory,
+            estimate,
             self.said.append,
         )
 
@@ -191,20 +211,24 @@ def rows_of_a_wide_model(_rank: int, recipe: Path) -> None:
     drawn = torch.get_rng_state()
     trials = wide.trials()
     trials.begin()
-    needs = {rows: trials.attempt(rows) for rows in (HALF, 1, 2, 4)}
+    needs = {rows: trials.attempt(rows) for rows in (0, 1, 2, 4)}
     each = (needs[4] - needs[2]) / 2
     assert 60 * MIB < each < 110 * MIB
-    assert needs[1] - needs[HALF] == pytest.approx(each / 2, rel=0.4)
+    assert needs[1] - needs[0] == pytest.approx(each, rel=0.4)
     engine.drop_gradients()
-    state = optimizer_bytes(engine, wide.build)
+    state = optimizer_bytes(engine, wide.recipe)
     assert state == pytest.approx(8 * sum(p.numel() for p in engine.unwrapped.parameters()), rel=0.01)
 
     found = wide.find(limit=int(needs[2] + each + state))
     assert (found.rows, found.reason[:29]) == (2, "auto: the largest that fits, ")
-    assert [line.split(":")[0].strip() for line in wide.said[1:]] == ["0.5", "1", "2"]
+    assert [line.split(":")[0].strip() for line in wide.said[1:]] == ["0", "1", "2"]
     found = wide.find(limit=int(needs[4] + 2 * each + state))
     assert found.rows == 4
-    assert [line.split(":")[0].strip() for line in wide.said[1:]] == ["0.5", "1", "2", "4"]
+    assert [line.split(":")[0].strip() for line in wide.said[1:]] == ["0", "1", "2", "4"]
+    for estimate, sizes in ((4, ["0", "4"]), (8, ["0", "8", "4"])):
+        next((recipe.parent / "cache" / "rows_per_device").glob("*")).unlink()
+        assert wide.find(int(needs[4] + 2 * each + state), estimate).rows == 4
+        assert [line.split(":")[0].strip() for line in wide.said[1:]] == sizes
     assert wide.find(limit=1).rows == 1
     assert "the smallest, although it needs" in wide.find(limit=1).reason
 
@@ -264,7 +288,7 @@ def test_optimizer_state_is_foreseen(automatic: dict[str, Any], write_recipe: An
     """In bytes, against a step that is really made."""
     automatic["optimizer"]["name"] = name
     once = Started(load_recipe(write_recipe(automatic)))
-    foreseen = optimizer_bytes(once.engine, once.build)
+    foreseen = optimizer_bytes(once.engine, once.recipe)
     for parameter in once.engine.unwrapped.parameters():
         parameter.grad = torch.ones_like(parameter)
     once.engine.step()
@@ -288,7 +312,7 @@ def test_the_heaviest_row_is_as_heavy_as_any(started: Started) -> None:
     batch = HeaviestRow(data.row(0)[0], tokens, supervised).batch(3)
     assert (batch.counts["tokens"], batch.counts["target_tokens"]) == (3 * tokens, 3 * supervised)
     assert batch.sequence_lengths == (tokens,) * 3
-    assert HeaviestRow(data.row(0)[0], 2, 2).batch(HALF).counts["target_tokens"] == 0
+    assert HeaviestRow(data.row(0)[0], 1, 1).batch(1).counts["target_tokens"] == 0
     (sequence,) = data.row(0)[0].sequences
     input_ids = batch.inputs["input_ids"]
     assert input_ids[0, : len(sequence.input_ids)].tolist() == sequence.input_ids.tolist()
