@@ -690,7 +690,10 @@ BAD_MESSAGES = {
         called({"name": "f", "arguments": "[1]"}),
         ["tool_calls[0].arguments is the JSON of a list ('[1]')", "expected that of an object"],
     ),
-    "arguments of NaN": (called({"name": "f", "arguments": '{"a": NaN}'}), ["cannot be read: NaN is not a JSON number"]),
+    "arguments of NaN": (
+        called({"name": "f", "arguments": '{"a": NaN}'}),
+        ["cannot be read: NaN is not a JSON number"],
+    ),
     "arguments nested too deeply": (
         called({"name": "f", "arguments": '{"a":' * 100_000}),
         ["arguments is JSON that cannot be read"],
