@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 from data_helpers import byte_level, conversation, family_template, sentencepiece_like, word_level
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_data_templates import FAMILIES
 from transformers import PreTrainedTokenizerFast
 
@@ -330,28 +328,6 @@ def test_a_token_on_both_sides_is_context_where_a_text_cannot_be_cut():
 
 def offsets(*spans: tuple[int, int]) -> Offsets:
     return Offsets(len(spans), spans.__getitem__)
-
-
-def owned(*spans: tuple[int, int]) -> Offsets:
-    """As a tokenizer gives them, which finds the token of a character, too."""
-
-    def owner(character: int) -> int | None:
-        return next((i for i, (begin, end) in enumerate(spans) if begin <= character < end), None)
-
-    return Offsets(len(spans), spans.__getitem__, owner)
-
-
-@settings(derandomize=True, database=None)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 2)), max_size=8))
-def test_the_first_token_after_a_character_is_the_same_with_its_owner(steps):
-    """Gaps, empty tokens, several tokens of one character, and tokens that reach into the next."""
-    spans, begin = [], 0
-    for gap, length, step in steps:
-        begin += gap
-        spans.append((begin, begin + length))
-        begin += step
-    for character in range(begin + 6):
-        assert owned(*spans).first_from(character) == offsets(*spans).first_from(character)
 
 
 def test_a_clean_border():
