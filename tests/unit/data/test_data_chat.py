@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_helpers import byte_level, conversation, family_template, sentencepiece_like, word_level
+from data_helpers import byte_level, conversation, family_template, render, sentencepiece_like, word_level
 from test_data_templates import FAMILIES
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat.encoding import Offsets, is_clean, tokens_in_spans
-from finetune.data.chat.renderer import UNTRAINED, build_renderer, render
+from finetune.data.chat.renderer import UNTRAINED, build_renderer
 from finetune.data.chat.template import Template, asks_for_today
 from finetune.data.chat.template_check import check_template
 from finetune.data.chat.template_choice import built_in_templates, resolve_template, with_arguments
@@ -151,7 +151,7 @@ def test_every_built_in_template_renders_a_system_message():
         assert "quick fox" in tokenizer.decode(input_ids)
 
 
-def test_the_worked_example_of_render():
+def test_the_labels_of_a_template_like_llama3s():
     vocab = {"?": 9, "user": 10, "assistant": 11, "\n\n": 12, "2+2?": 20, "4": 21}
     specials = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     tokenizer = word_level({**{s: i for i, s in enumerate(specials)}, **vocab}, specials, bos_token=specials[0])
@@ -375,7 +375,7 @@ CALLS = (
 
 def test_calls_and_results_that_the_template_leaves_out_are_a_bad_row():
     tokenizer = STYLES["chatml"].tokenizer(shaped("chatml", "none"))
-    with pytest.raises(BadRow, match=r"no grammar for tool calls: it leaves out 'add' of message 1"):
+    with pytest.raises(BadRow, match=r"does not support tool calls: it leaves out 'add' of message 1"):
         render(WITH_CALL, tokenizer)
     no_results = STYLES["chatml"].tokenizer(
         CALLS.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
@@ -402,7 +402,7 @@ def test_calls_without_schemas():
     _, labels = render(WITH_CALL, tokenizer)
     call = '[{"type": "function", "id": "123456789", "function": {"name": "add", "arguments": {"a": 1}}}]'
     assert tokenizer.decode(labels[labels != UNTRAINED]) == f"{call}<|im_end|>four<|im_end|>"
-    with pytest.raises(BadRow, match="has no grammar for tools"):
+    with pytest.raises(BadRow, match="does not support tools"):
         render(replace(WITH_CALL, tools=({"type": "function", "function": {"name": "add"}},)), tokenizer)
 
 
