@@ -164,8 +164,8 @@ def tokens_in_spans(offsets: Offsets, spans: Sequence[Span]) -> NDArray[np.bool_
 
 # --- placed by the bytes that each token stands for
 #
-# Under a byte-level tokenizer a token always stands for the same bytes, so a table of lengths tells where
-# each one begins, and the tokenizer need not compute it: offsets take an eighth to a quarter of its time.
+# Under a byte-level tokenizer a token always stands for the same bytes, so a table of lengths gives the
+# begin of each one, and the tokenizer need not compute it: offsets take an eighth to a quarter of its time.
 #
 #     text     Hi<|end|>\n      tokens   Hi  <|end|>  \n      lengths  2 7 1      begin at  0 2 9, end at 10
 #
@@ -215,7 +215,7 @@ class ByteLevel:
         for begin, end in at.reshape(-1, 2).tolist():
             trained[begin:end] = True
         places = zip(rows[:-1].tolist(), rows[1:].tolist(), proved.tolist(), strict=True)
-        return [(ids[begin:end], trained[begin:end]) if known else None for begin, end, known in places]
+        return [(ids[begin:end], trained[begin:end]) if one else None for begin, end, one in places]
 
 
 def byte_level(tokenizer: PreTrainedTokenizerBase) -> ByteLevel | None:

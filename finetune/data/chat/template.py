@@ -87,6 +87,11 @@ class Jinja:
     special: Mapping[str, str]
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    @cached_property
+    def wants_parts(self) -> bool:
+        """Returns whether the template writes a content only as a list of parts (SmolVLM)."""
+        return _wants_parts(self.template, tuple(self.special.items()))
+
     def text(self, messages: Messages, tools: Tools = (), *, prompt: bool = False) -> str:
         """Returns the rendered text, with the generation prompt after it if `prompt`."""
         return self.marked(messages, tools, prompt=prompt, mark=False)[0]
@@ -96,9 +101,8 @@ class Jinja:
 
         Raises BadRow if the template refuses the conversation, UserError if it is not a template.
         """
-        in_parts = _wants_parts(self.template, tuple(self.special.items()))
         variables = {
-            "messages": [_in_parts(message) for message in messages] if in_parts else messages,
+            "messages": [_in_parts(message) for message in messages] if self.wants_parts else messages,
             "tools": [dict(tool) for tool in tools] or None,
             "documents": None,
             "add_generation_prompt": prompt,
@@ -128,7 +132,6 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=64)
 def _wants_parts(template: Template, special: tuple[tuple[str, str], ...]) -> bool:
-    """Returns whether a template writes a content only as a list of parts (SmolVLM)."""
     if "'text'" not in template.text and '"text"' not in template.text:  # it knows no parts
         return False
     variables = {"tools": None, "documents": None, "add_generation_prompt": False, **dict(special)}

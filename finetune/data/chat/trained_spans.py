@@ -126,8 +126,8 @@ def _turn(chat: Chat, written: _Written, i: int) -> _Turn:
             if not text.startswith(traits.header):
                 raise UserError(
                     f"{chat.name} has no generation prompt, and begins message {i} (assistant) with "
-                    f"{text[:40]!r} where others begin with {traits.header!r}: what the model would write cannot be "
-                    "told. Mark it in the template with {% generation %}, or give another model.chat_template"
+                    f"{text[:40]!r} but other answers with {traits.header!r}: which text the model would write is "
+                    "unclear. Mark it in the template with {% generation %}, or give another model.chat_template"
                 )
             begin = len(traits.header)
         elif traits.prompt and not written.prompt.endswith(traits.prompt) and text.startswith(traits.prompt):

@@ -126,9 +126,9 @@ def nearest_format(row: Row, columns: Columns | None = None) -> tuple[str, str]:
         for format, its_columns in _candidates(list(row), columns or {})
         if not FORMATS[format].is_labelled
     ]
-    known = [attempt for attempt in tries if not isinstance(attempt[2], Misfit)]
-    if known:  # by rank those that fit, then those that do not
-        format, _, result = min(known, key=lambda one: (isinstance(one[2], BadRow), FORMATS[one[0]].rank))
+    matching = [attempt for attempt in tries if not isinstance(attempt[2], Misfit)]
+    if matching:  # by rank those that fit, then those that do not
+        format, _, result = min(matching, key=lambda one: (isinstance(one[2], BadRow), FORMATS[one[0]].rank))
         return format, str(result) if isinstance(result, BadRow) else ""
     # A format of one required field that a single column of any name fits; not text, which many would fit.
     one_field = [name for name, one in FORMATS.items() if len(one.required) == 1 and not one.is_labelled]

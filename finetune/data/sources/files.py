@@ -136,7 +136,7 @@ def content(file: File) -> Iterator[io.BufferedReader]:
 
 @contextmanager
 def seekable_content(file: File) -> Iterator[IO[bytes]]:
-    """The same for kinds that are read from their end; a stream that cannot seek is first copied to a file."""
+    """Yields the same for kinds that are read from their end; a stream that cannot seek is first copied to a file."""
     with content(file) as stream:
         if not kind_of(file.name)[1] and stream.seekable():
             yield stream
@@ -248,13 +248,13 @@ def _remembered(memo: Path, key: list[int]) -> str | None:
 
 
 def _computed(path: Path, key: list[int], memo: Path) -> str:
-    begun = time.time()
+    started_at = time.time()
     try:
         digest, after = sha256_file(path), _key(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     if after != key:
         raise UserError(f"{path}: the file changes while it is read; start again when it is complete")
-    if begun - max(key[3:]) / 1e9 >= SETTLED_S:
+    if started_at - max(key[3:]) / 1e9 >= SETTLED_S:
         write_atomically(memo, sealed({"key": key, "sha256": digest}), shared=True)
     return digest
