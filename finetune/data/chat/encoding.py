@@ -165,7 +165,7 @@ def tokens_in_spans(offsets: Offsets, spans: Sequence[Span]) -> NDArray[np.bool_
 # --- placed by the bytes that each token stands for
 #
 # Under a byte-level tokenizer a token always stands for the same bytes, so a table of lengths gives the
-# begin of each one, and the tokenizer need not compute it: offsets take an eighth to a quarter of its time.
+# begin of each one, and the tokenizer need not compute it: offsets take a quarter of its time.
 #
 #     text     Hi<|end|>\n      tokens   Hi  <|end|>  \n      lengths  2 7 1      begin at  0 2 9, end at 10
 #
