@@ -28,7 +28,8 @@ from finetune.data.chat.template_choice import own_template
 from finetune.data.chat.trained_spans import Chat
 from finetune.data.dataset import until_end
 from finetune.data.formats.converters import with_images_of
-from finetune.data.formats.messages import context_of, read_messages, read_tools
+from finetune.data.formats.messages import context_of, read_messages
+from finetune.data.formats.tools import read_tools
 from finetune.data.samples import BadRow, Conversation, Image
 from finetune.errors import RunFailure, UserError
 from finetune.export.loading import load_result, model_folder

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.building import num_characters, read_items
 from finetune.data.chat.renderer import build_renderer
 from finetune.data.chat.template_choice import resolve_template
-from finetune.data.formats.converters import FIELDS
+from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import Detected, detect_format, parse_row, question_and_answer
 from finetune.data.objective_rows import objective_rows, trained_part
 from finetune.data.packing import pack
@@ -194,7 +194,7 @@ def token_lengths(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, template:
 
 def estimated_lengths(rows: RowsFound) -> ExampleLengths:
     """Counts characters of the fields that the format reads."""
-    fields = [(rows.columns or {}).get(field, field) for field in FIELDS[rows.format].all]
+    fields = [(rows.columns or {}).get(field, field) for field in FORMATS[rows.format].fields]
     readable = [row for _, _, row in rows.items if not isinstance(row, str)]
     texts = [sum(num_characters(row[name]) for name in fields if row.get(name) is not None) for row in readable]
     tokens = np.array([text // CHARACTERS_PER_TOKEN + TEMPLATE_TOKENS for text in texts], np.int64)

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from finetune.data.chat.renderer import labels_of
+from finetune.data.chat.renderer import build_renderer, labels_of
 from finetune.data.chat.template import Template
 from finetune.data.chat.template_choice import TEMPLATES, with_empty_thought
 from finetune.data.examples import prepare_examples
-from finetune.data.samples import Example, Sequence
+from finetune.data.samples import Drawable, Example, Sequence
 from finetune.recipe import Recipe
 from finetune.recipe.schema import ROW_KINDS
 
@@ -177,3 +177,13 @@ def document(number: int, *lengths: int) -> Example:
     """An example whose tokens say which document they are of; in each sequence all but the first trained."""
     arrays = [np.arange(length, dtype=np.int32) + 100 * number + 50 * i for i, length in enumerate(lengths)]
     return Example("made", number, 0, tuple(Sequence(array, np.arange(len(array)) > 0) for array in arrays))
+
+
+def render(
+    sample: Drawable, tokenizer: PreTrainedTokenizerBase, train_on: str = "assistant", template: Template | None = None
+) -> tuple[Any, Any]:
+    """Returns (input_ids (T,), labels (T,)) of a sample that is one example; labels are -100 if not trained."""
+    renderer = build_renderer(tokenizer, template, train_on)
+    (group,) = renderer.draw(sample)
+    (tokens,) = renderer.tokenise(group)
+    return tokens[0], labels_of(tokens[0], tokens[1])

@@ -14,6 +14,7 @@ An expression between guards is bounded by its length: each part of it is a cons
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import BuiltinMethodType
@@ -37,9 +38,8 @@ _MAX_BITS = 1024  # of an integer
 _MAX_WIDTH = 1000  # of what JSON is indented or separated by, and of decimal places
 _WIDE = 8  # terms of a sum between guards
 
-_SHORTER = frozenset(
-    {"strip", "lstrip", "rstrip", "split", "startswith", "endswith", "get", "items", "keys"}
-)  # no growth
+# Methods whose results are not longer than their text.
+_SHORTER = frozenset({"strip", "lstrip", "rstrip", "split", "startswith", "endswith", "get", "items", "keys"})
 _OUTPUT, _STORED, _STEPS = "finetune_written", "finetune_stored", "finetune_steps"
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
@@ -62,13 +62,13 @@ class Limits:
         self._variables, self._is_extended = variables, False
 
     def charge(self, count: int) -> None:
-        """Count characters or items that are about to be created. Raises UserError beyond the limit."""
+        """Counts characters or items that are about to be created. Raises UserError beyond the limit."""
         self._chars -= count
         if self._chars < 0:
             self._extend()
 
     def step(self, count: int = 1) -> None:
-        """Count steps that are about to be taken. Raises UserError beyond the limits."""
+        """Counts steps that are about to be taken. Raises UserError beyond the limits."""
         self._steps -= count
         if self._steps < self._timed_at:
             now, self._timed_at = time.thread_time(), self._steps - _TIMED_EVERY
@@ -153,7 +153,7 @@ class Limits:
         return left * right
 
     def filtered(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter of Jinja whose result is checked before it is created, if it can be longer than its input."""
+        """Returns a filter of Jinja that checks the size of its result before it creates it."""
 
         def guarded(*arguments: Any, **named: Any) -> Any:
             # The first is what Jinja passes to filters that want its context.
@@ -170,12 +170,21 @@ class Limits:
                 self._check_inserted(name, value, others)
             elif name == "format":
                 self._check_format(str(value), others, "%")
-            elif name in ("tojson", "pprint", "string", "xmlattr", "sum", "escape", "e", "forceescape", "list"):
-                self._check_whole(name, value, others)
             elif name in ("round", "batch", "slice"):
                 most = _MAX_WIDTH if name == "round" else MAX_TEXT // 100
                 if any(isinstance(one, int) and abs(one) > most for one in others):
                     raise UserError(f"`{name}` gets a number of more than {most:,}")
+            elif isinstance(value, _CONTAINERS) and name not in (
+                "center",
+                "truncate",
+            ):  # written with all that it holds
+                self.charge(_size(value, self._chars))
+            if name == "tojson":
+                for one in itertools.chain.from_iterable(
+                    one if isinstance(one, list | tuple) else [one] for one in others
+                ):
+                    if (len(one) if isinstance(one, str) else one or 0) > _MAX_WIDTH:
+                        raise UserError(f"`tojson` is to indent or separate by more than {_MAX_WIDTH:,} characters")
             return original(*arguments, **named)
 
         for attribute in ("jinja_pass_arg", "jinja_async_variant"):
@@ -184,7 +193,7 @@ class Limits:
         return guarded
 
     def _joined(self, arguments: tuple[Any, ...], given: tuple[Any, ...], others: list[Any]) -> tuple[Any, ...]:
-        """Arguments of `join`, with its items as a list: they may have been an iterator."""
+        """Returns the arguments of `join`, with its items as a list: they may have been an iterator."""
         items = list(given[0]) if isinstance(given[0], Iterable) and not isinstance(given[0], str) else given[0]
         between = max((len(one) for one in others if isinstance(one, str)), default=0)
         if isinstance(items, list):
@@ -195,7 +204,7 @@ class Limits:
         return (*arguments[:at], items, *given[1:])
 
     def _check_inserted(self, name: str, value: Any, others: list[Any]) -> None:
-        """A text into which another one, or space, is put at many places."""
+        """Charges for a text into which another one, or space, is put at many places."""
         text = value if isinstance(value, str) else " " * min(_size(value, self._chars), MAX_TEXT)
         strings = [one for one in others if isinstance(one, str)]
         numbers = [abs(one) for one in others if isinstance(one, int)]
@@ -212,23 +221,14 @@ class Limits:
         else:  # wordwrap, translate, join: anywhere
             self.charge(len(text) * longest)
 
-    def _check_whole(self, name: str, value: Any, others: Iterable[Any]) -> None:
-        """Guards a value that is written whole, with all that it holds."""
-        flat = itertools.chain.from_iterable(one if isinstance(one, list | tuple) else [one] for one in others)
-        for one in flat:
-            if name == "tojson" and (len(one) if isinstance(one, str) else one or 0) > _MAX_WIDTH:
-                raise UserError(f"`tojson` is to indent or separate by more than {_MAX_WIDTH:,} characters")
-        if isinstance(value, _CONTAINERS):
-            self.charge(_size(value, self._chars))
-
     def _check_numbers(self, values: Iterable[Any]) -> None:
         for one in values:
             if isinstance(one, int) and abs(one) > MAX_TEXT:
                 raise UserError(f"a filter or function gets a number of more than {MAX_TEXT:,}")
 
     def _check_format(self, pattern: str, values: Iterable[Any], sign: str) -> None:
-        """A pattern with places for values, each of which may be used at every place or have a width."""
-        digits = max((len(word) for word in _runs_of_digits(pattern)), default=0)
+        """Charges for a pattern with places for values, each of which may be used at every place or have a width."""
+        digits = max(map(len, re.findall(r"\d+", pattern)), default=0)
         if digits > 6:
             raise UserError("it formats a text to a width of more than 1,000,000 characters")
         flat = list(itertools.chain.from_iterable(one if isinstance(one, tuple) else [one] for one in values))
@@ -240,7 +240,7 @@ class Limits:
         self.charge(places * max(longest, widest if is_width else 0, 10**digits if digits > 3 else 0))
 
     def call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The sandbox's call: of macros, which may call each other, and of methods of texts."""
+        """Returns the sandbox's call: of macros, which may call each other, and of methods of texts."""
 
         def guarded(__context: Any, __obj: Any, *arguments: Any, **named: Any) -> Any:
             self._steps -= _CALL
@@ -265,14 +265,15 @@ class Limits:
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
         text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(text, str):
+            items = [item for value in values if isinstance(value, Mapping) for item in value.values()]
             if name in ("format", "format_map"):
-                self._check_format(text, values if name == "format" else _values_of(values), "{")
+                self._check_format(text, values if name == "format" else items, "{")
             elif name == "join":
                 return self._joined(arguments, arguments, [text])
             elif name in ("replace", "expandtabs"):
                 self._check_inserted(name, text, values)
             elif name == "translate":
-                self._check_inserted(name, text, [str(one) for value in values for one in _values_of([value])])
+                self._check_inserted(name, text, list(map(str, items)))
         elif name == "generate_lorem_ipsum":
             count = 1
             for one in values:
@@ -285,17 +286,9 @@ class Limits:
         return arguments
 
 
-def _values_of(values: Iterable[Any]) -> list[Any]:
-    return [item for value in values if isinstance(value, Mapping) for item in value.values()]
-
-
-def _runs_of_digits(pattern: str) -> Iterator[str]:
-    return ("".join(group) for is_digit, group in itertools.groupby(pattern, str.isdigit) if is_digit)
-
-
 def _size(value: Any, most: int) -> int:
-    """Characters and items in a value, with all that it holds, as often as it holds it; a little more than `most` if
-    there are more."""
+    """Returns the characters and items in a value, with all that it holds, as often as it holds it; a little more than
+    `most` if there are more."""
     total, waiting = 0, [value]
     while waiting and total <= most:
         one = waiting.pop()
@@ -359,13 +352,6 @@ def _guard(node: Any, name: str = _OUTPUT, *arguments: nodes.Expr) -> nodes.Filt
     return nodes.Filter(node, name, list(arguments), [], None, None, lineno=node.lineno)
 
 
-def _nests(tree: nodes.Node) -> bool:
-    literals = tree.find_all((nodes.List, nodes.Tuple, nodes.Dict))
-    if any(getattr(one, "ctx", "load") == "load" and any(one.find_all(_VARIABLE)) for one in literals):
-        return True
-    return not {one.name for one in tree.find_all((nodes.Filter, nodes.Name))}.isdisjoint(_NESTING)
-
-
 _VARIABLE = (nodes.Name, nodes.Call, nodes.Filter, nodes.FilterBlock)
 _NESTING = {"dict", "batch", "slice", "groupby"}
 
@@ -383,7 +369,12 @@ def compile_with_limits(environment: Any, source: str) -> tuple[Any, Limits]:
     environment: a sandbox of Jinja for this template alone, which is changed. Raises jinja2.TemplateSyntaxError.
     """
     tree: Any = environment._parse(source, None, None)
-    limits = Limits(_nests(tree))
+    literals = tree.find_all((nodes.List, nodes.Tuple, nodes.Dict))
+    names = {one.name for one in tree.find_all((nodes.Filter, nodes.Name))}
+    nests = not names.isdisjoint(_NESTING) or any(
+        getattr(one, "ctx", "load") == "load" and any(one.find_all(_VARIABLE)) for one in literals
+    )
+    limits = Limits(nests)
     environment.intercepted_binops = frozenset({"*", "**", "%"})
     environment.call_binop = limits.binop
     environment.call = limits.call(environment.call)
@@ -392,6 +383,4 @@ def compile_with_limits(environment: Any, source: str) -> tuple[Any, Limits]:
     environment.filters |= {_OUTPUT: limits.written, _STORED: limits.stored, _STEPS: limits.looped}
     tree = _Guards().visit(tree)
     tree.set_environment(environment)
-    code = environment.compile(tree)
-    template = jinja2.Template.from_code(environment, code, dict(environment.globals))
-    return template, limits
+    return jinja2.Template.from_code(environment, environment.compile(tree), dict(environment.globals)), limits

@@ -34,7 +34,7 @@ from finetune.data.chat.template_choice import (
     unknown_argument,
 )
 from finetune.data.chat.template_traits import traits_of
-from finetune.data.chat.trained_spans import Chat, TrainedText, parts_of
+from finetune.data.chat.trained_spans import Chat, parts_of
 from finetune.data.samples import BadRow, Conversation, Drawable, Ids, Image, Preference, PromptCompletion, Text
 from finetune.errors import UserError
 
@@ -69,7 +69,7 @@ class Renderer:
     adds_bos: bool  # whether the tokenizer would put its BOS before a plain text
     chat: Chat | None = field(repr=False)
     encoder: Encoder = field(repr=False)
-    special_text: re.Pattern[str] = field(repr=False)  # of special tokens, to find them in the text of a row
+    special_text: re.Pattern[str] = field(repr=False)  # finds special tokens in the text of a row
     ends_plain: bool = True  # EOS after a plain text; if not, only if the tokenizer itself would add it
     images: RowImages | None = None  # if rows have them
 
@@ -83,7 +83,11 @@ class Renderer:
         if isinstance(sample, Text):
             return [(Rendered(sample.text, [(0, len(sample.text))], is_plain=True),)]
         if isinstance(sample, Ids):
-            return [(self._ready(sample),)]
+            size = len(self.tokenizer)
+            wrong = next((i for i in sample.input_ids if not 0 <= i < size), None)
+            if wrong is not None:
+                raise BadRow(f"token id {wrong} is beyond this tokenizer's {size} tokens; tokenized with another one?")
+            return [(Rendered("", ready=sample),)]
         if isinstance(sample, Preference):
             chosen, rejected = sample.chosen, sample.rejected
             return [(self._answer(chosen, "chosen", data_file), self._answer(rejected, "rejected", data_file))]
@@ -97,22 +101,37 @@ class Renderer:
                 "the tokenizer has no chat template, so messages cannot be rendered: set model.chat_template to "
                 f"one of {', '.join(built_in_templates())} or to the path of a .jinja file"
             )
-        self._check_no_special(sample)
+        for place, text in _texts(sample):
+            # An end-of-turn in mid-answer, an invented turn, or a content that was rendered before.
+            if match := self.special_text.search(text):
+                raise BadRow(
+                    f"{place} contains {match.group()!r}, which this tokenizer reads as a special token, not as text: "
+                    "take it out of the row (the template writes such tokens itself)"
+                )
         chat = with_arguments(self.chat, sample.template_arguments) if sample.template_arguments else self.chat
-        parts = parts_of(chat, sample, self.train_on)
-        return [(self._with_images(part, sample, data_file, chat.name),) for part in parts]
+        examples = []
+        for part in parts_of(chat, sample, self.train_on):
+            references = [one for message in sample.messages[: part.messages] for one in message.images]
+            if self.images is not None:
+                text, spans, images = self.images.expand(part.text, part.spans, references, data_file, chat.name)
+                examples.append((Rendered(text, spans, images=images),))
+            elif references:
+                raise BadRow("the row has images: `data.image: {}` trains on them, with a model that sees")
+            else:
+                examples.append((Rendered(part.text, part.spans),))
+        return examples
 
-    def _with_images(self, part: TrainedText, conversation: Conversation, data_file: str, template: str) -> Rendered:
-        references = [one for message in conversation.messages[: part.messages] for one in message.images]
-        if self.images is not None:
-            text, spans, found = self.images.expand(part.text, part.spans, references, data_file, template)
-            return Rendered(text, spans, images=found)
-        if references:
-            raise BadRow("the row has images: `data.image: {}` trains on them, with a model that sees")
-        return Rendered(part.text, part.spans)
+    def _answer(self, sample: Conversation | PromptCompletion, name: str, data_file: str) -> Rendered:
+        examples = self.draw(sample, data_file)
+        if len(examples) > 1:
+            raise BadRow(
+                f"the chat template rewrites history, so {name!r} would become {len(examples)} examples: give the "
+                "earlier turns as the prompt, so that the last answer alone is compared"
+            )
+        return examples[0][0]
 
     def tokenise(self, rendered: Sequence[Rendered]) -> list[Tokens | TokensAndImages]:
-        """Ids and masks of many samples, and images if rows have them, in one call of the tokenizer."""
+        """Returns ids and masks of many samples, and images if rows have them, in one call of the tokenizer."""
         texts = [one for one in rendered if one.ready is None]
         encoded = iter(self.encoder.encode([one.text for one in texts], [one.spans for one in texts]))
         tokens: list[Tokens | TokensAndImages] = []
@@ -132,40 +151,15 @@ class Renderer:
 
     def _with_ends(self, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> Tokens:
         """BOS before a plain text if the tokenizer would add it, EOS after (see `ends_plain`); neither twice."""
-        bos, eos = _token_id(self.tokenizer.bos_token_id), _token_id(self.tokenizer.eos_token_id)
+        bos: Any = self.tokenizer.bos_token_id
+        eos: Any = self.tokenizer.eos_token_id
         if eos is None:
             raise UserError("the tokenizer has no end-of-text token (eos_token), so plain text would never end: set it")
-        if self.adds_bos and bos is not None and ids[:1].tolist() != [bos]:
+        if self.adds_bos and ids[:1].tolist() != [bos]:
             ids, trained = np.append(np.int32(bos), ids), np.append(False, trained)
         if self.ends_plain and ids[-1:].tolist() != [eos]:
             ids, trained = np.append(ids, np.int32(eos)), np.append(trained, True)
         return ids, trained
-
-    def _answer(self, sample: Conversation | PromptCompletion, name: str, data_file: str) -> Rendered:
-        examples = self.draw(sample, data_file)
-        if len(examples) > 1:
-            raise BadRow(
-                f"the chat template rewrites history, so {name!r} would become {len(examples)} examples: give the "
-                "earlier turns as the prompt, so that the last answer alone is compared"
-            )
-        return examples[0][0]
-
-    def _ready(self, sample: Ids) -> Rendered:
-        size = len(self.tokenizer)
-        wrong = next((i for i in sample.input_ids if not 0 <= i < size), None)
-        if wrong is not None:
-            raise BadRow(f"token id {wrong} is beyond this tokenizer's {size} tokens; tokenised with another one?")
-        return Rendered("", ready=sample)
-
-    def _check_no_special(self, conversation: Conversation) -> None:
-        """Raises BadRow for a text that would be read as a token of the template: an end-of-turn in mid-answer, an
-        invented turn, or a content that was rendered before."""
-        for where, text in _texts(conversation):
-            if match := self.special_text.search(text):
-                raise BadRow(
-                    f"{where} contains {match.group()!r}, which this tokenizer reads as a special token, not as text: "
-                    "take it out of the row (the template writes such tokens itself)"
-                )
 
 
 def _texts(conversation: Conversation) -> Iterator[tuple[str, str]]:
@@ -178,17 +172,15 @@ def _texts(conversation: Conversation) -> Iterator[tuple[str, str]]:
             yield f"the `name` of message {i} ({message.role})", message.name
         if message.tool_call_id:
             yield f"the `tool_call_id` of message {i}", message.tool_call_id
-        for call in message.tool_calls:
-            for text in _strings(call):
-                yield f"a tool call of message {i}", text
-    for tool in conversation.tools:
-        for text in _strings(tool):
-            yield "a tool", text
+        for text in _strings(message.tool_calls):
+            yield f"a tool call of message {i}", text
+    for text in _strings(conversation.tools):
+        yield "a tool", text
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, keys among them. Not its JSON: quotes are escaped there, and templates may write a
-    text as it is."""
+    """Yields every text in a JSON value, keys among them. Not its JSON: quotes are escaped there, and templates may
+    write a text as it is."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -200,11 +192,6 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _token_id(value: Any) -> int | None:
-    """transformers types these attributes as anything."""
-    return None if value is None else int(value)
-
-
 def build_renderer(
     tokenizer: PreTrainedTokenizerBase,
     template: Template | None = None,
@@ -212,9 +199,14 @@ def build_renderer(
     is_scored: bool = False,
     images: RowImages | None = None,
 ) -> Renderer:
-    """Returns a Renderer; `template` None is the tokenizer's own. is_scored: texts are classified, with the tokens that
-    the tokenizer adds by itself and no end token. images: image settings of the rows. Raises
-    UserError for a tokenizer without offsets."""
+    """
+    Args:
+        template: the tokenizer's own if None
+        is_scored: texts are classified, with the tokens that the tokenizer adds by itself and no end token
+        images: image settings of the rows
+
+    Raises UserError for a tokenizer without offsets.
+    """
     if not tokenizer.is_fast:
         raise UserError(
             f"{type(tokenizer).__name__} is a slow tokenizer: it cannot say which characters a token stands for, which "
@@ -222,14 +214,20 @@ def build_renderer(
         )
     template = template or own_template(tokenizer)
     plain = tokenizer("a")["input_ids"]
-    adds_bos = tokenizer.bos_token_id is not None and plain[:1] == [tokenizer.bos_token_id]
-    ends_plain = not is_scored or plain[-1:] == [tokenizer.eos_token_id]
-    special = special_tokens(tokenizer)
-    chat = chat_of(tokenizer, template) if template else None
+    added: dict[int, Any] = tokenizer.added_tokens_decoder
+    # Not the unknown one, which is a word of some corpora and not a mark.
+    marks = [str(token) for token in added.values() if token.special and str(token) != tokenizer.unk_token]
     return Renderer(
-        *(tokenizer, template, train_on, special, adds_bos, chat, encoder(tokenizer), _special_text(tokenizer)),
-        ends_plain,
-        images,
+        tokenizer=tokenizer,
+        template=template,
+        train_on=train_on,
+        special=special_tokens(tokenizer),
+        adds_bos=tokenizer.bos_token_id is not None and plain[:1] == [tokenizer.bos_token_id],
+        chat=chat_of(tokenizer, template) if template else None,
+        encoder=encoder(tokenizer),
+        special_text=re.compile("|".join(re.escape(text) for text in marks if text) or r"(?!)"),
+        ends_plain=not is_scored or plain[-1:] == [tokenizer.eos_token_id],
+        images=images,
     )
 
 
@@ -258,33 +256,6 @@ def with_arguments(chat: Chat, arguments: Mapping[str, Any]) -> Chat:
     return _chat(chat.jinja.template, tuple(chat.jinja.special.items()), chat.tokens, every)
 
 
-def _special_text(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """The text of any special token except the unknown one, which is a word of some corpora and not a mark."""
-    added: dict[int, Any] = tokenizer.added_tokens_decoder
-    texts = [str(token) for token in added.values() if token.special and str(token) != tokenizer.unk_token]
-    return re.compile("|".join(re.escape(text) for text in texts if text) or r"(?!)")
-
-
-def render(
-    sample: Drawable, tokenizer: PreTrainedTokenizerBase, train_on: str = "assistant", template: Template | None = None
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(input_ids (T,), labels (T,)) of one sample that is one example; labels are -100 if not trained.
-
-    With a Llama-3-shaped template, user "2+2?" and assistant "4", with <|begin_of_text|> 0, the two header tokens 1
-    and 2, <|eot_id|> 3, "user" 10, "assistant" 11, an empty line 12, "2+2?" 20 and "4" 21:
-
-        input_ids   0   1  10   2  12  20   3   1  11   2  12  21   3
-        labels      -   -   -   -   -   -   -   -   -   -   -  21   3      (- is -100)
-
-    For many samples, and those of several examples, keep a `Renderer`. Raises BadRow for a conversation the template
-    refuses, UserError for a template that no mask fits, ValueError for a sample of several examples.
-    """
-    renderer = build_renderer(tokenizer, template, train_on)
-    (group,) = renderer.draw(sample)
-    (tokens,) = renderer.tokenise(group)
-    return tokens[0], labels_of(tokens[0], tokens[1])
-
-
 def labels_of(input_ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """(T,) the id of a trained token, else -100."""
+    """Returns (T,) the id of a trained token, else -100."""
     return np.where(trained, input_ids, np.int32(UNTRAINED)).astype(np.int32)

@@ -26,7 +26,6 @@ DATE = date(2024, 7, 26)
 _ASKS = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 _REASONING_FIRST = ("reasoning_content", "thinking", "reasoning")  # its names that transformers knows, in its order
-REASONING = frozenset(_REASONING_FIRST)
 
 Span = tuple[int, int]  # characters [begin, end) of a text
 Marked = tuple[str, list[Span]]  # a text and the spans of its generation blocks
@@ -68,19 +67,15 @@ _NUMBERS = itertools.count()
 
 
 @lru_cache(maxsize=256)
-def _compiled(template: str, _thread: int) -> tuple[Any, Limits] | None:
-    """The template in transformers' own sandbox, with limits, for one thread; None if this version does not
-    provide it.
+def _compiled(template: str, _thread: int) -> tuple[Any, Limits]:
+    """Returns the template in transformers' own sandbox, with limits, for one thread.
 
     transformers' public function renders in the same one, but without limits, and spends a third of the time on copies
     of all values, which are plain JSON here, and of the sandbox's globals, out of a chain of dicts.
     """
-    compile_template: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
     # transformers remembers the environment of each text that it compiled. This one is for one template and thread: the
     # guards of another would count in its place. So its text, a comment, is a new one.
-    environment: Any = compile_template(f"{{# {next(_NUMBERS)} #}}").environment if compile_template else None
-    if not hasattr(environment, "activate_tracker"):  # text in `{% generation %}` blocks
-        return None
+    environment = chat_template_utils._compile_jinja_template(f"{{# {next(_NUMBERS)} #}}").environment
     return compile_with_limits(environment, dated(template))
 
 
@@ -106,7 +101,6 @@ class Jinja:
 
         Raises BadRow if the template refuses the conversation, UserError if it is not a template.
         """
-        mark = mark and self.template.marks_generation
         variables = {
             "messages": [_in_parts(message) for message in messages] if self.wants_parts else messages,
             "tools": [dict(tool) for tool in tools] or None,
@@ -116,7 +110,7 @@ class Jinja:
             **self.arguments,
         }
         try:
-            text, spans = _rendered(self.template, variables, mark)
+            text, spans = _rendered(self.template, variables, mark and self.template.marks_generation)
         except UserError as error:
             raise UserError(f"{self.template.name} is not rendered for this row: {error}") from None
         except jinja2.TemplateSyntaxError as error:
@@ -154,38 +148,21 @@ def _wants_parts(template: Template, special: tuple[tuple[str, str], ...]) -> bo
 
 def _rendered(template: Template, variables: dict[str, Any], mark: bool) -> Marked:
     """Returns the text and its marked spans. Raises UserError beyond the limits, and Jinja's own errors."""
-    compiled = _compiled(template.text, threading.get_ident())
-    if compiled is None:
-        return _by_transformers(template, variables, mark)
-    if any(not REASONING.isdisjoint(message) for message in variables["messages"]):
-        variables = {**variables, "messages": list(map(_with_all_names, variables["messages"]))}
-    program, limits = compiled
+    program, limits = _compiled(template.text, threading.get_ident())
+    messages = []
+    for message in variables["messages"]:  # with all names that templates know a reasoning by, as transformers has them
+        reasoning = next((message[name] for name in _REASONING_FIRST if message.get(name) is not None), None)
+        names = {} if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        messages.append(names or message)
+    variables = {**variables, "messages": messages}
     limits.begin(variables)
-    return _tracked(program, variables) if mark else (program.render(variables), [])
-
-
-def _with_all_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Gives a message's reasoning the other names that templates know it by, as transformers does."""
-    reasoning = next((message[name] for name in _REASONING_FIRST if message.get(name) is not None), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _by_transformers(template: Template, variables: Mapping[str, Any], mark: bool) -> Marked:
-    """Renders by the public function, which wants conversations in the place of `messages`. Without limits."""
-    render: Any = chat_template_utils.render_jinja_template  # annotated as str, returns (texts, spans of each)
-    others = {name: value for name, value in variables.items() if name != "messages"}
-    texts, spans = render(
-        [variables["messages"]], chat_template=dated(template.text), return_assistant_tokens_mask=mark, **others
-    )
-    return texts[0], spans[0] if mark else []
-
-
-def _tracked(compiled: Any, variables: Mapping[str, Any]) -> Marked:
-    """Renders as transformers does: a generation block begins at the length of the blocks so far."""
+    if not mark:
+        return program.render(variables), []
     blocks: list[str] = []
     spans: list[Span] = []
-    with compiled.environment.activate_tracker(blocks, spans):
-        for block in compiled.generate(variables):
+    # As transformers does: a generation block begins at the length of the blocks so far.
+    with program.environment.activate_tracker(blocks, spans):
+        for block in program.generate(variables):
             blocks.append(block)
     return "".join(blocks), spans
 

@@ -1,4 +1,4 @@
-"""Short conversations rendered with a chat template, once per run: whether masks can be right, and the end of turns."""
+"""Checks of a chat template by short conversations, once per run: whether masks can be right, and the end of turns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.renderer import Renderer, build_renderer, chat_of
-from finetune.data.chat.template import ANSWER, DATE, QUESTION, THOUGHT, Template, asks_for_today, dated
+from finetune.data.chat.template import ANSWER, DATE, QUESTION, THOUGHT, Template, asks_for_today, dated, probe
 from finetune.data.chat.template_choice import own_template
 from finetune.data.chat.template_traits import CALL_ID, RESULT, TOOL, probe_call, probe_tool
 from finetune.data.chat.trained_spans import Chat, parts_of
 from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 from finetune.utils import common_prefix_length
+
+CHECK_S = 30  # of this process's own time, for conversations of a few words
 
 
 def check_template(
@@ -28,10 +30,19 @@ def check_template(
     Empty for a tokenizer without a template: `text` needs none, and messages are refused when they appear.
     """
     with time_limit(CHECK_S, f"{template.name if template else 'the chat template'} takes more than {CHECK_S} s"):
-        return _findings(tokenizer, template, train_on)
-
-
-CHECK_S = 30  # of this process's own time, for conversations of a few words
+        try:
+            renderer = build_renderer(tokenizer, template)  # every answer trained, so that all are looked at
+            if renderer.chat is None:
+                return []
+            problems = _text_problems(renderer, renderer.chat)
+            notes, thought = _thought_notes(renderer, renderer.chat)
+            one, two = (_trained(renderer, _plain(turns, thought)) for turns in (1, 2))
+            if train_on != "all":  # without a mask, it cannot be wrong
+                problems += [*_mask_problems(renderer.chat, one, 1), *_mask_problems(renderer.chat, two, 2)]
+        except (BadRow, UserError) as error:
+            return [f"problem: {error}"]
+        notes += [*_notes(renderer, renderer.chat, two, train_on), *_tool_notes(renderer, renderer.chat, thought)]
+        return [f"problem: {text}" for text in dict.fromkeys(problems)] + [f"note: {text}" for text in notes]
 
 
 @contextlib.contextmanager
@@ -53,34 +64,12 @@ def time_limit(seconds: int, message: str) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def _findings(tokenizer: PreTrainedTokenizerBase, template: Template | None, train_on: str) -> list[str]:
-    try:
-        renderer = build_renderer(tokenizer, template)  # every answer trained, so that all are looked at
-        if renderer.chat is None:
-            return []
-        problems = _text_problems(renderer, renderer.chat)
-        notes, thought = _thought_notes(renderer, renderer.chat)
-        one, two = (_trained(renderer, _plain(turns, thought)) for turns in (1, 2))
-        if train_on != "all":  # without a mask, it cannot be wrong
-            problems += [
-                problem for texts, turns in ((one, 1), (two, 2)) for problem in _spans(renderer.chat, texts, turns)
-            ]
-    except (BadRow, UserError) as error:
-        return [f"problem: {error}"]
-    notes += [
-        *_notes(renderer, renderer.chat),
-        *_history_notes(renderer, renderer.chat, two, train_on),
-        *_tool_notes(renderer, renderer.chat, thought),
-    ]
-    return [f"problem: {text}" for text in dict.fromkeys(problems)] + [f"note: {text}" for text in notes]
-
-
 def _plain(turns: int, reasoning: str | None = None) -> Conversation:
     return Conversation((Message("user", QUESTION), Message("assistant", ANSWER, reasoning=reasoning)) * turns)
 
 
 def _trained(renderer: Renderer, conversation: Conversation) -> list[list[str]]:
-    """The texts that are trained, of each example of a conversation."""
+    """Returns the texts that are trained, of each example of a conversation."""
     return [
         [text.text[begin:end] for begin, end in text.spans] for group in renderer.draw(conversation) for text in group
     ]
@@ -107,7 +96,7 @@ def _text_problems(renderer: Renderer, chat: Chat) -> list[str]:
     return problems
 
 
-def _spans(chat: Chat, examples: list[list[str]], turns: int) -> Iterator[str]:
+def _mask_problems(chat: Chat, examples: list[list[str]], turns: int) -> Iterator[str]:
     """Each turn of a conversation is trained once: from its content through its end-of-turn, and no header."""
     name, end = chat.name, chat.traits.end_of_turn
     trained = [text for one in examples for text in one]
@@ -123,27 +112,9 @@ def _spans(chat: Chat, examples: list[list[str]], turns: int) -> Iterator[str]:
             yield f"{name}: the end-of-turn {end!r} is not trained after every answer"
 
 
-def _notes(renderer: Renderer, chat: Chat) -> Iterator[str]:
-    tokenizer, end = renderer.tokenizer, chat.traits.end_of_turn
-    if end and tokenizer.pad_token == end:
-        yield (
-            f"the padding token is the end-of-turn {end!r}: harmless here, where nothing is padded, but other trainers "
-            "would not train it"
-        )
-    if asks_for_today(chat.jinja.template.text):
-        yield f"{chat.name} writes today's date: rows tokenised on another day differ"
-    elif dated(chat.jinja.template.text) != chat.jinja.template.text:
-        yield f"{chat.name} writes today's date: rows say {DATE:%d %B %Y}, so that they are the same on every day"
-    bos = str(tokenizer.bos_token)
-    if renderer.adds_bos and not chat.jinja.text(chat.traits.as_dicts(_plain(1))).startswith(bos):
-        yield (
-            f"{chat.name} does not begin with {bos!r}, which this tokenizer puts before plain text: conversations are "
-            "trained without it, as they are served by whoever renders the template and adds nothing"
-        )
-
-
 def _thought_notes(renderer: Renderer, chat: Chat) -> tuple[list[str], str | None]:
-    """A note, and the reasoning to try answers with, if a template prompts for one and refuses answers without."""
+    """Returns notes, and the reasoning to try answers with, if a template prompts for one and refuses answers
+    without."""
     try:
         renderer.draw(_plain(1))
     except BadRow as error:
@@ -154,27 +125,43 @@ def _thought_notes(renderer: Renderer, chat: Chat) -> tuple[list[str], str | Non
     if thought is None:
         return [], None
     if not thought.text:
-        return [
-            f"rows without `reasoning`: the answer alone is trained, after the prompt {chat.traits.prompt[-40:]!r}"
-        ], None
-    how = "which the model would have to write in use" if thought.opener else "as the template writes it"
-    return [
-        f"rows without `reasoning`: the empty thought {thought.text!r} is trained before the answer, {how}; "
-        "model.empty_thought: given makes it the end of the generation prompt"
-    ], None
+        trained = f"the answer alone is trained, after the prompt {chat.traits.prompt[-40:]!r}"
+    else:
+        how = "which the model would have to write in use" if thought.opener else "as the template writes it"
+        trained = (
+            f"the empty thought {thought.text!r} is trained before the answer, {how}; model.empty_thought: given makes "
+            "it the end of the generation prompt"
+        )
+    return [f"rows without `reasoning`: {trained}"], None
 
 
-def _history_notes(renderer: Renderer, chat: Chat, two: list[list[str]], train_on: str) -> Iterator[str]:
-    """Yields a note if turns are written differently once more turns follow."""
-    what = "turns are written differently" if len(two) > 1 else ""
-    if not what and chat.traits.writes_reasoning and len(_trained(renderer, _plain(2, THOUGHT))) > 1:
-        what = "earlier reasoning is left out"
-    if what and train_on == "all":
-        yield f"{chat.name}: {what} once more turns follow; under train_on: all only what is left is trained"
-    elif what and train_on == "assistant":
+def _notes(renderer: Renderer, chat: Chat, two: list[list[str]], train_on: str) -> Iterator[str]:
+    """two: trained texts of a conversation of two turns."""
+    tokenizer, end, text = renderer.tokenizer, chat.traits.end_of_turn, chat.jinja.template.text
+    if end and tokenizer.pad_token == end:
         yield (
-            f"{chat.name}: {what} once more turns follow; each such turn is trained as an example of its own, up to n "
-            "examples for a conversation of n turns, with the tokens of their context again in each"
+            f"the padding token is the end-of-turn {end!r}: harmless here, where nothing is padded, but other trainers "
+            "would not train it"
+        )
+    if asks_for_today(text):
+        yield f"{chat.name} writes today's date: rows tokenized on another day differ"
+    elif dated(text) != text:
+        yield f"{chat.name} writes today's date: rows say {DATE:%d %B %Y}, so that they are the same on every day"
+    bos = str(tokenizer.bos_token)
+    if renderer.adds_bos and not chat.jinja.text(chat.traits.as_dicts(_plain(1))).startswith(bos):
+        yield (
+            f"{chat.name} does not begin with {bos!r}, which this tokenizer puts before plain text: conversations are "
+            "trained without it, as they are served by whoever renders the template and adds nothing"
+        )
+    change = "turns are written differently" if len(two) > 1 else ""
+    if not change and chat.traits.writes_reasoning and len(_trained(renderer, _plain(2, THOUGHT))) > 1:
+        change = "earlier reasoning is left out"
+    if change and train_on == "all":
+        yield f"{chat.name}: {change} once more turns follow; under train_on: all only what is left is trained"
+    elif change and train_on == "assistant":
+        yield (
+            f"{chat.name}: {change} once more turns follow; each such turn is trained as an example of its own, up to "
+            "n examples for a conversation of n turns, with the tokens of their context again in each"
         )
 
 
@@ -195,16 +182,31 @@ def _tool_notes(renderer: Renderer, chat: Chat, thought: str | None) -> Iterator
 
 
 def turn_end_ids(tokenizer: PreTrainedTokenizerBase, template: Template) -> set[int]:
-    """Ids of the tokens that end an answer and a tool call, whatever role the tokenizer gives them.
+    """Returns the ids of the tokens that end an answer and a tool call, whatever role the tokenizer gives them.
 
     Llama 3: <|eot_id|>, an added token that is not `eos_token` of its base; gpt-oss: <|return|> and <|call|>, not
     <|end|>, with which its reasoning ends. Empty if a template ends turns with text of several tokens.
     """
+
+    def ids_of(text: str) -> list[int]:
+        ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
     chat, added = chat_of(tokenizer, template), set(tokenizer.added_tokens_decoder)
-    end_of_turn = _ids(tokenizer, chat.traits.end_of_turn)
+    end_of_turn = ids_of(chat.traits.end_of_turn)
     # A token of the vocabulary may end turns as well.
     single_token = set(end_of_turn) if len(end_of_turn) == 1 else set()
-    last = {_ids(tokenizer, text)[-1] for text in _up_to_the_end(chat)}
+    question, last = Message("user", QUESTION), set[int]()
+    for conversation in (
+        Conversation((question, Message("assistant", ANSWER))),
+        Conversation((question, Message("assistant", ANSWER, reasoning=THOUGHT))),
+        Conversation((question, Message("assistant", "", tool_calls=(probe_call(),))), (probe_tool(),)),
+    ):
+        try:
+            part = parts_of(chat, conversation, "assistant")[-1]
+        except (BadRow, UserError):
+            continue
+        last.add(ids_of(part.text[: part.spans[-1][1]])[-1])
     return last & (added | single_token)
 
 
@@ -216,36 +218,14 @@ def last_question(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
     template = own_template(tokenizer)
     if template is None:
         return prompt
-    jinja = chat_of(tokenizer, template).jinja
-    asked, answered = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
+    jinja, (question, answer) = chat_of(tokenizer, template).jinja, probe(1)
     try:
-        first, later = jinja.text([asked], prompt=True), jinja.text([asked, answered, asked], prompt=True)
+        first, later = jinja.text([question], prompt=True), jinja.text([question, answer, question], prompt=True)
     except (BadRow, UserError):
         return prompt
     # A first message follows BOS or a system message, a later one the end of an answer: what both have in common is the
     # message's own.
     before, before_later = first.partition(QUESTION)[0], later.rpartition(QUESTION)[0]
     common = common_prefix_length(before[::-1], before_later[::-1])
-    asked_last = prompt.removesuffix(first.partition(QUESTION)[2])
-    return asked_last.rpartition(before[len(before) - common :])[2] if common else asked_last
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
-
-
-def _up_to_the_end(chat: Chat) -> Iterator[str]:
-    """Conversations cut at the end of their last turn; empty for those that the template refuses."""
-    question = Message("user", QUESTION)
-    conversations = [
-        Conversation((question, Message("assistant", ANSWER))),
-        Conversation((question, Message("assistant", ANSWER, reasoning=THOUGHT))),
-        Conversation((question, Message("assistant", "", tool_calls=(probe_call(),))), (probe_tool(),)),
-    ]
-    for conversation in conversations:
-        try:
-            part = parts_of(chat, conversation, "assistant")[-1]
-        except (BadRow, UserError):
-            continue
-        yield part.text[: part.spans[-1][1]]
+    text = prompt.removesuffix(first.partition(QUESTION)[2])
+    return text.rpartition(before[len(before) - common :])[2] if common else text

@@ -25,7 +25,7 @@ def built_in_templates() -> list[str]:
 
 
 def template_of(model: Model, tokenizer: PreTrainedTokenizerBase) -> Template | None:
-    """Returns the template of a recipe, with all that `model` says about it."""
+    """Returns the template of a recipe, with its arguments and empty thought."""
     given = model.empty_thought == "given"
     return resolve_template(model.chat_template, tokenizer, model.chat_template_arguments, gives_thought=given)
 
@@ -37,13 +37,14 @@ def resolve_template(
     *,
     gives_thought: bool = False,
 ) -> Template | None:
-    """`model.chat_template`: null is the tokenizer's own (None if it has none); else a built-in name or a Jinja file.
+    """Returns the template of `model.chat_template`: null is the tokenizer's own (None if it has none); else a built-in
+    name or a Jinja file.
 
     arguments: `model.chat_template_arguments`, set as variables at the beginning of the template.
     gives_thought: `model.empty_thought: given`, added to the end of its generation prompt.
     Raises UserError for a name or file that does not exist, and for unknown arguments.
     """
-    template = _named_template(chat_template, tokenizer)
+    template = own_template(tokenizer) if chat_template is None else _named_template(chat_template)
     if template is None and (arguments or gives_thought):
         key = "chat_template_arguments" if arguments else "empty_thought"
         raise UserError(f"model.{key}: the tokenizer has no chat template; give model.chat_template")
@@ -52,8 +53,50 @@ def resolve_template(
     return with_empty_thought(template, special_tokens(tokenizer)) if template and gives_thought else template
 
 
+def _named_template(chat_template: str) -> Template:
+    built_in = built_in_templates()
+    if chat_template in built_in:
+        path, name = TEMPLATES / f"{chat_template}.jinja", f"built-in template `{chat_template}`"
+    elif re.search(r"[{\n]", chat_template) or len(chat_template) > 255:
+        raise UserError(
+            f"model.chat_template: {chat_template[:40]!r}... is a template, not the name of one: save it as a .jinja "
+            "file and give its path"
+        )
+    else:
+        path = Path(chat_template).expanduser()
+        name = str(path)
+        if path.suffix not in (".jinja", ".j2") and not path.is_file():
+            close = difflib.get_close_matches(chat_template.lower(), built_in, n=1)
+            raise UserError(
+                f"model.chat_template: no template `{chat_template}`{f'; did you mean `{close[0]}`?' if close else ''} "
+                f"(built in: {', '.join(built_in)}; or the path of a .jinja file)"
+            )
+    try:
+        # Jinja drops one newline at the end of a file; transformers compiles the text as it is.
+        return Template(path.read_text(encoding="utf-8").removesuffix("\n"), name)
+    except FileNotFoundError:
+        raise UserError(f"model.chat_template: no such file: {path}; relative paths start at {Path.cwd()}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"model.chat_template: {path} is not UTF-8 text") from None
+    except OSError as error:
+        raise UserError(f"model.chat_template: {path} cannot be read: {error.strerror}") from None
+
+
+def own_template(tokenizer: PreTrainedTokenizerBase) -> Template | None:
+    """Returns the tokenizer's own template; of several the default. None if it has none."""
+    own: Any = tokenizer.chat_template
+    if isinstance(own, dict):  # several, by name
+        if "default" not in own:
+            raise UserError(
+                f"the tokenizer has several chat templates ({', '.join(own)}) and none is the default: save the one "
+                "to use in a .jinja file and give its path as model.chat_template"
+            )
+        own = own["default"]
+    return Template(own, "the tokenizer's chat template") if own else None
+
+
 def with_arguments(template: Template, arguments: Mapping[str, Any]) -> Template:
-    """A template that sets variables which its caller does not.
+    """Returns a template that sets variables which its caller does not.
 
     They are part of its text, so that training, evaluation, `generate` and servers of the result render alike:
 
@@ -74,10 +117,10 @@ def with_arguments(template: Template, arguments: Mapping[str, Any]) -> Template
 
 def unknown_argument(template: Template, arguments: Iterable[str]) -> str:
     """Returns the argument that a template has no variable for; "" if it has all."""
-    known = set(re.findall(r"[A-Za-z_]\w*", template.text))
+    variables = set(re.findall(r"[A-Za-z_]\w*", template.text))
     for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+        if name not in variables:
+            close = difflib.get_close_matches(name, variables, n=1)
             hint = f"; did you mean `{close[0]}`?" if close else ""
             return f"{template.name} has no variable `{name}`{hint}"
     return ""
@@ -87,7 +130,7 @@ EMPTY_THOUGHT = "empty_thought"  # the variable with which one conversation omit
 
 
 def with_empty_thought(template: Template, special: Mapping[str, str]) -> Template:
-    """A template whose generation prompt ends with an empty thought, as `enable_thinking: false` is for Qwen 3.
+    """Returns a template whose generation prompt ends with an empty thought, as `enable_thinking: false` is for Qwen 3.
 
     It is part of its text, like arguments: to let the result think, a server gives `empty_thought: false`.
     Raises UserError if the template's answers do not begin with one.
@@ -116,54 +159,9 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def _literal(value: Any) -> str:
-    """A JSON value as Jinja writes it."""
+    """Returns a JSON value as Jinja writes it."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_literal, value)) + "]"
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def _named_template(chat_template: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | None:
-    if chat_template is None:
-        return own_template(tokenizer)
-    built_in = built_in_templates()
-    if chat_template in built_in:
-        return Template(_read_template(TEMPLATES / f"{chat_template}.jinja"), f"built-in template `{chat_template}`")
-    if re.search(r"[{\n]", chat_template) or len(chat_template) > 255:
-        raise UserError(
-            f"model.chat_template: {chat_template[:40]!r}... is a template, not the name of one: save it as a .jinja "
-            "file and give its path"
-        )
-    path = Path(chat_template).expanduser()
-    if path.suffix in (".jinja", ".j2") or path.is_file():
-        return Template(_read_template(path), str(path))
-    close = difflib.get_close_matches(chat_template.lower(), built_in, n=1)
-    raise UserError(
-        f"model.chat_template: no template `{chat_template}`{f'; did you mean `{close[0]}`?' if close else ''} "
-        f"(built in: {', '.join(built_in)}; or the path of a .jinja file)"
-    )
-
-
-def own_template(tokenizer: PreTrainedTokenizerBase) -> Template | None:
-    own: Any = tokenizer.chat_template
-    if isinstance(own, dict):  # several, by name
-        if "default" not in own:
-            raise UserError(
-                f"the tokenizer has several chat templates ({', '.join(own)}) and none is the default: save the one "
-                "to use in a .jinja file and give its path as model.chat_template"
-            )
-        own = own["default"]
-    return Template(own, "the tokenizer's chat template") if own else None
-
-
-def _read_template(path: Path) -> str:
-    try:
-        # Jinja drops one newline at the end of a file; transformers compiles the text as it is.
-        return path.read_text(encoding="utf-8").removesuffix("\n")
-    except FileNotFoundError:
-        raise UserError(f"model.chat_template: no such file: {path}; relative paths start at {Path.cwd()}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"model.chat_template: {path} is not UTF-8 text") from None
-    except OSError as error:
-        raise UserError(f"model.chat_template: {path} cannot be read: {error.strerror}") from None

@@ -96,35 +96,28 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def _as_dict(message: Message, form: CallForm) -> dict[str, Any]:
-    """Returns it as chat templates see it; keys without a value are absent."""
-    as_dict: dict[str, Any] = {"role": message.role, "content": _parts(message) if message.images else message.content}
+    """Returns a message as chat templates see it; keys without a value are absent."""
+    as_dict: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.images:  # which image is meant, templates need not know
+        as_dict["content"] = []
+        for i, text in enumerate(message.texts):
+            as_dict["content"] += [{"type": "image"}] * (i > 0) + [{"type": "text", "text": text}] * bool(text)
     if message.reasoning is not None:
         # Both names are in use: Qwen's and DeepSeek's templates read the first, gpt-oss the second.
         as_dict |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
     if message.tool_calls:
         as_dict["content"] = as_dict["content"] or form.no_content
-        as_dict["tool_calls"] = [{**call, "function": _function(call["function"], form)} for call in message.tool_calls]
+        as_dict["tool_calls"] = []
+        for call in message.tool_calls:
+            arguments = call["function"]["arguments"]
+            if form.arguments_as_text and not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            as_dict["tool_calls"].append({**call, "function": {**call["function"], "arguments": arguments}})
     if message.name is not None:
         as_dict["name"] = message.name
     if message.tool_call_id is not None:
         as_dict["tool_call_id"] = message.tool_call_id
     return as_dict
-
-
-def _parts(message: Message) -> list[dict[str, str]]:
-    """Returns a content with images as chat templates take it; which image is meant, they need not know."""
-    parts: list[dict[str, str]] = []
-    for i, text in enumerate(message.texts):
-        parts += [{"type": "image"}] * (i > 0) + [{"type": "text", "text": text}] * bool(text)
-    return parts
-
-
-def _function(function: Mapping[str, Any], form: CallForm) -> dict[str, Any]:
-    """Returns it with its arguments as an object, as transformers expects; or as text, for a template that adds it."""
-    arguments = function["arguments"]
-    if form.arguments_as_text and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**function, "arguments": arguments}
 
 
 def traits_of(jinja: Jinja, tokens: Iterable[str]) -> Traits:
@@ -136,23 +129,27 @@ def traits_of(jinja: Jinja, tokens: Iterable[str]) -> Traits:
     except BadRow:
         return Traits()
     prompt = prompted[len(question) :] if prompted.startswith(question) else ""
-    has_prompt, at = prompted != question, text.rfind(ANSWER)
+    at = text.rfind(ANSWER)
     if at < 0:
         return Traits(prompt)
-    header = "" if has_prompt or not text.startswith(prompted) else text[len(prompted) : at]
+    try:
+        longer = jinja.text(probe(2)).partition(ANSWER)[2]
+    except BadRow:
+        longer = ""
+    header = text[len(prompted) : at] if prompted == question and text.startswith(prompted) else ""
     tail = text[at + len(ANSWER) :]
-    end = _end_of_turn(tail, _longer(jinja), list(tokens))
+    end = _end_of_turn(tail, longer, list(tokens))
     return Traits(
-        prompt,
-        text.startswith(prompted),
-        header if header.strip() else "",
-        end,
-        tail,
-        tail[tail.index(end) + len(end) :] if end else tail,
-        _call_form(jinja),
-        _writes(jinja, TOOL, one, tools=[probe_tool()]),
-        _writes(jinja, THOUGHT, [one[0], _thoughtful()]),
-        _empty_thought(jinja, question, prompted, text),
+        prompt=prompt,
+        prompt_fits=text.startswith(prompted),
+        header=header if header.strip() else "",
+        end_of_turn=end,
+        tail=tail,
+        closing=tail[tail.index(end) + len(end) :] if end else tail,
+        calls=_call_form(jinja),
+        writes_tools=_writes(jinja, TOOL, one, tools=[probe_tool()]),
+        writes_reasoning=_writes(jinja, THOUGHT, [one[0], _thoughtful()]),
+        empty_thought=_empty_thought(jinja, question, prompted, text),
     )
 
 
@@ -201,14 +198,6 @@ def _empty_thought(jinja: Jinja, question: str, prompted: str, text: str) -> Emp
     return EmptyThought(written, opener, before) if written else None
 
 
-def _longer(jinja: Jinja) -> str:
-    """Returns the text after the first answer of two."""
-    try:
-        return jinja.text(probe(2)).partition(ANSWER)[2]
-    except BadRow:
-        return ""
-
-
 def _end_of_turn(tail: str, longer: str, tokens: list[str]) -> str:
     """Returns the tokens at the beginning of `tail`, or else its first line; "" if it is only white space.
 
@@ -233,17 +222,17 @@ def _first_token(text: str, tokens: list[str]) -> str:
 
 def _call_form(jinja: Jinja) -> CallForm | None:
     """Returns the first form of a call that the template writes with its argument."""
+
+    def is_written(form: CallForm, call: Mapping[str, Any]) -> bool:
+        message = _as_dict(Message("assistant", "", tool_calls=(call,)), form)
+        return _writes(jinja, ARGUMENT, [*probe(1)[:1], message], [probe_tool()])
+
     for as_text, no_content in product((False, True), ("", None)):
         form = CallForm(no_content, as_text)
-        if _writes_call(jinja, form, probe_call()):
+        if is_written(form, probe_call()):
             bare = {key: value for key, value in probe_call().items() if key != "id"}
-            return replace(form, needs_ids=not _writes_call(jinja, form, bare))
+            return replace(form, needs_ids=not is_written(form, bare))
     return None
-
-
-def _writes_call(jinja: Jinja, form: CallForm, call: Mapping[str, Any]) -> bool:
-    message = _as_dict(Message("assistant", "", tool_calls=(call,)), form)
-    return _writes(jinja, ARGUMENT, [*probe(1)[:1], message], [probe_tool()])
 
 
 def _writes(jinja: Jinja, marker: str, messages: list[dict[str, Any]], tools: Iterable[Mapping[str, Any]] = ()) -> bool:

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, NamedTuple
 
-from finetune.data.chat.template import Jinja, Messages, Span, Tools
+from finetune.data.chat.template import Jinja, Marked, Messages, Span, Tools
 from finetune.data.chat.template_traits import Traits
-from finetune.data.samples import BadRow, Conversation, Message
+from finetune.data.samples import BadRow, Conversation
 from finetune.errors import UserError
 from finetune.utils import common_prefix_length
 
@@ -60,10 +60,6 @@ class _Turn:
     spans: list[Span]
     messages: int  # it and those before it
 
-    @property
-    def end(self) -> int:
-        return self.spans[-1][1]
-
 
 @dataclass(frozen=True)
 class _Written:
@@ -91,71 +87,67 @@ def parts_of(chat: Chat, conversation: Conversation, train_on: str) -> list[Trai
         so_far = (full_text, marks) if i == len(messages) - 1 else chat.jinja.marked(messages[: i + 1], tools)
         with_thought = chat.thinking if conversation.messages[i].reasoning else None
         written = _written(with_thought or chat, messages, tools, i, so_far)
-        _check_written(chat, conversation.messages[i], i, written.text)
+        message = conversation.messages[i]
+        if not all(_contains(written.text, text) for text in message.texts):
+            raise UserError(
+                f"{chat.name} changes the content of message {i} (assistant): {message.content[:40]!r} is not in "
+                f"{written.text[:60]!r}, so the model would not learn what the row says; give another "
+                "model.chat_template"
+            )
+        if message.reasoning and not _contains(written.text, message.reasoning):
+            raise BadRow(f"{chat.name} {_NO_REASONING.format(i)}")
         turns.append(_turn(chat, written, i))
     _check_context(chat, conversation, messages, full_text)
     if not turns:
         return [TrainedText(full_text, [(0, len(full_text))] if train_on == "all" else [], len(messages))]
-    return _grouped(full_text, len(messages), turns)
-
-
-def _grouped(full_text: str, count: int, turns: list[_Turn]) -> list[TrainedText]:
-    """Returns few texts with every turn as it was rendered, each trained in one of them; in the order of the turns."""
+    # Few texts with every turn as it was rendered, each trained in one of them; in the order of the turns.
     parts: list[TrainedText] = []
-    rest, text = turns, full_text
+    rest, text, count = turns, full_text, len(messages)
     while rest:
         # Up to the end-of-turn only: some templates write a last token that a longer conversation does not have.
-        agrees = [text.startswith(turn.text[: turn.end]) for turn in rest]
+        agrees = [text.startswith(turn.text[: turn.spans[-1][1]]) for turn in rest]
         if any(agrees):
-            spans = [span for turn in compress(rest, agrees) for span in turn.spans]
-            parts.append(TrainedText(text, spans, count))
+            parts.append(TrainedText(text, [span for turn in compress(rest, agrees) for span in turn.spans], count))
         rest = [turn for turn, one in zip(rest, agrees, strict=True) if not one]
         text, count = (rest[-1].text, rest[-1].messages) if rest else ("", 0)  # agrees with itself, so this ends
     return parts[::-1]
 
 
+# --- a turn
+
+
 def _turn(chat: Chat, written: _Written, i: int) -> _Turn:
-    end = _end(chat, written.text, i)
+    traits, text = chat.traits, written.text
+    end = _end(chat, text, i)
     if not chat.jinja.template.marks_generation:
-        spans = [(_begin(chat, written, i), end)]
+        # The model writes all that is not in the prompt, as Mistral's space and an empty thought, but no header.
+        begin = 0
+        if traits.header:
+            if not text.startswith(traits.header):
+                raise UserError(
+                    f"{chat.name} has no generation prompt, and begins message {i} (assistant) with "
+                    f"{text[:40]!r} but other answers with {traits.header!r}: which text the model would write is "
+                    "unclear. Mark it in the template with {% generation %}, or give another model.chat_template"
+                )
+            begin = len(traits.header)
+        elif traits.prompt and not written.prompt.endswith(traits.prompt) and text.startswith(traits.prompt):
+            begin = len(traits.prompt)  # some write it after a question, but not after the answer of a tool
+        spans = [(begin, end)]
     elif spans := [(begin, min(stop, end)) for begin, stop in written.marks]:
         # The last block extends to the end-of-turn, or is cut after it, if it ends elsewhere.
         begin, stop = spans[-1]
-        if chat.traits.end_of_turn and written.text[stop:end].strip() in (chat.traits.end_of_turn, *chat.tokens):
+        if traits.end_of_turn and text[stop:end].strip() in (traits.end_of_turn, *chat.tokens):
             spans[-1] = (begin, end)
-    spans = _joined([(begin, end) for begin, end in spans if end > begin])
-    if not spans:
-        raise BadRow(f"{chat.name} marks nothing of message {i} (assistant) as generated, so nothing would be trained")
     before = len(written.prompt)
-    return _Turn(written.prompt + written.text, [(before + begin, before + end) for begin, end in spans], i + 1)
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Returns the spans, those that touch as one."""
     joined: list[Span] = []
-    for begin, end in spans:
-        if joined and joined[-1][1] == begin:
+    for begin, end in [(before + begin, before + end) for begin, end in spans if begin < end]:
+        if joined and joined[-1][1] == begin:  # they touch
             joined[-1] = (joined[-1][0], end)
         else:
             joined.append((begin, end))
-    return joined
-
-
-def _begin(chat: Chat, written: _Written, i: int) -> int:
-    """Returns the start of the answer: after a header that is not in the prompt. The model writes all else:
-    Mistral's space, an empty thought."""
-    header, prompt = chat.traits.header, chat.traits.prompt
-    if header:
-        if not written.text.startswith(header):
-            raise UserError(
-                f"{chat.name} has no generation prompt, and begins message {i} (assistant) with "
-                f"{written.text[:40]!r} where others begin with {header!r}: what the model would write cannot be told. "
-                "Mark it in the template with {% generation %}, or give another model.chat_template"
-            )
-        return len(header)
-    # Some write the generation prompt after a question, but not after the answer of a tool.
-    late = prompt and not written.prompt.endswith(prompt) and written.text.startswith(prompt)
-    return len(prompt) if late else 0
+    if not joined:
+        raise BadRow(f"{chat.name} marks nothing of message {i} (assistant) as generated, so nothing would be trained")
+    return _Turn(written.prompt + text, joined, i + 1)
 
 
 def _end(chat: Chat, written: str, i: int) -> int:
@@ -176,7 +168,7 @@ def _end(chat: Chat, written: str, i: int) -> int:
     )
 
 
-def _written(chat: Chat, messages: Messages, tools: Tools, i: int, so_far: tuple[str, list[Span]]) -> _Written:
+def _written(chat: Chat, messages: Messages, tools: Tools, i: int, so_far: Marked) -> _Written:
     """Returns the text that the template adds for message `i` to its prompt. so_far: rendered through this message."""
     prompt = chat.jinja.text(messages[:i], tools, prompt=True)
     at, (text, marks) = len(prompt), so_far
@@ -191,8 +183,8 @@ def _written(chat: Chat, messages: Messages, tools: Tools, i: int, so_far: tuple
 
 
 def _in_other_history(
-    chat: Chat, messages: Messages, tools: Tools, i: int, prompt: str, so_far: tuple[str, list[Span]]
-) -> tuple[str, int, tuple[str, list[Span]]]:
+    chat: Chat, messages: Messages, tools: Tools, i: int, prompt: str, so_far: Marked
+) -> tuple[str, int, Marked]:
     """Returns (prompt, start of message `i`, the text and marks that it begins in), for a prompt that `so_far`
     does not begin with. Raises if there is no such place."""
     text, marks = so_far
@@ -209,22 +201,27 @@ def _in_other_history(
         bare, bare_marks = chat.jinja.marked([*history, messages[i]], tools)
         if bare.startswith(bare_prompt):
             return prompt, len(bare_prompt), (bare, bare_marks)
+    shared = common_prefix_length(prompt, text)
     if marks:  # the template itself marks generated text; tokens of a prompt and an answer may begin alike
-        shared = common_prefix_length(prompt, text)
         begins = [begin for begin, end in marks if end > shared]
         shared = min(shared, begins[0]) if begins else shared
         return text[:shared], shared, so_far
-    if not chat.traits.writes_reasoning and "reasoning_content" in messages[i]:
+    has_reasoning = "reasoning_content" in messages[i]
+    if not chat.traits.writes_reasoning and has_reasoning:
         raise BadRow(f"{chat.name} {_NO_REASONING.format(i)}")
-    reason = _rewritten(chat.name, i, prompt, text)
-    if chat.traits.writes_reasoning and "reasoning_content" not in messages[i]:
+    begin = max(0, shared - 20)
+    reason = (
+        f"{chat.name} renders the conversation up to message {i} (assistant) differently once its answer is known: "
+        f"{prompt[begin : shared + 30]!r} becomes {text[begin : shared + 30]!r}. What the model would see in use is "
+        "not what it would be trained on. Mark what the assistant writes in the template with {% generation %}, or "
+        "give another model.chat_template"
+    )
+    if chat.traits.writes_reasoning and not has_reasoning:
         raise BadRow(f"{reason}. Or give the message its `reasoning`, which the template prompts for")
     raise BadRow(reason) if chat.traits.prompt_fits else UserError(reason)  # other rows may fit, or none can
 
 
-def _behind_an_opened_thought(
-    chat: Chat, message: Mapping[str, Any], prompt: str, so_far: tuple[str, list[Span]]
-) -> tuple[str, list[Span]] | None:
+def _behind_an_opened_thought(chat: Chat, message: Mapping[str, Any], prompt: str, so_far: Marked) -> Marked | None:
     """Returns (text, marks) if the prompt opens a thought that the rendered answer does not have: the thought, or an
     empty one, after the prompt, and then the answer as it is rendered. Otherwise None."""
     thought, (text, marks) = chat.traits.empty_thought, so_far
@@ -246,26 +243,15 @@ THOUGHT_IN_CONTENT = re.compile(r"\s*<think>(.*?)</think>\s*(.+)", re.DOTALL)
 
 
 def _thoughts_apart(conversation: Conversation) -> Conversation:
-    """Returns it with reasoning that stands in the content of answers next to it: a template would cut it off."""
-
-    def apart(message: Message) -> Message:
-        found = THOUGHT_IN_CONTENT.fullmatch(message.content)
-        if message.role != "assistant" or message.reasoning is not None or found is None:
-            return message
-        return replace(message, reasoning=found[1].strip("\n") or None, content=found[2])
-
-    return replace(conversation, messages=tuple(map(apart, conversation.messages)))
-
-
-def _rewritten(name: str, i: int, expected: str, text: str) -> str:
-    shared = common_prefix_length(expected, text)
-    begin = max(0, shared - 20)
-    return (
-        f"{name} renders the conversation up to message {i} (assistant) differently once its answer is known: "
-        f"{expected[begin : shared + 30]!r} becomes {text[begin : shared + 30]!r}. What the model would see in use is "
-        "not what it would be trained on. Mark what the assistant writes in the template with {% generation %}, or "
-        "give another model.chat_template"
-    )
+    """Returns a conversation with the reasoning in the content of answers as `reasoning`: a template would cut it
+    off."""
+    messages = []
+    for message in conversation.messages:
+        match = THOUGHT_IN_CONTENT.fullmatch(message.content)
+        if match and message.role == "assistant" and message.reasoning is None:
+            message = replace(message, reasoning=match[1].strip("\n") or None, content=match[2])
+        messages.append(message)
+    return replace(conversation, messages=tuple(messages))
 
 
 # --- no part of the row is lost
@@ -277,30 +263,24 @@ _NO_REASONING = (
 )
 
 
-def _check_written(chat: Chat, message: Message, i: int, written: str) -> None:
-    """Raises if the template does not write the text of a trained message, white space aside."""
-    if not all(_contains(written, text) for text in message.texts):
-        raise UserError(
-            f"{chat.name} changes the content of message {i} (assistant): {message.content[:40]!r} is not in "
-            f"{written[:60]!r}, so the model would not learn what the row says; give another model.chat_template"
-        )
-    if message.reasoning and not _contains(written, message.reasoning):
-        raise BadRow(f"{chat.name} {_NO_REASONING.format(i)}")
-
-
 def _check_context(chat: Chat, conversation: Conversation, messages: Messages, full_text: str) -> None:
     """Raises BadRow if the template leaves out tools, tool calls, or a message that is not the assistant's."""
-    if conversation.tools and _same_without_tools(chat, messages, full_text):
-        raise BadRow(
-            f"{chat.name} has no grammar for tools: it leaves the row's `tools` out; give a model.chat_template "
-            "that writes them"
-        )
+    if conversation.tools:
+        try:
+            without = chat.jinja.text(messages)
+        except BadRow:  # it knows tools so well that it will not do without
+            without = None
+        if without == full_text:
+            raise BadRow(
+                f"{chat.name} does not support tools: it leaves the row's `tools` out; give a model.chat_template that "
+                "writes them"
+            )
     for i, message in enumerate(conversation.messages):
         calls = [call["function"]["name"] for call in message.tool_calls]
         missing = next((name for name in calls if full_text.count(name) < calls.count(name)), None)
         if missing is not None or (message.tool_calls and chat.traits.calls is None):
             raise BadRow(
-                f"{chat.name} has no grammar for tool calls: it leaves out {missing or calls[0]!r} of message {i} "
+                f"{chat.name} does not support tool calls: it leaves out {missing or calls[0]!r} of message {i} "
                 "(assistant); give a model.chat_template that writes them"
             )
         if message.role != "assistant" and not all(_contains(full_text, text) for text in message.texts):
@@ -308,13 +288,6 @@ def _check_context(chat: Chat, conversation: Conversation, messages: Messages, f
                 f"{chat.name} does not write message {i} ({message.role}), {message.content[:40]!r}: take it out of "
                 "the row, or give a model.chat_template that writes it"
             )
-
-
-def _same_without_tools(chat: Chat, messages: Messages, full_text: str) -> bool:
-    try:
-        return chat.jinja.text(messages) == full_text
-    except BadRow:  # it knows tools so well that it will not do without
-        return False
 
 
 def _contains(text: str, content: str) -> bool:

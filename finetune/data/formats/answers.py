@@ -4,70 +4,78 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.data.formats.messages import Tool, as_context, read_messages, to_conversation
+from finetune.data.formats.messages import as_context, read_messages, to_conversation
+from finetune.data.formats.tools import Tool
 from finetune.data.formats.values import kind, shown
 from finetune.data.formats.values import text as text_of
 from finetune.data.samples import BadRow, Conversation, Message, Preference, PromptCompletion
 from finetune.utils import common_prefix_length
 
-Messages = list[Message]
-
 
 def preference_of(prompt: Any, chosen: Any, rejected: Any, system: str, tools: tuple[Tool, ...]) -> Preference:
-    """A pair of answers, each text or messages alike; only the text after the prompt is trained.
+    """Returns a pair of answers, both text or both messages; only the text after the prompt is trained.
 
     Raises BadRow if there is no prompt, no preference, or no answer.
     """
     if isinstance(chosen, str) and (prompt is None or prompt == ""):
         raise BadRow("`chosen` and `rejected` are text, but there is no `prompt` that they answer")
+    same = "`chosen` and `rejected` are the same, so there is nothing to prefer"
     if isinstance(chosen, str) and isinstance(prompt, str) and not system and not tools:
-        return _text_pair(prompt, chosen, rejected)
-    answers = _answer(chosen, "chosen"), _answer(rejected, "rejected")
-    before, first, second = _split(prompt, *answers)
-    if first == second:
-        raise BadRow("`chosen` and `rejected` are the same, so there is nothing to prefer")
-    for name, answer in (("chosen", first), ("rejected", second)):
-        _check_answer(name, answer)
-    chosen_, rejected_ = (to_conversation([*as_context(before), *answer], system, tools) for answer in (first, second))
-    return Preference(chosen_, rejected_)
+        question = text_of(prompt, "`prompt`")
+        better = PromptCompletion(question, text_of(chosen, "`chosen`"))
+        worse = PromptCompletion(question, text_of(rejected, "`rejected`"))
+        if better == worse:
+            raise BadRow(same)
+        return Preference(better, worse)
+    before, *answers = _split(prompt, _answer(chosen, "chosen"), _answer(rejected, "rejected"))
+    if answers[0] == answers[1]:
+        raise BadRow(same)
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        if not answer:
+            raise BadRow(f"`{name}` has no answer of its own: the other one continues it; expected two answers")
+        if answer[0].role != "assistant":
+            raise BadRow(
+                f"`chosen` and `rejected` differ from a message of {answer[0].role} on ({shown(answer[0].content)}); "
+                "expected two answers to one prompt"
+            )
+    first, second = (to_conversation([*as_context(before), *answer], system, tools) for answer in answers)
+    return Preference(first, second)
 
 
-def _text_pair(prompt: str, chosen: str, rejected: str) -> Preference:
-    question = text_of(prompt, "`prompt`")
-    pair = [
-        PromptCompletion(question, text_of(answer, f"`{name}`"))
-        for name, answer in (("chosen", chosen), ("rejected", rejected))
-    ]
-    if pair[0] == pair[1]:
-        raise BadRow("`chosen` and `rejected` are the same, so there is nothing to prefer")
-    return Preference(pair[0], pair[1])
-
-
-def _answer(value: Any, where: str) -> Messages:
+def _answer(value: Any, name: str) -> list[Message]:
     if isinstance(value, str):
-        return [Message("assistant", text_of(value, f"`{where}`"))]
-    return read_messages(value, where)
+        return [Message("assistant", text_of(value, f"`{name}`"))]
+    return read_messages(value, name)
 
 
-def _split(prompt: Any, chosen: Messages, rejected: Messages) -> tuple[Messages, Messages, Messages]:
-    """(prompt, chosen answer, rejected answer)"""
+def _split(
+    prompt: Any, chosen: list[Message], rejected: list[Message]
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """Returns (prompt, chosen answer, rejected answer)."""
     shared = common_prefix_length(chosen, rejected)
+    split = chosen[:shared], chosen[shared:], rejected[shared:]
     if prompt is None or prompt == "" or prompt == []:
         if not shared:
             raise BadRow("`chosen` and `rejected` begin differently and there is no `prompt`; expected one of both")
-        return chosen[:shared], chosen[shared:], rejected[shared:]
+        return split
     before = _prompt(prompt)
     if chosen[0].role == rejected[0].role == "assistant":  # answers alone
         return before, chosen, rejected
-    if not _contains_prompt(before, chosen[:shared], is_text=isinstance(prompt, str)):
+    if isinstance(prompt, str):  # one of the questions, in most datasets the first, in some the last
+        questions = [message.content.strip() for message in chosen[:shared] if message.role == "user"]
+        begins_with_prompt = before[0].content.strip() in questions
+    else:
+        first = chosen[: min(shared, len(before))]
+        begins_with_prompt = [(m.role, m.content) for m in before] == [(m.role, m.content) for m in first]
+    if not begins_with_prompt:
         raise BadRow(
             f"`prompt` is {shown(before[-1].content)}, but `chosen` and `rejected` are conversations that do not begin "
             "with it; leave out `prompt`, or keep only the answers in them"
         )
-    return chosen[:shared], chosen[shared:], rejected[shared:]
+    return split
 
 
-def _prompt(value: Any) -> Messages:
+def _prompt(value: Any) -> list[Message]:
     if isinstance(value, str):
         return [Message("user", text_of(value, "`prompt`"))]
     if not isinstance(value, list):
@@ -75,31 +83,10 @@ def _prompt(value: Any) -> Messages:
     return read_messages(value, "prompt")
 
 
-def _contains_prompt(prompt: Messages, shared: Messages, *, is_text: bool) -> bool:
-    """Returns whether the beginning that two conversations share has the row's prompt.
-
-    A prompt of text is one of its questions, in most datasets the first, in some the last.
-    """
-    if is_text:
-        questions = [message.content.strip() for message in shared if message.role == "user"]
-        return prompt[0].content.strip() in questions
-    return [(m.role, m.content) for m in prompt] == [(m.role, m.content) for m in shared[: len(prompt)]]
-
-
-def _check_answer(name: str, answer: Messages) -> None:
-    if not answer:
-        raise BadRow(f"`{name}` has no answer of its own: the other one continues it; expected two answers")
-    if answer[0].role != "assistant":
-        raise BadRow(
-            f"`chosen` and `rejected` differ from a message of {answer[0].role} on ({shown(answer[0].content)}); "
-            "expected two answers to one prompt"
-        )
-
-
 def answered(
     prompt: Any, answer: Any, where: str, system: str, tools: tuple[Tool, ...]
 ) -> Conversation | PromptCompletion:
-    """One answer, text or messages, to a prompt of either kind."""
+    """Returns one answer, text or messages, to a prompt of either kind."""
     if not isinstance(answer, str | list):
         raise BadRow(f"{where} is {kind(answer)}; expected text or a list of messages")
     if isinstance(prompt, str) and isinstance(answer, str) and not system and not tools:

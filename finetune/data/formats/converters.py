@@ -1,30 +1,27 @@
-"""The formats: for each a plain function from a row to a sample, in `FORMATS`, and its fields, in `FIELDS`.
-
-To add one is one function and one row in both; reading, `columns`, detection and hints follow from them.
-"""
+"""The formats: a function from a row to a sample and a row in `FORMATS`, from which reading, `columns`, detection and
+hints follow."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.data.formats.answers import answered, preference_of
 from finetune.data.formats.messages import (
-    Tool,
     as_context,
     context_of,
     image_reference,
     read_messages,
-    read_tools,
     read_turn,
     to_conversation,
 )
 from finetune.data.formats.token_rows import ids_and_mask
+from finetune.data.formats.tools import Tool, read_tools
 from finetune.data.formats.values import (
     Misfit,
     Row,
+    closest,
     columns_of,
     from_json,
     has_value,
@@ -65,14 +62,13 @@ CHAT = ("tools", "system", ARGUMENTS, IMAGES)  # of every format of chat
 
 def messages(row: Row) -> Conversation:
     """messages: [{role: system | developer | user | assistant | tool, content, ...}, ...]; optional tools, system"""
-    system, tools = _system_and_tools(row)
-    return to_conversation(read_messages(_field(row, "messages"), "messages"), system, tools)
+    return to_conversation(read_messages(_field(row, "messages"), "messages"), *_system_and_tools(row))
 
 
 def sharegpt(row: Row) -> Conversation:
     """conversations: [{from: system | human | gpt | function_call | observation, value}, ...]; also tools, system"""
-    system, tools = _system_and_tools(row)
-    return to_conversation(read_messages(_field(row, "conversations"), "conversations", read_turn), system, tools)
+    turns = read_messages(_field(row, "conversations"), "conversations", read_turn)
+    return to_conversation(turns, *_system_and_tools(row))
 
 
 def alpaca(row: Row) -> Conversation:
@@ -84,8 +80,17 @@ def alpaca(row: Row) -> Conversation:
     system, tools = _system_and_tools(row)
     extra = optional_text(row.get("input"), "`input`")
     instruction, output = _text_field(row, "instruction"), _text_field(row, "output")
-    question = f"{instruction}\n\n{extra}" if extra else instruction
-    turns = [*_history(row), Message("user", question), Message("assistant", output)]
+    history = row["history"] if has_value(row.get("history")) else []
+    if not isinstance(history, list):
+        raise BadRow(f"`history` is {kind(history)}; expected a list of [question, answer]")
+    turns = []
+    for i, pair in enumerate(history):
+        if not isinstance(pair, list) or len(pair) != 2:
+            size = f" of {len(pair)}" if isinstance(pair, list) else ""
+            raise BadRow(f"history[{i}] is {kind(pair)}{size}; expected [question, answer]")
+        question, answer = (text_of(part, f"history[{i}][{side}]") for side, part in enumerate(pair))
+        turns += [Message("user", question), Message("assistant", answer)]
+    turns += [Message("user", f"{instruction}\n\n{extra}" if extra else instruction), Message("assistant", output)]
     return to_conversation(turns, system, tools)
 
 
@@ -104,7 +109,7 @@ def _completion(row: Row) -> Conversation | PromptCompletion:
         # Without these it stays a pair of texts, which needs no chat template.
         return to_conversation(pair.as_conversation().messages, system, tools) if system or tools else pair
     if not isinstance(prompt, list) or not isinstance(completion, list):
-        raise _unlike({"prompt": prompt, "completion": completion})
+        raise _of_two_kinds({"prompt": prompt, "completion": completion})
     before, after = read_messages(prompt, "prompt"), read_messages(completion, "completion")
     if not any(message.role == "assistant" for message in after):
         raise BadRow("`completion` has no assistant message, so there is nothing to train on")
@@ -116,7 +121,7 @@ def preference(row: Row) -> Preference:
     and margin, a number: by how much the chosen one is better"""
     chosen, rejected = _field(row, "chosen"), _field(row, "rejected")
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
-        raise _unlike({"chosen": chosen, "rejected": rejected})
+        raise _of_two_kinds({"chosen": chosen, "rejected": rejected})
     margin = 0.0 if row.get("margin") is None else number(row["margin"], "`margin`")
     return replace(preference_of(row.get("prompt"), chosen, rejected, *_system_and_tools(row)), margin=margin)
 
@@ -131,8 +136,8 @@ def ranked(row: Row) -> Ranked:
         raise BadRow(f"`responses` has {len(responses)} items, but `scores` {len(scores)}; expected one score for each")
     values = tuple(number(score, f"scores[{i}]") for i, score in enumerate(scores))
     if len(set(values)) < 2:
-        what = "equal" if values else "missing"
-        raise BadRow(f"all scores are {what}, so there is nothing to prefer; expected at least two that differ")
+        problem = "equal" if values else "missing"
+        raise BadRow(f"all scores are {problem}, so there is nothing to prefer; expected at least two that differ")
     system, tools = _system_and_tools(row)
     answers = [answered(prompt, one, f"responses[{i}]", system, tools) for i, one in enumerate(responses)]
     return Ranked(tuple(answers), values)
@@ -175,9 +180,10 @@ def text(row: Row) -> Text:
 
 
 @dataclass(frozen=True)
-class Fields:
-    """Fields that a format reads of a row, and how `format: auto` detects it."""
+class Format:
+    """A format's reader, the fields that it reads of a row, and how `format: auto` detects it."""
 
+    read: Callable[[Row], Sample]
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     content: str = ""  # of the required columns, in the line that reports the detected format
@@ -189,39 +195,29 @@ class Fields:
     is_labelled: bool = False  # the rows of another format with a label: detected only for an objective that takes it
 
     @property
-    def all(self) -> tuple[str, ...]:
+    def fields(self) -> tuple[str, ...]:
         return self.required + self.optional
 
 
-FORMATS: dict[str, Callable[[Row], Sample]] = {
-    "messages": messages,
-    "sharegpt": sharegpt,
-    "alpaca": alpaca,
-    "prompt_completion": prompt_completion,
-    "text": text,
-    "tokens": tokens,
-    "preference": preference,
-    "ranked": ranked,
-    "unpaired": unpaired,
-    "classification": classification,
-}
-
-FIELDS: dict[str, Fields] = {
-    "messages": Fields(
+FORMATS: dict[str, Format] = {
+    "messages": Format(
+        messages,
         ("messages",),
         CHAT,
         "lists of role and content",
         rank=1,
         other_names=tuple({"messages": name} for name in ("conversation", "conversations", "dialog", "dialogue")),
     ),
-    "sharegpt": Fields(
+    "sharegpt": Format(
+        sharegpt,
         ("conversations",),
         CHAT,
         "lists of from and value",
         rank=1,
         other_names=tuple({"conversations": name} for name in ("conversation", "messages", "dialog", "dialogue")),
     ),
-    "alpaca": Fields(
+    "alpaca": Format(
+        alpaca,
         ("instruction", "output"),
         ("input", "history", *CHAT),
         "an instruction and its answer",
@@ -232,7 +228,8 @@ FIELDS: dict[str, Fields] = {
             {"instruction": "question", "input": "context", "output": "answer"},
         ),
     ),
-    "prompt_completion": Fields(
+    "prompt_completion": Format(
+        prompt_completion,
         ("prompt", "completion"),
         CHAT,
         "a prompt and its completion",
@@ -247,30 +244,34 @@ FIELDS: dict[str, Fields] = {
             {"prompt": "input", "completion": "output"},
         ),
     ),
-    "text": Fields(("text",), content="text", rank=3),
-    "tokens": Fields(
+    "text": Format(text, ("text",), content="text", rank=3),
+    "tokens": Format(
+        tokens,
         ("input_ids",),
         ("labels", "trained", "completion_mask", "assistant_masks", "attention_mask", "position_ids"),
         "token ids",
         rank=3,
         other_names=({"input_ids": "tokens"}, {"input_ids": "token_ids"}),
     ),
-    "preference": Fields(
+    "preference": Format(
+        preference,
         ("chosen", "rejected"),
         ("prompt", "margin", *CHAT),
         "a better and a worse answer",
         rank=0,
         other_names=({"prompt": "question"}, {"prompt": "input"}, {"prompt": "instruction"}),  # orca_dpo_pairs
     ),
-    "ranked": Fields(("prompt", "responses", "scores"), CHAT, "answers and their scores", rank=0),
-    "unpaired": Fields(
+    "ranked": Format(ranked, ("prompt", "responses", "scores"), CHAT, "answers and their scores", rank=0),
+    "unpaired": Format(
+        unpaired,
         ("label",),
         ("prompt", "completion", "messages", *CHAT),
         "whether an answer is good",
         rank=0,
         is_labelled=True,
     ),
-    "classification": Fields(
+    "classification": Format(
+        classification,
         ("label",),
         ("text", "messages", *CHAT),
         "the class of a text",
@@ -283,21 +284,23 @@ FIELDS: dict[str, Fields] = {
 
 def check_columns(format: str, columns: Mapping[str, str] | None) -> None:
     """Raises UserError for a key of `columns` that the format has no field for; under auto, no one format has all."""
-    every = dict.fromkeys(name for fields in FIELDS.values() for name in fields.all)
-    known = FIELDS[format].all if format in FIELDS else tuple(every)
+    if format in FORMATS:
+        fields = FORMATS[format].fields
+    else:
+        fields = tuple(dict.fromkeys(name for one in FORMATS.values() for name in one.fields))
     for name in columns or {}:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean `{close[0]}`?" if close else f"its fields are {names(known)}"
+        if name not in fields:
+            close = closest(name, fields, cutoff=0.5)
+            hint = f"did you mean `{close}`?" if close else f"its fields are {names(fields)}"
             raise UserError(
                 f"columns: format `{format}` has no field `{name}`; {hint} (`columns` is written as field: column)"
             )
-    if format not in FIELDS and not any(set(columns or ()) <= set(fields.all) for fields in FIELDS.values()):
+    if format not in FORMATS and not any(set(columns or ()) <= set(one.fields) for one in FORMATS.values()):
         raise UserError(f"columns: no format has all of the fields {names(columns or ())}; set `format`")
 
 
 def read(row: Row, format: str, columns: Mapping[str, str] | None = None) -> Sample:
-    """The sample in a row; raises BadRow, which is a Misfit if the row is not of this format at all."""
+    """Returns the sample in a row; raises BadRow, which is a Misfit if the row is not of this format at all."""
     if columns:
         missing = [column for column in columns.values() if column not in row]
         if missing:
@@ -306,95 +309,79 @@ def read(row: Row, format: str, columns: Mapping[str, str] | None = None) -> Sam
         taken = set(columns.values())
         rest = {name: value for name, value in row.items() if name not in taken}
         row = {**rest, **{field: row[column] for field, column in columns.items()}}
-    sample = FORMATS[format](row)
-    if IMAGES in FIELDS[format].all:
+    sample, fields = FORMATS[format].read(row), FORMATS[format].fields
+    if IMAGES in fields:
         sample = with_images_of(sample, row)
     given = [name for name in (ARGUMENTS, *OTHER_ARGUMENTS) if name in row and has_value(row[name])]
-    if not given or ARGUMENTS not in FIELDS[format].all:
+    if not given or ARGUMENTS not in fields:
         return sample
     if len(given) > 1:
         raise BadRow(f"the row has {names(given)}, which are the same; keep one")
-    return _with_arguments(sample, _template_arguments(row[given[0]], given[0]))
+    name, value = given[0], row[given[0]]
+    expected = 'values of the chat template\'s variables, such as {"enable_thinking": false}'
+    decoded = mapping(from_json(value, name) if isinstance(value, str) else value, name, expected)
+    try:
+        arguments = check_template_arguments(json_object(decoded, name))
+    except ValueError as error:
+        raise BadRow(f"{name}: {error}") from None
+    return _in_conversations(sample, lambda one: replace(_as_conversation(one), template_arguments=arguments))
 
 
 def with_images_of(sample: Any, row: Row) -> Any:
-    """Returns a sample with the images of its row's columns in their places; raises BadRow if they do not fit."""
-    if not (has_value(row.get(IMAGES)) or has_value(row.get(ONE_IMAGE))):
-        return sample
-    return _with_images(sample, _images(row), has_value(row.get(IMAGES)))
-
-
-def _images(row: Row) -> list[str | bytes]:
+    """Returns a sample with the images of its row's columns in their places: marks in texts, and parts of type image
+    without a reference. Raises BadRow if they do not fit."""
     several, one = row.get(IMAGES), row.get(ONE_IMAGE)
+    images: list[str | bytes] = []
     if has_value(several):
         values = several if isinstance(several, list) else [several]
-        return [image_reference(value, f"{IMAGES}[{i}]") for i, value in enumerate(values)]
-    # In some corpora `image` is a name or a number: it is an image if the texts have a place for it.
-    return [image_reference(one, ONE_IMAGE)] if isinstance(one, str | bytes | Mapping) else []
-
-
-def _with_images(sample: Any, images: list[str | bytes], must_fit: bool) -> Any:
-    """Returns a sample with the row's images if each conversation has places for them: a mark in a text, or a
-    part of type image without a reference.
-
-    must_fit: whether images without a place are an error.
-    """
-    if isinstance(sample, PromptCompletion):
-        sees = must_fit or MARK in sample.prompt
-        return _with_images(sample.as_conversation(), images, must_fit) if sees else sample
-    if not isinstance(sample, Conversation):
-        return _in_conversations(sample, lambda one: _with_images(one, images, must_fit))
-    messages = [_marked(message, i) for i, message in enumerate(sample.messages)]
-    places = sum(message.images.count(None) for message in messages)
-    if not places and not must_fit:
+        images = [image_reference(value, f"{IMAGES}[{i}]") for i, value in enumerate(values)]
+    elif not has_value(one):
         return sample
+    elif isinstance(one, str | bytes | Mapping):
+        # In some corpora `image` is a name or a number: it is an image if the texts have a place for it.
+        images = [image_reference(one, ONE_IMAGE)]
+    return _in_conversations(sample, lambda part: _with_images(part, images, must_fit=has_value(several)))
+
+
+def _with_images(
+    sample: Conversation | PromptCompletion, images: list[str | bytes], must_fit: bool
+) -> Conversation | PromptCompletion:
+    """must_fit: whether images without a place are an error."""
+    if isinstance(sample, PromptCompletion) and not must_fit and MARK not in sample.prompt:
+        return sample
+    conversation, marked = _as_conversation(sample), []
+    for i, message in enumerate(conversation.messages):
+        if not message.images and (count := message.content.count(MARK)):
+            if IMAGE in message.content:
+                raise BadRow(f"message {i} has the character U+FFFC, which stands for an image here: take it out")
+            message = replace(message, content=message.content.replace(MARK, IMAGE), images=(None,) * count)
+        marked.append(message)
+    places = sum(message.images.count(None) for message in marked)
+    if not places and not must_fit:
+        return conversation
     if places != len(images):
         raise BadRow(f"the row has {len(images)} images, but its messages {places} places for them ({MARK})")
     unused = iter(images)
     filled = (
         replace(message, images=tuple(next(unused) if one is None else one for one in message.images))
-        for message in messages
+        for message in marked
     )
-    return replace(sample, messages=tuple(filled))
+    return replace(conversation, messages=tuple(filled))
 
 
-def _marked(message: Message, i: int) -> Message:
-    """Returns a message with an image in the place of each of LLaVA's marks."""
-    count = message.content.count(MARK)
-    if not count or message.images:
-        return message
-    if IMAGE in message.content:
-        raise BadRow(f"message {i} has the character U+FFFC, which stands for an image here: take it out")
-    return replace(message, content=message.content.replace(MARK, IMAGE), images=(None,) * count)
+def _as_conversation(sample: Conversation | PromptCompletion) -> Conversation:
+    return sample.as_conversation() if isinstance(sample, PromptCompletion) else sample
 
 
-def _in_conversations(sample: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns a sample of several conversations, or with one inside, with each as `change` returns it."""
+def _in_conversations(sample: Any, change: Callable[[Conversation | PromptCompletion], Any]) -> Any:
+    """Returns a sample with each conversation, or pair of texts, in it as `change` returns it."""
+    if isinstance(sample, Conversation | PromptCompletion):
+        return change(sample)
     if isinstance(sample, Preference):
         return replace(sample, chosen=change(sample.chosen), rejected=change(sample.rejected))
     if isinstance(sample, Ranked):
         return replace(sample, answers=tuple(map(change, sample.answers)))
-    return replace(sample, sample=change(sample.sample)) if isinstance(sample, Labelled) else sample
-
-
-def _template_arguments(value: Any, where: str) -> dict[str, Any]:
-    """Values of the chat template's variables, an object or the JSON of one."""
-    decoded = from_json(value, where) if isinstance(value, str) else value
-    expected = 'values of the chat template\'s variables, such as {"enable_thinking": false}'
-    arguments = json_object(mapping(decoded, where, expected), where)
-    try:
-        return check_template_arguments(arguments)
-    except ValueError as error:
-        raise BadRow(f"{where}: {error}") from None
-
-
-def _with_arguments(sample: Any, arguments: Mapping[str, Any]) -> Any:
-    """Returns a sample with the arguments in each conversation of it."""
-    if isinstance(sample, Conversation):
-        return replace(sample, template_arguments=arguments)
-    if isinstance(sample, PromptCompletion):
-        return _with_arguments(sample.as_conversation(), arguments)
-    return _in_conversations(sample, lambda one: _with_arguments(one, arguments))
+    return replace(sample, sample=_in_conversations(sample.sample, change)) if isinstance(sample, Labelled) else sample
 
 
 # --- fields of a row
@@ -402,8 +389,7 @@ def _with_arguments(sample: Any, arguments: Mapping[str, Any]) -> Any:
 
 def _field(row: Row, name: str) -> Any:
     if name not in row:
-        close = difflib.get_close_matches(name, [str(column) for column in row], n=1)
-        hint = f"set `columns: {{{name}: {close[0] if close else '<your column>'}}}` if it has another name"
+        hint = f"set `columns: {{{name}: {closest(name, row) or '<your column>'}}}` if it has another name"
         raise Misfit(f"no column `{name}`; the row has {columns_of(row)}; {hint}")
     return row[name]
 
@@ -415,33 +401,15 @@ def _text_field(row: Row, name: str) -> str:
     return text_of(value, f"`{name}`")
 
 
-def _unlike(fields: Mapping[str, Any]) -> BadRow:
-    """Two fields that have to be of one kind."""
+def _of_two_kinds(fields: Mapping[str, Any]) -> BadRow:
+    """Returns the error for two fields that have to be of one kind."""
     kinds = " and ".join(f"`{name}` {'is ' if i == 0 else ''}{kind(fields[name])}" for i, name in enumerate(fields))
     is_empty = any(value is None for value in fields.values())
     return (BadRow if is_empty else Misfit)(f"{kinds}; expected text for both, or a list of messages for both")
 
 
 def _system_and_tools(row: Row) -> tuple[str, tuple[Tool, ...]]:
-    """(system, tools) of a row of chat."""
     for name in MEDIA:
         if has_value(row.get(name)):
             raise BadRow(f"the row has `{name}`, which cannot be left out without changing it, and are not supported")
     return optional_text(row.get("system"), "`system`"), read_tools(row.get("tools"), "tools")
-
-
-def _history(row: Row) -> list[Message]:
-    history = row.get("history")
-    if not has_value(history):
-        return []
-    if not isinstance(history, list):
-        raise BadRow(f"`history` is {kind(history)}; expected a list of [question, answer]")
-    turns = []
-    for i, pair in enumerate(history):
-        where = f"history[{i}]"
-        if not isinstance(pair, list) or len(pair) != 2:
-            size = f" of {len(pair)}" if isinstance(pair, list) else ""
-            raise BadRow(f"{where} is {kind(pair)}{size}; expected [question, answer]")
-        question, answer = (text_of(part, f"{where}[{side}]") for side, part in enumerate(pair))
-        turns += [Message("user", question), Message("assistant", answer)]
-    return turns

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from finetune.data.formats.converters import FIELDS, FORMATS, check_columns, read
-from finetune.data.formats.values import LISTED, Misfit, Row, has_value, kind, names
+from finetune.data.formats.converters import FORMATS, check_columns, read
+from finetune.data.formats.values import LISTED, Misfit, Row, closest, first_names, kind, names
 from finetune.data.samples import BadRow, Sample
 from finetune.errors import UserError
 
@@ -38,19 +36,31 @@ class _Fit:
 
     def used(self, present: Sequence[str]) -> set[str]:
         """Returns the columns that it reads."""
-        own = set(FIELDS[self.format].all) - set(self.columns)
+        own = set(FORMATS[self.format].fields) - set(self.columns)
         return {column for column in present if column in own} | set(self.columns.values())
+
+    @property
+    def required(self) -> list[str]:
+        """Returns the columns of the required fields."""
+        return [self.columns.get(field, field) for field in FORMATS[self.format].required]
+
+    @property
+    def content(self) -> str:
+        """Describes the required columns: column `text` holds text."""
+        several = len(self.required) > 1
+        verb = "hold" if several else "holds"
+        return f"column{'s' * several} {names(self.required)} {verb} {FORMATS[self.format].content}"
 
 
 def parse_row(row: Row, format: str, columns: Columns | None = None) -> Sample:
-    """The sample in a row of `format`, with `columns` naming the file's column for a field of the format.
+    """Returns the sample in a row of `format`, with `columns` naming the file's column for a field of the format.
 
     Raises BadRow; for a row that is not of this format at all it names the one that fits, or comes nearest.
     """
     try:
         return read(row, format, columns)
     except Misfit as error:
-        raise BadRow(f"format `{format}`: {error}{hint(row, format)}") from None
+        raise BadRow(f"format `{format}`: {error}{_hint(row, format)}") from None
     except BadRow as error:
         raise BadRow(f"format `{format}`: {error}") from None
 
@@ -58,7 +68,8 @@ def parse_row(row: Row, format: str, columns: Columns | None = None) -> Sample:
 def detect_format(
     rows: Sequence[Row], columns: Columns | None = None, formats: Collection[str] = tuple(FORMATS)
 ) -> Detected:
-    """The format of the first rows of a source; `columns` (field: column) are the recipe's and narrow the choice.
+    """Returns the format of the first rows of a source; `columns` (field: column) are the recipe's and narrow the
+    choice.
 
     formats: those of the objective. Others are detected, too, to refuse them by name, except those that read
     another format's rows with a label: `prompt`, `completion` and `label` are `unpaired` only if an objective asks.
@@ -73,175 +84,116 @@ def detect_format(
     if not rows:
         raise UserError("there are no rows to tell the format from")
     present = list(dict.fromkeys(str(name) for row in rows for name in row))
-    fits = [
-        fit
-        for fit in _fits(rows, present, columns or {})
-        if fit.format in formats or not FIELDS[fit.format].is_labelled
-    ]
+    fits = []
+    for format, its_columns in _candidates(present, columns or {}):
+        if format in formats or not FORMATS[format].is_labelled:
+            results = {i: _read_or_problem(row, format, its_columns) for i, row in enumerate(rows)}
+            if samples := {i: one for i, one in results.items() if not isinstance(one, BadRow)}:
+                fits.append(_Fit(format, its_columns, samples, is_named=its_columns == (columns or {})))
     most = max((len(fit.samples) for fit in fits), default=0)
     possible = [fit for fit in fits if len(fit.samples) >= min(most, len(rows) / 2)]
     if not possible:
         raise UserError(_nothing_fits(rows[0], columns))
-    lowest = min(FIELDS[fit.format].rank for fit in possible)
-    rivals = [fit for fit in possible if FIELDS[fit.format].rank == lowest]
+    lowest = min(FORMATS[fit.format].rank for fit in possible)
+    rivals = [fit for fit in possible if FORMATS[fit.format].rank == lowest]
     rivals = [fit for fit in rivals if not any(fit.used(present) < other.used(present) for other in rivals)]
     rivals = [fit for fit in rivals if fit.is_named] or rivals
-    _check_unambiguous(rivals)
     best = rivals[0]
-    return Detected(best.format, dict(best.columns) or None, _reason(best, present, len(rows)))
+    for other in rivals[1:]:
+        if any(best.samples[i] != other.samples[i] for i in best.samples.keys() & other.samples.keys()):
+            both = " and ".join(f"`{fit.format}`{_with_columns(fit.columns)} ({fit.content})" for fit in (best, other))
+            raise UserError(f"the rows fit two formats that would train different things: {both}; set `format`")
+    used = best.used(present)
+    also = [name for name in present if name in used and name not in best.required]
+    unused = [name for name in present if name not in used]
+    reason = [best.content]
+    reason += [f"also read: {first_names(also)}"] if also else []
+    reason += [f"not read: {first_names(unused)}"] if unused else []
+    count = len(best.samples)
+    reason += [f"{count} of the first {len(rows)} rows fit"] if count < len(rows) else []
+    return Detected(best.format, dict(best.columns) or None, "; ".join(reason))
 
 
 def nearest_format(row: Row, columns: Columns | None = None) -> tuple[str, str]:
-    """(the format that a row comes nearest to, why it is not in it); the reason is empty for a row that fits.
+    """Returns (the format that a row comes nearest to, why it is not in it); the reason is empty for a row that fits.
 
     Nearest is a format that knows the row but refuses a value in it; then one whose fields are there under other
     names; then the one with most of its required fields. Raises UserError for `columns` of no format.
     """
     check_columns("auto", columns)
     tries = [
-        (format, mapping, _problem(row, format, mapping))
-        for format, mapping in _candidates(list(row), columns or {})
-        if not FIELDS[format].is_labelled
+        (format, its_columns, _read_or_problem(row, format, its_columns))
+        for format, its_columns in _candidates(list(row), columns or {})
+        if not FORMATS[format].is_labelled
     ]
-    known = [tried for tried in tries if not isinstance(tried[2], Misfit)]
-    if known:  # by rank those that fit, then those that do not
-        format, _, problem = min(known, key=lambda tried: (tried[2] is not None, FIELDS[tried[0]].rank))
-        return format, str(problem or "")
+    matching = [attempt for attempt in tries if not isinstance(attempt[2], Misfit)]
+    if matching:  # by rank those that fit, then those that do not
+        format, _, result = min(matching, key=lambda one: (isinstance(one[2], BadRow), FORMATS[one[0]].rank))
+        return format, str(result) if isinstance(result, BadRow) else ""
     # A format of one required field that a single column of any name fits; not text, which many would fit.
-    one_field = [
-        f for f, fields in FIELDS.items() if len(fields.required) == 1 and f != "text" and not fields.is_labelled
-    ]
-    if not columns and (fitting := next(filter(None, (_as_single_field(row, format) for format in one_field)), None)):
-        return fitting
-    best = max(tries, key=lambda tried: _nearness(row, tried[0], tried[1]))
-    if not columns and not _nearness(row, *best[:2])[0] and (fitting := _as_single_field(row, "text")):
-        return fitting
+    one_field = [name for name, one in FORMATS.items() if len(one.required) == 1 and not one.is_labelled]
+    for name in one_field if not columns else ():
+        if name != "text" and (why := _only_column(row, name)):
+            return name, why
+    best = max(tries, key=lambda one: _nearness(row, one[0], one[1]))
+    if not columns and not _nearness(row, *best[:2])[0] and (why := _only_column(row, "text")):
+        return "text", why
     return best[0], str(best[2])
 
 
-def looks_like(row: Row, but_not: str | None = None) -> tuple[str, Columns] | None:
-    """The format that a row fits, with the names of its fields there, or None."""
-    candidates = [
-        (format, columns)
-        for format, columns in _candidates(list(row), {})
-        if format != but_not and not FIELDS[format].is_labelled
-    ]
-    candidates.sort(key=lambda candidate: FIELDS[candidate[0]].rank)
-    return next((candidate for candidate in candidates if _problem(row, *candidate) is None), None)
-
-
-def hint(row: Row, format: str) -> str:
+def _hint(row: Row, format: str) -> str:
     """Returns the end of a message on a row that is not of `format`: the one that it fits, or comes nearest to."""
-    if fitting := looks_like(row, but_not=format):
-        return f"; the row looks like format `{fitting[0]}`{_describe_mapping(fitting[1])}"
+    others = [one for one in _candidates(list(row), {}) if one[0] != format and not FORMATS[one[0]].is_labelled]
+    for other, columns in sorted(others, key=lambda one: FORMATS[one[0]].rank):
+        if not isinstance(_read_or_problem(row, other, columns), BadRow):
+            return f"; the row looks like format `{other}`{_with_columns(columns)}"
     nearest, why = nearest_format(row)
     return f"; format `{nearest}` comes nearest, but: {why}" if nearest != format else ""
 
 
-# --- candidates
-
-
 def _candidates(present: Sequence[str], columns: Columns) -> Iterator[tuple[str, Columns]]:
-    """(format, columns) that could be: each format under its own names, and under others that are all there."""
-    for format, fields in FIELDS.items():
-        if not set(columns) <= set(fields.all):
+    """Yields (format, columns) that could be: each format under its own names, and under others that are all there."""
+    for name, format in FORMATS.items():
+        if not set(columns) <= set(format.fields):
             continue
-        yield format, columns
-        for others in fields.other_names:
+        yield name, columns
+        for others in format.other_names:
             is_free = not set(others) & set(columns) and not set(others.values()) & set(columns.values())
             if is_free and set(others.values()) <= set(present):
-                yield format, {**others, **columns}
+                yield name, {**others, **columns}
 
 
-def _fits(rows: Sequence[Row], present: Sequence[str], columns: Columns) -> list[_Fit]:
-    fits = []
-    for format, mapping in _candidates(present, columns):
-        samples = {i: sample for i, row in enumerate(rows) if (sample := _sample(row, format, mapping)) is not None}
-        if samples:
-            fits.append(_Fit(format, mapping, samples, is_named=mapping == columns))
-    return fits
-
-
-def _sample(row: Row, format: str, columns: Columns) -> Sample | None:
+def _read_or_problem(row: Row, format: str, columns: Columns) -> Sample | BadRow:
     try:
         return read(row, format, columns)
-    except BadRow:
-        return None
-
-
-def _problem(row: Row, format: str, columns: Columns) -> BadRow | None:
-    try:
-        read(row, format, columns)
     except BadRow as error:
         return error
-    return None
 
 
-# --- nearness
-
-
-def _as_single_field(row: Row, format: str) -> tuple[str, str] | None:
-    (field,) = FIELDS[format].required
-    fitting = [column for column in row if _sample(row, format, {field: column}) is not None]
+def _only_column(row: Row, format: str) -> str:
+    """Returns the advice to read the only column that fits a format's required field; "" if not exactly one does."""
+    (field,) = FORMATS[format].required
+    fitting = [column for column in row if not isinstance(_read_or_problem(row, format, {field: column}), BadRow)]
     if len(fitting) != 1:
-        return None
-    return format, (
+        return ""
+    return (
         f"no column `{field}`; column {names(fitting)} would fit: set `format: {format}` and "
         f"`columns: {{{field}: {fitting[0]}}}`"
     )
 
 
 def _nearness(row: Row, format: str, columns: Columns) -> tuple[float, int]:
-    """(share of the required fields that are there, a name much like one counting half; number of optional ones)"""
-    required = FIELDS[format].required
-    present = [str(column) for column in row]
-    much_like = {field for field in required if difflib.get_close_matches(field, present, n=1, cutoff=0.75)}
-    points = [1.0 if columns.get(field, field) in row else 0.5 * (field in much_like) for field in required]
-    optional = sum(columns.get(field, field) in row for field in FIELDS[format].optional)
-    return sum(points) / len(required), optional
+    """Returns (share of the required fields that are there, a name much like one counting half; number of optional
+    ones)."""
+    required, optional = FORMATS[format].required, FORMATS[format].optional
+    points = [1.0 if columns.get(field, field) in row else 0.5 * bool(closest(field, row, 0.75)) for field in required]
+    return sum(points) / len(required), sum(columns.get(field, field) in row for field in optional)
 
 
 # --- messages
 
 
-def _check_unambiguous(rivals: list[_Fit]) -> None:
-    """Raises UserError if two formats are equally likely and read the same row differently."""
-    first = rivals[0]
-    for other in rivals[1:]:
-        both = first.samples.keys() & other.samples.keys()
-        if any(first.samples[i] != other.samples[i] for i in both):
-            fits = " and ".join(
-                f"`{fit.format}`{_describe_mapping(fit.columns)} ({_describe_columns(fit)})" for fit in (first, other)
-            )
-            raise UserError(f"the rows fit two formats that would train different things: {fits}; set `format`")
-
-
-def _reason(fit: _Fit, present: Sequence[str], count: int) -> str:
-    """One line: the detected format, and the columns that are not read."""
-    used = fit.used(present)
-    required = {fit.columns.get(field, field) for field in FIELDS[fit.format].required}
-    also, unused = [name for name in present if name in used - required], [n for n in present if n not in used]
-    parts = [
-        _describe_columns(fit),
-        f"also read: {_some(also)}" if also else "",
-        f"not read: {_some(unused)}" if unused else "",
-        f"{len(fit.samples)} of the first {count} rows fit" if len(fit.samples) < count else "",
-    ]
-    return "; ".join(part for part in parts if part)
-
-
-def _some(columns: list[str]) -> str:
-    more = f" and {len(columns) - LISTED} more" if len(columns) > LISTED else ""
-    return names(columns[:LISTED]) + more
-
-
-def _describe_columns(fit: _Fit) -> str:
-    fields = FIELDS[fit.format]
-    columns = [fit.columns.get(field, field) for field in fields.required]
-    return f"column{'s' * (len(columns) > 1)} {names(columns)} hold{'s' * (len(columns) == 1)} {fields.content}"
-
-
-def _describe_mapping(columns: Columns) -> str:
+def _with_columns(columns: Columns) -> str:
     pairs = ", ".join(f"{field}: {column}" for field, column in columns.items())
     return f" with `columns: {{{pairs}}}`" if pairs else ""
 
@@ -253,36 +205,31 @@ def question_and_answer(row: Row) -> tuple[str, str] | None:
     }
     if len(texts) < 2:
         return None
-    asked, *others = texts
-    return asked, max(others, key=lambda column: len(texts[column]))
+    question, *others = texts
+    return question, max(others, key=lambda column: len(texts[column]))
 
 
 def _nothing_fits(row: Row, columns: Columns | None) -> str:
     nearest, why = nearest_format(row, columns)
     if not columns and (pair := question_and_answer(row)):
-        asked, answer = pair
+        question, answer = pair
         why += (
-            f"\nIf `{asked}` is asked and `{answer}` the answer: `format: prompt_completion` and "
-            f"`columns: {{prompt: {asked}, completion: {answer}}}`"
+            f"\nIf `{question}` is asked and `{answer}` the answer: `format: prompt_completion` and "
+            f"`columns: {{prompt: {question}, completion: {answer}}}`"
         )
-    return (
-        f"no format fits the first row, which has {_describe_row(row)}; format `{nearest}` comes nearest, but: {why}\n"
-        f"The formats are {names(FORMATS)}; set `format`, and `columns` where fields have other names."
-    )
-
-
-def _describe_row(row: Row) -> str:
-    """The columns and their contents."""
-    described = [f"{names([column])} ({_describe_value(value)})" for column, value in list(row.items())[:LISTED]]
+    described = []
+    for column, value in list(row.items())[:LISTED]:
+        content = kind(value)
+        if isinstance(value, list) and not value:
+            content = "an empty list"
+        elif isinstance(value, list):
+            first = value[0]
+            inside = f" with {names(list(first)[:LISTED])}" if isinstance(first, Mapping) and first else ""
+            content = f"a list of {len(value)}, the first {kind(first)}{inside}"
+        described.append(f"{names([column])} ({content})")
     more = f" and {len(row) - LISTED} more" if len(row) > LISTED else ""
-    return ", ".join(described) + more if described else "no columns"
-
-
-def _describe_value(value: Any) -> str:
-    if not isinstance(value, list):
-        return kind(value)
-    if not has_value(value):
-        return "an empty list"
-    first = value[0]
-    inside = f" with {names(list(first)[:LISTED])}" if isinstance(first, Mapping) and first else ""
-    return f"a list of {len(value)}, the first {kind(first)}{inside}"
+    return (
+        f"no format fits the first row, which has {', '.join(described) + more if row else 'no columns'}; format "
+        f"`{nearest}` comes nearest, but: {why}\n"
+        f"The formats are {names(FORMATS)}; set `format`, and `columns` if fields have other names."
+    )

@@ -8,30 +8,25 @@ A conversation is, with at least one answer to train on:
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from finetune.data.formats.tools import Call, Tool, function_of, read_calls, read_turn_calls
 from finetune.data.formats.values import (
     Misfit,
     Row,
-    from_json,
     has_value,
-    json_list,
-    json_object,
     keys_of,
     kind,
     mapping,
     names,
+    only_keys,
     optional_text,
     shown,
     text,
 )
 from finetune.data.samples import IMAGE, BadRow, Conversation, ImageReference, Message
-
-Call = Mapping[str, Any]
-Tool = Mapping[str, Any]
 
 ROLES = {
     "system": "system",
@@ -85,25 +80,42 @@ SHAREGPT_KEYS = ("from", "value", "name", *TRAINED, *METADATA)
 
 
 def read_message(value: Any, where: str) -> Message:
-    """{role, content} and the optional keys of a message."""
+    """Reads {role, content} and the optional keys of a message."""
     item = _with_keys(value, "role", "content", where)
     role = _role(item["role"], ROLES, f"{where}.role")
     only_keys(item, KEYS, where)
-    parts: tuple[Call, ...] = ()
+    part_calls: tuple[Call, ...] = ()
     if isinstance(item.get("content"), list):
-        item, parts = _from_parts(item, f"{where}.content")
-    calls = _calls(item, parts, role, where)
+        item, part_calls = _from_parts(item, f"{where}.content")
+    calls = _calls(item, part_calls, role, where)
     content, images = _content(item.get("content"), role, f"{where}.content", has_calls=bool(calls))
-    train, reasoning = _train(item, role, where), _reasoning(item, role, where)
+    train = _train(item, role, where)
+    reasoning = {key: text(item[key], f"{where}.{key}") for key in REASONING if has_value(item.get(key))}
+    if reasoning and role != "assistant":
+        raise BadRow(f"{where} is from {role} and has {names(reasoning)}; only an assistant thinks aloud")
+    if len(set(reasoning.values())) > 1:
+        raise BadRow(f"{where} has {names(reasoning)}, which say different things; keep one")
     name = optional_text(item.get("name"), f"{where}.name") or None
     call_id = optional_text(item.get("tool_call_id"), f"{where}.tool_call_id") or None
     if call_id and role != "tool":
         raise BadRow(f"{where} is from {role} and has `tool_call_id`; only a tool answers calls")
-    return Message(role, content, train, reasoning, calls, name, call_id, images)
+    return Message(role, content, train, next(iter(reasoning.values()), None), calls, name, call_id, images)
+
+
+def read_turn(value: Any, where: str) -> Message:
+    """Reads {from, value} and the optional keys of a turn of sharegpt."""
+    item = _with_keys(value, "from", "value", where)
+    role = _role(item["from"], SPEAKERS, f"{where}.from")
+    only_keys(item, SHAREGPT_KEYS, where)
+    train, name = _train(item, role, where), optional_text(item.get("name"), f"{where}.name") or None
+    if item["from"] in CALLING:
+        return Message(role, "", train=train, tool_calls=read_turn_calls(item["value"], f"{where}.value"), name=name)
+    content, images = _content(item["value"], role, f"{where}.value")
+    return Message(role, content, train=train, name=name, images=images)
 
 
 def read_messages(value: Any, where: str, read: Callable[[Any, str], Message] = read_message) -> list[Message]:
-    """[{role, content, ...}, ...]; of sharegpt, [{from, value, ...}, ...], with `read_turn`."""
+    """Reads [{role, content, ...}, ...]; with `read_turn` [{from, value, ...}, ...]."""
     if not isinstance(value, list):
         raise (BadRow if value is None else Misfit)(f"`{where}` is {kind(value)}; expected a list of messages")
     if not value:
@@ -112,7 +124,7 @@ def read_messages(value: Any, where: str, read: Callable[[Any, str], Message] = 
 
 
 def _with_keys(value: Any, first: str, second: str, where: str) -> Row:
-    """An object with the two keys of a message; a message that only calls may leave out its content."""
+    """Checks for the two keys of a message; a message that only calls may leave out its content."""
     if not isinstance(value, Mapping):
         raise Misfit(f"{where} is {kind(value)} ({shown(value)}); expected an object with `{first}` and `{second}`")
     missing = [key for key in (first, second) if key not in value]
@@ -123,17 +135,21 @@ def _with_keys(value: Any, first: str, second: str, where: str) -> Row:
     return value
 
 
-def _role(value: Any, known: dict[str, str], where: str) -> str:
-    role = known.get(value) if isinstance(value, str) else None
-    if role is None:
-        raise BadRow(f"{where} is {shown(value)}; expected {', '.join(list(known)[:-1])} or {list(known)[-1]}")
-    return role
+def _role(value: Any, roles: dict[str, str], where: str) -> str:
+    if not isinstance(value, str) or value not in roles:
+        raise BadRow(f"{where} is {shown(value)}; expected {', '.join(list(roles)[:-1])} or {list(roles)[-1]}")
+    return roles[value]
+
+
+# Keys of the image in a part of type `image` or `image_url`; the first is datasets' and Qwen's name, the others
+# transformers' (docs "chat templates, multimodal"), the last OpenAI's.
+_IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
 
 
 def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> tuple[str, tuple[ImageReference, ...]]:
-    """Text, or a list of parts; those of type text are joined as chat templates join them, without a separator.
+    """Returns a message's text, with `IMAGE` for each image, and the images.
 
-    Returns the text, with `IMAGE` for each image, and the images.
+    Parts of type text are joined as chat templates join them, without a separator.
     """
     images: list[ImageReference] = []
     if isinstance(value, list) and value:
@@ -144,11 +160,6 @@ def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> t
         raise BadRow(f"{where} has the character U+FFFC in a text, which stands for an image here: take it out")
     # A command that prints nothing has still answered.
     return text(value, where, may_be_blank=role == "tool"), tuple(images)
-
-
-# Keys of the image in a part of type `image` or `image_url`; the first is datasets' and Qwen's name, the others
-# transformers' (docs "chat templates, multimodal"), the last OpenAI's.
-_IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
 
 
 def _part(value: Any, where: str, images: list[ImageReference]) -> str:
@@ -169,22 +180,21 @@ def _part(value: Any, where: str, images: list[ImageReference]) -> str:
 
 
 def image_reference(value: Any, where: str) -> str | bytes:
-    """A path or data URL, the bytes of a file, or an object with one of them, as `datasets` writes images."""
+    """Returns a path, a data URL or the bytes of a file; also from an object with one of them, as `datasets` has."""
     if isinstance(value, Mapping):
         only_keys(value, ("bytes", "path", "url"), where)
         # datasets keeps the name next to the bytes.
         value = next((value[key] for key in ("bytes", "path", "url") if has_value(value.get(key))), None)
-    if isinstance(value, bytes) and value:
-        return value
-    if isinstance(value, str) and value.strip():
+    if (isinstance(value, bytes) and value) or (isinstance(value, str) and value.strip()):
         return value
     raise BadRow(f"{where} is {shown(value)}; expected the path of an image, a data URL, or the bytes of its file")
 
 
 def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:
-    """LLaMA-Factory's content, a list of {type: text | reasoning | tool_call, value}, as text and reasoning; its calls.
+    """Returns LLaMA-Factory's content, a list of {type: text | reasoning | tool_call, value}, as text and reasoning,
+    and its calls. Other messages stay as they are.
 
-    https://github.com/hiyouga/LLaMA-Factory, src/llamafactory/v1/utils/types.py. Other messages stay as they are.
+    https://github.com/hiyouga/LLaMA-Factory, src/llamafactory/v1/utils/types.py
     """
     parts = item["content"]
     if not any(isinstance(part, Mapping) and part.get("value") is not None for part in parts):
@@ -201,39 +211,23 @@ def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:
         if others := [key for key in REASONING if has_value(item.get(key))]:
             raise BadRow(f"{where} has reasoning, and so has {names(others)}; keep one")
         message["reasoning_content"] = "".join(values["reasoning"])
-    calls = [call for value in values["tool_call"] for call in calls_of_turn(value, where)]
-    return message, tuple(calls)
+    return message, tuple(call for value in values["tool_call"] for call in read_turn_calls(value, where))
 
 
-def _calls(item: Row, parts: tuple[Call, ...], role: str, where: str) -> tuple[Call, ...]:
-    """parts: calls in the content."""
+def _calls(item: Row, part_calls: tuple[Call, ...], role: str, where: str) -> tuple[Call, ...]:
+    """Returns the calls of a message. part_calls: those in its content."""
     keys = [key for key in ("tool_calls", "function_call") if has_value(item.get(key))]
-    if parts:
-        if keys or role != "assistant":
-            raise BadRow(f"{where} is from {role} and has {names(['content', *keys])} with calls; keep an assistant's")
-        return parts
-    if not keys:
-        return ()
+    if part_calls and (keys or role != "assistant"):
+        raise BadRow(f"{where} is from {role} and has {names(['content', *keys])} with calls; keep an assistant's")
+    if part_calls or not keys:
+        return part_calls
     if role != "assistant":
         raise BadRow(f"{where} is from {role} and has {names(keys)}; only an assistant calls tools")
     if len(keys) == 2:
         raise BadRow(f"{where} has {names(keys)}, the new and the old name of the same; keep one")
     if keys == ["function_call"]:
-        function = called(item["function_call"], f"{where}.function_call")
-        return ({"type": "function", "function": function},)
-    return tool_calls(item["tool_calls"], f"{where}.tool_calls")
-
-
-def _reasoning(item: Row, role: str, where: str) -> str | None:
-    """Returns the assistant's reasoning; several names of it must have the same text."""
-    reasoning = {key: text(item[key], f"{where}.{key}") for key in REASONING if has_value(item.get(key))}
-    if not reasoning:
-        return None
-    if role != "assistant":
-        raise BadRow(f"{where} is from {role} and has {names(reasoning)}; only an assistant thinks aloud")
-    if len(set(reasoning.values())) > 1:
-        raise BadRow(f"{where} has {names(reasoning)}, which say different things; keep one")
-    return next(iter(reasoning.values()))
+        return ({"type": "function", "function": function_of(item["function_call"], f"{where}.function_call")},)
+    return read_calls(item["tool_calls"], f"{where}.tool_calls")
 
 
 def _train(item: Row, role: str, where: str) -> bool:
@@ -262,28 +256,13 @@ def _train(item: Row, role: str, where: str) -> bool:
     return True  # without meaning: as if no key were given
 
 
-# --- sharegpt
-
-
-def read_turn(value: Any, where: str) -> Message:
-    """{from, value} and the optional keys of a turn."""
-    item = _with_keys(value, "from", "value", where)
-    role = _role(item["from"], SPEAKERS, f"{where}.from")
-    only_keys(item, SHAREGPT_KEYS, where)
-    train, name = _train(item, role, where), optional_text(item.get("name"), f"{where}.name") or None
-    if item["from"] in CALLING:
-        return Message(role, "", train=train, tool_calls=calls_of_turn(item["value"], f"{where}.value"), name=name)
-    content, images = _content(item["value"], role, f"{where}.value")
-    return Message(role, content, train=train, name=name, images=images)
-
-
 # --- conversations
 
 
 def to_conversation(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
-    """Returns the messages, checked for their order, after a row's `system`, if it is not among them."""
-    answers = [message for message in messages if message.role == "assistant"]
+    """Returns a conversation with an answer to train on, after a row's `system`, if it is not among the messages."""
     conversation = context_of(messages, system, tools)
+    answers = [message for message in messages if message.role == "assistant"]
     if not answers:
         raise BadRow("no assistant message, so there is nothing to train on")
     if not any(message.train for message in answers):
@@ -292,7 +271,7 @@ def to_conversation(messages: Sequence[Message], system: str = "", tools: tuple[
 
 
 def context_of(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
-    """Returns the messages of a conversation that is only read: it may be without an answer."""
+    """Returns a conversation that is only read: it may be without an answer."""
     _check_order(messages)
     first = messages[0]
     if not system or (first.role in FIRST and first.content == system):
@@ -319,152 +298,29 @@ def _check_order(messages: Sequence[Message]) -> None:
         expected = "tool" if waiting else "assistant" if answers else "user"
         if message.role != expected:
             after = f"after {before.role}" if before else "first"
-            raise BadRow(
-                f"message {i} ({after}) is from {message.role}; expected {expected}{_why(before, message, waiting)}"
-            )
-        if message.role == "tool":
-            _answer(waiting, message, i)
-        else:
+            why = _unanswered(waiting)
+            if not waiting and message.role == "tool" and before and before.role == "tool":
+                why = ": every call has its answer"
+            elif not waiting and message.role == "tool" and before and before.role != "user":
+                why = ": the message before it has no `tool_calls` to answer (calls written into its text are not seen)"
+            raise BadRow(f"message {i} ({after}) is from {message.role}; expected {expected}{why}")
+        if message.role != "tool":
             waiting = [call.get("id") for call in message.tool_calls]
+        elif message.tool_call_id is None:
+            waiting.pop(0)
+        elif message.tool_call_id in waiting:
+            waiting.remove(message.tool_call_id)
+        else:
+            ids = [id_ for id_ in waiting if id_]
+            raise BadRow(
+                f"message {i} (tool) answers the call {shown(message.tool_call_id)}; the calls that wait for an answer "
+                + (f"are {names(ids)}" if ids else "have no `id`")
+            )
         before = message
     if waiting and before and before.role == "tool":
-        raise BadRow(f"the conversation ends at message {len(messages) - 1} (tool){_why(before, None, waiting)}")
+        raise BadRow(f"the conversation ends at message {len(messages) - 1} (tool){_unanswered(waiting)}")
 
 
-def _why(before: Message | None, message: Message | None, waiting: list[str | None]) -> str:
-    """Returns the explanation of an expected role that does not follow from the one before."""
-    if waiting:
-        ids = [id_ for id_ in waiting if id_]
-        return f"; calls without an answer so far: {len(waiting)}" + (f" ({names(ids)})" if ids else "")
-    if message and message.role == "tool" and before and before.role != "user":
-        return (
-            ": every call has its answer"
-            if before.role == "tool"
-            else ": the message before it has no `tool_calls` to answer (calls written into its text are not seen)"
-        )
-    return ""
-
-
-def _answer(waiting: list[str | None], message: Message, i: int) -> None:
-    """Takes the call that a tool answers off the list: by its id, else the first."""
-    if message.tool_call_id is None:
-        waiting.pop(0)
-    elif message.tool_call_id in waiting:
-        waiting.remove(message.tool_call_id)
-    else:
-        ids = [id_ for id_ in waiting if id_]
-        raise BadRow(
-            f"message {i} (tool) answers the call {shown(message.tool_call_id)}; the calls that wait for an answer "
-            + (f"are {names(ids)}" if ids else "have no `id`")
-        )
-
-
-# --- tools that a conversation offers, and the calls of them, in the one form that chat templates take
-#
-#     {"type": "function", "id": "call_1", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-#
-# `arguments` are an object, never its JSON: most templates write them with `tojson`, which would quote a text again.
-# The form is OpenAI's (https://platform.openai.com/docs/guides/function-calling), except for that.
-
-STREAMED = ("index",)  # of a call: its number in an answer that came in parts
-
-
-def only_keys(item: Row, allowed: tuple[str, ...], where: str) -> None:
-    """Raises BadRow for a key with a value that is not `allowed`: to leave it out would change the row's meaning."""
-    for key, value in item.items():
-        if key not in allowed and has_value(value):
-            close = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.7)
-            hint = f"; did you mean `{close[0]}`?" if close else ""
-            raise BadRow(
-                f"{where} has {names([key])} ({shown(value)}), which is not supported and cannot be left out without "
-                f"changing the row{hint}"
-            )
-
-
-def tool_calls(value: Any, where: str, *, is_text: bool = False) -> tuple[Call, ...]:
-    """The calls of one answer: a list, or the JSON of one; () for null and empty."""
-    is_text = is_text or isinstance(value, str)
-    calls = tuple(_call(item, f"{where}[{i}]", is_text) for i, item in enumerate(json_list(value, where, "calls")))
-    ids = [call["id"] for call in calls if "id" in call]
-    for i in range(1, len(ids)):
-        if ids[i] in ids[:i]:
-            raise BadRow(f"{where} has two calls of the id {shown(ids[i])}; their answers could not be told apart")
-    return calls
-
-
-def _call(value: Any, where: str, is_text: bool) -> Call:
-    """One call: OpenAI's form, or {"name", "arguments"} alone."""
-    call = mapping(value, where, "a call with `function`")
-    if (type_ := call.get("type")) not in (None, "function"):
-        raise BadRow(f"{where}.type is {shown(type_)}; expected 'function'")
-    if has_value(call.get("function")):
-        only_keys(call, ("type", "id", "function", *STREAMED), where)
-        function = called(call["function"], f"{where}.function", is_text=is_text)
-    else:
-        only_keys(call, ("type", "id", "name", "arguments", *STREAMED), where)
-        function = _name_and_arguments(call, where, is_text)
-    id_ = {"id": text(call["id"], f"{where}.id")} if has_value(call.get("id")) else {}
-    return {"type": "function", **id_, "function": function}
-
-
-def called(value: Any, where: str, *, is_text: bool = False) -> dict[str, Any]:
-    """{"name", "arguments"} of a call."""
-    function = mapping(value, where, "an object with `name` and `arguments`")
-    only_keys(function, ("name", "arguments"), where)
-    return _name_and_arguments(function, where, is_text)
-
-
-def _name_and_arguments(function: Row, where: str, is_text: bool) -> dict[str, Any]:
-    if "name" not in function:
-        raise BadRow(f"{where} has no `name`; it has {keys_of(function)}")
-    return {
-        "name": text(function["name"], f"{where}.name"),
-        "arguments": _arguments(function.get("arguments"), f"{where}.arguments", is_text),
-    }
-
-
-def _arguments(value: Any, where: str, is_text: bool) -> dict[str, Any]:
-    """The object, whether given as such or as JSON; {} for a function without arguments, null or an empty text."""
-    if not has_value(value):
-        return {}
-    if not isinstance(value, str):
-        return json_object(mapping(value, where, "an object, or the JSON of one"), where, is_text=is_text)
-    decoded = from_json(value, where)
-    if not isinstance(decoded, dict):
-        raise BadRow(f"{where} is the JSON of {kind(decoded)} ({shown(value)}); expected that of an object")
-    return json_object(decoded, where, is_text=True)
-
-
-def calls_of_turn(value: Any, where: str) -> tuple[Call, ...]:
-    """The calls in a sharegpt `function_call` turn: the JSON of one call or of a list of them, or these as they are."""
-    is_text = isinstance(value, str)
-    decoded = from_json(text(value, where), where) if is_text else value
-    calls = tool_calls(decoded if isinstance(decoded, list) else [decoded], where, is_text=is_text)
-    if not calls:
-        raise BadRow(f"{where} has no call; expected the JSON of one, with `name` and `arguments`")
-    return calls
-
-
-def read_tools(value: Any, where: str) -> tuple[Tool, ...]:
-    """JSON schemas of the functions that may be called: a list, or the JSON of one; () for null and empty."""
-    is_text = isinstance(value, str)
-    return tuple(_tool(item, f"{where}[{i}]", is_text) for i, item in enumerate(json_list(value, where, "functions")))
-
-
-def _tool(value: Any, where: str, is_text: bool) -> Tool:
-    """{"type": "function", "function": {"name", ...}}; the bare function is wrapped."""
-    if isinstance(value, str):
-        value, is_text = from_json(value, where), True
-    tool = mapping(value, where, "a function with `name` and `parameters`")
-    tool = json_object(tool, where, is_text=is_text)
-    if (type_ := tool.pop("type", None)) not in (None, "function"):
-        raise BadRow(f"{where}.type is {shown(type_)}; expected 'function'")
-    is_wrapped = "function" in tool
-    inside = f"{where}.function" if is_wrapped else where
-    function = mapping(tool["function"] if is_wrapped else tool, inside, "an object with `name`")
-    if "name" not in function:
-        raise BadRow(f"{inside} has no `name`; it has {keys_of(function)}")
-    text(function["name"], f"{inside}.name")
-    if has_value(function.get("parameters")):
-        mapping(function["parameters"], f"{inside}.parameters", "a JSON schema (an object)")
-    return {"type": "function", **(tool if is_wrapped else {"function": tool})}
+def _unanswered(waiting: list[str | None]) -> str:
+    ids = [id_ for id_ in waiting if id_]
+    return f"; calls without an answer so far: {len(waiting)}{f' ({names(ids)})' if ids else ''}" if waiting else ""

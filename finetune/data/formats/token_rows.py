@@ -13,27 +13,12 @@ MASKS = ("trained", "completion_mask", "assistant_masks")  # ours; TRL's of a co
 
 
 def ids_and_mask(value: Any, row: Row) -> Ids:
-    """input_ids of a row, and its labels or masks; the first token is never trained, as no token predicts it.
+    """Reads input_ids of a row, and its labels or masks; the first token is never trained, as no token predicts it.
 
     input_ids  1 450 4996 2
     labels     - 450 4996 2      (- is -100; aligned with input_ids, not shifted)
     trained    0   1    1 1
     """
-    input_ids = _ids(value)
-    _check_unpadded(row.get("attention_mask"), len(input_ids))
-    positions = row.get("position_ids")
-    if positions is not None and _list_of(positions, "position_ids", len(input_ids)) != list(range(len(input_ids))):
-        raise BadRow("`position_ids` are not 0, 1, 2, ...: several documents in a row; give each a row of its own")
-    masks = {name: _mask(row[name], name, len(input_ids)) for name in MASKS if row.get(name) is not None}
-    if row.get("labels") is not None:
-        masks["labels"] = _label_mask(row["labels"], input_ids)
-    trained = {name: (False, *mask[1:]) for name, mask in masks.items()}
-    if len(set(trained.values())) > 1:
-        raise BadRow(f"{names(trained)} train different tokens; keep one of them")
-    return Ids(input_ids, next(iter(trained.values()), (False, *(True,) * (len(input_ids) - 1))))
-
-
-def _ids(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise (BadRow if value is None else Misfit)(f"`input_ids` is {kind(value)}; expected a list of token ids")
     if not value:
@@ -43,37 +28,39 @@ def _ids(value: Any) -> tuple[int, ...]:
             raise Misfit(f"input_ids[{i}] is {kind(id_)} ({shown(id_)}); expected a token id")
         if not 0 <= id_ <= LARGEST:
             raise BadRow(f"input_ids[{i}] is {shown(id_)}; expected a token id, 0 or more")
-    return tuple(value)
+    length = len(value)
+    if row.get("attention_mask") is not None and not all(seen := _mask(row, "attention_mask", length)):
+        raise BadRow(f"attention_mask[{seen.index(False)}] is 0: the row is padded; strip the padding, rows are packed")
+    if row.get("position_ids") is not None and _list_of(row, "position_ids", length) != list(range(length)):
+        raise BadRow("`position_ids` are not 0, 1, 2, ...: several documents in a row; give each a row of its own")
+    masks = {name: _mask(row, name, length) for name in MASKS if row.get(name) is not None}
+    if row.get("labels") is not None:
+        labels = _list_of(row, "labels", length)
+        for i, (label, id_) in enumerate(zip(labels, value, strict=True)):
+            if type(label) is not int or label not in (IGNORED, id_):
+                raise BadRow(
+                    f"labels[{i}] is {shown(label)}; expected {IGNORED} (not trained) or {id_}, the id at the same "
+                    "place (labels are aligned with `input_ids`, they are shifted later)"
+                )
+        masks["labels"] = [label != IGNORED for label in labels]
+    trained = {name: (False, *mask[1:]) for name, mask in masks.items()}
+    if len(set(trained.values())) > 1:
+        raise BadRow(f"{names(trained)} train different tokens; keep one of them")
+    return Ids(tuple(value), next(iter(trained.values()), (False, *(True,) * (length - 1))))
 
 
-def _list_of(value: Any, name: str, length: int) -> list[Any]:
+def _mask(row: Row, name: str, length: int) -> list[bool]:
+    mask = _list_of(row, name, length)
+    for i, item in enumerate(mask):
+        if type(item) not in (bool, int) or item not in (0, 1):
+            raise BadRow(f"{name}[{i}] is {shown(item)}; expected 0 or 1")
+    return [bool(item) for item in mask]
+
+
+def _list_of(row: Row, name: str, length: int) -> list[Any]:
+    value = row[name]
     if not isinstance(value, list):
         raise BadRow(f"`{name}` is {kind(value)}; expected a list as long as `input_ids`")
     if len(value) != length:
         raise BadRow(f"`{name}` has {len(value)} items, but `input_ids` {length}")
     return value
-
-
-def _mask(value: Any, name: str, length: int) -> tuple[bool, ...]:
-    for i, item in enumerate(_list_of(value, name, length)):
-        if type(item) not in (bool, int) or item not in (0, 1):
-            raise BadRow(f"{name}[{i}] is {shown(item)}; expected 0 or 1")
-    return tuple(bool(item) for item in value)
-
-
-def _label_mask(value: Any, input_ids: tuple[int, ...]) -> tuple[bool, ...]:
-    for i, (label, id_) in enumerate(zip(_list_of(value, "labels", len(input_ids)), input_ids, strict=True)):
-        if type(label) is not int or label not in (IGNORED, id_):
-            raise BadRow(
-                f"labels[{i}] is {shown(label)}; expected {IGNORED} (not trained) or {id_}, the id at the same place "
-                "(labels are aligned with `input_ids`, they are shifted later)"
-            )
-    return tuple(label != IGNORED for label in value)
-
-
-def _check_unpadded(value: Any, length: int) -> None:
-    if value is None:
-        return
-    for i, seen in enumerate(_mask(value, "attention_mask", length)):
-        if not seen:
-            raise BadRow(f"attention_mask[{i}] is 0: the row is padded; strip the padding, rows are packed here")

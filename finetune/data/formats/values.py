@@ -1,7 +1,8 @@
-"""Values of a row: how a message calls and shows them, and text, lists and JSON checked with their place."""
+"""Values of a row: how messages show them, and checks of texts, numbers, lists and JSON."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import reprlib
@@ -20,6 +21,9 @@ class Misfit(BadRow):
     """The row is not of this format at all; any other BadRow has the format, but cannot be used."""
 
 
+# --- values in messages
+
+
 _KINDS = {
     type(None): "null",
     bool: "true or false",
@@ -29,37 +33,46 @@ _KINDS = {
     list: "a list",
     tuple: "a list",
 }
-
-
 _SHORT = reprlib.Repr()  # looks only at the beginning of large values, and not into deeply nested ones
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 3, 3, 3, SHOWN, SHOWN
 
 
 def kind(value: Any) -> str:
-    """Returns the kind of a value for messages: text, a number, a list, an object, null."""
+    """Returns the kind of a value: text, a number, a list, an object, null."""
     return "an object" if isinstance(value, Mapping) else _KINDS.get(type(value), type(value).__name__)
 
 
 def shown(value: Any) -> str:
-    """Returns a value, short enough for a message."""
+    """Returns a short representation of a value."""
     representation = _SHORT.repr(value)
     return representation if len(representation) <= SHOWN else f"{representation[: SHOWN - 3]}..."
 
 
 def names(items: Iterable[Any]) -> str:
-    """Returns `a`, `b`: names as a message lists them."""
+    """Returns `a`, `b`."""
     return ", ".join(f"`{name if len(str(name)) <= SHOWN else str(name)[: SHOWN - 3] + '...'}`" for name in items)
 
 
+def first_names(items: Sequence[Any]) -> str:
+    """Returns the first dozen names, and the number of the others."""
+    return names(items[:LISTED]) + (f" and {len(items) - LISTED} more" if len(items) > LISTED else "")
+
+
 def columns_of(row: Row) -> str:
-    """Returns the row's columns, the first dozen."""
-    more = f" and {len(row) - LISTED} more" if len(row) > LISTED else ""
-    return f"the columns {names(list(row)[:LISTED])}{more}" if row else "no columns"
+    return f"the columns {first_names(list(row))}" if row else "no columns"
 
 
 def keys_of(item: Row) -> str:
-    """Returns the keys of an object in a row, the first dozen."""
+    """Returns the first dozen keys of an object in a row."""
     return names(list(item)[:LISTED]) or "nothing"
+
+
+def closest(name: object, choices: Iterable[object], cutoff: float = 0.6) -> str | None:
+    """Returns the choice that is spelled most like `name`, if any is."""
+    return next(iter(difflib.get_close_matches(str(name), map(str, choices), n=1, cutoff=cutoff)), None)
+
+
+# --- checks
 
 
 def has_value(value: Any) -> bool:
@@ -70,7 +83,7 @@ def has_value(value: Any) -> bool:
 
 
 def text(value: Any, where: str, *, may_be_blank: bool = False) -> str:
-    """Returns a text that UTF-8 can spell: JSON can spell half of a surrogate pair, UTF-8 cannot."""
+    """Returns a text that UTF-8 can encode; JSON can have half of a surrogate pair."""
     if not isinstance(value, str):
         raise BadRow(f"{where} is {kind(value)}; expected text")
     if not may_be_blank and not value.strip():
@@ -78,17 +91,18 @@ def text(value: Any, where: str, *, may_be_blank: bool = False) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        _half_a_character(value, error, where)
+        raise _unpaired_surrogate(error, where) from None
     return value
 
 
 def optional_text(value: Any, where: str) -> str:
-    """An absent, null or empty value is an empty text; anything else that is not text is an error."""
+    """Returns "" if the value is absent, null or empty."""
     return text(value, where) if has_value(value) else ""
 
 
-def _half_a_character(value: str, error: UnicodeEncodeError, where: str) -> NoReturn:
-    raise BadRow(f"{where} has half a character ({value[error.start]!a}) at {error.start}; write it whole") from None
+def _unpaired_surrogate(error: UnicodeEncodeError, where: str) -> BadRow:
+    character = error.object[error.start]
+    return BadRow(f"{where} contains an unpaired surrogate {character!a} at character {error.start}; write it whole")
 
 
 def number(value: Any, where: str) -> float:
@@ -99,10 +113,21 @@ def number(value: Any, where: str) -> float:
 
 
 def mapping(value: Any, where: str, expected: str) -> Row:
-    """An object; `expected` describes it."""
+    """Returns an object; `expected` describes it."""
     if not isinstance(value, Mapping):
         raise BadRow(f"{where} is {kind(value)} ({shown(value)}); expected {expected}")
     return value
+
+
+def only_keys(item: Row, allowed: tuple[str, ...], where: str) -> None:
+    """Raises BadRow for a key with a value that is not `allowed`: leaving it out would change the row's meaning."""
+    for key, value in item.items():
+        if key not in allowed and has_value(value):
+            close = closest(key, allowed, cutoff=0.7)
+            raise BadRow(
+                f"{where} has {names([key])} ({shown(value)}), which is not supported and cannot be left out without "
+                f"changing the row{f'; did you mean `{close}`?' if close else ''}"
+            )
 
 
 # --- JSON inside of rows
@@ -122,11 +147,11 @@ def from_json(value: str, where: str) -> Any:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def json_object(value: Mapping[str, Any], where: str, *, is_text: bool = False) -> dict[str, Any]:
-    """An object that a template can write as JSON; unless it came as text, without keys whose value is null.
+    """Returns an object that a template can write as JSON; unless it came as text, without keys whose value is null.
 
     Parquet's structs have every key that any row of the file has, null if this row has no value: a null that stays
     would be rendered, so the model would be trained to write arguments that no row has. An intended null stays
@@ -136,7 +161,7 @@ def json_object(value: Mapping[str, Any], where: str, *, is_text: bool = False) 
         plain = dict(value) if is_text else _without_nulls(value)
         json.dumps(plain, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        _half_a_character(error.object, error, where)
+        raise _unpaired_surrogate(error, where) from None
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRow(f"{where} cannot be written as JSON: {error}") from None
     return plain
@@ -149,7 +174,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def json_list(value: Any, where: str, items: str) -> Sequence[Any]:
-    """Returns a list, or the list that a JSON text encodes; null and empty are an empty one."""
+    """Returns a list, or the list in a JSON text; [] for null and an empty text."""
     if not has_value(value):
         return []
     decoded = from_json(value, where) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Images in a rendered text: each becomes its tokens there, as the model's processor would write them."""
+"""Images in a rendered text: each becomes its tokens, as the model's processor would write them."""
 
 from __future__ import annotations
 
@@ -38,27 +38,30 @@ class RowImages:
         Raises BadRow for an unusable image, or if the template does not write as many images as there are.
         """
         placeholder = self.family.placeholder
-        at = [match.start() for match in re.finditer(re.escape(placeholder), text)]
+        begins = [match.start() for match in re.finditer(re.escape(placeholder), text)]
         if None in references:
             raise BadRow("a part of type `image` names no image, and the row has no column `images` that would")
-        if len(at) != len(references):
+        if len(begins) != len(references):
             raise BadRow(
-                f"{template} writes {len(at)} times {placeholder!r} for {len(references)} images: give a "
+                f"{template} writes {len(begins)} times {placeholder!r} for {len(references)} images: give a "
                 "model.chat_template that writes images as the model's own does"
             )
-        pieces, last, found, gained = [], 0, [], [(0, 0)]  # gained: characters added from this one of the text on
-        for begin, reference in zip(at, references, strict=True):
+        pieces, last, images, gained = [], 0, [], [(0, 0)]  # gained: characters added from this one of the text on
+        for begin, reference in zip(begins, references, strict=True):
             image = find_image(reference or b"", self.rules, data_file)
             try:
                 written = self.family.write(image.height, image.width)
             except ValueError as error:
                 raise BadRow(f"an image of {image.width} x {image.height} pixels cannot be used: {error}") from None
-            found.append((image, written.count))
+            images.append((image, written.count))
             pieces += [text[last:begin], written.text]
             last = begin + len(placeholder)
             gained.append((last, gained[-1][1] + len(written.text) - len(placeholder)))
-        moved = [tuple(_moved(border, gained) for border in span) for span in spans]
-        return "".join([*pieces, text[last:]]), [(begin, end) for begin, end in moved], tuple(found)
+
+        def moved(border: int) -> int:  # a border within a placeholder stays at its beginning
+            return border + next(more for begin, more in reversed(gained) if begin <= border)
+
+        return "".join([*pieces, text[last:]]), [(moved(begin), moved(end)) for begin, end in spans], tuple(images)
 
     def place(
         self, input_ids: NDArray[np.int32], trained: NDArray[np.bool_], images: Sequence[Counted]
@@ -71,7 +74,7 @@ class RowImages:
         ends = np.cumsum([0, *(count for _, count in images)], dtype=np.int64)
         if len(places) != ends[-1]:
             raise UserError(
-                f"{len(places)} tokens {self.family.token!r} where {len(images)} images have {ends[-1]}; a row's own "
+                f"{len(places)} tokens {self.family.token!r}, but {len(images)} images have {ends[-1]}; a row's own "
                 "text or ids may not have this token"
             )
         if images:
@@ -80,8 +83,3 @@ class RowImages:
             Image(image.source, image.height, image.width, int(places[begin]), int(places[end - 1]) + 1)
             for (image, _), begin, end in zip(images, ends[:-1], ends[1:], strict=True)
         )
-
-
-def _moved(border: int, gained: Sequence[tuple[int, int]]) -> int:
-    """Returns the place of a character after the expansion; one within a placeholder stays at its beginning."""
-    return border + next(more for begin, more in reversed(gained) if begin <= border)

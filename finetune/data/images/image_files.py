@@ -12,7 +12,6 @@ import hashlib
 import io
 import logging
 import os
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from finetune.data.samples import BadRow
 from finetune.data.sources.files import cache_root, package_errors
 from finetune.recipe.schema import Images
 from finetune.recipe.urls import is_url, scrubbed, without_credentials
+from finetune.utils import write_atomically
 
 # Pixels of a file as it is stored: the bound above which Pillow warns of decompression bombs, once, and continues. Here
 # such a file is refused with its place, so Pillow need not look.
@@ -55,7 +55,6 @@ class StoredImage:
 def find_image(reference: str | bytes, rules: Images, data_file: str) -> StoredImage:
     """Returns the image that a row of `data_file` names. Raises BadRow with the problem."""
     source = reference if isinstance(reference, bytes) else _source(reference, rules, data_file)
-    name = "its bytes" if isinstance(source, bytes) else source
     if isinstance(source, bytes) and len(source) > MAX_BYTES:
         raise BadRow(f"an image of {len(source):,} bytes; at most {MAX_BYTES:,} are read")
     try:
@@ -63,6 +62,7 @@ def find_image(reference: str | bytes, rules: Images, data_file: str) -> StoredI
         if rules.verify == "pixels":
             decode(source)
     except BROKEN as error:
+        name = "its bytes" if isinstance(source, bytes) else source
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise BadRow(f"the image cannot be read ({name}): {reason}") from None
     return StoredImage(source, height, width)
@@ -71,7 +71,13 @@ def find_image(reference: str | bytes, rules: Images, data_file: str) -> StoredI
 def _source(reference: str, rules: Images, data_file: str) -> str | bytes:
     """Returns the path that a reference means, or the bytes of a data URL."""
     if reference[:5].lower() == "data:":
-        return _data_url(reference)
+        head, comma, body = reference.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise BadRow(f"{head[:60]}...: expected data:image/...;base64,...")
+        try:
+            return base64.b64decode("".join(body.split()), validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise BadRow(f"{head[:60]},...: not base64: {error}") from None
     if is_url(reference):
         return str(_fetched(reference, rules))
     if "\0" in reference or len(reference) > 4096:
@@ -100,7 +106,7 @@ def _source(reference: str, rules: Images, data_file: str) -> str | bytes:
 
 
 def _fetched(url: str, rules: Images) -> Path:
-    """Returns the cache's file with an image of the web, fetched if it is not there yet."""
+    """Returns the cache's copy of an image of the web, fetched if it is missing or damaged."""
     label = without_credentials(url)[:200]
     if not rules.allow_urls:
         raise BadRow(
@@ -108,36 +114,30 @@ def _fetched(url: str, rules: Images) -> Path:
         )
     if not url.lower().startswith(("http://", "https://")):
         raise BadRow(f"{label}: of addresses only http:// and https:// are fetched")
-    kept = _copies() / hashlib.sha256(url.encode()).hexdigest()
-    if not _is_kept(kept):
-        try:
-            content = _download(url)
-        except (OSError, ValueError, *package_errors()) as error:
-            reason = scrubbed(" ".join(str(error).split()), url)[:200] or type(error).__name__
-            raise BadRow(f"{label}: cannot be fetched: {reason}") from None
-        if len(content) > MAX_BYTES:
-            raise BadRow(f"{label}: more than {MAX_BYTES:,} bytes")
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        temporary = kept.with_name(f"{kept.name}.{uuid.uuid4().hex}.tmp")
-        temporary.write_bytes(content)
-        write_checksum(kept, temporary)
-        temporary.replace(kept)
-    return kept
+    copy = _copies() / hashlib.sha256(url.encode()).hexdigest()
+    try:
+        verify_file(copy)
+        if copy.is_file():
+            return copy
+    except FileNotFoundError:
+        pass
+    except Damaged:
+        log.warning("%s: damaged on the disk; the image is fetched again", copy)
+    try:
+        content = _download(url)
+    except (OSError, ValueError, *package_errors()) as error:
+        reason = scrubbed(" ".join(str(error).split()), url)[:200] or type(error).__name__
+        raise BadRow(f"{label}: cannot be fetched: {reason}") from None
+    if len(content) > MAX_BYTES:
+        raise BadRow(f"{label}: more than {MAX_BYTES:,} bytes")
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(copy, content, shared=True)
+    write_checksum(copy, copy)
+    return copy
 
 
 def _copies() -> Path:
     return cache_root() / "images"
-
-
-def _is_kept(copy: Path) -> bool:
-    try:
-        verify_file(copy)
-    except FileNotFoundError:
-        return False
-    except Damaged:
-        log.warning("%s: damaged on the disk; the image is fetched again", copy)
-        return False
-    return copy.is_file()
 
 
 def _download(url: str) -> bytes:
@@ -147,28 +147,19 @@ def _download(url: str) -> bytes:
 
     content = bytearray()
     # Blocks of size 0: one request for all of it, for servers that send no parts.
-    opened: Any = fsspec.open(url, "rb", block_size=0, client_kwargs={"timeout": ClientTimeout(total=_FETCH_S)})
-    with opened as file:
+    stream: Any = fsspec.open(url, "rb", block_size=0, client_kwargs={"timeout": ClientTimeout(total=_FETCH_S)})
+    with stream as file:
         while len(content) <= MAX_BYTES and (piece := file.read(1 << 20)):
             content += piece
     return bytes(content)
 
 
-def _data_url(reference: str) -> bytes:
-    head, comma, body = reference.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise BadRow(f"{head[:60]}...: expected data:image/...;base64,...")
-    try:
-        return base64.b64decode("".join(body.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadRow(f"{head[:60]},...: not base64: {error}") from None
+_END_MARKS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 
 
 def _size(source: str | bytes) -> tuple[int, int]:
-    """(height, width) as displayed: from the header, for formats with an end mark that shows a truncated file.
-
-    Raises ValueError and `BROKEN` for unusable files.
-    """
+    """Returns (height, width) as displayed: from the header, if the format has an end mark or a length that shows a
+    truncated file; else by decoding it. Raises ValueError and `BROKEN` for unusable files."""
     with _opened(source) as image:
         width, height = image.size
         if width * height > MAX_PIXELS:
@@ -179,14 +170,27 @@ def _size(source: str | bytes) -> tuple[int, int]:
             raise ValueError(f"{frames} frames or pages: save the one that is meant")
         if image.mode in ("I", "F"):
             raise ValueError("32 bits a pixel, whose white is unknown: save it with 8 or 16")
-        complete = _is_complete(image.format, source)
-        if complete is False:
+        if image.format in _END_MARKS:
+            is_complete = _END_MARKS[image.format] in _part_of(source, -_TAIL)
+        elif image.format == "WEBP":  # a RIFF file, which begins with its size
+            size = len(source) if isinstance(source, bytes) else Path(source).stat().st_size
+            is_complete = int.from_bytes(_part_of(source, 8)[4:8], "little") + 8 <= size
+        else:
+            width, height = decode(source).size
+            return height, width
+        if not is_complete:
             raise ValueError("cut off: the file ends before its end mark")
         turned = "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation) in _TURNED
-    if complete is None:
-        width, height = decode(source).size
-        turned = False
     return (width, height) if turned else (height, width)
+
+
+def _part_of(source: str | bytes, count: int) -> bytes:
+    """Returns the first bytes of a file, or the last if `count` is negative."""
+    if isinstance(source, bytes):
+        return source[:count] if count > 0 else source[count:]
+    with Path(source).open("rb") as file:
+        file.seek(0 if count > 0 else max(Path(source).stat().st_size + count, 0))
+        return file.read(abs(count))
 
 
 def decode(source: str | bytes) -> Image.Image:
@@ -209,6 +213,13 @@ def decode(source: str | bytes) -> Image.Image:
     return image.convert("RGB")
 
 
+def _opened(source: str | bytes) -> Any:
+    try:
+        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"not an image of a kind that is read ({', '.join(FORMATS)})") from None
+
+
 THUMBNAIL_SIDE = 320  # pixels, at most
 
 
@@ -225,32 +236,3 @@ def thumbnails(sources: Sequence[str | bytes]) -> bytes:
     content = io.BytesIO()
     shown.save(content, "png")
     return content.getvalue()
-
-
-def _opened(source: str | bytes) -> Any:
-    try:
-        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
-    except UnidentifiedImageError:
-        raise ValueError(f"not an image of a kind that is read ({', '.join(FORMATS)})") from None
-
-
-_END_MARKS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
-
-
-def _is_complete(format: str, source: str | bytes) -> bool | None:
-    """Returns whether a file has its end; None if only decoding it would tell."""
-    if format in _END_MARKS:
-        return _END_MARKS[format] in _part_of(source, -_TAIL)
-    if format == "WEBP":  # a RIFF file, which begins with its size
-        size = len(source) if isinstance(source, bytes) else Path(source).stat().st_size
-        return int.from_bytes(_part_of(source, 8)[4:8], "little") + 8 <= size
-    return None
-
-
-def _part_of(source: str | bytes, count: int) -> bytes:
-    """Returns the first bytes of a file, or the last if `count` is negative."""
-    if isinstance(source, bytes):
-        return source[:count] if count > 0 else source[count:]
-    with Path(source).open("rb") as file:
-        file.seek(0 if count > 0 else max(Path(source).stat().st_size + count, 0))
-        return file.read(abs(count))

@@ -1,7 +1,7 @@
 """Tensors that the model's forward takes for the images of a micro-batch.
 
-Images are decoded and scaled by a few threads, in which Pillow lets the others run, while the steps before are computed
-(`data/prefetch.py`). The tensors are not kept: pixels take about a hundred times the room of their file.
+A few threads decode and scale images while the steps before are computed (`data/prefetch.py`). The tensors are not
+kept: pixels take about a hundred times the room of their file.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class PixelReader:
     def plain_inputs(self, images: Sequence[Image], input_ids: Tensor) -> dict[str, Tensor]:
         """Returns the inputs of transformers' own forward and `generate` for images of texts (B, T); {} without images.
         Raises as `__call__`."""
-        found = self(images, input_ids) if images else {}
-        if "image_grid_thw" in found:  # from which they count positions
-            found["mm_token_type_ids"] = (input_ids == self.family.token_id).int()
-        return found
+        inputs = self(images, input_ids) if images else {}
+        if "image_grid_thw" in inputs:  # from which they count positions
+            inputs["mm_token_type_ids"] = (input_ids == self.family.token_id).int()
+        return inputs
 
     def read(self, image: Image) -> Pixels:
         name = image.source if isinstance(image.source, str) else "an image in the data"
@@ -53,7 +53,7 @@ class PixelReader:
         if decoded.size != (image.width, image.height):
             raise UserError(
                 f"{name}: {decoded.width} x {decoded.height} pixels, but it had {image.width} x {image.height} when "
-                "its row was tokenised: put it back, or `finetune cache clean` and start again"
+                "its row was tokenized: put it back, or `finetune cache clean` and start again"
             )
         return self.family.call(decoded)
 

@@ -1,6 +1,4 @@
-"""A file as the readers see it, wherever it lies: its bytes, decompressed, checked to match its name, and their
-digest.
-"""
+"""A file as the readers see it: its bytes, decompressed, checked to match its name, and their digest."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ import shutil
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +25,7 @@ from finetune.data.checksums import Damaged, sealed, unsealed
 from finetune.data.samples import BadRow
 from finetune.errors import UserError
 from finetune.recipe.urls import scrubbed
+from finetune.utils import sha256_file, write_atomically
 
 
 class _Xz(io.RawIOBase):
@@ -48,24 +46,17 @@ class _Xz(io.RawIOBase):
         while True:
             stored = b""
             if self._decoder.eof:
-                stored = self._next_stream()
+                stored = self._decoder.unused_data.lstrip(b"\0")
+                while not stored and (block := self._stored.read1()):
+                    stored = block.lstrip(b"\0")
                 if not stored:
                     return 0
                 self._decoder = lzma.LZMADecompressor()
-            elif self._decoder.needs_input:
-                stored = self._stored.read1()
-                if not stored:
-                    raise EOFError("the compressed data ends before its end mark")
-            data = self._decoder.decompress(stored, len(buffer))
-            if data:
+            elif self._decoder.needs_input and not (stored := self._stored.read1()):
+                raise EOFError("the compressed data ends before its end mark")
+            if data := self._decoder.decompress(stored, len(buffer)):
                 buffer[: len(data)] = data
                 return len(data)
-
-    def _next_stream(self) -> bytes:
-        begin = self._decoder.unused_data.lstrip(b"\0")
-        while not begin and (block := self._stored.read1()):
-            begin = block.lstrip(b"\0")
-        return begin
 
 
 # By suffix: (first bytes of such a file, its decompressor). Truncated data, or data followed by something else, is an
@@ -115,7 +106,7 @@ _WEB_PAGE = re.compile(rb"\s*<(!doctype html|html)", re.IGNORECASE)
 
 
 def kind_of(name: str) -> tuple[str, str]:
-    """(kind, compression) by the end of a name: `a.jsonl.gz` -> (".jsonl", ".gz"), `a.csv` -> (".csv", "")."""
+    """Returns (kind, compression) of a name: `a.jsonl.gz` -> (".jsonl", ".gz"), `a.csv` -> (".csv", "")."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     return (suffixes[-1] if suffixes else ""), compression
@@ -123,9 +114,9 @@ def kind_of(name: str) -> tuple[str, str]:
 
 @contextmanager
 def content(file: File) -> Iterator[io.BufferedReader]:
-    """A file's bytes, decompressed, from the start.
+    """Yields a file's bytes, decompressed, from the start, in the memory of a buffer.
 
-    Raises UserError if they are of another kind than the name says. Memory is a buffer's.
+    Raises UserError if they are of another kind than the name says.
     """
     kind, compression = kind_of(file.name)
     raw: Any = file.open()
@@ -145,7 +136,7 @@ def content(file: File) -> Iterator[io.BufferedReader]:
 
 @contextmanager
 def seekable_content(file: File) -> Iterator[IO[bytes]]:
-    """The same for kinds that are read from their end; a stream that cannot seek is first copied to a file."""
+    """Yields the same for kinds that are read from their end; a stream that cannot seek is first copied to a file."""
     with content(file) as stream:
         if not kind_of(file.name)[1] and stream.seekable():
             yield stream
@@ -165,7 +156,7 @@ def _check_head(label: str, kind: str, head: bytes) -> None:
 
 
 def _other_kind(head: bytes, kind: str) -> str | None:
-    """The problem with a file of `kind` that begins so; None if the first bytes show none."""
+    """Returns the problem with a file of `kind` that begins so; None if the first bytes show none."""
     return next((problem for own, first, problem in _SIGNATURES if own != kind and first.match(head)), None)
 
 
@@ -184,30 +175,27 @@ def package_errors() -> tuple[type[BaseException], ...]:
 
 
 def file_rows(file: File, read: Callable[[File], NumberedRows]) -> LabelledRows:
-    """Rows of one file. Raises UserError with its name for an empty, damaged or unreadable one."""
+    """Yields the rows of one file. Raises UserError with its name for an empty, damaged or unreadable one."""
     number = 0
     try:
         for number, row in read(file):
             yield file.label, number, row
     except (OSError, *DAMAGED, *package_errors()) as error:
-        raise UserError(f"{file.label}: {_read_problem(file, number, error)}") from None
+        beyond = f" beyond row {number}" if number else ""
+        reason = " ".join(scrubbed(str(error) or type(error).__name__).split())[:200]
+        if isinstance(error, OSError) and error.errno:
+            problem = f"cannot be read{beyond}: {error.strerror}"
+        elif isinstance(error, package_errors()):
+            problem = f"cannot be read{beyond}: {reason}"
+        else:
+            kind, compression = kind_of(file.name)
+            problem = (
+                f"not a readable {(compression or kind).lstrip('.')} file{beyond}: it is damaged or incomplete "
+                f"({reason}); write, copy or download it again"
+            )
+        raise UserError(f"{file.label}: {problem}") from None
     if not number:
         raise UserError(f"{file.label}: the file has no rows; put data into it or take it out of the recipe")
-
-
-def _read_problem(file: File, number: int, error: BaseException) -> str:
-    """Returns why a file could not be read beyond row `number`."""
-    reason = " ".join(scrubbed(str(error) or type(error).__name__).split())[:200]
-    beyond = f" beyond row {number}" if number else ""
-    if isinstance(error, OSError) and error.errno:
-        return f"cannot be read{beyond}: {error.strerror}"
-    if isinstance(error, package_errors()):
-        return f"cannot be read{beyond}: {reason}"
-    kind, compression = kind_of(file.name)
-    return (
-        f"not a readable {(compression or kind).lstrip('.')} file{beyond}: it is damaged or incomplete ({reason}); "
-        "write, copy or download it again"
-    )
 
 
 # --- digests and the cache's folder
@@ -231,15 +219,14 @@ def file_digest(path: Path) -> str:
         key = _key(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    name = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()
-    memo = cache_root() / "digests" / f"{name}.json"
+    memo = cache_root() / "digests" / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()}.json"
     try:
         if digest := _remembered(memo, key):
             return digest
         memo.parent.mkdir(parents=True, exist_ok=True)
         # One process of a launch reads the file, the others wait. Its lock file stays: see `lock_of`, cache_entries.py.
         with filelock.FileLock(memo.with_suffix(".lock")):
-            return _remembered(memo, key) or _hash_and_remember(path, memo, key)
+            return _remembered(memo, key) or _computed(path, key, memo)
     except OSError as error:
         raise UserError(
             f"{error.filename or memo}: the data cache cannot be written: {error.strerror or error}; "
@@ -260,25 +247,14 @@ def _remembered(memo: Path, key: list[int]) -> str | None:
     return memory["sha256"] if memory["key"] == key else None
 
 
-def _hash_and_remember(path: Path, memo: Path, key: list[int]) -> str:
-    begun = time.time()
-    digest = _sha256(path, key)
-    if begun - max(key[3:]) / 1e9 >= SETTLED_S:
-        temporary = memo.with_suffix(f".{uuid.uuid4().hex}.tmp")
-        temporary.write_text(sealed({"key": key, "sha256": digest}), encoding="utf-8")
-        temporary.replace(memo)
-    return digest
-
-
-def _sha256(path: Path, key: list[int]) -> str:
-    digest = hashlib.sha256()
+def _computed(path: Path, key: list[int], memo: Path) -> str:
+    started_at = time.time()
     try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-        changed = _key(path) != key
+        digest, after = sha256_file(path), _key(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    if changed:
+    if after != key:
         raise UserError(f"{path}: the file changes while it is read; start again when it is complete")
-    return digest.hexdigest()
+    if started_at - max(key[3:]) / 1e9 >= SETTLED_S:
+        write_atomically(memo, sealed({"key": key, "sha256": digest}), shared=True)
+    return digest

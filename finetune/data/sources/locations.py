@@ -1,4 +1,4 @@
-"""The files that a path or URL means: one, those of a pattern, or all below a folder.
+"""Files of a path or URL: one, those of a pattern, or all below a folder.
 
 Local files are read in place. Files at https://, s3://, gs://, hf:// and other addresses that fsspec supports are
 fetched once and then read as local ones, or, for a stream, read over the network.
@@ -15,7 +15,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
@@ -40,25 +40,42 @@ def local_files(name: str) -> list[File]:
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        return [local_file(inside) for inside in _files_in_folder(path)]
-    if path.is_file():
+        inside = sorted(_walk(path))
+        files = [inner for inner in inside if is_data(inner.name)]
+        if not files:
+            names = ", ".join(str(inner.relative_to(path)) for inner in inside[:5]) or "no files"
+            raise UserError(f"{path}: no data files in this folder (it has {names}); {expected_kinds()}")
+    elif path.is_file():
         if not is_data(path.name):
-            raise UserError(
-                f"{path}: `{path.suffix or path.name}` is not a kind of file that is read; {expected_kinds()}"
-            )
-        return [local_file(path)]
-    _check_link(path)
-    if path.exists():
+            kind = path.suffix or path.name
+            raise UserError(f"{path}: `{kind}` is not a kind of file that is read; {expected_kinds()}")
+        files = [path]
+    elif path.exists():
         raise UserError(f"{path}: neither a file nor a folder; rows are read more than once, so save them to a file")
-    if glob.has_magic(name):
-        return [local_file(match) for match in _matching(path)]
-    if is_data(path.name) or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"{path}: no such file or folder{_close_names(path)}; relative paths start at {Path.cwd()}")
-    return []
+    elif path.is_symlink():
+        files = [path]  # a broken link, below
+    elif glob.has_magic(name):
+        files = [match for match in map(Path, sorted(glob.glob(str(path), recursive=True))) if not match.is_dir()]
+        if not files:
+            raise UserError(f"{path}: no file matches this pattern; relative paths start at {Path.cwd()}")
+        _check_kinds(str(path), [match.name for match in files])
+    elif is_data(path.name) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        hint = f" (there is no folder {path.parent} either)"
+        if path.parent.is_dir():
+            siblings = [child.name for child in path.parent.iterdir()]
+            close = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.6)
+            hint = f"; did you mean {' or '.join(str(path.parent / name) for name in close)}?" if close else ""
+        raise UserError(f"{path}: no such file or folder{hint}; relative paths start at {Path.cwd()}")
+    else:
+        return []
+    for path in files:
+        if path.is_symlink() and not path.exists():
+            raise UserError(f"{path}: a link to {os.readlink(path)}, which does not exist")
+    return [local_file(path) for path in files]
 
 
 def local_file(path: Path) -> File:
-    """A file of this machine."""
+    """Returns a file of this machine."""
     return File(
         str(path),
         path.name,
@@ -76,27 +93,19 @@ def is_saved_dataset(folder: Path) -> bool:
     )
 
 
-def _files_in_folder(folder: Path) -> list[Path]:
-    """Data files at any depth; hidden files and folders are left out, and so are other kinds of file."""
-    inside = sorted(_walk(folder))
-    files = [path for path in inside if is_data(path.name)]
-    if not files:
-        names = ", ".join(str(path.relative_to(folder)) for path in inside[:5]) or "no files"
-        raise UserError(f"{folder}: no data files in this folder (it has {names}); {expected_kinds()}")
-    for path in files:
-        _check_link(path)
-    return files
-
-
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yields the files in a folder. A link is followed within the folder; one that leads out of it is an error: rows of
-    other people's folders would be trained on."""
+    """Yields the files in a folder at any depth, without hidden files and folders. A link is followed within the
+    folder; one that leads out of it is an error: rows of other people's folders would be trained on."""
+
+    def fail(error: OSError) -> None:  # without it, os.walk leaves out folders that it may not read
+        raise error
+
     seen: set[tuple[int, int]] = set()  # folders, since links may lead in circles
-    # Without onerror, os.walk leaves out folders that it may not read.
-    for parent, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
+    for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         here = Path(parent)
         for name in [*folders, *names]:
-            _check_inside(here / name, folder)
+            if not name.startswith(".") and (here / name).is_symlink():
+                _check_link_inside(here / name, folder)
         identity = (here.stat().st_dev, here.stat().st_ino)
         if identity in seen:
             folders.clear()
@@ -110,57 +119,28 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (here / name for name in names if not name.startswith("."))
 
 
-def _check_inside(path: Path, folder: Path) -> None:
-    if path.name.startswith(".") or not path.is_symlink():
-        return
+def _check_link_inside(link: Path, folder: Path) -> None:
     try:
-        target = path.resolve(strict=True)
+        target = link.resolve(strict=True)
     except (OSError, RuntimeError):  # broken or circular: an error if it is a file of data
         return
     root = folder.resolve()
     if "snapshots" in root.parts:  # of the hub's cache, whose files are links to its blobs
         root = root.parents[root.parts[::-1].index("snapshots")]
-    if not target.is_relative_to(root) and (target.is_dir() or is_data(path.name)):
+    if not target.is_relative_to(root) and (target.is_dir() or is_data(link.name)):
         raise UserError(
-            f"{path}: a link that leads out of {folder}, to {target}: give its target as a source of its own, or copy "
+            f"{link}: a link that leads out of {folder}, to {target}: give its target as a source of its own, or copy "
             "it into the folder"
         )
 
 
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _matching(pattern: Path) -> list[Path]:
-    matches = sorted(Path(name) for name in glob.glob(str(pattern), recursive=True))
-    files = [path for path in matches if not path.is_dir()]
-    if not files:
-        raise UserError(f"{pattern}: no file matches this pattern; relative paths start at {Path.cwd()}")
-    check_kinds(str(pattern), (path.name for path in files))
-    for path in files:
-        _check_link(path)
-    return files
-
-
-def check_kinds(pattern: str, names: Iterable[str]) -> None:
+def _check_kinds(pattern: str, names: list[str]) -> None:
     """Raises UserError for a pattern that matches other kinds of file: to leave them out would lose rows silently."""
     if others := [name for name in names if not is_data(name)]:
         raise UserError(
             f"{pattern}: matches {', '.join(others[:3])} too, which is not a kind of file that is read; narrow the "
             f"pattern, as *.jsonl does; {expected_kinds()}"
         )
-
-
-def _check_link(path: Path) -> None:
-    if path.is_symlink() and not path.exists():
-        raise UserError(f"{path}: a link to {os.readlink(path)}, which does not exist")
-
-
-def _close_names(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f" (there is no folder {path.parent} either)"
-    close = difflib.get_close_matches(path.name, [child.name for child in path.parent.iterdir()], n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(str(path.parent / name) for name in close)}?" if close else ""
 
 
 # --- remote files
@@ -192,16 +172,16 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 @dataclass(frozen=True)
 class _Remote:
-    """One file of a file system."""
+    """One file of a file system of fsspec, with its metadata there."""
 
-    system: Any  # fsspec's
-    path: str  # there
+    system: Any
+    path: str
     label: str
-    metadata: dict[str, Any]  # from the file system
+    metadata: dict[str, Any]
 
     @property
     def version(self) -> str | None:
-        """Changes when the content does; None if the server has no such metadata."""
+        """Text that changes when the content does; None if the server has no such metadata."""
         parts = {key.lower(): str(value) for key, value in self.metadata.items() if key.lower() in _VERSION}
         return json.dumps([self.metadata.get("size"), parts], sort_keys=True) if parts else None
 
@@ -215,7 +195,8 @@ class _Remote:
 
 
 def remote_files(url: str, streaming: bool) -> list[File]:
-    """The files of a URL: one, those of a pattern, or all below a folder; fetched now, unless they are streamed.
+    """Returns the files of a URL: one, those of a pattern, or all below a folder; fetched now, unless they are
+    streamed.
 
     Raises UserError if there is none, it cannot be reached, or the package for its protocol is not installed.
     """
@@ -244,7 +225,7 @@ def _reason(error: BaseException, url: str) -> str:
     if status in (401, 403) or isinstance(error, PermissionError):
         return f"access is refused ({status or 'permission denied'}); check the path and your credentials"
     if isinstance(error, FileNotFoundError) and (status == 404 or cause is error):
-        return "no such file or folder there; check the path and, where it is private, your credentials"
+        return "no such file or folder there; check the path and, if it is private, your credentials"
     text = " ".join(scrubbed(str(cause), url).split()) or type(cause).__name__
     return f"cannot be reached: {text[:200]}"
 
@@ -262,32 +243,27 @@ def _remotes(url: str, label: str) -> list[_Remote]:
     except (ValueError, TypeError) as error:  # a protocol that it does not know, or that needs more than an address
         raise UserError(f"{label}: {scrubbed(str(error), url)}; https://, s3://, gs:// and hf:// are read") from None
     system.invalidate_cache()  # a listing of before may be out of date
-    paths = _paths(system, path, label)
+    is_web = "http" in system.protocol
+    # On the web `?` begins a query, and folders are only pages with links.
+    if signs := [path.index(sign) for sign in ("*" if is_web else "*[?") if sign in path]:
+        matches = sorted(match for match in system.glob(path) if is_web or not system.isdir(match))
+        paths = _without_hidden(matches, len(path[: min(signs)].rpartition("/")[0]))
+        if not paths:
+            raise UserError(f"{label}: no file matches this pattern")
+        _check_kinds(label, list(map(_name, paths)))
+    elif not is_web and system.isdir(path):
+        paths = _without_hidden([name for name in sorted(system.find(path)) if is_data(_name(name))], len(path))
+        if not paths:
+            raise UserError(f"{label}: no data files in this folder; {expected_kinds()}")
+    elif is_data(_name(path)):
+        paths = [path]
+    else:
+        raise UserError(f"{label}: `{_name(path)}` is not a kind of file that is read; {expected_kinds()}")
     return [_Remote(system, one, without_credentials(system.unstrip_protocol(one)), system.info(one)) for one in paths]
 
 
-def _paths(system: Any, path: str, label: str) -> list[str]:
-    web = _is_web(system)
-    # On the web `?` begins a query, and folders are only pages with links.
-    if signs := [path.index(sign) for sign in ("*" if web else "*[?") if sign in path]:
-        matches = sorted(match for match in system.glob(path) if web or not system.isdir(match))
-        matches = _without_hidden(matches, len(path[: min(signs)].rpartition("/")[0]))
-        if not matches:
-            raise UserError(f"{label}: no file matches this pattern")
-        check_kinds(label, map(_name, matches))
-        return matches
-    if not web and system.isdir(path):
-        inside = _without_hidden([name for name in sorted(system.find(path)) if is_data(_name(name))], len(path))
-        if not inside:
-            raise UserError(f"{label}: no data files in this folder; {expected_kinds()}")
-        return inside
-    if not is_data(_name(path)):
-        raise UserError(f"{label}: `{_name(path)}` is not a kind of file that is read; {expected_kinds()}")
-    return [path]
-
-
 def _without_hidden(paths: list[str], start: int) -> list[str]:
-    """Paths without those that have a hidden part beyond `start` characters, as for local files."""
+    """Returns the paths without a hidden part beyond `start` characters, as for local files."""
     return [path for path in paths if not any(part.startswith(".") for part in PurePosixPath(path[start:]).parts)]
 
 
@@ -296,74 +272,63 @@ def _name(path: str) -> str:
 
 
 def _streamed(remote: _Remote) -> File:
+    kind, compression = kind_of(_name(remote.path))
+
+    def open_stream() -> Any:
+        if "http" not in remote.system.protocol:
+            return remote.system.open(remote.path, "rb")
+        if kind not in BINARY_KINDS or compression:
+            return remote.system.open(remote.path, "rb", block_size=0)  # one request, from the start to the end
+        stream = remote.system.open(remote.path, "rb")
+        try:
+            stream.seek(max(stream.size - 1, 0))
+            stream.read(1)
+            stream.seek(0)
+        except (ValueError, TypeError):  # fsspec raises these if a server cannot send a part of a file
+            raise UserError(
+                f"{remote.label}: the server sends no parts of files, which streaming {kind} takes; set "
+                "`data.streaming: false`, or download the file"
+            ) from None
+        return stream
+
     # Without a version the size has to do: the rest is unknown before all of the file is read.
     digest = f"{remote.label} {remote.version or remote.metadata.get('size')}"
-    return File(remote.label, _name(remote.path), lambda: _opened(remote), lambda: digest)
-
-
-def _opened(remote: _Remote) -> Any:
-    kind, compression = kind_of(_name(remote.path))
-    if not _is_web(remote.system):
-        return remote.system.open(remote.path, "rb")
-    if kind not in BINARY_KINDS or compression:
-        return remote.system.open(remote.path, "rb", block_size=0)  # one request, from the start to the end
-    stream = remote.system.open(remote.path, "rb")
-    try:
-        stream.seek(max(stream.size - 1, 0))
-        stream.read(1)
-        stream.seek(0)
-    except (ValueError, TypeError):  # fsspec raises these if a server cannot send a part of a file
-        raise UserError(
-            f"{remote.label}: the server sends no parts of files, which streaming {kind} takes; set "
-            "`data.streaming: false`, or download the file"
-        ) from None
-    return stream
-
-
-def _is_web(system: Any) -> bool:
-    return "http" in system.protocol
+    return File(remote.label, _name(remote.path), open_stream, lambda: digest)
 
 
 def _fetched(remote: _Remote) -> File:
-    """The file in the cache, by URL and version: complete or absent, fetched by one process while the others wait.
+    """Returns the file in the cache, by URL and version: complete or absent, fetched by one process while the others
+    wait.
 
     Not fsspec's `filecache`, which writes under the final name, keeps URLs with their credentials on disk, and under
     https:// never notices that a file has changed.
     """
     slot = cache_root() / "remote" / _sha256(remote.path)
     slot.parent.mkdir(parents=True, exist_ok=True)
-    # The lock's file stays: see `lock_of` in cache_entries.py.
-    with filelock.FileLock(slot.with_suffix(".lock")):
-        kept = _kept(remote, slot)
-    return File(
-        remote.label,
-        _name(remote.path),
-        lambda: _verified(remote, slot, kept).open("rb", buffering=0),
-        lambda: file_digest(kept),
-        lambda: kept.stat().st_size,
-    )
+    lock = filelock.FileLock(slot.with_suffix(".lock"))  # its file stays: see `lock_of` in cache_entries.py
+    with lock:
+        if remote.version is None or remote.may_change_unseen:
+            # Only the content itself is a version: such a file is fetched for every run.
+            copy = _fetch(remote, slot, None)
+        else:
+            copy = slot.with_suffix(f".{_sha256(remote.version)}")
+            if not copy.is_file():
+                _fetch(remote, slot, copy)
+
+    def open_verified() -> Any:
+        try:
+            verify_file(copy)  # reads the bytes once more than they are needed
+        except Damaged:
+            log.warning("%s: its copy in the cache is damaged; it is fetched again", remote.label)
+            with lock:
+                _fetch(remote, slot, copy)
+        return copy.open("rb", buffering=0)
+
+    return File(remote.label, _name(remote.path), open_verified, lambda: file_digest(copy), lambda: copy.stat().st_size)
 
 
-def _verified(remote: _Remote, slot: Path, kept: Path) -> Path:
-    """The copy, fetched again if it is damaged. Its bytes are read once more than they are needed."""
-    try:
-        verify_file(kept)
-    except Damaged:
-        log.warning("%s: its copy in the cache is damaged; it is fetched again", remote.label)
-        with filelock.FileLock(slot.with_suffix(".lock")):
-            _fetch(remote, slot, kept)
-    return kept
-
-
-def _kept(remote: _Remote, slot: Path) -> Path:
-    if remote.version is None or remote.may_change_unseen:
-        # Only the content itself is a version: such a file is fetched for every run.
-        return _fetch(remote, slot, None)
-    kept = slot.with_suffix(f".{_sha256(remote.version)}")
-    return kept if kept.is_file() else _fetch(remote, slot, kept)
-
-
-def _fetch(remote: _Remote, slot: Path, kept: Path | None) -> Path:
+def _fetch(remote: _Remote, slot: Path, copy: Path | None) -> Path:
+    """Fetches a file to `copy`, or to a name by its content."""
     temporary = slot.with_suffix(f".{uuid.uuid4().hex}.tmp")
     try:
         remote.system.get_file(remote.path, str(temporary))
@@ -371,12 +336,12 @@ def _fetch(remote: _Remote, slot: Path, kept: Path | None) -> Path:
         after = _Remote(remote.system, remote.path, remote.label, remote.system.info(remote.path))
         if after.version != remote.version:
             raise UserError(f"{remote.label}: the file changes while it is fetched; start again when it is complete")
-        kept = kept or slot.with_suffix(f".{file_digest(temporary)}")
-        write_checksum(kept, temporary)
-        temporary.replace(kept)
+        copy = copy or slot.with_suffix(f".{file_digest(temporary)}")
+        write_checksum(copy, temporary)
+        temporary.replace(copy)
     finally:
         temporary.unlink(missing_ok=True)
-    return kept
+    return copy
 
 
 def _sha256(text: str) -> str:

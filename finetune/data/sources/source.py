@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import pyarrow
 import pyarrow.parquet
@@ -37,16 +37,8 @@ OnBadRow = Callable[[str, int, str], None]  # label, number, message
 
 
 def raise_bad_row(label: str, number: int, message: str) -> NoReturn:
-    """The default for bad rows: an error."""
+    """Raises UserError for a bad row, the default."""
     raise UserError(f"{label}:{number}: {message}")
-
-
-class _Rows(Protocol):
-    def digest(self) -> str: ...
-
-    def rows(self) -> LabelledRows: ...
-
-    def estimated_rows(self) -> int | None: ...
 
 
 class SourceReader:
@@ -67,20 +59,21 @@ class SourceReader:
         return files.text_unit if isinstance(files, _Files) and files.has_text else None
 
     def digest(self) -> str:
-        """Changes when the content does: of the files' names and bytes, or of the dataset's fingerprint."""
+        """Returns text that changes when the content does: files' names and bytes, or the dataset's fingerprint."""
         return self._content.digest()
 
     def estimated_rows(self) -> int | None:
-        """Approximate number of rows; None if only reading all of them would tell."""
+        """Returns an approximate number of rows; None if only reading all of them would tell."""
         count = self._content.estimated_rows()
         return count if count is None or self.source.limit is None else min(count, self.source.limit)
 
     def readable_and_bad(self) -> LabelledRows:
-        """(label, number, row or BadRow), `limit` of them from the start. Raises UserError and OSError as it goes."""
+        """Yields (label, number, row or BadRow), `limit` of them from the start. Raises UserError and OSError as it
+        goes."""
         return islice(self._content.rows(), self.source.limit)
 
     def rows(self, on_bad_row: OnBadRow = raise_bad_row) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """(label, number, row), `limit` of them with the bad ones; these go to `on_bad_row` instead.
+        """Yields (label, number, row), `limit` of them with the bad ones; these go to `on_bad_row` instead.
 
         From the start, at every call. Raises UserError if the rest cannot be read.
         """
@@ -92,14 +85,14 @@ class SourceReader:
 
 
 def read_rows(source: Source, on_bad_row: OnBadRow = raise_bad_row) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Rows of a source as (file or dataset, number, object); numbers as the package's docstring says.
+    """Yields rows of a source as (file or dataset, number, object); numbers as the package's docstring says.
 
     Raises UserError with file and line for rows that cannot be read.
     """
     return SourceReader(source).rows(on_bad_row)
 
 
-def _content(source: Source, streaming: bool) -> _Rows:
+def _content(source: Source, streaming: bool) -> _Files | HubRows | SavedRows:
     path = source.path.removeprefix("file://")
     if is_url(path):
         _check_settings(source)
@@ -149,11 +142,8 @@ class _Files:
         self.has_text = any(kind_of(file.name)[0] == ".txt" for file in files)
         if source.text_unit and not self.has_text:
             raise UserError(f"{self._path}: `text_unit` is for txt files, and there is none; remove it")
-        if self._part.needs_count and not counted:
-            raise UserError(
-                f"{self._path}: `split: {source.split}` cannot be streamed: the number of its rows is not known; "
-                "give numbers of rows from the start, or set `data.streaming: false`"
-            )
+        if not counted:
+            self._part.check_streamed(self._path, source.split)
 
     def digest(self) -> str:
         """One sha256: there may be a hundred thousand files."""
@@ -181,11 +171,7 @@ class _Files:
         return sum(1 for _ in self._all())
 
 
-# --- datasets of the hub and those that `save_to_disk` wrote, read by `datasets`
-
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+# --- datasets of the hub and those that `save_to_disk` wrote, read by `datasets`, which takes a second to import
 
 
 class HubRows:
@@ -193,14 +179,13 @@ class HubRows:
 
     def __init__(self, source: Source, streaming: bool):
         """Raises UserError if there is no such dataset, configuration or split, or it cannot be reached."""
+        import datasets
+
         self._label = f"{source.path}[{source.split}]"
         try:
             if streaming:
                 self._rows, self._digest = _streamed(source)
             else:
-                # Imported here: it takes a second, and local files do not need it.
-                import datasets
-
                 self._rows = datasets.load_dataset(source.path, source.config, split=source.split)
                 self._digest = self._rows._fingerprint
         except _hub_errors() as error:
@@ -221,13 +206,45 @@ class HubRows:
         return dataset_rows(self._rows, self._label)
 
 
+def _streamed(source: Source) -> tuple[Iterable[Any], str]:
+    """Returns the rows and the digest of a streamed dataset."""
+    import datasets
+
+    # The same as load_dataset(streaming=True); the builder also knows the commit.
+    builder: Any = datasets.load_dataset_builder(source.path, source.config)
+    if "[" not in source.split:
+        rows = builder.as_streaming_dataset(split=source.split)
+    else:
+        part = parse_split(source.path, source.split)
+        part.check_streamed(source.path, source.split)
+        begin, end = part.bounds(lambda: 0)
+        rows = builder.as_streaming_dataset(split=part.name).skip(begin)
+        rows = rows if end is None else rows.take(end - begin)
+    # `hash` is the commit of the repository on the hub, or a digest of the data files' names, sizes and times; a digest
+    # of the rows themselves would need reading them all.
+    return rows, f"streamed {source.path} {source.config} {source.split} {builder.hash} {builder.config_id}"
+
+
 class SavedRows:
     """A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
 
     def __init__(self, source: Source, folder: Path):
+        import datasets
+
         self._folder = folder
         part = parse_split(source.path, source.split)
-        dataset = _saved(folder, part.name)
+        try:
+            saved = datasets.load_from_disk(str(folder))
+        except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+            raise UserError(
+                f"{folder}: saved with save_to_disk, but it cannot be loaded: {_first_line(error)}; save it again"
+            ) from None
+        named: dict[Any, datasets.Dataset] = (
+            dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+        )
+        if part.name not in named:
+            raise UserError(f"{folder}: has no split `{part.name}`; it has {', '.join(f'`{name}`' for name in named)}")
+        dataset = named[part.name]
         begin, end = part.bounds(lambda: len(dataset))
         end = len(dataset) if end is None else min(end, len(dataset))
         self._begin = min(begin, end)
@@ -246,63 +263,20 @@ class SavedRows:
         return dataset_rows(self._rows, self._label, self._begin)
 
 
-def dataset_rows(dataset: Iterable[Any], label: str, begin: int = 0) -> LabelledRows:
-    """Rows from begin + 1, images as their files. Raises UserError if there is none, or if the dataset breaks
+def dataset_rows(dataset: Any, label: str, begin: int = 0) -> LabelledRows:
+    """Yields rows from begin + 1, images as their files. Raises UserError if there is none, or if the dataset breaks
     off."""
-    number = begin
+    number, rows = begin, dataset
+    if "Image(" in repr(getattr(dataset, "features", None)):
+        # As {"bytes", "path"}: `datasets` would decode each image as soon as its row is read.
+        rows = (row for table in dataset.with_format("arrow") for row in table.to_pylist())
     try:
-        for number, row in enumerate(_undecoded(dataset), start=begin + 1):
+        for number, row in enumerate(rows, start=begin + 1):
             yield label, number, dict(row)
     except _hub_errors() as error:
         raise UserError(f"{label}: cannot be read beyond row {number}: {_first_line(error)}") from None
     if number == begin:
         raise UserError(f"{label}: the dataset has no rows; check `split`")
-
-
-def _undecoded(dataset: Any) -> Iterable[Any]:
-    """Yields rows with an image as {"bytes", "path"}: `datasets` would decode each as soon as its row is read."""
-    if "Image(" not in repr(getattr(dataset, "features", None)):
-        return dataset
-    return (row for table in dataset.with_format("arrow") for row in table.to_pylist())
-
-
-def _streamed(source: Source) -> tuple[Iterable[Any], str]:
-    import datasets
-
-    # The same as load_dataset(streaming=True); the builder also knows the commit.
-    builder = datasets.load_dataset_builder(source.path, source.config)
-    dataset: Any
-    if "[" not in source.split:
-        dataset = builder.as_streaming_dataset(split=source.split)
-    else:
-        part = parse_split(source.path, source.split)
-        if part.needs_count:
-            raise UserError(
-                f"{source.path}: `split: {source.split}` cannot be streamed: the number of its rows is not known; "
-                "give numbers of rows from the start, or set `data.streaming: false`"
-            )
-        dataset = builder.as_streaming_dataset(split=part.name)
-        begin, end = part.bounds(lambda: 0)
-        dataset = dataset.skip(begin)
-        dataset = dataset if end is None else dataset.take(end - begin)
-    # `hash` is the commit of the repository on the hub, or a digest of the data files' names, sizes and times; a digest
-    # of the rows themselves would need reading them all.
-    return dataset, f"streamed {source.path} {source.config} {source.split} {builder.hash} {builder.config_id}"
-
-
-def _saved(folder: Path, split: str) -> Dataset:
-    import datasets
-
-    try:
-        saved = datasets.load_from_disk(str(folder))
-    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-        raise UserError(
-            f"{folder}: saved with save_to_disk, but it cannot be loaded: {_first_line(error)}; save it again"
-        ) from None
-    named: dict[Any, Dataset] = dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-    if split not in named:
-        raise UserError(f"{folder}: has no split `{split}`; it has {', '.join(f'`{name}`' for name in named)}")
-    return named[split]
 
 
 def _hub_errors() -> tuple[type[BaseException], ...]:
@@ -343,8 +317,16 @@ class Slice:
         """Returns whether the bounds depend on the number of rows."""
         return self.percent or (self.begin or 0) < 0 or (self.end or 0) < 0
 
+    def check_streamed(self, path: str, split: str) -> None:
+        """Raises UserError if a stream, which does not know the number of its rows, cannot have these bounds."""
+        if self.needs_count:
+            raise UserError(
+                f"{path}: `split: {split}` cannot be streamed: the number of its rows is not known; "
+                "give numbers of rows from the start, or set `data.streaming: false`"
+            )
+
     def bounds(self, count: Callable[[], int]) -> tuple[int, int | None]:
-        """[begin, end) from 0; `count`, the number of all rows, is called only when needed.
+        """Returns [begin, end) from 0; `count`, the number of all rows, is called only when needed.
 
         Rounds as datasets does. train[10%:50%] of 25 rows -> (2, 12); train[-3:] of 25 -> (22, None).
         """
@@ -368,17 +350,15 @@ def parse_split(path: str, split: str) -> Slice:
     units = {bool(percent) for bound, percent in ((begin, begin_percent), (end, end_percent)) if bound}
     if len(units) == 2:
         raise UserError(f"{path}: `split: {split}` mixes rows and percent; give both bounds in one of them")
-    if any(bound and len(bound) > 30 for bound in (begin, end)):  # Python refuses to read thousands of digits
-        raise UserError(f"{path}: `split: {split[:80]}...` counts more rows than any data has ({_MOST_ROWS:,} at most)")
-    part = Slice(name, int(begin) if begin else None, int(end) if end else None, True in units)
-    first, last = part.begin or 0, part.end
-    if max(abs(first), abs(last or 0)) > _MOST_ROWS:
+    too_long = any(bound and len(bound) > 30 for bound in (begin, end))  # Python refuses to read thousands of digits
+    first, last = (0, None) if too_long else (int(begin or 0), int(end) if end else None)
+    if too_long or max(abs(first), abs(last or 0)) > _MOST_ROWS:
         raise UserError(f"{path}: `split: {split[:80]}` counts more rows than any data has ({_MOST_ROWS:,} at most)")
-    if part.percent and max(abs(first), abs(last or 0)) > 100:
+    if True in units and max(abs(first), abs(last or 0)) > 100:
         raise UserError(f"{path}: `split: {split}` goes beyond 100 %")
     if last is not None and (first < 0) == (last < 0) and first >= last:
         raise UserError(f"{path}: `split: {split}` takes no rows, for it ends where it begins or before")
-    return part
+    return Slice(name, first if begin else None, last, True in units)
 
 
 # --- approximate number of rows, for progress only; never for reading
@@ -389,24 +369,23 @@ LINE_KINDS = (".jsonl", ".ndjson", ".txt", ".csv", ".tsv")
 
 
 def estimated_rows(files: Sequence[File]) -> int | None:
-    """Approximate number of rows in the files; None if only reading all of them would tell."""
-    counts = [_estimated_rows(file) for file in files]
-    return None if None in counts else sum(count for count in counts if count is not None)
-
-
-def _estimated_rows(file: File) -> int | None:
-    """Estimates by the footer of a parquet file, by the first megabyte of a file of lines."""
-    kind, compression = kind_of(file.name)
-    try:
-        if kind == ".parquet" and not compression:
-            with seekable_content(file) as stream:
-                return pyarrow.parquet.read_metadata(stream).num_rows
-        size = file.size()
-        if kind not in LINE_KINDS or compression or size is None:
+    """Returns the rows by the footers of parquet files and the first megabyte of files of lines; None for others."""
+    total = 0
+    for file in files:
+        kind, compression = kind_of(file.name)
+        try:
+            if kind == ".parquet" and not compression:
+                with seekable_content(file) as stream:
+                    total += pyarrow.parquet.read_metadata(stream).num_rows
+                continue
+            size = file.size()
+            if kind not in LINE_KINDS or compression or size is None:
+                return None
+            with file.open() as stream:
+                head = stream.read(ESTIMATE_BYTES)
+        except (OSError, UserError, *DAMAGED, *package_errors()):  # reading it raises the better error
             return None
-        with file.open() as stream:
-            head = stream.read(ESTIMATE_BYTES)
-    except (OSError, UserError, *DAMAGED, *package_errors()):  # reading it raises the better error
-        return None
-    lines = head.count(b"\n")
-    return round(lines * size / len(head)) if lines else None
+        if not (lines := head.count(b"\n")):
+            return None
+        total += round(lines * size / len(head))
+    return total

@@ -84,7 +84,7 @@ JSON_ROWS = {
     "ten megabytes, cut short": (b'{"text": "' + b"x" * MEGABYTES, ["not valid JSON: Unterminated string"]),
     "ten megabytes and a word": (b'{"text": "' + b"x" * MEGABYTES + b'" oh}', ["not valid JSON", "near"]),
     "ten megabytes of Latin-1": (b'{"text": "' + b"\xe9" * MEGABYTES + b'"}', ["byte 11 of the line"]),
-    "half a character": (b'{"text": "a\\ud83e"}', ["half a character"]),
+    "half a character": (b'{"text": "a\\ud83e"}', ["unpaired surrogate"]),
     "a byte order mark later": (b'\xef\xbb\xbf{"text": "b"}', ["not valid JSON", "\\ufeff"]),
 }
 # In JSON that is whole, so that an array can be read on from there.
@@ -107,7 +107,7 @@ JSON_VALUES = {
 CSV_ROWS = {
     "a cell too many": (b"x,y,z", ["3 cells", "2 columns", "quote"]),
     "a cell too few": (b"x", ["1 cells", "2 columns"]),
-    "the header again": (b"text,other", ["the header once more"]),
+    "the header again": (b"text,other", ["the header is repeated"]),
     "Latin-1": (b"caf\xe9,y", ["`text`", "not UTF-8"]),
     "Latin-1 elsewhere": (b"x,caf\xe9", ["`other`", "not UTF-8"]),
     "a NUL byte": (b"x\0,y", ["`text`", "NUL byte"]),

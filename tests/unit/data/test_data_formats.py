@@ -15,7 +15,7 @@ from data_helpers import byte_level, conversation, prepare, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.data.formats.converters import FIELDS, FORMATS
+from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import detect_format, nearest_format, parse_row
 from finetune.data.samples import (
     BadRow,
@@ -93,10 +93,10 @@ SAMPLES: dict[str, Sample] = {
 
 
 def test_the_tables_agree():
-    assert set(FORMATS) == set(FIELDS) == set(GOOD)
-    assert all(fields.content for fields in FIELDS.values())
-    assert {name for fields in FIELDS.values() for others in fields.other_names for name in others} <= {
-        name for fields in FIELDS.values() for name in fields.all
+    assert set(FORMATS) == set(GOOD)
+    assert all(format.content for format in FORMATS.values())
+    assert {name for format in FORMATS.values() for others in format.other_names for name in others} <= {
+        name for format in FORMATS.values() for name in format.fields
     }
 
 
@@ -104,7 +104,7 @@ def test_the_tables_agree():
 def test_every_format_reads_its_row_and_refuses_the_others(format):
     assert parse_row(GOOD[format], format) == SAMPLES[format]
     for other in FORMATS:
-        if other != format and not FIELDS[format].is_labelled:  # which is another's row with a label
+        if other != format and not FORMATS[format].is_labelled:  # which is another's row with a label
             with pytest.raises(BadRow, match=f"format `{other}`: .*the row looks like format `{format}`"):
                 parse_row(GOOD[format], other)
 
@@ -113,7 +113,7 @@ def test_every_format_reads_its_row_and_refuses_the_others(format):
 def test_columns_name_the_files_columns(format):
     renamed = {f"my {name}": value for name, value in GOOD[format].items()}
     columns = {name: f"my {name}" for name in GOOD[format]}
-    assert set(columns) <= set(FIELDS[format].all)
+    assert set(columns) <= set(FORMATS[format].fields)
     assert parse_row(renamed, format, columns) == SAMPLES[format]
 
 
@@ -586,7 +586,10 @@ BAD_MESSAGES = {
     "a number as content": (said(say("user", 3.5)), ["messages[2].content is a number", "expected text"]),
     "NaN as content": (said(say("user", float("nan"))), ["content is a number"]),
     "an object as content": (said(say("user", {"a": 1})), ["messages[2].content is an object"]),
-    "half a character": (said(say("user", "a\ud83e")), ["messages[2].content has half a character ('\\ud83e') at 1"]),
+    "half a character": (
+        said(say("user", "a\ud83e")),
+        ["messages[2].content contains an unpaired surrogate '\\ud83e' at character 1"],
+    ),
     "no parts": (said(say("user", [])), ["messages[2].content is a list"]),
     "a part without a type": (said(say("user", [{"text": "x"}])), ["messages[2].content[0] has no `type`", "`text`"]),
     "an image": (
@@ -687,7 +690,10 @@ BAD_MESSAGES = {
         called({"name": "f", "arguments": "[1]"}),
         ["tool_calls[0].arguments is the JSON of a list ('[1]')", "expected that of an object"],
     ),
-    "arguments of NaN": (called({"name": "f", "arguments": '{"a": NaN}'}), ["cannot be read: NaN is no number"]),
+    "arguments of NaN": (
+        called({"name": "f", "arguments": '{"a": NaN}'}),
+        ["cannot be read: NaN is not a JSON number"],
+    ),
     "arguments nested too deeply": (
         called({"name": "f", "arguments": '{"a":' * 100_000}),
         ["arguments is JSON that cannot be read"],
@@ -698,7 +704,7 @@ BAD_MESSAGES = {
     ),
     "arguments of half a character": (
         called({"name": "f", "arguments": '{"a": "\\ud83e"}'}),
-        ["messages[1].tool_calls[0].arguments has half a character"],
+        ["messages[1].tool_calls[0].arguments contains an unpaired surrogate"],
     ),
     "tools of an object": ({**said(), "tools": TOOL}, ["tools is an object", "expected a list of functions"]),
     "tools of broken JSON": ({**said(), "tools": "[{]"}, ["tools is not valid JSON", "column 3"]),
@@ -956,7 +962,7 @@ def test_values_nested_deeply(format, key):
     message |= {key: DEEP} if key in ("content", "train") else {}
     row = {"messages": [say("user"), message], **({key: DEEP} if key in ("tools", "system", "messages") else {})}
     assert len(problem(row, format)) < 500
-    assert len(problem(dict.fromkeys(FIELDS[format].all, DEEP), format)) < 500
+    assert len(problem(dict.fromkeys(FORMATS[format].fields, DEEP), format)) < 500
 
 
 # --- the same conversation, written in two formats

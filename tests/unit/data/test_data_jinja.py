@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -118,15 +117,6 @@ def test_families(name, tags):
 @pytest.mark.parametrize("name", CRAFTED)
 def test_what_templates_may_say(name):
     assert_same(CRAFTED[name])
-
-
-def test_a_transformers_that_keeps_its_sandbox_to_itself(monkeypatch: pytest.MonkeyPatch):
-    public = SimpleNamespace(render_jinja_template=render_jinja_template)
-    monkeypatch.setattr(chat_template, "chat_template_utils", public)
-    chat_template._compiled.cache_clear()
-    for name in ("tojson", "blocks", "an exception", "no template"):
-        assert_same(CRAFTED[name])
-    chat_template._compiled.cache_clear()
 
 
 def test_a_refusal_leaves_nothing_behind():

@@ -36,6 +36,7 @@ from finetune.data.sources.source import HubRows, SourceReader, dataset_rows, re
 from finetune.errors import UserError
 from finetune.recipe.schema import Source
 from finetune.recipe.urls import without_credentials
+from finetune.utils import sha256_file
 
 ROWS = [{"text": "hello world"}, {"text": 'é, "quoted" and\nof two lines'}, {"text": "quick fox"}]
 
@@ -300,9 +301,9 @@ def test_half_a_surrogate_in_a_name_is_a_bad_row(tmp_path):
     bad: list[str] = []
     read = [row["text"] for _, _, row in read_rows(source(path), lambda label, number, text: bad.append(text))]
     assert read == ["a", "f"]
-    assert [text.partition(",")[0] for text in bad] == [
-        "an object has the name '\\ud83d'",
-        "an object has the name 'e\\udc00'",
+    assert bad == [
+        "the name '\\ud83d' of an object contains an unpaired surrogate; write it whole",
+        "the name 'e\\udc00' of an object contains an unpaired surrogate; write it whole",
     ]
     assert not [text for text in bad if not text.isascii()]
 
@@ -463,8 +464,7 @@ def test_a_digest_is_remembered_only_of_a_file_left_alone(tmp_path, cache, monke
     (memo,) = cache.glob("digests/*.json")
 
     read = []
-    hashed = files._sha256
-    monkeypatch.setattr(files, "_sha256", lambda *found: read.append(found) or hashed(*found))
+    monkeypatch.setattr(files, "sha256_file", lambda path: read.append(path) or sha256_file(path))
     assert files.file_digest(path) == first
     assert not read  # remembered
     stat = path.stat()
@@ -476,12 +476,11 @@ def test_a_digest_is_remembered_only_of_a_file_left_alone(tmp_path, cache, monke
     assert files.file_digest(path) == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_a_file_that_changes_while_it_is_read(tmp_path, cache):
+def test_a_file_that_changes_while_it_is_read(tmp_path, cache, monkeypatch):
     path = numbered(tmp_path / "a.jsonl", 3)
-    key = files._key(path)
-    path.write_bytes(b"")
+    monkeypatch.setattr(files, "sha256_file", lambda path: f"{path.write_bytes(b'')}")
     with pytest.raises(UserError, match="the file changes while it is read; start again"):
-        files._sha256(path, key)
+        files.file_digest(path)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ THOUGHTS = Conversation(
     tuple(replace(m, reasoning=f"quick {i}") if m.role == "assistant" else m for i, m in enumerate(TWO.messages))
 )
 
-NO_TOOLS, NO_REASONING = "has no grammar for tools", "does not write the `reasoning`"
+NO_TOOLS, NO_REASONING = "does not support tools", "does not write the `reasoning`"
 QWEN_SYSTEM = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
 QWEN_TOOLS = (
     f"# Tools\n\nYou may call one or more functions.\n\n<tools>\n{ADD_JSON}\n</tools>\n\n"
