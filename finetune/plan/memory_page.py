@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.engine.hardware import GIB
@@ -32,48 +32,44 @@ _KEY = """<p class="key"><span><i class="k0"></i>kept between steps</span><span>
 
 
 def write_page(path: Path, request: PlanRequest, choices: Sequence[Choice], lines: Sequence[str]) -> None:
-    """lines: what is said about all of it."""
+    """lines: notes on all choices."""
     figures = "\n".join(_figure(request, one) for one in choices[:SHOWN])
-    said = "\n".join(f"<p>{text(line)}</p>" for line in lines)
+    notes = "\n".join(f"<p>{text(line)}</p>" for line in lines)
     body = f"""<h2>Memory of the fullest device, GiB</h2>
 <div class="charts">
 {figures}
 </div>
 <h2>What the numbers rest on</h2>
 <div class="lines">
-{said}
+{notes}
 </div>"""
     top = head(f"{request.path}: plan", _STYLE)
     write_atomically(path, page(top, "Plan", str(request.path), _KEY, body))
 
 
 def _figure(request: PlanRequest, one: Choice) -> str:
-    title = text(one.name)
-    step = f"{one.step.seconds:.3g} s a step" if one.step else "time not known"
-    height = _ROW * len(one.memory.phases) + 4
-    bars = "\n".join(_bars(request, one))
-    return f"""<figure>
-<figcaption><strong>{title}</strong><span>{one.verdict}, {one.free:+.1f} GiB free, {step}</span></figcaption>
-<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="memory by phase of {title}">
-{bars}
-</svg>
-</figure>"""
-
-
-def _bars(request: PlanRequest, one: Choice) -> Iterator[str]:
-    """Yields a row for each phase: kept bytes, those of the phase, the reserve; and a line for the device."""
-    device = one.machines.device.gib
+    """Returns a row for each phase: kept bytes, those of the phase, the reserve; and a line for the device."""
+    device, height = one.machines.device.gib, _ROW * len(one.memory.phases)
     scale = (_WIDTH - _LEFT - 46) / max(device, one.peak / GIB)
     reserve = (one.peak - one.memory.tensors) / GIB
     kept = sum(one.memory.persistent.values()) / GIB
+    marks: list[str] = []
     for i, (name, size) in enumerate(one.memory.phases.items()):
-        top, whole = i * _ROW + 2, size / GIB
+        top, whole, x = i * _ROW + 2, size / GIB, float(_LEFT)
         below = min(kept, whole)
-        yield f'<text x="{_LEFT - 8}" y="{top + 15}" text-anchor="end">{text(name)}</text>'
-        x = float(_LEFT)
+        marks.append(f'<text x="{_LEFT - 8}" y="{top + 15}" text-anchor="end">{text(name)}</text>')
         for kind, width in (("kept", below), ("phase", whole - below), ("reserve", reserve)):
-            yield f'<rect class="{kind}" x="{x:.1f}" y="{top}" width="{width * scale:.1f}" height="{_ROW - 6}"/>'
+            size = f'width="{width * scale:.1f}" height="{_ROW - 6}"'
+            marks.append(f'<rect class="{kind}" x="{x:.1f}" y="{top}" {size}/>')
             x += width * scale
-        yield f'<text x="{x + 5:.1f}" y="{top + 15}">{whole + reserve:.1f}</text>'
+        marks.append(f'<text x="{x + 5:.1f}" y="{top + 15}">{whole + reserve:.1f}</text>')
     x = _LEFT + device * scale
-    yield f'<line class="device" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{_ROW * len(one.memory.phases)}"/>'
+    marks.append(f'<line class="device" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}"/>')
+    title, bars = text(one.name), "\n".join(marks)
+    step = f"{one.step.seconds:.3g} s a step" if one.step else "time not known"
+    return f"""<figure>
+<figcaption><strong>{title}</strong><span>{one.verdict}, {one.free:+.1f} GiB free, {step}</span></figcaption>
+<svg viewBox="0 0 {_WIDTH} {height + 4}" role="img" aria-label="memory by phase of {title}">
+{bars}
+</svg>
+</figure>"""
