@@ -62,12 +62,13 @@ def check_recipe(
 ) -> CheckReport:
     """Checks schema and rules, the launch, and, unless `recipe_only`, the preparation of a run. Without an accelerate
     config the launch is that of one process, or of `num_processes` replicas."""
-    from finetune.engine.compatibility import check_launch
-    from finetune.engine.launch import Launch, read_config_file
-
     report = CheckReport(str(path))
     try:
-        recipe, launch = load_recipe(path, overrides), Launch("replicated", num_processes or 1)
+        recipe = load_recipe(path, overrides)
+        from finetune.engine.compatibility import check_launch  # slow imports, after a recipe that loads
+        from finetune.engine.launch import Launch, read_config_file
+
+        launch = Launch("replicated", num_processes or 1)
         if config_file:
             launch = read_config_file(str(config_file), num_processes)
         micro_batches = None
