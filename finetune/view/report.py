@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from markupsafe import Markup
 
 from finetune.checkpoints.folder import best_checkpoint
 from finetune.data.visible_text import Token, visible
 from finetune.errors import UserError
 from finetune.tracking.metrics import EXAMPLES, GENERATIONS, num_damaged, read_steps
 from finetune.utils import LOCAL_HOSTS, host_name, write_atomically
+from finetune.view import web_page
 from finetune.view.token_html import sequence_names, tokens_html
-from finetune.view.web_page import head, page, text
 
 WIDTH, HEIGHT = 480, 150  # size of a chart, in SVG units
 POINTS = 1000  # points per curve; longer ones show every n-th and the last
@@ -47,6 +46,7 @@ _GROUPS: dict[str, Callable[[str], bool]] = {
     "Memory": lambda key: "memory" in key or key.endswith("_gib"),
     "Counts": lambda key: "tokens" in key,
 }
+Section = dict[str, Any]  # values of report.html.jinja
 _STYLE = """
 polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke; }
 svg line.best { stroke-dasharray: 2 3; }
@@ -198,30 +198,42 @@ def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) ->
         server.serve_forever()
 
 
-# --- the page
-
-
 def render(runs: Sequence[RunData], refresh_s: int | None = None) -> str:
     """Returns the page. refresh_s: seconds until a browser reloads it."""
-    colours = "".join(f".c{i} {{ stroke: {c}; }} i.c{i} {{ background: {c}; }}\n" for i, c in enumerate(COLOURS))
-    title = " / ".join(run.name for run in runs)
-    legend = ""
+    legend = []
     for i, run in enumerate(runs):
         status, best = run.status, f", best step {run.best_step}" if run.best_step is not None else ""
         state = f"{status.get('status', 'unknown')}, step {status.get('step', '?')} of {status.get('steps', '?')}{best}"
-        legend += f'<span><i class="c{i % len(COLOURS)}"></i><b>{text(run.name)}</b> {text(state)}</span>'
-    sections = []
-    if notes := [f"{run.name}: {problem}" for run in runs for problem in run.problems]:
-        listed = "".join(f"<li>{text(visible(note))}</li>" for note in notes)
-        sections.append(f'<section><h2>Missing or damaged</h2><ul class="note">{listed}</ul></section>')
+        legend.append({"colour": _colour(i), "name": run.name, "state": state})
+    sections: list[Section] = []
     for heading, part in _PARTS.items():
         try:
             sections += part(runs)
         except _DAMAGE as error:
-            reason = text(visible(" ".join(str(error).split())[:200] or type(error).__name__))
-            sections.append(f'<section><h2>{heading}</h2><p class="note">a damaged file: {reason}</p></section>')
-    top = head(f"{title}: report", _STYLE + colours, refresh_s=refresh_s)
-    return page(top, "Report", title, f'<div class="runs">{legend}</div>', "\n".join(sections))
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            sections.append({"title": heading, "damage": reason})
+    title = " / ".join(run.name for run in runs)
+    colours = "".join(f".c{i} {{ stroke: {c}; }} i.c{i} {{ background: {c}; }}\n" for i, c in enumerate(COLOURS))
+    return web_page.render(
+        "report.html.jinja",
+        f"{title}: report",
+        _STYLE + colours,
+        refresh_s=refresh_s,
+        eyebrow="Report",
+        heading=title,
+        runs=legend,
+        problems=[f"{run.name}: {problem}" for run in runs for problem in run.problems],
+        sections=sections,
+        width=WIDTH,
+        height=HEIGHT,
+    )
+
+
+def _colour(run: int) -> str:
+    return f"c{run % len(COLOURS)}"
+
+
+# --- curves
 
 
 def _drawn(runs: Sequence[RunData]) -> list[str]:
@@ -230,21 +242,51 @@ def _drawn(runs: Sequence[RunData]) -> list[str]:
     return [key for key in keys if any(value for run in runs for _, value in run.curve(key))]
 
 
-def _charts(runs: Sequence[RunData]) -> list[str]:
-    grouped: dict[str, list[str]] = {name: [] for name in ("Training", *_GROUPS)}
+def _charts(runs: Sequence[RunData]) -> list[Section]:
+    grouped: dict[str, list[Any]] = {name: [] for name in ("Training", *_GROUPS)}
     for key in _drawn(runs):
         grouped[next((name for name, belongs in _GROUPS.items() if belongs(key)), "Training")].append(_chart(key, runs))
-    return [
-        f'<section><h2>{name}</h2><div class="charts">{"".join(charts)}</div></section>'
-        for name, charts in grouped.items()
-        if charts
-    ]
+    return [{"title": name, "charts": charts} for name, charts in grouped.items() if charts]
+
+
+def _chart(key: str, runs: Sequence[RunData]) -> dict[str, Any]:
+    """Returns a curve for each run, in SVG units, with its range and best step."""
+    curves = [run.curve(key) for run in runs]
+    points = [point for curve in curves for point in curve if math.isfinite(point[1])]
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - first) / (last - first) if last > first else 0.5
+        up = (y - low) / (high - low) if high > low else 0.5
+        return round(across * WIDTH, 2), round(HEIGHT - up * HEIGHT, 2)
+
+    drawn = []
+    for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
+        if not curve:
+            continue
+        every = -(-len(curve) // POINTS)
+        kept = [p for n, p in enumerate(curve) if (n % every == 0 or n == len(curve) - 1) and math.isfinite(p[1])]
+        places = [place(x, y) for x, y in kept]
+        if len(places) == 1:  # a single point would be invisible
+            ((x, y),) = places
+            places = [(x - 4, y), (x + 4, y)]
+        best = None
+        if run.best_step is not None and first <= run.best_step <= last:
+            best = {"x": place(run.best_step, low)[0], "step": run.best_step}
+        line = " ".join(f"{x},{y}" for x, y in places)
+        steps, data = (" ".join(json.dumps(point[n]) for point in kept) for n in (0, 1))
+        names = {"run": run.name, "colour": _colour(i), "best": best}
+        drawn.append({**names, "points": line, "steps": steps, "data": data})
+    ends = ", ".join(f"{curve[-1][1]:.5g}" for curve in curves if curve)
+    bounds = {"range": f"{low:.5g} to {high:.5g}", "first": first, "last": last}
+    return {"key": key, "ends": ends, **bounds, "curves": drawn}
 
 
 # --- tables
 
 
-def _last_values(runs: Sequence[RunData]) -> list[str]:
+def _last_values(runs: Sequence[RunData]) -> list[Section]:
     rows: list[list[Any]] = []
     for key in _drawn(runs):
         curves = [run.curve(key) for run in runs]
@@ -252,19 +294,19 @@ def _last_values(runs: Sequence[RunData]) -> list[str]:
     return [_table("Last values", ["", *(run.name for run in runs)], rows)]
 
 
-def _recipes(runs: Sequence[RunData]) -> list[str]:
+def _recipes(runs: Sequence[RunData]) -> list[Section]:
     if len(runs) == 1:
         return []
     rows = [row for row in _rows([run.recipe for run in runs]) if any(value != row[1] for value in row[2:])]
     return [_table("Differences of their recipes", ["key", *(run.name for run in runs)], rows)]
 
 
-def _plans(runs: Sequence[RunData]) -> list[str]:
+def _plans(runs: Sequence[RunData]) -> list[Section]:
     settled = [{key: run.plan[key] for key in run.plan if key not in ("predicted", "measured")} for run in runs]
     return [_table("Plan", ["", *(run.name for run in runs)], _rows(settled))]
 
 
-def _comparisons(runs: Sequence[RunData]) -> list[str]:
+def _comparisons(runs: Sequence[RunData]) -> list[Section]:
     """Returns planned numbers beside measured ones: totals of the last line, by its epochs."""
     tables = []
     for run in runs:
@@ -282,7 +324,7 @@ def _comparisons(runs: Sequence[RunData]) -> list[str]:
     return tables
 
 
-def _tasks(runs: Sequence[RunData]) -> list[str]:
+def _tasks(runs: Sequence[RunData]) -> list[Section]:
     fields = [f"{name}{end}" for name in ("base", "trained", "difference") for end in ("", "_stderr")]
     fields = ["rows", *fields, "step", "fewshot", "limit"]
     titles = [title for one in ("base", "trained", "trained - base") for title in (one, "± standard error")]
@@ -292,7 +334,7 @@ def _tasks(runs: Sequence[RunData]) -> list[str]:
     return [_table("Tasks", titles, rows)] if rows else []
 
 
-def _exports(runs: Sequence[RunData]) -> list[str]:
+def _exports(runs: Sequence[RunData]) -> list[Section]:
     titles = ["export", "format", "passed", "KL mean", "KL max", "same likeliest token", "same greedy text"]
     fields = ("format", "passed", "kl_mean", "kl_max", "top1", "greedy")
     exports = [(run, name, figures) for run in runs for name, figures in run.verified.items()]
@@ -314,137 +356,74 @@ def _rows(columns: Sequence[dict[str, Any]]) -> list[list[Any]]:
     return [[key, *(column.get(key) for column in flat)] for key in dict.fromkeys(key for one in flat for key in one)]
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Returns a table; the first cell of a row is its name, which may break after underscores and dots."""
-    body = ""
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Section:
+    """Returns a table; the first value of a row is its name."""
+    shown = []
     for name, *values in rows:
-        label = text(name).replace("_", Markup("_<wbr>")).replace(".", Markup(".<wbr>"))
-        body += f'<tr><th scope="row">{label}</th>'
-        for value in values:
-            shown = "–" if value is None else value if isinstance(value, str) else json.dumps(value)
-            kind = ' class="n"' if isinstance(value, int | float) else ""  # a number is never broken
-            body += f"<td{kind}>{text(shown)}</td>"
-        body += "</tr>"
-    top, label = "".join(f'<th scope="col">{text(cell)}</th>' for cell in head), text(title)
-    return (
-        f'<section><h2>{label}</h2><div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
-        f"<thead><tr>{top}</tr></thead><tbody>{body or '<tr><th>none</th></tr>'}</tbody></table></div></section>"
-    )
+        texts = ["–" if x is None else x if isinstance(x, str) else json.dumps(x) for x in values]
+        shown.append((name, [(text, isinstance(x, int | float)) for text, x in zip(texts, values, strict=True)]))
+    return {"title": title, "columns": columns, "rows": shown}
 
 
 # --- examples and answers
 
 
-def _examples(runs: Sequence[RunData]) -> list[str]:
+def _examples(runs: Sequence[RunData]) -> list[Section]:
     """Returns the first training examples of each run, once for runs that share them."""
     alike: dict[str, list[RunData]] = {}
     for run in runs:
         alike.setdefault(json.dumps(run.examples), []).append(run)
-    legend = '<span class="text"><mark>supervised</mark></span> <span class="text"><span>context</span></span>'
-    sections = []
+    sections: list[Section] = []
     for group in alike.values():
-        objective, articles = _section(group[0].recipe, "objective").get("name", "sft"), ""
+        objective, examples = _section(group[0].recipe, "objective").get("name", "sft"), list[Any]()
         for example in group[0].examples:
             try:
-                articles += f"<article>{_example(example, objective)}</article>"
+                examples.append(_sequences(example, objective))
             except _DAMAGE:
-                articles += '<article><p class="note">a damaged example</p></article>'
-        if articles:
-            title = text(f"First training examples: {', '.join(run.name for run in group)}")
-            sections.append(f'<section><h2>{title}</h2><p class="legend">{legend}</p>{articles}</section>')
+                examples.append([])
+        if examples:
+            title = f"First training examples: {', '.join(run.name for run in group)}"
+            sections.append({"title": title, "examples": examples})
     return sections
 
 
-def _example(example: dict[str, Any], objective: str) -> str:
-    """Returns an example as `inspect` shows it, its sequences one below the other."""
-    place = text(visible(f"{example['path']}:{example['row']}"))
+def _sequences(example: dict[str, Any], objective: str) -> list[dict[str, Any]]:
+    """Returns the sequences of an example, with their tokens as `inspect` shows them."""
     names = sequence_names(objective, len(example["sequences"]))
-    shown = ""
+    sequences = []
     for name, one in zip(names, example["sequences"], strict=True):
         begins = (0, one["tokens"] - len(one["pieces"][-1]))
         pieces = [tokens_html([Token(*t) for t in piece], at) for piece, at in zip(one["pieces"], begins, strict=False)]
-        body = Markup('<em class="cut">{}</em>').format(one["left_out"]).join(pieces)
-        sizes = f'<span class="sizes">{one["tokens"]:,} tokens, <b>{one["supervised"]:,} supervised</b></span>'
-        shown += f'<h3><span class="place">{place}</span> {name} {sizes}</h3><div class="text">{body}</div>'
-    return shown
+        shown = {"place": visible(f"{example['path']}:{example['row']}"), "name": name, "pieces": pieces}
+        counts = {key: f"{one[key]:,}" for key in ("tokens", "supervised")}
+        sequences.append({**shown, **counts, "left_out": one["left_out"]})
+    return sequences
 
 
-def _answers(runs: Sequence[RunData]) -> list[str]:
+def _answers(runs: Sequence[RunData]) -> list[Section]:
     """Returns a table for each prompt that every evaluation answers: its answers over time, for each run."""
     prompts: dict[str, list[list[Any]]] = {}
     pictures: dict[str, Path] = {}
     for run in runs:
         every = max(1, -(-len(run.generations) // EVALUATIONS))
         for entry in [*run.generations[:-1:every], *run.generations[-1:]]:
-            files = entry.get("pictures")
-            files = (
-                files if isinstance(files, list) and len(files) == len(entry["rows"]) else [None] * len(entry["rows"])
-            )
-            for (prompt, output, expected), file in zip(entry["rows"], files, strict=True):
-                rows = prompts.setdefault(prompt, [["expected", expected, ""]])
-                rows.append([f"{run.name}, step {entry['step']}", output, output == expected])
+            rows, files = entry["rows"], entry.get("pictures")
+            files = files if isinstance(files, list) and len(files) == len(rows) else [None] * len(rows)
+            for (prompt, output, expected), file in zip(rows, files, strict=True):
+                answers = prompts.setdefault(prompt, [["expected", expected, ""]])
+                answers.append([f"{run.name}, step {entry['step']}", output, output == expected])
                 if isinstance(file, str):
                     pictures[prompt] = run.folder / file
     sections = []
     for number, (prompt, rows) in enumerate(prompts.items(), 1):
+        path = pictures.get(prompt)
+        picture = base64.b64encode(path.read_bytes()).decode() if path is not None and path.is_file() else ""
         table = _table(f"Answers over time {number}", ["", "answer", "equal"], rows)
-        note = f'<p class="note">{text(prompt)}</p>'
-        if (path := pictures.get(prompt)) is not None and path.is_file():
-            source = base64.b64encode(path.read_bytes()).decode()
-            alt = "the images of the prompt, in their order"
-            note += f'<p><img src="data:image/png;base64,{source}" alt="{alt}"></p>'
-        table = table.replace("<section>", '<section class="answers">', 1)
-        sections.append(table.replace("</h2>", f"</h2>{note}", 1))
+        sections.append({**table, "prompt": prompt, "picture": picture})
     return sections
 
 
-# --- charts
-
-
-def _chart(key: str, runs: Sequence[RunData]) -> str:
-    """Returns a figure with a curve for each run, its range, and the best step of each run."""
-    curves = [run.curve(key) for run in runs]
-    points = [point for curve in curves for point in curve if math.isfinite(point[1])]
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    first, last = min(x for x, _ in points), max(x for x, _ in points)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - first) / (last - first) if last > first else 0.5
-        up = (y - low) / (high - low) if high > low else 0.5
-        return round(across * WIDTH, 2), round(HEIGHT - up * HEIGHT, 2)
-
-    lines, best_steps = "", ""
-    for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
-        if not curve:
-            continue
-        colour, name = f"c{i % len(COLOURS)}", text(run.name)
-        every = -(-len(curve) // POINTS)
-        kept = [p for n, p in enumerate(curve) if (n % every == 0 or n == len(curve) - 1) and math.isfinite(p[1])]
-        drawn = " ".join("{},{}".format(*place(x, y)) for x, y in kept)
-        if len(kept) == 1:
-            x, y = place(*kept[0])
-            drawn = f"{x - 4},{y} {x + 4},{y}"  # a single point would be invisible
-        steps, values = (" ".join(json.dumps(point[n]) for point in kept) for n in (0, 1))
-        data = f'data-run="{name}" data-key="{text(key)}" data-steps="{steps}" data-values="{values}"'
-        lines += f'<polyline class="{colour}" points="{drawn}" {data}><title>{name}</title></polyline>'
-        if run.best_step is not None and first <= run.best_step <= last:
-            x, title = place(run.best_step, low)[0], text(f"{run.name}: best step {run.best_step}")
-            line = f'<line class="best {colour}" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}">'
-            best_steps += f"{line}<title>{title}</title></line>"
-    ends = ", ".join(f"{curve[-1][1]:.5g}" for curve in curves if curve)
-    return (
-        f"<figure><figcaption><strong>{text(key)}</strong><span>last {text(ends)}</span></figcaption>"
-        f'<svg viewBox="-2 -22 {WIDTH + 4} 200" role="img" aria-label="{text(f"{key}: last {ends}")}">'
-        f'<text x="0" y="-8">{low:.5g} to {high:.5g}</text>'
-        f'<line x1="0" x2="{WIDTH}" y1="0" y2="0" class="grid"/>'
-        f'<line x1="0" x2="{WIDTH}" y1="{HEIGHT / 2}" y2="{HEIGHT / 2}" class="grid"/>'
-        f'<line x1="0" x2="{WIDTH}" y1="{HEIGHT}" y2="{HEIGHT}" class="axis"/>{lines}{best_steps}'
-        f'<text x="0" y="168">step {first}</text>'
-        f'<text x="{WIDTH}" y="168" text-anchor="end">step {last}</text></svg></figure>'
-    )
-
-
-_PARTS: dict[str, Callable[[Sequence[RunData]], list[str]]] = {
+_PARTS: dict[str, Callable[[Sequence[RunData]], list[Section]]] = {
     "Curves": _charts,
     "Last values": _last_values,
     "Recipes": _recipes,

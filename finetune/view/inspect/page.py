@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import base64
-import html
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from finetune.data.samples import Example, Image
@@ -28,57 +24,11 @@ from finetune.view.inspect.dataset_view import (
 )
 from finetune.view.inspect.terminal import COUNTS, epoch_facts, overlong, source_name, source_share
 from finetune.view.token_html import sequence_names, tokens_html
-from finetune.view.web_page import head
+from finetune.view.web_page import render
 
 HERE = Path(__file__).parent
 SHOWN_TOKENS = 1500  # per example
 CHART_WIDTH, CHART_HEIGHT = 480, 150  # size of the bars, in SVG units
-
-
-@dataclass(frozen=True)
-class PageSequence:
-    """Sequence of an example on the page."""
-
-    path: str
-    row: int
-    name: str  # chosen, rejected, ...; empty for a single one
-    tokens: int
-    trained: int
-    head: Markup
-    left_out: str  # note on the part not shown
-    tail: Markup
-
-
-@dataclass(frozen=True)
-class PageExample:
-    """An example, its sequences next to each other."""
-
-    sequences: list[PageSequence]
-    shared: int  # leading tokens in common
-    numbers: str  # label or margin
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Bin of a chart, in SVG units."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    title: str
-    is_over: bool = False  # longer than max_length: dropped or changed
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A histogram."""
-
-    title: str
-    summary: str  # in words
-    bars: list[Bar]
-    ticks: list[tuple[float, str, str]]  # x, anchor, text
-    highest: str  # count of the highest bar
 
 
 def write_page(
@@ -91,16 +41,10 @@ def write_page(
     full: bool = False,
 ) -> None:
     """Writes the page with examples `chosen` and packed sequences `packed`. Raises UserError if it cannot."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters.update(visible=visible, count=lambda value: f"{value:,}", percent=lambda value: f"{value:.1%}")
-    environment.filters["ticks"] = lambda text: Markup(re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(text)))
-    script = (HERE / "page.js").read_text(encoding="utf-8")
-    page = environment.get_template("page.html.jinja").render(
-        script=Markup(script),
-        head=head(f"{visible(view.recipe.run.name)}: what the model sees", script=script),
+    page = render(
+        "inspect/page.html.jinja",
+        f"{visible(view.recipe.run.name)}: what the model sees",
+        script=(HERE / "page.js").read_text(encoding="utf-8"),
         borders=borders,
         totals=view.totals,
         report=view.totals.report,
@@ -164,7 +108,7 @@ def _summary(view: DatasetView) -> dict[str, Any]:
 # --- charts
 
 
-def _charts(totals: DatasetStatistics) -> list[Chart]:
+def _charts(totals: DatasetStatistics) -> list[dict[str, Any]]:
     edges = [int(edge) for edge in totals.lengths.edges]
     names = [f"{low + 1:,} to {high:,} tokens" for low, high in pairwise(edges)]
     spacing = max(1, len(names) // 5)  # bins between labels, so that they fit
@@ -191,15 +135,16 @@ def _chart(
     names: Sequence[str],
     labels: dict[int, str],
     over: tuple[int, str],
-) -> Chart:
-    """Returns a chart. names: of the bins. labels: by index of the edge. over: (count, title) of a last bar beyond the
-    bins, if any."""
+) -> dict[str, Any]:
+    """Returns a chart, in SVG units. names: of the bins. labels: by index of the edge. over: (count, title) of a last
+    bar beyond the bins, if any."""
     highest = max(*histogram.counts, over[0])
     step = CHART_WIDTH / (len(names) + (1.5 if over[0] else 0))  # a gap before the last bar
 
-    def bar(x: float, count: int, title: str, is_over: bool = False) -> Bar:
+    def bar(x: float, count: int, title: str, is_over: bool = False) -> dict[str, Any]:
         height = round(max(2.0, CHART_HEIGHT * count / highest) if count else 0.0, 2)  # visible if not 0
-        return Bar(round(x + 1, 2), CHART_HEIGHT - height, round(step - 2, 2), height, title, is_over)
+        sizes = {"x": round(x + 1, 2), "y": CHART_HEIGHT - height, "width": round(step - 2, 2), "height": height}
+        return {**sizes, "title": title, "is_over": is_over}
 
     counted = enumerate(zip(histogram.counts, names, strict=True))
     bars = [bar(n * step, count, f"{name}: {count:,} examples") for n, (count, name) in counted]
@@ -208,27 +153,27 @@ def _chart(
     if over[0]:
         bars.append(bar(CHART_WIDTH - step, *over, is_over=True))
         ticks.append((CHART_WIDTH, "end", "over"))
-    return Chart(title, summary, bars, ticks, f"{highest:,}")
+    return {"title": title, "summary": summary, "bars": bars, "ticks": ticks, "highest": f"{highest:,}"}
 
 
 # --- examples
 
 
-def _page_example(view: DatasetView, example: Example, full: bool) -> PageExample:
+def _page_example(view: DatasetView, example: Example, full: bool) -> dict[str, Any]:
     names = sequence_names(view.recipe.objective.name, len(example.sequences))
     shared, sequences = example.shared_tokens, []
     for sequence, name in zip(example.sequences, names, strict=True):
-        tokens, left_out = tokens_of(sequence, view.tokenizer), 0
+        tokens, note, tail = tokens_of(sequence, view.tokenizer), "", Markup()
         if sequence.images:
-            begin, tail = with_pictures(tokens, sequence), Markup()
+            begin = with_pictures(tokens, sequence)
         else:
             (first, last), left_out = shortened(tokens, None if full else SHOWN_TOKENS)
             common = Markup('<span class="p">{}</span>').format(tokens_html(first[:shared])) if shared else Markup()
             begin, tail = common + tokens_html(first[shared:], shared), tokens_html(last, len(tokens) - len(last))
-        note = left_out_note(left_out) if left_out else ""
-        counts = len(tokens), sequence.num_targets
-        sequences.append(PageSequence(example.path, example.row, name, *counts, begin, note, tail))
-    return PageExample(sequences, shared, numbers_of(example, view.recipe.objective))
+            note = left_out_note(left_out) if left_out else ""
+        shown = {"path": example.path, "row": example.row, "name": name, "head": begin, "left_out": note, "tail": tail}
+        sequences.append({**shown, "tokens": len(tokens), "trained": sequence.num_targets})
+    return {"sequences": sequences, "shared": shared, "numbers": numbers_of(example, view.recipe.objective)}
 
 
 def with_pictures(tokens: Sequence[Token], sequence: TokenSequence) -> Markup:
@@ -255,12 +200,8 @@ def _packed_row(view: DatasetView, number: int, full: bool) -> dict[str, Any]:
     """Returns a packed sequence: its documents with their first token's offset, tokens used, attention work."""
     documents, start = [], 0
     for member in view.data.rows[number].tolist():
-        for shown in _page_example(view, view.data.examples[member], full).sequences:
+        for shown in _page_example(view, view.data.examples[member], full)["sequences"]:
             documents.append((start, shown))
-            start += shown.tokens
-    return {
-        "number": number,
-        "documents": documents,
-        "used": start,
-        "work": sum(shown.tokens**2 for _, shown in documents),
-    }
+            start += shown["tokens"]
+    work = sum(shown["tokens"] ** 2 for _, shown in documents)
+    return {"number": number, "documents": documents, "used": start, "work": work}
