@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _launched(recipe: Path, overrides: list[str] | None) -> Iterator[tuple[Recipe, StopRequest]]:
-    """Yields the recipe and the stop that signals request, after the imports of a run; then leaves the process group."""
+    """Yields the recipe and the stop that signals request, after the imports of a run; leaves the process group."""
     from finetune.training.signals import listening
 
     with listening() as stop:  # before the slow imports

@@ -38,9 +38,9 @@ def new(
     data = data or _answer("--data", "Data (file, folder, URL or dataset of the hub)")
     mode = mode or _answer("--mode", f"Mode ({', '.join(MODES)})", "lora")
     quiet_libraries()
-    from finetune.setup.new import Wanted, write_new
+    from finetune.setup.new import NewOptions, write_new
 
-    write_new(Wanted(model, data, mode, name, output), Console())
+    write_new(NewOptions(model, data, mode, name, output), Console())
 
 
 def _answer(option: str, question: str, default: str | None = None) -> str:

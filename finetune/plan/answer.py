@@ -17,8 +17,8 @@ from finetune.plan.search import (
     RESUME_S,
     SAVE_S,
     Choice,
-    Found,
     PlanRequest,
+    SearchResult,
     as_lines,
     cheapest,
     spot_loss,
@@ -117,7 +117,7 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
 # --- for people
 
 
-def show(console: Console, request: PlanRequest, choices: Sequence[Choice], founds: Sequence[Found]) -> None:
+def show(console: Console, request: PlanRequest, choices: Sequence[Choice], results: Sequence[SearchResult]) -> None:
     """Prints the table of the best choices, the reasons for the first, and the sources of the numbers."""
     recipe, rows, shape = request.recipe, request.rows, request.shapes[False]
     shown, first, more = choices[:SHOWN], choices[0], len(choices) - SHOWN
@@ -180,7 +180,7 @@ def show(console: Console, request: PlanRequest, choices: Sequence[Choice], foun
     notes += [*price_lines(request, first), *rests_on(request, choices)]
     # A line for each rule, with the configs that it forbids; they may differ in their sizes.
     forbidden: dict[str, tuple[list[str], str]] = {}
-    for name, rule in {name: rule for found in founds for name, rule in found.illegal.items()}.items():
+    for name, rule in {name: rule for result in results for name, rule in result.illegal.items()}.items():
         alike = name.split()[0] + re.sub(r"\d+", "", rule)
         forbidden.setdefault(alike, ([], rule))[0].append(name)
     notes += [f"not possible: {', '.join(names)}: {rule}" for names, rule in forbidden.values()]

@@ -23,7 +23,7 @@ from finetune.plan.answer import as_dicts, price_lines, rests_on, show
 from finetune.plan.finished_runs import speeds_here
 from finetune.plan.lengths import Lengths, RowFacts, read_lengths, widest
 from finetune.plan.memory_page import write_page
-from finetune.plan.search import Choice, Found, PlanRequest, as_lines, best, changed, drops, search, value_of
+from finetune.plan.search import Choice, PlanRequest, SearchResult, as_lines, best, changed, drops, search, value_of
 from finetune.plan.shapes import shapes_of as weights_of
 from finetune.plan.speed import Shape
 from finetune.plan.tables import Machines, parse_machines, read_prices, shapes_source, shipped_config
@@ -77,11 +77,11 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
     if options.sweep or options.memory:
         what_if(path, overrides, options, console)
         return []
-    request, choices, founds = plan(path, overrides, options)
+    request, choices, results = plan(path, overrides, options)
     if options.as_json:
         print(json.dumps(as_dicts(request, choices), indent=1))
     else:
-        show(console, request, choices, founds)
+        show(console, request, choices, results)
     notes: list[str] = []
     if options.html:
         lines = [f"lengths: {request.rows.source}", *price_lines(request, choices[0]), *rests_on(request, choices)]
@@ -94,17 +94,19 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
     return choices
 
 
-def plan(path: Path, overrides: Sequence[str], options: PlanOptions) -> tuple[PlanRequest, list[Choice], list[Found]]:
+def plan(
+    path: Path, overrides: Sequence[str], options: PlanOptions
+) -> tuple[PlanRequest, list[Choice], list[SearchResult]]:
     """Returns the request, the choices in order of rank, and the result of the search on each kind of devices. Raises
     UserError."""
     machines = machines_of(options)
     request = ask(load_recipe(path, overrides), str(path), options, machines)
-    founds = [search(request, one, speeds_here(request.recipe, one, request.hardware)) for one in machines]
-    choices = ranked([choice for found in founds for choice in found.choices], options)
+    results = [search(request, one, speeds_here(request.recipe, one, request.hardware)) for one in machines]
+    choices = ranked([choice for result in results for choice in result.choices], options)
     if not choices:
-        rules = "\n".join(f"  {name}: {rule}" for found in founds for name, rule in found.illegal.items())
+        rules = "\n".join(f"  {name}: {rule}" for result in results for name, rule in result.illegal.items())
         raise UserError(f"{path}: no config can run it on {', '.join(options.on)}:\n{rules}")
-    return request, choices, founds
+    return request, choices, results
 
 
 def machines_of(options: PlanOptions) -> list[Machines]:
@@ -207,9 +209,9 @@ def what_if(path: Path, overrides: Sequence[str], options: PlanOptions, console:
         key, values = values_of(options.sweep)
         for value in values:
             request = ask(load_recipe(path, [*overrides, f"{key}={value}"]), str(path), options, machines)
-            founds = [search(request, one, speeds_here(request.recipe, one, request.hardware)) for one in machines]
-            choices = [choice for found in founds for choice in found.choices]
-            rules = dict.fromkeys(rule for found in founds for rule in found.illegal.values())
+            results = [search(request, one, speeds_here(request.recipe, one, request.hardware)) for one in machines]
+            choices = [choice for result in results for choice in result.choices]
+            rules = dict.fromkeys(rule for result in results for rule in result.illegal.values())
             refusal = {"why": f"{key}: {value}: " + "; ".join(rules)}
             lines.append({key: value, **(as_dicts(request, [best(choices)])[0] if choices else refusal)})
         fitting = [line[key] for line in lines if line.get("verdict") == "fits"]

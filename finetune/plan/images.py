@@ -70,8 +70,8 @@ class KnownIntegers(TorchDispatchMode):
         if not tensors:
             out = func(*args, **named)
             counts = func.overloadpacket in (torch.ops.aten.arange, torch.ops.aten.linspace)
-            known = isinstance(out, Tensor) and (counts or not out.is_floating_point()) and out.numel() < _LARGE
-            return _with_values(func, args, named) if known else out
+            has_values = isinstance(out, Tensor) and (counts or not out.is_floating_point()) and out.numel() < _LARGE
+            return _with_values(func, args, named) if has_values else out
         if func is torch.ops.aten.eq.Scalar:
             with _disable_current_modes():
                 return torch.zeros((), dtype=torch.bool).expand(args[0].shape)

@@ -44,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the fullest rank."""
+    """Memory of the fullest rank."""
 
     rank: int
     phases: dict[str, int]  # bytes of tensors on the device at the peak of each
@@ -74,8 +74,8 @@ def estimate_memory(
     """
     memories, costs = list[Memory](), costs_at(recipe, config, place.launch, place.device)
     # Bytes in the host's memory after the run: rank 0's while it writes the result (`export/result.py`), and those of
-    # `merge`, which adds up and compares tensor by tensor: three times the largest one in fp32 (the run's, what is
-    # added to it, the file's), or the whole model if it is small enough to be loaded whole.
+    # `merge`, which adds up and compares tensor by tensor: three times the largest one in fp32 (the base's, its
+    # update, the file's), or the whole model if it is small enough to be loaded whole.
     weights = shapes_of(recipe, config).weights
     if recipe.mode == "full":
         saved = sum(weight.numel for weight in weights) * dtypes(recipe).frozen.itemsize

@@ -152,7 +152,10 @@ class OperatorCounter:
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
     """Returns the tensors among values and in their lists, without those of other containers."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
-        found += [value] if isinstance(value, Tensor) else _tensors(value) if isinstance(value, list | tuple) else []
-    return found
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += _tensors(value)
+    return tensors

@@ -108,7 +108,7 @@ class Choice:
 
 
 @dataclass
-class Found:
+class SearchResult:
     choices: list[Choice] = field(default_factory=list)
     illegal: dict[str, str] = field(default_factory=dict)  # config and sizes, and the rule
 
@@ -147,12 +147,12 @@ def launches(machines: Machines) -> Iterator[Launch]:
                 yield Launch(read.kind, processes, str(path), config)
 
 
-def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, widely: bool = True) -> Found:
+def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, widely: bool = True) -> SearchResult:
     """Returns the best legal choice of every config and size, and the rules that forbid the others.
 
     widely: tries other rows per device and recomputation as well, if they could help.
     """
-    found, places = Found(), list(launches(machines))
+    result, places = SearchResult(), list(launches(machines))
     console = Console(stderr=True)
     for launch in track(places, machines.name, console=console, transient=True, disable=not console.is_terminal):
         try:
@@ -163,14 +163,14 @@ def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, wide
             # A message of `check` has a heading.
             lines = [line.strip() for line in str(error).splitlines()]
             rule = lines[1] if len(lines) > 1 else lines[0].partition(": ")[2] or lines[0]
-            found.illegal[f"{launch.where}{size}"] = rule
+            result.illegal[f"{launch.where}{size}"] = rule
             continue
         choices = [own]
         for changes in _other_keys(request, own) if widely else ():
             with contextlib.suppress(UserError):
                 choices.append(evaluate(request, launch, machines, speeds, changes))
-        found.choices.append(best(choices))
-    return found
+        result.choices.append(best(choices))
+    return result
 
 
 def _other_keys(request: PlanRequest, own: Choice) -> list[dict[str, Any]]:
@@ -190,7 +190,7 @@ def _other_keys(request: PlanRequest, own: Choice) -> list[dict[str, Any]]:
 
 
 def drops(recipe: Recipe, config: PretrainedConfig) -> bool:
-    """Whether there is dropout, which is drawn in each forward: rows per device would change the result."""
+    """Returns whether dropout is drawn in each forward, so that rows per device change the result."""
     return bool(recipe.lora and recipe.lora.dropout) or any(True for _ in active_dropouts(config))
 
 
@@ -236,8 +236,8 @@ def evaluate(
     step = None
     if speeds is not None and not memory.at_least:
         shape = request.shapes[recipe.train.activation_checkpointing is True]
-        where = (launch, machines, request.hardware, request.rows, batch)
-        step = Job(recipe, request.config, shape, *where, speeds, micro_batches).time()
+        place = (launch, machines, request.hardware, request.rows, batch)
+        step = Job(recipe, request.config, shape, *place, speeds, micro_batches).time()
     tokens = request.rows.tokens_per_row * recipe.batch.rows
     steps = run_length(recipe, request.rows.rows)[0] if request.rows.rows or recipe.train.max_steps else None
     hours = step.seconds * steps / 3600 if step and steps else None

@@ -159,8 +159,8 @@ class Speeds:
         return smaller[1] + share * (larger[1] - smaller[1])
 
     def moving(self, work: Work) -> float:
-        """Returns the seconds in which operators read and write. Those of products are hidden by their arithmetic where
-        a device has many cores; a CPU's core waits for the weights."""
+        """Returns the seconds in which operators read and write. The arithmetic of products hides theirs on a device
+        with many cores; a CPU's core waits for the weights."""
         sizes = work.moved if self.beside_host else (*work.moved, *work.multiplied)
         return sum(size * count / self.bandwidth(size) for size, count in sizes if size)
 

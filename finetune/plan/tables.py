@@ -37,7 +37,7 @@ Amount = Annotated[tuple[float, str], BeforeValidator(parse_amount)]
 
 
 class Price(Section):
-    """Of one device; (amount, currency) for an hour."""
+    """Prices of one device; (amount, currency) for an hour."""
 
     device: Text
     provider: Text
@@ -97,10 +97,10 @@ def parse_machines(text: str, machines: int, hardware: Hardware) -> Machines:
         raise UserError(f"--on {text}: {count} devices on {machines} machines: expected 1 to {MAX_DEVICES:,} in all")
     if name.lower() == CPU:
         return Machines(this_machine(), CPU, count, machines)
-    known = {other.lower(): key for key, device in hardware.devices.items() for other in (key, *device.also)}
-    if (key := known.get(name.lower())) is None:
-        close = difflib.get_close_matches(name.lower(), known, n=3)
-        hint = f"did you mean {' or '.join(dict.fromkeys(known[one] for one in close))}? " if close else ""
+    keys = {other.lower(): key for key, device in hardware.devices.items() for other in (key, *device.also)}
+    if (key := keys.get(name.lower())) is None:
+        close = difflib.get_close_matches(name.lower(), keys, n=3)
+        hint = f"did you mean {' or '.join(dict.fromkeys(keys[one] for one in close))}? " if close else ""
         raise UserError(
             f"--on {text}: no device {name!r}. {hint}Known: {', '.join(hardware.devices)}, {CPU}; others go into "
             "hardware.yaml (docs/reference/plan.md)"

@@ -65,21 +65,22 @@ def check_recipe(
     report = CheckReport(str(path))
     try:
         recipe = load_recipe(path, overrides)
+        if recipe_only and not (config_file or num_processes):
+            return report
         from finetune.engine.compatibility import check_launch  # slow imports, after a recipe that loads
         from finetune.engine.launch import Launch, read_config_file
 
         launch = Launch("replicated", num_processes or 1)
         if config_file:
             launch = read_config_file(str(config_file), num_processes)
-        micro_batches = None
-        if not recipe_only:
+        if recipe_only:  # rules that do not depend on the model
+            micro_batches = check_launch(recipe, str(path), launch)
+        else:
             prepared = _check_run(recipe, path, launch, report)
             micro_batches = prepared.micro_batches
             if config_file:
                 _report_memory(prepared, report)
-        elif config_file or num_processes:  # rules that do not depend on the model
-            micro_batches = check_launch(recipe, str(path), launch)
-        if micro_batches is not None and (config_file or num_processes):
+        if config_file or num_processes:
             _report_launch(recipe, launch, micro_batches, report)
     except UserError as error:
         report.error = str(error)

@@ -42,7 +42,7 @@ from finetune.utils import write_atomically
 
 
 @dataclass(frozen=True)
-class Wanted:
+class NewOptions:
     """Options or answers of the user."""
 
     model: str  # hub id or local folder
@@ -56,7 +56,7 @@ class Wanted:
 class NewRecipe:
     """Contents of the new recipe."""
 
-    wanted: Wanted
+    options: NewOptions
     name: str
     path: Path
     base: Path
@@ -67,21 +67,21 @@ class NewRecipe:
     parameters: int | None  # number of the model's parameters; None: unknown
 
 
-def write_new(wanted: Wanted, console: Console) -> Path:
+def write_new(options: NewOptions, console: Console) -> Path:
     """Writes the recipe, shows its reasons and the next commands; returns its path. Raises UserError."""
-    if wanted.mode not in MODES:
-        raise UserError(f"--mode {wanted.mode}: expected {', '.join(MODES)}")
-    stem = Path(wanted.data.rstrip("/")).name.split(".")[0]
-    name = wanted.name or f"{re.sub('[^A-Za-z0-9]+', '-', stem).strip('-') or 'run'}-{wanted.mode}"
+    if options.mode not in MODES:
+        raise UserError(f"--mode {options.mode}: expected {', '.join(MODES)}")
+    stem = Path(options.data.rstrip("/")).name.split(".")[0]
+    name = options.name or f"{re.sub('[^A-Za-z0-9]+', '-', stem).strip('-') or 'run'}-{options.mode}"
     if not re.fullmatch(RUN_NAME.strip("^$"), name):
         raise UserError(f"--name {name}: expected letters, digits, `.`, `_` and `-`, and a letter or digit first")
-    path = wanted.output or Path(f"{name}.yaml")
+    path = options.output or Path(f"{name}.yaml")
     if path.exists():
         raise UserError(f"{path} exists already and is left as it is: give another --output or --name, or remove it")
-    base = _base_folder(path.parent) / f"{wanted.mode}.yaml"
-    rows = read_source(wanted.data)
+    base = _base_folder(path.parent) / f"{options.mode}.yaml"
+    rows = read_source(options.data)
     rows.check_labels()
-    model = Model(name=wanted.model)
+    model = Model(name=options.model)
     tokenizer, problem = _tokenizer(model)
     template = chat_template(rows, tokenizer)
     context = parameters = None
@@ -92,7 +92,7 @@ def write_new(wanted: Wanted, console: Console) -> Path:
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
         parameters = sum(parameter.numel() for parameter in without_weights(config).parameters())
     fit = fit_rows(lengths, rows, min(context or LONGEST, LONGEST))
-    recipe = NewRecipe(wanted, name, path, base, rows, lengths, fit, template, parameters)
+    recipe = NewRecipe(options, name, path, base, rows, lengths, fit, template, parameters)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, recipe_text(recipe))
     try:
@@ -136,13 +136,13 @@ def _tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase | None, str]:
 
 def recipe_text(recipe: NewRecipe) -> str:
     """Returns the recipe with its reasons as comments."""
-    wanted, rows, lengths, fit = recipe.wanted, recipe.rows, recipe.lengths, recipe.fit
-    lr, reason = _learning_rate(wanted.mode, rows.objective, recipe.parameters)
+    options, rows, lengths, fit = recipe.options, recipe.rows, recipe.lengths, recipe.fit
+    lr, reason = _learning_rate(options.mode, rows.objective, recipe.parameters)
     is_near = recipe.base.parents[2] in recipe.path.resolve().parents  # else it is in another repository, or in none
     extends = Path(os.path.relpath(recipe.base, recipe.path.parent) if is_near else recipe.base)
     schema = (extends.parents[1] / "recipe.schema.json").as_posix()
     about = "about " if lengths.is_estimate or not rows.is_all else ""
-    model = {"name": wanted.model} | ({"chat_template": recipe.template} if recipe.template else {})
+    model = {"name": options.model} | ({"chat_template": recipe.template} if recipe.template else {})
     train: dict[str, Any] = {"epochs": fit.epochs}
     if recipe.parameters is not None and recipe.parameters < 10**9:
         train["activation_checkpointing"] = False
@@ -152,7 +152,7 @@ def recipe_text(recipe: NewRecipe) -> str:
     lines = [
         f"# yaml-language-server: $schema={schema}",
         "#",
-        f"# {wanted.model} on {wanted.data} ({wanted.mode}).",
+        f"# {options.model} on {options.data} ({options.mode}).",
         f"# Written by `python -m finetune new` for {'' if rows.is_all else 'about '}{rows.count:,} rows of "
         f"{about}{lengths.total:,} tokens.",
         "#",
@@ -161,8 +161,8 @@ def recipe_text(recipe: NewRecipe) -> str:
         f"extends: {_flow(extends.as_posix())}",
         f"run: {_flow({'name': recipe.name})}",
         f"model: {_flow(model)}" + ("  # the tokenizer has no chat template" if recipe.template else ""),
-        *_data_lines(wanted, rows, lengths, fit, about),
-        *_objective_lines(rows, wanted.mode),
+        *_data_lines(options, rows, lengths, fit, about),
+        *_objective_lines(rows, options.mode),
         f"batch: {{rows: {fit.rows}, rows_per_device: 1}}  # of about {fit.sequences:,} sequences; for "
         + processes.get(fit.rows, "1, 2, 4 or 8 processes"),
         f"optimizer: {{lr: {rate}}}" + (f"  # {reason}" if reason else ""),
@@ -194,8 +194,8 @@ def _learning_rate(mode: str, objective: str, parameters: int | None) -> tuple[f
     return 2e-5, "Llama 2, section 3.1, https://arxiv.org/abs/2307.09288"
 
 
-def _data_lines(wanted: Wanted, rows: RowsFound, lengths: ExampleLengths, fit: Fit, about: str) -> list[str]:
-    source: dict[str, Any] = {"path": wanted.data, "format": rows.format}
+def _data_lines(options: NewOptions, rows: RowsFound, lengths: ExampleLengths, fit: Fit, about: str) -> list[str]:
+    source: dict[str, Any] = {"path": options.data, "format": rows.format}
     source |= {"columns": rows.columns} if rows.columns else {}
     held_out = "  eval: []  # too few rows to hold some out"
     if fit.held_out:
@@ -260,7 +260,7 @@ def _show(recipe: NewRecipe, problem: str, console: Console) -> None:
     notes = [f"{len(rows.bad):,} rows cannot be read, such as {rows.bad[0]}"] if rows.bad else []
     if problem:
         estimate = f"lengths are estimated from characters, {CHARACTERS_PER_TOKEN} a token"
-        notes.insert(0, f"{recipe.wanted.model}: {problem}; {estimate}. `check` counts them once the model is there")
+        notes.insert(0, f"{recipe.options.model}: {problem}; {estimate}. `check` counts them once the model is there")
     path, question = shlex.quote(str(recipe.path)), _question(rows)
     use = f"generate runs/{recipe.name} {shlex.quote(question or 'Once upon a time')}"
     if rows.objective == "classify":

@@ -54,7 +54,7 @@ def print_examples(console: Console, view: DatasetView, chosen: Iterable[int], l
         texts = [render_rich(one, view.tokenizer, look, example.shared_tokens) for one in example.sequences]
         content = texts[0] if len(texts) == 1 else _side_by_side(view, example, texts, console.width)
         console.print(Panel(content, title=Text(title), title_align="left"))
-    marks = "  ⏎ newline, ⇥ tab, · trailing space in supervised text, ⟫ end of what a pair shares"
+    marks = "  ⏎ newline, ⇥ tab, · trailing space in supervised text, ⟫ end of the tokens that a pair shares"
     words = (("supervised", "bold green"), "  ", ("context", "dim"), "  ", ("special token", "magenta"))
     if shown and look.colour:
         console.print(Text.assemble(*words).append(marks, style="dim"))

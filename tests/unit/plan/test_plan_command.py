@@ -32,7 +32,7 @@ from finetune.plan.command import (
 )
 from finetune.plan.memory import Place, estimate_memory
 from finetune.plan.memory_page import write_page
-from finetune.plan.search import Choice, Found, launches, spot_loss, verdict
+from finetune.plan.search import Choice, SearchResult, launches, spot_loss, verdict
 from finetune.plan.tables import parse_machines, read_prices
 from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
@@ -80,7 +80,7 @@ def test_for_people_in_eighty_columns(found: tuple[PlanRequest, list[Choice]]) -
     for shown in ([changed, *choices[1:]], [changed, elsewhere, *choices[2:]]):
         console = Console(file=io.StringIO(), width=80)
         illegal = {f"ep (ep_size {n})": f"`ep_size: {n}`: no experts" for n in (2, 4)} | {"pp (pp_size 2)": "too few"}
-        show(console, request, shown, [Found([], illegal)])
+        show(console, request, shown, [SearchResult([], illegal)])
         lines = console.file.getvalue().splitlines()
         heading = next(i for i, line in enumerate(lines) if line.startswith("config"))
         table = [line.split() for line in lines[heading + 1 : heading + 1 + min(SHOWN, len(shown))]]
