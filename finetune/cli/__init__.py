@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from finetune.cli import finished, launched, recipes
 from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, unforeseen
-from finetune.startup import is_verbose, verbose_libraries
+from finetune.startup import is_verbose, quiet_libraries, verbose_libraries
 
 app = typer.Typer(
     help="Fine-tune language models: the recipe fixes the maths, the accelerate config only decides where it runs.",
@@ -32,7 +32,8 @@ _VERBOSE = ("-v", "--verbose")
 
 
 class Command(TyperCommand):
-    """A command that takes -v after its name as well, and whose help is filled to the terminal's width."""
+    """A command with quiet libraries, that takes -v after its name as well, and fills its help to the terminal's
+    width."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -42,6 +43,10 @@ class Command(TyperCommand):
         if set(_VERBOSE) & set(args):
             verbose_libraries()
         return super().parse_args(ctx, [word for word in args if word not in _VERBOSE])
+
+    def invoke(self, ctx: Any) -> Any:
+        quiet_libraries()  # before the command imports them
+        return super().invoke(ctx)
 
 
 def _show_version(show: bool) -> None:

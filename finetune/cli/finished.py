@@ -15,7 +15,6 @@ from finetune.cli.options import AsJson, BaseModel, RunDir, ServedModel, ServerU
 from finetune.errors import UserError
 from finetune.export.formats import EIGHT_BITS, EXPORTS, ExportOptions
 from finetune.inference.sampling import Sampling
-from finetune.startup import quiet_libraries
 
 _ANSWER, _IN_CHAT = Sampling(), Sampling(max_new_tokens=1024)
 
@@ -51,7 +50,6 @@ def generate(
         raise UserError("generate: give prompts, or --input with a file of them")
     if rows is not None and images:
         raise UserError("generate: --image is for prompts; rows of --input name their pictures, as rows of data do")
-    quiet_libraries()
     from finetune.inference.answering import answer_file, answer_prompts
 
     if rows is None or output is None:
@@ -88,7 +86,6 @@ def chat(
         chat_with_server(url, model, sampling, system)
     else:
         assert run_dir is not None
-        quiet_libraries()
         from finetune.inference.answering import chat_with
 
         chat_with(run_dir, sampling, system)
@@ -116,7 +113,6 @@ def serve(
         if not sign or "/" in name:  # a path with `=` in it
             name, path = Path(run).resolve().name, run
         named.append((name or Path(path).resolve().name, Path(path)))
-    quiet_libraries()
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
@@ -139,7 +135,6 @@ def score(
 
     Example: [bold]python -m finetune score runs/reward --data pairs.jsonl --output scores.jsonl[/bold]
     """
-    quiet_libraries()
     from finetune.inference.score import score_file, show_metrics, source_of
 
     metrics = score_file(run_dir, source_of(data, format, limit), output, Console(stderr=True))
@@ -171,7 +166,6 @@ def merge(
 
     Example: [bold]python -m finetune merge runs/quickstart-lora[/bold]
     """
-    quiet_libraries()
     from finetune.export.combine import combination
     from finetune.export.commands import merge_adapter, merge_several
 
@@ -228,7 +222,6 @@ def export(
 
     Example: [bold]python -m finetune export runs/quickstart-lora --to hf --step best -o my-model[/bold]
     """
-    quiet_libraries()
     from finetune.export.commands import export_run
 
     exported = export_run(
@@ -262,7 +255,6 @@ def verify(
         raise UserError("verify: give an exported folder, or --url of a server")
     if model is not None and url is None:
         raise UserError("verify: --model requires --url")
-    quiet_libraries()
     from finetune.export.commands import verify_run
     from finetune.export.trained import find_trained
     from finetune.inference.live import verify_url
@@ -292,7 +284,6 @@ def upload(
 
     Example: [bold]python -m finetune upload runs/quickstart-lora --to my-org/my-model[/bold]
     """
-    quiet_libraries()
     from finetune.export.upload import upload as send
 
     def agrees() -> None:
@@ -324,7 +315,6 @@ def evaluate(
 
     Example: [bold]python -m finetune evaluate runs/gsm8k-full --tasks gsm8k_local --task-folder tasks[/bold]
     """
-    quiet_libraries()
     from finetune.inference.evaluate import EvaluateOptions, evaluate_runs
 
     options = EvaluateOptions(tuple(tasks.split(",")), task_folder, limit, fewshot, batch_size, base, step)
@@ -368,7 +358,6 @@ def checkpoints(
 
     Example: [bold]python -m finetune checkpoints runs/quickstart-full --verify[/bold]
     """
-    quiet_libraries()
     from finetune.checkpoints.folder import describe_checkpoints, show_checkpoints
 
     entries = describe_checkpoints(run_dir, verify)

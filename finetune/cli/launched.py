@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from finetune.cli.options import AsJson, ConfigFile, Overrides, RecipePath
-from finetune.startup import growing_segments, large_pages, quiet_libraries
+from finetune.startup import growing_segments, large_pages
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
@@ -30,7 +30,6 @@ def _launched(recipe: Path, overrides: list[str] | None) -> Iterator[tuple[Recip
         loaded = load_recipe(recipe, overrides or ())
         large_pages()
         growing_segments()
-        quiet_libraries()
         import finetune.training.run  # noqa: F401  (both commands import it)
         from finetune.engine.start import abort_on_crash, leave_group
 
@@ -90,7 +89,6 @@ def launch(
     """
     from finetune.training.launcher import launch as run
 
-    quiet_libraries()
     raise SystemExit(run(words, config_file, num_processes))
 
 
@@ -105,7 +103,6 @@ def doctor(
     Example: [bold]accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4
     -m finetune doctor[/bold]
     """
-    quiet_libraries()
     from finetune.doctor.advice import advice, show_diagnosis
     from finetune.doctor.diagnosis import diagnose
     from finetune.engine.links import join_group

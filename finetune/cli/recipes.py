@@ -13,7 +13,6 @@ from rich.console import Console
 
 from finetune.cli.options import AsJson, Overrides, RecipePath
 from finetune.errors import UserError
-from finetune.startup import quiet_libraries
 
 
 def new(
@@ -37,7 +36,6 @@ def new(
     model = model or _answer("--model", "Model (hub id or folder)")
     data = data or _answer("--data", "Data (file, folder, URL or dataset of the hub)")
     mode = mode or _answer("--mode", f"Mode ({', '.join(MODES)})", "lora")
-    quiet_libraries()
     from finetune.setup.new import NewOptions, write_new
 
     write_new(NewOptions(model, data, mode, name, output), Console())
@@ -67,7 +65,6 @@ def check(
     Example: [bold]python -m finetune check recipes/quickstart/full.yaml
     --config-file accelerate_configs/fsdp2.yaml --num-processes 4[/bold]
     """
-    quiet_libraries()
     from finetune.setup.check import check_folder, check_recipe
 
     if recipe.is_dir():
@@ -127,7 +124,6 @@ def plan(
     Compare predictions with finished runs: [bold]python -m finetune plan --report runs/*[/bold]
     """
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
-    quiet_libraries()
     from finetune.plan.command import PlanOptions, run
 
     if report:
@@ -171,7 +167,6 @@ def inspect(
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    quiet_libraries()
     from finetune.view.inspect import InspectOptions, inspect
 
     options = InspectOptions(rows, tuple(row or ()), packed, on_eval, totals, tokens, full, html, as_json)
@@ -189,7 +184,6 @@ def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = F
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    quiet_libraries()
     from finetune.setup.prepare_data import prepare as run
     from finetune.setup.prepare_data import show_prepared
 
@@ -205,7 +199,6 @@ def list_cache(as_json: AsJson = False) -> None:
 
     Example: [bold]python -m finetune cache list[/bold]
     """
-    quiet_libraries()
     from finetune.data.cache_entries import list_entries
     from finetune.data.token_cache import entries_folder
     from finetune.setup.prepare_data import show_entries
@@ -228,7 +221,6 @@ def clean_cache(
 
     Example: [bold]python -m finetune cache clean --older-than 14d[/bold]
     """
-    quiet_libraries()
     from finetune.data.cache_entries import age_in_seconds, list_entries, not_used_for, remove
     from finetune.data.token_cache import entries_folder
     from finetune.setup.prepare_data import show_entries

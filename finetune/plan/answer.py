@@ -119,39 +119,17 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
 
 def show(console: Console, request: PlanRequest, choices: Sequence[Choice], results: Sequence[SearchResult]) -> None:
     """Prints the table of the best choices, the reasons for the first, and the sources of the numbers."""
-    recipe, rows, shape = request.recipe, request.rows, request.shapes[False]
-    shown, first, more = choices[:SHOWN], choices[0], len(choices) - SHOWN
-    lines = [
-        f"{request.path}: {shape.parameters:,} parameters, {shape.trained:,} trained",
-        f"shapes: {request.shapes_from}",
-        f"lengths: {rows.source}",
-        f"a step: {recipe.batch.rows} rows, {rows.tokens_per_row * recipe.batch.rows:,.0f} tokens, "
-        f"{rows.supervised_share:.0%} supervised; longest row {sum(rows.heaviest):,} tokens",
-    ]
-    if rows.rows is None and recipe.train.max_steps is None:
-        lines.append("steps: not known without the data; hours and price of the run neither")
-    else:
-        steps = run_length(recipe, rows.rows)[0]
-        warmup = recipe.schedule.warmup(steps)
-        lines.append(f"steps: {steps:,}, of which {warmup:,} ({warmup / max(1, steps):.0%}) warm up")
-        if steps < FEW_STEPS:
-            lines.append(
-                f"note: only {steps} steps, and below about {FEW_STEPS} a run learns little: a smaller batch.rows"
-            )
-    # Devices and changed keys that all choices have stand above the table.
-    devices = {one.machines.name for one in shown}
-    lines += [f"on {name}" for name in devices if len(devices) == 1]
-    lines += [f"all with {line}" for line in as_lines({k: v for k, v in first.changes.items() if _all_have(shown, k)})]
-    for line in lines:
-        print_line(console, line, highlight=False, markup=False)
-    # The letter that stands in the table for each other changed key.
+    shown, first = choices[:SHOWN], choices[0]
+    # The letter that stands in the table for each changed key that not all choices have.
     changed = dict.fromkeys(line for one in shown for line in _own_changes(one, shown))
     letters = dict(zip(changed, string.ascii_lowercase, strict=False))
+    for line in _heading(request, shown):
+        print_line(console, line, highlight=False, markup=False)
     console.print(_table(shown, letters))
     sizes = {one.config: re.sub(r" \d+", "", one.sizes) for one in shown if one.sizes}
     notes = [f"sizes: {', '.join(f'{config} {names}' for config, names in sizes.items())}"] if sizes else []
     notes += [f"with {letter}: {line}" for line, letter in letters.items()]
-    notes += [f"{more} more with --json"] if more > 0 else []
+    notes += [f"{len(choices) - SHOWN} more with --json"] if len(choices) > SHOWN else []
     for line in notes:
         print_line(console, line, highlight=False, markup=False, style="dim")
     print_line(console, f"\n[bold]{first.name}[/bold]: {escape(why(request, first))}", highlight=False)
@@ -168,24 +146,53 @@ def show(console: Console, request: PlanRequest, choices: Sequence[Choice], resu
         pictures.append(_bars(f"a step, {step.seconds:.3g} s", times))
     grid = Table.grid(padding=(0, 3, 0, 0))
     grid.add_row(*pictures)
-    console.print()
-    console.print(grid)
-    console.print()
-    memory, notes = first.memory, []
+    console.print("", grid, "", sep="\n")
+    notes = [*_host_notes(first), *price_lines(request, first), *rests_on(request, choices), *_forbidden(results)]
+    for line in notes:
+        print_line(console, line, highlight=False, markup=False, style="dim")
+
+
+def _heading(request: PlanRequest, choices: Sequence[Choice]) -> list[str]:
+    """Returns facts of the run, then devices and changed keys that all choices have."""
+    recipe, rows, shape = request.recipe, request.rows, request.shapes[False]
+    lines = [
+        f"{request.path}: {shape.parameters:,} parameters, {shape.trained:,} trained",
+        f"shapes: {request.shapes_from}",
+        f"lengths: {rows.source}",
+        f"a step: {recipe.batch.rows} rows, {rows.tokens_per_row * recipe.batch.rows:,.0f} tokens, "
+        f"{rows.supervised_share:.0%} supervised; longest row {sum(rows.heaviest):,} tokens",
+    ]
+    if rows.rows is None and recipe.train.max_steps is None:
+        lines.append("steps: not known without the data; hours and price of the run neither")
+    else:
+        steps = run_length(recipe, rows.rows)[0]
+        warmup = recipe.schedule.warmup(steps)
+        lines.append(f"steps: {steps:,}, of which {warmup:,} ({warmup / max(1, steps):.0%}) warm up")
+        if steps < FEW_STEPS:
+            few = f"only {steps} steps, and below about {FEW_STEPS} a run learns little"
+            lines.append(f"note: {few}: a smaller batch.rows")
+    devices = {one.machines.name for one in choices}
+    lines += [f"on {name}" for name in devices if len(devices) == 1]
+    shared = {key: value for key, value in choices[0].changes.items() if _all_have(choices, key)}
+    return [*lines, *(f"all with {line}" for line in as_lines(shared))]
+
+
+def _host_notes(one: Choice) -> list[str]:
+    memory, notes = one.memory, []
     if memory.host or memory.disk:
         host, disk = memory.host / GIB, memory.disk / GIB
         notes.append(f"of each machine: {host:.1f} GiB of host memory, {disk:.1f} of disk")
     after = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.after.items())
-    notes.append(f"in host memory after the steps, GiB of tensors of one process: {after}")
-    notes += [*price_lines(request, first), *rests_on(request, choices)]
-    # A line for each rule, with the configs that it forbids; they may differ in their sizes.
-    forbidden: dict[str, tuple[list[str], str]] = {}
+    return [*notes, f"in host memory after the steps, GiB of tensors of one process: {after}"]
+
+
+def _forbidden(results: Sequence[SearchResult]) -> list[str]:
+    """Returns a line for each rule, with the configs that it forbids; they may differ in their sizes."""
+    lines: dict[str, tuple[list[str], str]] = {}
     for name, rule in {name: rule for result in results for name, rule in result.illegal.items()}.items():
         alike = name.split()[0] + re.sub(r"\d+", "", rule)
-        forbidden.setdefault(alike, ([], rule))[0].append(name)
-    notes += [f"not possible: {', '.join(names)}: {rule}" for names, rule in forbidden.values()]
-    for line in notes:
-        print_line(console, line, highlight=False, markup=False, style="dim")
+        lines.setdefault(alike, ([], rule))[0].append(name)
+    return [f"not possible: {', '.join(names)}: {rule}" for names, rule in lines.values()]
 
 
 def _all_have(choices: Sequence[Choice], key: str) -> bool:
