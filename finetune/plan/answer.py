@@ -146,7 +146,9 @@ def show(console: Console, request: PlanRequest, choices: Sequence[Choice], resu
         pictures.append(_bars(f"a step, {step.seconds:.3g} s", times))
     grid = Table.grid(padding=(0, 3, 0, 0))
     grid.add_row(*pictures)
-    console.print("", grid, "", sep="\n")
+    console.print()
+    console.print(grid)
+    console.print()
     notes = [*_host_notes(first), *price_lines(request, first), *rests_on(request, choices), *_forbidden(results)]
     for line in notes:
         print_line(console, line, highlight=False, markup=False, style="dim")

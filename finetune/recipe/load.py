@@ -133,7 +133,7 @@ def _key(loc: tuple[str | int, ...], kind: str, values: Any) -> Key:
         keys = range(len(values)) if isinstance(values, list) else values if isinstance(values, dict) else ()
         if part in keys:
             key = (*key, part)
-            values = values[part]
+            values = _value_at(values, (part,))
         elif kind == "missing" and i == len(loc) - 1 and isinstance(part, str):
             key = (*key, part)
     return key

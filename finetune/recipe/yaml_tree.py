@@ -106,8 +106,12 @@ for _classes, _kinds in (((_YamlLoader,), _WORDS), ((_YamlLoader, _Dumper), _NUM
             _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
-# `010` is ten; PyYAML's own constructor reads eight.
-_YamlLoader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
+def _decimal(loader: _YamlLoader, node: yaml.ScalarNode) -> int:
+    """Reads `010` as ten; PyYAML's own constructor reads eight."""
+    return int(loader.construct_scalar(node))
+
+
+_YamlLoader.add_constructor("tag:yaml.org,2002:int", _decimal)
 
 
 def dump(values: dict[str, Any]) -> str:
