@@ -1,6 +1,6 @@
-"""The command line: the table of commands, their shared behaviour, and what becomes of an error.
+"""The command line: the table of commands, their shared behaviour, and the exit status of errors.
 
-Commands are in `launched` (on the processes of a launch), `recipes` (before a run) and `finished` (on what a run left).
+Commands are in `launched` (on the processes of a launch), `recipes` (before a run) and `finished` (on finished runs).
 Heavy modules are imported by the command that needs them, so that `--help` is instant.
 """
 
@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from finetune.cli import finished, launched, recipes
 from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, unforeseen
-from finetune.startup import is_verbose, verbose_libraries
+from finetune.startup import is_verbose, quiet_libraries, verbose_libraries
 
 app = typer.Typer(
     help="Fine-tune language models: the recipe fixes the maths, the accelerate config only decides where it runs.",
@@ -32,7 +32,8 @@ _VERBOSE = ("-v", "--verbose")
 
 
 class Command(TyperCommand):
-    """A command that takes -v after its name as well, and whose help is filled to the terminal's width."""
+    """A command with quiet libraries, that takes -v after its name as well, and fills its help to the terminal's
+    width."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -43,13 +44,17 @@ class Command(TyperCommand):
             verbose_libraries()
         return super().parse_args(ctx, [word for word in args if word not in _VERBOSE])
 
+    def invoke(self, ctx: Any) -> Any:
+        quiet_libraries()  # before the command imports them
+        return super().invoke(ctx)
 
-def _show_version(is_asked: bool) -> None:
-    if is_asked:
+
+def _show_version(show: bool) -> None:
+    if show:
         packages = ("finetune", "torch", "transformers", "accelerate", "peft", "deepspeed")
         installed = {one.metadata["Name"].lower(): one.version for one in metadata.distributions()}
-        known = [f"{name} {installed[name]}" for name in packages if name in installed]
-        print(", ".join([*known, f"Python {sys.version.split()[0]}"]))
+        versions = [f"{name} {installed[name]}" for name in packages if name in installed]
+        print(", ".join([*versions, f"Python {sys.version.split()[0]}"]))
         raise typer.Exit
 
 
@@ -59,7 +64,7 @@ def _every_command(
         bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Show versions and exit.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option(*_VERBOSE, help="Also messages of the libraries, and the traceback of every error.")
+        bool, typer.Option(*_VERBOSE, help="Show messages of libraries, and the traceback of every error.")
     ] = False,
 ) -> None:
     if verbose:
@@ -80,7 +85,7 @@ for command in (
     app.command(cls=Command)(command)
 
 cache_app = typer.Typer(
-    help="The cache of tokenised examples.\n\nExample: [bold]python -m finetune cache list[/bold]",
+    help="Manage the cache of tokenized examples.\n\nExample: [bold]python -m finetune cache list[/bold]",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -110,8 +115,8 @@ def main() -> None:
 
 
 def _print_error(message: str) -> None:
-    """Every rank prints its error, with its number: a launcher ends all others as soon as one has exited, so none can
-    rely on another to have said it."""
+    """Prints the error of this rank, with its number: a launcher ends all ranks as soon as one has exited, so none can
+    rely on another to print it."""
     rank = int(os.environ.get("RANK", "0"))
     prefix = f"[rank {rank}] " if rank else ""
     if is_verbose():

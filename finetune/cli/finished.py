@@ -1,4 +1,4 @@
-"""Commands on what a run left: answers, servers, exports and their check, scores, reports, checkpoints."""
+"""Commands on finished runs: answers, servers, exports and their check, scores, reports, checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from finetune.cli.options import AsJson, BaseModel, RunDir, ServedModel, ServerU
 from finetune.errors import UserError
 from finetune.export.formats import EIGHT_BITS, EXPORTS, ExportOptions
 from finetune.inference.sampling import Sampling
-from finetune.startup import quiet_libraries
 
 _ANSWER, _IN_CHAT = Sampling(), Sampling(max_new_tokens=1024)
 
@@ -28,21 +27,20 @@ def generate(
     ] = None,
     images: Annotated[
         list[Path] | None,
-        typer.Option("--image", metavar="FILE", help="Picture ahead of each prompt; may be repeated."),
+        typer.Option("--image", metavar="FILE", help="Picture before each prompt; may be repeated."),
     ] = None,
     rows: Annotated[
         Path | None, typer.Option("--input", metavar="FILE", help='JSONL of {"prompt": ...} or {"messages": [...]}.')
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of --input: its rows with answers; resumes where it stopped.")
+        Path | None, typer.Option(metavar="FILE", help="Rows of --input with answers; continues an interrupted file.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of --input at once.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of rows of --input at a time.")] = 8,
     system: System = None,
     sampling: Sampling = _ANSWER,
     as_json: AsJson = False,
 ) -> None:
-    """Generate answers with the trained model: to prompts, with pictures for a model that sees, or to each row of a
-    file.
+    """Generate answers of a trained model: to prompts, with pictures for a model that sees, or to each row of a file.
 
     Example: [bold]python -m finetune generate runs/quickstart-full "the 3rd of March, 2021"[/bold]
     """
@@ -52,7 +50,6 @@ def generate(
         raise UserError("generate: give prompts, or --input with a file of them")
     if rows is not None and images:
         raise UserError("generate: --image is for prompts; rows of --input name their pictures, as rows of data do")
-    quiet_libraries()
     from finetune.inference.answering import answer_file, answer_prompts
 
     if rows is None or output is None:
@@ -65,7 +62,7 @@ def generate(
 @with_sampling
 def chat(
     run_dir: Annotated[
-        Path | None, typer.Argument(help="Run directory, or a folder that was exported.", metavar="RUN_DIR")
+        Path | None, typer.Argument(help="Run directory, or an exported folder.", metavar="RUN_DIR")
     ] = None,
     url: ServerUrl = None,
     model: ServedModel = None,
@@ -82,14 +79,13 @@ def chat(
     if (run_dir is None) == (url is None):
         raise UserError("chat: give a run directory, or --url of a server")
     if model is not None and url is None:
-        raise UserError("chat: --model is of a server: give --url")
+        raise UserError("chat: --model requires --url")
     if url is not None:
         from finetune.inference.chat import chat_with_server
 
         chat_with_server(url, model, sampling, system)
     else:
         assert run_dir is not None
-        quiet_libraries()
         from finetune.inference.answering import chat_with
 
         chat_with(run_dir, sampling, system)
@@ -100,19 +96,23 @@ def serve(
         list[str], typer.Argument(metavar="[NAME=]RUN_DIR...", help="Runs or model folders; adapters share their base.")
     ],
     host: Annotated[str, typer.Option(help="Address to listen on; requests need no key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    device: Annotated[str, typer.Option(help="auto: over all GPUs; or cpu, cuda:1, ...")] = "auto",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
+    device: Annotated[str, typer.Option(help="Device: auto (all GPUs), cpu, cuda:1, ...")] = "auto",
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Also answer requests to this host name; may be repeated. '*': to any."),
+        typer.Option(metavar="NAME", help="Also answer requests to this host name; may be repeated. '*': any."),
     ] = None,
 ) -> None:
     """Serve trained models by their names, for OpenAI clients, one request after the other.
 
     Example: [bold]python -m finetune serve runs/quickstart-lora other=runs/quickstart-full --port 8000[/bold]
     """
-    named = [(name or Path(path).resolve().name, Path(path)) for name, _, path in (_name_and_path(run) for run in runs)]
-    quiet_libraries()
+    named: list[tuple[str, Path]] = []
+    for run in runs:
+        name, sign, path = run.partition("=")
+        if not sign or "/" in name:  # a path with `=` in it
+            name, path = Path(run).resolve().name, run
+        named.append((name or Path(path).resolve().name, Path(path)))
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
@@ -123,25 +123,18 @@ def serve(
         run_server(named, host, port, device, allow_host or ())
 
 
-def _name_and_path(run: str) -> tuple[str, str, str]:
-    """Returns NAME=RUN in three; a path may have `=` in it, but not in its first part."""
-    name, sign, path = run.partition("=")
-    return (name, sign, path) if sign and "/" not in name else ("", "", run)
-
-
 def score(
     run_dir: RunDir,
     data: Annotated[str, typer.Option(help="File of pairs, answers or texts: a path as in a recipe's `data.train`.")],
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a JSON object for each row.")] = None,
-    format: Annotated[str, typer.Option(help="Format of the rows. auto: detected.")] = "auto",
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
+    format: Annotated[str, typer.Option(help="Format of the rows; auto: detected.")] = "auto",
+    limit: Annotated[int | None, typer.Option(min=1, help="Score only the first rows.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score rows with a trained reward model or classifier: pairs, prompts with answers, or texts.
 
     Example: [bold]python -m finetune score runs/reward --data pairs.jsonl --output scores.jsonl[/bold]
     """
-    quiet_libraries()
     from finetune.inference.score import score_file, show_metrics, source_of
 
     metrics = score_file(run_dir, source_of(data, format, limit), output, Console(stderr=True))
@@ -153,32 +146,33 @@ def score(
 
 def merge(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Default, of one run: RUN_DIR/merged.")] = None,
-    method: Annotated[str | None, typer.Option(help="Of several runs: linear, slerp, ties or dare.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write. Default for one run: RUN_DIR/merged.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="Method for several runs: linear, slerp, ties or dare.")] = None,
     weights: Annotated[
-        str | None, typer.Option(metavar="W1,W2,...", help="Of each run's change. Default: equal, with sum 1.")
+        str | None, typer.Option(metavar="W1,W2,...", help="Weights of the runs' changes. Default: equal, with sum 1.")
     ] = None,
     density: Annotated[
         float | None, typer.Option(help="Share of entries kept. Default: ties 0.2 (the largest), dare 0.5 (drawn).")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the entries that dare keeps. Default: 0.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the entries that dare keeps. Default: 0.")] = None,
     base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the runs found it.")] = None,
 ) -> None:
     """Merge a run's adapter into its base model, or several runs of one base: a plain model folder.
 
-    Of one run it is short for `export --to hf`, of the result. Of several, what each has changed of the base is
-    combined by --method, tensor by tensor in fp32.
+    For one run it is short for `export --to hf` of the result. For several runs, --method combines their changes of
+    the base, tensor by tensor in fp32.
 
     Example: [bold]python -m finetune merge runs/quickstart-lora[/bold]
     """
-    quiet_libraries()
     from finetune.export.combine import combination
     from finetune.export.commands import merge_adapter, merge_several
 
     if len(run_dirs) == 1:
         for name, value in {"method": method, "weights": weights, "density": density, "seed": seed}.items():
             if value is not None:
-                raise UserError(f"--{name}: says how several runs are merged; give them all")
+                raise UserError(f"--{name} applies only when merging several runs")
         print(f"merged into {merge_adapter(run_dirs[0], out or run_dirs[0] / 'merged', base)}")
         return
     if method is None or out is None:
@@ -198,9 +192,12 @@ def export(
     run_dir: RunDir,
     to: Annotated[str, typer.Option(help=_per_format({name: one.about for name, one in EXPORTS.items()}))] = "hf",
     step: Annotated[
-        str | None, typer.Option(metavar="N|best", help="A checkpoint. Default: the result, or the newest checkpoint.")
+        str | None,
+        typer.Option(metavar="N|best", help="Checkpoint to export. Default: the result, or the newest checkpoint."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: RUN_DIR/export-TO[-step-N].")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write. Default: RUN_DIR/export-TO[-step-N].")
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help=_per_format({name: ", ".join(one.dtypes) for name, one in EXPORTS.items()}))
     ] = None,
@@ -211,19 +208,20 @@ def export(
     base: BaseModel = None,
     average_checkpoints: Annotated[
         int | None,
-        typer.Option(min=2, help="The mean of so many checkpoints: that of --step, or the newest, and before."),
+        typer.Option(
+            min=2, help="Export the mean of this many checkpoints: that of --step, or the newest, and earlier ones."
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Of the server, for the command of vLLM. Default: this machine's.")
+        int | None, typer.Option(min=1, help="GPUs of the server, for the command of vLLM. Default: this machine's.")
     ] = None,
     verify: Annotated[bool, typer.Option(help="Compare the export with what was trained.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Export a result or a checkpoint, also of a run that was stopped, tensor by tensor on any machine.
+    """Export a result or a checkpoint, also of a stopped run, tensor by tensor on any machine.
 
     Example: [bold]python -m finetune export runs/quickstart-lora --to hf --step best -o my-model[/bold]
     """
-    quiet_libraries()
     from finetune.export.commands import export_run
 
     exported = export_run(
@@ -235,28 +233,28 @@ def export(
 
 
 def verify(
-    against: Annotated[Path, typer.Option(help="Run directory that it is of.", metavar="RUN_DIR")],
-    export: Annotated[Path | None, typer.Argument(help="Folder that was exported.", metavar="EXPORT")] = None,
+    against: Annotated[Path, typer.Option(help="Run directory of the export.", metavar="RUN_DIR")],
+    export: Annotated[Path | None, typer.Argument(help="Exported folder.", metavar="EXPORT")] = None,
     url: ServerUrl = None,
     model: ServedModel = None,
-    step: Annotated[str | None, typer.Option(metavar="N|best", help="Checkpoint. Default: as exported.")] = None,
+    step: Annotated[
+        str | None, typer.Option(metavar="N|best", help="Checkpoint of the run. Default: as exported.")
+    ] = None,
     base: BaseModel = None,
-    rows: Annotated[int, typer.Option(min=1, help="Held-out rows to compare on.")] = 32,
+    rows: Annotated[int, typer.Option(min=1, help="Number of held-out rows to compare on.")] = 32,
     as_json: AsJson = False,
 ) -> None:
-    """Compare an export, or a live server of any make, with its run on held-out rows. Exit status 1 beyond the
-    thresholds.
+    """Compare an export, or any live server, with its run on held-out rows. Exit status 1 beyond the thresholds.
 
-    An export: KL per trained token, likeliest tokens, greedy texts, rendered tokens, end tokens, names of tensors. A
-    server: whether its greedy tokens are the run's likeliest, where answers end, how many tokens a prompt has.
+    Compares of an export the KL per trained token, likeliest tokens, greedy texts, rendered tokens, end tokens and
+    names of tensors; of a server its greedy tokens, the ends of answers and the number of tokens of a prompt.
 
     Example: [bold]python -m finetune verify my-model --against runs/quickstart-lora[/bold]
     """
     if (export is None) == (url is None):
-        raise UserError("verify: give a folder that was exported, or --url of a server")
+        raise UserError("verify: give an exported folder, or --url of a server")
     if model is not None and url is None:
-        raise UserError("verify: --model is of a server: give --url")
-    quiet_libraries()
+        raise UserError("verify: --model requires --url")
     from finetune.export.commands import verify_run
     from finetune.export.trained import find_trained
     from finetune.inference.live import verify_url
@@ -272,19 +270,20 @@ def verify(
 
 
 def upload(
-    run_dir: Annotated[Path, typer.Argument(help="Run directory, or a folder that was exported.", metavar="RUN_DIR")],
-    to: Annotated[str | None, typer.Option(metavar="ORG/NAME", help="Default: your name and the folder's.")] = None,
-    base_model: Annotated[
-        str | None, typer.Option(metavar="ORG/NAME", help="The base's hub id, where it was trained from a local path.")
+    run_dir: Annotated[Path, typer.Argument(help="Run directory, or an exported folder.", metavar="RUN_DIR")],
+    to: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="Repository to write. Default: your name and the folder's.")
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="For all to see. Default: private.")] = False,
+    base_model: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="Hub id of the base, if it was trained from a local path.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="Make the repository public. Default: private.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Upload a result or an export to the Hugging Face Hub, private, after a list of its files.
 
     Example: [bold]python -m finetune upload runs/quickstart-lora --to my-org/my-model[/bold]
     """
-    quiet_libraries()
     from finetune.export.upload import upload as send
 
     def agrees() -> None:
@@ -298,24 +297,24 @@ def upload(
 
 def evaluate(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
-    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks of lm_eval, or of --task-folder.")],
-    task_folder: Annotated[Path | None, typer.Option(help="Folder of tasks as lm_eval's YAML.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows of each task.")] = None,
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks of lm_eval, or from --task-folder.")],
+    task_folder: Annotated[Path | None, typer.Option(help="Folder of tasks in lm_eval's YAML.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Evaluate only the first rows of each task.")] = None,
     fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt. Default: the task's.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time.")] = 8,
-    base: Annotated[bool, typer.Option(help="Ask the base model, too.")] = True,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of rows at a time.")] = 8,
+    base: Annotated[bool, typer.Option(help="Evaluate the base model, too.")] = True,
     step: Annotated[
-        str | None, typer.Option(metavar="N|best", help="A checkpoint. Default: the result, or the newest checkpoint.")
+        str | None,
+        typer.Option(metavar="N|best", help="Checkpoint to evaluate. Default: the result, or the newest checkpoint."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate runs and their base on tasks of lm_eval, side by side, through each run's chat template.
 
-    Figures, with standard errors of paired differences, go to RUN_DIR/evaluate.json, metrics.jsonl and trackers.
+    Writes figures, with standard errors of paired differences, to RUN_DIR/evaluate.json, metrics.jsonl and trackers.
 
     Example: [bold]python -m finetune evaluate runs/gsm8k-full --tasks gsm8k_local --task-folder recipes/tasks[/bold]
     """
-    quiet_libraries()
     from finetune.inference.evaluate import EvaluateOptions, evaluate_runs
 
     options = EvaluateOptions(tuple(tasks.split(",")), task_folder, limit, fewshot, batch_size, base, step)
@@ -330,7 +329,7 @@ def report(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Page to write. Default: report.html.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Serve the page on 127.0.0.1 while runs go on.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of --watch; 0: any.")] = 8765,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --watch; 0: any free one.")] = 8765,
 ) -> None:
     """Write runs as one HTML page: curves of all metrics, last values, plan, recipes' differences, compared exports.
 
@@ -353,13 +352,12 @@ def checkpoints(
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare checksums.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List a run's checkpoints: step, metrics, size, when and where they were written.
+    """List a run's checkpoints: step, metrics, size, time and machine.
 
-    With --verify the exit status is 2 if a checkpoint is damaged.
+    Exits with status 2 if --verify finds a damaged checkpoint.
 
     Example: [bold]python -m finetune checkpoints runs/quickstart-full --verify[/bold]
     """
-    quiet_libraries()
     from finetune.checkpoints.folder import describe_checkpoints, show_checkpoints
 
     entries = describe_checkpoints(run_dir, verify)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from finetune.cli.options import AsJson, ConfigFile, Overrides, RecipePath
-from finetune.startup import growing_segments, large_pages, quiet_libraries
+from finetune.startup import growing_segments, large_pages
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _launched(recipe: Path, overrides: list[str] | None) -> Iterator[tuple[Recipe, StopRequest]]:
-    """Yields the recipe and the stop that signals ask for, with what a run imports; leaves the process group after."""
+    """Yields the recipe and the stop that signals request, after the imports of a run; leaves the process group."""
     from finetune.training.signals import listening
 
     with listening() as stop:  # before the slow imports
@@ -30,8 +30,7 @@ def _launched(recipe: Path, overrides: list[str] | None) -> Iterator[tuple[Recip
         loaded = load_recipe(recipe, overrides or ())
         large_pages()
         growing_segments()
-        quiet_libraries()
-        import finetune.training.run  # noqa: F401  (what both commands are in)
+        import finetune.training.run  # noqa: F401  (both commands import it)
         from finetune.engine.start import abort_on_crash, leave_group
 
         with abort_on_crash():
@@ -55,8 +54,8 @@ def train(recipe: RecipePath, overrides: Overrides = None, config_file: ConfigFi
 def reference(recipe: RecipePath, overrides: Overrides = None, config_file: ConfigFile = None) -> None:
     """Compute the log-probabilities of a reference, or the predictions of a teacher, before the run, into the cache.
 
-    Of objective.reference_model (or the initial model), or of objective.teacher, on the launched processes. Runs with
-    that model and data then begin at once, on any launch.
+    The model is objective.reference_model (or the initial model), or objective.teacher; it runs on the launched
+    processes. Runs with that model and data then begin at once, on any launch.
 
     Example: [bold]accelerate launch --config_file accelerate_configs/fsdp2.yaml -m finetune reference RECIPE[/bold]
     """
@@ -74,21 +73,22 @@ def launch(
             metavar="RECIPE",
         ),
     ],
-    config_file: Annotated[Path | None, typer.Option(help="Accelerate config. Default: one process a device.")] = None,
+    config_file: Annotated[
+        Path | None, typer.Option(help="Accelerate config. Default: one process per device.")
+    ] = None,
     num_processes: Annotated[int | None, typer.Option(min=1, help="World size, if not that of the config.")] = None,
 ) -> None:
     """Train a recipe on one process or several: accelerate launch, but Ctrl-C saves, and an error is one line each.
 
     Other options are accelerate's: launch --num_machines 2 --machine_rank 0 ... -m finetune train RECIPE. A launch by
     torchrun begins with its name: launch torchrun --nnodes 1:4 ... -m finetune train RECIPE. The exit status is that
-    of the training processes, 75 where they were stopped and have saved.
+    of the training processes, 75 if they were stopped and have saved.
 
     Example: [bold]python -m finetune launch --config-file accelerate_configs/ddp.yaml --num-processes 2
     recipes/quickstart/full.yaml[/bold]
     """
     from finetune.training.launcher import launch as run
 
-    quiet_libraries()
     raise SystemExit(run(words, config_file, num_processes))
 
 
@@ -118,7 +118,6 @@ def doctor(
     With --gpu, short runs check GPUs against the CPU, kernels, memory and speed; the same command continues:
     [bold]python -m finetune doctor --gpu --pieces environment,parity[/bold]
     """
-    quiet_libraries()
     if gpu:
         from finetune.doctor.gpu import GpuCheck, check_gpu
 

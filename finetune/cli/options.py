@@ -14,7 +14,7 @@ from finetune.inference.sampling import Sampling
 
 
 def _recipe_keys(incomplete: str) -> Iterator[str]:
-    """Yields keys of a recipe that begin like what was typed, for the completion of overrides."""
+    """Yields keys of a recipe that begin with `incomplete`, for the completion of overrides."""
     from finetune.recipe.schema import Recipe
 
     schema = Recipe.model_json_schema()
@@ -34,33 +34,33 @@ Overrides = Annotated[
 RunDir = Annotated[Path, typer.Argument(help="Run directory, such as runs/quickstart-full.", metavar="RUN_DIR")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 BaseModel = Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")]
-ConfigFile = Annotated[Path | None, typer.Option(help="Accelerate config, when launched by torchrun.")]
+ConfigFile = Annotated[Path | None, typer.Option(help="Accelerate config, if torchrun launches the processes.")]
 ServerUrl = Annotated[
-    str | None, typer.Option(metavar="http://HOST:PORT/v1", help="A live server, in place of a folder.")
+    str | None, typer.Option(metavar="http://HOST:PORT/v1", help="Use a live server instead of a folder.")
 ]
 ServedModel = Annotated[
-    str | None, typer.Option(help="The model's name on that server. Default: its only one, or the run's.")
+    str | None, typer.Option(help="Name of the model on that server. Default: its only one, or the run's.")
 ]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")]
 
 _SAMPLING = {
     "max_new_tokens": Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")],
-    "temperature": Annotated[float, typer.Option(min=0.0, help="0: greedy.")],
+    "temperature": Annotated[float, typer.Option(min=0.0, help="Temperature of sampling; 0 is greedy.")],
     "top_p": Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this mass.")
     ],
-    "top_k": Annotated[int | None, typer.Option(min=0, help="Draw from so many likeliest tokens; 0: all.")],
+    "top_k": Annotated[int | None, typer.Option(min=0, help="Draw from this many likeliest tokens; 0: all.")],
     "repetition_penalty": Annotated[
-        float | None, typer.Option(min=0.01, help="Above 1: tokens that occurred are less likely.")
+        float | None, typer.Option(min=0.01, help="Make tokens that occurred less likely, if above 1.")
     ],
-    "seed": Annotated[int | None, typer.Option(min=0, help="The same seed draws the same answers.")],
+    "seed": Annotated[int | None, typer.Option(min=0, help="Seed of sampling: the same seed draws the same answers.")],
     "stop": Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End an answer here; may be repeated.")],
 }
 
 
 def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns a command that takes the options of `Sampling` in place of its parameter `sampling`, whose default has
-    theirs."""
+    """Returns a command with the options of `Sampling` in place of its parameter `sampling`, whose default holds
+    their defaults."""
     expanded: list[inspect.Parameter] = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         if parameter.name != "sampling":

@@ -13,22 +13,21 @@ from rich.console import Console
 
 from finetune.cli.options import AsJson, Overrides, RecipePath
 from finetune.errors import UserError
-from finetune.startup import quiet_libraries
 
 
 def new(
     model: Annotated[str | None, typer.Option(help="Hub id or local folder.")] = None,
     data: Annotated[str | None, typer.Option(help="File, folder, URL or dataset of the hub.")] = None,
     mode: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run. Default: of data and mode.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run. Default: from data and mode.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: NAME.yaml in this folder.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Recipe to write. Default: NAME.yaml in this folder."),
     ] = None,
 ) -> None:
-    """Write a recipe that fits a model and your rows; asks for what is not given.
+    """Write a recipe that fits a model and your rows; asks for missing options.
 
-    It looks at the rows and chooses format, objective, length, batch, steps, warm-up and evaluation by them, with the
-    reasons as comments.
+    Chooses format, objective, length, batch, steps, warm-up and evaluation by the rows, with the reasons as comments.
 
     Example: [bold]python -m finetune new --model HuggingFaceTB/SmolLM2-135M --data faq.csv --mode lora[/bold]
     """
@@ -37,14 +36,13 @@ def new(
     model = model or _answer("--model", "Model (hub id or folder)")
     data = data or _answer("--data", "Data (file, folder, URL or dataset of the hub)")
     mode = mode or _answer("--mode", f"Mode ({', '.join(MODES)})", "lora")
-    quiet_libraries()
-    from finetune.setup.new import Wanted, write_new
+    from finetune.setup.new import NewOptions, write_new
 
-    write_new(Wanted(model, data, mode, name, output), Console())
+    write_new(NewOptions(model, data, mode, name, output), Console())
 
 
 def _answer(option: str, question: str, default: str | None = None) -> str:
-    """Asks a person. Raises UserError where there is no terminal to ask on."""
+    """Asks the user. Raises UserError without a terminal."""
     if not sys.stdin.isatty():
         raise UserError(f"new: no {option}, and no terminal to ask on")
     return typer.prompt(question, default=default)
@@ -62,12 +60,11 @@ def check(
 ) -> None:
     """Validate a recipe without training: schema, launch, chat template, loss masks, data.
 
-    In a folder, every recipe is checked, without its data, and against the accelerate config, if one is given.
+    Checks every recipe of a folder, without its data, and against the accelerate config, if one is given.
 
     Example: [bold]python -m finetune check recipes/quickstart/full.yaml
     --config-file accelerate_configs/fsdp2.yaml --num-processes 4[/bold]
     """
-    quiet_libraries()
     from finetune.setup.check import check_folder, check_recipe
 
     if recipe.is_dir():
@@ -95,36 +92,38 @@ def plan(
     nodes: Annotated[int, typer.Option(help="Machines, each with these devices.")] = 1,
     by: Annotated[str, typer.Option(help="Rank by time or by price.")] = "time",
     budget: Annotated[
-        float | None, typer.Option(help="Most that the run may cost, in the currency of its price.")
+        float | None, typer.Option(help="Highest price of the run, in the currency of its devices.")
     ] = None,
-    deadline: Annotated[str | None, typer.Option(help="Longest that the run may take: 90m, 12h, 2d.")] = None,
-    spot: Annotated[bool, typer.Option("--spot", help="Machines that may be taken away.")] = False,
-    write: Annotated[bool, typer.Option("--write", help="Write the accelerate config of the best place.")] = False,
+    deadline: Annotated[str | None, typer.Option(help="Longest time of the run: 90m, 12h, 2d.")] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Use prices of spot machines, and count their losses.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the accelerate config of the best choice.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a picture of memory.")] = None,
     sweep: Annotated[
-        str | None, typer.Option(metavar="KEY=FIRST..LAST", help="Other values of a key: data.max_length=2048..131072.")
+        str | None,
+        typer.Option(metavar="KEY=FIRST..LAST", help="Try other values of a key: data.max_length=2048..131072."),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What must change to fit into as much a device: 24GB.")
+        str | None, typer.Option(metavar="SIZE", help="Find changes that fit into this memory of a device: 24GB.")
     ] = None,
-    hardware: Annotated[Path | None, typer.Option(help="Own devices. Default: hardware.yaml, if it is here.")] = None,
-    prices: Annotated[Path | None, typer.Option(help="Own prices. Default: prices.yaml, if it is here.")] = None,
+    hardware: Annotated[
+        Path | None, typer.Option(help="Devices of your own. Default: hardware.yaml, if it exists.")
+    ] = None,
+    prices: Annotated[Path | None, typer.Option(help="Prices of your own. Default: prices.yaml, if it exists.")] = None,
     report: Annotated[
-        bool, typer.Option("--report", help="RECIPE ... are run directories: predicted beside measured.")
+        bool, typer.Option("--report", help="Compare predictions with runs; RECIPE ... are run directories.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a run before renting for it: does it fit, how fast, at what price, with which accelerate config.
+    """Plan a run before renting for it: whether it fits, its speed and price, and the best accelerate config.
 
-    Every legal config on the given devices, by formula, without weights and without network.
-    docs/reference/plan.md says what the numbers rest on.
+    Compares every legal config on the given devices, by formula, without weights and without network.
+    docs/reference/plan.md explains the numbers.
 
     Example: [bold]python -m finetune plan recipes/llama3.1-8b/lora.yaml --on 8xH100-80 --on 2x4090[/bold]
 
-    With --report, what was predicted beside what runs measured: [bold]python -m finetune plan --report runs/*[/bold]
+    Compare predictions with finished runs: [bold]python -m finetune plan --report runs/*[/bold]
     """
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
-    quiet_libraries()
     from finetune.plan.command import PlanOptions, run
 
     if report:
@@ -134,9 +133,8 @@ def plan(
         comparisons = compare_runs([recipe, *map(Path, overrides or ())])
         print(comparisons_json(comparisons) if as_json else table(comparisons))
         return
-    ranking = {"nodes": nodes, "by": by, "budget": budget, "deadline": deadline, "spot": spot}
-    wanted = {"write": write, "html": html, "sweep": sweep, "memory": memory, "as_json": as_json}
-    options = PlanOptions(tuple(on or ()), **ranking, **wanted, hardware=hardware, prices=prices)
+    ranking, files = (nodes, budget, deadline, by, spot), (hardware, prices)
+    options = PlanOptions(tuple(on or ()), *ranking, write, html, sweep, memory, *files, as_json)
     run(recipe, overrides or (), options, Console())
 
 
@@ -153,23 +151,22 @@ def inspect(
         int | None, typer.Option(min=0, help="Number of packed sequences. Default: 0, with --html 2.")
     ] = None,
     on_eval: Annotated[bool, typer.Option("--eval", help="Inspect data.eval instead of data.train.")] = False,
-    totals: Annotated[bool, typer.Option("--totals", help="Only statistics, no examples.")] = False,
+    totals: Annotated[bool, typer.Option("--totals", help="Show statistics only.")] = False,
     tokens: Annotated[bool, typer.Option("--tokens", help="Show token boundaries and ids.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Show long examples in full.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what the model sees: examples with supervised tokens coloured, and what was dropped and why.
+    """Show what the model sees: examples with supervised tokens coloured, and dropped rows with the reasons.
 
-    With --json one object per example: path, row, input_ids, labels (-100 where not supervised), before packing.
-    With --json --totals one object with all statistics.
+    Prints, with --json, one object per example: path, row, input_ids, labels (-100 if not supervised), before packing;
+    with --json --totals, one object with all statistics.
 
     Example: [bold]python -m finetune inspect recipes/quickstart/full.yaml --rows 2[/bold]
     """
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    quiet_libraries()
     from finetune.view.inspect import InspectOptions, inspect
 
     options = InspectOptions(rows, tuple(row or ()), packed, on_eval, totals, tokens, full, html, as_json)
@@ -177,24 +174,24 @@ def inspect(
 
 
 def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Tokenise a recipe's data into the cache before the run, without a GPU, on all cores.
+    """Tokenize a recipe's data into the cache before the run, without a GPU, on all cores.
 
-    A run with the same data, tokenizer and template then starts in seconds. FINETUNE_CACHE sets the cache's folder.
+    Refuses what `train` refuses. A run with the same data, tokenizer and template then starts in seconds.
+    FINETUNE_CACHE sets the folder of the cache.
 
     Example: [bold]python -m finetune prepare recipes/quickstart/full.yaml[/bold]
     """
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    quiet_libraries()
     from finetune.setup.prepare_data import prepare as run
     from finetune.setup.prepare_data import show_prepared
 
-    prepared, notes = run(loaded)
+    sources, notes = run(loaded, str(recipe))
     if as_json:
-        print(json.dumps({"sources": [one.as_dict() for one in prepared], "notes": notes}, indent=1))
+        print(json.dumps({"sources": [one.as_dict() for one in sources], "notes": notes}, indent=1))
     else:
-        show_prepared(Console(), prepared, notes)
+        show_prepared(Console(), sources, notes)
 
 
 def list_cache(as_json: AsJson = False) -> None:
@@ -202,7 +199,6 @@ def list_cache(as_json: AsJson = False) -> None:
 
     Example: [bold]python -m finetune cache list[/bold]
     """
-    quiet_libraries()
     from finetune.data.cache_entries import entries_folder, list_entries
     from finetune.setup.prepare_data import show_entries
 
@@ -215,16 +211,15 @@ def list_cache(as_json: AsJson = False) -> None:
 
 def clean_cache(
     older_than: Annotated[str, typer.Option(help="Minimum time since last use: 12h, 30d, 8w.", metavar="AGE")] = "30d",
-    everything: Annotated[bool, typer.Option("--all", help="Regardless of last use.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove entries regardless of last use.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Remove entries that were not used recently, and remains of interrupted builds.
 
-    Entries that are being built are kept; a running job keeps what it reads.
+    Keeps entries that are being built; a running job keeps the files that it reads.
 
     Example: [bold]python -m finetune cache clean --older-than 14d[/bold]
     """
-    quiet_libraries()
     from finetune.data.cache_entries import age_in_seconds, entries_folder, list_entries, not_used_for, remove
     from finetune.setup.prepare_data import show_entries
     from finetune.utils import readable_bytes

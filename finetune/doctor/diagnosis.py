@@ -45,20 +45,19 @@ def diagnose(group: LaunchGroup, folders: list[Path]) -> Diagnosis:
     writable."""
     hosts = group.gather(inspect_host(group.rank, group.node, group.device))
     links = measure_links(group)
-    disks = group.gather(_measure_disks(folders) if group.rank == 0 else [])[0]
-    if isinstance(disks, str):
-        raise UserError(disks)
+    disks: list[Disk] = []
+    problem = ""
+    if group.rank == 0:
+        try:
+            disks = [measure_disk(folder) for folder in folders]
+        except OSError as error:
+            problem = f"{error.filename}: cannot be written: {error.strerror}; name another with --folder"
+    disks, problem = group.gather((disks, problem))[0]
+    if problem:
+        raise UserError(problem)
     checked = folders if len({host.node for host in hosts}) > 1 else []
     missing = {str(folder): hosts_without_shared_folder(group.gather, group.rank, folder) for folder in checked}
     return Diagnosis(hosts, links, disks, {folder: names for folder, names in missing.items() if names})
-
-
-def _measure_disks(folders: list[Path]) -> list[Disk] | str:
-    """Returns the disks, or an error message."""
-    try:
-        return [measure_disk(folder) for folder in folders]
-    except OSError as error:
-        return f"{error.filename}: cannot be written: {error.strerror}; name another with --folder"
 
 
 # Prefixes of variables that change how ranks find and reach each other.
@@ -124,6 +123,22 @@ def inspect_host(rank: int, node: int, device: torch.device) -> Host:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     cuda = device.type == "cuda"
     others = [other for other in range(torch.cuda.device_count()) if other != device.index] if cuda else []
+    tf32 = topology = None
+    # Ampere and later support TF32 (https://docs.nvidia.com/cuda/ampere-tuning-guide).
+    if cuda and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0):
+        is_off = torch.get_float32_matmul_precision() == "highest" or os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
+        tf32 = not is_off
+    if cuda and shutil.which("nvidia-smi"):
+        # NV#: NVLink; PIX, PXB: PCIe switches; PHB, NODE, SYS: through the CPU (legend of `nvidia-smi topo -m`).
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False)
+        topology = re.sub("\x1b\\[[0-9;]*m", "", done.stdout) if done.returncode == 0 else None
+    interfaces, addresses = [], psutil.net_if_addrs()
+    for name, stats in psutil.net_if_stats().items():
+        if not stats.isup or "loopback" in (stats.flags or "") or name == "lo":
+            continue
+        address = next((a for a in addresses.get(name, []) if a.family == socket.AF_INET), None)
+        network = str(ip_network(f"{address.address}/{address.netmask}", strict=False)) if address else None
+        interfaces.append(Interface(name, address.address if address else None, network, stats.speed, stats.mtu))
     return Host(
         rank=rank,
         node=node,
@@ -134,60 +149,28 @@ def inspect_host(rank: int, node: int, device: torch.device) -> Host:
         locked_memory=None if locked == resource.RLIM_INFINITY else locked,
         device=torch.cuda.get_device_name(device) if cuda else "cpu",
         device_memory=torch.cuda.get_device_properties(device).total_memory if cuda else None,
-        tf32=_tf32(device),
+        tf32=tf32,
         reaches=[torch.cuda.can_device_access_peer(device, other) for other in others],
-        topology=_topology() if cuda else None,
-        interfaces=_interfaces(),
-        rdma=_rdma(Path("/sys/class/infiniband")),
+        topology=topology,
+        interfaces=interfaces,
+        rdma=rdma_ports(Path("/sys/class/infiniband")),
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED_VARIABLES)},
         versions=versions(),
     )
 
 
-def _tf32(device: torch.device) -> bool | None:
-    """Returns whether TF32 is on; Ampere and later support it (https://docs.nvidia.com/cuda/ampere-tuning-guide)."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
-        return None
-    return torch.get_float32_matmul_precision() != "highest" and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
-
-
-def _topology() -> str | None:
-    """Returns nvidia-smi's matrix. NV#: NVLink; PIX, PXB: PCIe switches; PHB, NODE, SYS: through the CPU (legend of
-    `nvidia-smi topo -m`)."""
-    if not shutil.which("nvidia-smi"):
-        return None
-    done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False)
-    return re.sub("\x1b\\[[0-9;]*m", "", done.stdout) if done.returncode == 0 else None
-
-
-def _interfaces() -> list[Interface]:
-    addresses = psutil.net_if_addrs()
-    interfaces = []
-    for name, stats in psutil.net_if_stats().items():
-        if not stats.isup or "loopback" in (stats.flags or "") or name == "lo":
-            continue
-        address = next((a for a in addresses.get(name, []) if a.family == socket.AF_INET), None)
-        network = str(ip_network(f"{address.address}/{address.netmask}", strict=False)) if address else None
-        interfaces.append(Interface(name, address.address if address else None, network, stats.speed, stats.mtu))
-    return interfaces
-
-
-def _rdma(folder: Path) -> list[Rdma]:
+def rdma_ports(folder: Path) -> list[Rdma]:
     """Reads the kernel's listing (Linux, Documentation/ABI/stable/sysfs-class-infiniband)."""
-    return [
-        Rdma(f"{port.parent.parent.name}:{port.name}", *(_first_line(port / name) for name in _PORT_FILES))
-        for port in sorted(folder.glob("*/ports/*"))
-    ]
-
-
-_PORT_FILES = ("state", "rate", "link_layer")
-
-
-def _first_line(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return "unknown"
+    ports = []
+    for port in sorted(folder.glob("*/ports/*")):
+        values = []
+        for name in ("state", "rate", "link_layer"):
+            try:
+                values.append((port / name).read_text(encoding="utf-8").strip())
+            except OSError:
+                values.append("unknown")
+        ports.append(Rdma(f"{port.parent.parent.name}:{port.name}", *values))
+    return ports
 
 
 _SIZE = 256 * 2**20  # bytes

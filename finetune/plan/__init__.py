@@ -1,1 +1,1 @@
-"""What fits, how fast, at what price: before a run, from shapes alone."""
+"""Memory, speed and price of a run, calculated before it from shapes alone."""

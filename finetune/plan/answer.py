@@ -1,4 +1,4 @@
-"""What `plan` answers: choices as objects for machines, as a table with its reasons for people."""
+"""Output of `plan`: choices as objects for machines, as a table with its reasons for people."""
 
 from __future__ import annotations
 
@@ -17,26 +17,22 @@ from finetune.plan.search import (
     RESUME_S,
     SAVE_S,
     Choice,
-    Found,
     PlanRequest,
+    SearchResult,
     as_lines,
     cheapest,
     spot_loss,
 )
-from finetune.plan.speed import StepTime
 from finetune.training.run_plan import FEW_STEPS, run_length
 from finetune.utils import print_line
 
-SHOWN = 12  # places in the table for people
+SHOWN = 12  # choices in the table for people
 _BAR = 14  # characters of the longest
 _COLOURS = {"fits": "green", "tight": "yellow", "no": "red"}
 
 
-# --- for machines
-
-
 def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, Any]]:
-    """Returns an object of each choice, as docs/reference/plan.md says; what is not known is None."""
+    """Returns an object for each choice, see docs/reference/plan.md; None for numbers that are not known."""
     return [
         {
             "config": one.config,
@@ -69,12 +65,13 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
 
 
 def why(request: PlanRequest, one: Choice) -> str:
-    """Returns what decides about a choice, in a line."""
+    """Returns the reason for a choice's verdict and speed, in a line."""
     phase = max(one.memory.phases, key=lambda name: one.memory.phases[name])
     device = one.machines.device.gib
     if one.memory.at_least:
         return (
-            f"what is kept {phase} alone is {-one.free:.1f} GiB more than the {device:.1f} of a device: no step weighed"
+            f"the state kept {phase} alone is {-one.free:.1f} GiB more than the {device:.1f} of a device: no step "
+            "weighed"
         )
     if one.verdict == "no":
         room = f"{-one.free:.1f} GiB more than the {device:.1f} of a device, in {phase}"
@@ -89,8 +86,8 @@ def why(request: PlanRequest, one: Choice) -> str:
 
 
 def assumptions(request: PlanRequest, one: Choice) -> list[str]:
-    """Returns what the numbers of a choice take to be so, and nothing has shown; the reserve, the speeds, offload and
-    prices have lines of their own."""
+    """Returns the assumptions behind the numbers of a choice; the reserve, the speeds, offload and prices have lines of
+    their own."""
     sizes, machines, batch, hardware = one.launch.parallelism, one.machines, request.recipe.batch, request.hardware
     lines = []
     if batch.rows_per_device == "auto":
@@ -120,67 +117,103 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
 # --- for people
 
 
-def show(console: Console, request: PlanRequest, choices: Sequence[Choice], founds: Sequence[Found]) -> None:
-    """Prints the table of the best places, what decides about the first, and what the numbers rest on."""
+def show(console: Console, request: PlanRequest, choices: Sequence[Choice], results: Sequence[SearchResult]) -> None:
+    """Prints the table of the best choices, the reasons for the first, and the sources of the numbers."""
+    shown, first = choices[:SHOWN], choices[0]
+    # The letter that stands in the table for each changed key that not all choices have.
+    changed = dict.fromkeys(line for one in shown for line in _own_changes(one, shown))
+    letters = dict(zip(changed, string.ascii_lowercase, strict=False))
+    for line in _heading(request, shown):
+        print_line(console, line, highlight=False, markup=False)
+    console.print(_table(shown, letters))
+    sizes = {one.config: re.sub(r" \d+", "", one.sizes) for one in shown if one.sizes}
+    notes = [f"sizes: {', '.join(f'{config} {names}' for config, names in sizes.items())}"] if sizes else []
+    notes += [f"with {letter}: {line}" for line, letter in letters.items()]
+    notes += [f"{len(choices) - SHOWN} more with --json"] if len(choices) > SHOWN else []
+    for line in notes:
+        print_line(console, line, highlight=False, markup=False, style="dim")
+    print_line(console, f"\n[bold]{first.name}[/bold]: {escape(why(request, first))}", highlight=False)
+    if len(choices) > 1:
+        print_line(console, _against(*choices[:2]), highlight=False, markup=False)
+    phases = {name: (f"{size / GIB:.2f}", size / GIB) for name, size in first.memory.phases.items()}
+    pictures = [_bars(f"GiB of tensors, rank {first.memory.rank}", phases)]
+    if step := first.step:
+        scale, unit = (1000, "ms") if step.seconds < 10 else (1, "s")
+        times = {
+            name: (f"{scale * seconds:,.1f} {unit} {seconds / step.seconds:4.0%}", seconds)
+            for name, seconds in step.parts.items()
+        }
+        pictures.append(_bars(f"a step, {step.seconds:.3g} s", times))
+    grid = Table.grid(padding=(0, 3, 0, 0))
+    grid.add_row(*pictures)
+    console.print()
+    console.print(grid)
+    console.print()
+    notes = [*_host_notes(first), *price_lines(request, first), *rests_on(request, choices), *_forbidden(results)]
+    for line in notes:
+        print_line(console, line, highlight=False, markup=False, style="dim")
+
+
+def _heading(request: PlanRequest, choices: Sequence[Choice]) -> list[str]:
+    """Returns facts of the run, then devices and changed keys that all choices have."""
     recipe, rows, shape = request.recipe, request.rows, request.shapes[False]
-    heading = [
+    lines = [
         f"{request.path}: {shape.parameters:,} parameters, {shape.trained:,} trained",
         f"shapes: {request.shapes_from}",
         f"lengths: {rows.source}",
         f"a step: {recipe.batch.rows} rows, {rows.tokens_per_row * recipe.batch.rows:,.0f} tokens, "
         f"{rows.supervised_share:.0%} supervised; longest row {sum(rows.heaviest):,} tokens",
     ]
-    for line in (*heading, *_run_lines(request), *_shared_by(choices[:SHOWN])):
-        print_line(console, line, highlight=False, markup=False)
-    console.print(_table(choices[:SHOWN]))
-    first, more = choices[0], len(choices) - SHOWN
-    letters = [f"with {letter}: {line}" for line, letter in _changes(choices[:SHOWN]).items()]
-    for line in (*_size_names(choices[:SHOWN]), *letters, *([f"{more} more with --json"] if more > 0 else [])):
-        print_line(console, line, highlight=False, markup=False, style="dim")
-    print_line(console, f"\n[bold]{first.name}[/bold]: {escape(why(request, first))}", highlight=False)
-    for line in _against(choices):
-        print_line(console, line, highlight=False, markup=False)
-    console.print()
-    console.print(_pictures(first))
-    console.print()
-    for line in (*_beside_the_device(first), *price_lines(request, first), *rests_on(request, choices)):
-        print_line(console, line, highlight=False, markup=False, style="dim")
-    for line in _not_possible({name: rule for found in founds for name, rule in found.illegal.items()}):
-        print_line(console, line, highlight=False, markup=False, style="dim")
-
-
-def _run_lines(request: PlanRequest) -> list[str]:
-    recipe, rows = request.recipe, request.rows
     if rows.rows is None and recipe.train.max_steps is None:
-        return ["steps: not known without the data; hours and price of the run neither"]
-    steps = run_length(recipe, rows.rows)[0]
-    warmup = recipe.schedule.warmup(steps)
-    lines = [f"steps: {steps:,}, of which {warmup:,} ({warmup / max(1, steps):.0%}) warm up"]
-    if steps < FEW_STEPS:
-        lines.append(f"note: only {steps} steps, and below about {FEW_STEPS} a run learns little: a smaller batch.rows")
-    return lines
-
-
-def _shared_by(choices: Sequence[Choice]) -> list[str]:
-    """Returns what is said above the table and not in its lines: devices and changed keys that all of them have."""
+        lines.append("steps: not known without the data; hours and price of the run neither")
+    else:
+        steps = run_length(recipe, rows.rows)[0]
+        warmup = recipe.schedule.warmup(steps)
+        lines.append(f"steps: {steps:,}, of which {warmup:,} ({warmup / max(1, steps):.0%}) warm up")
+        if steps < FEW_STEPS:
+            few = f"only {steps} steps, and below about {FEW_STEPS} a run learns little"
+            lines.append(f"note: {few}: a smaller batch.rows")
     devices = {one.machines.name for one in choices}
+    lines += [f"on {name}" for name in devices if len(devices) == 1]
     shared = {key: value for key, value in choices[0].changes.items() if _all_have(choices, key)}
-    return [*(f"on {name}" for name in devices if len(devices) == 1), *(f"all with {x}" for x in as_lines(shared))]
+    return [*lines, *(f"all with {line}" for line in as_lines(shared))]
+
+
+def _host_notes(one: Choice) -> list[str]:
+    memory, notes = one.memory, []
+    if memory.host or memory.disk:
+        host, disk = memory.host / GIB, memory.disk / GIB
+        notes.append(f"of each machine: {host:.1f} GiB of host memory, {disk:.1f} of disk")
+    after = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.after.items())
+    return [*notes, f"in host memory after the steps, GiB of tensors of one process: {after}"]
+
+
+def _forbidden(results: Sequence[SearchResult]) -> list[str]:
+    """Returns a line for each rule, with the configs that it forbids; they may differ in their sizes."""
+    lines: dict[str, tuple[list[str], str]] = {}
+    for name, rule in {name: rule for result in results for name, rule in result.illegal.items()}.items():
+        alike = name.split()[0] + re.sub(r"\d+", "", rule)
+        lines.setdefault(alike, ([], rule))[0].append(name)
+    return [f"not possible: {', '.join(names)}: {rule}" for names, rule in lines.values()]
 
 
 def _all_have(choices: Sequence[Choice], key: str) -> bool:
     return all(one.changes.get(key) == choices[0].changes.get(key) for one in choices)
 
 
-def _table(choices: Sequence[Choice]) -> Table:
-    """Columns without any number are left out."""
+def _own_changes(one: Choice, choices: Sequence[Choice]) -> list[str]:
+    return as_lines({key: value for key, value in one.changes.items() if not _all_have(choices, key)})
+
+
+def _table(choices: Sequence[Choice], letters: dict[str, str]) -> Table:
+    """Returns a line for each choice. Columns without any number are left out."""
     several = len({one.machines.name for one in choices}) > 1
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0 if several else 1))
     currencies = {one.currency for one in choices if one.price is not None}
     currency = currencies.pop() if len(currencies) == 1 else None
-    changes = _changes(choices)
+    sizes = ["x".join(re.findall(r"\d+", one.sizes)) for one in choices]  # `4x2`
     columns: dict[str, list[str]] = {
-        "config": [_sized(one) for one in choices],
+        "config": [f"{one.config} {numbers}".strip() for one, numbers in zip(choices, sizes, strict=True)],
         "on": [one.machines.name if several else "" for one in choices],
         "verdict": [f"[{_COLOURS[one.verdict]}]{one.verdict}[/]" for one in choices],
         "peak GiB": [f"{'> ' if one.memory.at_least else ''}{one.peak / GIB:.1f}" for one in choices],
@@ -192,7 +225,7 @@ def _table(choices: Sequence[Choice]) -> Table:
             "?" if one.price is None else f"{one.price:,.2f}" if currency else f"{one.price:,.2f} {one.currency}"
             for one in choices
         ],
-        "with": [" ".join(changes[line] for line in _own_changes(one, choices)) for one in choices],
+        "with": [" ".join(letters[line] for line in _own_changes(one, choices)) for one in choices],
     }
     shown = {title: cells for title, cells in columns.items() if set(cells) - {"?", ""}}
     for title in shown:
@@ -203,64 +236,21 @@ def _table(choices: Sequence[Choice]) -> Table:
     return table
 
 
-def _sized(one: Choice) -> str:
-    """Returns a config with its sizes as numbers: `fsdp2_tp 4x2`."""
-    return " ".join([one.config, *(["x".join(re.findall(r"\d+", one.sizes))] if one.sizes else [])])
-
-
-def _changes(choices: Sequence[Choice]) -> dict[str, str]:
-    """Returns the letter that stands in the table for each changed key of the recipe."""
-    lines = dict.fromkeys(line for one in choices for line in _own_changes(one, choices))
-    return dict(zip(lines, string.ascii_lowercase, strict=False))
-
-
-def _size_names(choices: Sequence[Choice]) -> list[str]:
-    """Says what the numbers of `_sized` count."""
-    names = {one.config: re.sub(r" \d+", "", one.sizes) for one in choices if one.sizes}
-    return [f"sizes: {', '.join(f'{config} {sizes}' for config, sizes in names.items())}"] if names else []
-
-
-def _own_changes(one: Choice, choices: Sequence[Choice]) -> list[str]:
-    return as_lines({key: value for key, value in one.changes.items() if not _all_have(choices, key)})
-
-
-def _against(choices: Sequence[Choice]) -> list[str]:
-    """Says why the first is not the second."""
-    if len(choices) < 2:
-        return []
-    first, second = choices[:2]
+def _against(first: Choice, second: Choice) -> str:
+    """Returns the reason why the first choice is not the second."""
+    less = (second.peak - first.peak) / GIB
     if first.verdict != second.verdict:
-        return [f"before {second.name}, which is `{second.verdict}` ({second.free:+.1f} GiB free)"]
+        reason = f"which is `{second.verdict}` ({second.free:+.1f} GiB free)"
+        return f"before {second.name}, {reason}"
     if first.step is None or second.step is None:
-        return [f"before {second.name}: {(second.peak - first.peak) / GIB:.1f} GiB less on a device"]
-    gains = {
-        name: second.step.parts.get(name, 0) - first.step.parts.get(name, 0)
-        for name in {*first.step.parts, *second.step.parts}
-    }
-    part = max(gains, key=lambda name: gains[name])
+        return f"before {second.name}: {less:.1f} GiB less on a device"
     if second.step.seconds < 1.005 * first.step.seconds:
-        return [f"before {second.name}: as fast by the formula, {(second.peak - first.peak) / GIB:+.1f} GiB there"]
+        return f"before {second.name}: as fast by the formula, {less:+.1f} GiB there"
+    names = {*first.step.parts, *second.step.parts}
+    gains = {name: second.step.parts.get(name, 0) - first.step.parts.get(name, 0) for name in names}
+    part = max(gains, key=lambda name: gains[name])
     faster = second.step.seconds / first.step.seconds - 1
-    return [f"before {second.name}: {faster:.0%} faster, most of it by {part} ({gains[part]:.3g} s a step)"]
-
-
-def _pictures(one: Choice) -> Table:
-    """Returns memory by phase and, where speeds are known, time by part, with bars."""
-    sizes = {name: size / GIB for name, size in one.memory.phases.items()}
-    both = Table.grid(padding=(0, 3, 0, 0))
-    pictures = [_bars(f"GiB of tensors, rank {one.memory.rank}", {n: (f"{x:.2f}", x) for n, x in sizes.items()})]
-    if one.step:
-        pictures.append(_bars(f"a step, {one.step.seconds:.3g} s", _times(one.step)))
-    both.add_row(*pictures)
-    return both
-
-
-def _times(step: StepTime) -> dict[str, tuple[str, float]]:
-    scale, unit = (1000, "ms") if step.seconds < 10 else (1, "s")
-    return {
-        name: (f"{scale * seconds:,.1f} {unit} {seconds / step.seconds:4.0%}", seconds)
-        for name, seconds in step.parts.items()
-    }
+    return f"before {second.name}: {faster:.0%} faster, most of it by {part} ({gains[part]:.3g} s a step)"
 
 
 def _bars(title: str, values: dict[str, tuple[str, float]]) -> Table:
@@ -275,34 +265,13 @@ def _bars(title: str, values: dict[str, tuple[str, float]]) -> Table:
     return table
 
 
-def _beside_the_device(one: Choice) -> list[str]:
-    lines = []
-    if one.memory.host or one.memory.disk:
-        lines.append(
-            f"of each machine: {one.memory.host / GIB:.1f} GiB of host memory, {one.memory.disk / GIB:.1f} of disk"
-        )
-    after = ", ".join(f"{name} {size / GIB:.2f}" for name, size in one.memory.after.items())
-    return [*lines, f"in host memory after the steps, GiB of tensors of one process: {after}"]
-
-
-def _not_possible(illegal: dict[str, str]) -> list[str]:
-    """Returns a line for each rule, with the places that it forbids; they may differ in their sizes."""
-    places: dict[str, list[str]] = {}
-    rules: dict[str, str] = {}
-    for name, rule in illegal.items():
-        alike = name.split()[0] + re.sub(r"\d+", "", rule)
-        places.setdefault(alike, []).append(name)
-        rules.setdefault(alike, rule)
-    return [f"not possible: {', '.join(names)}: {rules[alike]}" for alike, names in places.items()]
-
-
 def price_lines(request: PlanRequest, one: Choice) -> list[str]:
-    """Returns who asks how much for a device, per million tokens, and the checkpoints that lose least on spot."""
-    if (found := cheapest(request.prices, one.machines, request.spot)) is None:
+    """Returns the price of a device with its source, the price of a million tokens, and the checkpoints that lose least
+    on spot machines."""
+    if (offer := cheapest(request.prices, one.machines, request.spot)) is None:
         return [f"price: no line for {one.machines.key}: add one to prices.yaml (docs/reference/plan.md)"]
-    price, (amount, currency) = found
-    each = f"{amount} {currency}/hour and device, {price.provider}, {price.date}: {price.source}"
-    lines = [f"price: {each}"]
+    price, (amount, currency) = offer
+    lines = [f"price: {amount} {currency}/hour and device, {price.provider}, {price.date}: {price.source}"]
     if one.per_million is not None:
         lines.append(f"{one.per_million:.2f} {currency} per million supervised tokens")
     if request.spot:
@@ -311,14 +280,14 @@ def price_lines(request: PlanRequest, one: Choice) -> list[str]:
         assumed = "" if price.losses_per_hour else ", an assumption"
         lines.append(
             f"spot: {rate} losses an hour and machine{assumed}; least is lost with checkpoint.every_minutes: "
-            f"{interval * 60:.0f}, {lost:.1%} of the time, which the price includes, where a checkpoint takes "
+            f"{interval * 60:.0f}, {lost:.1%} of the time, which the price includes, if a checkpoint takes "
             f"{SAVE_S:.0f} s and a new machine {RESUME_S / 60:.0f} minutes, as assumed"
         )
     return lines
 
 
 def rests_on(request: PlanRequest, choices: Sequence[Choice]) -> list[str]:
-    """Returns what the numbers rest on, and what they leave out."""
+    """Returns the sources of the numbers, the parts that they leave out, and the assumptions."""
     reserve = request.hardware.reserve
     lines = []
     if any(one.machines.key != CPU for one in choices):

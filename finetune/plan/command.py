@@ -1,4 +1,4 @@
-"""`plan`: whether a recipe fits, how fast it would be and what it would cost, on devices that need not be here."""
+"""`plan`: whether a recipe fits, its speed and its price, on devices that this machine need not have."""
 
 from __future__ import annotations
 
@@ -18,26 +18,33 @@ from transformers import PretrainedConfig
 from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.errors import UserError
 from finetune.models.base_config import base_config
-from finetune.models.config import training_config
+from finetune.models.config import training_config, without_dropout
 from finetune.plan.answer import as_dicts, price_lines, rests_on, show
 from finetune.plan.finished_runs import speeds_here
 from finetune.plan.lengths import Lengths, RowFacts, read_lengths, widest
 from finetune.plan.memory_page import write_page
-from finetune.plan.search import (
-    Choice,
-    Found,
-    PlanRequest,
-    as_lines,
-    drops,
-    search,
-    value_of,
-)
+from finetune.plan.search import Choice, PlanRequest, SearchResult, as_lines, best, changed, drops, search, value_of
 from finetune.plan.shapes import shapes_of as weights_of
 from finetune.plan.speed import Shape
 from finetune.plan.tables import Machines, parse_machines, read_prices, shapes_source, shipped_config
-from finetune.plan.what_if import sweep, to_fit, values_of
 from finetune.recipe import Recipe, load_recipe
 from finetune.utils import print_line, write_atomically
+
+_MAX_VALUES = 16  # of --sweep
+# Changes with which a recipe may fit, the cheapest first: those that keep the result, then those that do not.
+_CHANGES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "as it is"),
+    ({"batch.rows_per_device": 1}, "same result"),
+    ({"train.activation_checkpointing": True}, "same result"),
+    ({"batch.rows_per_device": 1, "train.activation_checkpointing": True}, "same result"),
+    (
+        {"batch.rows_per_device": 1, "train.activation_checkpointing": True, "train.activation_offload": True},
+        "same result",
+    ),
+    ({"optimizer.name": "adamw_8bit"}, "another result: optimizer state in 8 bits"),
+    ({"data.max_length": 0.5}, "another result: longer examples follow data.overlong"),
+    ({"data.max_length": 0.25}, "another result: longer examples follow data.overlong"),
+)
 
 
 @dataclass(frozen=True)
@@ -58,9 +65,9 @@ class PlanOptions:
 
 
 def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> list[Choice]:
-    """The command; returns the places, the best one first; none where values were tried. Raises UserError."""
+    """The command; returns the choices, the best first; [] for --sweep and --memory. Raises UserError."""
     if not options.on:
-        raise UserError("plan: on what? Give --on, such as --on 8xH100-80, or --on 2xcpu for this machine")
+        raise UserError("plan: --on is required, such as --on 8xH100-80, or --on 2xcpu for this machine")
     if options.by not in ("time", "price"):
         raise UserError(f"--by {options.by}: expected time or price")
     if options.budget is not None and options.budget <= 0:
@@ -70,90 +77,36 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
     if options.sweep or options.memory:
         what_if(path, overrides, options, console)
         return []
-    request, choices, founds = plan(path, overrides, options)
+    request, choices, results = plan(path, overrides, options)
     if options.as_json:
         print(json.dumps(as_dicts(request, choices), indent=1))
     else:
-        show(console, request, choices, founds)
+        show(console, request, choices, results)
+    notes: list[str] = []
     if options.html:
-        unknown = rests_on(request, choices)
-        lines = [f"lengths: {request.rows.source}", *price_lines(request, choices[0]), *unknown]
+        lines = [f"lengths: {request.rows.source}", *price_lines(request, choices[0]), *rests_on(request, choices)]
         write_page(options.html, request, choices, lines)
-        print(f"wrote {options.html}", file=sys.stderr if options.as_json else sys.stdout)
+        notes.append(f"wrote {options.html}")
     if options.write:
-        for line in write_config(request, choices[0], Path()):
-            print(line, file=sys.stderr if options.as_json else sys.stdout)
+        notes += write_config(request, choices[0], Path())
+    for line in notes:
+        print(line, file=sys.stderr if options.as_json else sys.stdout)
     return choices
 
 
-def plan(path: Path, overrides: Sequence[str], options: PlanOptions) -> tuple[PlanRequest, list[Choice], list[Found]]:
-    """Returns what was asked, the choices in order of rank, and per kind of devices all that was found. Raises
+def plan(
+    path: Path, overrides: Sequence[str], options: PlanOptions
+) -> tuple[PlanRequest, list[Choice], list[SearchResult]]:
+    """Returns the request, the choices in order of rank, and the result of the search on each kind of devices. Raises
     UserError."""
-    recipe = load_recipe(path, overrides)
     machines = machines_of(options)
-    request = ask(recipe, str(path), options, machines)
-    founds = [search(request, one, speeds_here(request.recipe, one, request.hardware)) for one in machines]
-    choices = ranked([choice for found in founds for choice in found.choices], options)
+    request = ask(load_recipe(path, overrides), str(path), options, machines)
+    results = [search(request, one, speeds_here(request.recipe, one, request.hardware)) for one in machines]
+    choices = ranked([choice for result in results for choice in result.choices], options)
     if not choices:
-        rules = "\n".join(f"  {name}: {rule}" for found in founds for name, rule in found.illegal.items())
+        rules = "\n".join(f"  {name}: {rule}" for result in results for name, rule in result.illegal.items())
         raise UserError(f"{path}: no config can run it on {', '.join(options.on)}:\n{rules}")
-    return request, choices, founds
-
-
-def what_if(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> None:
-    """--sweep and --memory."""
-    recipe, machines = load_recipe(path, overrides), machines_of(options)
-    lines: list[dict[str, Any]] = []
-    if options.sweep:
-        key, values = values_of(options.sweep)
-        for value in values:
-            other = load_recipe(path, [*overrides, f"{key}={value}"])
-            request = ask(other, str(path), options, machines)
-            reached = [speeds_here(request.recipe, one, request.hardware) for one in machines]
-            chosen = sweep(request, machines, reached, key, value)
-            made = {"why": chosen} if isinstance(chosen, str) else as_dicts(request, [chosen])[0]
-            lines.append({key: value, **made})
-        fitting = [line[key] for line in lines if line.get("verdict") == "fits"]
-        last = f"largest {key} that fits, of these: {max(fitting) if fitting else 'none'}"
-    else:
-        assert options.memory
-        gib = memory_of(options.memory)
-        smaller = [replace(one, device=one.device.model_copy(update={"memory_gib": gib})) for one in machines]
-        request = ask(recipe, str(path), options, machines)
-        for one in smaller:
-            for change, chosen in to_fit(request, one, speeds_here(request.recipe, one, request.hardware)):
-                lines.append({"change": change, **as_dicts(request, [chosen])[0]})
-        last = (
-            "" if lines else f"nothing known here makes it fit into {options.memory}: fewer parameters, or more devices"
-        )
-    if options.as_json:
-        print(json.dumps(lines, indent=1))
-        return
-    table = Table(box=None, pad_edge=False)
-    first = next(iter(lines[0])) if lines else ""
-    for title in (first, "config", "verdict", "peak GiB", "step s", "price"):
-        table.add_column(title)
-    for line in lines:
-        names = (first, "config", "verdict", "peak_gib", "step_s", "price")
-        table.add_row(*(_short(line.get(name)) for name in names))
-    console.print(table)
-    print_line(console, last, highlight=False)
-
-
-def _short(value: Any) -> str:
-    return "?" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def memory_of(text: str) -> float:
-    """Returns GiB; GB are 10^9 bytes. Raises UserError.
-
-    >>> memory_of("24GiB"), round(memory_of("24GB"), 2)
-    (24.0, 22.35)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text.strip())
-    if match is None or not float(match[1]):
-        raise UserError(f"--memory {text}: expected a size with its unit, such as 24GB or 22.5GiB")
-    return float(match[1]) * (1e9 / GIB if match[2] == "GB" else 1.0)
+    return request, choices, results
 
 
 def machines_of(options: PlanOptions) -> list[Machines]:
@@ -162,12 +115,12 @@ def machines_of(options: PlanOptions) -> list[Machines]:
 
 
 def ask(recipe: Recipe, path: str, options: PlanOptions, machines: Sequence[Machines]) -> PlanRequest:
-    """Reads all that does not depend on the place: shapes, lengths, tables. Raises UserError."""
+    """Reads all that does not depend on the devices: shapes, lengths, tables. Raises UserError."""
     config, shapes_from = config_and_source(recipe)
-    found = read_lengths(recipe)
+    lengths = read_lengths(recipe)
 
     def repack(recipe: Recipe) -> RowFacts:
-        return found.rows(recipe, config) if isinstance(found, Lengths) else widest(recipe, found, config)
+        return lengths.rows(recipe, config) if isinstance(lengths, Lengths) else widest(recipe, lengths, config)
 
     shapes = shapes_of(recipe, config, all(one.key == CPU for one in machines))
     tables = read_hardware(options.hardware), read_prices(options.prices)
@@ -175,9 +128,9 @@ def ask(recipe: Recipe, path: str, options: PlanOptions, machines: Sequence[Mach
 
 
 def shapes_of(recipe: Recipe, config: PretrainedConfig, on_cpu: bool) -> dict[bool, Shape]:
+    """Returns the shape without and with full activation checkpointing."""
     weights = weights_of(recipe, config).weights
-    both = (False, True)
-    return {recomputes: Shape.of(weights, recipe, config, on_cpu, recomputes) for recomputes in both}
+    return {recomputes: Shape.of(weights, recipe, config, on_cpu, recomputes) for recomputes in (False, True)}
 
 
 def config_of(recipe: Recipe) -> PretrainedConfig:
@@ -185,8 +138,8 @@ def config_of(recipe: Recipe) -> PretrainedConfig:
 
 
 def config_and_source(recipe: Recipe) -> tuple[PretrainedConfig, str]:
-    """Returns the config of the recipe's model: of its folder or the hub's cache, else of the shipped table; and which
-    of these it is of. Raises UserError."""
+    """Returns the config of the recipe's model, from its folder or the hub's cache, else from the shipped table; and
+    its source. Raises UserError."""
     try:
         base_config(recipe.model)
     except UserError as error:
@@ -194,11 +147,9 @@ def config_and_source(recipe: Recipe) -> tuple[PretrainedConfig, str]:
         config = shipped_config(name, sees_images)
         if config is None:
             raise UserError(
-                f"{error}\nNothing is downloaded for a plan, and the shipped table does not have it: give a folder "
+                f"{error}\n`plan` downloads nothing, and the shipped table does not have this model: give a folder "
                 "with its config.json, or download it once"
             ) from None
-        from finetune.models.config import without_dropout
-
         config = without_dropout(config) if recipe.objective.drops_nothing else config
         return config, shapes_source(name, sees_images)
     return training_config(recipe), "its config.json"
@@ -231,22 +182,108 @@ def hours_of(text: str) -> float:
     return float(match[1]) * {"m": 1 / 60, "h": 1.0, "d": 24.0}[match[2]]
 
 
-# --- --write
-
-
 def write_config(request: PlanRequest, one: Choice, folder: Path) -> list[str]:
-    """Writes the accelerate config of a choice; returns lines for people: the file, the launch, what may change."""
+    """Writes the accelerate config of a choice; returns notes: the file, the launch, keys that may change."""
     path = folder / f"plan-{one.config}-{one.launch.processes}.yaml"
-    text = yaml.safe_dump(accelerate_config(one), sort_keys=False)
+    config = {**one.launch.config, "num_processes": one.launch.processes, "num_machines": one.machines.machines}
+    text = yaml.safe_dump(config, sort_keys=False)
     write_atomically(path, f"# Written by `finetune plan {request.path} --on {one.machines.name}`.\n{text}")
-    lines = [f"wrote {path}", f"accelerate launch --config_file {path} -m finetune train {request.path}"]
-    lines[1] += "".join(f" {line.replace(': ', '=')}" for line in as_lines(one.changes))
-    free = ["train.activation_checkpointing", "train.activation_offload"]
-    if not drops(request.recipe, request.config):
-        free.insert(0, "batch.rows_per_device")
+    overrides = "".join(f" {line.replace(': ', '=')}" for line in as_lines(one.changes))
+    free = [] if drops(request.recipe, request.config) else ["batch.rows_per_device"]
+    free += ["train.activation_checkpointing", "train.activation_offload"]
     now = as_lines({key: one.changes.get(key, value_of(request.recipe, key)) for key in free})
-    return [*lines, f"lines of the recipe that may change without changing its result: {', '.join(now)}"]
+    return [
+        f"wrote {path}",
+        f"accelerate launch --config_file {path} -m finetune train {request.path}{overrides}",
+        f"lines of the recipe that may change without changing its result: {', '.join(now)}",
+    ]
 
 
-def accelerate_config(one: Choice) -> dict[str, Any]:
-    return {**one.launch.config, "num_processes": one.launch.processes, "num_machines": one.machines.machines}
+# --- --sweep and --memory
+
+
+def what_if(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> None:
+    """Prints the best choice for other values of a key, or the changes with which the recipe fits into less memory."""
+    machines, lines = machines_of(options), list[dict[str, Any]]()
+    if options.sweep:
+        key, values = values_of(options.sweep)
+        for value in values:
+            request = ask(load_recipe(path, [*overrides, f"{key}={value}"]), str(path), options, machines)
+            results = [search(request, one, speeds_here(request.recipe, one, request.hardware)) for one in machines]
+            choices = [choice for result in results for choice in result.choices]
+            rules = dict.fromkeys(rule for result in results for rule in result.illegal.values())
+            refusal = {"why": f"{key}: {value}: " + "; ".join(rules)}
+            lines.append({key: value, **(as_dicts(request, [best(choices)])[0] if choices else refusal)})
+        fitting = [line[key] for line in lines if line.get("verdict") == "fits"]
+        last = f"largest {key} that fits, of these: {max(fitting) if fitting else 'none'}"
+    else:
+        assert options.memory
+        gib = memory_of(options.memory)
+        request = ask(load_recipe(path, overrides), str(path), options, machines)
+        for one in machines:
+            smaller = replace(one, device=one.device.model_copy(update={"memory_gib": gib}))
+            lines += [
+                {"change": change, **as_dicts(request, [choice])[0]} for change, choice in to_fit(request, smaller)
+            ]
+        last = "" if lines else f"no setting makes this fit in {options.memory}; use a smaller model or more devices"
+    if options.as_json:
+        print(json.dumps(lines, indent=1))
+        return
+    table, first = Table(box=None, pad_edge=False), next(iter(lines[0])) if lines else ""
+    for title in (first, "config", "verdict", "peak GiB", "step s", "price"):
+        table.add_column(title)
+    for line in lines:
+        values = [line.get(name) for name in (first, "config", "verdict", "peak_gib", "step_s", "price")]
+        table.add_row(*("?" if x is None else f"{x:.3g}" if isinstance(x, float) else str(x) for x in values))
+    console.print(table)
+    print_line(console, last, highlight=False)
+
+
+def values_of(text: str) -> tuple[str, list[int]]:
+    """Reads `data.max_length=2048..131072`, doubling, or `lora.rank=8,16,64`. Raises UserError.
+
+    >>> values_of("data.max_length=1024..5000")
+    ('data.max_length', [1024, 2048, 4096, 5000])
+    """
+    match = re.fullmatch(r"([a-z_]+\.[a-z_]+)=(?:(\d+)\.\.(\d+)|(\d+(?:,\d+)*))", text.replace(" ", ""))
+    if match is None:
+        raise UserError(f"--sweep {text}: expected a key and its values, such as data.max_length=2048..131072")
+    if match[4]:
+        values = [int(value) for value in match[4].split(",")]
+    else:
+        first, last = int(match[2]), int(match[3])
+        values = [first * 2**i for i in range(32) if first * 2**i < last] + [last]
+    if min(values) < 1 or len(values) > _MAX_VALUES:
+        raise UserError(f"--sweep {text}: expected 1 to {_MAX_VALUES} values above 0")
+    return match[1], values
+
+
+def memory_of(text: str) -> float:
+    """Returns GiB; GB are 10^9 bytes. Raises UserError.
+
+    >>> memory_of("24GiB"), round(memory_of("24GB"), 2)
+    (24.0, 22.35)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text.strip())
+    if match is None or not float(match[1]):
+        raise UserError(f"--memory {text}: expected a size with its unit, such as 24GB or 22.5GiB")
+    return float(match[1]) * (1e9 / GIB if match[2] == "GB" else 1.0)
+
+
+def to_fit(request: PlanRequest, machines: Machines) -> list[tuple[str, Choice]]:
+    """Returns the changes with which the recipe fits, each with its best choice: cheapest first, none needless."""
+    recipe, fitting = request.recipe, []
+    speeds = speeds_here(recipe, machines, request.hardware)
+    for changes, cost in _CHANGES:
+        if length := changes.get("data.max_length"):
+            changes = {"data.max_length": int(recipe.data.max_length * length)}
+        is_needless = len(changes) == 1 and any(value_of(recipe, key) == value for key, value in changes.items())
+        if is_needless or ("optimizer.name" in changes and recipe.optimizer.name != "adamw"):
+            continue
+        other = replace(request, recipe=changed(recipe, changes))
+        if length and other.repack is not None:
+            other = replace(other, rows=other.repack(other.recipe))
+        choices = [one for one in search(other, machines, speeds, widely=False).choices if one.verdict == "fits"]
+        if choices:
+            fitting.append((f"{', '.join(as_lines(changes)) or 'no change'} ({cost})", best(choices)))
+    return fitting

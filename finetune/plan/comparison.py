@@ -1,11 +1,11 @@
-"""What a run is predicted to take, next to what it takes: both are in its plan.json, and `plan --report` compares them.
+"""Predicted and measured memory and time of a run: both are in its plan.json, and `plan --report` compares them.
 
     predicted  {"memory_bytes": {"weights": ...}, "phases_bytes": {"forward": ...}, "step_s": 0.4, "tokens_per_s": 9000,
                "parts_s": {"products": ...}, "speeds": "shipped table ...", "level": {"compute": 1.0, ...}, "notes": []}
     measured   {"steps": 99, "memory_bytes": {"weights": ...}, "step_s": 0.4, "tokens_per_s": 9000,
                "parts_s": {"forward": ...}}
 
-On a CPU the peak that a run measures is that of its process, which is not of tensors: only its state is compared.
+On a CPU a run measures the peak of its process, which holds more than tensors: only its state is compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 from transformers import PretrainedConfig
 
 from finetune.data.dataset import on_disk
-from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.engine.costs.common import different_ranks
 from finetune.engine.hardware import CPU, GIB, read_hardware
@@ -48,45 +47,44 @@ _FAILURES = (UserError, *FAILURES, OSError)
 
 @dataclass(frozen=True)
 class Launched:
-    """A run whose place is known: all that a prediction takes."""
+    """A run on its launch: all that a prediction takes."""
 
     recipe: Recipe
     config: PretrainedConfig
     launch: Launch
     micro_batches: int
     rows: RowFacts
-    device: str  # as plan.json has it: torch's name, or cpu
+    device: str  # as in plan.json: torch's name, or cpu
     per_machine: int  # processes
 
     def predict(self, with_time: bool) -> dict[str, Any]:
-        """Returns `predicted` of plan.json. What cannot be calculated is a line of its `notes`."""
-        found: dict[str, Any] = {"notes": [], "rows": self.rows.source}
-        steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [("memory", self._memory)]
+        """Returns `predicted` of plan.json. Its `notes` name the parts that cannot be calculated."""
+        predicted: dict[str, Any] = {"notes": [], "rows": self.rows.source}
+        parts: list[tuple[str, Callable[[], dict[str, Any]]]] = [("memory", self.memory)]
         if with_time:
-            steps.append(("time", self._time))
+            parts.append(("time", self.time))
         else:
-            found["notes"].append("time: not calculated for a few steps on processors; `plan --report` does")
-        for name, step in steps:
+            predicted["notes"].append("time: not calculated for a few steps on processors; `plan --report` does")
+        for name, part in parts:
             try:
-                with quietly():  # what there is to say of the model comes when it is loaded
-                    found |= step()
+                with quietly():  # messages about the model come when it is loaded
+                    predicted |= part()
             except _FAILURES as error:
-                found["notes"].append(f"{name}: {_said(error)}")
-        return found
+                predicted["notes"].append(f"{name}: {_reason(error)}")
+        return predicted
 
-    def _memory(self) -> dict[str, Any]:
-        """Of the fullest rank."""
+    def memory(self) -> dict[str, Any]:
+        """Returns the bytes of the fullest rank."""
         if self.device == CPU:
-            ranks = different_ranks(self.launch.parallelism)
             costs = costs_at(self.recipe, self.config, self.launch, CPU)
-            states = [costs.state(rank) for rank in ranks]
+            states = [costs.state(rank) for rank in different_ranks(self.launch.parallelism)]
             kept = max(states, key=lambda state: state.device_bytes).persistent
-            return {"memory_bytes": {name: kept[of] for name, of in STATE.items()}}
+            return {"memory_bytes": {name: kept[part] for name, part in STATE.items()}}
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
         place = Place(self.launch, self.per_machine, "cuda", capability)
         batch = heaviest(self.recipe, self.rows)
         memory = estimate_memory(self.recipe, self.config, place, batch, self.micro_batches)
-        of_state = {name: memory.persistent[of] for name, of in STATE.items()}
+        of_state = {name: memory.persistent[part] for name, part in STATE.items()}
         return {"memory_bytes": {**of_state, "peak": memory.tensors}, "phases_bytes": memory.phases}
 
     def rows_that_fit(self, free_bytes: int) -> int:
@@ -102,15 +100,15 @@ class Launched:
         room = free_bytes * (1 - read_hardware().reserve.margin) - one
         return 1 + max(0, int(room // max(1, two - one)))
 
-    def _time(self) -> dict[str, Any]:
+    def time(self) -> dict[str, Any]:
+        """Returns the seconds of a step. Raises UserError for a device without speeds."""
         recipe, hardware = self.recipe, read_hardware()
         plan = {"device": self.device, "processor": processor()}
         if (key := device_key(plan, hardware)) is None:
             raise UserError(f"no device {self.device} in hardware.yaml (docs/reference/plan.md)")
         device = this_machine() if key == CPU else hardware.devices[key]
         machines = Machines(device, key, self.per_machine, self.launch.processes // self.per_machine)
-        folder = Path(recipe.run.dir, recipe.run.name)
-        speeds = speeds_here(recipe, machines, hardware, folder)
+        speeds = speeds_here(recipe, machines, hardware, Path(recipe.run.dir, recipe.run.name))
         if speeds is None and key == CPU:
             speeds = processor_speeds(hardware)
         if speeds is None:
@@ -118,8 +116,8 @@ class Launched:
             raise UserError(f"{self.device} has no peak in {precision} in hardware.yaml (docs/reference/plan.md)")
         shapes, recomputes = shapes_of(recipe, self.config), recipe.train.activation_checkpointing is True
         shape = Shape.of(shapes.weights, recipe, self.config, key == CPU, recomputes)
-        where = (self.launch, machines, hardware, self.rows, heaviest(recipe, self.rows))
-        step = Job(recipe, self.config, shape, *where, speeds, self.micro_batches).time()
+        place = (self.launch, machines, hardware, self.rows, heaviest(recipe, self.rows))
+        step = Job(recipe, self.config, shape, *place, speeds, self.micro_batches).time()
         return {
             "step_s": step.seconds,
             "tokens_per_s": self.rows.tokens_per_row * recipe.batch.rows / step.seconds,
@@ -130,36 +128,31 @@ class Launched:
 
 
 def predict_run(prepared: Prepared, engine: Engine) -> dict[str, Any]:
-    """Returns what a run is predicted to take. Raises nothing: the other ranks would not know."""
+    """Returns `predicted` of a run's plan.json. Raises nothing: the other ranks would not know."""
+    recipe, config, training = prepared.recipe, prepared.config, prepared.training
     try:
-        return _predicted(prepared.recipe, prepared.config, engine, prepared.micro_batches, prepared.training)
+        rows = widest(recipe, "a stream", config)
+        if training.size(recipe.data.max_length):
+            data = on_disk(training)
+            token = None if recipe.data.image is None else cast(Any, config).image_token_id
+            rows = facts_of(data.examples, data.rows, "the data of the run", len(data.rows), token)
+        on_gpu = engine.device.type == "cuda"
+        device = torch.cuda.get_device_name(engine.device) if on_gpu else engine.device.type
+        place = (engine.launch, prepared.micro_batches, rows, device, engine.local_processes)
+        run = Launched(recipe, copy.deepcopy(config), *place)
+        predicted = run.predict(on_gpu or run_length(recipe, rows.rows)[0] >= FEW_STEPS)
     except _FAILURES as error:
-        return {"notes": [f"nothing is predicted: {_said(error)}"]}
-
-
-def _said(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0] if isinstance(error, UserError) else f"{error!r:.200}"
-
-
-def _predicted(
-    recipe: Recipe, config: PretrainedConfig, engine: Engine, micro_batches: int, training: RowSource
-) -> dict[str, Any]:
-    rows = widest(recipe, "a stream", config)
-    if training.size(recipe.data.max_length):
-        data = on_disk(training)
-        token = None if recipe.data.image is None else cast(Any, config).image_token_id
-        rows = facts_of(data.examples, data.rows, "the data of the run", len(data.rows), token)
-    on_gpu = engine.device.type == "cuda"
-    device = torch.cuda.get_device_name(engine.device) if on_gpu else engine.device.type
-    place = (engine.launch, micro_batches, rows, device, engine.local_processes)
-    run = Launched(recipe, copy.deepcopy(config), *place)
-    found = run.predict(on_gpu or run_length(recipe, rows.rows)[0] >= FEW_STEPS)
-    if recipe.batch.rows_per_device == "auto" and found.get("memory_bytes", {}).pop("peak", None):
-        del found["phases_bytes"]
-        found["notes"].append("peak: batch.rows_per_device is auto, measured later; `plan --report` calculates it")
+        return {"notes": [f"nothing is predicted: {_reason(error)}"]}
+    if recipe.batch.rows_per_device == "auto" and predicted.get("memory_bytes", {}).pop("peak", None):
+        del predicted["phases_bytes"]
+        predicted["notes"].append("peak: batch.rows_per_device is auto, measured later; `plan --report` calculates it")
         with contextlib.suppress(*_FAILURES), quietly():
-            found["rows_per_device"] = run.rows_that_fit(torch.cuda.mem_get_info(engine.device)[0])
-    return found
+            predicted["rows_per_device"] = run.rows_that_fit(torch.cuda.mem_get_info(engine.device)[0])
+    return predicted
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0] if isinstance(error, UserError) else f"{error!r:.200}"
 
 
 # --- plan --report
@@ -173,7 +166,7 @@ class Comparison:
     predicted: float
     measured: float
     unit: str  # GiB, s, tokens/s
-    whole: float  # what an error is a share of: the measured, for a part of a step the step
+    whole: float  # the error is a share of it: the measured number, or the measured step for its parts
 
     @property
     def error(self) -> float:
@@ -182,10 +175,10 @@ class Comparison:
 
 
 def compare_runs(folders: Iterable[Path]) -> list[Comparison]:
-    """Returns what is known of each run; among several, what has no plan.json is passed over (`runs/*`). Raises
-    UserError where a folder is none of a run with steps."""
-    wanted = list(folders)
-    runs = [folder for folder in wanted if (folder / "plan.json").exists()] or wanted
+    """Returns the comparisons of each run; among several folders, those without plan.json are left out (`runs/*`).
+    Raises UserError for a folder that is not a run with steps."""
+    folders = list(folders)
+    runs = [folder for folder in folders if (folder / "plan.json").exists()] or folders
     return [comparison for folder in runs for comparison in compare_run(folder)]
 
 
@@ -203,10 +196,11 @@ def compare_run(folder: Path) -> list[Comparison]:
         again = _launched(folder, plan).predict(with_time=True)
         sizes = {**again.get("memory_bytes", {}), **predicted.get("memory_bytes", {})}
         predicted = {**again, **predicted, "memory_bytes": sizes}
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
 
-    def add(what: str, formula: float, took: float, unit: str, of: float | None = None) -> None:
-        found.append(Comparison(folder.name, plan["where"], what, formula, took, unit, took if of is None else of))
+    def add(what: str, formula: float, took: float, unit: str, whole: float | None = None) -> None:
+        whole = took if whole is None else whole
+        comparisons.append(Comparison(folder.name, plan["where"], what, formula, took, unit, whole))
 
     sizes: dict[str, int] = predicted.get("memory_bytes", {})
     of_run: dict[str, int] = measured["memory_bytes"]
@@ -217,11 +211,11 @@ def compare_run(folder: Path) -> list[Comparison]:
         add("speed", predicted["tokens_per_s"], measured["tokens_per_s"], "tokens/s")
         for name, (formula, took) in phases_of_time(predicted["parts_s"], measured["parts_s"]).items():
             add(f"  {name}", formula, took, "s", measured["step_s"])
-    return found
+    return comparisons
 
 
 def _launched(folder: Path, plan: dict[str, Any]) -> Launched:
-    """Returns a run as its plan.json has it, which knows the mean of its lengths alone."""
+    """Returns a run from its plan.json, which has only the mean of its lengths."""
     recipe, of_launch = load_recipe(folder / "recipe.yaml", []), plan["launch"]
     if plan["rows_per_device"]:
         batch = recipe.batch.model_copy(update={"rows_per_device": plan["rows_per_device"]})
@@ -241,7 +235,7 @@ def _launched(folder: Path, plan: dict[str, Any]) -> Launched:
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
-    """Returns lines of text: of each run memory, then times; and the errors of all runs."""
+    """Returns lines of text: memory and times of each run, then the errors of all runs."""
     width = max((len(one.run) for one in comparisons), default=3)
     lines = [f"{'run':{width}}  {'config':15} {'what':16} {'predicted':>12} {'measured':>12}          {'error':>8}"]
     lines += [
@@ -257,7 +251,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
 
 
 def as_json(comparisons: Sequence[Comparison]) -> str:
-    """Returns a list of objects, numbers in the unit that is named."""
+    """Returns a list of objects, with numbers in their `unit`."""
     names = ("run", "where", "predicted", "measured", "unit", "error")
     objects = [{"what": one.what.strip(), **{name: getattr(one, name) for name in names}} for one in comparisons]
     return json.dumps(objects, indent=1)

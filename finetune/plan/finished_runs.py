@@ -1,4 +1,4 @@
-"""What finished runs say of a device's speed: their predictions next to what they measured, both in plan.json."""
+"""Speeds of a device from finished runs: their predicted and measured times, both in plan.json."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _OTHERS = ("optimizer", "communication", "bubble", "data")  # parts of a predict
 
 def speeds_here(recipe: Recipe, machines: Machines, hardware: Hardware, without: Path | None = None) -> Speeds | None:
     """Returns the shipped speeds, corrected by the median of the runs in `run.dir` that finished on the same device in
-    the same precision. None where there are no shipped ones; for processors where there are no such runs, either.
+    the same precision. None without shipped speeds; for processors without such runs, either.
 
-    without: a run's folder that does not count.
+    without: a run's folder to leave out.
     """
     base = processor_speeds(hardware) if machines.key == CPU else table_speeds(recipe, machines, hardware)
     folder = Path(recipe.run.dir)
@@ -37,7 +37,7 @@ def speeds_here(recipe: Recipe, machines: Machines, hardware: Hardware, without:
 
 
 def level_of(folder: Path, key: str, precision: str, hardware: Hardware, without: Path | None = None) -> Level | None:
-    """Returns the medians of the newest runs below a folder; key: of their device."""
+    """Returns the medians of the newest runs below a folder; None without any. key: of their device."""
     runs = sorted((file.parent for file in folder.glob("*/status.json")), key=lambda run: -run.stat().st_mtime)
     every = (_level(run, key, precision, hardware) for run in runs if run != without)
     levels = list(islice((level for level in every if level is not None), _MOST))
@@ -48,7 +48,7 @@ def level_of(folder: Path, key: str, precision: str, hardware: Hardware, without
 
 
 def read_plan(file: Path) -> dict[str, Any]:
-    """Returns {} where it cannot be read."""
+    """Returns {} if the file cannot be read."""
     try:
         plan = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -65,8 +65,8 @@ def device_key(plan: dict[str, Any], hardware: Hardware) -> str | None:
 
 
 def _level(run: Path, key: str, precision: str, hardware: Hardware) -> Level | None:
-    """Returns how a run compares with its prediction at the shipped speeds; None where it has not finished on such a
-    device in this precision, or has too little of either."""
+    """Returns the speeds of a run over the shipped ones; None if it has not finished on such a device in this
+    precision, or has too few numbers."""
     plan = read_plan(run / "plan.json") if read_status(run) == "finished" else {}
     predicted, measured = plan.get("predicted") or {}, plan.get("measured") or {}
     if "parts_s" not in predicted or measured.get("steps", 0) < _FEWEST or device_key(plan, hardware) != key:
@@ -84,9 +84,9 @@ def _level(run: Path, key: str, precision: str, hardware: Hardware) -> Level | N
 
 
 def phases_of_time(predicted: dict[str, float], measured: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """Returns (predicted, measured) seconds of what both can tell apart.
+    """Returns (predicted, measured) seconds of the phases that both can tell apart.
 
-    A backend that hides its waits has them in forward and backward, so predicted ones are added to compute.
+    A backend that hides its waits has them in forward and backward, so predicted waits are added to compute.
     """
     compute = sum(seconds for name, seconds in predicted.items() if name not in _OTHERS)
     waits = sum(predicted.get(name, 0.0) for name in ("communication", "bubble"))

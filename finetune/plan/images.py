@@ -1,7 +1,7 @@
-"""Images of the heaviest micro-batch: how many there can be, and their forward on fake tensors.
+"""Images of the heaviest micro-batch: the largest number of them, and their forward on fake tensors.
 
-A tower's forward asks for sizes of images and for places of their tokens, so integers keep their values here, while
-pixels and all that is computed of them have none.
+A tower's forward reads sizes of images and places of their tokens, so integers keep their values here; pixels and all
+that is computed from them have none.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from finetune.models.vision import family_of, image_tokens, patches_per_token, r
 from finetune.recipe import Recipe
 
 _MARKS = 2  # tokens around an image
+_LARGE = 2**24  # elements
+_BY_INDEX = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_", "_index_put_impl_"))
 
 
 def most_images(recipe: Recipe, config: PretrainedConfig) -> tuple[int, ...]:
-    """Returns the tokens of each image of a row that has as many as fit into it; () where the recipe sees none."""
+    """Returns the tokens of each image of a row that has as many as fit into it; () if the recipe sees none."""
     if recipe.model.train is None or recipe.data.image is None:
         return ()
     whole: Any = config
@@ -42,8 +44,7 @@ def most_images(recipe: Recipe, config: PretrainedConfig) -> tuple[int, ...]:
 def with_pictures(
     batch: Batch, config: PretrainedConfig, images: Sequence[Sequence[int]], fakes: FakeTensorMode
 ) -> Batch:
-    """Returns a batch with the pixels of its images, fake, and their sizes, real. images: of each document, the tokens
-    of each."""
+    """Returns a batch with fake pixels of its images and their real sizes. images: tokens of each, by document."""
     cells = [count for of_document in images for count in of_document]
     if not cells:
         return batch
@@ -56,9 +57,9 @@ def with_pictures(
 
 
 class KnownIntegers(TorchDispatchMode):
-    """On top of fake tensors: integers that do not depend on fake ones are computed, and floats that count.
+    """On top of fake tensors, computes integers that do not depend on fake ones, and floats that count.
 
-    Then a mask can be read; and no pixel is the number of a comparison, so that no image is taken for padding.
+    So a mask can be read. No pixel equals a number that it is compared with, so no image is taken for padding.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,30 +70,21 @@ class KnownIntegers(TorchDispatchMode):
         if not tensors:
             out = func(*args, **named)
             counts = func.overloadpacket in (torch.ops.aten.arange, torch.ops.aten.linspace)
-            known = isinstance(out, Tensor) and (counts or not out.is_floating_point()) and out.numel() < _LARGE
-            return _with_values(func, args, named) if known else out
+            has_values = isinstance(out, Tensor) and (counts or not out.is_floating_point()) and out.numel() < _LARGE
+            return _with_values(func, args, named) if has_values else out
         if func is torch.ops.aten.eq.Scalar:
             with _disable_current_modes():
                 return torch.zeros((), dtype=torch.bool).expand(args[0].shape)
         if func.overloadpacket in _BY_INDEX:
-            args = (args[0], _as_numbers(args[1]), *args[2:])
+            indices: list[Tensor | None] = []  # in place of masks, whose shape does not tell how many there are
+            for index in args[1]:
+                is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
+                with _disable_current_modes():
+                    indices += index.nonzero(as_tuple=True) if index is not None and is_mask else [index]
+            args = (args[0], indices, *args[2:])
         return func(*args, **named)
-
-
-_LARGE = 2**24  # elements
-_BY_INDEX = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_", "_index_put_impl_"))
 
 
 def _with_values(func: Any, args: Any, named: Any) -> Any:
     with _disable_current_modes():
         return func(*args, **named)
-
-
-def _as_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Returns indices in place of masks, whose shape does not tell how many there are."""
-    made: list[Tensor | None] = []
-    for index in indices:
-        is_mask = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
-        with _disable_current_modes():
-            made += index.nonzero(as_tuple=True) if index is not None and is_mask else [index]
-    return made

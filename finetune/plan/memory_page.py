@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from finetune.engine.hardware import GIB
 from finetune.plan.search import Choice, PlanRequest
 from finetune.utils import write_atomically
-from finetune.view.web_page import head, page, text
+from finetune.view.web_page import render
 
 SHOWN = 6  # pictures
 _WIDTH, _ROW, _LEFT = 480, 24, 104  # SVG units
@@ -27,53 +28,32 @@ figure { min-width: 0; }
   .charts { grid-template-columns: 1fr; } main { padding: 1.5rem 0.8rem 3rem; } svg text { font-size: 16px; }
 }
 """
-_KEY = """<p class="key"><span><i class="k0"></i>kept between steps</span><span><i class="k1"></i>of the phase</span>
-<span><i class="k2"></i>context and gaps, assumed</span><span><i class="k3"></i>the device</span></p>"""
 
 
 def write_page(path: Path, request: PlanRequest, choices: Sequence[Choice], lines: Sequence[str]) -> None:
-    """lines: what is said about all of it."""
-    figures = "\n".join(_figure(request, one) for one in choices[:SHOWN])
-    said = "\n".join(f"<p>{text(line)}</p>" for line in lines)
-    body = f"""<h2>Memory of the fullest device, GiB</h2>
-<div class="charts">
-{figures}
-</div>
-<h2>What the numbers rest on</h2>
-<div class="lines">
-{said}
-</div>"""
-    top = head(f"{request.path}: plan", _STYLE)
-    write_atomically(path, page(top, "Plan", str(request.path), _KEY, body))
+    """lines: notes on all choices."""
+    figures = [_figure(request, one) for one in choices[:SHOWN]]
+    names = {"eyebrow": "Plan", "heading": request.path, "width": _WIDTH, "left": _LEFT}
+    title = f"{request.path}: plan"
+    write_atomically(path, render("plan.html.jinja", title, _STYLE, figures=figures, lines=lines, **names))
 
 
-def _figure(request: PlanRequest, one: Choice) -> str:
-    title = text(one.name)
-    step = f"{one.step.seconds:.3g} s a step" if one.step else "time not known"
-    height = _ROW * len(one.memory.phases) + 4
-    bars = "\n".join(_bars(request, one))
-    return f"""<figure>
-<figcaption><strong>{title}</strong><span>{one.verdict}, {one.free:+.1f} GiB free, {step}</span></figcaption>
-<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="memory by phase of {title}">
-{bars}
-</svg>
-</figure>"""
-
-
-def _bars(request: PlanRequest, one: Choice) -> Iterator[str]:
-    """Yields a row for each phase: kept bytes, those of the phase, the reserve; and a line for the device."""
+def _figure(request: PlanRequest, one: Choice) -> dict[str, Any]:
+    """Returns a row for each phase: kept bytes, those of the phase, the reserve; and the place of the device's size."""
     device = one.machines.device.gib
     scale = (_WIDTH - _LEFT - 46) / max(device, one.peak / GIB)
     reserve = (one.peak - one.memory.tensors) / GIB
     kept = sum(one.memory.persistent.values()) / GIB
-    for i, (name, size) in enumerate(one.memory.phases.items()):
-        top, whole = i * _ROW + 2, size / GIB
+    rows = []
+    for i, (phase, size) in enumerate(one.memory.phases.items()):
+        whole, x, bars = size / GIB, float(_LEFT), []
         below = min(kept, whole)
-        yield f'<text x="{_LEFT - 8}" y="{top + 15}" text-anchor="end">{text(name)}</text>'
-        x = float(_LEFT)
         for kind, width in (("kept", below), ("phase", whole - below), ("reserve", reserve)):
-            yield f'<rect class="{kind}" x="{x:.1f}" y="{top}" width="{width * scale:.1f}" height="{_ROW - 6}"/>'
+            bars.append((kind, f"{x:.1f}", f"{width * scale:.1f}"))
             x += width * scale
-        yield f'<text x="{x + 5:.1f}" y="{top + 15}">{whole + reserve:.1f}</text>'
-    x = _LEFT + device * scale
-    yield f'<line class="device" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{_ROW * len(one.memory.phases)}"/>'
+        ends = {"end": f"{x + 5:.1f}", "total": f"{whole + reserve:.1f}"}
+        rows.append({"phase": phase, "y": i * _ROW + 2, "height": _ROW - 6, "bars": bars, **ends})
+    step = f"{one.step.seconds:.3g} s a step" if one.step else "time not known"
+    summary = f"{one.verdict}, {one.free:+.1f} GiB free, {step}"
+    sizes = {"height": _ROW * len(rows), "device": f"{_LEFT + device * scale:.1f}"}
+    return {"name": one.name, "summary": summary, "rows": rows, **sizes}

@@ -1,10 +1,11 @@
-"""Bytes on a device while operations run, by phase."""
+"""Meters of dispatched operators: bytes of storages by phase, and operators by part of a micro-batch."""
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 BLOCK = 512  # bytes: CUDA's allocator rounds up to a multiple (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
+_PRODUCTS += ("grouped_mm_fallback", "grouped_mm_fallback_backward")  # transformers'
+_ATTENTION = ("scaled_dot_product", "attention", "varlen")
+_FREE = ("detach", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "set_")
+_FREE += ("resize_", "record_stream", "lift_fresh", "sym_size", "is_same_size", "_local_scalar_dense")
+
+
+def device_type(tensor: Tensor) -> str:
+    """Returns the device type of a tensor; reading `device` of a fake one would dispatch an operator."""
+    return (getattr(tensor, "fake_device", None) or tensor.device).type
 
 
 class Meter(TorchDispatchMode):
-    """Weighs the storages that operations give, until they are freed.
+    """Weighs the storages that operators return, until they are freed.
 
-    count: is called with each operator, its arguments and its result.
+    count: called with each operator, its arguments and its result.
     """
 
     def __init__(
@@ -36,7 +47,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace != "prim":  # questions about a tensor
+        if func.namespace != "prim":  # properties of a tensor
             for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
                 if isinstance(leaf, Tensor):
                     self._weigh(leaf)
@@ -66,7 +77,7 @@ class Meter(TorchDispatchMode):
     def __enter__(self) -> Any:
         resize = self._resize = torch.UntypedStorage.resize_
 
-        def resize_(storage: Any, size: int) -> Any:  # how FSDP2 frees what it has gathered
+        def resize_(storage: Any, size: int) -> Any:  # how FSDP2 frees gathered weights
             resized = resize(storage, size)
             if storage._cdata in self._sizes:
                 self._resized(storage._cdata, storage.nbytes())
@@ -80,6 +91,71 @@ class Meter(TorchDispatchMode):
         super().__exit__(*error)
 
 
-def device_type(tensor: Tensor) -> str:
-    """Returns where a tensor lies. Asked for its `device`, a fake one dispatches a question."""
-    return (getattr(tensor, "fake_device", None) or tensor.device).type
+@dataclass(frozen=True)
+class Work:
+    """Operators of a part of a micro-batch, and the bytes that they read and write: (bytes of one, number)."""
+
+    operators: float = 0.0  # that compute
+    views: float = 0.0
+    moved: tuple[tuple[float, float], ...] = ()
+    multiplied: tuple[tuple[float, float], ...] = ()  # by matrix products
+
+    def times(self, operators: float, tokens: float = 1.0) -> Work:
+        """Returns this work `operators` times. tokens: factor on the size of each operator."""
+        both = self.moved, self.multiplied
+        moved, multiplied = (tuple((size * tokens, count * operators) for size, count in sizes) for sizes in both)
+        return Work(self.operators * operators, self.views * operators, moved, multiplied)
+
+    @property
+    def bytes(self) -> float:
+        return sum(size * count for size, count in self.moved)
+
+
+def together(parts: Sequence[Work]) -> Work:
+    moved = tuple(one for part in parts for one in part.moved)
+    multiplied = tuple(one for part in parts for one in part.multiplied)
+    return Work(sum(part.operators for part in parts), sum(part.views for part in parts), moved, multiplied)
+
+
+class OperatorCounter:
+    """Counts operators by part: those that the host starts, and the bytes of those without a product.
+
+    FLOPs of matrix products and of attention are in `models/flops.py`.
+    """
+
+    def __init__(self) -> None:
+        self.part = ""
+        self._operators, self._views = defaultdict[str, int](int), defaultdict[str, int](int)
+        # {(part, whether a product): {power of two: [bytes, operators]}}
+        self._sizes = defaultdict[tuple[str, bool], dict[int, list[float]]](dict)
+
+    def work(self, part: str) -> Work:
+        moved, multiplied = (
+            tuple((size / n, n) for size, n in self._sizes[part, is_product].values()) for is_product in (False, True)
+        )
+        return Work(self._operators[part], self._views[part], moved, multiplied)
+
+    def count(self, func: Any, args: Any, out: Any) -> None:
+        """Counts an operator that was called with these arguments; to be given to a `Meter`."""
+        name = func.name().partition("::")[2].partition(".")[0]
+        if func.is_view or name in _FREE:
+            self._views[self.part] += 1
+            return
+        self._operators[self.part] += 1
+        if any(word in name for word in _ATTENTION):
+            return
+        size = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in _tensors((*args, out)))
+        sums = self._sizes[self.part, name in _PRODUCTS].setdefault(int(size).bit_length(), [0.0, 0])
+        sums[0] += size
+        sums[1] += 1
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Returns the tensors among values and in their lists, without those of other containers."""
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += _tensors(value)
+    return tensors

@@ -1,11 +1,12 @@
-"""Where a recipe could run: every shipped config and its sizes on the devices at hand, legal by the rules of `check`.
+"""Launches that a recipe could run on: every shipped config and its sizes on given devices, legal by the rules of
+`check`, with memory, time and price of each.
 
-The recipe fixes the maths, so all that differs between choices is memory, time and price: the config, its sizes, rows
-per device, recomputation.
+The recipe fixes the maths, so choices differ in the config, its sizes, rows per device and recomputation only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,12 +43,14 @@ _SIZED = {  # keys of parallelism_config whose size a config leaves open
     "ep": "ep_size",
     "hsdp": "dp_replicate_size",
 }
+_ON_ONE_DEVICE = ("single", "fsdp2_offload", "zero2_offload", "zero3_offload", "zero3_nvme")  # of use there
 _ROWS = (1, 2, 4)  # per device
+SAVE_S, RESUME_S = 60.0, 600.0  # assumed: a checkpoint that the step waits for; a new machine until it trains
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is planned. `config` is transformers' of the recipe's model."""
+    """A recipe to plan, with all that does not depend on the devices. `config` is transformers' of its model."""
 
     recipe: Recipe
     path: str
@@ -63,11 +66,11 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Choice:
-    """One place, with what it takes there."""
+    """A launch on some machines, with memory, time and price of the run."""
 
     launch: Launch
     machines: Machines
-    changes: dict[str, Any]  # keys of the recipe that differ from it, none of which changes its result
+    changes: dict[str, Any]  # other values of the recipe's keys, none of which changes its result
     batch: HeaviestBatch
     memory: Memory
     peak: int  # bytes of the fullest device, with context and slack
@@ -95,24 +98,24 @@ class Choice:
 
     @property
     def place_in_order(self) -> tuple[int, bool]:
-        """Smaller is better: by verdict, last those of which no step was weighed."""
+        """Smaller is better: by verdict, last those without an estimate of a step."""
         return ORDER.index(self.verdict), self.memory.at_least
 
     @property
     def free(self) -> float:
-        """GiB that stay free on the fullest device; negative: that are missing."""
+        """GiB that stay free on the fullest device; negative if too few."""
         return self.machines.device.gib - self.peak / GIB
 
 
 @dataclass
-class Found:
+class SearchResult:
     choices: list[Choice] = field(default_factory=list)
     illegal: dict[str, str] = field(default_factory=dict)  # config and sizes, and the rule
 
 
 def config_folder() -> Path:
     """Returns accelerate_configs/ of the current folder, else of the checkout that this package is in."""
-    for folder in (Path("accelerate_configs"), Path(__file__).parents[3] / "accelerate_configs"):
+    for folder in (Path("accelerate_configs"), Path(__file__).parents[2] / "accelerate_configs"):
         if (folder / "single.yaml").is_file():
             return folder
     raise UserError("no folder accelerate_configs here: run `plan` in the checkout, or copy it from there")
@@ -121,99 +124,73 @@ def config_folder() -> Path:
 def launches(machines: Machines) -> Iterator[Launch]:
     """Yields every config, with every size of its dimension that the devices allow."""
     for path in sorted(config_folder().glob("*.yaml")):
-        processes = 1 if path.stem == "single" else machines.count
-        if machines.count == 1 and path.stem not in _ALONE:
+        stem, processes = path.stem, 1 if path.stem == "single" else machines.count
+        if machines.count == 1 and stem not in _ON_ONE_DEVICE:
             continue
         read = read_config_file(str(path), processes)
-        key = _SIZED.get(path.stem)
-        sizes = _sizes(path.stem, machines) if key else [1]
+        if (key := _SIZED.get(stem)) is None:
+            yield Launch(read.kind, processes, str(path), read.config)
+            continue
+        if stem == "hsdp":  # replicas are machines if there are several
+            sizes = [machines.machines] if machines.machines > 1 else [2] if machines.count % 2 == 0 else []
+        elif stem == "pp":
+            sizes = [machines.count]
+        else:  # tensor parallel groups stay on a machine
+            within = machines.count if stem in ("pp_dp", "ep") else machines.per_machine
+            sizes = sorted(divisors(within))
+        if stem in ("pp_dp", "fsdp2_tp", "fsdp2_cp"):
+            sizes = [size for size in sizes if size < machines.count]
         for size in sizes:
-            config = copy.deepcopy(read.config)
-            if key:
+            if stem == "hsdp" or 1 < size <= 16:
+                config = copy.deepcopy(read.config)
                 config["parallelism_config"][f"parallelism_config_{key}"] = size
-            yield Launch(read.kind, processes, str(path), config)
+                yield Launch(read.kind, processes, str(path), config)
 
 
-_ALONE = ("single", "fsdp2_offload", "zero2_offload", "zero3_offload", "zero3_nvme")  # that make sense on one device
+def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, widely: bool = True) -> SearchResult:
+    """Returns the best legal choice of every config and size, and the rules that forbid the others.
 
-
-def _sizes(stem: str, machines: Machines) -> list[int]:
-    """Tensor parallel groups stay on a machine; replicas are machines, where there are several."""
-    if stem == "hsdp":
-        return [machines.machines] if machines.machines > 1 else [2] if machines.count % 2 == 0 else []
-    within = machines.count if stem in ("pp", "pp_dp", "ep") else machines.per_machine
-    sizes = [size for size in divisors(within) if 1 < size <= 16]
-    if stem == "pp":
-        return [size for size in sizes if size == machines.count]
-    if stem in ("pp_dp", "fsdp2_tp", "fsdp2_cp"):
-        sizes = [size for size in sizes if size < machines.count]
-    return sorted(sizes)
-
-
-def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, widely: bool = True) -> Found:
-    """Returns what is legal with memory and time, and what is not with the rule.
-
-    widely: other rows per device and recomputation as well, where they could help.
+    widely: tries other rows per device and recomputation as well, if they could help.
     """
-    found, places = Found(), list(launches(machines))
-    shows = Console(stderr=True)
-    for launch in track(places, machines.name, console=shows, transient=True, disable=not shows.is_terminal):
-        one = _best_at(request, launch, machines, speeds, widely)
-        if isinstance(one, Choice):
-            found.choices.append(one)
-        else:
-            found.illegal[f"{launch.where}{_size_words(launch)}"] = one
-    return found
+    result, places = SearchResult(), list(launches(machines))
+    console = Console(stderr=True)
+    for launch in track(places, machines.name, console=console, transient=True, disable=not console.is_terminal):
+        try:
+            own = evaluate(request, launch, machines, speeds, {})
+        except UserError as error:
+            key = _SIZED.get(launch.where)
+            size = f" ({key} {launch.config['parallelism_config'][f'parallelism_config_{key}']})" if key else ""
+            # A message of `check` has a heading.
+            lines = [line.strip() for line in str(error).splitlines()]
+            rule = lines[1] if len(lines) > 1 else lines[0].partition(": ")[2] or lines[0]
+            result.illegal[f"{launch.where}{size}"] = rule
+            continue
+        choices = [own]
+        for changes in _other_keys(request, own) if widely else ():
+            with contextlib.suppress(UserError):
+                choices.append(evaluate(request, launch, machines, speeds, changes))
+        result.choices.append(best(choices))
+    return result
 
 
-def _best_at(
-    request: PlanRequest, launch: Launch, machines: Machines, speeds: Speeds | None, widely: bool
-) -> Choice | str:
-    """Returns the best that a config and its sizes allow, or the rule that forbids it."""
-    try:
-        own = evaluate(request, launch, machines, speeds, {})
-    except UserError as error:
-        return _rule(str(error))
-    return best([own, *(_others(request, launch, machines, speeds, own) if widely else ())])
-
-
-def _size_words(launch: Launch) -> str:
-    """Returns the sizes that a config leaves open: ` (tp_size 4)`."""
-    key = _SIZED.get(launch.where)
-    return f" ({key} {launch.config['parallelism_config'][f'parallelism_config_{key}']})" if key else ""
-
-
-def _rule(message: str) -> str:
-    """Returns the reason of a message of `check`, without its heading."""
-    lines = [line.strip() for line in message.splitlines()]
-    return lines[1] if len(lines) > 1 else lines[0].partition(": ")[2] or lines[0]
-
-
-def _others(
-    request: PlanRequest, launch: Launch, machines: Machines, speeds: Speeds | None, own: Choice
-) -> Iterator[Choice]:
-    """Yields choices with keys of the recipe that do not change its result: less memory where it does not fit, more
-    speed where there is room."""
-    recipe, rows = request.recipe, request.recipe.batch.rows_per_device
+def _other_keys(request: PlanRequest, own: Choice) -> list[dict[str, Any]]:
+    """Returns changes of the recipe that do not change its result: less memory if it does not fit, else more speed."""
+    recipe, rows, launch = request.recipe, request.recipe.batch.rows_per_device, own.launch
     fewer, keeps = own.verdict != "fits", recipe.train.activation_checkpointing
-    changes: list[dict[str, Any]] = []
     if own.memory.at_least or (not fewer and launch.parallelism.data < launch.processes):
-        return
+        return []
+    changes: list[dict[str, Any]] = []
     if keeps is not fewer:
         changes.append({"train.activation_checkpointing": fewer})
     if rows != "auto" and recipe.batch.tokens_per_device is None and not drops(recipe, request.config):
         changes += [{"batch.rows_per_device": n} for n in _ROWS if n != rows and (n < rows) == fewer]
         if fewer and keeps is not True and rows > 1:
             changes.append({"train.activation_checkpointing": True, "batch.rows_per_device": 1})
-    for change in changes:
-        try:
-            yield evaluate(request, launch, machines, speeds, change)
-        except UserError:
-            continue
+    return changes
 
 
 def drops(recipe: Recipe, config: PretrainedConfig) -> bool:
-    """Whether anything is dropped at random, again in each forward: rows per device would change the result."""
+    """Returns whether dropout is drawn in each forward, so that rows per device change the result."""
     return bool(recipe.lora and recipe.lora.dropout) or any(True for _ in active_dropouts(config))
 
 
@@ -223,7 +200,7 @@ def best(choices: Sequence[Choice]) -> Choice:
 
 
 def as_lines(values: dict[str, Any]) -> list[str]:
-    """Returns `section.key: value` of each, as a recipe has it."""
+    """Returns a line `section.key: value` for each, as in a recipe."""
     return [f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
 
 
@@ -245,12 +222,12 @@ def changed(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
 def evaluate(
     request: PlanRequest, launch: Launch, machines: Machines, speeds: Speeds | None, changes: dict[str, Any]
 ) -> Choice:
-    """Returns memory, time and price of one place. Raises UserError where recipe and launch do not go together."""
+    """Returns memory, time and price of a launch. Raises UserError if recipe and launch do not go together."""
     recipe = changed(request.recipe, changes)
     micro_batches = check_launch(recipe, request.path, launch, request.config)
     if (capability := machines.device.capability) is not None:
         check_products(recipe, machines.device.name, capability)
-    device = _device_type(machines)
+    device = "cpu" if machines.key == CPU else "cuda"
     place = Place(launch, min(launch.processes, machines.per_machine), device)
     batch = heaviest(recipe, request.rows)
     most = int(machines.device.gib * GIB)
@@ -259,8 +236,8 @@ def evaluate(
     step = None
     if speeds is not None and not memory.at_least:
         shape = request.shapes[recipe.train.activation_checkpointing is True]
-        where = (launch, machines, request.hardware, request.rows, batch)
-        step = Job(recipe, request.config, shape, *where, speeds, micro_batches).time()
+        place = (launch, machines, request.hardware, request.rows, batch)
+        step = Job(recipe, request.config, shape, *place, speeds, micro_batches).time()
     tokens = request.rows.tokens_per_row * recipe.batch.rows
     steps = run_length(recipe, request.rows.rows)[0] if request.rows.rows or recipe.train.max_steps else None
     hours = step.seconds * steps / 3600 if step and steps else None
@@ -283,12 +260,8 @@ def evaluate(
     )
 
 
-def _device_type(machines: Machines) -> str:
-    return "cpu" if machines.key == CPU else "cuda"
-
-
 def verdict(peak: int, machines: Machines, hardware: Hardware) -> Verdict:
-    """Never `fits` within the margin."""
+    """Returns `fits` only if the margin stays free."""
     free = machines.device.gib - peak / GIB
     if free < 0:
         return "no"
@@ -296,7 +269,7 @@ def verdict(peak: int, machines: Machines, hardware: Hardware) -> Verdict:
 
 
 def heaviest(recipe: Recipe, rows: RowFacts) -> HeaviestBatch:
-    """Returns the largest micro-batch: the fullest row, as often as a forward has rows."""
+    """Returns the largest micro-batch: the fullest row, once for each row of a forward."""
     if (most := recipe.batch.tokens_per_device) is not None:
         times = max(1, most // sum(rows.heaviest))
     else:
@@ -307,23 +280,18 @@ def heaviest(recipe: Recipe, rows: RowFacts) -> HeaviestBatch:
 
 def cheapest(prices: Prices, machines: Machines, spot: bool) -> tuple[Price, Amount] | None:
     """Returns the line of the cheapest provider of a device, and the price of one for an hour."""
-    of_device = [
-        (price, price.spot if spot else price.on_demand) for price in prices.prices if price.device == machines.key
-    ]
-    known = [(price, amount) for price, amount in of_device if amount is not None]
-    return min(known, key=lambda one: one[1][0]) if known else None
+    amounts = [(one, one.spot if spot else one.on_demand) for one in prices.prices if one.device == machines.key]
+    priced = [(price, amount) for price, amount in amounts if amount is not None]
+    return min(priced, key=lambda one: one[1][0]) if priced else None
 
 
 def hourly(prices: Prices, machines: Machines, spot: bool) -> tuple[float, str] | None:
-    """Returns the price of all devices for an hour of training, what is lost with spot machines included."""
-    if (found := cheapest(prices, machines, spot)) is None:
+    """Returns the price of all devices for an hour of training, lost time of spot machines included."""
+    if (offer := cheapest(prices, machines, spot)) is None:
         return None
-    price, (amount, currency) = found
+    price, (amount, currency) = offer
     lost = spot_loss(prices, price, machines)[1] if spot else 0.0
     return amount * machines.count * (1 + lost), currency
-
-
-SAVE_S, RESUME_S = 60.0, 600.0  # assumed: of a checkpoint that the step waits for; of a new machine until it trains
 
 
 def spot_loss(prices: Prices, price: Price, machines: Machines) -> tuple[float, float]:

@@ -1,7 +1,6 @@
-"""The tensors of a run's model, without their values: each once, in the types that they will have.
+"""The tensors of a run's model without their values, each once, in the types of the run.
 
-A model of one layer of each kind is made on `meta`, by the code that a run makes its own with; the other layers repeat
-them.
+A model with one layer of each kind is made on `meta` by the code of a run; the other layers repeat them.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,93 +34,113 @@ from finetune.utils import unwrap_peft
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
-def shapes_of(recipe: Recipe, config: PretrainedConfig, tensor: int = 1) -> Shapes:
-    """Returns the tensors of one rank of a tensor parallel group, of the full model where `tensor` is 1. Raises
-    UserError as loading does."""
-    return _shapes(ShapesKey(recipe, config, tensor))
+class CacheKey:
+    """A recipe's model, some of its keys of `train`, and other values, for a cache of what depends on these alone."""
+
+    def __init__(self, recipe: Recipe, config: PretrainedConfig, train: set[str], *others: Any):
+        self.recipe, self.config, self.others = recipe, config, others
+        parts = {"model", "mode", "lora", "quantization", "tokens", "objective"}
+        settings = recipe.model_dump_json(include=parts), recipe.train.model_dump_json(include=train)
+        self._values = (*settings, config.to_json_string(), others)
+
+    def __hash__(self) -> int:
+        return hash(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CacheKey) and self._values == other._values
 
 
 def costs_at(recipe: Recipe, config: PretrainedConfig, launch: Launch, device: str) -> Costs:
-    """Returns what the recipe costs on a launch. device: of the compute, cuda or cpu. Raises UserError as loading
+    """Returns the costs of the recipe on a launch. device: of the compute, cuda or cpu. Raises UserError as loading
     does."""
     shapes = shapes_of(recipe, config, launch.parallelism.tensor)
     return costs_of(recipe, launch, shapes, device, partial(state_bytes, recipe.optimizer))
 
 
-class ShapesKey:
-    """What shapes depend on, for a cache."""
-
-    def __init__(self, recipe: Recipe, config: PretrainedConfig, tensor: int):
-        self.recipe, self.config, self.tensor = recipe, config, tensor
-        parts = {"model", "mode", "lora", "quantization", "tokens", "objective"}
-        self.text = (
-            f"{recipe.model_dump_json(include=parts)} {recipe.train.precision} {config.to_json_string()} {tensor}"
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ShapesKey) and self.text == other.text
+def shapes_of(recipe: Recipe, config: PretrainedConfig, tensor: int = 1) -> Shapes:
+    """Returns the tensors of one rank of a tensor parallel group, or of the full model if `tensor` is 1. Raises
+    UserError as loading does."""
+    return _shapes(CacheKey(recipe, config, {"precision"}, tensor))
 
 
 @functools.lru_cache(maxsize=32)
-def _shapes(key: ShapesKey) -> Shapes:
+def _shapes(key: CacheKey) -> Shapes:
     short, kinds = shortened(key.config)
-    model = skeleton(key.recipe, short)
-    if key.tensor > 1:
-        parallelize(model, TensorGroup(None, 0, key.tensor))
+    model, (tensor,) = skeleton(key.recipe, short), key.others
+    if tensor > 1:
+        parallelize(model, TensorGroup(None, 0, tensor))
     packed = {id(parameter): weights for parameter, weights in linear_weights(model)}
     scales = {
         id(module.weight): sum(tensor.nbytes for _, tensor in state_tensors(module))
         for module in model.modules()
         if isinstance(module, torch.nn.Linear)
     }
-    units, of_images, roles = _units(model), _of_images(model), parameter_roles(model)
-    short_weights = [
-        Weight(
-            name=name,
-            shape=tuple(parameter.shape),
-            size=parameter.element_size(),
-            trains=parameter.requires_grad,
-            layer=int(found[1]) if (found := _layer(name, parameter, of_images)) else None,
-            unit=units.get(id(parameter), "layer" if found else "rest"),
-            packed=packed.get(id(parameter), 0),
-            scales=scales.get(id(parameter), 0),
-            expert=".experts." in name and parameter.ndim == 3,
-            table=name in roles.tables,
-            of_images=name in roles.of_images,
+    of_images, roles = _image_units(model), parameter_roles(model)
+    # Tensors outside of decoder layers by what is gathered together, see `engine/sharding.py`.
+    table = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    ends = [module for module in (final_norm(model), output_head(model)) if module is not None]
+    tail = {id(parameter) for module in ends for parameter in module.parameters()}
+    units = {
+        **of_images,
+        **dict.fromkeys(table, "tail" if table & tail else "embedding"),
+        **dict.fromkeys(tail, "tail"),
+    }
+
+    def layer_of(name: str, tensor: torch.Tensor) -> int | None:
+        match = None if id(tensor) in of_images else _LAYER.search(name)  # a tower has layers of its own
+        return int(match[1]) if match else None
+
+    short_weights: list[Weight] = []
+    for name, parameter in model.named_parameters():
+        layer = layer_of(name, parameter)
+        short_weights.append(
+            Weight(
+                name=name,
+                shape=tuple(parameter.shape),
+                size=parameter.element_size(),
+                trains=parameter.requires_grad,
+                layer=layer,
+                unit=units.get(id(parameter), "rest" if layer is None else "layer"),
+                packed=packed.get(id(parameter), 0),
+                scales=scales.get(id(parameter), 0),
+                expert=".experts." in name and parameter.ndim == 3,
+                table=name in roles.tables,
+                of_images=name in roles.of_images,
+            )
         )
-        for name, parameter in model.named_parameters()
-    ]
     buffers = dict(model.named_buffers())
-    of_layers = sum(tensor.nbytes for name, tensor in buffers.items() if _layer(name, tensor, of_images))
+    of_layers = sum(tensor.nbytes for name, tensor in buffers.items() if layer_of(name, tensor) is not None)
     others = sum(tensor.nbytes for tensor in buffers.values()) - of_layers
-    return Shapes(tuple(_repeated(short_weights, kinds)), others, of_layers // len(set(kinds)), len(kinds))
-
-
-def _layer(name: str, tensor: torch.Tensor, of_images: dict[int, str]) -> re.Match[str] | None:
-    """Returns the match of a decoder layer's number; a tower's layers are none."""
-    return None if id(tensor) in of_images else _LAYER.search(name)
+    # The full model's weights in its order: where the short one has its first layer, all layers.
+    of_kind = {kind: [weight for weight in short_weights if weight.layer == kind] for kind in set(kinds)}
+    layers = [
+        replace(weight, name=_LAYER.sub(f"layers.{index}.", weight.name, count=1), layer=index)
+        for index, kind in enumerate(kinds)
+        for weight in of_kind[kind]
+    ]
+    first = next((i for i, weight in enumerate(short_weights) if weight.layer is not None), len(short_weights))
+    after = [weight for weight in short_weights[first:] if weight.layer is None]
+    weights = (*short_weights[:first], *layers, *after)
+    return Shapes(weights, others, of_layers // len(set(kinds)), len(kinds))
 
 
 def shortened(config: PretrainedConfig) -> tuple[PretrainedConfig, list[int]]:
-    """Returns the config of a model with one layer of each kind, and for every layer of the full one which it is like.
+    """Returns the config of a model with one layer of each kind, and the kind of every layer of the full model.
 
-    Where layers may differ in another way than its lists say (`layer_types`), the config itself.
+    If layers may differ in another way than the lists of the config say (`layer_types`), the config itself.
     """
     text = config.get_text_config()
     count, lists = text.num_hidden_layers, per_layer(text)
-    said = [values for values in lists.values() if values != list(range(count))]
-    unclear = any(not isinstance(value, str) and value not in (0, 1) for values in said for value in values)
+    given = [values for values in lists.values() if values != list(range(count))]
+    unclear = any(not isinstance(value, str) and value not in (0, 1) for values in given for value in values)
     if unclear or any(getattr(text, key, None) and by not in lists for key, by in _UNEVEN.items()):
         return config, list(range(count))
-    rows = [*zip(*said, map(repr, _overrides(text)), strict=True)]
+    rows = [*zip(*given, map(repr, _overrides(text)), strict=True)]
     kinds = list(dict.fromkeys(rows))
     return with_layers(config, [rows.index(kind) for kind in kinds]), [kinds.index(row) for row in rows]
 
 
-_UNEVEN = {  # settings that make layers differ, and the list that says the same where a config has it
+_UNEVEN = {  # settings that make layers differ, and the list that replaces them in some configs
     "first_k_dense_replace": "mlp_layer_types",
     "interleave_moe_layer_step": "moe_layers",
     "mlp_only_layers": "mlp_layer_types",
@@ -144,7 +162,7 @@ def _overrides(text: PretrainedConfig) -> list[dict[str, Any] | None]:
 
 
 def with_layers(config: PretrainedConfig, layers: list[int]) -> PretrainedConfig:
-    """Returns the config of a model that has these layers of a config's."""
+    """Returns the config of a model with only these layers of `config`."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     overrides = [_overrides(text)[layer] for layer in layers]
@@ -165,41 +183,13 @@ def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
     return model
 
 
-def _units(model: Any) -> dict[int, str]:
-    """Returns what is gathered together, by identity of parameters outside of decoder layers; see
-    `engine/sharding.py`."""
-    embedding, head = model.get_input_embeddings(), output_head(model)
-    tail = {id(p) for module in (final_norm(model), head) if module is not None for p in module.parameters()}
-    table = {id(p) for p in embedding.parameters()}
-    ends = {**dict.fromkeys(table, "tail" if table & tail else "embedding"), **dict.fromkeys(tail, "tail")}
-    return {**_of_images(model), **ends}
-
-
-def _of_images(model: Any) -> dict[int, str]:
-    """Returns the units of a tower's and a projector's tensors, by their identity; {} of a text model."""
+def _image_units(model: Any) -> dict[int, str]:
+    """Returns the units of a tower's and a projector's tensors, by their identity; {} for a text model."""
     whole = unwrap_peft(model)
     inner = {id(module) for images in image_modules(model) for module in images.modules()}
     modules: list[tuple[str, Any]] = [one for one in whole.named_modules() if id(one[1]) in inner]
     units: dict[int, str] = {id(t): "rest" for _, module in modules for t in (*module.parameters(), *module.buffers())}
-    for path, module in modules:  # inner ones after outer ones, which they are taken from
+    for path, module in modules:  # inner ones after outer ones, whose tensors they take
         if type(module).__name__ in (whole._no_split_modules or ()):
             units |= dict.fromkeys(map(id, module.parameters()), path)
     return units
-
-
-def _repeated(short: list[Weight], kinds: list[int]) -> Iterator[Weight]:
-    """Yields the weights of the full model in its order."""
-    done = False
-    for weight in short:
-        if weight.layer is None:
-            yield weight
-        elif not done:
-            done = True
-            yield from _layers(short, kinds)
-
-
-def _layers(short: list[Weight], kinds: list[int]) -> Iterator[Weight]:
-    for index, kind in enumerate(kinds):
-        for weight in short:
-            if weight.layer == kind:
-                yield replace(weight, name=_LAYER.sub(f"layers.{index}.", weight.name, count=1), layer=index)

@@ -1,14 +1,13 @@
-"""Time of a step, by formula: FLOPs by kind of operator over what a device reaches, and communication it waits for.
+"""Time of a step, by formula: FLOPs by kind of operator over a device's speed, and communication it waits for.
 
     products, attention   executed FLOPs (`models/flops.py`) over peak times share
     element-wise          bytes that all other operators read and write, as `timeline.py` runs them
-    launches              operators that the host starts: on a CPU all of them, else where the device waits for the host
+    launches              operators that the host starts: on a CPU all of them, else if the device waits for the host
     unpacking             4-bit weights, and fp32 weights that are cast for each forward
     optimizer             bytes of weights, gradients and moments; on the host's processors under offload
-    communication         what compute does not hide, by link
+    communication         the part that compute does not hide, by link
     bubble                stages of a pipeline that wait for its first and last micro-batches
-    data                  wait for rows, which a thread prepares during the step: as finished runs waited; absent if
-                          there are none
+    data                  wait for rows, which a thread prepares during the step: as in finished runs, if any
 
 Not predicted: evaluations, checkpoints, the start.
 """
@@ -35,10 +34,10 @@ from finetune.models.base_config import dtypes, layer_configs
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.vision import patches_of
 from finetune.plan.lengths import RowFacts
+from finetune.plan.memory import Stage, how_of, of_rank
+from finetune.plan.meter import Work, together
 from finetune.plan.micro_batch import HeaviestBatch
-from finetune.plan.operators import Work, together
-from finetune.plan.phases import Stage, how_of, of_rank
-from finetune.plan.shapes import ShapesKey, costs_at, shortened, skeleton
+from finetune.plan.shapes import CacheKey, costs_at, shortened, skeleton
 from finetune.plan.tables import Machines
 from finetune.plan.timeline import timeline_of
 from finetune.recipe import Recipe
@@ -51,8 +50,8 @@ _PACKED = 2.6  # bytes read and written to unpack a weight of 4 bits
 # Work of the host that no operator shows, in operators as `Speeds.operator_s` counts them, for each micro-batch. Fitted
 # to the fitted cells of scripts/planner/plan_times.py; its blind cells say how well that holds elsewhere.
 _OF_MICRO_BATCH = 80.0  # this project's loop
-_OF_RECOMPUTED_LAYER = 120.0  # torch's hooks on what a checkpoint saves
-_OF_STAGE = 280.0  # a pipeline's schedule, and what it hands on
+_OF_RECOMPUTED_LAYER = 120.0  # torch's hooks on saved tensors of a checkpoint
+_OF_STAGE = 280.0  # a pipeline's schedule, and its sends and receives
 _OF_STEPPED = 4.0  # for a trained weight, in clipping and the optimizer, once a step
 _FRESH = 2.0**27  # bytes of a pass over new memory, such as an engine's copies around its collectives
 
@@ -69,8 +68,12 @@ class Shape(ModelSize):
     ) -> Shape:
         """weights: of the full model. recomputes: full activation checkpointing."""
         text = config.get_text_config()
-        widths = [_attention_widths(layer) for layer in layer_configs(text)]  # which may differ: the mean of all
-        chosen = getattr(text, "num_experts_per_tok", 0) or 0
+        queries, keys = [], []  # widths of each layer, which may differ: the mean of all
+        for layer in layer_configs(text):
+            heads = getattr(layer, "num_attention_heads", 1) or 1  # hybrids may have none
+            size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+            queries.append(heads * size)
+            keys.append((getattr(layer, "num_key_value_heads", None) or heads) * size)
         implementation = recipe.model.attention
         if implementation == "auto":
             implementation = DOCUMENTS if on_cpu else "varlen"
@@ -87,23 +90,16 @@ class Shape(ModelSize):
             gathered=sum(weight.numel > PERSISTENT for weight in weights),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
-            queries=sum(queries for queries, _ in widths) // len(widths),
-            keys=sum(keys for _, keys in widths) // len(widths),
-            experts_per_token=chosen,
+            queries=sum(queries) // len(queries),
+            keys=sum(keys) // len(keys),
+            experts_per_token=getattr(text, "num_experts_per_tok", 0) or 0,
             flops=flops_of(recipe, config, implementation, recomputes),
         )
 
 
-def _attention_widths(layer: PretrainedConfig) -> tuple[int, int]:
-    """Returns the widths of a layer's queries and of its keys. Hybrids may have no heads."""
-    heads = getattr(layer, "num_attention_heads", 1) or 1
-    size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-    return heads * size, (getattr(layer, "num_key_value_heads", None) or heads) * size
-
-
 def flops_of(recipe: Recipe, config: PretrainedConfig, implementation: str, recomputes: bool) -> ModelFlops:
-    """Counts on `meta`; where all layers are alike, models of one and two are extrapolated to all."""
-    models = _models(ShapesKey(recipe, config, 1), recipe.train.activation_checkpointing)
+    """Counts on `meta`; if all layers are alike, models of one and two layers are extrapolated to all."""
+    models = _models(CacheKey(recipe, config, {"precision", "activation_checkpointing"}))
     layers = config.get_text_config().num_hidden_layers
     one, *two = (model_flops(model, implementation, recomputes) for model in models)
     if not two:
@@ -114,23 +110,21 @@ def flops_of(recipe: Recipe, config: PretrainedConfig, implementation: str, reco
 
 
 @functools.lru_cache(maxsize=2)
-def _models(key: ShapesKey, _checkpointing: bool | str) -> tuple[Any, ...]:
-    """Returns the models that FLOPs are counted of: of one and of two layers, or the full one. They have the recipe's
-    activation checkpointing, which its key leaves out."""
-    recipe, config = key.recipe, key.config
-    short, kinds = shortened(config)
+def _models(key: CacheKey) -> tuple[Any, ...]:
+    """Returns models of one and of two layers, or the full one if its layers differ."""
+    short, kinds = shortened(key.config)
     if len(set(kinds)) > 1 or len(kinds) < 3:
-        return (skeleton(recipe, config),)
+        return (skeleton(key.recipe, key.config),)
     longer = copy.deepcopy(short)
     longer.get_text_config().num_hidden_layers = 2
     if types := getattr(short.get_text_config(), "layer_types", None):
         longer.get_text_config().layer_types = list(types) * 2
-    return skeleton(recipe, short), skeleton(recipe, longer)
+    return skeleton(key.recipe, short), skeleton(key.recipe, longer)
 
 
 @dataclass(frozen=True)
 class Level:
-    """How finished runs on a device compare with its shipped speeds."""
+    """Speeds of finished runs on a device over its shipped ones."""
 
     runs: int = 0
     compute: float = 1.0  # times as fast
@@ -140,7 +134,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one device reaches, and where that is from."""
+    """Speeds that one device reaches, and their origin."""
 
     products: float  # FLOP/s
     attention: float
@@ -165,8 +159,8 @@ class Speeds:
         return smaller[1] + share * (larger[1] - smaller[1])
 
     def moving(self, work: Work) -> float:
-        """Returns the seconds in which operators read and write. Those of products are hidden by their arithmetic where
-        a device has many cores; a CPU's core waits for the weights."""
+        """Returns the seconds in which operators read and write. The arithmetic of products hides theirs on a device
+        with many cores; a CPU's core waits for the weights."""
         sizes = work.moved if self.beside_host else (*work.moved, *work.multiplied)
         return sum(size * count / self.bandwidth(size) for size, count in sizes if size)
 
@@ -197,7 +191,7 @@ class StepTime:
 
 
 def table_speeds(recipe: Recipe, machines: Machines, hardware: Hardware) -> Speeds | None:
-    """Returns the shipped shares of the device's peaks; None where it has none in the type of the recipe."""
+    """Returns the shipped shares of the device's peaks; None if it has no peak in the compute type of the recipe."""
     compute = dtypes(recipe).compute
     device, shares = machines.device, hardware.shares(machines.key)
     peak = {torch.bfloat16: device.bf16, torch.float16: device.fp16}.get(compute, device.fp32)
@@ -216,22 +210,22 @@ def table_speeds(recipe: Recipe, machines: Machines, hardware: Hardware) -> Spee
 
 
 def processor_speeds(hardware: Hardware) -> Speeds:
-    """Returns what the processors of the table reach in fp32: other machines reach more or less."""
-    known = hardware.processors
+    """Returns the speeds of the table's processors in fp32; other machines are faster or slower."""
+    table = hardware.processors
     return Speeds(
-        known.products,
-        known.attention,
-        known.memory,
-        f"{known.source} ({known.date}), not of this machine",
-        known.operator_us * 1e-6,
+        table.products,
+        table.attention,
+        table.memory,
+        f"{table.source} ({table.date}), not of this machine",
+        table.operator_us * 1e-6,
         beside_host=False,
-        step_elements=known.adamw,
+        step_elements=table.adamw,
     )
 
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe at a place: all that a step's time depends on."""
+    """A recipe on a launch and machines: all that a step's time depends on."""
 
     recipe: Recipe
     config: PretrainedConfig
@@ -261,15 +255,15 @@ class Job:
         parts = timeline_of(self.recipe, self.config, of_rank(self.batch, sizes), how)
         shapes, kinds = self.costs.shapes, shortened(self.config)[1]
         larger = self.row_tokens / self.micro_batches / sum(self.batch.documents)
-        found = []
+        works = []
         for rank in different_ranks(sizes):
             stage = Stage.of(shapes, sizes, rank, kinds)
             mine = [part[kind] for kind in stage.layers for part in (parts.layers, parts.layers_backward)]
             mine += [parts.before, parts.before_backward] if stage.first else []
             mine += [parts.head, parts.head_backward] if stage.last else []
             work = together([part.work for part in mine]).times(1, larger)
-            found.append((work, len(stage.layers) / len(kinds), stage.last))
-        return max(found, key=lambda one: self._flops(one[1], one[2])[0])
+            works.append((work, len(stage.layers) / len(kinds), stage.last))
+        return max(works, key=lambda one: self._flops(one[1], one[2])[0])
 
     def _flops(self, share: float, head: bool) -> tuple[float, float]:
         """Returns the executed FLOPs of a step on a rank: (products, attention). Those in 8 bits count by their rate.
@@ -284,69 +278,55 @@ class Job:
         every = [flops.of(row, row, 0)[1 if flops.hardware_known else 0] - in_layers * sum(row) for row in rows.sample]
         times = self.recipe.batch.rows / sizes.data / (sizes.tokens * sizes.tensor)
         attention = max(0.0, sum(every) / len(every))
-        return times * (share * of_layers * rows.tokens_per_row + of_head + self._tower), times * share * attention
-
-    @property
-    def _tower(self) -> float:
-        """Returns the executed FLOPs of tower and projector for a row."""
-        tower, images = self.shape.flops.tower, self.rows.sample_images
-        if tower is None or not images:
-            return 0.0
-        return sum(tower.of(patches_of(self.config, row)).hardware for row in images) / len(images)
+        tower = 0.0  # with the projector, for a row
+        if flops.tower is not None and (images := rows.sample_images):
+            tower = sum(flops.tower.of(patches_of(self.config, row)).hardware for row in images) / len(images)
+        return times * (share * of_layers * rows.tokens_per_row + of_head + tower), times * share * attention
 
     def time(self) -> StepTime:
         """Returns the time of one step on the rank that waits least."""
-        speeds, sizes = self.speeds, self.launch.parallelism
+        speeds, sizes, micro_batches = self.speeds, self.launch.parallelism, self.micro_batches
         work, share, head = self.work
         products, attention = self._flops(share, head)
-        step = work.times(self.micro_batches)
+        step = work.times(micro_batches)
         compute = {
             "products": products / speeds.products,
             "attention": attention / speeds.attention,
             "element-wise": speeds.moving(step),
-            "unpacking": self.micro_batches * self._unpacked() / speeds.bandwidth(1e9),
         }
-        busy = sum(compute.values())
-        compute["launches"] = self._launches(step, busy)
+        if self.recipe.mode == "qlora":  # casts of other weights are among the operators
+            passes = 3 if self.recipe.train.activation_checkpointing else 2
+            frozen, ranks = self.shape.parameters - self.shape.trained, sizes.tensor * sizes.pipeline
+            unpacked = passes * _PACKED * frozen / ranks  # bytes
+            compute["unpacking"] = micro_batches * unpacked / speeds.bandwidth(1e9)
+        # Operators that the host starts, and other work of it.
+        others = _OF_MICRO_BATCH + self.costs.host_operators(self.shape)
+        if self.recipe.train.activation_checkpointing:
+            others += _OF_RECOMPUTED_LAYER * self.shape.layers / sizes.pipeline
+        if sizes.pipeline > 1:
+            others += _OF_STAGE * sizes.stages_per_rank
+        of_host, busy = speeds.starting(step) + others * micro_batches * speeds.operator_s, sum(compute.values())
+        compute["launches"] = max(0.0, of_host - busy) if speeds.beside_host else of_host
         compute = {name: seconds / speeds.level.compute for name, seconds in compute.items()}
         busy = sum(compute.values())
         traffic = list(self._traffic())
-        overlapping = sum(one.seconds for one in traffic if one.overlaps)
-        alone = sum(one.seconds for one in traffic if not one.overlaps)
+        overlapping = sum(seconds for seconds, overlaps in traffic if overlaps)
+        alone = sum(seconds for seconds, overlaps in traffic if not overlaps)
         hidden = busy * self.costs.hides if speeds.beside_host else 0.0
         optimizer = self._optimizer() / speeds.level.optimizer
         parts = {**compute, "optimizer": optimizer, "communication": max(0.0, overlapping - hidden) + alone}
         if sizes.pipeline > 1:
-            waiting = (sizes.pipeline - 1) / (self.micro_batches * sizes.stages_per_rank)
+            waiting = (sizes.pipeline - 1) / (micro_batches * sizes.stages_per_rank)
             parts["bubble"] = busy * waiting / (3 if sizes.schedule == "zero_bubble" else 1)
         parts["data"] = (speeds.level.wait_token_s or 0.0) * self.row_tokens
-        known = {name: seconds for name, seconds in parts.items() if seconds}
-        return StepTime(known, self.costs.hides, speeds.source, speeds.knows_data_wait)
-
-    def _launches(self, step: Work, busy: float) -> float:
-        """Returns the seconds of the host that no compute hides."""
-        sizes, shape = self.launch.parallelism, self.shape
-        more = _OF_MICRO_BATCH + self.costs.host_operators(shape)
-        if self.recipe.train.activation_checkpointing:
-            more += _OF_RECOMPUTED_LAYER * shape.layers / sizes.pipeline
-        if sizes.pipeline > 1:
-            more += _OF_STAGE * sizes.stages_per_rank
-        of_host = self.speeds.starting(step) + more * self.micro_batches * self.speeds.operator_s
-        return max(0.0, of_host - busy) if self.speeds.beside_host else of_host
-
-    def _unpacked(self) -> float:
-        """Returns the bytes of unpacking weights for one micro-batch; casts are among the operators."""
-        passes = 3 if self.recipe.train.activation_checkpointing else 2
-        local = self.launch.parallelism.tensor * self.launch.parallelism.pipeline
-        if self.recipe.mode == "qlora":
-            return passes * _PACKED * (self.shape.parameters - self.shape.trained) / local
-        return 0.0
+        positive = {name: seconds for name, seconds in parts.items() if seconds}
+        return StepTime(positive, self.costs.hides, speeds.source, speeds.knows_data_wait)
 
     def _optimizer(self) -> float:
         sizes, launch, speeds = self.launch.parallelism, self.launch, self.speeds
         owned, host = self.shape.trained / self.costs.owners, self.hardware.host
         if self.costs.is_away:
-            moved = Traffic(8 * owned, 0, self.host_link).seconds  # gradients down, weights up
+            moved = _seconds(self.host_link, 8 * owned)  # gradients down, weights up
             on_disk = 24 * owned * self.machines.per_machine / (host.disk_gb_s * 1e9) if launch.uses_nvme else 0.0
             return owned / (host.adamw_per_core * host.cores_per_device) + moved + on_disk
         if speeds.step_elements is not None:
@@ -355,49 +335,27 @@ class Job:
         each = _BYTES_OF_8BIT if self.recipe.optimizer.name.endswith("8bit") else _BYTES_OF_ADAMW
         return owned * each / speeds.bandwidth(1e9)
 
-    # --- communication
-
-    def _traffic(self) -> Iterator[Traffic]:
-        rows = self.costs.transfers_of_rows(self.shape, self.micro_batches, self.row_tokens)
-        for one in (*self.costs.transfers_of_weights(self.shape, self.micro_batches), *rows):
-            link = self._link(one.ranks) if one.ranks else self.host_link
-            yield Traffic(one.moved, one.collectives, link, one.overlaps, self._copied(one.copied))
+    def _traffic(self) -> Iterator[tuple[float, bool]]:
+        """Yields (seconds, whether compute may overlap) of each transfer of a rank in a step."""
+        device, shape = self.machines.device, self.shape
+        rows = self.costs.transfers_of_rows(shape, self.micro_batches, self.row_tokens)
+        for one in (*self.costs.transfers_of_weights(shape, self.micro_batches), *rows):
+            link = self.host_link
+            if one.ranks:
+                link = self.hardware.links[device.network if one.ranks > self.machines.per_machine else device.link]
+            # An engine's copies, which a device hides during the collective.
+            copies = 0.0 if self.speeds.beside_host else one.copied / self.speeds.bandwidth(_FRESH)
+            yield _seconds(link, one.moved, one.collectives, copies), one.overlaps
         if self.recipe.train.activation_offload and self.machines.key != CPU:
-            moved = 2 * self.row_tokens / self.launch.parallelism.tokens * self.shape.hidden * self._element
-            yield Traffic(moved * self.shape.layers, 0, self.host_link, overlaps=True)
+            element = 4 if self.recipe.train.precision == "fp32" else 2
+            moved = 2 * self.row_tokens / self.launch.parallelism.tokens * shape.hidden * element
+            yield _seconds(self.host_link, moved * shape.layers), True
 
     @property
     def host_link(self) -> Link:
         return self.hardware.links[self.hardware.host.link_of(self.machines.device.link)]
 
-    @property
-    def _element(self) -> int:
-        return 4 if self.recipe.train.precision == "fp32" else 2
 
-    def _copied(self, moved: float) -> float:
-        """Returns the seconds of an engine's copies, which a device hides during the collective."""
-        return 0.0 if self.speeds.beside_host else moved / self.speeds.bandwidth(_FRESH)
-
-    def _link(self, ranks: int) -> Link:
-        """ranks: neighbours that talk with each other."""
-        device = self.machines.device
-        return self.hardware.links[device.network if ranks > self.machines.per_machine else device.link]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one rank sends in a step."""
-
-    moved: float  # bytes
-    collectives: float
-    link: Link
-    overlaps: bool = False  # with compute; else compute waits for it
-    copied_s: float = 0.0  # around it
-
-    @property
-    def seconds(self) -> float:
-        return (
-            self.copied_s
-            + self.moved / (self.link.gb_s * 1e9 * self.link.share)
-            + self.collectives * self.link.latency_us * 1e-6
-        )
+def _seconds(link: Link, moved: float, collectives: float = 0, copies: float = 0.0) -> float:
+    """moved: bytes that one rank sends; copies: seconds."""
+    return copies + moved / (link.gb_s * 1e9 * link.share) + collectives * link.latency_us * 1e-6

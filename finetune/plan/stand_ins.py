@@ -1,13 +1,10 @@
-"""Stand-ins for what does not run on fake tensors, or not without other ranks: they keep and free the same bytes.
-
-Products of packed weights, of ZeRO-3's linear layers and of experts in groups; tokens that travel between ranks with
-other experts, and sums over a tensor parallel group.
-"""
+"""Stand-ins for operations that do not run on fake tensors, or not without other ranks; they keep and free the same
+bytes: products of packed weights, of ZeRO-3's linear layers and of grouped experts, and collectives."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,12 +16,32 @@ from finetune.engine import tensor_parallel
 
 @contextlib.contextmanager
 def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool) -> Iterator[None]:
-    """Within, libraries' functions are replaced. keeps_inputs_alone: by linear layers, as under ZeRO-3."""
-    with _grouped_products(compute), _no_communication(), _linear() if keeps_inputs_alone else contextlib.nullcontext():
+    """Replaces functions of libraries within. keeps_inputs_alone: of linear layers, as under ZeRO-3."""
+    can_use, grouped, linear = moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear
+    collectives: Any = tensor_parallel.dist
+    tensor_parallel.dist = _OneRank()  # pyright: ignore[reportAttributeAccessIssue]
+    if keeps_inputs_alone:
+        torch.nn.functional.linear = lambda x, weight, bias=None: _InputAlone.apply(x, weight, bias)
+    # torch knows the shapes of grouped products in bf16 only, though its kernels compute others; transformers' own
+    # operator for these has the same in- and outputs, and always makes the weight's gradient. In transformers 5.17 the
+    # backward of that reads values.
+    if compute != torch.bfloat16:
+        moe._can_use_grouped_mm = lambda *_: False
+        if not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
+            moe._grouped_mm = lambda rows, weight, offs: _Grouped.apply(rows.to(weight.dtype), weight)
+    try:
         yield
+    finally:
+        moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear = can_use, grouped, linear
+        tensor_parallel.dist = collectives
 
 
-# --- products
+class _OneRank:
+    """Collectives of a single rank."""
+
+    def all_reduce(self, _tensor: Tensor, **_: Any) -> None: ...
+
+    def all_gather(self, _parts: list[Tensor], _tensor: Tensor, **_: Any) -> None: ...
 
 
 class _Unpacked(torch.autograd.Function):
@@ -50,8 +67,7 @@ def unpacked_product(shape: tuple[int, int], x: Tensor) -> Tensor:
 
 
 class _InputAlone(torch.autograd.Function):
-    """As DeepSpeed's linear layer under stage 3: it keeps input and weight, and autocast's copies only as long as a
-    product takes."""
+    """DeepSpeed's linear layer under stage 3: keeps input and weight, and autocast's copies only during a product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,34 +87,8 @@ class _InputAlone(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-@contextlib.contextmanager
-def _linear() -> Iterator[None]:
-    original: Callable[..., Tensor] = torch.nn.functional.linear
-    torch.nn.functional.linear = lambda x, weight, bias=None: _InputAlone.apply(x, weight, bias)
-    try:
-        yield
-    finally:
-        torch.nn.functional.linear = original
-
-
-@contextlib.contextmanager
-def _grouped_products(compute: torch.dtype) -> Iterator[None]:
-    """torch knows the shapes of grouped products in bf16 alone, though its kernels compute others; transformers' own
-    operator for these has the same in- and outputs, and always makes the weight's gradient. In transformers 5.17 the
-    backward of that reads values."""
-    can_use, grouped = moe._can_use_grouped_mm, moe._grouped_mm
-    if compute != torch.bfloat16:
-        moe._can_use_grouped_mm = lambda *_: False
-        if not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
-            moe._grouped_mm = lambda rows, weight, offs: _Grouped.apply(rows.to(weight.dtype), weight)
-    try:
-        yield
-    finally:
-        moe._can_use_grouped_mm, moe._grouped_mm = can_use, grouped
-
-
 class _Grouped(torch.autograd.Function):
-    """Of each row with the matrix of its group: rows (S, I), weight (G, I, O)."""
+    """Products of each row with the matrix of its group: rows (S, I), weight (G, I, O)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
@@ -108,9 +98,6 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_gradients: Any) -> Any:
         return tuple(map(torch.empty_like, ctx.saved_tensors))
-
-
-# --- exchanges
 
 
 class EvenExchange:
@@ -137,21 +124,3 @@ class _Travel(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *gradients: Tensor) -> Any:
         return torch.empty_like(gradients[0].contiguous())
-
-
-class _Nobody:
-    """Collectives with one rank."""
-
-    def all_reduce(self, _tensor: Tensor, **_: Any) -> None: ...
-
-    def all_gather(self, _parts: list[Tensor], _tensor: Tensor, **_: Any) -> None: ...
-
-
-@contextlib.contextmanager
-def _no_communication() -> Iterator[None]:
-    original: Any = tensor_parallel.dist
-    tensor_parallel.dist = _Nobody()  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        tensor_parallel.dist = original

@@ -1,6 +1,6 @@
-"""Prices and shapes of models, each with source and date, and the machines that a run could have.
+"""Prices and configs of models, each with source and date, shipped as YAML next to this file; and machines.
 
-They are shipped as YAML next to this file; `prices.yaml` in the current folder adds to them.
+`prices.yaml` in the current folder adds to the prices.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from finetune.recipe.schema import Positive, Section
 _FOLDER = Path(__file__).parent
 
 
-def _amount(value: Any) -> Any:
-    """Accepts `2.69 USD/hour`."""
+def parse_amount(value: Any) -> Any:
+    """Reads `2.69 USD/hour`."""
     if isinstance(value, int | float):
         raise ValueError(f"{value} has no unit: write `{value} USD/hour`, for one device")
-    if not isinstance(value, str) or (match := _AMOUNT.fullmatch(value.strip())) is None:
+    text = value.strip() if isinstance(value, str) else ""
+    if (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Z]{3}) ?/ ?(?:hour|h)", text)) is None:
         raise ValueError(f"expected a price of one device with its unit, such as `2.69 USD/hour`, got {value!r}")
     return float(match[1]), match[2]
 
 
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?([A-Z]{3}) ?/ ?(?:hour|h)")
-Amount = Annotated[tuple[float, str], BeforeValidator(_amount)]
+Amount = Annotated[tuple[float, str], BeforeValidator(parse_amount)]
 
 
 class Price(Section):
-    """Of one device; (amount, currency) for an hour."""
+    """Prices of one device; (amount, currency) for an hour."""
 
     device: Text
     provider: Text
     on_demand: Amount | None = None
     spot: Amount | None = None
-    losses_per_hour: Positive | None = None  # how often a spot machine is taken away
+    losses_per_hour: Positive | None = None  # times that a spot machine is taken away
     date: Day
     source: Text
 
 
 class Prices(Section):
     prices: tuple[Price, ...] = Field(strict=False)
-    losses_per_hour: Positive = 0.05  # where a line has none: an assumption
+    losses_per_hour: Positive = 0.05  # of a line without its own: an assumption
 
 
 def read_prices(own: Path | None = None) -> Prices:
-    """Returns the shipped prices; those of a device that the user's own file has are replaced. Raises UserError."""
+    """Returns the shipped prices, with devices of the user's own file replaced. Raises UserError."""
     path = _FOLDER / "prices.yaml"
     shipped = checked(Prices, read_table(path), path)
     path = own or Path("prices.yaml")
@@ -66,12 +66,9 @@ def read_prices(own: Path | None = None) -> Prices:
     return Prices(prices=(*mine.prices, *kept), losses_per_hour=mine.losses_per_hour)
 
 
-# --- places
-
-
 @dataclass(frozen=True)
 class Machines:
-    """Equal devices that a run could have."""
+    """Equal devices on equal machines."""
 
     device: Device
     key: str  # in the table
@@ -100,10 +97,10 @@ def parse_machines(text: str, machines: int, hardware: Hardware) -> Machines:
         raise UserError(f"--on {text}: {count} devices on {machines} machines: expected 1 to {MAX_DEVICES:,} in all")
     if name.lower() == CPU:
         return Machines(this_machine(), CPU, count, machines)
-    known = {other.lower(): key for key, device in hardware.devices.items() for other in (key, *device.also)}
-    if (key := known.get(name.lower())) is None:
-        close = difflib.get_close_matches(name.lower(), known, n=3)
-        hint = f"did you mean {' or '.join(dict.fromkeys(known[one] for one in close))}? " if close else ""
+    keys = {other.lower(): key for key, device in hardware.devices.items() for other in (key, *device.also)}
+    if (key := keys.get(name.lower())) is None:
+        close = difflib.get_close_matches(name.lower(), keys, n=3)
+        hint = f"did you mean {' or '.join(dict.fromkeys(keys[one] for one in close))}? " if close else ""
         raise UserError(
             f"--on {text}: no device {name!r}. {hint}Known: {', '.join(hardware.devices)}, {CPU}; others go into "
             "hardware.yaml (docs/reference/plan.md)"
@@ -118,11 +115,8 @@ def this_machine() -> Device:
     return Device(name=CPU, fp32=unknown, memory_gb=memory, bandwidth_gb_s=unknown, link=link, source="this machine")
 
 
-# --- models
-
-
 def _shipped_model(name: str, sees_images: bool) -> dict[str, Any] | None:
-    """Returns the facts of a model of the table, with their source; None where it has none of this name."""
+    """Returns the facts of a model of the table, with their source; None for an unknown name."""
     table = read_table(_FOLDER / "models.yaml")
     for key, facts in table["seeing" if sees_images else "models"].items():
         if name in (key, *facts.get("also", ())):
@@ -138,8 +132,8 @@ def shapes_source(name: str, sees_images: bool = False) -> str:
 
 
 def shipped_config(name: str, sees_images: bool = False) -> PretrainedConfig | None:
-    """Returns the config of a model of the table, None where it has none of this name. sees_images: with its tower;
-    else the text part."""
+    """Returns the config of a model of the table, None for an unknown name. sees_images: with its tower; else the text
+    part."""
     if (facts := _shipped_model(name, sees_images)) is None:
         return None
     from finetune.models.text_part import text_config

@@ -3,9 +3,9 @@
     before | layer 0 | layer 1 | ... | head || head | ... | layer 1 | layer 0 | before
                forward                                backward
 
-Every storage is weighed from its allocation to its release, so what a forward keeps, what a layer computes again, and
-the largest moment of each part are counted, and what several operations keep is counted once. The model has one layer
-more than it has kinds of layers; `phases.py` lays the parts end to end for all of them.
+Every storage is weighed from its allocation to its release: saved and recomputed activations and the largest moment of
+each part are counted, and a tensor that several operations save is counted once. The model has one layer more than it
+has kinds of layers; `memory.py` lays the parts end to end for all layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from finetune.data.batch import collate
 from finetune.models.base_config import dtypes
 from finetune.models.vision import decoder_layers
 from finetune.plan.images import KnownIntegers, with_pictures
-from finetune.plan.meter import Meter
+from finetune.plan.meter import Meter, OperatorCounter, Work
 from finetune.plan.micro_batch import (
     HeaviestBatch,
     How,
@@ -36,11 +36,12 @@ from finetune.plan.micro_batch import (
     model_at,
     short_model,
 )
-from finetune.plan.operators import NO_WORK, OperatorCounter, Work
-from finetune.plan.shapes import shortened
+from finetune.plan.shapes import CacheKey, shortened
 from finetune.plan.stand_ins import stand_ins
 from finetune.recipe import Recipe
 from finetune.utils import unwrap_peft
+
+NO_WORK = Work()
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Part:
     """Bytes above those at its begin."""
 
     peak: int
-    kept: int  # at its end; less than nothing where it frees
+    kept: int  # at its end; negative if it frees memory
     work: Work = NO_WORK
 
 
@@ -65,102 +66,74 @@ class Timeline:
 
 
 def timeline_of(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBatch, how: How) -> Timeline:
-    """Returns the parts of a micro-batch on one rank. Raises UserError where the model cannot be made."""
-    return _timeline(_TimelineKey(recipe, config, batch, how))
-
-
-class _TimelineKey:
-    """What a timeline depends on, for a cache."""
-
-    def __init__(self, recipe: Recipe, config: PretrainedConfig, batch: HeaviestBatch, how: How):
-        self.recipe, self.config, self.batch, self.how = recipe, config, batch, how
-        parts = {"model", "mode", "lora", "quantization", "tokens", "objective"}
-        train = {"precision", "activation_checkpointing", "activation_offload"}
-        text = recipe.model_dump_json(include={*parts}) + recipe.train.model_dump_json(include=train)
-        self.parts = (text, config.to_json_string(), batch, how)
-
-    def __hash__(self) -> int:
-        return hash(self.parts)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TimelineKey) and self.parts == other.parts
+    """Returns the parts of a micro-batch on one rank. Raises UserError if the model cannot be made."""
+    train = {"precision", "activation_checkpointing", "activation_offload"}
+    return _timeline(CacheKey(recipe, config, train, batch, how))
 
 
 @functools.lru_cache(maxsize=256)
-def _timeline(key: _TimelineKey) -> Timeline:
-    recipe, how = key.recipe, key.how
-    short, count = short_model(key.config), len(set(shortened(key.config)[1]))
-    attention = attention_at(recipe, key.config, how)
+def _timeline(key: CacheKey) -> Timeline:
+    recipe, config = key.recipe, key.config
+    heaviest, how = key.others
+    short, kinds = short_model(config), len(set(shortened(config)[1]))
+    attention = attention_at(recipe, config, how)
     model, forward = model_at(recipe, short, attention, how)
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    marks = Marks()
-    token = getattr(key.config, "image_token_id", 0)
-    batch = with_pictures(collate(examples_of(recipe, key.batch, token)), short, key.batch.images, fakes)
-    known = recipe.model.train is not None  # the forward reads masks of images, also where a row has none
+    fakes, marks = FakeTensorMode(allow_non_fake_inputs=True), Marks()
+    image_token = getattr(config, "image_token_id", 0)
+    batch = with_pictures(collate(examples_of(recipe, heaviest, image_token)), short, heaviest.images, fakes)
+    sees_images = recipe.model.train is not None  # the forward reads masks of images even if a row has none
+    layers = list(decoder_layers(unwrap_peft(model.causal_lm)))
+
+    def on_device(tensor: Tensor) -> Tensor:
+        keeps_values = sees_images and not tensor.is_floating_point()
+        return tensor if keeps_values else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(fakes)
         stack.enter_context(marks.meter)
         stack.enter_context(stand_ins(dtypes(recipe).compute, how.keeps_inputs_alone))
         fill(model, dtypes(recipe).compute if how.casts_weights else None)
-        if how.gradients_there:
-            for parameter in model.parameters():
+        for parameter in model.parameters():
+            if how.gradients_there:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        for parameter in model.parameters() if how.drops_gradients else ():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_drop)
-        marks.watch(_layers(model))
-        marks.begin("before" if known else "ids")  # which are few bytes; pixels are many
-        on_device = batch.map_tensors(partial(_moved, known))
+            if how.drops_gradients and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(drop)
+        marks.watch(layers)
+        marks.begin("before" if sees_images else "ids")  # ids are few bytes; pixels are many
+        inputs = batch.map_tensors(on_device)
         marks.begin("before")
-        stack.enter_context(KnownIntegers() if known else contextlib.nullcontext())
+        stack.enter_context(KnownIntegers() if sees_images else contextlib.nullcontext())
         try:
-            outputs = forward(model, on_device)
+            outputs = forward(model, inputs)
         except DynamicOutputShapeException as error:
-            name = type(key.config).__name__
             raise NotEstimated(
-                f"{name}: its layers choose how much they compute by what they read ({error}), so memory cannot be "
-                "calculated from shapes: `check` and `train` with `batch.rows_per_device: auto` try it on the machine"
+                f"{type(config).__name__}: the values that its layers read decide how much they compute ({error}), so "
+                "memory cannot be calculated from shapes: `check` and `train` with `batch.rows_per_device: auto` try "
+                "it on the machine"
             ) from None
-        loss = forward.objective.trial_loss(outputs, on_device)
+        loss = forward.objective.trial_loss(outputs, inputs)
         marks.backward = True
         marks.begin("head backward")
         loss.backward()
         marks.end()
-    return _parts(marks, count, len(_layers(model)))
-
-
-def _parts(marks: Marks, kinds: int, layers: int) -> Timeline:
-    forward = [marks.part(f"layer {i}") for i in range(layers)]
-    backward = [marks.part(f"layer {i} backward") for i in range(layers)]
-    # The first layer's backward ends with that of the embedding where its input needs no gradient: a later one's is
-    # taken for its kind where there is one.
-    if layers > kinds:
-        forward, backward = [forward[-1], *forward[1:kinds]], [backward[-1], *backward[1:kinds]]
+    # The first layer's backward ends with that of the embedding if its input needs no gradient: a later layer of the
+    # same kind stands for it if there is one.
+    indices = [len(layers) - 1, *range(1, kinds)] if len(layers) > kinds else list(range(len(layers)))
     return Timeline(
         marks.part("before"),
-        tuple(forward),
+        tuple(marks.part(f"layer {i}") for i in indices),
         marks.part("head"),
         marks.part("head backward"),
-        tuple(backward),
+        tuple(marks.part(f"layer {i} backward") for i in indices),
         marks.part("before backward"),
     )
 
 
-def _drop(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-def _moved(known: bool, tensor: Tensor) -> Tensor:
-    """Returns a tensor on the device. known: integers keep their values."""
-    return tensor if known and not tensor.is_floating_point() else torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def _layers(model: Any) -> list[Any]:
-    return list(decoder_layers(unwrap_peft(model.causal_lm)))
-
-
 class Marks:
-    """Cuts what a meter weighs into parts, at the edges of layers."""
+    """Divides the bytes of a meter into parts, at the edges of layers."""
 
     def __init__(self) -> None:
         self.operators, self.backward = OperatorCounter(), False
@@ -184,24 +157,25 @@ class Marks:
         return replace(self._parts.get(name, Part(0, 0)), work=self.operators.work(name))
 
     def watch(self, layers: list[Any]) -> None:
-        for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(partial(self._enters, index), with_kwargs=True)
-            layer.register_forward_hook(partial(self._leaves, index, len(layers)))
+        last = len(layers) - 1
 
-    def _enters(self, index: int, _layer: Any, inputs: Any, named: Any) -> None:
-        if self.backward:  # computes again
-            return
-        hidden = inputs[0] if inputs else named["hidden_states"]
-        if hidden.requires_grad:
-            before = "before backward" if index == 0 else f"layer {index - 1} backward"
-            hidden.register_hook(lambda _gradient: self.begin(before))
-        self.begin(f"layer {index}")
+        def enters(index: int, _layer: Any, inputs: Any, named: Any) -> None:
+            if self.backward:  # a layer that is computed again
+                return
+            hidden = inputs[0] if inputs else named["hidden_states"]
+            if hidden.requires_grad:
+                before = "before backward" if index == 0 else f"layer {index - 1} backward"
+                hidden.register_hook(lambda _gradient: self.begin(before))
+            self.begin(f"layer {index}")
 
-    def _leaves(self, index: int, layers: int, _layer: Any, _inputs: Any, output: Any) -> None:
-        if self.backward:
-            return
-        if index == layers - 1:
+        def leaves_last(_layer: Any, _inputs: Any, output: Any) -> None:
+            if self.backward:
+                return
             self.begin("head")
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
-                hidden.register_hook(lambda _gradient: self.begin(f"layer {index} backward"))
+                hidden.register_hook(lambda _gradient: self.begin(f"layer {last} backward"))
+
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(enters, index), with_kwargs=True)
+        layers[last].register_forward_hook(leaves_last)

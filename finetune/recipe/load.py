@@ -6,14 +6,14 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from finetune.recipe.rules import broken_rules
+from finetune.recipe.rules import Finding, broken_rules
 from finetune.recipe.schema import CHECKPOINT_NAME, RUN_NAME, RUN_NAME_WITH_VALUES, Recipe
 from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dotted, dump, override, read
 
@@ -21,7 +21,7 @@ MAX_PROBLEMS = 50  # that are described
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, extend, override and validate a recipe.
+    """Reads, extends, overrides and validates a recipe.
 
     Raises RecipeError with every problem of overrides and schema, or, if there is none, of the rules.
     """
@@ -40,11 +40,10 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     except ValidationError as error:
         problems += _problems(error, tree)
     if recipe is not None and not problems:
-        recipe, unknown = _with_name(recipe)
-        problems = [Problem(tree.place(("run", "name")), ("run", "name"), message) for message in unknown]
-    if recipe is not None and not problems:
-        findings = [(tuple(key.split(".")), message) for key, message in broken_rules(recipe)]
-        problems = [Problem(tree.place(key), key, message) for key, message in findings]
+        recipe, findings = _with_name(recipe)
+        findings = findings or broken_rules(recipe)
+        keys = [(tuple(key.split(".")), message) for key, message in findings]
+        problems = [Problem(tree.place(key), key, message) for key, message in keys]
     if recipe is None or problems:
         # the recipe's own file by line, then the files it extends, then the command line
         problems.sort(key=lambda p: (p.place.line is None, p.place.file != str(path), p.place.line or 0))
@@ -83,25 +82,25 @@ def _give_way(tree: Tree, path: Path) -> None:
             del tree.values[key[0]][key[1]]
 
 
-def _with_name(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Returns the recipe with the values that `run.name` requests, and the problems with them.
+def _with_name(recipe: Recipe) -> tuple[Recipe, list[Finding]]:
+    """Returns the recipe with the values that `run.name` requests, and problems with them.
 
     `lr-{optimizer.lr}` -> `lr-0.001`; characters that no name may have become `-`.
     """
-    problems: list[str] = []
+    problems: list[Finding] = []
 
     def value(match: re.Match[str]) -> str:
         key = match[1]
         try:
-            found = _value_at(recipe.model_dump(mode="json"), tuple(key.split(".")))
+            text = str(_value_at(recipe.model_dump(mode="json"), tuple(key.split("."))))
         except (KeyError, TypeError):
-            problems.append(f"`{{{key}}}` is no key of the recipe; such as `{{optimizer.lr}}` would be")
+            problems.append(("run.name", f"`{{{key}}}` is no key of the recipe; such as `{{optimizer.lr}}` would be"))
             return ""
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", str(found)).strip("-")
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-")
 
     name = re.sub(r"\{([^{}]*)\}", value, recipe.run.name)
     if not problems and not re.match(RUN_NAME, name):
-        problems.append(f"expected {_NAME}, got {_shown(name)}")
+        problems.append(("run.name", f"expected {_NAME}, got {_shown(name)}"))
     return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})}), problems
 
 
@@ -116,20 +115,15 @@ def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
     by_key: dict[Key, list[dict[str, Any]]] = {}
     for detail in error.errors():
         by_key.setdefault(_key(detail["loc"], detail["type"], tree.values), []).append(dict(detail))
-    first = dict(islice(by_key.items(), MAX_PROBLEMS))
-    problems = [
-        Problem(tree.place(key), key, _message(key, group, tree.values))
-        for key, group in first.items()
-        if not _is_wrong_branch(key, group, first)
-    ]
-    more = len(by_key) - len(first)
-    return [*problems, *([Problem(tree.place(()), (), f"and {more:,} more problems")] if more else [])]
-
-
-def _is_wrong_branch(key: Key, group: list[dict[str, Any]], keys: Iterable[Key]) -> bool:
-    """Returns whether another branch of the union got further: `targets: [q_proj, 3]` is a list, not `all-linear`."""
-    deeper = [k for k in keys if len(k) > len(key) and k[: len(key)] == key]
-    return bool(deeper) and all(detail["type"] in ("literal_error", "tuple_type", "model_type") for detail in group)
+    first, problems = dict(islice(by_key.items(), MAX_PROBLEMS)), []
+    for key, group in first.items():
+        # Another branch of the union may have got further: `targets: [q_proj, 3]` is a list, not `all-linear`.
+        is_inside = any(len(other) > len(key) and other[: len(key)] == key for other in first)
+        if not is_inside or any(one["type"] not in ("literal_error", "tuple_type", "model_type") for one in group):
+            problems.append(Problem(tree.place(key), key, _message(key, group, tree.values)))
+    if (more := len(by_key) - len(first)) > 0:
+        problems.append(Problem(tree.place(()), (), f"and {more:,} more problems"))
+    return problems
 
 
 def _key(loc: tuple[str | int, ...], kind: str, values: Any) -> Key:
@@ -152,7 +146,10 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
     if first["type"] == "missing" and isinstance(first["loc"][-1], int):  # in a list of fixed length
         return f"expected {group[-1]['loc'][-1] + 1} items, got {_shown(_value_at(values, key))}"
     if first["type"] == "missing":
-        return "is missing" + _suggest_unknown(key, values)
+        siblings, fields = _value_at(values, key[:-1]), _fields_at(key[:-1])
+        unknown = [name for name in siblings if name not in fields] if isinstance(siblings, dict) else []
+        close = difflib.get_close_matches(str(key[-1]), unknown, n=1)
+        return "is missing" + (f"; `{close[0]}` looks like a misspelling of it" if close else "")
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     expected = list(dict.fromkeys(_expected(detail) for detail in group))
@@ -170,7 +167,7 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
     return message
 
 
-# Names of other programs, whose recipes and command lines people start from.
+# Names in other programs, from whose recipes and command lines people start.
 _ELSEWHERE = {
     "learning_rate": "optimizer.lr",
     "max_seq_length": "data.max_length",
@@ -194,7 +191,6 @@ _ELSEWHERE = {
     "save_steps": "checkpoint.every_steps",
     "eval_steps": "evaluate.every_steps",
 }
-
 
 # The same, if another value or more than one key is meant.
 _INSTEAD = {
@@ -232,14 +228,6 @@ def _suggest_key(key: Key) -> str:
     if elsewhere or same_name:
         return f"; did you mean `{elsewhere or '` or `'.join(same_name)}`?"
     return _did_you_mean(name, siblings)
-
-
-def _suggest_unknown(key: Key, values: dict[str, Any]) -> str:
-    """Names the unknown key of the same section that was probably meant for a missing one."""
-    present, known = _value_at(values, key[:-1]), _fields_at(key[:-1])
-    unknown = [name for name in present if name not in known] if isinstance(present, dict) else []
-    close = difflib.get_close_matches(str(key[-1]), unknown, n=1)
-    return f"; `{close[0]}` looks like a misspelling of it" if close else ""
 
 
 _EXPECTED = {

@@ -121,13 +121,13 @@ class Model(Section):
     chat_template: str | None = None  # null: the tokenizer's own; else a built-in name or a Jinja file
     # Values of the template's variables, such as `enable_thinking: false`; the result's template begins with them.
     chat_template_arguments: TemplateArguments | None = None
-    # An answer without reasoning, where the template's begin with an empty thought (Qwen 3) or its generation prompt
-    # opens one (R1's distills). trained: the model learns to write it, as it would have to in use; given: it is the end
-    # of the generation prompt, also of the result's template, and not trained.
+    # For templates whose answers without reasoning begin with an empty thought (Qwen 3), or whose generation prompt
+    # opens one (R1's distills). trained: the model learns to write the thought, as it has to in use; given: it is the
+    # end of the generation prompt, also in the result's template, and not trained.
     empty_thought: Literal["trained", "given"] = "trained"
-    # Of a model that sees images, what trains: adapters in these parts, under `mode: full` all of their weights.
-    # projector: what makes tokens of the tower's output; vision: the tower. null: language, and where the data has no
-    # images (`data.image`), the language model by itself.
+    # Trained parts of a model that sees images: adapters in them, or all of their weights under `mode: full`.
+    # projector: turns the tower's output into tokens; vision: the tower. null: language, and without `data.image` the
+    # language model by itself.
     train: Parts | None = None
     trust_remote_code: bool = False  # runs Python code from the model's repository: only if you trust it
 
@@ -163,7 +163,7 @@ class Lora(Section):
 class Tokens(Section):
     """Tokens that the tokenizer and the model get in addition."""
 
-    # Each begins as the mean of what the tokenizer made of its text before, in the embedding and an LM head of its own.
+    # Each begins as the mean of its text's previous tokens, in the embedding and an LM head with weights of its own.
     add: Annotated[Names, AfterValidator(_distinct)]
     # lora, qlora: train the rows of the added tokens only, or embedding and head in full. null: added. `mode: full`
     # trains all.
@@ -174,9 +174,9 @@ class Quantization(Section):
     """Storage of frozen weights for qlora in 4 bits (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), or 8."""
 
     type: Literal["nf4", "fp4", "fp8"] = "nf4"  # fp8: float8_e4m3 with a scale for each row
-    # 4 bits: quantises the block scales, too: saves 0.37 bits per weight. null: true in 4 bits
+    # 4 bits: quantizes the block scales, too: saves 0.37 bits per weight. null: true in 4 bits
     double_quant: bool | None = None
-    # fp8: products with dequantised weights, or scaled products of 8 bits: inputs, and gradients of outputs, rounded to
+    # fp8: products with dequantized weights, or scaled products of 8 bits: inputs, and gradients of outputs, rounded to
     # fp8 with a scale for each token. scaled: precision bf16 or bf16_true; Hopper and later, emulated on CPUs
     compute: Literal["dequantised", "scaled"] = "dequantised"
 
@@ -207,7 +207,7 @@ class Source(Section):
     # trained on twice.
     max_epochs: Positive | None = None
     limit: Count | None = None  # use only the first rows of the source
-    # What is a row of a txt file: a line that is not blank, lines up to a blank one, or all of it. null: line
+    # Row of a txt file: a line that is not blank, lines up to a blank one, or the whole file. null: line
     text_unit: Literal["line", "paragraph", "file"] | None = None
 
     @field_serializer("path")
@@ -235,10 +235,10 @@ class HeldOut(Section):
 
 
 class Images(Section):
-    """Images in the rows: how large they are seen, and where their files are."""
+    """Images in the rows: their size for the model, and the folder of their files."""
 
-    # Pixels of an image after it is scaled down, at most: each costs memory, and tokens of `max_length`. null: as the
-    # model's own processor has it. Where that scales images to a square or cuts them into tiles, all tiles together.
+    # Pixels of an image after it is scaled down, at most: each costs memory, and tokens of `max_length`. null: as in
+    # the model's own processor. If that scales images to a square or cuts them into tiles, all tiles together.
     max_pixels: Count | None = None
     min_pixels: Count | None = None  # Qwen's models: smaller images are scaled up; null: as the processor has it
     # Hub id or local folder with the processor and its settings, which the result gets; null: that of `model.name`.
@@ -246,8 +246,8 @@ class Images(Section):
     folder: str | None = None  # paths in rows start here; null: at the folder of the data file that has the row
     outside: bool = False  # paths may lead out of that folder
     allow_urls: bool = False  # http:// and https:// addresses in rows are fetched, once, into the cache
-    # What of an image is read when rows are tokenised. header: its size, and whether its file ends as it should;
-    # pixels: all of it, so that any broken image is a bad row, never an error during the run
+    # Part of an image that is read when rows are tokenized. header: its size, and whether its file ends as it should;
+    # pixels: the whole image, so that any broken image is a bad row, never an error during the run
     verify: Literal["header", "pixels"] = "header"
     threads: Count = 4  # of each process, which decode and scale images ahead of the steps
 
@@ -274,7 +274,7 @@ class Data(Section):
 
     @property
     def eval_sources(self) -> tuple[Source, ...]:
-        """Returns the sources that evaluation reads; those of `train` where a share of their rows is held out."""
+        """Returns the sources that evaluation reads; those of `train` if a share of their rows is held out."""
         return self.train if isinstance(self.eval, HeldOut) else self.eval
 
     @property
@@ -283,8 +283,7 @@ class Data(Section):
         return () if isinstance(self.eval, HeldOut) else self.eval
 
 
-# Keys of `objective` that only some objectives read, with their values where the recipe gives none; all other keys are
-# for every objective.
+# Keys of `objective` that only some objectives read, with their defaults; all other keys are for every objective.
 OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
     "sft": {"z_loss": 0.0, "label_smoothing": 0.0},
     "focal": {"gamma": 2.0},
@@ -344,7 +343,7 @@ ROW_KINDS: dict[str, RowKind] = {
     "kto": RowKind(("unpaired", "preference"), ("answer", "another row's answer"), ("label",)),
     "classify": RowKind(("classification",), columns=("label",)),
 }
-# Objectives whose model has a head of scores in place of an LM head, with what its card says of it.
+# Objectives whose model has a head of scores in place of an LM head, with its description for the model card.
 SCORE_MODELS = {
     "reward": "A reward model: the score of a prompt with its answer; higher is better. Scores compare answers to "
     "the same prompt.",
@@ -373,7 +372,7 @@ class ObjectiveSettings(Section):
     # focal: a factor of (1 - probability)^gamma (Lin et al. 2017, https://arxiv.org/abs/1708.02002); null: 2
     gamma: NonNegative | None = None
     # Supervised tokens. assistant: every assistant turn with its end-of-turn; last_assistant: the last one; all: all.
-    # Pairs, marked answers and labels take `assistant` alone.
+    # Pairs, marked answers and labels support `assistant` only.
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     # sft: added to each token's loss, z_loss * log(sum(exp(logits)))^2 (Chowdhery et al. 2022,
     # https://arxiv.org/abs/2204.02311, section 5).
@@ -392,14 +391,14 @@ class ObjectiveSettings(Section):
     # dpo: weight of the mean negative log-likelihood of the chosen answers' tokens (RPO: Pang et al. 2024,
     # https://arxiv.org/abs/2404.19733, equation 2)
     sft_weight: NonNegative = 0.0
-    # dpo, kto: where the reference's log-probabilities come from. precomputed: before the first step, cached next to
+    # dpo, kto: origin of the reference's log-probabilities. precomputed: before the first step, cached next to
     # the tokens; adapters_off: in each step, by the base of the adapters (lora, qlora). null: precomputed
     reference: Literal["precomputed", "adapters_off"] | None = None
     # dpo, kto: another reference than the initial model, a hub id or a local folder with the same vocabulary;
     # `finetune reference` computes its log-probabilities before
     reference_model: str | None = None
     # dpo, orpo, reward: compute the beginning that the two sequences of a pair share once; equal to rounding. auto:
-    # where the attention can
+    # if the attention supports it
     share_prompts: Literal["auto"] | bool = "auto"
     # kto: weights of the good and of the bad answers; null: 1
     desirable_weight: NonNegative | None = None
@@ -412,7 +411,7 @@ class ObjectiveSettings(Section):
     # its log-probabilities before; `train` refuses to start without them), or a .parquet file with ids and
     # log-probabilities of each token
     teacher: str | None = None
-    # distill: forward_kl: KL(teacher, student); reverse_kl: KL(student, teacher); jsd: the generalised one between the
+    # distill: forward_kl: KL(teacher, student); reverse_kl: KL(student, teacher); jsd: the generalized one between the
     # two, with `jsd_beta` (https://arxiv.org/abs/2306.13649). null: forward_kl
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = None
     temperature: Positive | None = None  # distill: of both; the divergence is multiplied by its square. null: 1
@@ -449,7 +448,7 @@ class ObjectiveSettings(Section):
         return self.name in SCORE_MODELS
 
     def value(self, key: str) -> Any:
-        """Returns a key's value, or what the objective takes where the recipe gives none."""
+        """Returns a key's value, or the objective's default if it is null."""
         given = getattr(self, key)
         return OBJECTIVE_KEYS[self.name].get(key) if given is None else given
 
@@ -492,7 +491,7 @@ class Schedule(Section):
         return self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * steps)
 
 
-# What an evaluation measures, and which way is better; `*` stands for the name of a source.
+# Metrics of an evaluation, and the better direction; `*` stands for the name of a source.
 METRICS: dict[str, Literal["lower", "higher"]] = {
     "eval_loss": "lower",
     "eval_loss/*": "lower",
@@ -511,7 +510,7 @@ METRICS: dict[str, Literal["lower", "higher"]] = {
 
 
 def metric_direction(name: str) -> Literal["lower", "higher"]:
-    """Returns which values of a metric are better. Raises ValueError for one that no evaluation measures."""
+    """Returns the better direction of a metric. Raises ValueError for an unknown metric."""
     for pattern, direction in METRICS.items():
         if fnmatchcase(name, pattern):
             return direction
@@ -520,16 +519,11 @@ def metric_direction(name: str) -> Literal["lower", "higher"]:
     raise ValueError(f"no evaluation measures {name!r}: use one of {', '.join(METRICS)}{hint}")
 
 
-def _known_metric(name: str) -> str:
-    metric_direction(name)
-    return name
-
-
-Metric = Annotated[str, AfterValidator(_known_metric)]  # of an evaluation
+Metric = Annotated[str, AfterValidator(lambda name: name if metric_direction(name) else None)]  # of an evaluation
 
 
 class StopWhen(Section):
-    """Early stopping: the run ends where evaluations no longer improve, with the weights of that step."""
+    """Early stopping: the run ends when evaluations no longer improve, with the weights of that step."""
 
     metric: Metric = "eval_loss"
     patience: Count = 3  # evaluations in a row without a new best value
@@ -582,7 +576,7 @@ Acceptable = Literal[
     "data.streaming",
     "data.window",
     "objective",
-    # What the recipe's paths hold, rather than a key of it: rows, tokenizer, model config, weights.
+    # Contents of the recipe's paths, rather than a key of it: rows, tokenizer, model config, weights.
     "data",
     "tokenizer",
     "config",
@@ -602,7 +596,7 @@ class Checkpoint(Section):
     asynchronous: bool = True  # write files while training continues; needs a copy of the state in CPU memory
     on_failure: Literal["stop", "continue"] = "stop"  # if a save fails (a full disk): stop the run, or only warn
     # auto: from the newest valid checkpoint in the run directory; never: start over; or a checkpoint by name, such as
-    # step-00000200 (each launch then begins there). What is not resumed from is renamed to aside-*, never deleted.
+    # step-00000200 (each launch then begins there). Other checkpoints are renamed to aside-*, never deleted.
     resume: Literal["auto", "never"] | Annotated[str, Field(pattern=CHECKPOINT_NAME)] = "auto"
     # Keys that may differ from the checkpoint's although weights or the order of samples depend on them; and of what
     # the run reads under the same paths: data (rows), tokenizer (with its chat template), config, base (weights).
@@ -667,7 +661,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _images_need_the_tower(self) -> Recipe:
-        """With images the model is all of it, and what trains is said in every copy of the recipe."""
+        """With images the model includes its tower, and every copy of the recipe names the trained parts."""
         if self.data.image is not None and self.model.train is None:
             object.__setattr__(self, "model", self.model.model_copy(update={"train": ("language",)}))
         return self
@@ -684,17 +678,6 @@ def recipe_json_schema() -> str:
         },
         **schema["properties"],
     }
-    # With `extends`, any required key may come from the base.
-    _drop_required(schema)
+    for section in (schema, *schema["$defs"].values()):
+        section.pop("required", None)  # with `extends`, any required key may come from the base
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
-
-
-def _drop_required(schema: object) -> None:
-    if isinstance(schema, dict):
-        if isinstance(schema.get("required"), list):
-            del schema["required"]
-        for value in schema.values():
-            _drop_required(value)
-    elif isinstance(schema, list):
-        for value in schema:
-            _drop_required(value)

@@ -169,9 +169,19 @@ def _error(path: Path | str, place: Location, key: Key, message: str) -> RecipeE
 
 
 def _parse(path: Path) -> Tree:
-    text = _read_text(path)
+    file, text = Location(str(path)), ""
     try:
+        text = path.read_text(encoding="utf-8")
         tree, problems = _parse_text(text, lambda line: Location(str(path), line))
+    except FileNotFoundError:
+        raise _error(path, file, (), "no such file") from None
+    except IsADirectoryError:
+        raise _error(path, file, (), "is a folder, not a recipe file") from None
+    except OSError as error:
+        raise _error(path, file, (), f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise _error(path, Location(str(path), line), (), "not UTF-8 text") from None
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         message = f"not valid YAML: character U+{ord(text[error.position]):04X} is not allowed"
@@ -181,29 +191,15 @@ def _parse(path: Path) -> Tree:
         message = ", ".join(part for part in (error.context, error.problem) if part)
         raise _error(path, Location(str(path), mark and mark.line + 1), (), f"not valid YAML: {message}") from None
     except RecursionError:
-        raise _error(path, Location(str(path)), (), f"not valid YAML: {_TOO_DEEP}") from None
+        raise _error(path, file, (), f"not valid YAML: {_TOO_DEEP}") from None
     if problems:
         raise RecipeError(path, sorted(problems, key=lambda problem: problem.place.line or 0))
     if tree.values is None:
-        raise _error(path, Location(str(path)), (), "is empty; copy one of the files in recipes/")
+        raise _error(path, file, (), "is empty; copy one of the files in recipes/")
     if not isinstance(tree.values, dict):
         raise _error(path, tree.places[()], (), "expected sections (`key: value`) at the top level")
     tree.places[()] = Location(str(path), 1)
     return tree
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise _error(path, Location(str(path)), (), "no such file") from None
-    except IsADirectoryError:
-        raise _error(path, Location(str(path)), (), "is a folder, not a recipe file") from None
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise _error(path, Location(str(path), line), (), "not UTF-8 text") from None
-    except OSError as error:
-        raise _error(path, Location(str(path)), (), f"cannot be read: {error.strerror}") from None
 
 
 def _parse_text(text: str, place: Callable[[int], Location]) -> tuple[Tree, list[Problem]]:
@@ -295,12 +291,11 @@ def _cut(text: str) -> str:
 
 
 def merge_into(tree: Tree, values: dict[str, Any], places: dict[Key, Location], key: Key) -> None:
-    """Merge `values` into the tree: sections by key; all else, lists included, is replaced."""
+    """Merges `values` into the tree: sections by key; all else, lists included, is replaced."""
     target: Any = tree.values
     for part in key:
         target = target[part]
-    inside = _by_child(places, key)
-    replaced = _by_child(tree.places, key)
+    inside, replaced = _by_child(places, key), _by_child(tree.places, key)
     for name, value in values.items():
         child = (*key, name)
         # A model config is one value: two architectures must not be mixed.
@@ -323,14 +318,8 @@ def _by_child(places: dict[Key, Location], key: Key) -> dict[str | int, list[Key
     return children
 
 
-def _remove_places(places: dict[Key, Location], key: Key) -> None:
-    """Remove the places of a value and of everything inside it."""
-    for old in [k for k in places if k[: len(key)] == key]:
-        del places[old]
-
-
 def override(tree: Tree, text: str, is_text: Callable[[Key], bool]) -> None:
-    """Apply `section.key=value` to the tree. List items are addressed by index: `data.train.0.path=x`.
+    """Applies `section.key=value` to the tree. List items are addressed by index: `data.train.0.path=x`.
 
     The value is read as YAML, or literally if the schema expects text (`is_text`): a commit or a regular expression
     needs no YAML quotes inside those of the shell. Raises RecipeError.
@@ -354,8 +343,7 @@ def override(tree: Tree, text: str, is_text: Callable[[Key], bool]) -> None:
     index = _index(target, parts[-1], place, key)
     key = (*key, index)
     target[index] = _override_value(raw, place, key, is_text(key))
-    _remove_places(tree.places, key)
-    tree.places[key] = place
+    tree.places = {old: at for old, at in tree.places.items() if old[: len(key)] != key} | {key: place}
 
 
 def _index(target: Any, part: str, place: Location, key: Key) -> Any:

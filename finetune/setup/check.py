@@ -64,122 +64,93 @@ def check_recipe(
     report = CheckReport(str(path))
     try:
         recipe = load_recipe(path, overrides)
-        if recipe_only:
-            _check_launch_alone(recipe, path, config_file, num_processes, report)
+        if recipe_only and not (config_file or num_processes):
+            return report
+        from finetune.engine.compatibility import check_launch  # slow imports, after a recipe that loads
+        from finetune.engine.launch import Launch, read_config_file
+
+        launch = Launch("replicated", num_processes or 1)
+        if config_file:
+            launch = read_config_file(str(config_file), num_processes)
+        if recipe_only:  # rules that do not depend on the model
+            micro_batches = check_launch(recipe, str(path), launch)
         else:
-            _check_run(recipe, path, config_file, num_processes, report)
+            prepared = _check_run(recipe, path, launch, report)
+            micro_batches = prepared.micro_batches
+            if config_file:
+                _report_memory(prepared, report)
+        if config_file or num_processes:
+            _report_launch(recipe, launch, micro_batches, report)
     except UserError as error:
         report.error = str(error)
     return report
 
 
-def _check_launch_alone(
-    recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, report: CheckReport
-) -> None:
-    """Checks the rules of a launch that do not depend on the model."""
-    from finetune.engine.compatibility import check_launch
-
-    if config_file or processes:
-        launch = _launch(config_file, processes)
-        _report_launch(recipe, launch, check_launch(recipe, str(path), launch), report)
-
-
-def _launch(config_file: Path | None, processes: int | None) -> Launch:
-    from finetune.engine.launch import Launch, read_config_file
-
-    return read_config_file(str(config_file), processes) if config_file else Launch("replicated", processes or 1)
-
-
-def _check_run(
-    recipe: Recipe, path: Path, config_file: Path | None, processes: int | None, report: CheckReport
-) -> None:
-    """Prepares the run as `train` does and builds its model without weights; collects the problems of both. Raises
-    UserError with all of them."""
+def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) -> Prepared:
+    """Prepares the run as `train` does and builds its model without weights. Raises UserError with the problems of
+    both."""
     import torch
 
+    from finetune.engine.compatibility import check_products
     from finetune.training.prepare import Problems, prepare
+    from finetune.training.reference import find_reference, reads_columns
     from finetune.training.run_plan import training_length
 
     problems = Problems(collect=True)
-    launch = _launch(config_file, processes)
-    problems.attempt(_check_device, recipe)
+    if torch.cuda.is_available():
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        problems.attempt(check_products, recipe, name, capability)
     prepared = prepare(recipe, str(path), launch, problems)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     on_device = problems.attempt(prepared.on, device.type if device else "cpu")
     if on_device is not None:
         prepared, attention = on_device
-        problems.attempt(_check_reference, prepared)
+        if reads_columns(recipe):  # log-probabilities of another model, which must have been computed
+            problems.attempt(find_reference, recipe, prepared.training, prepared.held_out)
         problems.attempt(_check_model, prepared, attention)
     if problems.messages:
         raise problems.error(str(path))
-    if config_file or processes:
-        _report_launch(recipe, launch, prepared.micro_batches, report)
     length, size = recipe.data.max_length, prepared.training.size(recipe.data.max_length)
     report.facts |= prepared.training.facts("train", length)
     report.facts["steps"] = training_length(recipe, size)[0]
     if prepared.held_out is not None:
         report.facts |= prepared.held_out.facts("eval", length)
     report.notes += prepared.notes
-    if config_file:
-        _report_memory(prepared, report)
-
-
-def _check_device(recipe: Recipe) -> None:
-    """Checks what a run would refuse on this machine's GPU, if any."""
-    import torch
-
-    from finetune.engine.compatibility import check_products
-
-    if torch.cuda.is_available():
-        check_products(recipe, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
-
-
-def _check_reference(prepared: Prepared) -> None:
-    """Raises UserError if another model's log-probabilities are needed but not computed."""
-    from finetune.training.reference import find_reference, reads_columns
-
-    if reads_columns(prepared.recipe):
-        find_reference(prepared.recipe, prepared.training, prepared.held_out)
+    return prepared
 
 
 def _check_model(prepared: Prepared, attention: AttentionChoice) -> None:
-    """Builds the model as a run does, without weights: the recipe's modules, head and losses."""
+    """Builds the recipe's modules, head and losses, without weights."""
     import torch
 
     from finetune.models.assemble import skeleton
     from finetune.objectives import score_labels
     from finetune.training.parts import with_objective
 
-    recipe = prepared.recipe
-    model = skeleton(recipe, prepared.config, attention, score_labels(recipe.objective))
+    model = skeleton(prepared.recipe, prepared.config, attention, score_labels(prepared.recipe.objective))
     with_objective(prepared, model, attention, torch.device("cpu"))
 
 
 def _report_launch(recipe: Recipe, launch: Launch, micro_batches: int, report: CheckReport) -> None:
     """Adds processes and micro-batches, and a note if processes would wait for each other."""
-    batch = recipe.batch
-    automatic = batch.rows_per_device == "auto"
-    at_most = "at most " if automatic or batch.tokens_per_device is not None else ""
-    steps = f"{at_most}{micro_batches} micro-batches per process and step"
-    if automatic:
-        steps += " (batch.rows_per_device: auto, measured at the first run)"
-    sizes = "" if launch.parallelism.is_plain else f" ({launch.parallelism.summary()})"
-    report.facts["launch"] = f"{launch.where}, {launch.processes} processes{sizes}, {steps}"
-    _note_balance(recipe, launch.parallelism.data, report)
-
-
-def _note_balance(recipe: Recipe, processes: int, report: CheckReport) -> None:
-    """Adds a note if a group by attention work has fewer packed sequences than are computed at once."""
     from finetune.data.packing import group_rows
 
-    if recipe.batch.rows_per_device == "auto":
-        return
-    at_once = processes * recipe.batch.rows_per_device
-    group = group_rows(recipe.data.balance, recipe.batch.rows)
-    if processes > 1 and group % at_once and recipe.batch.tokens_per_device is None:
-        report.notes.append(
+    batch, at_once = recipe.batch, 0
+    steps = f"{micro_batches} micro-batches per process and step"
+    if batch.rows_per_device == "auto":
+        steps = f"at most {steps} (batch.rows_per_device: auto, measured at the first run)"
+    elif batch.tokens_per_device is not None:
+        steps = f"at most {steps}"
+    else:
+        at_once = launch.parallelism.data * batch.rows_per_device
+    sizes = "" if launch.parallelism.is_plain else f" ({launch.parallelism.summary()})"
+    report.facts = {"launch": f"{launch.where}, {launch.processes} processes{sizes}, {steps}", **report.facts}
+    group = group_rows(recipe.data.balance, batch.rows)
+    if at_once and launch.parallelism.data > 1 and group % at_once:
+        report.notes.insert(
+            0,
             f"{at_once} packed sequences are computed at once, and those of similar attention work are grouped by "
-            f"{group}: processes wait less for each other with `data.balance: {at_once}`"
+            f"{group}: processes wait less for each other with `data.balance: {at_once}`",
         )
 
 
@@ -191,7 +162,7 @@ def _report_memory(prepared: Prepared, report: CheckReport) -> None:
     from finetune.plan.search import heaviest
 
     recipe, config, launch = prepared.recipe, prepared.config, prepared.launch
-    place, batch = Place(launch, launch.processes), heaviest(recipe, widest(recipe, "not asked", config))
+    place, batch = Place(launch, launch.processes), heaviest(recipe, widest(recipe, "the largest rows", config))
     try:
         memory = estimate_memory(recipe, config, place, batch, prepared.micro_batches)
     except NotEstimated as reason:

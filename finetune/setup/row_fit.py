@@ -1,16 +1,11 @@
-"""Properties of a source's rows, and the settings that fit them: format, lengths, batch, steps.
-
-Letters: `N` examples that were read.
-"""
+"""Properties of a source's rows, and the settings that fit them: format, lengths, batch, steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +29,7 @@ CHARACTERS_PER_TOKEN = 4  # about, for English with current vocabularies, if the
 SLACK = 2  # times the longest estimate: other languages and vocabularies need twice the tokens, or more
 TEMPLATE_TOKENS = 16  # about, for a chat template around an answer
 LONGEST = 4096  # tokens of a packed sequence, as in recipes/base; or the model's context, if that is shorter
-GOAL_STEPS = 100  # twice what `check` warns below
+GOAL_STEPS = 100  # twice the number below which `check` warns
 OBJECTIVES = {"preference": "dpo", "ranked": "dpo", "unpaired": "kto", "classification": "classify"}
 
 
@@ -58,10 +53,10 @@ class RowsFound:
     @property
     def labels(self) -> list[str]:
         """Returns the classes that occur, in order; for indices all up to the highest."""
-        found = {one.label for one in self.samples if isinstance(one, Labelled)}
-        if all(isinstance(label, int) for label in found):
-            return [str(i) for i in range(max(map(int, found), default=0) + 1)]
-        return sorted(map(str, found))
+        labels = {one.label for one in self.samples if isinstance(one, Labelled)}
+        if all(isinstance(label, int) for label in labels):
+            return [str(i) for i in range(max(map(int, labels), default=0) + 1)]
+        return sorted(map(str, labels))
 
     def check_labels(self) -> None:
         """Raises UserError if a classifier would have a single class."""
@@ -76,7 +71,7 @@ class RowsFound:
 class ExampleLengths:
     """Tokens of the examples that were read."""
 
-    examples: NDArray[np.int64]  # (N,)
+    examples: NDArray[np.int64]  # (N,) of those read
     answers: NDArray[np.int64]  # (N,) supervised tokens; for an estimate all tokens
     is_estimate: bool
     scale: float  # examples of the source per example read
@@ -112,9 +107,6 @@ class Fit:
         return max(5, math.ceil(self.steps / 25) * 5)
 
 
-# --- rows
-
-
 def read_source(path: str) -> RowsFound:
     """Returns the first rows of a source, with their format. Raises UserError if no format fits."""
     reader = SourceReader(Source(path=path))
@@ -124,7 +116,16 @@ def read_source(path: str) -> RowsFound:
     readable = [(label, number, row) for label, number, row in read if not isinstance(row, str)]
     if not readable:
         raise UserError(f"{path}: no row can be read" + (f": {read[0][0]}:{read[0][1]}: {read[0][2]}" if read else ""))
-    detected = _detect(path, readable)
+    first = readable[0][2]
+    try:
+        detected = detect_format([row for _, _, row in readable])
+    except UserError as error:
+        pair = question_and_answer(first)
+        if pair is None:
+            raise UserError(f"{readable[0][0]}:{readable[0][1]}: {error}") from None
+        question, answer = pair
+        reason = f"no format has these columns: `{question}` is taken for the question, `{answer}` for the answer"
+        detected = Detected("prompt_completion", {"prompt": question, "completion": answer}, reason)
     samples, bad = [], []
     for label, number, row in read:
         try:
@@ -138,37 +139,22 @@ def read_source(path: str) -> RowsFound:
     return RowsFound(detected.format, columns, detected.reason, count, tuple(bad), is_all, tuple(samples), read)
 
 
-def _detect(path: str, readable: Sequence[tuple[str, int, Any]]) -> Detected:
-    rows = [row for _, _, row in readable]
-    try:
-        return detect_format(rows)
-    except UserError as error:
-        pair = question_and_answer(rows[0])
-        if pair is None:
-            raise UserError(f"{readable[0][0]}:{readable[0][1]}: {error}") from None
-        asked, answer = pair
-        reason = f"no format has these columns: `{asked}` is taken for the question, `{answer}` for the answer"
-        return Detected("prompt_completion", {"prompt": asked, "completion": answer}, reason)
-
-
-# --- lengths
-
-
 def chat_template(rows: RowsFound, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
     """Returns the built-in template that a tokenizer without its own needs for these rows; None if it needs none."""
-    if tokenizer is None or tokenizer.chat_template or not any(_is_chat(sample) for sample in rows.samples[:100]):
-        plain = rows.columns is None or rows.format != "prompt_completion"
-        if plain or tokenizer is None or tokenizer.chat_template:
-            return None
+    if tokenizer is None or tokenizer.chat_template:
+        return None
+    renames = rows.columns is not None and rows.format == "prompt_completion"
+    if not renames and not any(_is_chat(sample) for sample in rows.samples[:100]):
+        return None
     return "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
 
 
 def _is_chat(sample: Sample) -> bool:
-    parts = {Preference: "chosen", Labelled: "sample"}
     if isinstance(sample, Ranked):
         return _is_chat(sample.answers[0])
-    inner = parts.get(type(sample))
-    return _is_chat(getattr(sample, inner)) if inner else isinstance(sample, Conversation)
+    if isinstance(sample, Preference):
+        return _is_chat(sample.chosen)
+    return _is_chat(sample.sample) if isinstance(sample, Labelled) else isinstance(sample, Conversation)
 
 
 def token_lengths(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, template: str | None) -> ExampleLengths:
@@ -188,7 +174,7 @@ def token_lengths(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, template:
     begins = np.concatenate([[0], np.cumsum(result.arrays.sizes)[:-1]])
     examples = np.add.reduceat(result.arrays.lengths, begins)
     answers = np.maximum.reduceat(result.arrays.targets, begins)
-    several = 2 if objective.name == "kto" else 1  # each has an answer of another row beside it
+    several = 2 if objective.name == "kto" else 1  # with an answer of another row
     return ExampleLengths(several * examples, answers, False, rows.count / len(rows.items))
 
 
@@ -199,9 +185,6 @@ def estimated_lengths(rows: RowsFound) -> ExampleLengths:
     texts = [sum(num_characters(row[name]) for name in fields if row.get(name) is not None) for row in readable]
     tokens = np.array([text // CHARACTERS_PER_TOKEN + TEMPLATE_TOKENS for text in texts], np.int64)
     return ExampleLengths(tokens, tokens, True, rows.count / len(rows.items))
-
-
-# --- the settings
 
 
 def fit_rows(lengths: ExampleLengths, rows: RowsFound, longest: int) -> Fit:
@@ -221,18 +204,13 @@ def fit_rows(lengths: ExampleLengths, rows: RowsFound, longest: int) -> Fit:
         overlong = int((lengths.examples > max_length).sum())
         return Fit(max_length, max(1, round(sequences)), in_step, epochs, held_out, overlong)
 
-    for max_length, in_step, epochs in _choices(needed, min(longest, max(2048, needed))):
-        best = fit(max_length, in_step, epochs)
+    lengths_to_try = [min(longest, max(2048, needed))]
+    while lengths_to_try[-1] > needed:
+        lengths_to_try.append(max(lengths_to_try[-1] // 2, needed))
+    choices = [(max_length, 8, 2) for max_length in lengths_to_try]
+    choices += [(needed, in_step, epochs) for in_step, epochs in ((4, 2), (4, 3), (4, 4), (4, 5), (2, 5), (1, 5))]
+    for choice in choices:
+        best = fit(*choice)
         if best.steps >= GOAL_STEPS:
             break
     return best
-
-
-def _choices(shortest: int, longest: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (max_length, sequences in a step, epochs), from large data to small."""
-    length = longest
-    yield length, 8, 2
-    while length > shortest:
-        length = max(length // 2, shortest)
-        yield length, 8, 2
-    yield from ((length, in_step, epochs) for in_step, epochs in ((4, 2), (4, 3), (4, 4), (4, 5), (2, 5), (1, 5)))

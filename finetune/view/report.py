@@ -1,31 +1,31 @@
 """`report`: runs as one HTML page without requests or scripts, in the style of the inspect page.
 
 Every number is from metrics.jsonl, plan.json, status.json, recipe.yaml, evaluate.json or verify.json, and every token
-from examples.json; a curve keeps its values in `data-values`. Several runs are overlaid, and their
-recipes' differences are listed.
+from examples.json; a curve keeps its values in `data-values`. Several runs are overlaid, with the differences of their
+recipes.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import yaml
-from markupsafe import Markup
 
 from finetune.checkpoints.folder import best_checkpoint
 from finetune.data.visible_text import Token, visible
 from finetune.errors import UserError
 from finetune.tracking.metrics import EXAMPLES, GENERATIONS, num_damaged, read_steps
 from finetune.utils import LOCAL_HOSTS, host_name, write_atomically
+from finetune.view import web_page
 from finetune.view.token_html import sequence_names, tokens_html
-from finetune.view.web_page import head, page, text
 
 WIDTH, HEIGHT = 480, 150  # size of a chart, in SVG units
 POINTS = 1000  # points per curve; longer ones show every n-th and the last
@@ -46,7 +46,7 @@ _GROUPS: dict[str, Callable[[str], bool]] = {
     "Memory": lambda key: "memory" in key or key.endswith("_gib"),
     "Counts": lambda key: "tokens" in key,
 }
-Place = Callable[[float, float], tuple[float, float]]
+Section = dict[str, Any]  # values of report.html.jinja
 _STYLE = """
 polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke; }
 svg line.best { stroke-dasharray: 2 3; }
@@ -109,11 +109,19 @@ def read_run(folder: Path) -> RunData:
             return empty
         return content
 
+    def are_answers(rows: Any) -> bool:
+        """Returns whether rows are [prompt, answer, expected or None], as a run writes them."""
+        kinds = ([str, str, str], [str, str, type(None)])
+        return isinstance(rows, list) and all(isinstance(r, list) and list(map(type, r)) in kinds for r in rows)
+
     lines = [line for line in read("metrics.jsonl", read_steps, []) if _is_number(line["step"])]
     if damaged := read("metrics.jsonl", num_damaged, 0):
         problems.append(f"metrics.jsonl: {damaged} lines are damaged and left out")
     recipe = read("recipe.yaml", lambda path: yaml.safe_load(path.read_text(encoding="utf-8")), {})
-    verified = {path.parent.name: read(f"{path.parent.name}/verify.json", _json, {}) for path in _verified(folder)}
+    exports = []
+    with contextlib.suppress(OSError):
+        exports = sorted(path.parent.name for path in folder.glob("*/verify.json"))
+    verified = {name: read(f"{name}/verify.json", _json, {}) for name in exports}
     scores = _section(read("evaluate.json", _json, {}), "scores")
     best = _section(recipe, "checkpoint").get("best")
     best_folder = read("checkpoints", lambda path: [best_checkpoint(path, best)], [])
@@ -128,7 +136,7 @@ def read_run(folder: Path) -> RunData:
         verified={name: figures for name, figures in verified.items() if figures},
         evaluated={name: score for name, score in scores.items() if isinstance(score, dict)},
         examples=read(EXAMPLES, _json, []),
-        generations=[entry for entry in read(GENERATIONS, read_steps, []) if _are_answers(entry.get("rows"))],
+        generations=[entry for entry in read(GENERATIONS, read_steps, []) if are_answers(entry.get("rows"))],
         problems=tuple(problems),
     )
 
@@ -137,29 +145,14 @@ def _json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _verified(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.glob("*/verify.json"))
-    except OSError:
-        return []
-
-
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns a part of a file; {} if it is absent or damaged."""
     part = values.get(name)
     return part if isinstance(part, dict) else {}
 
 
-def _are_answers(rows: Any) -> bool:
-    """Returns whether rows are [prompt, answer, expected], as a run writes them."""
-    return isinstance(rows, list) and all(isinstance(r, list) and list(map(type, r)) in _ANSWERS for r in rows)
-
-
-_ANSWERS = ([str, str, str], [str, str, type(None)])
-
-
 def write_report(folders: Sequence[Path], out: Path) -> None:
-    """Write the page, atomically. Raises UserError if a folder is not a run, or the page cannot be written."""
+    """Writes the page, atomically. Raises UserError if a folder is not a run, or the page cannot be written."""
     whole = _bytes(render([read_run(folder) for folder in folders]))
     try:
         if out.exists() and not out.is_file():
@@ -175,7 +168,7 @@ def _bytes(page: str) -> bytes:
 
 
 def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) -> None:
-    """Serve the page on 127.0.0.1, rendered for each request, until interrupted. Raises UserError."""
+    """Serves the page on 127.0.0.1, rendered for each request, until interrupted. Raises UserError."""
     [read_run(folder) for folder in folders]  # raises at once for a folder that is not a run
 
     class Handler(BaseHTTPRequestHandler):
@@ -205,36 +198,42 @@ def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) ->
         server.serve_forever()
 
 
-# --- the page
-
-
 def render(runs: Sequence[RunData], refresh_s: int | None = None) -> str:
     """Returns the page. refresh_s: seconds until a browser reloads it."""
-    colours = "".join(f".c{i} {{ stroke: {c}; }} i.c{i} {{ background: {c}; }}\n" for i, c in enumerate(COLOURS))
-    title = " / ".join(run.name for run in runs)
-    top = head(f"{title}: report", _STYLE + colours, refresh_s=refresh_s)
-    return page(top, "Report", title, _legend(runs), "\n".join(_sections(runs)))
-
-
-def _legend(runs: Sequence[RunData]) -> str:
-    parts = []
+    legend = []
     for i, run in enumerate(runs):
         status, best = run.status, f", best step {run.best_step}" if run.best_step is not None else ""
         state = f"{status.get('status', 'unknown')}, step {status.get('step', '?')} of {status.get('steps', '?')}{best}"
-        parts.append(f'<span><i class="c{i % len(COLOURS)}"></i><b>{text(run.name)}</b> {text(state)}</span>')
-    return f'<div class="runs">{"".join(parts)}</div>'
-
-
-def _sections(runs: Sequence[RunData]) -> Iterator[str]:
-    if notes := [f"{run.name}: {problem}" for run in runs for problem in run.problems]:
-        listed = "".join(f"<li>{text(visible(note))}</li>" for note in notes)
-        yield f'<section><h2>Missing or damaged</h2><ul class="note">{listed}</ul></section>'
-    for title, part in _PARTS.items():
+        legend.append({"colour": _colour(i), "name": run.name, "state": state})
+    sections: list[Section] = []
+    for heading, part in _PARTS.items():
         try:
-            yield "\n".join(part(runs))
+            sections += part(runs)
         except _DAMAGE as error:
-            reason = text(visible(" ".join(str(error).split())[:200] or type(error).__name__))
-            yield f'<section><h2>{title}</h2><p class="note">a damaged file: {reason}</p></section>'
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            sections.append({"title": heading, "damage": reason})
+    title = " / ".join(run.name for run in runs)
+    colours = "".join(f".c{i} {{ stroke: {c}; }} i.c{i} {{ background: {c}; }}\n" for i, c in enumerate(COLOURS))
+    return web_page.render(
+        "report.html.jinja",
+        f"{title}: report",
+        _STYLE + colours,
+        refresh_s=refresh_s,
+        eyebrow="Report",
+        heading=title,
+        runs=legend,
+        problems=[f"{run.name}: {problem}" for run in runs for problem in run.problems],
+        sections=sections,
+        width=WIDTH,
+        height=HEIGHT,
+    )
+
+
+def _colour(run: int) -> str:
+    return f"c{run % len(COLOURS)}"
+
+
+# --- curves
 
 
 def _drawn(runs: Sequence[RunData]) -> list[str]:
@@ -243,143 +242,104 @@ def _drawn(runs: Sequence[RunData]) -> list[str]:
     return [key for key in keys if any(value for run in runs for _, value in run.curve(key))]
 
 
-def _charts(runs: Sequence[RunData]) -> Iterator[str]:
-    grouped: dict[str, list[str]] = {"Training": []}
+def _charts(runs: Sequence[RunData]) -> list[Section]:
+    grouped: dict[str, list[Any]] = {name: [] for name in ("Training", *_GROUPS)}
     for key in _drawn(runs):
-        name = next((name for name, belongs in _GROUPS.items() if belongs(key)), "Training")
-        grouped.setdefault(name, []).append(key)
-    for name in ("Training", *_GROUPS):
-        if charts := [_chart(key, runs) for key in grouped.get(name, ())]:
-            yield f'<section><h2>{name}</h2><div class="charts">{"".join(charts)}</div></section>'
+        grouped[next((name for name, belongs in _GROUPS.items() if belongs(key)), "Training")].append(_chart(key, runs))
+    return [{"title": name, "charts": charts} for name, charts in grouped.items() if charts]
 
 
-def _values(runs: Sequence[RunData]) -> Iterator[str]:
-    names = [run.name for run in runs]
-    yield _table("Last values", ["", *names], [[k, *(_last(run, k) for run in runs)] for k in _drawn(runs)])
+def _chart(key: str, runs: Sequence[RunData]) -> dict[str, Any]:
+    """Returns a curve for each run, in SVG units, with its range and best step."""
+    curves = [run.curve(key) for run in runs]
+    points = [point for curve in curves for point in curve if math.isfinite(point[1])]
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - first) / (last - first) if last > first else 0.5
+        up = (y - low) / (high - low) if high > low else 0.5
+        return round(across * WIDTH, 2), round(HEIGHT - up * HEIGHT, 2)
+
+    drawn = []
+    for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
+        if not curve:
+            continue
+        every = -(-len(curve) // POINTS)
+        kept = [p for n, p in enumerate(curve) if (n % every == 0 or n == len(curve) - 1) and math.isfinite(p[1])]
+        places = [place(x, y) for x, y in kept]
+        if len(places) == 1:  # a single point would be invisible
+            ((x, y),) = places
+            places = [(x - 4, y), (x + 4, y)]
+        best = None
+        if run.best_step is not None and first <= run.best_step <= last:
+            best = {"x": place(run.best_step, low)[0], "step": run.best_step}
+        line = " ".join(f"{x},{y}" for x, y in places)
+        steps, data = (" ".join(json.dumps(point[n]) for point in kept) for n in (0, 1))
+        names = {"run": run.name, "colour": _colour(i), "best": best}
+        drawn.append({**names, "points": line, "steps": steps, "data": data})
+    ends = ", ".join(f"{curve[-1][1]:.5g}" for curve in curves if curve)
+    bounds = {"range": f"{low:.5g} to {high:.5g}", "first": first, "last": last}
+    return {"key": key, "ends": ends, **bounds, "curves": drawn}
 
 
-def _recipes(runs: Sequence[RunData]) -> Iterator[str]:
-    if len(runs) > 1:
-        names = [run.name for run in runs]
-        yield _table("What their recipes differ in", ["key", *names], _differences([run.recipe for run in runs]))
+# --- tables
 
 
-def _plans(runs: Sequence[RunData]) -> Iterator[str]:
-    settled = [{key: run.plan[key] for key in run.plan if key not in ("predicted", "measured")} for run in runs]
-    yield _table("Plan", ["", *(run.name for run in runs)], _rows([_flat(plan) for plan in settled]))
-
-
-def _comparisons(runs: Sequence[RunData]) -> Iterator[str]:
-    for run in runs:
-        if measured := _measured(run):
-            yield _table(f"Planned and measured: {run.name}", ["", "planned", "measured"], measured)
-
-
-def _tasks(runs: Sequence[RunData]) -> Iterator[str]:
-    scores = [(run, name, score) for run in runs for name, score in run.evaluated.items()]
-    if scores:
-        fields = [f"{name}{end}" for name in ("base", "trained", "difference") for end in ("", "_stderr")]
-        fields = ["rows", *fields, "step", "fewshot", "limit"]
-        titles = [title for one in ("base", "trained", "trained - base") for title in (one, "± standard error")]
-        head = ["run, task", "rows", *titles, *fields[7:]]
-        yield _table("Tasks", head, [[f"{run.name}: {n}", *(s.get(f) for f in fields)] for run, n, s in scores])
-
-
-def _exports(runs: Sequence[RunData]) -> Iterator[str]:
-    exports = [(run, name, figures) for run in runs for name, figures in run.verified.items()]
-    if exports:
-        head = ["export", "format", "passed", "KL mean", "KL max", "same likeliest token", "same greedy text"]
-        fields = ("format", "passed", "kl_mean", "kl_max", "top1", "greedy")
-        rows = [[f"{run.name}/{name}", *(figures.get(f) for f in fields)] for run, name, figures in exports]
-        yield _table("Exports compared with their runs", head, rows)
-
-
-def _measured(run: RunData) -> list[list[Any]]:
-    """Returns planned numbers beside measured ones: totals of the last line, by its epochs."""
-    plan = run.plan
+def _last_values(runs: Sequence[RunData]) -> list[Section]:
     rows: list[list[Any]] = []
-    if run.lines and "steps" in plan:
-        rows.append(["steps", plan["steps"], run.lines[-1]["step"]])
-    predicted, measured = (_flat(_section(plan, side)) for side in ("predicted", "measured"))
-    rows += [[key, predicted[key], measured[key]] for key in measured if key in predicted]
-    line = next((line for line in reversed(run.lines) if line.get("epoch") and _is_number(line.get("tokens"))), None)
-    if line is None:
-        return rows
-    for key in ("tokens", "supervised_tokens"):
-        if f"{key}_per_epoch" in plan and _is_number(line.get(key)) and _is_number(line["epoch"]):
-            rows.append([f"{key} per epoch", plan[f"{key}_per_epoch"], round(line[key] / line["epoch"])])
-    return rows
+    for key in _drawn(runs):
+        curves = [run.curve(key) for run in runs]
+        rows.append([key, *(curve[-1][1] if curve else None for curve in curves)])
+    return [_table("Last values", ["", *(run.name for run in runs)], rows)]
 
 
-def _examples(runs: Sequence[RunData]) -> Iterator[str]:
-    """Yields the first training examples of each run, once for runs that share them."""
-    alike: dict[str, list[RunData]] = {}
+def _recipes(runs: Sequence[RunData]) -> list[Section]:
+    if len(runs) == 1:
+        return []
+    rows = [row for row in _rows([run.recipe for run in runs]) if any(value != row[1] for value in row[2:])]
+    return [_table("Differences of their recipes", ["key", *(run.name for run in runs)], rows)]
+
+
+def _plans(runs: Sequence[RunData]) -> list[Section]:
+    settled = [{key: run.plan[key] for key in run.plan if key not in ("predicted", "measured")} for run in runs]
+    return [_table("Plan", ["", *(run.name for run in runs)], _rows(settled))]
+
+
+def _comparisons(runs: Sequence[RunData]) -> list[Section]:
+    """Returns planned numbers beside measured ones: totals of the last line, by its epochs."""
+    tables = []
     for run in runs:
-        alike.setdefault(json.dumps(run.examples), []).append(run)
-    legend = '<span class="text"><mark>supervised</mark></span> <span class="text"><span>context</span></span>'
-    for group in alike.values():
-        objective = _section(group[0].recipe, "objective").get("name", "sft")
-        if articles := "".join(_example_or_note(one, objective) for one in group[0].examples):
-            title = text(f"First training examples: {', '.join(run.name for run in group)}")
-            yield f'<section><h2>{title}</h2><p class="legend">{legend}</p>{articles}</section>'
+        plan, rows = run.plan, list[list[Any]]()
+        if run.lines and "steps" in plan:
+            rows.append(["steps", plan["steps"], run.lines[-1]["step"]])
+        predicted, measured = (_flat(_section(plan, side)) for side in ("predicted", "measured"))
+        rows += [[key, predicted[key], measured[key]] for key in measured if key in predicted]
+        line = next((line for line in reversed(run.lines) if line.get("epoch") and _is_number(line.get("tokens"))), {})
+        for key in ("tokens", "supervised_tokens"):
+            if f"{key}_per_epoch" in plan and _is_number(line.get(key)) and _is_number(line["epoch"]):
+                rows.append([f"{key} per epoch", plan[f"{key}_per_epoch"], round(line[key] / line["epoch"])])
+        if rows:
+            tables.append(_table(f"Planned and measured: {run.name}", ["", "planned", "measured"], rows))
+    return tables
 
 
-def _example_or_note(example: Any, objective: str) -> str:
-    try:
-        return _example(example, objective)
-    except _DAMAGE:
-        return '<article><p class="note">a damaged example</p></article>'
+def _tasks(runs: Sequence[RunData]) -> list[Section]:
+    fields = [f"{name}{end}" for name in ("base", "trained", "difference") for end in ("", "_stderr")]
+    fields = ["rows", *fields, "step", "fewshot", "limit"]
+    titles = [title for one in ("base", "trained", "trained - base") for title in (one, "± standard error")]
+    titles = ["run, task", "rows", *titles, "step", "fewshot", "limit"]
+    scores = [(run, name, score) for run in runs for name, score in run.evaluated.items()]
+    rows = [[f"{run.name}: {name}", *(score.get(field) for field in fields)] for run, name, score in scores]
+    return [_table("Tasks", titles, rows)] if rows else []
 
 
-def _example(example: dict[str, Any], objective: str) -> str:
-    """Returns an example as `inspect` shows it, its sequences one below the other."""
-    place = text(visible(f"{example['path']}:{example['row']}"))
-    names = sequence_names(objective, len(example["sequences"]))
-    shown = ""
-    for name, one in zip(names, example["sequences"], strict=True):
-        begins = (0, one["tokens"] - len(one["pieces"][-1]))
-        pieces = [tokens_html([Token(*t) for t in piece], at) for piece, at in zip(one["pieces"], begins, strict=False)]
-        body = Markup('<em class="cut">{}</em>').format(one["left_out"]).join(pieces)
-        sizes = f'<span class="sizes">{one["tokens"]:,} tokens, <b>{one["supervised"]:,} supervised</b></span>'
-        shown += f'<h3><span class="place">{place}</span> {name} {sizes}</h3><div class="text">{body}</div>'
-    return f"<article>{shown}</article>"
-
-
-def _answers(runs: Sequence[RunData]) -> Iterator[str]:
-    """Yields a table for each prompt that every evaluation answers: its answers over time, for each run."""
-    prompts: dict[str, list[list[Any]]] = {}
-    pictures: dict[str, Path] = {}
-    for run in runs:
-        every = max(1, -(-len(run.generations) // EVALUATIONS))
-        for entry in [*run.generations[:-1:every], *run.generations[-1:]]:
-            shown = entry.get("pictures")
-            if not isinstance(shown, list) or len(shown) != len(entry["rows"]):
-                shown = [None] * len(entry["rows"])
-            pictures |= {
-                row[0]: run.folder / name
-                for row, name in zip(entry["rows"], shown, strict=True)
-                if isinstance(name, str)
-            }
-            for prompt, output, reference in entry["rows"]:
-                rows = prompts.setdefault(prompt, [["expected", reference, ""]])
-                rows.append([f"{run.name}, step {entry['step']}", output, output == reference])
-    for number, (prompt, rows) in enumerate(prompts.items(), 1):
-        table = _table(f"Answers over time {number}", ["", "answer", "equal"], rows)
-        note = f'<p class="note">{text(prompt)}</p>{_picture(pictures.get(prompt))}'
-        yield table.replace("<section>", '<section class="answers">', 1).replace("</h2>", f"</h2>{note}", 1)
-
-
-def _picture(path: Path | None) -> str:
-    """Returns the pictures of a prompt, inline."""
-    if path is None or not path.is_file():
-        return ""
-    source = base64.b64encode(path.read_bytes()).decode()
-    return f'<p><img src="data:image/png;base64,{source}" alt="the images of the prompt, in their order"></p>'
-
-
-def _last(run: RunData, key: str) -> float | None:
-    curve = run.curve(key)
-    return curve[-1][1] if curve else None
+def _exports(runs: Sequence[RunData]) -> list[Section]:
+    titles = ["export", "format", "passed", "KL mean", "KL max", "same likeliest token", "same greedy text"]
+    fields = ("format", "passed", "kl_mean", "kl_max", "top1", "greedy")
+    exports = [(run, name, figures) for run in runs for name, figures in run.verified.items()]
+    rows = [[f"{run.name}/{name}", *(figures.get(field) for field in fields)] for run, name, figures in exports]
+    return [_table("Exports compared with their runs", titles, rows)] if rows else []
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -391,98 +351,81 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _rows(columns: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    keys = dict.fromkeys(key for column in columns for key in column)
-    return [[key, *(column.get(key) for column in columns)] for key in keys]
+    """Returns a row for each key of nested dicts, with its value in each."""
+    flat = [_flat(column) for column in columns]
+    return [[key, *(column.get(key) for column in flat)] for key in dict.fromkeys(key for one in flat for key in one)]
 
 
-def _differences(recipes: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    rows = _rows([_flat(recipe) for recipe in recipes])
-    return [row for row in rows if any(value != row[1] for value in row[2:])]
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Section:
+    """Returns a table; the first value of a row is its name."""
+    shown = []
+    for name, *values in rows:
+        texts = ["–" if x is None else x if isinstance(x, str) else json.dumps(x) for x in values]
+        shown.append((name, [(text, isinstance(x, int | float)) for text, x in zip(texts, values, strict=True)]))
+    return {"title": title, "columns": columns, "rows": shown}
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Returns a table; the first cell of a row is its name."""
-    top = "".join(f'<th scope="col">{text(cell)}</th>' for cell in head)
-    body = "".join(f'<tr><th scope="row">{_name(row[0])}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in rows)
-    label = text(title)
-    return (
-        f'<section><h2>{label}</h2><div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
-        f"<thead><tr>{top}</tr></thead><tbody>{body or '<tr><th>none</th></tr>'}</tbody></table></div></section>"
-    )
+# --- examples and answers
 
 
-def _name(value: object) -> Markup:
-    """Returns a name with line breaks allowed after its underscores and dots."""
-    return text(value).replace("_", Markup("_<wbr>")).replace(".", Markup(".<wbr>"))
+def _examples(runs: Sequence[RunData]) -> list[Section]:
+    """Returns the first training examples of each run, once for runs that share them."""
+    alike: dict[str, list[RunData]] = {}
+    for run in runs:
+        alike.setdefault(json.dumps(run.examples), []).append(run)
+    sections: list[Section] = []
+    for group in alike.values():
+        objective, examples = _section(group[0].recipe, "objective").get("name", "sft"), list[Any]()
+        for example in group[0].examples:
+            try:
+                examples.append(_sequences(example, objective))
+            except _DAMAGE:
+                examples.append([])
+        if examples:
+            title = f"First training examples: {', '.join(run.name for run in group)}"
+            sections.append({"title": title, "examples": examples})
+    return sections
 
 
-def _cell(value: Any) -> str:
-    kind = ' class="n"' if isinstance(value, int | float) else ""  # a number is never broken
-    return f"<td{kind}>{text(_shown(value))}</td>"
+def _sequences(example: dict[str, Any], objective: str) -> list[dict[str, Any]]:
+    """Returns the sequences of an example, with their tokens as `inspect` shows them."""
+    names = sequence_names(objective, len(example["sequences"]))
+    sequences = []
+    for name, one in zip(names, example["sequences"], strict=True):
+        begins = (0, one["tokens"] - len(one["pieces"][-1]))
+        pieces = [tokens_html([Token(*t) for t in piece], at) for piece, at in zip(one["pieces"], begins, strict=False)]
+        shown = {"place": visible(f"{example['path']}:{example['row']}"), "name": name, "pieces": pieces}
+        counts = {key: f"{one[key]:,}" for key in ("tokens", "supervised")}
+        sequences.append({**shown, **counts, "left_out": one["left_out"]})
+    return sequences
 
 
-def _shown(value: Any) -> str:
-    """Returns a value as JSON; a list of settings in one line."""
-    if value is None:
-        return "–"
-    return value if isinstance(value, str) else json.dumps(value)
+def _answers(runs: Sequence[RunData]) -> list[Section]:
+    """Returns a table for each prompt that every evaluation answers: its answers over time, for each run."""
+    prompts: dict[str, list[list[Any]]] = {}
+    pictures: dict[str, Path] = {}
+    for run in runs:
+        every = max(1, -(-len(run.generations) // EVALUATIONS))
+        for entry in [*run.generations[:-1:every], *run.generations[-1:]]:
+            rows, files = entry["rows"], entry.get("pictures")
+            files = files if isinstance(files, list) and len(files) == len(rows) else [None] * len(rows)
+            for (prompt, output, expected), file in zip(rows, files, strict=True):
+                answers = prompts.setdefault(prompt, [["expected", expected, ""]])
+                answers.append([f"{run.name}, step {entry['step']}", output, output == expected])
+                if isinstance(file, str):
+                    pictures[prompt] = run.folder / file
+    sections = []
+    for number, (prompt, rows) in enumerate(prompts.items(), 1):
+        path = pictures.get(prompt)
+        picture = base64.b64encode(path.read_bytes()).decode() if path is not None and path.is_file() else ""
+        table = _table(f"Answers over time {number}", ["", "answer", "equal"], rows)
+        sections.append({**table, "prompt": prompt, "picture": picture})
+    return sections
 
 
-def _chart(key: str, runs: Sequence[RunData]) -> str:
-    """Returns a figure with a curve for each run, its range, and the best step of a single run."""
-    curves = [run.curve(key) for run in runs]
-    points = [point for curve in curves for point in curve if math.isfinite(point[1])]
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    first, last = min(x for x, _ in points), max(x for x, _ in points)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - first) / (last - first) if last > first else 0.5
-        up = (y - low) / (high - low) if high > low else 0.5
-        return round(across * WIDTH, 2), round(HEIGHT - up * HEIGHT, 2)
-
-    drawn = "".join(_curve(i, runs[i].name, key, curve, place) for i, curve in enumerate(curves) if curve)
-    for i, run in enumerate(runs):
-        if run.best_step is not None and curves[i] and first <= run.best_step <= last:
-            x, title = place(run.best_step, low)[0], text(f"{run.name}: best step {run.best_step}")
-            colour = f"c{i % len(COLOURS)}"
-            drawn += f'<line class="best {colour}" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}"><title>{title}</title></line>'
-    ends = ", ".join(f"{curve[-1][1]:.5g}" for curve in curves if curve)
-    label = f"{key}: last {ends}"
-    return (
-        f"<figure><figcaption><strong>{text(key)}</strong><span>last {text(ends)}</span></figcaption>"
-        f'<svg viewBox="-2 -22 {WIDTH + 4} 200" role="img" aria-label="{text(label)}">'
-        f'<text x="0" y="-8">{low:.5g} to {high:.5g}</text>'
-        f'<line x1="0" x2="{WIDTH}" y1="0" y2="0" class="grid"/>'
-        f'<line x1="0" x2="{WIDTH}" y1="{HEIGHT / 2}" y2="{HEIGHT / 2}" class="grid"/>'
-        f'<line x1="0" x2="{WIDTH}" y1="{HEIGHT}" y2="{HEIGHT}" class="axis"/>{drawn}'
-        f'<text x="0" y="168">step {first}</text>'
-        f'<text x="{WIDTH}" y="168" text-anchor="end">step {last}</text></svg></figure>'
-    )
-
-
-def _curve(
-    index: int,
-    name: str,
-    key: str,
-    curve: list[tuple[int, float]],
-    place: Callable[[float, float], tuple[float, float]],
-) -> str:
-    every = -(-len(curve) // POINTS)
-    kept = [point for i, point in enumerate(curve) if i % every == 0 or i == len(curve) - 1]
-    kept = [point for point in kept if math.isfinite(point[1])]
-    points = " ".join("{},{}".format(*place(x, y)) for x, y in kept)
-    steps, values = (" ".join(json.dumps(p[i]) for p in kept) for i in (0, 1))
-    colour = f"c{index % len(COLOURS)}"
-    data = f'data-run="{text(name)}" data-key="{text(key)}" data-steps="{steps}" data-values="{values}"'
-    if len(kept) == 1:
-        x, y = place(*kept[0])
-        points = f"{x - 4},{y} {x + 4},{y}"  # a single point would be invisible
-    return f'<polyline class="{colour}" points="{points}" {data}><title>{text(name)}</title></polyline>'
-
-
-_PARTS: dict[str, Callable[[Sequence[RunData]], Iterator[str]]] = {
+_PARTS: dict[str, Callable[[Sequence[RunData]], list[Section]]] = {
     "Curves": _charts,
-    "Last values": _values,
+    "Last values": _last_values,
     "Recipes": _recipes,
     "Plan": _plans,
     "Planned and measured": _comparisons,

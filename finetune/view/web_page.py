@@ -1,61 +1,62 @@
-"""Frame of the HTML pages of `inspect`, `plan` and `report`: single files whose policy blocks all requests."""
+"""HTML pages of `inspect`, `plan` and `report`: single files from templates, whose policy blocks all requests."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import html
+import re
 from pathlib import Path
+from typing import Any
 
-from markupsafe import Markup
+import jinja2
+from markupsafe import Markup, escape
 
-_STYLE = Path(__file__).parent / "inspect" / "page.css"
+from finetune.data.visible_text import visible
 
-
-def text(value: object) -> Markup:
-    """Returns a value as escaped text for a page."""
-    return Markup(html.escape(str(value)))
+_FOLDER = Path(__file__).parent
 
 
-def head(title: str, style: str = "", script: str | None = None, refresh_s: int | None = None) -> Markup:
-    """Returns the content of <head>: shared style, the page's own, and a policy by hashes.
+def render(
+    template: str, title: str, style: str = "", script: str = "", refresh_s: int | None = None, **values: Any
+) -> str:
+    """Returns a page. template: below this folder; title: may be hostile; style: in addition to the shared one;
+    script: at the page's end; refresh_s: seconds until a browser reloads the page."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(
+        visible=visible,
+        count=lambda value: f"{value:,}",
+        percent=lambda value: f"{value:.1%}",
+        ticks=lambda text: Markup(re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(text))),
+        breakable=lambda name: escape(name).replace("_", Markup("_<wbr>")).replace(".", Markup(".<wbr>")),
+    )
+    head = _head(title, style, script, refresh_s)
+    return environment.get_template(template).render(head=head, script=Markup(script), **values)
 
-    title: may be hostile; script: at the page's end; refresh_s: seconds until a browser reloads the page.
-    """
-    style = _STYLE.read_text(encoding="utf-8") + style
-    runs = f"; script-src '{_hash(script)}'" if script is not None else ""
-    loads = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'{runs}; base-uri 'none'; form-action 'none'"
+
+def _head(title: str, style: str, script: str, refresh_s: int | None) -> Markup:
+    """Returns the content of <head>: style, and a policy by hashes
+    (https://www.w3.org/TR/CSP3/#match-element-to-source-list)."""
+    style = (_FOLDER / "inspect" / "page.css").read_text(encoding="utf-8") + style
+    hashes = {
+        name: f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+        for name, content in (("style-src", style), ("script-src", script))
+        if content
+    }
+    policy = "; ".join(f"{name} {value}" for name, value in hashes.items())
+    loads = f"default-src 'none'; img-src data:; {policy}; base-uri 'none'; form-action 'none'"
     refresh = f'\n<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     return Markup(f"""<meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{loads}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta name="referrer" content="no-referrer">{refresh}
-<title>{text(title)}</title>
+<title>{escape(title)}</title>
 <style>{style}</style>""")
-
-
-def page(head: str, eyebrow: str, heading: str, intro: str, body: str) -> str:
-    """Returns a page without scripts. heading: text; the others are HTML."""
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-{head}
-</head>
-<body>
-<main>
-<header>
-<p class="eyebrow">{eyebrow}</p>
-<h1>{text(heading)}</h1>
-{intro}
-</header>
-{body}
-</main>
-</body>
-</html>
-"""
-
-
-def _hash(content: str) -> str:
-    """Returns the hash for the content security policy (https://www.w3.org/TR/CSP3/#match-element-to-source-list)."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"

@@ -302,8 +302,8 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     from finetune.engine.launch import read_config_file
     from finetune.models.config import training_config
     from finetune.plan.lengths import Lengths, read_lengths
+    from finetune.plan.memory import phases_of
     from finetune.plan.micro_batch import HeaviestBatch
-    from finetune.plan.phases import phases_of
     from finetune.plan.search import heaviest
     from finetune.plan.shapes import costs_at
     from finetune.recipe import load_recipe

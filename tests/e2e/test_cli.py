@@ -572,7 +572,7 @@ def test_prepare_makes_what_a_run_then_finds(
     code, out, _ = here("prepare", path)
     assert code == 0
     assert re.search(
-        r"train: .*rows\.jsonl \(messages\), tokenised in [\d.]+ s\n  120 rows, 120 examples, [\d,]+ tokens", out
+        r"train: .*rows\.jsonl \(messages\), tokenized in [\d.]+ s\n  120 rows, 120 examples, [\d,]+ tokens", out
     )
     code, out, _ = here("prepare", path, "--json")
     sources = json.loads(out)["sources"]

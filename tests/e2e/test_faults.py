@@ -336,7 +336,7 @@ def test_no_room_for_any_file_of_a_run(saving: dict[str, Any], write_recipe: Any
 def test_no_room_for_files_of_any_size(saving: dict[str, Any], write_recipe: Any, run: Path, limit: int) -> None:
     saving["checkpoint"] = {}
     path = write_recipe(saving)
-    prepare(load_recipe(path))  # the cache has its own message
+    prepare(load_recipe(path), str(path))  # the cache has its own message
     with (
         full_disk(limit),
         pytest.raises(RunFailure, match=r"(metrics\.jsonl|tokenizer\.json): File too large|could not be written"),

@@ -18,7 +18,7 @@ from rich.console import Console
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
-from finetune.setup.new import Wanted, write_new
+from finetune.setup.new import NewOptions, write_new
 from finetune.setup.row_fit import GOAL_STEPS, ExampleLengths, RowsFound, fit_rows
 
 
@@ -45,7 +45,7 @@ def texts(folder: Path) -> Path:
 def new(model: Path | str, data: Path, mode: str = "lora", output: Path | None = None) -> str:
     """Writes the recipe; returns what is printed."""
     console = Console(file=io.StringIO(), width=80)
-    write_new(Wanted(str(model), str(data), mode, None, output), console)
+    write_new(NewOptions(str(model), str(data), mode, None, output), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -363,5 +363,5 @@ def test_what_in_backward_cannot_do_is_refused(
 
 def test_selective_and_offloaded_is_refused(recipe: dict[str, Any], write_recipe: Any) -> None:
     recipe["train"] |= {"activation_checkpointing": "selective", "activation_offload": True}
-    with pytest.raises(UserError, match="does not reach what `activation_checkpointing: selective` keeps"):
+    with pytest.raises(UserError, match="does not reach the activations that `activation_checkpoint"):
         load_recipe(write_recipe(recipe))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from finetune.data.token_text import Look, to_json_lines
 from finetune.errors import UserError
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
-from finetune.recipe.schema import HeldOut, Source
+from finetune.recipe.schema import HeldOut
 from finetune.view.inspect.dataset_view import DatasetView, dataset_statistics, find_row, first_examples
 from finetune.view.inspect.page import write_page
 from finetune.view.inspect.terminal import print_examples, print_packed_rows, print_totals
@@ -38,18 +37,14 @@ class InspectOptions:
     json: bool = False
 
 
-_EXAMPLES = {"rows", "row"}
-_LOOKS = {"packed", "tokens", "full"}
-
-
 def check_options(options: InspectOptions) -> None:
     """Raises UserError if an option would have no effect."""
     for name, others in (
-        ("json", {"html", *_LOOKS}),
-        ("totals", {"html", *_EXAMPLES, *_LOOKS}),
-        ("row", {"rows"}),
+        ("json", ("full", "html", "packed", "tokens")),
+        ("totals", ("full", "html", "packed", "row", "rows", "tokens")),
+        ("row", ("rows",)),
     ):
-        unused = [other for other in sorted(others) if getattr(options, other)]
+        unused = [other for other in others if getattr(options, other)]
         if getattr(options, name) and unused:
             raise UserError(f"--{unused[0]} has no effect with --{name}: remove one of the two")
     if options.html and options.html.suffix.lower() not in (".html", ".htm"):
@@ -57,12 +52,17 @@ def check_options(options: InspectOptions) -> None:
 
 
 def inspect(recipe: Recipe, recipe_path: Path, options: InspectOptions, console: Console) -> None:
-    """Show a recipe's data. Raises UserError."""
+    """Shows a recipe's data. Raises UserError."""
     check_options(options)
     view = _build_view(recipe, recipe_path, options.eval)
+    examples = view.data.examples
+    if options.json and options.totals:
+        print(json.dumps(view.totals.as_dict(), ensure_ascii=False))
+        return
     if options.json:
-        for line in _json_lines(view, options):
-            print(line)
+        first = range(min(len(examples), options.rows or ROWS))
+        for line in to_json_lines(examples[i] for i in (_chosen(view, options, ROWS) if options.row else first)):
+            print(json.dumps(line, ensure_ascii=False))
         return
     chosen = [] if options.totals else _chosen(view, options, PAGE_ROWS if options.html else ROWS)
     packed = min(len(view.data.rows), PAGE_PACKED * recipe.data.packing if options.packed is None else options.packed)
@@ -80,27 +80,22 @@ def inspect(recipe: Recipe, recipe_path: Path, options: InspectOptions, console:
 
 
 def _build_view(recipe: Recipe, recipe_path: Path, use_eval: bool) -> DatasetView:
+    """Builds an epoch of `data.train`, or `data.eval`, alone: `inspect` also shows data that `train` would refuse."""
     tokenizer = load_tokenizer(recipe.model, recipe.tokens)
     notes = template_notes(recipe, tokenizer)
-    template = template_of(recipe.model, tokenizer)
-    sources = _sources(recipe, use_eval)
-    if recipe.data.streaming and not use_eval:
-        notes.append(f"data.streaming: only the first {recipe.data.window:,} rows of each source are inspected")
+    template, sources = template_of(recipe.model, tokenizer), recipe.data.train
+    if use_eval:
+        if not recipe.data.eval:
+            raise UserError("--eval: the recipe has no data.eval; add a source there, or remove --eval")
+        sources = recipe.data.eval_sources
+    elif recipe.data.streaming:
+        window = recipe.data.window  # a stream may be endless
+        sources = tuple(s.model_copy(update={"limit": min(s.limit or window, window)}) for s in sources)
+        notes.append(f"data.streaming: only the first {window:,} rows of each source are inspected")
     held_out = use_eval and isinstance(recipe.data.eval, HeldOut)
     data = build_dataset(recipe, sources, tokenizer, held_out=held_out)
     totals = dataset_statistics(data, recipe.data, "eval" if use_eval else "train", notes)
     return DatasetView(recipe, recipe_path, sources, tokenizer, template.name if template else "none", data, totals)
-
-
-def _sources(recipe: Recipe, use_eval: bool) -> tuple[Source, ...]:
-    if use_eval:
-        if not recipe.data.eval:
-            raise UserError("--eval: the recipe has no data.eval; add a source there, or remove --eval")
-        return recipe.data.eval_sources
-    if not recipe.data.streaming:
-        return recipe.data.train
-    window = recipe.data.window  # a stream may be endless
-    return tuple(s.model_copy(update={"limit": min(s.limit or window, window)}) for s in recipe.data.train)
 
 
 def _chosen(view: DatasetView, options: InspectOptions, rows: int) -> list[int]:
@@ -108,14 +103,3 @@ def _chosen(view: DatasetView, options: InspectOptions, rows: int) -> list[int]:
     if options.row:
         return [index for address in options.row for index in find_row(view, address)]
     return first_examples(view.data.examples, options.rows or rows)
-
-
-def _json_lines(view: DatasetView, options: InspectOptions) -> Iterator[str]:
-    """Yields one object with all statistics, or one per example, before packing."""
-    if options.totals:
-        yield json.dumps(view.totals.as_dict(), ensure_ascii=False)
-        return
-    examples = view.data.examples
-    chosen = _chosen(view, options, ROWS) if options.row else range(min(len(examples), options.rows or ROWS))
-    for line in to_json_lines(examples[index] for index in chosen):
-        yield json.dumps(line, ensure_ascii=False)

@@ -114,19 +114,29 @@ class DatasetStatistics:
 
 def dataset_statistics(data: Dataset, settings: Data, split: str, notes: Sequence[str] = ()) -> DatasetStatistics:
     """Computes statistics of a dataset without reading its tokens."""
-    lengths, trained = data.examples.lengths, data.examples.num_targets
+    examples, rows = data.examples, data.rows
+    lengths, trained = examples.lengths, examples.num_targets
+    percents = {"min": 0, "p25": 25, "median": 50, "p75": 75, "p90": 90, "p99": 99, "max": 100}
+    percentiles = np.percentile(lengths, list(percents.values()), method="inverted_cdf")  # lengths that occur
+    documents = np.diff(examples.sizes.offsets)[rows.members]
     return DatasetStatistics(
         split=split,
         max_length=settings.max_length,
         overlong=settings.overlong,
-        report=data.examples.report,
-        examples=len(data.examples),
+        report=examples.report,
+        examples=len(examples),
         tokens=data.tokens,
         supervised_tokens=data.supervised_tokens,
-        lengths=_histogram(lengths, _length_edges(lengths, settings.max_length)),
-        percentiles=_percentiles(lengths),
+        lengths=_histogram(lengths, length_edges(lengths, settings.max_length)),
+        percentiles={name: int(value) for name, value in zip(percents, percentiles, strict=True)},
         supervised_share=_histogram(trained / lengths, [n / 10 for n in range(11)]),
-        packing=_packing(data, settings),
+        packing=PackingStatistics(
+            packed=settings.packing,
+            rows=len(rows),
+            efficiency=data.efficiency(settings.max_length),
+            documents_per_row=_min_mean_max(np.add.reduceat(documents, rows.offsets[:-1])),
+            attention_work_per_row=_min_mean_max(row_work(rows, examples.sizes.attention_work)),
+        ),
         notes=tuple(notes),
     )
 
@@ -137,7 +147,7 @@ def _histogram(values: NDArray[Any], edges: Sequence[float]) -> Histogram:
     return Histogram(tuple(edges), tuple(counts.tolist()))
 
 
-def _length_edges(lengths: NDArray[np.integer], max_length: int) -> list[int]:
+def length_edges(lengths: NDArray[np.integer], max_length: int) -> list[int]:
     """Returns powers of two if most examples are far shorter than the longest, else equal widths.
 
     Ends at max_length if the longest is near it; the last bin may be narrower.
@@ -145,40 +155,11 @@ def _length_edges(lengths: NDArray[np.integer], max_length: int) -> list[int]:
     longest, middle = int(lengths.max()), float(np.median(lengths))
     end = max_length if 2 * longest > max_length else longest
     if longest > 16 * middle:
-        edges = [0, *(1 << n for n in range(end.bit_length()) if 1 << n < end), end]
-    else:
-        width = _round_width(end / BINS)
-        last = end if end == max_length else -(-end // width) * width
-        edges = [*range(0, last, width), last]
-    return edges
-
-
-def _round_width(width: float) -> int:
-    """Returns the smallest of 1, 2, 5, 10, 20, 50, ... that is at least `width`."""
-    unit = 1
-    while True:
-        for factor in (1, 2, 5):
-            if unit * factor >= width:
-                return unit * factor
-        unit *= 10
-
-
-def _percentiles(lengths: NDArray[np.integer]) -> dict[str, int]:
-    """Returns actual lengths by percentile."""
-    percents = {"min": 0, "p25": 25, "median": 50, "p75": 75, "p90": 90, "p99": 99, "max": 100}
-    values = np.percentile(lengths, list(percents.values()), method="inverted_cdf")
-    return {name: int(value) for name, value in zip(percents, values, strict=True)}
-
-
-def _packing(data: Dataset, settings: Data) -> PackingStatistics:
-    sequences = np.diff(data.examples.sizes.offsets)[data.rows.members]
-    return PackingStatistics(
-        packed=settings.packing,
-        rows=len(data.rows),
-        efficiency=data.efficiency(settings.max_length),
-        documents_per_row=_min_mean_max(np.add.reduceat(sequences, data.rows.offsets[:-1])),
-        attention_work_per_row=_min_mean_max(row_work(data.rows, data.examples.sizes.attention_work)),
-    )
+        return [0, *(1 << n for n in range(end.bit_length()) if 1 << n < end), end]
+    widths = (10**power * factor for power in itertools.count() for factor in (1, 2, 5))
+    width = next(width for width in widths if width >= end / BINS)
+    last = end if end == max_length else -(-end // width) * width
+    return [*range(0, last, width), last]
 
 
 def _min_mean_max(values: NDArray[np.integer]) -> dict[str, float]:
@@ -204,30 +185,27 @@ def find_row(view: DatasetView, address: str) -> list[int]:
     path, _, digits = address.rpartition(":")
     if not path or not digits.isdecimal():
         raise UserError(f"--row {address}: expected PATH:NUMBER, such as train.jsonl:12")
-    number, rows, indices = int(digits), [], []
+    number, rows, indices = int(digits), set[tuple[int, str]](), []
     for i, example in enumerate(view.data.examples):
         if matches_path(example.path, path):
-            rows.append((example.row, example.path))
+            rows.add((example.row, example.path))
             if example.row == number:
                 indices.append(i)
     if indices:
-        return list(dict.fromkeys(indices))
+        return indices
     if not rows:
-        known = sorted({example.path for example in view.data.examples})
-        raise UserError(f"--row {address}: no example is from {path}; there are {', '.join(known)}")
-    raise UserError(f"--row {address}: {_why_absent(view, path, number)}\nThe nearest {_nearest(rows, number)}")
+        paths = sorted({example.path for example in view.data.examples})
+        raise UserError(f"--row {address}: no example is from {path}; there are {', '.join(paths)}")
+    ordered = sorted(rows)
+    index = bisect_left(ordered, (number, ""))
+    nearest = [f"{near}:{row}" for row, near in ordered[max(0, index - 1) : index + 1]]
+    nearest = f"{'are' if len(nearest) > 1 else 'is'} {' and '.join(nearest)}"
+    raise UserError(f"--row {address}: {_why_absent(view, path, number)}\nThe nearest {nearest}")
 
 
 def matches_path(label: str, typed: str) -> bool:
     """Returns whether `typed` is a source's label, or its last path components."""
     return label == typed or label.endswith(f"/{typed.removeprefix('./')}")
-
-
-def _nearest(rows: Sequence[tuple[int, str]], number: int) -> str:
-    ordered = sorted(set(rows))
-    index = bisect_left(ordered, (number, ""))
-    nearest = [f"{path}:{row}" for row, path in ordered[max(0, index - 1) : index + 1]]
-    return f"{'are' if len(nearest) > 1 else 'is'} {' and '.join(nearest)}"
 
 
 def _why_absent(view: DatasetView, path: str, number: int) -> str:

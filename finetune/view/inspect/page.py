@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import base64
-import html
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from finetune.data.samples import Example, Image
@@ -28,57 +24,11 @@ from finetune.view.inspect.dataset_view import (
 )
 from finetune.view.inspect.terminal import COUNTS, epoch_facts, overlong, source_name, source_share
 from finetune.view.token_html import sequence_names, tokens_html
-from finetune.view.web_page import head
+from finetune.view.web_page import render
 
 HERE = Path(__file__).parent
 SHOWN_TOKENS = 1500  # per example
 CHART_WIDTH, CHART_HEIGHT = 480, 150  # size of the bars, in SVG units
-
-
-@dataclass(frozen=True)
-class PageSequence:
-    """Sequence of an example on the page."""
-
-    path: str
-    row: int
-    name: str  # chosen, rejected, ...; empty for a single one
-    tokens: int
-    trained: int
-    head: Markup
-    left_out: str  # note on the part not shown
-    tail: Markup
-
-
-@dataclass(frozen=True)
-class PageExample:
-    """An example, its sequences next to each other."""
-
-    sequences: list[PageSequence]
-    shared: int  # leading tokens in common
-    numbers: str  # label or margin
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Bin of a chart, in SVG units."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    title: str
-    is_over: bool = False  # longer than max_length: dropped or changed
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A histogram."""
-
-    title: str
-    summary: str  # in words
-    bars: list[Bar]
-    ticks: list[tuple[float, str, str]]  # x, anchor, text
-    highest: str  # count of the highest bar
 
 
 def write_page(
@@ -90,28 +40,11 @@ def write_page(
     borders: bool = False,
     full: bool = False,
 ) -> None:
-    """Write the page with examples `chosen` and packed sequences `packed`. Raises UserError if it cannot be written."""
-    text = render_page(view, chosen, packed, borders=borders, full=full)
-    try:
-        path.write_text(text, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise UserError(f"--html {path}: cannot be written: {error.strerror or error}") from None
-
-
-def render_page(
-    view: DatasetView, chosen: Sequence[int], packed: Iterable[int], *, borders: bool = False, full: bool = False
-) -> str:
-    """Returns the page as HTML."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters.update(visible=visible, count=lambda value: f"{value:,}", percent=lambda value: f"{value:.1%}")
-    environment.filters["ticks"] = _format_code
-    script = (HERE / "page.js").read_text(encoding="utf-8")
-    return environment.get_template("page.html.jinja").render(
-        script=Markup(script),
-        head=head(f"{visible(view.recipe.run.name)}: what the model sees", script=script),
+    """Writes the page with examples `chosen` and packed sequences `packed`. Raises UserError if it cannot."""
+    page = render(
+        "inspect/page.html.jinja",
+        f"{visible(view.recipe.run.name)}: what the model sees",
+        script=(HERE / "page.js").read_text(encoding="utf-8"),
         borders=borders,
         totals=view.totals,
         report=view.totals.report,
@@ -119,18 +52,23 @@ def render_page(
         examples=[_page_example(view, view.data.examples[index], full) for index in chosen],
         rows=[_packed_row(view, number, full) for number in packed],
     )
-
-
-def _format_code(text: str) -> Markup:
-    """Turns text in backticks into <code>."""
-    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(text)))
+    try:
+        path.write_text(page, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise UserError(f"--html {path}: cannot be written: {error.strerror or error}") from None
 
 
 def _summary(view: DatasetView) -> dict[str, Any]:
     """Returns everything on the page but the examples."""
     totals, recipe = view.totals, view.recipe
-    sums = totals.report.totals()
+    sums, packing, lengths = totals.report.totals(), totals.packing, totals.percentiles
     model = recipe.model.name or f"{(recipe.model.config or {})['model_type']}, from scratch"
+    lost = sums["bad"] + sums["dropped_overlong"] + sums["no_supervised_token"]
+    documents = f"{packing.documents_per_row['mean']:,.1f} documents each"
+    losses = [  # (event, advice, [(source, count)])
+        (what, hint, [(source_name(s), count) for s in totals.report.sources if (count := getattr(s, key))])
+        for key, (what, hint) in LOSSES.items()
+    ]
     return {
         "name": recipe.run.name,
         "settings": {
@@ -144,48 +82,33 @@ def _summary(view: DatasetView) -> dict[str, Any]:
             "packing": "on" if recipe.data.packing else "off",
             "trained on": recipe.objective.train_on,
         },
-        "cards": _cards(totals),
+        "cards": [  # name, number, detail
+            ("examples", f"{totals.examples:,}", f"per epoch, from {sums['rows']:,} rows read"),
+            ("tokens", f"{totals.tokens:,}", f"{totals.supervised_tokens:,} supervised"),
+            ("supervised", f"{totals.supervised:.1%}", "of all tokens"),
+            ("median length", f"{lengths['median']:,}", f"99 % up to {lengths['p99']:,}, longest {lengths['max']:,}"),
+            (
+                "packed sequences" if packing.packed else "sequences",
+                f"{packing.rows:,}",
+                f"{packing.efficiency:.1%} full, {documents}" if packing.packed else "one example each",
+            ),
+            ("dropped", f"{lost:,}", "rows and pieces, see below" if lost else "none"),
+        ],
         "epoch": epoch_facts(totals),
-        "charts": [_length_chart(totals), _share_chart(totals)],
+        "charts": _charts(totals),
         "columns": {key: name for key, name in COUNTS.items() if sums[key]},
         "absent": [name for key, name in COUNTS.items() if not sums[key]],
         "sums": sums,
         "source_name": source_name,
         "source_share": source_share,
-        "losses": _losses(totals),
+        "losses": [entry for entry in losses if entry[2]],
     }
-
-
-def _cards(totals: DatasetStatistics) -> list[tuple[str, str, str]]:
-    """Returns (name, number, detail) of each card."""
-    sums, packing, lengths = totals.report.totals(), totals.packing, totals.percentiles
-    lost = sums["bad"] + sums["dropped_overlong"] + sums["no_supervised_token"]
-    documents = packing.documents_per_row["mean"]
-    full = f"{packing.efficiency:.1%} full, {documents:,.1f} documents each" if packing.packed else "one example each"
-    return [
-        ("examples", f"{totals.examples:,}", f"per epoch, from {sums['rows']:,} rows read"),
-        ("tokens", f"{totals.tokens:,}", f"{totals.supervised_tokens:,} supervised"),
-        ("supervised", f"{totals.supervised:.1%}", "of all tokens"),
-        ("median length", f"{lengths['median']:,}", f"99 % up to {lengths['p99']:,}, longest {lengths['max']:,}"),
-        ("packed sequences" if packing.packed else "sequences", f"{packing.rows:,}", full),
-        ("dropped", f"{lost:,}", "rows and pieces, see below" if lost else "none"),
-    ]
-
-
-def _losses(totals: DatasetStatistics) -> list[tuple[str, str, list[tuple[str, int]]]]:
-    """Returns (event, advice, [(source, count)]) of every event."""
-    sources = totals.report.sources
-    counted = [
-        (what, hint, [(source_name(s), count) for s in sources if (count := getattr(s, key))])
-        for key, (what, hint) in LOSSES.items()
-    ]
-    return [entry for entry in counted if entry[2]]
 
 
 # --- charts
 
 
-def _length_chart(totals: DatasetStatistics) -> Chart:
+def _charts(totals: DatasetStatistics) -> list[dict[str, Any]]:
     edges = [int(edge) for edge in totals.lengths.edges]
     names = [f"{low + 1:,} to {high:,} tokens" for low, high in pairwise(edges)]
     spacing = max(1, len(names) // 5)  # bins between labels, so that they fit
@@ -196,15 +119,13 @@ def _length_chart(totals: DatasetStatistics) -> Chart:
     end = "the last bar ends at max_length" if edges[-1] == totals.max_length else f"max_length {totals.max_length:,}"
     over = f"; {count:,} longer rows {what}" if count else ""
     summary = f"median {lengths['median']:,}, 90 % up to {lengths['p90']:,}, longest {lengths['max']:,}; {end}{over}"
-    title = f"over max_length ({totals.max_length:,}): {count:,} rows {what}"
-    return _chart("Length of an example, in tokens", summary, totals.lengths, names, labels, (count, title))
-
-
-def _share_chart(totals: DatasetStatistics) -> Chart:
-    names = [f"{n * 10} to {n * 10 + 10} % supervised" for n in range(10)]
-    labels = {b: f"{b * 10} %" for b in range(0, 11, 2)}
-    summary = f"{totals.supervised:.1%} of all tokens are supervised"
-    return _chart("Supervised share of an example", summary, totals.supervised_share, names, labels, (0, ""))
+    beyond = (count, f"over max_length ({totals.max_length:,}): {count:,} rows {what}")
+    shares = [f"{n * 10} to {n * 10 + 10} % supervised" for n in range(10)]
+    share, at = f"{totals.supervised:.1%} of all tokens are supervised", {b: f"{b * 10} %" for b in range(0, 11, 2)}
+    return [
+        _chart("Length of an example, in tokens", summary, totals.lengths, names, labels, beyond),
+        _chart("Supervised share of an example", share, totals.supervised_share, shares, at, (0, "")),
+    ]
 
 
 def _chart(
@@ -214,64 +135,48 @@ def _chart(
     names: Sequence[str],
     labels: dict[int, str],
     over: tuple[int, str],
-) -> Chart:
-    """Returns a chart. names: of the bins. labels: by index of the edge. over: (count, title) of a last bar beyond the
-    bins, if any."""
+) -> dict[str, Any]:
+    """Returns a chart, in SVG units. names: of the bins. labels: by index of the edge. over: (count, title) of a last
+    bar beyond the bins, if any."""
     highest = max(*histogram.counts, over[0])
     step = CHART_WIDTH / (len(names) + (1.5 if over[0] else 0))  # a gap before the last bar
-    counted = zip(histogram.counts, names, strict=True)
-    bars = [
-        _bar(n * step, step, count / highest, f"{name}: {count:,} examples") for n, (count, name) in enumerate(counted)
-    ]
+
+    def bar(x: float, count: int, title: str, is_over: bool = False) -> dict[str, Any]:
+        height = round(max(2.0, CHART_HEIGHT * count / highest) if count else 0.0, 2)  # visible if not 0
+        sizes = {"x": round(x + 1, 2), "y": CHART_HEIGHT - height, "width": round(step - 2, 2), "height": height}
+        return {**sizes, "title": title, "is_over": is_over}
+
+    counted = enumerate(zip(histogram.counts, names, strict=True))
+    bars = [bar(n * step, count, f"{name}: {count:,} examples") for n, (count, name) in counted]
     ends = {0: "start"} if over[0] else {0: "start", len(names): "end"}
     ticks = [(round(b * step, 2), ends.get(b, "middle"), text) for b, text in labels.items()]
     if over[0]:
-        bars.append(_bar(CHART_WIDTH - step, step, over[0] / highest, over[1], is_over=True))
+        bars.append(bar(CHART_WIDTH - step, *over, is_over=True))
         ticks.append((CHART_WIDTH, "end", "over"))
-    return Chart(title, summary, bars, ticks, f"{highest:,}")
-
-
-def _bar(x: float, step: float, share: float, title: str, is_over: bool = False) -> Bar:
-    """Returns a bar. share: of the highest bar; if not 0, the bar is visible."""
-    height = round(max(2.0, CHART_HEIGHT * share) if share else 0.0, 2)
-    return Bar(round(x + 1, 2), CHART_HEIGHT - height, round(step - 2, 2), height, title, is_over)
+    return {"title": title, "summary": summary, "bars": bars, "ticks": ticks, "highest": f"{highest:,}"}
 
 
 # --- examples
 
 
-def _page_example(view: DatasetView, example: Example, full: bool) -> PageExample:
+def _page_example(view: DatasetView, example: Example, full: bool) -> dict[str, Any]:
     names = sequence_names(view.recipe.objective.name, len(example.sequences))
-    shared = example.shared_tokens
-    sequences = [
-        _page_sequence(view, example, sequence, name, shared, full)
-        for sequence, name in zip(example.sequences, names, strict=True)
-    ]
-    return PageExample(sequences, shared, numbers_of(example, view.recipe.objective))
+    shared, sequences = example.shared_tokens, []
+    for sequence, name in zip(example.sequences, names, strict=True):
+        tokens, note, tail = tokens_of(sequence, view.tokenizer), "", Markup()
+        if sequence.images:
+            begin = with_pictures(tokens, sequence)
+        else:
+            (first, last), left_out = shortened(tokens, None if full else SHOWN_TOKENS)
+            common = Markup('<span class="p">{}</span>').format(tokens_html(first[:shared])) if shared else Markup()
+            begin, tail = common + tokens_html(first[shared:], shared), tokens_html(last, len(tokens) - len(last))
+            note = left_out_note(left_out) if left_out else ""
+        shown = {"path": example.path, "row": example.row, "name": name, "head": begin, "left_out": note, "tail": tail}
+        sequences.append({**shown, "tokens": len(tokens), "trained": sequence.num_targets})
+    return {"sequences": sequences, "shared": shared, "numbers": numbers_of(example, view.recipe.objective)}
 
 
-def _page_sequence(
-    view: DatasetView, example: Example, sequence: TokenSequence, name: str, shared: int, full: bool
-) -> PageSequence:
-    tokens = tokens_of(sequence, view.tokenizer)
-    if sequence.images:
-        seen = _with_pictures(tokens, sequence)
-        return PageSequence(example.path, example.row, name, len(tokens), sequence.num_targets, seen, "", Markup())
-    (head, tail), left_out = shortened(tokens, None if full else SHOWN_TOKENS)
-    begin = Markup('<span class="p">{}</span>').format(tokens_html(head[:shared])) if shared else Markup()
-    return PageSequence(
-        path=example.path,
-        row=example.row,
-        name=name,
-        tokens=len(tokens),
-        trained=sequence.num_targets,
-        head=begin + tokens_html(head[shared:], shared),
-        left_out=left_out_note(left_out) if left_out else "",
-        tail=tokens_html(tail, len(tokens) - len(tail)),
-    )
-
-
-def _with_pictures(tokens: Sequence[Token], sequence: TokenSequence) -> Markup:
+def with_pictures(tokens: Sequence[Token], sequence: TokenSequence) -> Markup:
     """Returns the text of a sequence with its pictures at their tokens, small and inline."""
     pieces, last = [], 0
     for number, image in enumerate(sequence.images, start=1):
@@ -295,12 +200,8 @@ def _packed_row(view: DatasetView, number: int, full: bool) -> dict[str, Any]:
     """Returns a packed sequence: its documents with their first token's offset, tokens used, attention work."""
     documents, start = [], 0
     for member in view.data.rows[number].tolist():
-        for shown in _page_example(view, view.data.examples[member], full).sequences:
+        for shown in _page_example(view, view.data.examples[member], full)["sequences"]:
             documents.append((start, shown))
-            start += shown.tokens
-    return {
-        "number": number,
-        "documents": documents,
-        "used": start,
-        "work": sum(shown.tokens**2 for _, shown in documents),
-    }
+            start += shown["tokens"]
+    work = sum(shown["tokens"] ** 2 for _, shown in documents)
+    return {"number": number, "documents": documents, "used": start, "work": work}

@@ -45,7 +45,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def print_examples(console: Console, view: DatasetView, chosen: Iterable[int], look: Look) -> None:
-    """Print a panel per example, and a legend."""
+    """Prints a panel per example, and a legend."""
     shown = [view.data.examples[index] for index in chosen]
     for example in shown:
         tokens = f"{example.num_tokens:,} tokens, {example.num_targets:,} supervised"
@@ -54,8 +54,12 @@ def print_examples(console: Console, view: DatasetView, chosen: Iterable[int], l
         texts = [render_rich(one, view.tokenizer, look, example.shared_tokens) for one in example.sequences]
         content = texts[0] if len(texts) == 1 else _side_by_side(view, example, texts, console.width)
         console.print(Panel(content, title=Text(title), title_align="left"))
-    if shown:
-        console.print(_legend(look))
+    marks = "  ⏎ newline, ⇥ tab, · trailing space in supervised text, ⟫ end of the tokens that a pair shares"
+    words = (("supervised", "bold green"), "  ", ("context", "dim"), "  ", ("special token", "magenta"))
+    if shown and look.colour:
+        console.print(Text.assemble(*words).append(marks, style="dim"))
+    elif shown:
+        console.print(Text("[[supervised]]  context" + marks))
 
 
 def _side_by_side(view: DatasetView, example: Example, texts: list[Text], width: int) -> Table | Group:
@@ -72,16 +76,8 @@ def _side_by_side(view: DatasetView, example: Example, texts: list[Text], width:
     return table
 
 
-def _legend(look: Look) -> Text:
-    marks = "  ⏎ newline, ⇥ tab, · trailing space in supervised text, ⟫ end of what a pair shares"
-    if not look.colour:
-        return Text("[[supervised]]  context" + marks)
-    legend = Text.assemble(("supervised", "bold green"), "  ", ("context", "dim"), "  ", ("special token", "magenta"))
-    return legend.append(marks, style="dim")
-
-
 def print_packed_rows(console: Console, view: DatasetView, numbers: Iterable[int], look: Look) -> None:
-    """Print packed sequences as model inputs: documents end to end, positions and attention per document."""
+    """Prints packed sequences as model inputs: documents end to end, positions and attention per document."""
     for number in numbers:
         examples = [view.data.examples[member] for member in view.data.rows[number].tolist()]
         documents = [(example, sequence) for example in examples for sequence in example.sequences]
@@ -101,25 +97,28 @@ def print_packed_rows(console: Console, view: DatasetView, numbers: Iterable[int
 
 
 def print_totals(console: Console, view: DatasetView) -> None:
-    """Print tables of rows by source, of an epoch, of lengths and of supervised shares; then bad rows and notes."""
+    """Prints tables of rows by source, of an epoch, of lengths and of supervised shares; then bad rows and notes."""
     totals = view.totals
     sources = totals.report.sources
     lengths = [f"{int(low) + 1:,} to {int(high):,}" for low, high in pairwise(totals.lengths.edges)]
-    for begin in range(0, len(sources), SOURCES_PER_TABLE):
-        console.print()
-        console.print(_sources(totals, sources[begin : begin + SOURCES_PER_TABLE]))
+    epoch = Table(title="An epoch", show_header=False, title_justify="left")
+    for name, value in epoch_facts(totals).items():
+        epoch.add_row(name, value)
+    shares = [f"to {n * 10} %" for n in range(1, 11)]
     for table in (
-        _epoch(totals),
+        *(_sources(totals, sources[i : i + SOURCES_PER_TABLE]) for i in range(0, len(sources), SOURCES_PER_TABLE)),
+        epoch,
         _bars(totals.lengths, "Lengths (tokens)", lengths, totals),
-        _bars(
-            totals.supervised_share, "Supervised share of an example", [f"to {n * 10} %" for n in range(1, 11)], None
-        ),
+        _bars(totals.supervised_share, "Supervised share of an example", shares, None),
     ):
         console.print()
         console.print(table)
     console.print()
     for source in sources:
-        _print_bad_rows(console, source)
+        if bad := source.bad_rows:
+            console.print(f"bad rows, the first {len(bad)} of {source.bad:,}:", markup=False, highlight=False)
+        for line in source.bad_rows:
+            console.print(Text(visible(f"  {line}")), soft_wrap=True)
     for key, (what, hint) in LOSSES.items():
         if count := totals.report.totals()[key]:
             console.print(Text(f"{count:,} {what}: {hint}"))
@@ -155,13 +154,6 @@ def source_name(source: SourceReport) -> str:
 def source_share(source: SourceReport) -> float:
     """Returns supervised tokens over tokens."""
     return source.supervised_tokens / source.tokens if source.tokens else 0.0
-
-
-def _epoch(totals: DatasetStatistics) -> Table:
-    table = Table(title="An epoch", show_header=False, title_justify="left")
-    for name, value in epoch_facts(totals).items():
-        table.add_row(name, value)
-    return table
 
 
 def epoch_facts(totals: DatasetStatistics) -> dict[str, str]:
@@ -207,10 +199,3 @@ def overlong(totals: DatasetStatistics) -> tuple[int, str]:
     key = {"drop": "dropped_overlong", "truncate": "truncated", "split": "split"}.get(totals.overlong, "")
     words = {"dropped_overlong": "dropped", "truncated": "truncated", "split": "split into pieces"}
     return totals.report.totals().get(key, 0), words.get(key, "")
-
-
-def _print_bad_rows(console: Console, source: SourceReport) -> None:
-    if source.bad_rows:
-        console.print(f"bad rows, the first {len(source.bad_rows)} of {source.bad:,}:", markup=False, highlight=False)
-        for line in source.bad_rows:
-            console.print(Text(visible(f"  {line}")), soft_wrap=True)

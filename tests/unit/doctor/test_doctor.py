@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import finetune
 
-from finetune.doctor.advice import RULES, advice
-from finetune.doctor.diagnosis import Diagnosis, Disk, Host, Interface, Rdma, _rdma, diagnose
+from finetune.doctor.advice import advice
+from finetune.doctor.diagnosis import Diagnosis, Disk, Host, Interface, Rdma, diagnose, rdma_ports
 from finetune.engine.links import LaunchGroup, Links, Pair, chosen_pairs, measure_links
 
 ALONE = LaunchGroup(0, 1, 0, torch.device("cpu"))
@@ -82,7 +82,7 @@ AILING: list[tuple[str, Diagnosis, str]] = [
         "mlx5_0:1 is not active",
     ),
     (
-        "interface_unclear",
+        "network_unclear",
         diagnosis({"interfaces": TWO_NETWORKS}),
         "several networks (eth0, ib0): name the fast one in NCCL",
     ),
@@ -101,15 +101,10 @@ def test_nothing_to_change() -> None:
     assert advice(diagnosis()) == []
 
 
-@pytest.mark.parametrize(("rule", "found", "fragment"), AILING, ids=[f"{a[0]}-{a[2][:20]}" for a in AILING])
-def test_each_problem_gives_one_advice(rule: str, found: Diagnosis, fragment: str) -> None:
+@pytest.mark.parametrize(("found", "fragment"), [case[1:] for case in AILING], ids=[case[0] for case in AILING])
+def test_each_problem_gives_one_advice(found: Diagnosis, fragment: str) -> None:
     (line,) = advice(found)
     assert fragment in line
-    assert list(next(r for r in RULES if r.__name__ == rule)(found)) == [line]
-
-
-def test_every_rule_is_tested() -> None:
-    assert {rule.__name__ for rule in RULES} == {name for name, _, _ in AILING}
 
 
 def test_one_machine_needs_no_network() -> None:
@@ -130,7 +125,7 @@ def test_ports_of_adapters(tmp_path: Path) -> None:
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    assert _rdma(tmp_path) == [Rdma("mlx5_0:1", "4: ACTIVE", "400 Gb/sec (4X NDR)", "unknown")]
+    assert rdma_ports(tmp_path) == [Rdma("mlx5_0:1", "4: ACTIVE", "400 Gb/sec (4X NDR)", "unknown")]
 
 
 def test_one_process_has_no_links(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from finetune.plan import tables
 from finetune.plan.command import config_of
 from finetune.plan.comparison import compare_run
 from finetune.plan.memory import HeaviestBatch, Place, estimate_memory
+from finetune.plan.meter import together
 from finetune.plan.micro_batch import How, attention_at, model_at
-from finetune.plan.operators import together
 from finetune.plan.shapes import costs_at, shapes_of, shortened
 from finetune.plan.tables import shipped_config
 from finetune.plan.timeline import timeline_of

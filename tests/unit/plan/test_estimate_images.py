@@ -26,9 +26,9 @@ from finetune.models.weights import Placement, fuse_adapters, keep_input_types, 
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.plan.images import most_images
+from finetune.plan.memory import phases_of
 from finetune.plan.meter import Meter
 from finetune.plan.micro_batch import HeaviestBatch, examples_of
-from finetune.plan.phases import phases_of
 from finetune.plan.shapes import costs_at
 from finetune.recipe import Recipe, load_recipe
 

@@ -27,13 +27,13 @@ from finetune.plan.command import (
     plan,
     ranked,
     run,
+    values_of,
     write_config,
 )
 from finetune.plan.memory import Place, estimate_memory
 from finetune.plan.memory_page import write_page
-from finetune.plan.search import Choice, Found, launches, spot_loss, verdict
+from finetune.plan.search import Choice, SearchResult, launches, spot_loss, verdict
 from finetune.plan.tables import parse_machines, read_prices
-from finetune.plan.what_if import values_of
 from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
 
@@ -80,7 +80,7 @@ def test_for_people_in_eighty_columns(found: tuple[PlanRequest, list[Choice]]) -
     for shown in ([changed, *choices[1:]], [changed, elsewhere, *choices[2:]]):
         console = Console(file=io.StringIO(), width=80)
         illegal = {f"ep (ep_size {n})": f"`ep_size: {n}`: no experts" for n in (2, 4)} | {"pp (pp_size 2)": "too few"}
-        show(console, request, shown, [Found([], illegal)])
+        show(console, request, shown, [SearchResult([], illegal)])
         lines = console.file.getvalue().splitlines()
         heading = next(i for i, line in enumerate(lines) if line.startswith("config"))
         table = [line.split() for line in lines[heading + 1 : heading + 1 + min(SHOWN, len(shown))]]
@@ -179,7 +179,7 @@ def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (PlanOptions(()), "on what"),
+        (PlanOptions(()), "--on is required"),
         (PlanOptions(("8xH100-81",)), "did you mean"),
         (PlanOptions(("2xH100",), by="luck"), "time or price"),
         (PlanOptions(("2xH100",), budget=-1.0), "above 0"),

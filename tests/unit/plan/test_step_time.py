@@ -12,6 +12,7 @@ from conftest import ROOT
 from finetune.data.batch import collate
 from finetune.models.config import training_config
 from finetune.plan.command import shapes_of
+from finetune.plan.meter import Meter, OperatorCounter, together
 from finetune.plan.micro_batch import (
     HeaviestBatch,
     How,
@@ -21,7 +22,6 @@ from finetune.plan.micro_batch import (
     model_at,
     short_model,
 )
-from finetune.plan.operators import OperatorCounter, together
 from finetune.plan.speed import Speeds
 from finetune.plan.tables import shipped_config
 from finetune.plan.timeline import timeline_of
@@ -51,7 +51,8 @@ def test_counted_operators_are_those_of_a_real_micro_batch(
         forward.objective.trial_loss(forward(model, collated), collated).backward()
 
     run()
-    with OperatorCounter() as counter:
+    counter = OperatorCounter()
+    with Meter("cpu", count=counter.count):
         run()
     real = counter.work("")
     assert counted.operators == pytest.approx(real.operators, rel=0.02)

@@ -269,7 +269,7 @@ CASES = [
     ),
     Bad(
         "quantised without qlora",
-        [":9: quantization: only `mode: qlora` quantises; remove this section or change `mode: lora`"],
+        [":9: quantization: only `mode: qlora` quantizes; remove this section or change `mode: lora`"],
         {3: "mode: lora", 8: LORA, 9: "quantization: {type: nf4}"},
     ),
     Bad(
@@ -418,7 +418,7 @@ CASES = [
         "reward model that generates, with an LM head's settings",
         [
             ":2: model.cross_entropy: a model of `objective.name: reward` has no LM head: remove it",
-            ":9: evaluate.generate: a model of `objective.name: reward` scores texts and generates none: set it to 0",
+            ":9: evaluate.generate: a model of `objective.name: reward` scores texts, it generates none: set it to 0",
             ":10: lora.targets: under `objective.name: reward` the head `score` is trained in full: leave it out",
         ],
         {
@@ -675,7 +675,7 @@ CASES = [
     Bad(
         "adapters off where modules are trained fully",
         [
-            ":8: objective.reference: `adapters_off` is not the initial model where modules are trained fully "
+            ":8: objective.reference: `adapters_off` is not the initial model if modules are trained fully "
             "(lora.modules_to_save: lm_head): use `precomputed`, or name them in `lora.targets` instead"
         ],
         {

@@ -23,7 +23,7 @@ from finetune.data.token_text import tokens_of
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 from finetune.view.inspect import InspectOptions, check_options, inspect
-from finetune.view.inspect.dataset_view import _length_edges
+from finetune.view.inspect.dataset_view import length_edges
 from finetune.view.inspect.page import tokens_html
 
 HOSTILE = [
@@ -110,7 +110,7 @@ def test_statistics_match_a_plain_count(looked, capsys):
     ],
 )
 def test_bins_of_lengths(lengths, max_length, edges):
-    assert _length_edges(np.array(lengths), max_length) == edges
+    assert length_edges(np.array(lengths), max_length) == edges
 
 
 def test_the_terminal_shows_what_was_dropped_and_why(looked):

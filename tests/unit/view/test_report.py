@@ -119,7 +119,7 @@ def test_two_runs_are_laid_over_each_other(tmp_path: Path) -> None:
     assert "a: best step 20" in text
     assert "b: best step 20" in text
     assert [c["data-run"] for c in Page(text).curves if c["data-key"] == "loss"] == ["a", "b"]
-    differences = text.partition("What their recipes differ in")[2].partition("</section>")[0]
+    differences = text.partition("Differences of their recipes")[2].partition("</section>")[0]
     rows = re.findall(r'<th scope="row">(.*?)</th><td[^>]*>(.*?)</td><td[^>]*>(.*?)</td>', differences)
     assert rows == [("optimizer.lr", "0.1", "0.25"), ("run.name", "a", "b")]
 
