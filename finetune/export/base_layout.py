@@ -1,5 +1,5 @@
-"""A result in the layout of the multimodal base whose text part was trained: its names, its `config.json`, and all
-other tensors as they are in its files."""
+"""A result in the layout of the multimodal base whose text part was trained: its names, its `config.json`, and its
+other tensors, unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from finetune.utils import pattern_of
 
 
 class BaseLayout:
-    """As `DiskLayout`, of a model that is the text part of a base. copied: the file of each other tensor."""
+    """`DiskLayout` of a model that is the text part of a base. copied: the file of each other tensor."""
 
     def __init__(self, base: BaseCheckpoint, in_memory: State):
         """in_memory: every tensor that will be converted, in order, by its name in the text part."""
@@ -44,7 +44,7 @@ class BaseLayout:
         return converted
 
     def copy_untouched(self, writer: WeightsWriter) -> None:
-        """Write every tensor of the base's files that is none of the text part's. Raises as `WeightsWriter.add`."""
+        """Write the tensors of the base's files that are not the text part's. Raises as `WeightsWriter.add`."""
         for name, file in self.copied.items():
             with safe_open(file, framework="pt") as tensors:
                 writer.add(name, tensors.get_tensor(name))

@@ -1,6 +1,7 @@
 """Reads single tensors of safetensors files, and writes files tensor by tensor: never a file, or a model, in memory.
 
-The library maps a whole file, and what was read of it stays resident; here each tensor is read into memory of its own.
+The library maps a whole file, and the parts that were read stay resident; here each tensor is read into memory of its
+own.
 The format: eight bytes with the length of a JSON header, the header, the tensors' bytes without gaps
 (https://github.com/huggingface/safetensors#format).
 """
@@ -75,7 +76,7 @@ class TensorFiles:
         return torch.empty(place.shape, dtype=place.dtype, device="meta")
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor in memory of its own. Raises UserError where the file ends before it does."""
+        """Returns a tensor in memory of its own. Raises UserError if the file ends before it does."""
         place = self._places[name]
         tensor = torch.empty(place.shape, dtype=place.dtype)
         flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
@@ -90,19 +91,23 @@ class TensorFiles:
         return tensor
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of an export, by the name that a Hugging Face folder has for it.
+
+    read: its values, decoded; dtype: the type of values, or of scales; code: int8, fp8 or q8_0 if they are rounded by
+    blocks of `block` values (None: whole rows); slip: a further error of a value.
+    """
+
+    read: Callable[[], Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    code: str | None = None
+    block: int | None = None
+    slip: float = 0.0
+
+
 # --- writing
-
-
-def plan_shards(shapes: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> list[list[str]]:
-    """Returns the tensors of each file, in order: at most `shard_bytes`, but for a larger tensor by itself."""
-    shards, held = [[]], 0
-    for name, tensor in shapes.items():
-        if shards[-1] and held + nbytes(tensor) > shard_bytes:
-            shards.append([])
-            held = 0
-        shards[-1].append(name)
-        held += nbytes(tensor)
-    return shards
 
 
 def write_shards(
@@ -116,18 +121,19 @@ def write_shards(
 
     shapes: of all tensors, in order (device `meta`); make: the values of one. Raises OSError.
     """
-    shards = plan_shards(shapes, shard_bytes)
+    shards, held = [[]], 0  # of at most `shard_bytes`, or of one larger tensor
+    for name, tensor in shapes.items():
+        if shards[-1] and held + nbytes(tensor) > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += nbytes(tensor)
     for number, names in enumerate(shards, 1):
         path = folder / shard_name(number, len(shards))
-        if not path.exists():
-            _write_file(path, {name: shapes[name] for name in names}, make)
+        if not path.exists():  # under its own name it is complete
+            partial = path.with_name(path.name + ".partial")
+            write_safetensors(partial, {name: shapes[name] for name in names}, make, {"format": "pt"})
+            partial.rename(path)
+            fsync(folder)
         written(number, len(shards))
     write_index(folder, shards, sum(map(nbytes, shapes.values())))
-
-
-def _write_file(path: Path, shapes: Mapping[str, Tensor], make: Callable[[str], Tensor]) -> None:
-    """Write a file under another name, flush and rename it: under its own name it is complete."""
-    partial = path.with_name(path.name + ".partial")
-    write_safetensors(partial, shapes, make, {"format": "pt"})
-    partial.rename(path)
-    fsync(path.parent)

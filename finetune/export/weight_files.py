@@ -11,10 +11,11 @@ Its own function reverts them, as in `save_pretrained`; here it gets as few tens
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class DiskLayout:
     """Converts tensors from their layout in memory to that of the folder.
 
-    Holds at most one group: a single tensor for most architectures, a decoder layer where transformers needs several
+    Holds at most one group: a single tensor for most architectures, a decoder layer if transformers needs several
     tensors to make one.
     """
 
@@ -80,9 +81,10 @@ def _reverted(model: Any, state: State) -> State:
 
 
 def _groups(model: Any, state: State, expected: State) -> list[list[str]]:
-    """Returns the smallest groups whose conversion one by one equals the conversion of all at once."""
-    for key in (str, _layer):
-        groups = list(_runs(state, key))
+    """Returns the smallest groups of neighbors whose conversion one by one equals the conversion of all at once: single
+    tensors, or the tensors of a decoder layer, which modules list together."""
+    for key in (str, lambda name: match.group() if (match := _LAYER.match(name)) else name):
+        groups = [list(names) for _, names in itertools.groupby(state, key)]
         parts = [_reverted(model, {name: state[name] for name in group}) for group in groups]
         shapes = {name: tensor.shape for part in parts for name, tensor in part.items()}
         each_once = sum(map(len, parts)) == len(expected)
@@ -90,22 +92,6 @@ def _groups(model: Any, state: State, expected: State) -> list[list[str]]:
             return groups
     log.warning("%s: saving needs the full model in the memory of rank 0", type(model).__name__)
     return [list(state)]
-
-
-def _layer(name: str) -> str:
-    match = _LAYER.match(name)
-    return match.group() if match else name
-
-
-def _runs(state: State, key: Callable[[str], str]) -> Iterator[list[str]]:
-    """Groups neighbours with the same key; modules list their tensors together."""
-    run: list[str] = []
-    for name in state:
-        if run and key(name) != key(run[-1]):
-            yield run
-            run = []
-        run.append(name)
-    yield run
 
 
 SHARD_BYTES = 4 * 10**9
@@ -167,7 +153,7 @@ class WeightsWriter:
         return self._folder / f"shard-{number:05d}.partial"
 
 
-# --- verification, by reading back: every tensor present, of the right shape and type, and finite
+# --- verification, by reading back: every tensor is present, finite and of the right shape and type
 
 
 class Verification:
@@ -187,47 +173,52 @@ class Verification:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
-                    self._check(file.name, name, tensors.get_tensor(name))
+                    tensor = tensors.get_tensor(name)
+                    if name in self._places:
+                        raise self._failure(file.name, f"{name}: is in {self._places[name]} as well")
+                    if (problem := self._difference(name, tensor)) is not None:
+                        raise self._failure(file.name, f"{name}: {problem}")
+                    self._places[name] = file.name
+                    self._bytes += tensor.nbytes
         except (OSError, SafetensorError) as error:
             raise self._failure(file.name, f"cannot be read back: {error}") from error
 
-    def _check(self, file: str, name: str, tensor: Tensor) -> None:
-        expected = self._expected.get(name)
-        if expected is None and name not in self._copied:
-            raise self._failure(file, f"{name}: the model has no such tensor")
-        if name in self._places:
-            raise self._failure(file, f"{name}: is in {self._places[name]} as well")
-        if expected is None:
-            problem = _difference_from_file(tensor, name, self._copied[name])
-        else:
-            problem = _difference(tensor, expected)
-        if problem is not None:
-            raise self._failure(file, f"{name}: {problem}")
-        self._places[name] = file
-        self._bytes += tensor.nbytes
+    def _difference(self, name: str, tensor: Tensor) -> str | None:
+        if (expected := self._expected.get(name)) is None:
+            if (source := self._copied.get(name)) is None:
+                return "the model has no such tensor"
+            with safe_open(source, framework="pt") as tensors:
+                original = tensors.get_tensor(name)
+            same = tensor.dtype == original.dtype and tensor.shape == original.shape
+            same = same and torch.equal(tensor.flatten().view(torch.uint8), original.flatten().view(torch.uint8))
+            return None if same else f"is not the one of {source}"
+        if tensor.shape != expected.shape:
+            return f"has shape {list(tensor.shape)} instead of {list(expected.shape)}"
+        type_name, expected_type = (str(one.dtype).removeprefix("torch.") for one in (tensor, expected))
+        if type_name != expected_type:
+            return f"is {type_name} instead of {expected_type}"
+        if tensor.is_floating_point() and (broken := int((~torch.isfinite(tensor)).sum())):
+            return f"{broken} of {tensor.numel()} values are not finite in {type_name}"
+        return None
 
     def finish(self) -> None:
         """Check that nothing is missing and that the index is right. Raises RunFailure."""
-        files = weight_files(self._folder)
+        files = [file.name for file in weight_files(self._folder)]
         index = self._json(INDEX) if len(files) > 1 else {}
+        places = index.get("weight_map", {})
         for name in (*self._expected, *self._copied):
             if name not in self._places:
-                place = index.get("weight_map", {}).get(name, "*.safetensors")
-                raise self._failure(place, f"{name}: is missing")
+                raise self._failure(places.get(name, "*.safetensors"), f"{name}: is missing")
         if len(files) > 1:
-            self._check_index([file.name for file in files], index)
+            if files != [shard_name(number, len(files)) for number in range(1, len(files) + 1)]:
+                raise self._failure(INDEX, f"the files are not numbered through: {', '.join(files)}")
+            for name in sorted({*places, *self._places}):
+                if (stated := places.get(name)) != (file := self._places.get(name)):
+                    raise self._failure(INDEX, f"{name}: the index says {stated}, not {file}")
+            if (size := index.get("metadata", {}).get("total_size")) != self._bytes:
+                raise self._failure(INDEX, f"total_size is {size}, the tensors have {self._bytes} bytes")
         for file in sorted(self._folder.glob("*.json")):
             self._json(file.name)
-
-    def _check_index(self, files: list[str], index: dict[str, Any]) -> None:
-        if files != [shard_name(number, len(files)) for number in range(1, len(files) + 1)]:
-            raise self._failure(INDEX, f"the files are not numbered through: {', '.join(files)}")
-        places = index.get("weight_map", {})
-        for name in sorted({*places, *self._places}):
-            if places.get(name) != self._places.get(name):
-                raise self._failure(INDEX, f"{name}: the index says {places.get(name)}, not {self._places.get(name)}")
-        if (size := index.get("metadata", {}).get("total_size")) != self._bytes:
-            raise self._failure(INDEX, f"total_size is {size}, the tensors have {self._bytes} bytes")
 
     def _json(self, file: str) -> dict[str, Any]:
         try:
@@ -244,26 +235,3 @@ class Verification:
 
 def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
-
-
-def _difference(tensor: Tensor, expected: Tensor) -> str | None:
-    if tensor.shape != expected.shape:
-        return f"has shape {list(tensor.shape)} instead of {list(expected.shape)}"
-    if tensor.dtype != expected.dtype:
-        return f"is {_name(tensor.dtype)} instead of {_name(expected.dtype)}"
-    if tensor.is_floating_point() and (broken := int((~torch.isfinite(tensor)).sum())):
-        return f"{broken} of {tensor.numel()} values are not finite in {_name(tensor.dtype)}"
-    return None
-
-
-def _difference_from_file(tensor: Tensor, name: str, file: Path) -> str | None:
-    with safe_open(file, framework="pt") as tensors:
-        original = tensors.get_tensor(name)
-    same = tensor.dtype == original.dtype and tensor.shape == original.shape
-    if same and torch.equal(tensor.flatten().view(torch.uint8), original.flatten().view(torch.uint8)):
-        return None
-    return f"is not the one of {file}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
