@@ -209,7 +209,8 @@ def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int, name: str | No
     """Returns the first rows of `data.eval`, or of `data.train`, as a tokenizer's folder renders them. name: see
     `_with_settings`. Raises UserError."""
     recipe = _with_settings(recipe, tokenizer, name)
-    data = recipe.data.model_copy(update={"streaming": False, "mixture": None, "overlong": "truncate"})
+    overlong = "drop" if recipe.objective.name in ("dpo", "orpo", "reward") else "truncate"  # answers stay whole
+    data = recipe.data.model_copy(update={"streaming": False, "mixture": None, "overlong": overlong})
     recipe = recipe.model_copy(update={"data": data})
     loaded, opened = load_tokenizer(recipe.model), OpenedSources(recipe)
     if isinstance(data.eval, HeldOut):

@@ -240,33 +240,28 @@ def compare_settings(figures: Figures, trained: Trained, base: str | None, expor
             for one, found in zip((config, read), values, strict=True):
                 found["rope_theta"] = rope_of(one).get("rope_theta")
                 found["rms_norm_eps"] = found["rms_norm_eps"] and round(found["rms_norm_eps"], 9)  # fp32 in the file
-            _compare_values(figures, str(file), *values)
+            figures.problems += other_keys(str(file), *values)
         figures.problems += other_tokens(trained.settings, file)
         compare_modelfile(figures, trained, export, file)
         return config
-    _compare_values(figures, "config.json", _computing(config.to_dict()), _computing(_config_of(export).to_dict()))
+    ours, theirs = (_computing(one.to_dict()) for one in (config, _config_of(export)))
+    figures.problems += other_keys("config.json", ours, theirs)
     if is_quantized(export):  # but for the layers that it leaves, see `other_layers`
         stated = read_object(export / "config.json")["quantization_config"]
         ours = settings_of(figures.format, stated.get("ignore", []))
-        _compare_values(figures, "config.json, quantization_config", ours, stated)
+        figures.problems += other_keys("config.json, quantization_config", ours, stated)
     if (images := trained.recipe.data.image) is not None:
         for name, content in processor_settings(model, images).items():
             if not (export / name).is_file():
                 figures.problems.append(f"{name} is missing: images would be seen by other settings")
             else:
-                _compare_values(figures, name, json.loads(content), read_object(export / name))
+                figures.problems += other_keys(name, json.loads(content), read_object(export / name))
     return config
 
 
 def is_quantized(export: Path) -> bool:
     """Returns whether `--quantize` wrote an export."""
     return (export / METADATA).is_file() and bool(read_object(export / METADATA).get("quantised"))
-
-
-def _compare_values(figures: Figures, name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    for key in sorted(ours.keys() | theirs.keys()):
-        if ours.get(key) != theirs.get(key):
-            figures.problems.append(f"{name}: {key} is {theirs.get(key)}, and {ours.get(key)} in the run")
 
 
 def _computing(settings: dict[str, Any]) -> dict[str, Any]:

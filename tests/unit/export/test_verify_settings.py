@@ -19,7 +19,7 @@ from finetune.export.eight_bits import settings_of
 from finetune.export.figures import Figures
 from finetune.export.gguf_file import modelfile
 from finetune.export.trained import Trained
-from finetune.export.verify import export_format
+from finetune.export.verify import export_format, held_out_examples
 from finetune.export.verify_files import compare_each, compare_modelfile, compare_settings
 from finetune.recipe import load_recipe
 
@@ -139,6 +139,21 @@ def test_what_ollama_is_told_beside_the_file_is_seen(tmp_path: Path) -> None:
         figures.problems = []
         compare_modelfile(figures, run, tmp_path / "out", Path("a.gguf"))
         assert figures.problems == found
+
+
+def test_pairs_of_answers_that_are_too_long_are_left_out(tmp_path: Path) -> None:
+    recipe = of_run(tmp_path, tiny.MODELS["llama"]).recipe
+    assert recipe is not None
+    source = {"path": str(tiny.write_rows(tmp_path / "pairs.jsonl", tiny.preferences(24)))}
+    values = recipe.model_dump(exclude_unset=True) | {"objective": {"name": "reward"}}
+    counts = {}
+    for length in (64, 1024):
+        values["data"] = {"train": [source], "max_length": length}
+        (tmp_path / "pairs.yaml").write_text(yaml.safe_dump(values))
+        examples = held_out_examples(load_recipe(tmp_path / "pairs.yaml"), tmp_path / "settings", 32)
+        counts[length] = len(examples)
+        assert all(len(one.input_ids) <= length for example in examples for one in example.sequences)
+    assert 0 < counts[64] < counts[1024] == 24
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "export.json"])
