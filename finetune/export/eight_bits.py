@@ -22,7 +22,7 @@ from torch import Tensor
 
 from finetune.errors import UserError
 from finetune.export.streamed import StreamedModel
-from finetune.export.tensor_files import TensorFiles
+from finetune.export.weight_files import TensorFiles
 from finetune.models.damage import read_object
 from finetune.models.text_part import is_multimodal, loaded_names
 

@@ -43,8 +43,8 @@ from finetune.export.gguf_settings import (
 from finetune.export.gguf_tokenizer import add_tokenizer
 from finetune.export.hf_folder import Check, Say, card_of, check_absent, describe, whole_or_absent
 from finetune.export.streamed import StreamedModel
-from finetune.export.tensor_files import Stored
 from finetune.export.trained import Trained
+from finetune.export.weight_files import Stored
 from finetune.models.tokenizer import read_tokenizer
 from finetune.utils import fsync
 

@@ -27,9 +27,8 @@ from finetune.errors import RunFailure, UserError
 from finetune.export.eight_bits import QuantizedModel, settings_of
 from finetune.export.result import model_card, partial_path, write_config
 from finetune.export.streamed import StreamedModel
-from finetune.export.tensor_files import write_shards
 from finetune.export.trained import Trained
-from finetune.export.weight_files import SHARD_BYTES
+from finetune.export.weight_files import SHARD_BYTES, write_shards
 from finetune.models.damage import read_object
 from finetune.models.tokenizer import read_tokenizer
 from finetune.models.vision import processor_settings

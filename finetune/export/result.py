@@ -24,17 +24,16 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.checkpoints.inputs import short
 from finetune.checkpoints.safetensors_writer import save_tensors
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure
-from finetune.export.base_layout import BaseLayout, adapter_for_base, name_in_adapter, write_base_settings
 from finetune.export.trained import LABELS
 from finetune.export.weight_files import (
     SHARD_BYTES,
@@ -49,11 +48,12 @@ from finetune.export.weight_files import (
 from finetune.models.added_tokens import has_added_tokens, split_rows
 from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.config import restore_dropout
+from finetune.models.text_part import TextPart
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.schema import SCORE_MODELS
 from finetune.recipe.urls import without_credentials
-from finetune.utils import fsync, unwrap_peft, write_atomically
+from finetune.utils import fsync, pattern_of, unwrap_peft, write_atomically
 
 _LIKELY = ("pad", "reserved", "unused", "unk")  # parts of names of tokens that no document ends with, the best first
 
@@ -168,6 +168,86 @@ def _with_tied(model: Any, state: State) -> State:
 def base_of(model: Any) -> BaseCheckpoint | None:
     """Returns the base that a model is the text part of; on a rank that has read no weights, None."""
     return getattr(unwrap_peft(model), "base_checkpoint", None)
+
+
+# --- the text part of a multimodal base: its names and config.json, and its other tensors, unchanged
+
+
+class BaseLayout:
+    """`DiskLayout` of a model that is the text part of a base. copied: the file of each other tensor."""
+
+    def __init__(self, base: BaseCheckpoint, in_memory: State):
+        """in_memory: every tensor that will be converted, in order, by its name in the text part."""
+        self._base, self._part = base, base.part
+        tied = base.part.text.get_expanded_tied_weights_keys(all_submodels=True).items()
+        stored = {*base.part.files.values()}
+        # A tied weight is one tensor in memory; files may have it twice.
+        self._again = {source: target for target, source in tied if base.part.in_base(target) in stored}
+        shapes = {own: tensor for name, tensor in in_memory.items() for own in self._names(name)}
+        self._layout = DiskLayout(base.part.base, shapes)
+        self.expected = self._layout.expected
+        self.copied = {name: file for name, file in base.places.items() if name not in self.expected}
+
+    def convert(self, name: str, tensor: Tensor) -> State:
+        """Returns the folder's tensors that this one completes; none until its group is complete."""
+        converted: State = {}
+        for own in self._names(name):
+            converted |= self._layout.convert(own, tensor)
+        return converted
+
+    def copy_untouched(self, writer: WeightsWriter) -> None:
+        """Write the tensors of the base's files that are not the text part's. Raises as `WeightsWriter.add`."""
+        for name, file in self.copied.items():
+            with safe_open(file, framework="pt") as tensors:
+                writer.add(name, tensors.get_tensor(name))
+
+    def _names(self, name: str) -> list[str]:
+        names = [name, *([self._again[name]] if name in self._again else [])]
+        return [self._part.in_base(one) for one in names]
+
+
+def write_base_settings(base: BaseCheckpoint, text: PretrainedConfig, dtype: torch.dtype, folder: Path) -> None:
+    """Write the base's config.json, with what training changed of it, and the settings of its processors.
+
+    text: the config of the trained text part; dtype: of its weights.
+    """
+    settings = json.loads(base.config.read_text(encoding="utf-8"))
+    config = base.part.base.config
+    name = next(name for name in config.sub_configs if getattr(config, name) is config.get_text_config(decoder=True))
+    sections = [settings, *([settings[name]] if isinstance(settings.get(name), dict) else [])]
+    for section in sections:
+        for key in ("dtype", "torch_dtype"):
+            if section.get(key) is not None:
+                section[key] = str(dtype).removeprefix("torch.")
+    if text.vocab_size != config.get_text_config(decoder=True).vocab_size:
+        for section in (settings.setdefault(name, {}), *(s for s in sections[:1] if "vocab_size" in s)):
+            section["vocab_size"] = text.vocab_size
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    for file in base.processors:
+        shutil.copyfile(file, folder / file.name)
+
+
+def name_in_adapter(part: TextPart, name: str) -> str:
+    """Returns the name, in an adapter for the base's own class, of a tensor of one for the text part alone."""
+    ahead = "base_model.model."
+    return ahead + part.in_base(name.removeprefix(ahead))
+
+
+def adapter_for_base(model: Any, part: TextPart, folder: Path) -> None:
+    """Rewrite the adapter in a folder, as peft has written it for the text part alone, for the base's own class.
+
+    model: peft's. `target_modules` match what was adapted and nothing else: other parts have modules of the same names.
+    """
+    path = folder / "adapter_model.safetensors"
+    state = {name_in_adapter(part, name): tensor for name, tensor in load_file(path).items()}
+    save_tensors(path, state)
+    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    modules = [name for name, _ in part.base.named_modules()]
+    settings["target_modules"] = pattern_of([part.in_base(n) for n in model.base_model.targeted_module_names], modules)
+    if settings.get("modules_to_save"):
+        whole = [name for name, module in model.get_base_model().named_modules() if hasattr(module, "modules_to_save")]
+        settings["modules_to_save"] = [part.in_base(name) for name in whole]
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
 # --- settings

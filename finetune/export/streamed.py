@@ -27,9 +27,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from finetune.errors import UserError
 from finetune.export.merging import FittingAdapter, Patch, adapter_patches, check_shapes, read_lora
-from finetune.export.tensor_files import TensorFiles
 from finetune.export.trained import Trained
-from finetune.export.weight_files import INDEX, DiskLayout
+from finetune.export.weight_files import INDEX, DiskLayout, TensorFiles
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.base_config import dtypes, first_line, without_weights
 from finetune.models.config import model_config

@@ -19,7 +19,7 @@ from finetune.checkpoints.folder import best_checkpoint, find_problem, list_chec
 from finetune.checkpoints.reading import Held, hold
 from finetune.checkpoints.shards import WeightReader
 from finetune.errors import UserError
-from finetune.export.tensor_files import TensorFiles
+from finetune.export.weight_files import TensorFiles
 from finetune.models.damage import ADAPTER_CONFIG, check_settings, check_weights, read_object
 from finetune.objectives import score_labels
 from finetune.recipe import Recipe, load_recipe

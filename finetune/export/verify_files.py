@@ -23,9 +23,8 @@ from finetune.export.gguf_settings import is_written, open_gguf, other_settings,
 from finetune.export.gguf_tokenizer import add_tokenizer, other_tokens
 from finetune.export.hf_folder import COPIED, METADATA, PROGRESS, describe, files_beside_weights
 from finetune.export.streamed import StreamedModel, base_model
-from finetune.export.tensor_files import TensorFiles
 from finetune.export.trained import ADAPTER, LABELS, Trained
-from finetune.export.weight_files import INDEX, shard_name
+from finetune.export.weight_files import INDEX, TensorFiles, shard_name
 from finetune.models.base_config import base_config, first_line
 from finetune.models.config import model_config
 from finetune.models.damage import ADAPTER_CONFIG, read_object

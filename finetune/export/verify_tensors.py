@@ -30,8 +30,8 @@ from finetune.export.gguf_file import gguf_of, gguf_tensors
 from finetune.export.hf_folder import METADATA
 from finetune.export.merging import Patch
 from finetune.export.streamed import StreamedModel, own_tensors
-from finetune.export.tensor_files import Stored, TensorFiles
 from finetune.export.trained import Trained
+from finetune.export.weight_files import Stored, TensorFiles
 
 _SUMS = 2.0**-18  # of the largest value of a row: what fp32 may lose in W + s B A, in any order
 _AT_A_TIME = 1 << 20  # values
