@@ -126,27 +126,27 @@ def write_gguf(model: StreamedModel, path: Path, kind: str) -> None:
     partial = path.with_name(path.name + ".partial")
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(partial, architecture)
-    places = list(_places(gguf, text))
-    rows = next(place.shape[0] for place in places if place.name == "token_embd.weight")
+    entries = list(_entries(gguf, text))
+    rows = next(entry.shape[0] for entry in entries if entry.name == "token_embd.weight")
     writer.add_name(architecture)
     add_settings(writer, architecture, settings_of(config, text.whole))
     writer.add_vocab_size(rows)
     writer.add_file_type(getattr(gguf.LlamaFileType, f"{'ALL' if kind == 'f32' else 'MOSTLY'}_{kind.upper()}"))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_tokenizer(writer, gguf, model.trained.settings, rows)
-    for place in places:
-        own = place.type_in(kind)
+    for entry in entries:
+        own = entry.type_in(kind)
         ggml = gguf.GGMLQuantizationType[own.upper()]
         if own in ("f32", "f16"):
-            shape, dtype = place.shape, np.dtype(np.float32 if own == "f32" else np.float16)
+            shape, dtype = entry.shape, np.dtype(np.float32 if own == "f32" else np.float16)
         else:
-            shape, dtype = gguf.quant_shape_to_byte_shape(place.shape, ggml), np.dtype(np.uint8)
-        writer.add_tensor_info(place.name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, ggml)
+            shape, dtype = gguf.quant_shape_to_byte_shape(entry.shape, ggml), np.dtype(np.uint8)
+        writer.add_tensor_info(entry.name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, ggml)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for place in places:
-        writer.write_tensor_data(_coded(gguf, place.read(text.make), place.type_in(kind)))
+    for entry in entries:
+        writer.write_tensor_data(_coded(gguf, entry.read(text.make), entry.type_in(kind)))
     writer.close()
     fsync(partial)
     partial.rename(path)
@@ -156,7 +156,7 @@ def write_gguf(model: StreamedModel, path: Path, kind: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Entry:
     """A tensor of the file, and the folder's tensors that it is made of."""
 
     name: str
@@ -191,7 +191,7 @@ def _swapped(values: Tensor, heads: int, inner: int, outer: int) -> Tensor:
     return values.reshape(heads, inner, outer, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
-def _places(gguf: Any, model: TextTensors) -> Iterator[_Place]:
+def _entries(gguf: Any, model: TextTensors) -> Iterator[_Entry]:
     """Yields the tensors of the file in order. Raises UserError for one that llama.cpp has no name for."""
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -207,7 +207,7 @@ def _places(gguf: Any, model: TextTensors) -> Iterator[_Place]:
         if (short := names.get_name(stem)) is None:
             raise UserError(f"--to gguf: llama.cpp has no place for {members[0]} in {architecture}; {WAY_OUT}")
         shape = tuple(model.shapes[members[0]].shape)
-        yield _Place(
+        yield _Entry(
             f"{short}.{suffix}",
             (len(members), *shape) if members != [stacked] else shape,
             members,
@@ -219,7 +219,7 @@ def _places(gguf: Any, model: TextTensors) -> Iterator[_Place]:
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))  # (head_dim / 2,)
         head_dim = 2 * len(scaled)
         plain = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
-        yield _Place(_FACTORS, tuple(scaled.shape), [], values=plain / scaled)
+        yield _Entry(_FACTORS, tuple(scaled.shape), [], values=plain / scaled)
 
 
 def other_tensors(model: StreamedModel, path: Path) -> list[str]:
@@ -227,7 +227,7 @@ def other_tensors(model: StreamedModel, path: Path) -> list[str]:
     transformers reads none, and llama.cpp takes any that are there."""
     gguf = package()
     held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    expected = {place.name: place for place in _places(gguf, text_of(model))}
+    expected = {entry.name: entry for entry in _entries(gguf, text_of(model))}
     problems = [f"{path}: has no {name}" for name in sorted(expected.keys() - held.keys())[:1]]
     problems += [f"{path}: has {name}, which the run's model has not" for name in sorted(held.keys() - expected)[:1]]
     both = _FACTORS in expected and _FACTORS in held
@@ -240,24 +240,24 @@ def gguf_tensors(model: StreamedModel, path: Path) -> dict[str, Stored]:
     """Returns the folder's tensors as a file has them; those that it lacks are left out."""
     gguf, tensors = package(), dict[str, Stored]()
     held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    for place in _places(gguf, text_of(model)):
-        one = held.get(place.name)
-        if one is None or tuple(int(size) for size in reversed(one.shape)) != place.shape:
+    for entry in _entries(gguf, text_of(model)):
+        one = held.get(entry.name)
+        if one is None or tuple(int(size) for size in reversed(one.shape)) != entry.shape:
             continue
-        shape = place.shape[1:] if len(place.names) > 1 else place.shape
-        for i, name in enumerate(place.names):
-            data = one.data if len(place.names) == 1 else one.data[i]
+        shape = entry.shape[1:] if len(entry.names) > 1 else entry.shape
+        for i, name in enumerate(entry.names):
+            data = one.data if len(entry.names) == 1 else one.data[i]
             stored = (int(one.data_offset) + i * data.nbytes, data.shape, data.dtype, one.tensor_type)
 
-            def read(place: _Place = place, stored: Any = stored, shape: tuple[int, ...] = shape) -> Tensor:
+            def read(entry: _Entry = entry, stored: Any = stored, shape: tuple[int, ...] = shape) -> Tensor:
                 offset, of_bytes, dtype, kind = stored  # read into memory, not mapped
                 data = np.fromfile(path, dtype, int(np.prod(of_bytes)), offset=offset).reshape(of_bytes)
                 array = _by_rows(data, lambda rows: gguf.quants.dequantize(rows, kind), np.dtype(np.float32))
-                return place.restored(torch.from_numpy(array).reshape(shape))
+                return entry.restored(torch.from_numpy(array).reshape(shape))
 
             kind = one.tensor_type.name
             rounded: dict[str, Any] = {"code": "q8_0", "block": _BLOCK} if kind == "Q8_0" else {}
-            slip = 2.0**-22 if place.adds_one else 0.0  # of adding and subtracting 1
+            slip = 2.0**-22 if entry.adds_one else 0.0  # of adding and subtracting 1
             tensors[name] = Stored(read, shape, _TYPES[kind], slip=slip, **rounded)
     return tensors
 
