@@ -230,8 +230,8 @@ def other_tensors(model: StreamedModel, path: Path) -> list[str]:
     expected = {entry.name: entry for entry in _entries(gguf, text_of(model))}
     problems = [f"{path}: has no {name}" for name in sorted(expected.keys() - held.keys())[:1]]
     problems += [f"{path}: has {name}, which the run's model has not" for name in sorted(held.keys() - expected)[:1]]
-    both = _FACTORS in expected and _FACTORS in held
-    if both and not np.allclose(held[_FACTORS].data, expected[_FACTORS].values, rtol=1e-5):
+    factors = expected[_FACTORS].values if _FACTORS in expected and _FACTORS in held else None
+    if factors is not None and not np.allclose(held[_FACTORS].data, factors, rtol=1e-5):
         problems.append(f"{path}: {_FACTORS} are not the factors of the run's RoPE")
     return problems
 

@@ -211,8 +211,10 @@ class StreamedModel:
         in_base = part.in_base if part is not None and trained.is_checkpoint else str
         if not trained.is_adapter:
             return {in_base(name): Patch("full", (name,), partial(trained.read, name)) for name in trained.shapes}
-        is_text = part is None or trained.is_checkpoint
-        model = _skeleton(trained, self._about) if is_text else part.base_without_weights()
+        if part is not None and not trained.is_checkpoint:
+            model = part.base_without_weights()
+        else:
+            model = _skeleton(trained, self._about)
         return {in_base(name): one for name, one in adapter_patches(_adapted(trained, model), trained).items()}
 
     def _shape(self, name: str) -> Tensor:

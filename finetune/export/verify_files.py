@@ -239,7 +239,7 @@ def compare_settings(figures: Figures, trained: Trained, base: str | None, expor
             for one, found in zip((config, read), values, strict=True):
                 found["rope_theta"] = rope_of(one).get("rope_theta")
                 found["rms_norm_eps"] = found["rms_norm_eps"] and round(found["rms_norm_eps"], 9)  # fp32 in the file
-            figures.problems += other_keys(str(file), *values)
+            figures.problems += other_keys(str(file), values[0], values[1])
         figures.problems += other_tokens(trained.settings, file)
         compare_modelfile(figures, trained, export, file)
         return config

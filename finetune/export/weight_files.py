@@ -137,7 +137,7 @@ class WeightsWriter:
         self.total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """tensor: on the CPU, in its final type. Raises OSError if a file cannot be written."""
+        """Add a tensor, on the CPU and in its final type. Raises OSError if a file cannot be written."""
         if self._shard and self.held_bytes + tensor.nbytes > self._shard_bytes:
             self._write()
         tensor = tensor.contiguous()
