@@ -44,7 +44,7 @@ class Figures:
     dtype: str = "float32"  # of the tensors that are not in eight bits
     rows: int = 0
     tokens: int = 0  # trained ones
-    scored: int = 0  # sequences, of a model of scores: the figures are theirs (verify_scores.py)
+    scored: int = 0  # sequences, of a model of scores: the figures are theirs (verify_answers.py)
     kl_mean: float | None = None  # KL(trained, exported) per token, nats
     kl_max: float | None = None
     top1: float | None = None  # share of tokens with the same likeliest token

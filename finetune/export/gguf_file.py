@@ -168,8 +168,9 @@ class _Entry:
 
     def type_in(self, kind: str) -> str:
         """Returns the type of this tensor. kind: of the matrices."""
-        is_matrix = len(self.shape) > 1 and "ffn_gate_inp" not in self.name
-        return kind if is_matrix and not (kind == "q8_0" and self.shape[-1] % _BLOCK) else "f32"
+        *rows, width = self.shape
+        is_matrix = bool(rows) and "ffn_gate_inp" not in self.name
+        return kind if is_matrix and not (kind == "q8_0" and width % _BLOCK) else "f32"
 
     def read(self, make: Callable[[str], Tensor]) -> Tensor:
         """Returns the values as the file has them. make: the values of the folder's tensors."""
