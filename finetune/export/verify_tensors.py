@@ -270,23 +270,27 @@ def compare_tensors(figures: Figures, trained: Trained, written: StreamedModel, 
     stored, expected = stored_tensors(export, written), Expected(trained, written)
     held = InMemory(model, {name: one.shape for name, one in stored.items()}, lambda name: stored[name].read())
     problems, differing = list[str](), list[str]()
-    for name in held.names():
+
+    def compare(name: str) -> None:  # a function, so that the tensors are gone before the next ones are read
         own, file = in_base(name), stored[held.file_of(name)]
         values, value = held.load(name), expected.value(own)
         if value is None:
             problems.append(f"unexpected keys: {own}")
-            continue
+            return
         figures.tensors += 1
         if values.shape != value.tensor.shape:
             what = f"{own} has {list(values.shape)} values, and {list(value.tensor.shape)} in the run"
             problems.append(f"{what}: rows of added tokens, or others, are lost")
-            continue
+            return
         if dtype and not file.code and value.tensor.is_floating_point() and file.dtype not in (dtype, value.dtype):
             types = (str(one).removeprefix("torch.") for one in (file.dtype, dtype))
             problems.append("{}: is {}, and {} by what was exported".format(own, *types))
         chain = [value.dtype, file.dtype] if is_gguf else [file.dtype]  # GGUF rounds the run's own type
         if (why := difference(values, value, chain, file)) is not None:
             differing.append(f"{own}: {why}")
+
+    for name in held.names():
+        compare(name)
     base = written.base.files if written.base and not written.is_scoring and not is_gguf else None
     for name in () if is_gguf else held.unused:  # in the files in addition to the model: the base's own
         if base is None or name not in base:
