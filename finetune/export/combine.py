@@ -16,20 +16,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from finetune.errors import UserError
 from finetune.export.hf_folder import Say, check_absent, describe, whole_or_absent, write_settings
-from finetune.export.streamed import Base, StreamedModel, find_base, name_of_base
-from finetune.export.tensor_files import write_shards
+from finetune.export.streamed import Base, StreamedModel, base_model, find_base
 from finetune.export.trained import Trained
-from finetune.export.weight_files import SHARD_BYTES
+from finetune.export.weight_files import SHARD_BYTES, write_shards
 from finetune.models.tokenizer import read_tokenizer
 from finetune.utils import sha256_file
 
@@ -39,16 +37,12 @@ _DENSITY = {"ties": 0.2, "dare": 0.5}
 
 @dataclass(frozen=True)
 class Merge:
-    """How runs become one."""
+    """Settings of a combination of runs."""
 
     method: str
     weights: tuple[float, ...]
     density: float | None  # share of entries that is kept; of ties and dare
     seed: int | None  # of dare
-
-    def delta(self, deltas: Sequence[Tensor], name: str) -> Tensor:
-        """Returns what is added to a tensor of the base. deltas: fp32, of each run; they may be overwritten."""
-        return METHODS[self.method](self, deltas, name)
 
 
 def combination(method: str, runs: int, weights: str | None, density: float | None, seed: int | None) -> Merge:
@@ -69,9 +63,11 @@ def combination(method: str, runs: int, weights: str | None, density: float | No
         raise UserError(f"--density {density}: a share above 0 and up to 1, for {' and '.join(_DENSITY)} alone")
     if seed is not None and method != "dare":
         raise UserError(f"--seed: {method} draws nothing; only dare does")
-    return Merge(
-        method, shares, density or _DENSITY.get(method), None if method != "dare" else (seed if seed is not None else 0)
-    )
+    return Merge(method, shares, density or _DENSITY.get(method), (seed or 0) if method == "dare" else None)
+
+
+# Each method returns the change that is added to a tensor of the base. deltas: fp32, of each run; they may be
+# overwritten.
 
 
 def _linear(how: Merge, deltas: Sequence[Tensor], name: str) -> Tensor:
@@ -117,33 +113,38 @@ def _dare(how: Merge, deltas: Sequence[Tensor], name: str) -> Tensor:
     return _linear(how, deltas, name)
 
 
-METHODS: dict[str, Callable[[Merge, Sequence[Tensor], str], Tensor]] = {
-    "linear": _linear,
-    "slerp": _slerp,
-    "ties": _ties,
-    "dare": _dare,
-}
+METHODS = {"linear": _linear, "slerp": _slerp, "ties": _ties, "dare": _dare}
 
 
 def merge_runs(
     runs: Sequence[Trained], how: Merge, out: Path, base: str | None = None, say: Say = lambda text: None
 ) -> None:
-    """Write the model that several runs make together to `out`: whole or absent, the same bytes every time.
+    """Write the combined model of several runs to `out`: whole or absent, the same bytes every time.
 
     base: a folder or hub id in place of the one that the runs name. Tokenizer, template and settings are the first
-    run's. Raises UserError where the runs have no common base or other tensors, RunFailure where the disk is full.
+    run's. Raises UserError if the runs have no common base or other tensors, RunFailure if the disk is full.
     """
     check_absent(out)
     common = _common_base(runs, base)
     models = [StreamedModel(run, torch.float32, base) for run in runs]
-    shapes = _shapes(models, common)
-    if any(_template(run) != _template(runs[0]) for run in runs[1:]):
-        say(f"note: the runs have other chat templates; the result has that of {runs[0].run_dir}")
-    about = {
-        "base": common.identity(),
-        **{key: value for key, value in asdict(how).items() if value is not None},
-        "runs": [describe(model) for model in models],
-    }
+    for model in models:
+        for name in {*model.shapes} ^ {*models[0].shapes}:
+            raise UserError(f"{model.trained.run_dir}: only one of this run and {runs[0].run_dir} has {name}")
+        for name, tensor in model.shapes.items():
+            if name not in common.files or common.files.meta(name).shape != tensor.shape:
+                raise UserError(
+                    f"{model.trained.run_dir}: {name} has {list(tensor.shape)} values, and the base no such tensor: "
+                    "what a run adds (tokens, a head of its own, scores) cannot be merged with other runs"
+                )
+    templates = [read_tokenizer(run.settings).chat_template for run in runs]
+    if any(one != templates[0] for one in templates):
+        say(f"note: the runs have different chat templates; the result has that of {runs[0].run_dir}")
+    settings = {key: value for key, value in asdict(how).items() if value is not None}
+    about = {"base": common.identity(), **settings, "runs": [describe(model) for model in models]}
+    table = [("Base", about["base"]["name"]), *((key, one) for key, one in settings.items() if key != "weights")]
+    weights = [(one["run"], f"{weight:g}") for one, weight in zip(about["runs"], how.weights, strict=True)]
+    card = ["# Merged runs", "", "| | |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in table), ""]
+    card += ["| run | weight |", "| --- | --- |", *(f"| {run} | {weight} |" for run, weight in weights), ""]
 
     def make(name: str) -> Tensor:
         values = common.files.read(name)
@@ -152,51 +153,27 @@ def merge_runs(
         deltas = [model.make(name).sub_(values.float()) for model in models]
         if not any(bool(delta.any()) for delta in deltas):
             return values  # bit for bit
-        return how.delta(deltas, name).add_(values.float()).to(values.dtype)
+        return METHODS[how.method](how, deltas, name).add_(values.float()).to(values.dtype)
 
-    with whole_or_absent(out, about, {}, _card(about, how)) as partial:
+    shapes = {name: common.files.meta(name) for name in models[0].shapes}
+    with whole_or_absent(out, about, {}, "\n".join(card)) as partial:
         write_shards(partial, shapes, make, SHARD_BYTES, lambda n, total: say(f"weights: file {n} of {total}"))
         write_settings(models[0], partial)
 
 
 def _common_base(runs: Sequence[Trained], base: str | None) -> Base:
-    """Returns the base of all runs. Raises UserError where there is none, or several."""
-    found: dict[str, Base] = {}
+    """Returns the base of all runs. Raises UserError if there is none, or several."""
+    bases: dict[str, Base] = {}
     for run in runs:
-        name, revision = (base, None) if base else name_of_base(run)
-        if name is None:
+        about = base_model(run, base)
+        if about.name is None:
             raise UserError(f"{run.run_dir}: trained from scratch: there is no base that it changed")
-        one = find_base(name, revision)
-        found.setdefault(str(one.folder.resolve()), one)
-    if len(found) > 1 and len({tuple(map(sha256_file, one.files.paths())) for one in found.values()}) > 1:
-        names = " and ".join(sorted(one.name for one in found.values()))
+        one = find_base(about.name, about.revision)
+        bases.setdefault(str(one.folder.resolve()), one)
+    if len(bases) > 1 and len({tuple(map(sha256_file, one.files.paths())) for one in bases.values()}) > 1:
+        names = " and ".join(sorted(one.name for one in bases.values()))
         raise UserError(
             f"the runs have other bases ({names}): what they changed does not add up. Merge runs of one base, or give "
             "--base FOLDER if these are the same model"
         )
-    return next(iter(found.values()))
-
-
-def _shapes(models: Sequence[StreamedModel], base: Base) -> dict[str, Tensor]:
-    """Returns shapes and types of the result: the base's. Raises UserError for a run that has other tensors."""
-    for model in models:
-        for name in {*model.shapes} ^ {*models[0].shapes}:
-            raise UserError(f"{model.trained.run_dir}: only one of this run and {models[0].trained.run_dir} has {name}")
-        for name, tensor in model.shapes.items():
-            if name not in base.files or base.files.meta(name).shape != tensor.shape:
-                raise UserError(
-                    f"{model.trained.run_dir}: {name} has {list(tensor.shape)} values, and the base no such tensor: "
-                    "what a run adds (tokens, a head of its own, scores) cannot be merged with other runs"
-                )
-    return {name: base.files.meta(name) for name in models[0].shapes}
-
-
-def _template(run: Trained) -> Any:
-    return read_tokenizer(run.settings).chat_template
-
-
-def _card(about: dict[str, Any], how: Merge) -> str:
-    settings = [f"| {key} | {value} |" for key, value in asdict(how).items() if value is not None and key != "weights"]
-    runs = [f"| {one['run']} | {weight:g} |" for one, weight in zip(about["runs"], how.weights, strict=True)]
-    lines = ["| | |", "| --- | --- |", f"| Base | {about['base']['name']} |", *settings]
-    return "\n".join(["# Merged runs", "", *lines, "", "| run | weight |", "| --- | --- |", *runs, ""])
+    return next(iter(bases.values()))

@@ -1,4 +1,4 @@
-"""What a comparison of an export with its run has found: figures, what a format may cost, and how both are shown."""
+"""Figures of a comparison of an export with its run, what a format may cost, and how both are shown."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ THRESHOLDS = {
     "int8": Threshold(1e-2, 1.0, 0.95),
     "fp8": Threshold(5e-2, 3.0, 0.90),
 }
-# An update that is lost moves a model by what it had moved it; rounding moves it by much less, but for runs that
-# hardly trained.
+# A lost update moves a model by as much as training did; rounding moves it by much less, except after runs that hardly
+# trained.
 _LOST_SHARE, _ROUNDING = 0.25, {"float32": 1e-9, "bfloat16": 1e-5, "float16": 1e-6, "q8_0": 1e-3}
 _ROUNDING |= {"int8": 1e-3, "fp8": 1e-2}
 
@@ -44,7 +44,7 @@ class Figures:
     dtype: str = "float32"  # of the tensors that are not in eight bits
     rows: int = 0
     tokens: int = 0  # trained ones
-    scored: int = 0  # sequences, of a model of scores: the figures are theirs (verify_scores.py)
+    scored: int = 0  # sequences, of a model of scores: the figures are theirs (verify_answers.py)
     kl_mean: float | None = None  # KL(trained, exported) per token, nats
     kl_max: float | None = None
     top1: float | None = None  # share of tokens with the same likeliest token
@@ -54,12 +54,8 @@ class Figures:
     score_max: float | None = None  # largest difference of a score
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def passed(self) -> bool:
-        return not self.problems
-
     def as_dict(self) -> dict[str, Any]:
-        return {"passed": self.passed, **asdict(self)}
+        return {"passed": not self.problems, **asdict(self)}
 
     def judge(self) -> None:
         """Add what is beyond the format's thresholds to the problems."""
@@ -86,7 +82,7 @@ def card_section(figures: Figures) -> str:
     """Returns the card's section, in Markdown."""
     lines = [f"| {name} | {value} |" for name, value in table_of(figures)]
     problems = [f"- {problem}" for problem in figures.problems]
-    verdict = "Every figure is within what rounding to this format costs." if figures.passed else "It does not:"
+    verdict = "Every figure is within what rounding to this format costs." if not figures.problems else "It does not:"
     on_rows = f", and its answers on {figures.rows} held-out rows" if figures.rows else ""
     head = f"{SECTION}\n\nWhether this model is what was trained: its files, each tensor{on_rows}."
     return "\n".join([head, "", "| | |", "| --- | --- |", *lines, "", verdict, *problems, ""])
@@ -104,14 +100,10 @@ def table_of(figures: Figures) -> list[tuple[str, str]]:
         "KL of the base, mean": figures.kl_base,
         "largest difference of a score": figures.score_max,
     }
+    shown = [(name, one if isinstance(one, str) else f"{one:.3g}") for name, one in values.items() if one is not None]
     same = "same label or best answer" if figures.scored else "same likeliest token"
     shares = {same: figures.top1, "same greedy text": figures.greedy}
-    shown = [
-        (name, value if isinstance(value, str) else f"{value:.3g}")
-        for name, value in values.items()
-        if value is not None
-    ]
-    return [*shown, *((name, f"{value:.2%}") for name, value in shares.items() if value is not None)]
+    return [*shown, *((name, f"{share:.2%}") for name, share in shares.items() if share is not None)]
 
 
 def show_figures(console: Console, figures: Figures) -> None:

@@ -1,6 +1,7 @@
 """The formats that `export --to` writes: a new one is a row of EXPORTS and a file that writes it.
 
-The command's help, its checks, `merge` and the gate read this table; what writes a format is imported when it is used.
+The command's help, its checks, `merge` and the gate read this table; the file that writes a format is imported when it
+is used.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ExportOptions:
     base: str | None = None
     verify: bool = True
     average: int | None = None  # checkpoints
-    quantised: str | None = None  # int8 or fp8
+    quantized: str | None = None  # int8 or fp8
     gpus: int | None = None  # of the server, for its command; None: those of this machine
 
 
@@ -46,7 +47,7 @@ def _write_folder(trained: Trained, out: Path, options: ExportOptions, say: Say,
     from finetune.export.hf_folder import export_folder
 
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    export_folder(trained, out, dtype, options.base, say, quantised=options.quantised, check=check)
+    export_folder(trained, out, dtype, options.base, say, quantized=options.quantized, check=check)
 
 
 def _write_gguf(trained: Trained, out: Path, options: ExportOptions, say: Say, check: Check) -> None:
@@ -57,13 +58,13 @@ def _write_gguf(trained: Trained, out: Path, options: ExportOptions, say: Say, c
 
 @dataclass(frozen=True)
 class Export:
-    """A format. dtypes: of `--dtype`; quantised: of `--quantize`; is_served: whether it is a folder that vLLM, SGLang,
+    """A format. dtypes: of `--dtype`; quantized: of `--quantize`; is_served: whether it is a folder that vLLM, SGLang,
     ... load, whose commands are printed."""
 
     about: str
     dtypes: tuple[str, ...]
     write: Callable[[Trained, Path, ExportOptions, Say, Check], None]
-    quantised: tuple[str, ...] = ()
+    quantized: tuple[str, ...] = ()
     is_served: bool = False
 
 
@@ -81,17 +82,17 @@ def check_options(options: ExportOptions) -> Export:
         raise UserError(f"--to {options.to}: expected one of {', '.join(EXPORTS)}")
     if options.dtype is not None and options.dtype not in export.dtypes:
         raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(export.dtypes)}")
-    if (kind := options.quantised) is not None:
-        if not export.quantised:
-            names = " or ".join(name for name, one in EXPORTS.items() if one.quantised)
+    if (kind := options.quantized) is not None:
+        if not export.quantized:
+            names = " or ".join(name for name, one in EXPORTS.items() if one.quantized)
             raise UserError(f"--quantize {kind}: goes with --to {names}; other formats have --dtype")
         if kind in _CALIBRATED:
             raise UserError(
                 f"--quantize {kind}: needs calibration, which is done by {_CALIBRATED[kind]} on the folder that "
                 "`export --to hf` writes"
             )
-        if kind not in export.quantised:
-            raise UserError(f"--quantize {kind}: expected one of {', '.join(export.quantised)}")
+        if kind not in export.quantized:
+            raise UserError(f"--quantize {kind}: expected one of {', '.join(export.quantized)}")
     if options.gpus is not None and not export.is_served:
         names = " and ".join(f"--to {name}" for name, one in EXPORTS.items() if one.is_served)
         raise UserError(f"--gpus only applies to {names}")

@@ -1,5 +1,5 @@
-"""What a GGUF file says of a model: llama.cpp's name of its architecture, and settings by llama.cpp's names. The same
-table is written and, of a file of any make, compared.
+"""The settings of a model in a GGUF file: llama.cpp's name of its architecture, and settings by llama.cpp's names. The
+same table is written and, for a file of any make, compared.
 
     llama         Llama 3's frequency factors are a tensor of the file
     mistral3      Ministral 3: YaRN, and queries that grow with the position
@@ -48,27 +48,53 @@ def open_gguf(file: Path) -> Any:
 
 
 def check_architecture(config: Any, is_scoring: bool) -> None:
-    """Raises UserError for a model that is not written here."""
-    if is_scoring or config.model_type not in ARCHITECTURES:
-        what = "a model of scores" if is_scoring else config.model_type
+    """Raises UserError for a model that is not written here, or that computes otherwise than llama.cpp does by its
+    architecture."""
+    kind, rope = config.model_type, rope_of(config)
+    if is_scoring or kind not in ARCHITECTURES:
+        what = "a model of scores" if is_scoring else kind
         raise UserError(f"--to gguf: {what} is not written here (only {', '.join(ARCHITECTURES)}); {WAY_OUT}")
-    rope = rope_of(config).get("rope_type", "default")
+    rope_type = rope.get("rope_type", "default")
     scaled = {"llama": "llama3", "gemma3_text": "linear", "ministral3": "yarn"}
-    if rope not in ("default", scaled.get(config.model_type)):
-        raise UserError(f"--to gguf: RoPE of type {rope} is not written here; {WAY_OUT}")
-    if config.model_type == "qwen3_moe" and not config.norm_topk_prob:
-        raise UserError(
-            f"--to gguf: llama.cpp normalises the weights of qwen3_moe's experts, this model not; {WAY_OUT}"
-        )
-    if config.model_type in WINDOWS:
-        _check_gemma(config)
-    elif config.hidden_act != "silu" or rope_of(config).get("partial_rotary_factor", 1.0) != 1:
-        raise UserError(
-            f"--to gguf: {config.model_type} with {config.hidden_act}, or with a part of each head turned, is not "
-            f"written here; {WAY_OUT}"
-        )
-    if config.model_type == "ministral3":
-        _check_ministral(config)
+    rules = [(rope_type not in ("default", scaled.get(kind)), f"RoPE of type {rope_type} is not written here")]
+    if kind == "qwen3_moe":
+        why = "llama.cpp normalizes the weights of qwen3_moe's experts, this model does not"
+        rules.append((not config.norm_topk_prob, why))
+    if kind in WINDOWS:
+        layers, period = config.num_hidden_layers, WINDOWS[kind]
+        sliding = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)]
+        caps, is_2 = (config.attn_logit_softcapping, config.final_logit_softcapping), kind == "gemma2"
+        is_27b = layers == _LAYERS_OF_27B[kind]
+        scale = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
+        own, activation = config.query_pre_attn_scalar, config.hidden_activation
+        rules += [
+            (
+                list(config.layer_types) != sliding,
+                f"llama.cpp has a layer without a window every {period}, unlike this model",
+            ),
+            (
+                is_2 != (caps[0] is not None) or (is_2 and caps[1] is None),
+                f"logits capped by {caps} are not written here",
+            ),
+            (
+                own != scale or activation != "gelu_pytorch_tanh",
+                f"attention scaled by {own}, or {activation}, is not written here: llama.cpp scales that of {layers} "
+                f"layers by {scale}",
+            ),
+        ]
+    else:
+        what = f"{kind} with {config.hidden_act}, or with a part of each head turned, is not written here"
+        rules.append((config.hidden_act != "silu" or rope.get("partial_rotary_factor", 1.0) != 1, what))
+    if kind == "ministral3":  # llama.cpp's `mistral3` takes mscale for 1
+        is_plain = rope_type == "yarn" and rope.get("attention_factor") is None and rope.get("truncate", True)
+        scales = (rope.get("mscale"), rope.get("mscale_all_dim"))
+        rules += [
+            (not is_plain, f"a Ministral 3 with {rope} is not written here, only plain YaRN"),
+            (all(scales) and scales[0] != 1, f"llama.cpp takes YaRN's mscale for 1, and here it is {scales[0]}"),
+        ]
+    for is_broken, why in rules:
+        if is_broken:
+            raise UserError(f"--to gguf: {why}; {WAY_OUT}")
 
 
 def is_written(config: Any) -> bool:
@@ -80,44 +106,16 @@ def is_written(config: Any) -> bool:
 
 
 def context_length(config: Any) -> int:
-    """Returns the tokens of the longest text of a file: those of a window, where llama.cpp has none for the
-    architecture. Up to there each token sees all before it either way."""
+    """Returns the tokens of the longest text of a file: those of a window if llama.cpp has none for the architecture.
+    Up to there each token sees all before it either way."""
     window = None if config.model_type in WINDOWS else getattr(config, "sliding_window", None)
     if not window or not getattr(config, "use_sliding_window", True):
         return config.max_position_embeddings
     return min(window, config.max_position_embeddings)
 
 
-def _check_gemma(config: Any) -> None:
-    """Raises UserError where a Gemma computes otherwise than llama.cpp does by its architecture."""
-    period = WINDOWS[config.model_type]
-    sliding = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(config.num_hidden_layers)]
-    if list(config.layer_types) != sliding:
-        raise UserError(f"--to gguf: llama.cpp has a layer without a window every {period}, not as here; {WAY_OUT}")
-    is_27b = config.num_hidden_layers == _LAYERS_OF_27B[config.model_type]
-    scale = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
-    caps, is_2 = (config.attn_logit_softcapping, config.final_logit_softcapping), config.model_type == "gemma2"
-    if is_2 != (caps[0] is not None) or (is_2 and caps[1] is None):
-        raise UserError(f"--to gguf: logits capped by {caps} are not written here; {WAY_OUT}")
-    if config.query_pre_attn_scalar != scale or config.hidden_activation != "gelu_pytorch_tanh":
-        raise UserError(
-            f"--to gguf: attention scaled by {config.query_pre_attn_scalar}, or {config.hidden_activation}, is not "
-            f"written here: llama.cpp scales that of {config.num_hidden_layers} layers by {scale}; {WAY_OUT}"
-        )
-
-
-def _check_ministral(config: Any) -> None:
-    """Raises UserError where a Ministral 3 computes otherwise than llama.cpp's `mistral3`, which takes mscale for 1."""
-    rope = rope_of(config)
-    scales, truncates = (rope.get("mscale"), rope.get("mscale_all_dim")), rope.get("truncate", True)
-    if rope.get("rope_type") != "yarn" or rope.get("attention_factor") is not None or not truncates:
-        raise UserError(f"--to gguf: a Ministral 3 with {rope} is not written here, only plain YaRN; {WAY_OUT}")
-    if all(scales) and scales[0] != 1:
-        raise UserError(f"--to gguf: llama.cpp takes YaRN's mscale for 1, and here it is {scales[0]}; {WAY_OUT}")
-
-
 def rope_of(config: Any) -> dict[str, Any]:
-    """Returns the parameters of rotary embeddings, of layers without a window where they differ."""
+    """Returns the parameters of rotary embeddings, of layers without a window if they differ."""
     parameters = config.rope_parameters or {}
     return parameters.get("full_attention", parameters)
 
@@ -150,40 +148,29 @@ def settings_of(config: Any, whole: Any = None) -> Settings:
     if kind == "qwen3_moe":
         settings["expert_feed_forward_length"] = config.moe_intermediate_size
     if kind in WINDOWS:
-        settings |= _gemma(config)
-    if kind == "ministral3":
-        settings |= _ministral(rope)
+        settings["attention.sliding_window"] = config.sliding_window
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if (cap := getattr(config, name)) is not None:
+                settings[name] = float(cap)
+    if kind == "gemma3_text":
+        settings["rope.freq_base_swa"] = float(config.rope_parameters["sliding_attention"]["rope_theta"])
+        if (factor := rope.get("factor")) is not None:
+            settings |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(factor)}
+    if kind == "ministral3":  # as llama.cpp's `mistral3` reads them (https://github.com/ggml-org/llama.cpp/pull/17644)
+        settings |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(rope["factor"]),
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast") or 32.0),
+            "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow") or 1.0),
+            "attention.temperature_scale": float(rope["llama_4_scaling_beta"]),
+        }
+        if rope.get("mscale") and rope.get("mscale_all_dim"):  # else both take the factor of the paper
+            settings["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
     if (sections := rope.get("mrope_section")) is not None:
         settings["rope.dimension_sections"] = [*sections, *[0] * (4 - len(sections))]  # time, height, width, another
     if kind == "qwen3_vl_text" and whole is not None:
         settings["n_deepstack_layers"] = len(whole.vision_config.deepstack_visual_indexes)
-    return settings
-
-
-def _gemma(config: Any) -> Settings:
-    settings: Settings = {"attention.sliding_window": config.sliding_window}
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if (cap := getattr(config, name)) is not None:
-            settings[name] = float(cap)
-    if config.model_type == "gemma3_text":
-        settings["rope.freq_base_swa"] = float(config.rope_parameters["sliding_attention"]["rope_theta"])
-        if (factor := rope_of(config).get("factor")) is not None:
-            settings |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(factor)}
-    return settings
-
-
-def _ministral(rope: dict[str, Any]) -> Settings:
-    """As llama.cpp's `mistral3` reads them (https://github.com/ggml-org/llama.cpp/pull/17644)."""
-    settings: Settings = {
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": float(rope["factor"]),
-        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
-        "rope.scaling.yarn_beta_fast": float(rope.get("beta_fast") or 32.0),
-        "rope.scaling.yarn_beta_slow": float(rope.get("beta_slow") or 1.0),
-        "attention.temperature_scale": float(rope["llama_4_scaling_beta"]),
-    }
-    if rope.get("mscale") and rope.get("mscale_all_dim"):  # else both take the factor of the paper
-        settings["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
     return settings
 
 
@@ -193,7 +180,7 @@ def add_settings(writer: Any, architecture: str, settings: Settings) -> None:
         add[type(value)](f"{architecture}.{name}", value)
 
 
-# What llama.cpp takes where a file does not say it (`llama_model_base::load_hparams`): a value, or another setting's.
+# Values that llama.cpp takes if a file has none (`llama_model_base::load_hparams`), or those of another setting.
 _UNSAID: Settings = {
     "rope.freq_base": 1e4,
     "rope.freq_base_swa": 1e4,
@@ -218,7 +205,7 @@ _AS = {
 
 
 def other_settings(config: Any, whole: Any, file: Path) -> list[str]:
-    """Returns how a file computes otherwise than a model by its config. whole: see `settings_of`."""
+    """Returns the settings of a file that differ from a model's config. whole: see `settings_of`."""
     fields = open_gguf(file).fields
     name = fields["general.architecture"].contents() if "general.architecture" in fields else None
     if name != (expected := ARCHITECTURES[config.model_type]):
@@ -227,24 +214,20 @@ def other_settings(config: Any, whole: Any, file: Path) -> list[str]:
     ahead = f"{name}."
     theirs = {key.removeprefix(ahead): one.contents() for key, one in fields.items() if key.startswith(ahead)}
     rows, tokens = theirs.pop("vocab_size", None), len(fields["tokenizer.ggml.tokens"].data)
-    found = [f"{file}: vocab_size is {rows}, and it has {tokens} tokens"] if rows not in (None, tokens) else []
+    problems = [f"{file}: vocab_size is {rows}, and it has {tokens} tokens"] if rows not in (None, tokens) else []
     for key in sorted(ours.keys() | theirs.keys()):
-        values = _taken(key, theirs), _taken(key, ours)
-        if not _is_same(*values):
-            found.append(f"{file}: {key} is {values[0]}, and {values[1]} in the run")
-    return found
+        their, our = _taken(key, theirs), _taken(key, ours)
+        if isinstance(our, float) and isinstance(their, float) and math.isclose(our, their, rel_tol=1e-6):
+            continue  # fp32 in the file
+        if their != our:
+            problems.append(f"{file}: {key} is {their}, and {our} in the run")
+    return problems
 
 
 def _taken(key: str, settings: dict[str, Any]) -> Any:
-    """Returns what llama.cpp takes for a setting."""
+    """Returns the value that llama.cpp takes for a setting."""
     if key in settings:
         return settings[key]
     if key == "attention.key_length":
         return settings.get("embedding_length", 0) // max(1, settings.get("attention.head_count", 0))
     return _taken(_AS[key], settings) if key in _AS else _UNSAID.get(key)
-
-
-def _is_same(theirs: Any, ours: Any) -> bool:
-    if isinstance(ours, float) and isinstance(theirs, float):
-        return math.isclose(ours, theirs, rel_tol=1e-6)  # fp32 in the file
-    return theirs == ours

@@ -23,57 +23,86 @@ from finetune.export.gguf_settings import UNKNOWN, WAY_OUT, open_gguf, package
 from finetune.models.remote_code import load_auto
 from finetune.models.tokenizer import read_tokenizer
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
 
 def add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
-    """Add tokens, merges or scores, the template and the ids of special tokens. Raises UserError where llama.cpp would
+    """Add tokens, merges or scores, the template and the ids of special tokens. Raises UserError if llama.cpp would
     split text otherwise."""
     tokenizer: Any = read_tokenizer(folder)
     content = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, kinds = content["model"], gguf.TokenType
     split, prefix = split_name(content), sentencepiece_prefix(content)
     if split is None and prefix is None:
-        kind = content["model"]["type"]
-        what = f"{folder}'s tokenizer" + (f", of type {kind}," if kind != "BPE" else "")
+        what = f"{folder}'s tokenizer" + (f", of type {model['type']}," if model["type"] != "BPE" else "")
         raise UserError(f"--to gguf: llama.cpp may not split text as {what} does; {WAY_OUT}")
     tokens = {index: token for token, index in tokenizer.get_vocab().items()}
     added = {one["id"]: one for one in content["added_tokens"]}
     texts = [tokens.get(index, f"[PAD{index}]") for index in range(max(rows, max(tokens) + 1))]
-    kinds = [_kind(gguf.TokenType, i, tokens, added, content["model"]) for i in range(len(texts))]
+
+    def kind(index: int) -> Any:
+        if index not in tokens:
+            return kinds.UNUSED
+        if model.get("byte_fallback") and tokens[index] == model.get("unk_token"):
+            return kinds.UNKNOWN
+        if index in added:
+            return kinds.CONTROL if added[index]["special"] else kinds.USER_DEFINED
+        return kinds.BYTE if model.get("byte_fallback") and _BYTE.fullmatch(tokens[index]) else kinds.NORMAL
+
+    types = [kind(index) for index in range(len(texts))]
     if split is not None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(split)
-        merges = content["model"]["merges"]
-        writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+        writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
     else:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_token_scores(_scores(content, texts, folder))
-        writer.add_add_space_prefix(_adds_space(prefix, tokenizer, set(added), folder))
-        own = gguf.TokenType.USER_DEFINED  # found in text as it is, before spaces are replaced
-        texts = [t.replace("▁", " ") if kind == own else t for t, kind in zip(texts, kinds, strict=True)]
+        writer.add_token_scores(_scores(model["merges"], texts, folder))
+        if prefix == "first":  # llama.cpp adds a space behind every special token, or none
+            chat = [{"role": "user", "content": "a"}]
+            ids = tokenizer.apply_chat_template(chat, return_dict=False) if tokenizer.chat_template else [-1]
+            if ids[0] not in added:
+                raise UserError(
+                    f"--to gguf: {folder}'s tokenizer writes a space at the beginning of a text alone, and "
+                    f"conversations do not begin with a special token, as llama.cpp needs; {WAY_OUT}"
+                )
+        writer.add_add_space_prefix(prefix == "always")
+        # Tokens of users are found in text as it is, before spaces are replaced.
+        texts = [t.replace("▁", " ") if one == kinds.USER_DEFINED else t for t, one in zip(texts, types, strict=True)]
     writer.add_token_list(texts)
-    writer.add_token_types(kinds)
+    writer.add_token_types(types)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
-    _add_special_ids(writer, tokenizer, folder)
+    ends = GenerationConfig.from_pretrained(folder).eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    if len(ends) > 3:
+        raise UserError(f"--to gguf: {len(ends)} tokens end an answer, and the format has places for three; {WAY_OUT}")
+    for name, index in (
+        *zip(("eos", "eot", "eom"), ends, strict=False),
+        *((name, getattr(tokenizer, f"{name}_token_id")) for name in ("bos", "pad", "unk")),
+    ):
+        if index is not None:
+            getattr(writer, f"add_{name}_token_id")(index)
+    first = tokenizer("a")["input_ids"]
+    writer.add_add_bos_token(bool(first) and first[0] == tokenizer.bos_token_id)
 
 
-def _kind(kinds: Any, index: int, tokens: dict[int, str], added: dict[int, Any], model: dict[str, Any]) -> Any:
-    """Returns GGUF's type of a token."""
-    if index not in tokens:
-        return kinds.UNUSED
-    if model.get("byte_fallback") and tokens[index] == model.get("unk_token"):
-        return kinds.UNKNOWN
-    if index in added:
-        return kinds.CONTROL if added[index]["special"] else kinds.USER_DEFINED
-    return kinds.BYTE if model.get("byte_fallback") and _BYTE.fullmatch(tokens[index]) else kinds.NORMAL
-
-
-_BYTE = re.compile("<0x[0-9A-F]{2}>")
+def _scores(merges: list[Any], texts: list[str], folder: Path) -> list[float]:
+    """Returns the order in which llama.cpp merges: pairs whose token has the highest score first. Raises UserError if
+    merges that give one token do not follow each other: no scores say the same."""
+    ranks: dict[str, float] = {}
+    last = None
+    for merge in merges:
+        token = "".join(merge.split(" ") if isinstance(merge, str) else merge)
+        if token != last and token in ranks:
+            raise UserError(f"--to gguf: the merges of {folder}'s tokenizer are not those of SentencePiece; {WAY_OUT}")
+        last, ranks[token] = token, ranks.get(token, -float(len(ranks) + 1))
+    return [ranks.get(text, -1e4 if _BYTE.fullmatch(text) else 0.0) for text in texts]
 
 
 def sentencepiece_prefix(content: dict[str, Any]) -> str | None:
-    """Returns where a SentencePiece vocabulary of merges writes a space that is not there: never, first (at the
-    beginning of a text) or always (also behind special tokens); None for another kind of tokenizer.json."""
+    """Returns when a SentencePiece vocabulary of merges adds a space: never, first (at the beginning of a text) or
+    always (also behind special tokens); None for another kind of tokenizer.json."""
     model, normalizer, before = content["model"], content["normalizer"], content["pre_tokenizer"]
     if model["type"] != "BPE" or not model.get("byte_fallback"):
         return None
@@ -88,53 +117,6 @@ def sentencepiece_prefix(content: dict[str, Any]) -> str | None:
     return "always" if steps == [{"type": "Prepend", "prepend": "▁"}, replaces] and before is None else None
 
 
-def _adds_space(prefix: str | None, tokenizer: Any, added: set[int], folder: Path) -> bool:
-    """Returns whether llama.cpp adds a space, which it does behind every special token. Raises UserError where a
-    conversation would get one that training had not."""
-    if prefix != "first":
-        return prefix == "always"
-    chat = [{"role": "user", "content": "a"}]
-    ids = tokenizer.apply_chat_template(chat, return_dict=False) if tokenizer.chat_template else [-1]
-    if ids[0] not in added:
-        raise UserError(
-            f"--to gguf: {folder}'s tokenizer writes a space at the beginning of a text alone, and conversations "
-            f"do not begin with a special token, as llama.cpp needs; {WAY_OUT}"
-        )
-    return False
-
-
-def _scores(content: dict[str, Any], texts: list[str], folder: Path) -> list[float]:
-    """Returns the order in which llama.cpp merges: pairs whose token has the highest score first. Raises UserError
-    where merges that give one token do not follow each other: no scores say the same."""
-    ranks: dict[str, float] = {}
-    last = None
-    for merge in content["model"]["merges"]:
-        token = "".join(merge.split(" ") if isinstance(merge, str) else merge)
-        if token != last and token in ranks:
-            raise UserError(f"--to gguf: the merges of {folder}'s tokenizer are not those of SentencePiece; {WAY_OUT}")
-        last, ranks[token] = token, ranks.get(token, -float(len(ranks) + 1))
-    return [ranks.get(text, -1e4 if _BYTE.fullmatch(text) else 0.0) for text in texts]
-
-
-def _add_special_ids(writer: Any, tokenizer: Any, folder: Path) -> None:
-    ends = GenerationConfig.from_pretrained(folder).eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    if len(ends) > 3:
-        raise UserError(f"--to gguf: {len(ends)} tokens end an answer, and the format has places for three; {WAY_OUT}")
-    for add, end in zip(
-        (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id), ends, strict=False
-    ):
-        add(end)
-    if tokenizer.bos_token_id is not None:
-        writer.add_bos_token_id(tokenizer.bos_token_id)
-    if tokenizer.pad_token_id is not None:
-        writer.add_pad_token_id(tokenizer.pad_token_id)
-    if tokenizer.unk_token_id is not None:
-        writer.add_unk_token_id(tokenizer.unk_token_id)
-    first = tokenizer("a")["input_ids"]
-    writer.add_add_bos_token(bool(first) and first[0] == tokenizer.bos_token_id)
-
-
 # SmolLM2's: single digits, then as GPT-2. transformers 5.23 does not know llama.cpp's name of it.
 DIGITS = {
     "type": "Sequence",
@@ -146,7 +128,7 @@ DIGITS = {
 
 
 def split_name(content: dict[str, Any]) -> str | None:
-    """Returns llama.cpp's name of a tokenizer.json's way to split text; None where it has none that is known here.
+    """Returns llama.cpp's name of a tokenizer.json's way to split text; None if it has none that is known here.
 
     The names and patterns are those by which transformers reads GGUF files.
     """
@@ -170,12 +152,9 @@ def split_name(content: dict[str, Any]) -> str | None:
         return "gpt-2" if steps[0]["use_regex"] else None
     if len(steps) != 2 or steps[0].get("type") != "Split" or steps[-1]["use_regex"]:
         return None
-    known = {
-        pattern: name
-        for name in ("llama-bpe", "qwen2", "tekken", "gpt-4o")
-        if (pattern := GGUF_PRE_TOKENIZER_SPLITS[name])
-    }
-    return known.get(steps[0]["pattern"].get("Regex")) if steps[0]["behavior"] == "Isolated" else None
+    names = ("llama-bpe", "qwen2", "tekken", "gpt-4o")
+    patterns = {pattern: name for name in names if (pattern := GGUF_PRE_TOKENIZER_SPLITS[name])}
+    return patterns.get(steps[0]["pattern"].get("Regex")) if steps[0]["behavior"] == "Isolated" else None
 
 
 # --- read back
@@ -183,7 +162,7 @@ def split_name(content: dict[str, Any]) -> str | None:
 
 def gguf_tokenizer(file: Path) -> Any:
     """Returns the tokenizer of a GGUF file, which splits text as llama.cpp does by the name in the file."""
-    with described(file) as readable:
+    with _readable(file) as readable:
         tokenizer: Any = load_auto(AutoTokenizer, readable.parent, gguf_file=readable.name)
     name = open_gguf(file).fields.get("tokenizer.ggml.pre")
     if name is not None and name.contents() == "smollm":
@@ -193,30 +172,27 @@ def gguf_tokenizer(file: Path) -> Any:
 
 
 def other_tokens(settings: Path, file: Path) -> list[str]:
-    """Returns what of a file's vocabulary is not the run's: a token, or a special one that llama.cpp would not find in
-    text, as a template writes it. settings: the run's tokenizer."""
+    """Returns the difference between a file's vocabulary and the run's: a token, or a special one that llama.cpp would
+    not find in text, as a template writes it. settings: the run's tokenizer."""
     tokenizer: Any = read_tokenizer(settings)
     fields = open_gguf(file).fields
-    texts, kinds = (fields[key].contents() if (key := f"tokenizer.ggml.{name}") in fields else [] for name in _LISTS)
+    keys = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")
+    texts, types = (fields[key].contents() if key in fields else [] for key in keys)
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    found = package().TokenType
+    kinds = package().TokenType
     for token, index in tokenizer.get_vocab().items():
         if index >= len(texts) or texts[index].replace("▁", " ") != token.replace("▁", " "):
             held = repr(texts[index]) if index < len(texts) else "not there"
             return [f"{file}: token {index} is {held}, and {token!r} in the run"]
-        if index in special and (
-            index >= len(kinds) or kinds[index] not in (found.CONTROL, found.USER_DEFINED, found.UNKNOWN)
-        ):
+        kind = types[index] if index < len(types) else None
+        if index in special and kind not in (kinds.CONTROL, kinds.USER_DEFINED, kinds.UNKNOWN):
             return [f"{file}: token {index}, {token!r}, is no special one, so llama.cpp does not find it in a text"]
     return []
 
 
-_LISTS = ("tokens", "token_type")
-
-
 @contextlib.contextmanager
-def described(path: Path) -> Iterator[Path]:
-    """Yields a file that transformers reads a tokenizer from: of an architecture that it does not know, one without
+def _readable(path: Path) -> Iterator[Path]:
+    """Yields a file that transformers reads a tokenizer from: for an architecture that it does not know, one without
     tensors under Llama's name."""
     gguf, arch = package(), "general.architecture"
     fields = gguf.GGUFReader(path).fields

@@ -1,9 +1,9 @@
 """`export --to hf`: the trained model as a plain Hugging Face folder, whole or absent, the same bytes every time.
 
 Everything is written to OUT.partial, compared with the run there, and renamed at the end: OUT is complete and has
-passed, or is not there. Weight files in OUT.partial are complete under their own names, so an export that was stopped
-continues after the last one, if it would write the same: `progress.json` says what of. An export that does not pass is
-kept as OUT.failed.
+passed, or does not exist. Weight files in OUT.partial are complete under their own names, so an export that was stopped
+continues after the last one, if `progress.json` says that it would write the same. An export that does not pass is kept
+as OUT.failed.
 
     model*.safetensors, config.json, generation_config.json, tokenizer files, README.md
     export.json     what was exported: base with its revision, hash of adapter or checkpoint, versions
@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from finetune.errors import RunFailure, UserError
-from finetune.export.quantised import QuantisedModel, settings_of
+from finetune.export.eight_bits import QuantizedModel, settings_of
 from finetune.export.result import model_card, partial_path, write_config
 from finetune.export.streamed import StreamedModel
-from finetune.export.tensor_files import write_shards
 from finetune.export.trained import Trained
-from finetune.export.weight_files import SHARD_BYTES
+from finetune.export.weight_files import SHARD_BYTES, write_shards
+from finetune.models.damage import read_object
 from finetune.models.tokenizer import read_tokenizer
 from finetune.models.vision import processor_settings
 from finetune.utils import fsync, write_atomically
@@ -37,8 +37,10 @@ from finetune.utils import fsync, write_atomically
 PROGRESS = "progress.json"
 METADATA = "export.json"
 _PACKAGES = ("torch", "transformers", "peft", "safetensors")
-# Of the base, in addition to weights and what the tokenizer writes: code, and what images and audio go through.
+# Files of the base that are copied: code, and the settings by which images and audio are processed.
 COPIED = ("*.py", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_SETTINGS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_SETTINGS += ("added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt")
 Say = Callable[[str], object]
 Check = Callable[[Path], object]
 
@@ -50,73 +52,79 @@ def export_folder(
     base: str | None = None,
     say: Say = lambda text: None,
     shard_bytes: int = SHARD_BYTES,
-    quantised: str | None = None,
+    quantized: str | None = None,
     check: Check = lambda folder: None,
-) -> StreamedModel:
-    """Write the trained model to `out`. Returns what was written, without values.
+) -> None:
+    """Write the trained model to `out`.
 
-    quantised: int8 or fp8 (quantised.py); check: compares the folder with the run before it gets its name.
+    quantized: int8 or fp8 (eight_bits.py); check: compares the folder with the run before it gets its name.
 
-    Raises UserError if there is something at `out` already or nothing can be made of this run, RunFailure if the disk
-    is full (what was written until then is kept for the next try) or if `check` does.
+    Raises UserError if `out` exists already or this run cannot be exported, RunFailure if the disk is full (the written
+    files are kept for the next try) or if `check` does.
     """
     check_absent(out)
     model = StreamedModel(trained, dtype, base)
-    written = QuantisedModel(model, quantised) if quantised else model
-    about = {**describe(model), **({"quantised": quantised} if quantised else {})}
+    written = QuantizedModel(model, quantized) if quantized else model
+    about = {**describe(model), **({"quantised": quantized} if quantized else {})}
     with whole_or_absent(out, about, {"shard_bytes": shard_bytes}, card_of(trained), check) as partial:
         write_shards(
             *(partial, written.shapes, written.make, shard_bytes), lambda n, total: say(f"weights: file {n} of {total}")
         )
         write_settings(model, partial)
-        if isinstance(written, QuantisedModel):
-            config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+        if isinstance(written, QuantizedModel):
+            config = read_object(partial / "config.json")
             config["quantization_config"] = settings_of(written.kind, written.ignored)
             (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return model
 
 
 @contextlib.contextmanager
 def whole_or_absent(
     out: Path, about: dict[str, Any], how: dict[str, Any], card: str, check: Check = lambda folder: None
 ) -> Iterator[Path]:
-    """Yields the folder to write in, which becomes `out` with its description and card, once it has passed `check`.
+    """Yields the folder to write in, which becomes `out` with its description and card once it has passed `check`.
 
-    how: what else has to be the same for an export that was stopped to continue. Raises RunFailure if the disk fails,
+    how: settings that also have to be the same for a stopped export to continue. Raises RunFailure if the disk fails,
     or if `check` does: the folder is then kept as OUT.failed.
     """
-    partial = partial_path(out)
+    partial, progress = partial_path(out), partial_path(out) / PROGRESS
     was_there = partial.exists()
     try:
-        _start(partial, {**about, **how})
+        settings = json.dumps({**about, **how}, indent=1) + "\n"
+        if was_there and not (progress.is_file() and progress.read_text(encoding="utf-8") == settings):
+            shutil.rmtree(partial)  # of another export
+        partial.mkdir(parents=True, exist_ok=True)
+        for left in partial.iterdir():  # only complete weights are kept of an export that was stopped
+            if left.is_dir():
+                shutil.rmtree(left)
+            elif left.suffix not in (".safetensors", ".gguf"):
+                left.unlink()
+        write_atomically(progress, settings)
         yield partial
         (partial / METADATA).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(card, encoding="utf-8")
-    except UserError:  # refused again the next time: there is nothing to go on from
+    except UserError:  # it would be refused the next time, too: there is nothing to continue from
         if not was_there:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     except OSError as error:
-        raise not_written(out, error) from error
-    _check(partial, out, check)
-    try:
-        finish(partial, out)
-    except OSError as error:
-        raise not_written(out, error) from error
-
-
-def _check(partial: Path, out: Path, check: Check) -> None:
-    """Raises RunFailure for an export that does not pass: it is kept under another name."""
+        raise _not_written(out, error) from error
     try:
         check(partial)
     except RunFailure as failure:
         kept = out.with_name(f"{out.name}.failed")
         shutil.rmtree(kept, ignore_errors=True)
-        (partial / PROGRESS).unlink(missing_ok=True)
+        progress.unlink(missing_ok=True)
         partial.rename(kept)
-        raise RunFailure(
-            f"{str(failure).replace(str(partial), str(out))}\nit is kept as {kept}, for inspection"
-        ) from None
+        text = str(failure).replace(str(partial), str(out))
+        raise RunFailure(f"{text}\nit is kept as {kept}, for inspection") from None
+    try:
+        progress.unlink(missing_ok=True)
+        for path in (*partial.rglob("*"), partial):
+            fsync(path)
+        partial.rename(out)
+        fsync(out.resolve().parent)
+    except OSError as error:
+        raise _not_written(out, error) from error
 
 
 def check_absent(out: Path) -> None:
@@ -124,39 +132,16 @@ def check_absent(out: Path) -> None:
         raise UserError(f"{out} exists already: remove it, or choose another --out")
 
 
-def not_written(out: Path, error: OSError) -> RunFailure:
+def _not_written(out: Path, error: OSError) -> RunFailure:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return RunFailure(
-        f"{out} could not be written: {error}; {partial_path(out)} has what was. "
+        f"{out} could not be written: {error}; {partial_path(out)} has the files until then. "
         f"{'Free space' if full else 'Fix this'} and run the same command again, which continues from there"
     )
 
 
-def _start(partial: Path, about: dict[str, Any]) -> None:
-    """Keep the files of a stopped export of the same; remove those of any other."""
-    progress = partial / PROGRESS
-    text = json.dumps(about, indent=1) + "\n"
-    if partial.exists() and not (progress.is_file() and progress.read_text(encoding="utf-8") == text):
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True, exist_ok=True)
-    for left in partial.iterdir():  # complete weights alone are kept of one that was killed
-        if left.is_dir():
-            shutil.rmtree(left)
-        elif left.suffix not in (".safetensors", ".gguf"):
-            left.unlink()
-    write_atomically(progress, text)
-
-
-def finish(partial: Path, out: Path) -> None:
-    (partial / PROGRESS).unlink(missing_ok=True)
-    for path in (*partial.rglob("*"), partial):
-        fsync(path)
-    partial.rename(out)
-    fsync(out.resolve().parent)
-
-
 def describe(model: StreamedModel) -> dict[str, Any]:
-    """Returns what an export is of; the same for the same, without times and places."""
+    """Returns the contents of an export; equal for equal exports, as it has no times and places."""
     trained = model.trained
     return {
         "run": trained.recipe.run.name if trained.recipe else trained.folder.name,
@@ -172,64 +157,43 @@ def describe(model: StreamedModel) -> dict[str, Any]:
 
 def write_settings(model: StreamedModel, folder: Path) -> None:
     """Write config, generation config and tokenizer."""
-    trained, base = model.trained, model.base
-    sees_images = trained.recipe is not None and trained.recipe.model.train is not None
-    multimodal = model.part is not None or sees_images
-    copied = base is not None and (trained.is_adapter or multimodal) and not model.is_scoring
-    if copied:
-        assert base is not None
-        config = json.loads((base.folder / "config.json").read_text(encoding="utf-8"))
-        (folder / "config.json").write_text(json.dumps(_changed(config, model), indent=2) + "\n", encoding="utf-8")
+    trained, base, recipe = model.trained, model.base, model.trained.recipe
+    sees_images = recipe is not None and recipe.model.train is not None
+    if base is not None and (trained.is_adapter or model.part or sees_images) and not model.is_scoring:
+        # The base's own, with the changes of training: rows of the vocabulary, a head that is no longer tied.
+        config = read_object(base.folder / "config.json")
+        for part in (one for one in (config, config.get("text_config")) if isinstance(one, dict)):
+            if model.unties and ("tie_word_embeddings" in part or part is config):
+                part["tie_word_embeddings"] = False
+            if model.added_rows is not None and "vocab_size" in part:
+                part["vocab_size"] = model.added_rows
+            for key in {"dtype", "torch_dtype"} & part.keys():
+                part[key] = str(model.result_dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for path in (path for pattern in COPIED for path in sorted(base.folder.glob(pattern))):
             shutil.copyfile(path, folder / path.name)
         if sees_images:
-            assert trained.recipe is not None
-            own = trained.recipe.model.model_copy(update={"name": str(base.folder), "revision": None})
-            for name, content in processor_settings(own, trained.recipe.data.image).items():
+            assert recipe is not None
+            own = recipe.model.model_copy(update={"name": str(base.folder), "revision": None})
+            for name, content in processor_settings(own, recipe.data.image).items():
                 (folder / name).write_bytes(content)
     else:
+        text = model.model.config.get_text_config()
         if model.is_scoring:  # transformers scores the last token that is no padding
-            tokenizer = read_tokenizer(trained.settings)
-            model.model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-        if (rows := model.added_rows) is not None:
-            model.model.config.get_text_config().vocab_size = rows
+            text.pad_token_id = read_tokenizer(trained.settings).pad_token_id
+        if model.added_rows is not None:
+            text.vocab_size = model.added_rows
         write_config(model.model, model.result_dtype, folder)
-    for path in settings_files(trained.settings):
-        target = folder / path.relative_to(trained.settings)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, target)
+    for name, path in files_beside_weights(trained.settings).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / name)
 
 
-def settings_files(folder: Path) -> list[Path]:
-    """Returns the files of a tokenizer, its templates and the generation config."""
+def files_beside_weights(folder: Path) -> dict[str, Path]:
+    """Returns the files of a tokenizer, its templates and the generation config, by their paths in a folder."""
     own = [path for path in sorted(folder.iterdir()) if path.name in _SETTINGS or path.suffix == ".jinja"]
-    return [*own, *sorted(path for path in folder.glob("additional_chat_templates/*") if path.is_file())]
-
-
-_SETTINGS = {
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-}
-
-
-def _changed(config: dict[str, Any], model: StreamedModel) -> dict[str, Any]:
-    """Returns the base's config with what training changed: rows of the vocabulary, a head that is tied no more."""
-    sections = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    for part in sections:
-        if model.unties and ("tie_word_embeddings" in part or part is config):
-            part["tie_word_embeddings"] = False
-        if (rows := model.added_rows) is not None and "vocab_size" in part:
-            part["vocab_size"] = rows
-        for key in ("dtype", "torch_dtype"):
-            if key in part:
-                part[key] = str(model.result_dtype).removeprefix("torch.")
-    return config
+    own += sorted(path for path in folder.glob("additional_chat_templates/*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in own}
 
 
 def card_of(trained: Trained) -> str:

@@ -1,4 +1,4 @@
-"""Loads what a run has trained: a full model, or an adapter on its base."""
+"""Loads the trained model of a run: a full model, or an adapter on its base."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from transformers import (
 )
 
 from finetune.errors import UserError
-from finetune.export.adapter_files import FittingAdapter, read_lora
-from finetune.export.scoring import is_scoring, read_labels
-from finetune.export.trained import check_model_folder
+from finetune.export.merging import FittingAdapter, read_lora
+from finetune.export.trained import check_model_folder, is_scoring, read_labels
 from finetune.models.added_tokens import grow_to
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.base_config import Parsing
@@ -34,7 +33,7 @@ from finetune.recipe.schema import Model
 
 
 def model_folder(run_dir: Path) -> Path:
-    """Returns the result of a run directory, or the folder itself. Raises UserError where there is none."""
+    """Returns the result of a run directory, or the folder itself. Raises UserError if there is none."""
     folder = run_dir / "model" if (run_dir / "model").is_dir() else run_dir
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(
@@ -44,13 +43,13 @@ def model_folder(run_dir: Path) -> Path:
 
 
 def load_result(run_dir: Path) -> tuple[Any, Any]:
-    """Returns model and tokenizer of a run directory or a model folder. Raises UserError where there is none."""
+    """Returns model and tokenizer of a run directory or a model folder. Raises UserError if there is none."""
     folder = model_folder(run_dir)
     if is_scoring(folder):
-        raise UserError(f"{run_dir}: a model of scores generates nothing: `finetune score` is what it does")
+        raise UserError(f"{run_dir}: reward models and classifiers do not generate text; use `finetune score`")
     tokenizer = read_tokenizer(folder)
     model = load_trained(folder)
-    if (folder / "generation_config.json").is_file():  # an adapter's model has its base's, which ends elsewhere
+    if (folder / "generation_config.json").is_file():  # an adapter's model has its base's, with other end tokens
         model.generation_config = GenerationConfig.from_pretrained(folder)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     return model.to(device).eval(), tokenizer
@@ -59,8 +58,8 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
 def load_trained(folder: Path, base: str | None = None, adapter: str = "default", device_map: str | None = None) -> Any:
     """Returns the model of a result: an adapter through peft, under a name, on its base. Raises UserError.
 
-    base: where that is, if not where the adapter says; device_map: of `from_pretrained`. transformers 5.23 loads
-    adapters by itself as well, but not the magnitudes of DoRA, which it initialises again.
+    base: a folder or hub id in place of the adapter's own; device_map: of `from_pretrained`. transformers 5.23 loads
+    adapters by itself as well, but not the magnitudes of DoRA, which it initializes again.
     """
     if not (folder / "adapter_config.json").is_file():
         with _LoadingModel(f"{folder} cannot be loaded", folder):
@@ -70,7 +69,7 @@ def load_trained(folder: Path, base: str | None = None, adapter: str = "default"
     with warnings.catch_warnings():
         # For patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        on = load_base(folder, base, device_map)
+        on = _load_base(folder, base, device_map)
         read_lora(folder)
         with FittingAdapter(folder):
             return PeftModel.from_pretrained(on, str(folder), adapter)
@@ -89,36 +88,28 @@ def class_of_result(folder: Path) -> Any:
     return AutoModelForSequenceClassification if is_scoring(folder) else auto_class(str(folder))
 
 
-def load_base(adapter: Path, elsewhere: str | None = None, device_map: str | None = None) -> Any:
-    """Returns the base of an adapter, with the head that the adapter is for. Raises UserError.
-
-    elsewhere: where it is, if not where the adapter says.
-    """
+def _load_base(adapter: Path, base: str | None, device_map: str | None) -> Any:
+    """Returns the base of an adapter, with the head that the adapter is for. Raises UserError."""
     settings = read_object(adapter / "adapter_config.json")
-    name = elsewhere or settings["base_model_name_or_path"]
+    name = base or settings["base_model_name_or_path"]
     size, trusted = len(read_tokenizer(adapter)), trusts_code(adapter)
     advice = (
         "is it where it was when this was trained? `base_model_name_or_path` in adapter_config.json says where it is"
     )
     with _LoadingModel(f"the adapter's base {name!r} cannot be loaded", Path(name).expanduser(), advice):
         if settings.get("task_type") != "SEQ_CLS":
-            base = load_auto(auto_class(name, trusted), name, trusted, dtype="auto", device_map=device_map)
-            return grow_to(base, size)
+            model = load_auto(auto_class(name, trusted), name, trusted, dtype="auto", device_map=device_map)
+            return grow_to(model, size)
         about = Model(name=name, trust_remote_code=trusted)
         config = labelled(model_config(about), read_labels(adapter))
         config.get_text_config().pad_token_id = read_tokenizer(adapter).pad_token_id
         part = base_checkpoint(about)
-        base = load_auto(
-            *(AutoModelForSequenceClassification, name, trusted),
-            config=config,
-            dtype="auto",
-            key_mapping=part and part.renames,
-        )
-        return grow_to(base, size)
+        more = {"config": config, "dtype": "auto", "key_mapping": part and part.renames}
+        return grow_to(load_auto(AutoModelForSequenceClassification, name, trusted, **more), size)
 
 
 class _LoadingModel(contextlib.AbstractContextManager[None]):
-    """Turns what transformers raises for a model that is gone or damaged into a UserError.
+    """Turns the errors of transformers for a model that is missing or damaged into a UserError.
 
     folder: of the model, whose files are checked first if it is here; a hub id is no folder.
     """

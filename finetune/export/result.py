@@ -1,9 +1,9 @@
 """runs/<name>/model/: a plain Hugging Face folder, complete or absent, verified by reading it back.
 
     model.safetensors           or model-00001-of-0000N.safetensors with model.safetensors.index.json
-    adapter_model.safetensors   instead of these, with adapter_config.json, where an adapter was trained
+    adapter_model.safetensors   instead of these, with adapter_config.json, if an adapter was trained
     config.json                 full fine-tuning only: an adapter names its base
-    labels.json                 instead of it, where an adapter was trained with a head of scores
+    labels.json                 instead of it, if an adapter was trained with a head of scores
     generation_config.json      end tokens that this training taught; none with a head of scores
     tokenizer files, chat template
     README.md                   the model card
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,18 +24,17 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.checkpoints.inputs import short
 from finetune.checkpoints.safetensors_writer import save_tensors
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure
-from finetune.export.base_layout import BaseLayout, adapter_for_base, name_in_adapter, write_base_settings
-from finetune.export.scoring import LABELS, padding_token, write_score_settings
+from finetune.export.trained import LABELS
 from finetune.export.weight_files import (
     SHARD_BYTES,
     DiskLayout,
@@ -48,11 +48,14 @@ from finetune.export.weight_files import (
 from finetune.models.added_tokens import has_added_tokens, split_rows
 from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.config import restore_dropout
+from finetune.models.text_part import TextPart
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
 from finetune.recipe.schema import SCORE_MODELS
 from finetune.recipe.urls import without_credentials
-from finetune.utils import fsync, unwrap_peft, write_atomically
+from finetune.utils import fsync, pattern_of, unwrap_peft, write_atomically
+
+_LIKELY = ("pad", "reserved", "unused", "unk")  # parts of names of tokens that no document ends with, the best first
 
 
 def save_result(
@@ -76,8 +79,7 @@ def save_result(
     main.do(start_replace, folder)
     main.settle()
     try:
-        main.do(write_settings, engine.unwrapped, tokenizer, end_ids, adapter, partial)
-        main.do(write_processors, engine.unwrapped, partial)
+        main.do(_write_settings, engine.unwrapped, tokenizer, end_ids, adapter, partial)
         main.settle()
         if adapter:
             expected, copied = _write_adapter(engine, main, partial), {}
@@ -102,15 +104,17 @@ def save_result(
 def _write_weights(
     engine: Engine, main: MainRank, dtype: torch.dtype, folder: Path, shard_bytes: int
 ) -> tuple[State, dict[str, Path]]:
-    """Gather and write one tensor at a time. Returns what the files must hold, and the files of copied tensors."""
+    """Gather and write one tensor at a time. Returns the expected tensors of the files, and the sources of copied
+    ones."""
     model = with_own_class(engine.unwrapped)
     shapes = {name: cast(tensor, dtype) for name, tensor in engine.saved_shapes(False).items()}
-    writer, layout = WeightsWriter(folder, shard_bytes), DiskLayout(model, shapes)
+    writer = WeightsWriter(folder, shard_bytes)
     if (base := base_of(model)) is None:
+        layout = DiskLayout(model, shapes)
         main.do(write_config, model, dtype, folder)
     else:
-        main.do(write_base_settings, base, model.config, dtype, folder)
         layout = BaseLayout(base, shapes)
+        main.do(write_base_settings, base, model.config, dtype, folder)
 
     def write(name: str, tensor: Tensor) -> None:
         converted = layout.convert(name, cast(tensor, dtype))
@@ -129,11 +133,11 @@ def _write_weights(
 
 
 def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
-    """Write the adapter through peft. Returns what the file must hold."""
+    """Write the adapter through peft. Returns the expected tensors of the file."""
     from peft import get_peft_model_state_dict
 
     model: Any = engine.unwrapped
-    # peft would save a grown embedding whole; its new rows are all that is needed of it.
+    # peft would save a grown embedding whole; only its new rows are needed.
     tables: dict[str, Any] = {"save_embedding_layers": False} if has_added_tokens(model) else {}
     state, rows = split_rows({name: tensor for name, tensor in engine.full_tensors(True) if tensor is not None})
     state = _with_tied(model, state)
@@ -152,8 +156,7 @@ def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
 
 
 def _with_tied(model: Any, state: State) -> State:
-    """Returns the tensors also by the other names of those that are tied: peft saves modules that are trained in full
-    one by one."""
+    """Returns the tensors also by the other names of tied ones: peft saves each module that is trained in full."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if "modules_to_save" in name:
@@ -165,6 +168,89 @@ def _with_tied(model: Any, state: State) -> State:
 def base_of(model: Any) -> BaseCheckpoint | None:
     """Returns the base that a model is the text part of; on a rank that has read no weights, None."""
     return getattr(unwrap_peft(model), "base_checkpoint", None)
+
+
+# --- the text part of a multimodal base: its names and config.json, and its other tensors, unchanged
+
+
+class BaseLayout:
+    """`DiskLayout` of a model that is the text part of a base. copied: the file of each other tensor."""
+
+    def __init__(self, base: BaseCheckpoint, in_memory: State):
+        """in_memory: every tensor that will be converted, in order, by its name in the text part."""
+        self._base, self._part = base, base.part
+        tied = base.part.text.get_expanded_tied_weights_keys(all_submodels=True).items()
+        stored = {*base.part.files.values()}
+        # A tied weight is one tensor in memory; files may have it twice.
+        self._again = {source: target for target, source in tied if base.part.in_base(target) in stored}
+        shapes = {own: tensor for name, tensor in in_memory.items() for own in self._names(name)}
+        self._layout = DiskLayout(base.part.base, shapes)
+        self.expected = self._layout.expected
+        self.copied = {name: file for name, file in base.places.items() if name not in self.expected}
+
+    def convert(self, name: str, tensor: Tensor) -> State:
+        """Returns the folder's tensors that this one completes; none until its group is complete."""
+        converted: State = {}
+        for own in self._names(name):
+            converted |= self._layout.convert(own, tensor)
+        return converted
+
+    def copy_untouched(self, writer: WeightsWriter) -> None:
+        """Write the tensors of the base's files that are not the text part's. Raises as `WeightsWriter.add`."""
+        for name, file in self.copied.items():
+            with safe_open(file, framework="pt") as tensors:
+                writer.add(name, tensors.get_tensor(name))
+
+    def _names(self, name: str) -> list[str]:
+        names = [name, *([self._again[name]] if name in self._again else [])]
+        return [self._part.in_base(one) for one in names]
+
+
+def write_base_settings(base: BaseCheckpoint, text: PretrainedConfig, dtype: torch.dtype, folder: Path) -> None:
+    """Write the base's config.json, with what training changed of it, and the settings of its processors.
+
+    text: the config of the trained text part; dtype: of its weights.
+    """
+    settings = json.loads(base.config.read_text(encoding="utf-8"))
+    config = base.part.base.config
+    name = next(name for name in config.sub_configs if getattr(config, name) is config.get_text_config(decoder=True))
+    sections = [settings, *([settings[name]] if isinstance(settings.get(name), dict) else [])]
+    for section in sections:
+        for key in ("dtype", "torch_dtype"):
+            if section.get(key) is not None:
+                section[key] = str(dtype).removeprefix("torch.")
+    if text.vocab_size != config.get_text_config(decoder=True).vocab_size:
+        for section in (settings.setdefault(name, {}), *(s for s in sections[:1] if "vocab_size" in s)):
+            section["vocab_size"] = text.vocab_size
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    for file in base.processors:
+        shutil.copyfile(file, folder / file.name)
+
+
+def name_in_adapter(part: TextPart, name: str) -> str:
+    """Returns the name, in an adapter for the base's own class, of a tensor of one for the text part alone."""
+    ahead = "base_model.model."
+    return ahead + part.in_base(name.removeprefix(ahead))
+
+
+def adapter_for_base(model: Any, part: TextPart, folder: Path) -> None:
+    """Rewrite the adapter in a folder, as peft has written it for the text part alone, for the base's own class.
+
+    model: peft's. `target_modules` match what was adapted and nothing else: other parts have modules of the same names.
+    """
+    path = folder / "adapter_model.safetensors"
+    state = {name_in_adapter(part, name): tensor for name, tensor in load_file(path).items()}
+    save_tensors(path, state)
+    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    modules = [name for name, _ in part.base.named_modules()]
+    settings["target_modules"] = pattern_of([part.in_base(n) for n in model.base_model.targeted_module_names], modules)
+    if settings.get("modules_to_save"):
+        whole = [name for name, module in model.get_base_model().named_modules() if hasattr(module, "modules_to_save")]
+        settings["modules_to_save"] = [part.in_base(name) for name in whole]
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+
+
+# --- settings
 
 
 def write_config(model: Any, dtype: torch.dtype, folder: Path) -> None:
@@ -179,46 +265,57 @@ def write_config(model: Any, dtype: torch.dtype, folder: Path) -> None:
     model.config.save_pretrained(folder)
 
 
-def write_settings(
+def _write_settings(
     model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int], adapter: bool, folder: Path
 ) -> None:
+    """Write tokenizer, generation config and processors; an adapter's labels. Sets the padding token that
+    transformers' head of scores looks for."""
     if has_scores(model):
-        write_score_settings(model, tokenizer, end_ids, adapter, folder)
+        config = unwrap_peft(model).config
+        tokenizer.pad_token = _padding_token(tokenizer, end_ids)
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        if adapter:
+            (folder / LABELS).write_text(json.dumps(list(config.id2label.values())) + "\n", encoding="utf-8")
     else:
-        model.generation_config = generation_config(model, tokenizer, end_ids)
+        model.generation_config = _generation_config(model, tokenizer, end_ids)
         model.generation_config.save_pretrained(folder)
-    save_tokenizer(tokenizer, folder)
-
-
-def write_processors(model: Any, folder: Path) -> None:
-    """Write the settings of the processors of a model that sees images."""
+    _save_tokenizer(tokenizer, folder)
     for name, content in getattr(unwrap_peft(model), "processor_files", {}).items():
         (folder / name).write_bytes(content)
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Saves a tokenizer. Raises OSError: the tokenizers library raises a bare Exception where the disk is full, so its
-    large file is written here first, and then once more."""
-    write_atomically(folder / "tokenizer.json", tokenizer.backend_tokenizer.to_str(pretty=True))
-    tokenizer.save_pretrained(folder)
-
-
 def write_tokenizer(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int], folder: Path) -> None:
-    """Write what an export of a checkpoint needs in addition to weights, also of a run that never ends. Raises
-    OSError."""
+    """Write the files that an export of a checkpoint needs in addition to weights, also of a run that never ends.
+    Raises OSError."""
     partial = partial_path(folder)
     partial.mkdir(exist_ok=True)
     if has_scores(model):
         tokenizer = copy.deepcopy(tokenizer)  # the run's own stays as it is
-        tokenizer.pad_token = padding_token(tokenizer, end_ids)
-    save_tokenizer(tokenizer, partial)
-    if not has_scores(model):
-        generation_config(unwrap_peft(model), tokenizer, end_ids).save_pretrained(partial)
+        tokenizer.pad_token = _padding_token(tokenizer, end_ids)
+    else:
+        _generation_config(unwrap_peft(model), tokenizer, end_ids).save_pretrained(partial)
+    _save_tokenizer(tokenizer, partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
 
-def generation_config(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int]) -> GenerationConfig:
+def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    # The tokenizers library raises a bare Exception if the disk is full: its large file is written here first.
+    write_atomically(folder / "tokenizer.json", tokenizer.backend_tokenizer.to_str(pretty=True))
+    tokenizer.save_pretrained(folder)
+
+
+def _padding_token(tokenizer: PreTrainedTokenizerFast, end_ids: set[int]) -> str | None:
+    """Returns a special token that ends no document, the tokenizer's own if it can be: transformers scores the last
+    token that is not padding. None if there is none: transformers then refuses padded batches."""
+    special = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    free = [text for number, text in special.items() if number not in end_ids and text != tokenizer.eos_token]
+    own = [text for text in free if text == tokenizer.pad_token]
+    named = [text for part in _LIKELY for text in free if part in text.lower()]
+    return next(iter([*own, *named, *free]), None)
+
+
+def _generation_config(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int]) -> GenerationConfig:
     """Returns the model's generation config with the end tokens of this training."""
     config = GenerationConfig(**(model.generation_config.to_diff_dict() if model.generation_config else {}))
     ends = sorted(end_ids)
@@ -226,6 +323,9 @@ def generation_config(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: s
     config.pad_token_id = tokenizer.pad_token_id
     config.bos_token_id = tokenizer.bos_token_id
     return config
+
+
+# --- whole or absent
 
 
 class MainRank:
@@ -242,7 +342,12 @@ class MainRank:
         try:
             work(*arguments)
         except (OSError, SafetensorError) as error:
-            self._failure = _not_written(self._folder, error)
+            codes, text = (errno.ENOSPC, errno.EDQUOT), str(error)  # safetensors has the system's errors as text
+            full = getattr(error, "errno", None) in codes or f"(os error {errno.ENOSPC})" in text
+            self._failure = (
+                f"{self._folder} could not be written: {text}; an earlier result is untouched and the last checkpoint "
+                f"is intact; {'free space' if full else 'fix this'} and run the same command again"
+            )
         except RunFailure as error:
             self._failure = str(error)
 
@@ -251,15 +356,6 @@ class MainRank:
         failure = self._engine.ranks.gather(self._failure)[0]
         if failure is not None:
             raise RunFailure(failure)
-
-
-def _not_written(folder: Path, error: OSError | SafetensorError) -> str:
-    # safetensors reports the operating system's errors as text
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or f"(os error {errno.ENOSPC})" in str(error)
-    return (
-        f"{folder} could not be written: {error}; an earlier result is untouched and the last checkpoint is intact; "
-        f"{'free space' if full else 'fix this'} and run the same command again"
-    )
 
 
 def partial_path(folder: Path) -> Path:
@@ -271,7 +367,7 @@ def _old_path(folder: Path) -> Path:
 
 
 def start_replace(folder: Path) -> None:
-    """Make an empty partial folder; removes or restores what an interrupted save left. Raises OSError."""
+    """Make an empty partial folder; removes or restores the remains of an interrupted save. Raises OSError."""
     old, partial = _old_path(folder), partial_path(folder)
     if old.exists() and not folder.exists():
         old.rename(folder)
@@ -298,12 +394,15 @@ def finish_replace(folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)  # else the next save removes it
 
 
+# --- the card
+
+
 def model_card(
     recipe: Recipe, plan: dict[str, Any], state: dict[str, Any], loss: float | None, evaluation: dict[str, float]
 ) -> str:
     """Returns Markdown with the hub's metadata block.
 
-    plan: plan.json; state: steps and tokens done, and what was read; loss: of the last step.
+    plan: plan.json; state: steps and tokens done, and hashes of the inputs; loss: of the last step.
     """
     metadata: dict[str, Any] = {
         "library_name": "transformers" if recipe.mode == "full" else "peft",
@@ -330,26 +429,21 @@ def model_card(
         ("Versions", ", ".join(f"{name} {version}" for name, version in plan["versions"].items())),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    return (
-        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n# {recipe.run.name}\n\n"
-        f"| | |\n| --- | --- |\n{table}\n\n{_use_of_scores(recipe)}"
-        f"<details><summary>Recipe</summary>\n\n```yaml\n{dump_recipe(recipe)}```\n\n</details>\n"
-    )
-
-
-def _use_of_scores(recipe: Recipe) -> str:
-    """Returns how to load a model of scores; of others nothing, for that everyone knows."""
-    if not recipe.objective.scores_sequences:
-        return ""
-    load = 'pipeline("text-classification", model=folder)  # of transformers'
-    if recipe.mode != "full":
-        load = (
-            "AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=...)  # of peft: as many as "
-            f"{LABELS} has\n# or `finetune merge`, for a folder that a pipeline loads"
+    scores = ""
+    if recipe.objective.scores_sequences:
+        load = 'pipeline("text-classification", model=folder)  # of transformers'
+        if recipe.mode != "full":
+            load = (
+                "AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=...)  # of peft: as many as "
+                f"{LABELS} has\n# or `finetune merge`, for a folder that a pipeline loads"
+            )
+        scores = (
+            f"{SCORE_MODELS[recipe.objective.name]} The score is that of the last token: give the text as it was "
+            "trained, which `finetune score` does. What a chat template wrote is given to a pipeline with "
+            f"`add_special_tokens=False`.\n\n```python\n{load}\n```\n\n"
         )
     return (
-        f"{SCORE_MODELS[recipe.objective.name]} The score is that of the last token: give the text as it was trained, "
-        "which `finetune score` does. What a chat template wrote is given to a pipeline with "
-        "`add_special_tokens=False`.\n\n"
-        f"```python\n{load}\n```\n\n"
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n# {recipe.run.name}\n\n"
+        f"| | |\n| --- | --- |\n{table}\n\n{scores}"
+        f"<details><summary>Recipe</summary>\n\n```yaml\n{dump_recipe(recipe)}```\n\n</details>\n"
     )

@@ -26,12 +26,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from finetune.errors import UserError
-from finetune.export.adapter_files import FittingAdapter, check_shapes, read_lora
-from finetune.export.merging import Patch, adapter_patches
-from finetune.export.scoring import is_scoring, read_labels
-from finetune.export.tensor_files import TensorFiles
+from finetune.export.merging import FittingAdapter, Patch, adapter_patches, check_shapes, read_lora
 from finetune.export.trained import Trained
-from finetune.export.weight_files import INDEX, DiskLayout
+from finetune.export.weight_files import INDEX, DiskLayout, TensorFiles
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.base_config import dtypes, first_line, without_weights
 from finetune.models.config import model_config
@@ -40,9 +37,7 @@ from finetune.models.score_model import labelled
 from finetune.models.text_part import TextPart, text_part_of
 from finetune.models.vision import adapted_modules, family_of
 from finetune.models.weights import add_adapters
-from finetune.models.wrapped import has_scores
-from finetune.objectives import score_labels
-from finetune.recipe.schema import Model, Parts
+from finetune.recipe.schema import Model
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Base:
     """The model that training started from, in files."""
 
     name: str
-    revision: str | None  # the commit, where it is from the hub
+    revision: str | None  # the commit, if it is from the hub
     folder: Path
     files: TensorFiles
 
@@ -60,7 +55,7 @@ class Base:
 
 
 def find_base(name: str, revision: str | None) -> Base:
-    """Returns the files of a hub id or a local folder. Raises UserError where it is gone or has no safetensors."""
+    """Returns the files of a hub id or a local folder. Raises UserError if it is missing or has no safetensors."""
     folder, commit = Path(name), None
     if not folder.is_dir():
         try:
@@ -83,163 +78,184 @@ def find_base(name: str, revision: str | None) -> Base:
         )
     if (settings := read_object(folder / "config.json").get("quantization_config")) is not None:
         raise UserError(
-            f"the base model {name!r} is stored in {settings.get('quant_method')}: an update added to quantised "
-            "weights is lost in their rounding. Train and export from the unquantised model, and quantise the export"
+            f"the base model {name!r} is stored in {settings.get('quant_method')}: an update added to quantized "
+            "weights is lost in their rounding. Train and export from the unquantized model, and quantize the export"
         )
     return Base(name, commit, folder, TensorFiles(files))
 
 
+def base_model(trained: Trained, base: str | None) -> Model:
+    """Returns the recipe's model, or the base of an adapter without a run. base: a folder or hub id in its place."""
+    if trained.recipe is not None:
+        model = trained.recipe.model
+    else:
+        settings = read_object(trained.folder / "adapter_config.json")
+        model = Model(name=settings["base_model_name_or_path"], revision=settings.get("revision"))
+    return model.model_copy(update={"name": base, "revision": None}) if base else model
+
+
 @dataclass(frozen=True)
 class _Group:
-    """Parameters in memory that make some tensors of the files together."""
+    """Parameters in memory that together become some tensors of the files."""
 
     names: list[str]
     shapes: dict[str, torch.Size]  # of the tensors of the files
-    is_renaming: bool  # one tensor, under another name at most
-
-    @property
-    def on_disk(self) -> list[str]:
-        return list(self.shapes)
+    is_renaming: bool  # one tensor, at most under another name
 
 
 class StreamedModel:
     """Shapes of all tensors of the result, and the values of one at a time.
 
     dtype: of floating-point tensors; None: as the base's files have them, or as the run writes its result. base: a
-    folder or hub id in place of the one that the run names. Raises UserError where what was trained does not fit the
+    folder or hub id in place of the one that the run names. Raises UserError if what was trained does not fit the
     base, or cannot be merged.
     """
 
     def __init__(self, trained: Trained, dtype: torch.dtype | None = None, base: str | None = None):
-        self.trained, self.base = trained, _base_of(trained, base)
-        self._elsewhere = base
-        self.part = _part_of(trained, base)
-        self.model = _skeleton(trained, base) if self.part is None else self.part.base_without_weights()
-        self.is_scoring = has_scores(self.model)
-        self._dtype = dtype
-        self.result_dtype = dtype or _result_dtype(trained, self.base)
-        self._patches = _patches(trained, base, self.part)
+        self.trained, self._dtype = trained, dtype
+        self._about = about = base_model(trained, base)
+        self.is_scoring = bool(trained.labels)
+        self.base = _find_files(trained, about)
+        self.part = None if self.is_scoring else text_part_of(about)  # a head of scores is on a text model
+        self.model = _skeleton(trained, about) if self.part is None else self.part.base_without_weights()
+        if trained.recipe is not None and not (trained.is_adapter and self.base is not None):
+            self.result_dtype = dtype or dtypes(trained.recipe).frozen
+        else:
+            types = Counter(self._files.meta(name).dtype for name in self._files.names())
+            self.result_dtype = dtype or next(one for one, _ in types.most_common() if one.is_floating_point)
+        self.patches = self._find_patches()  # by names in the base's own class
         shapes, self._aliases = own_tensors(self.model)
-        # Of full training one name has the weights of both.
-        differ = any(self._keys(alias) != self._keys(first) for alias, first in self._aliases.items())
-        self.unties = differ and trained.is_adapter
+        # Full fine-tuning stores tied weights once.
+        patches = self.patches
+        self.unties = trained.is_adapter and any(
+            (patches[alias].keys if alias in patches else ()) != (patches[first].keys if first in patches else ())
+            for alias, first in self._aliases.items()
+        )
         if self.unties:
             shapes |= {alias: torch.empty_like(shapes[first]) for alias, first in self._aliases.items()}
-        self._groups = {name: group for group in _groups(self.model, shapes) for name in group.on_disk}
-        self._disk_name = {g.names[0]: name for name, g in self._groups.items() if g.is_renaming}
-        self._made: dict[str, Tensor] = {}
-        self.shapes = {name: self._meta(name) for name in self._groups}
-        self.shapes |= {name: self._cast_meta(self._base().files.meta(name)) for name in self._extras()}
+        self._groups = {name: group for group in _groups(self.model, shapes) for name in group.shapes}
+        self._disk_name = {group.names[0]: name for name, group in self._groups.items() if group.is_renaming}
+        self._ready: dict[str, Tensor] = {}
+        self.shapes = {name: self._shape(name) for name in self._groups}
+        if self.base is not None and not self.is_scoring and (trained.is_adapter or self.part):
+            tied = {} if self.unties else {alias: torch.empty(0, device="meta") for alias in self._aliases}
+            copies = {name for group in _groups(self.model, tied) for name in group.shapes} if tied else set()
+            extra = [name for name in self._files.names() if name not in self._groups and name not in copies]
+            self.shapes |= {name: self._cast(self._files.meta(name)) for name in extra}
         self._check()
 
     @cached_property
     def text_part(self) -> TextPart | None:
-        """Returns the text part of a multimodal model, whatever of it was trained; None of a text model."""
-        return self.part or _part_of(self.trained, self._elsewhere, alone=True)
+        """The text part of a multimodal model, even if other parts were trained; None for a text model."""
+        if self.part is not None or self.is_scoring:
+            return self.part
+        return text_part_of(self._about.model_copy(update={"train": None}))
 
     def name_in_files(self, parameter: str) -> str | None:
-        """Returns the tensor of the result that a parameter is by itself; None where files have it otherwise."""
+        """Returns the tensor of the result that is a parameter by itself; None if files hold it in another layout."""
         name = self._disk_name.get(parameter)
         return name if name in self.shapes else None
 
     @property
     def added_rows(self) -> int | None:
-        """Returns the rows of the embeddings where training added some, else None."""
-        name = next((n for n, p in self.model.named_parameters() if p is self.model.get_input_embeddings().weight), "")
-        disk_name = self._disk_name.get(name)
-        rows = self.shapes[disk_name].shape[0] if disk_name else None
-        return rows if rows != self.model.get_input_embeddings().weight.shape[0] else None
+        """The rows of the embeddings if training added some, else None."""
+        table = self.model.get_input_embeddings().weight
+        name = next((name for name, parameter in self.model.named_parameters() if parameter is table), "")
+        rows = self.shapes[self._disk_name[name]].shape[0] if name in self._disk_name else len(table)
+        return rows if rows != len(table) else None
 
     def make(self, name: str) -> Tensor:
         """Returns the values of a tensor."""
-        if name not in self._made:
-            group = self._groups.get(name)
-            if group is None or not any(n in self._patches for n in group.names):
-                values = self._base().files.read(self._source(name))
-                return values.to(self.shapes[name].dtype)
-            self._made.update(self._make(group))
-        return self._made.pop(name)
-
-    def _make(self, group: _Group) -> dict[str, Tensor]:
-        patches = [self._patches.get(name) for name in group.names]
+        if name in self._ready:
+            return self._ready.pop(name)
+        group = self._groups.get(name)
+        patches = {one: self.patches[one] for one in group.names if one in self.patches} if group else {}
+        if group is None or not patches:
+            return self._files.read(self._source(name)).to(self.shapes[name].dtype)
         if group.is_renaming:
-            name, patch, source = group.on_disk[0], patches[0], self._source(group.on_disk[0])
-            assert patch is not None
-            base = None if patch.kind == "full" else self._base().files.read(source)
-            return {name: patch.apply(base, self.shapes[name].shape, self.shapes[name].dtype)}
-        if all(patch is not None and patch.kind == "full" for patch in patches):
-            state = {n: self._patches[n].full() for n in group.names}  # pyright: ignore[reportOptionalCall]
-            return {name: t.to(self.shapes[name].dtype) for name, t in _converted(self.model, state).items()}
-        updates = {}
-        parameters = dict(self.model.named_parameters())
-        for name, patch in zip(group.names, patches, strict=True):
-            shape = parameters[name].shape
-            updates[name] = torch.zeros(shape) if patch is None else patch.apply(None, shape, torch.float32)
-        made = {}
-        for name, update in _converted(self.model, updates).items():
-            made[name] = (self._base().files.read(name).float() + update).to(self.shapes[name].dtype)
-        return made
+            (patch,) = patches.values()
+            base = None if patch.kind == "full" else self._files.read(self._source(name))
+            return patch.apply(base, self.shapes[name].shape, self.shapes[name].dtype)
+        if is_full := all(one in patches and patches[one].kind == "full" for one in group.names):
+            state = {one: patches[one].values() for one in group.names}  # pyright: ignore[reportOptionalCall]
+        else:
+            state, own = {}, dict(self.model.named_parameters())
+            for one in group.names:
+                shape = own[one].shape
+                has_update = one in patches
+                state[one] = patches[one].apply(None, shape, torch.float32) if has_update else torch.zeros(shape)
+        layout = DiskLayout(self.model, {one: tensor.to("meta") for one, tensor in state.items()})
+        for one in list(state):
+            for on_disk, tensor in layout.convert(one, state.pop(one)).items():
+                values = tensor if is_full else self._files.read(on_disk).float() + tensor
+                self._ready[on_disk] = values.to(self.shapes[on_disk].dtype)
+        return self._ready.pop(name)
 
-    def _base(self) -> Base:
+    @property
+    def _files(self) -> TensorFiles:
         assert self.base is not None
-        return self.base
+        return self.base.files
 
     def _source(self, name: str) -> str:
-        """Returns the base's tensor for one of the result: that of the twin, where both were tied and are no more."""
-        if self.base is not None and name in self.base.files:
+        """Returns the base's tensor for one of the result: its twin's, if both were tied and no longer are."""
+        if self.base is not None and name in self._files:
             return name
-        group = self._groups[name]
-        return self._disk_name.get(self._aliases.get(group.names[0], ""), name)
+        return self._disk_name.get(self._aliases.get(self._groups[name].names[0], ""), name)
 
-    def _keys(self, name: str) -> tuple[str, ...]:
-        return self._patches[name].keys if name in self._patches else ()
+    def _find_patches(self) -> dict[str, Patch]:
+        """Returns what was trained; {} for a full result, which has all that is exported."""
+        trained, part = self.trained, self.part
+        if not (trained.is_adapter or trained.is_checkpoint):
+            return {}
+        # A checkpoint has the names of the text part alone.
+        in_base = part.in_base if part is not None and trained.is_checkpoint else str
+        if not trained.is_adapter:
+            return {in_base(name): Patch("full", (name,), partial(trained.read, name)) for name in trained.shapes}
+        if part is not None and not trained.is_checkpoint:
+            model = part.base_without_weights()
+        else:
+            model = _skeleton(trained, self._about)
+        return {in_base(name): one for name, one in adapter_patches(_adapted(trained, model), trained).items()}
 
-    def _meta(self, name: str) -> Tensor:
-        """Returns shape and type of a tensor of the result. Raises UserError where nothing has it."""
+    def _shape(self, name: str) -> Tensor:
+        """Returns shape and type of a tensor of the result. Raises UserError if nothing has it."""
         group, source = self._groups[name], self._source(name)
-        patch = self._patches.get(group.names[0]) if group.is_renaming else None
-        in_base = self.base is not None and source in self.base.files
+        patch = self.patches.get(group.names[0]) if group.is_renaming else None
+        in_base = self.base is not None and source in self._files
+        folder = self.base.folder if self.base else self.trained.folder
         if patch is not None and patch.kind == "full":
             shape: Any = self.trained.shapes[patch.keys[0]].shape
         elif in_base:
-            shape, own = self._base().files.meta(source).shape, group.shapes[name]
+            shape, own = self._files.meta(source).shape, group.shapes[name]
             if shape[1:] != own[1:] or shape[:1] < own[:1]:  # rows of a vocabulary may be more
                 raise UserError(
-                    f"{self._base().folder}: {source} has the shape {list(shape)} in its file, but {list(own)} by "
-                    "config.json: take both from one place"
+                    f"{folder}: {source} has the shape {list(shape)} in its file, but {list(own)} by config.json: take "
+                    "both from one place"
                 )
             if patch is not None and patch.kind == "rows":
                 shape = (max(shape[0], max(patch.rows) + 1), *shape[1:])
-        elif all(n in self._patches and self._patches[n].kind == "full" for n in group.names):
+        elif all(one in self.patches and self.patches[one].kind == "full" for one in group.names):
             shape = group.shapes[name]
         else:
-            where = self.base.folder if self.base else self.trained.folder
-            raise UserError(f"{where}: has no tensor {source}, which {type(self.model).__name__} needs")
+            raise UserError(f"{folder}: has no tensor {source}, which {type(self.model).__name__} needs")
         # A run's own result has one type; a base's tensors keep theirs.
         keeps = in_base and (self.trained.is_adapter or patch is None)
-        dtype = self._base().files.meta(source).dtype if keeps else self.result_dtype
-        return self._cast_meta(torch.empty(shape, dtype=dtype, device="meta"))
+        dtype = self._files.meta(source).dtype if keeps else self.result_dtype
+        return self._cast(torch.empty(shape, dtype=dtype, device="meta"))
 
-    def _cast_meta(self, tensor: Tensor) -> Tensor:
+    def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
-
-    def _extras(self) -> list[str]:
-        """Returns what the base's files have in addition to the model, but for copies of tied tensors."""
-        if self.base is None or self.is_scoring or not (self.trained.is_adapter or self.part):
-            return []
-        known = set(self._groups)
-        if self._aliases and not self.unties:
-            tied = {alias: torch.empty(0, device="meta") for alias in self._aliases}
-            known |= {name for group in _groups(self.model, tied) for name in group.on_disk}
-        return [name for name in self.base.files.names() if name not in known]
 
     def _check(self) -> None:
         """Raises UserError for what cannot be merged in the layout of the files."""
         names = {name for group in self._groups.values() for name in group.names}
-        if unknown := sorted(set(self._patches) - names - set(self._aliases)):
-            raise UserError(f"{self.trained.folder}: trains {unknown[0]}, which the model has not: another base?")
+        if unknown := sorted(set(self.patches) - names - set(self._aliases)):
+            raise UserError(
+                f"{self.trained.folder}: {unknown[0]} was trained but is not in this base model; is --base the right "
+                "one?"
+            )
         for group in self._groups.values():
-            kinds = {patch.kind for name in group.names if (patch := self._patches.get(name)) is not None}
+            kinds = {self.patches[name].kind for name in group.names if name in self.patches}
             if not group.is_renaming and not kinds <= {"lora"} and not kinds <= {"full"}:
                 raise UserError(
                     f"{group.names[0]}: {' and '.join(sorted(kinds))} of a tensor that files hold in another layout "
@@ -247,68 +263,37 @@ class StreamedModel:
                 )
 
 
-def _part_of(trained: Trained, base: str | None, alone: bool = False) -> TextPart | None:
-    """Returns the text part that was trained, of a multimodal base; None with a head of scores, which only it has, and
-    where all of the base was loaded. alone: also there."""
-    name, revision = (base, None) if base else name_of_base(trained)
-    if name is None or _labels(trained):
-        return None
-    return text_part_of(Model(name=name, revision=revision, train=None if alone else _trained_parts(trained)))
-
-
-def _trained_parts(trained: Trained) -> Parts | None:
-    return trained.recipe.model.train if trained.recipe is not None else None
-
-
-def _skeleton(trained: Trained, base: str | None) -> Any:
-    """Returns transformers' model without weights, tied."""
-    config, labels = _config(trained, base), _labels(trained)
-    trusted = trained.recipe is not None and trained.recipe.model.trust_remote_code
+def auto_class(about: Model, labels: tuple[str, ...]) -> Any:
+    """Returns transformers' auto class of the model that a run trains."""
     if labels:
-        model = without_weights(labelled(config, labels), AutoModelForSequenceClassification, trusted)
-    else:
-        whole = _trained_parts(trained) is not None
-        model = without_weights(config, AutoModelForImageTextToText if whole else AutoModelForCausalLM, trusted)
+        return AutoModelForSequenceClassification
+    return AutoModelForImageTextToText if about.train is not None else AutoModelForCausalLM
+
+
+def _skeleton(trained: Trained, about: Model) -> Any:
+    """Returns transformers' model without weights, tied."""
+    try:
+        config = model_config(about)
+    except UserError as error:
+        if about.config is not None or (trained.recipe is not None and about.name == trained.recipe.model.name):
+            raise
+        raise UserError(f"the base model {about.name!r} cannot be loaded: {error}; give --base FOLDER") from None
+    config = labelled(config, trained.labels) if trained.labels else config
+    model = without_weights(config, auto_class(about, trained.labels), about.trust_remote_code)
     model.tie_weights()
     return model
 
 
-def _config(trained: Trained, base: str | None) -> Any:
-    recipe = trained.recipe
-    if recipe is not None and base is None:
-        return model_config(recipe.model)
-    if recipe is not None and recipe.model.config is not None:
-        return model_config(recipe.model)
-    name, revision = (base, None) if base else name_of_base(trained)
-    assert name is not None  # a model from scratch has a recipe
-    try:
-        return model_config(Model(name=name, revision=revision, train=_trained_parts(trained)))
-    except UserError as error:
-        raise UserError(f"the base model {name!r} cannot be loaded: {error}; give --base FOLDER") from None
-
-
-def name_of_base(trained: Trained) -> tuple[str | None, str | None]:
-    """Returns name and revision of the base; None for a model from scratch."""
-    if trained.recipe is not None:
-        return trained.recipe.model.name, trained.recipe.model.revision
-    settings = read_object(trained.folder / "adapter_config.json")
-    return settings["base_model_name_or_path"], settings.get("revision")
-
-
-def _base_of(trained: Trained, base: str | None) -> Base | None:
-    name, revision = (base, None) if base else name_of_base(trained)
-    if not (trained.is_adapter or trained.is_checkpoint):  # a result of full weights has all that is exported
-        return replace(find_base(str(trained.folder), None), name=name or "")
-    if name is None:
+def _find_files(trained: Trained, about: Model) -> Base | None:
+    """Returns the files that untrained tensors are read from; None for a checkpoint of a model from scratch."""
+    if not (trained.is_adapter or trained.is_checkpoint):  # a full result has all that is exported
+        return replace(find_base(str(trained.folder), None), name=about.name or "")
+    if about.name is None:
         return None
-    found = find_base(name, revision)
-    return _text_model(found, Model(name=name, revision=revision)) if _labels(trained) else found
-
-
-def _text_model(base: Base, model: Model) -> Base:
-    """Returns the text part of a multimodal base as a model of its own, by its names."""
-    if (checkpoint := base_checkpoint(model)) is None:
+    base = find_base(about.name, about.revision)
+    if not trained.labels or (checkpoint := base_checkpoint(about)) is None:
         return base
+    # A head of scores is on the text part of a multimodal base, as a model of its own.
     part, names = checkpoint.part, dict[str, str]()
     own = {part.in_base(name) for name in part.text.state_dict()}
     for name in base.files.names():
@@ -320,54 +305,25 @@ def _text_model(base: Base, model: Model) -> Base:
     return replace(base, files=base.files.renamed(names))
 
 
-def _labels(trained: Trained) -> tuple[str, ...]:
-    if trained.is_adapter and not trained.is_checkpoint:
-        return read_labels(trained.folder) if is_scoring(trained.folder) else ()
-    assert trained.recipe is not None
-    return score_labels(trained.recipe.objective)
-
-
-def _result_dtype(trained: Trained, base: Base | None) -> torch.dtype:
-    if trained.recipe is not None and not (trained.is_adapter and base is not None):
-        return dtypes(trained.recipe).frozen
-    assert base is not None
-    types = Counter(base.files.meta(name).dtype for name in base.files.names())
-    return next(dtype for dtype, _ in types.most_common() if dtype.is_floating_point)
-
-
-def _patches(trained: Trained, base: str | None, part: TextPart | None) -> dict[str, Patch]:
-    """Returns what was trained, by names in the base's own class; nothing of a result that has it all."""
-    if not (trained.is_adapter or trained.is_checkpoint):
-        return {}
-    in_base = part.in_base if part is not None else str
-    if not trained.is_adapter:
-        return {in_base(name): Patch("full", (name,), full=partial(trained.read, name)) for name in trained.shapes}
-    if not trained.is_checkpoint:
-        in_base = str  # a checkpoint has the names of the text part alone
-    return {in_base(name): patch for name, patch in adapter_patches(adapted(trained, base, part), trained).items()}
-
-
-def adapted(trained: Trained, base: str | None, part: TextPart | None) -> Any:
+def _adapted(trained: Trained, model: Any) -> Any:
     """Returns peft's model of an adapter, without weights. Raises UserError for adapters that are not merged here."""
     from peft import get_peft_model
 
-    model = _skeleton(trained, base) if part is None or trained.is_checkpoint else part.base_without_weights()
     with warnings.catch_warnings():
-        # Of tied weights, patterns for experts and gradient checkpointing: what they warn of is handled or not done.
+        # About tied weights, patterns for experts and gradient checkpointing: handled, or not done here.
         warnings.simplefilter("ignore")
         if not trained.is_checkpoint:
             config = read_lora(trained.folder)
             if getattr(config, "bias", "none") != "none":
                 raise UserError(f"{trained.folder}: only LoRA without trained biases is merged")
             with FittingAdapter(trained.folder):
-                on_base = get_peft_model(model, config)
-            check_shapes(trained, on_base)
-            return on_base
+                adapted = get_peft_model(model, config)
+            check_shapes(trained, adapted)
+            return adapted
         assert trained.recipe is not None
         assert trained.recipe.lora is not None
-        lora, parts, paths = trained.recipe.lora, _trained_parts(trained), None
-        if parts is not None:
-            paths = adapted_modules(model, family_of(model.config), parts, lora)
+        lora, parts = trained.recipe.lora, trained.recipe.model.train
+        paths = adapted_modules(model, family_of(model.config), parts, lora) if parts is not None else None
         return add_adapters(model, lora, torch.float32, trained.recipe.tokens, paths)
 
 
@@ -376,11 +332,10 @@ def own_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     shapes, aliases = dict[str, Tensor](), dict[str, str]()
     first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in first:
-            aliases[name] = first[id(tensor)]
-        else:
-            first[id(tensor)] = name
+        if first.setdefault(id(tensor), name) == name:
             shapes[name] = tensor.detach()
+        else:
+            aliases[name] = first[id(tensor)]
     return shapes, aliases
 
 
@@ -392,10 +347,3 @@ def _groups(model: Any, shapes: Mapping[str, Tensor]) -> Iterator[_Group]:
             is_renaming = len(names) == len(converted) == 1 and next(iter(converted.values())) is tensor
             yield _Group(names, {name: one.shape for name, one in converted.items()}, is_renaming)
             names = []
-
-
-def _converted(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    layout, made = DiskLayout(model, {name: tensor.to("meta") for name, tensor in state.items()}), dict[str, Tensor]()
-    for name in list(state):
-        made |= layout.convert(name, state.pop(name))
-    return made

@@ -1,9 +1,8 @@
-"""`upload`: a result or an export as a repository of the Hugging Face Hub, private unless asked otherwise.
+"""`upload`: a result or an export as a repository of the Hugging Face Hub, private unless --public is given.
 
-Files are listed before anything goes: those that a result or an export has; a link, or any other file, is refused by
-name. What names the base by a local path (README.md, adapter_config.json) goes up with
-its hub id; the files here stay as they are. The hub keeps large files under their hash: a command that was stopped goes
-on with those it lacks.
+Files are listed before anything is sent: those of a result or an export; a link, or any other file, is refused by name.
+Files that name the base by a local path (README.md, adapter_config.json) are sent with its hub id; the local files stay
+as they are. The hub keeps large files under their hash: a command that was stopped continues with those that it lacks.
 """
 
 from __future__ import annotations
@@ -27,44 +26,7 @@ _BASE = "base_model_name_or_path"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-@dataclass(frozen=True)
-class Upload:
-    """What would go up. files: by their path there; bytes: changed from what is here."""
-
-    folder: Path
-    files: dict[str, Path | bytes]
-    base: str | None
-
-    def sizes(self) -> dict[str, int]:
-        return {n: len(f) if isinstance(f, bytes) else f.stat().st_size for n, f in self.files.items()}
-
-
-def collect(run_dir: Path, base_model: str | None) -> Upload:
-    """Returns the files of a run's result, of an adapter's or a model's folder, or of an export. Raises UserError."""
-    folder = run_dir / "model" if (run_dir / "model").is_dir() else run_dir
-    has_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if not has_model and not list(folder.glob("*.gguf")):
-        raise UserError(f"{run_dir}: no model here (no config.json, adapter_config.json or .gguf file): export one")
-    if base_model is not None and not _HUB_ID.fullmatch(base_model):
-        raise UserError(f"--base-model {base_model}: expected a hub id, as org/name")
-    files: dict[str, Path | bytes] = {name: folder / name for name in _written(folder)}
-    named = _bases(folder)
-    local = sorted({name for name in named if not _HUB_ID.fullmatch(name) or Path(name).exists()})
-    base = base_model or next((name for name in named if name not in local), None)
-    if local and base_model is None:
-        raise UserError(
-            f"{folder} was trained from {local[0]}, a path that means nothing elsewhere: give --base-model org/name, "
-            "the hub's name of the same model"
-        )
-    for name in ("README.md", "adapter_config.json"):
-        if name in files:
-            text = (folder / name).read_text(encoding="utf-8")
-            changed = _with_base(name, text, local, base)
-            files[name] = changed.encode() if changed != text else files[name]
-    return Upload(folder, files, base)
-
-
-# What a result or an export is made of; anything else in its folder stays here, by name.
+# The files of a result or an export; any other file in the folder is refused by name.
 _WRITTEN = (
     *("config.json", "generation_config.json", "adapter_config.json", "labels.json", "README.md"),
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "*.gguf", "Modelfile"),
@@ -75,15 +37,61 @@ _WRITTEN = (
 )
 
 
-def _written(folder: Path) -> list[str]:
-    """Returns the files that are sent. Raises UserError for a link, and for a file that is no part of a model."""
+@dataclass(frozen=True)
+class Upload:
+    """Files to upload, by their path there; bytes: changed from the local file."""
+
+    folder: Path
+    files: dict[str, Path | bytes]
+    base: str | None
+
+
+def collect(run_dir: Path, base_model: str | None) -> Upload:
+    """Returns the files of a run's result, of an adapter's or a model's folder, or of an export. Raises UserError."""
+    folder = run_dir / "model" if (run_dir / "model").is_dir() else run_dir
+    has_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if not has_model and not list(folder.glob("*.gguf")):
+        raise UserError(f"{run_dir}: no model here (no config.json, adapter_config.json or .gguf file): export one")
+    if base_model is not None and not _HUB_ID.fullmatch(base_model):
+        raise UserError(f"--base-model {base_model}: expected a hub id, as org/name")
+    files: dict[str, Path | bytes] = {name: folder / name for name in _files(folder)}
+    texts = {
+        name: (folder / name).read_text(encoding="utf-8")
+        for name in ("README.md", "adapter_config.json")
+        if name in files
+    }
+    card, _ = _metadata(texts.get("README.md", ""))
+    settings = json.loads(texts.get("adapter_config.json", "{}"))
+    names = [one for one in (settings.get(_BASE), card.get("base_model")) if isinstance(one, str)]
+    local = sorted({name for name in names if not _HUB_ID.fullmatch(name) or Path(name).exists()})
+    base = base_model or next((name for name in names if name not in local), None)
+    if local and base_model is None:
+        raise UserError(
+            f"{folder} was trained from {local[0]}, a path that means nothing elsewhere: give --base-model org/name, "
+            "the hub's name of the same model"
+        )
+    for name, text in texts.items() if base is not None else ():  # the hub id in place of all local paths
+        changed = text
+        for path in local:
+            changed = changed.replace(path, str(base))
+        if name == "adapter_config.json":
+            changed = json.dumps({**json.loads(changed), _BASE: base}, indent=2) + "\n"
+        elif (card := _metadata(changed)[0]).get("base_model") != base:
+            header = yaml.safe_dump({**card, "base_model": base}, sort_keys=False)
+            changed = f"---\n{header}---\n{_metadata(changed)[1]}"
+        files[name] = changed.encode() if changed != text else files[name]
+    return Upload(folder, files, base)
+
+
+def _files(folder: Path) -> list[str]:
+    """Returns the files to send. Raises UserError for a link, and for a file that is no part of a model."""
     config = folder / "config.json"
     has_code = config.is_file() and '"auto_map"' in config.read_text(encoding="utf-8")
     patterns, names = (*_WRITTEN, *(("*.py",) if has_code else ())), []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
-            raise UserError(f"{path}: a link: uploads follow none, as what it leads to may not be part of the model")
+            raise UserError(f"{path}: a link: uploads follow none, as its target may not be part of the model")
         if path.is_dir() or any(part.startswith(".") for part in Path(name).parts):
             continue
         if not any(Path(name).match(pattern) and name.count("/") == pattern.count("/") for pattern in patterns):
@@ -92,46 +100,24 @@ def _written(folder: Path) -> list[str]:
     return names
 
 
-def _bases(folder: Path) -> list[str]:
-    """Returns the base's names, by the adapter's settings and the card."""
-    named = []
-    if (file := folder / "adapter_config.json").is_file():
-        named.append(json.loads(file.read_text(encoding="utf-8")).get(_BASE))
-    if (file := folder / "README.md").is_file():
-        named.append(_metadata(file.read_text(encoding="utf-8"))[0].get("base_model"))
-    return [name for name in named if isinstance(name, str)]
-
-
 def _metadata(card: str) -> tuple[dict[str, Any], str]:
-    """Returns the card's metadata, and what follows."""
+    """Returns the card's metadata, and the text after it."""
     match = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
     if match is None:
         return {}, card
-    found = yaml.safe_load(match[1])
-    return found if isinstance(found, dict) else {}, card[match.end() :]
-
-
-def _with_base(name: str, text: str, local: list[str], base: str | None) -> str:
-    """Returns a file with the base's hub id in place of its paths, in all that it says."""
-    if base is None:
-        return text
-    for path in local:
-        text = text.replace(path, base)
-    if name == "adapter_config.json":
-        return json.dumps({**json.loads(text), _BASE: base}, indent=2) + "\n"
-    metadata, rest = _metadata(text)
-    if metadata.get("base_model") == base:
-        return text
-    return f"---\n{yaml.safe_dump({**metadata, 'base_model': base}, sort_keys=False)}---\n{rest}"
+    metadata = yaml.safe_load(match[1])
+    return metadata if isinstance(metadata, dict) else {}, card[match.end() :]
 
 
 def show(console: Console, what: Upload, to: str, is_public: bool) -> None:
-    """Print what would go up, and where to."""
-    table = Table("file", "size", title=f"to {to}, {'public' if is_public else 'private'}")
-    sizes = what.sizes()
-    for name, size in sizes.items():
-        table.add_row(name + (" (with the base's hub id)" if isinstance(what.files[name], bytes) else ""), f"{size:,}")
-    table.add_row(f"{len(sizes):,} files", readable_bytes(sum(sizes.values())))
+    """Print the files to upload, and their destination."""
+    table, total = Table("file", "size", title=f"to {to}, {'public' if is_public else 'private'}"), 0
+    for name, file in what.files.items():
+        is_changed = isinstance(file, bytes)
+        size = len(file) if is_changed else file.stat().st_size
+        table.add_row(name + (" (with the base's hub id)" if is_changed else ""), f"{size:,}")
+        total += size
+    table.add_row(f"{len(what.files):,} files", readable_bytes(total))
     console.print(table)
 
 
@@ -145,7 +131,7 @@ def upload(
 ) -> str:
     """Upload a result or an export; returns its address. agrees: asks whether the list is right, or raises.
 
-    Raises UserError, and RunFailure where the hub cannot be reached or refuses.
+    Raises UserError, and RunFailure if the hub cannot be reached or refuses.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -178,7 +164,7 @@ def upload(
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Raises RunFailure where the hub refuses, or cannot be reached. Its messages have no token."""
+    """Raises RunFailure if the hub refuses, or cannot be reached. Its messages have no token."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 
     again = "the same command goes on with what the hub lacks"

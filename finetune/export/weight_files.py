@@ -1,4 +1,4 @@
-"""Converts a model's tensors in memory to safetensors files in Hugging Face's layout, and verifies what was written.
+"""Weights in safetensors files: converted to Hugging Face's layout, written, verified, and read tensor by tensor.
 
 transformers may hold weights under other names and in other shapes than checkpoints do, for example Mixtral's experts
 as one tensor per layer:
@@ -7,14 +7,22 @@ as one tensor per layer:
     model.layers.0.block_sparse_moe.experts.0.w1.weight (14336, 4096), ...experts.0.w3.weight, ...experts.1.w1.weight
 
 Its own function reverts them, as in `save_pretrained`; here it gets as few tensors at a time as it can work with.
+
+The safetensors library maps a whole file, and the parts that were read stay resident: `TensorFiles` reads each tensor
+into memory of its own (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +31,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from finetune.checkpoints.safetensors_writer import save_tensors
-from finetune.errors import RunFailure
+from finetune.checkpoints.safetensors_writer import DTYPES, nbytes, save_tensors, write_safetensors
+from finetune.errors import RunFailure, UserError
+from finetune.models.damage import check_tensors
+from finetune.utils import fsync
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +64,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class DiskLayout:
     """Converts tensors from their layout in memory to that of the folder.
 
-    Holds at most one group: a single tensor for most architectures, a decoder layer where transformers needs several
+    Holds at most one group: a single tensor for most architectures, a decoder layer if transformers needs several
     tensors to make one.
     """
 
@@ -80,9 +90,10 @@ def _reverted(model: Any, state: State) -> State:
 
 
 def _groups(model: Any, state: State, expected: State) -> list[list[str]]:
-    """Returns the smallest groups whose conversion one by one equals the conversion of all at once."""
-    for key in (str, _layer):
-        groups = list(_runs(state, key))
+    """Returns the smallest groups of neighbors whose conversion one by one equals the conversion of all at once: single
+    tensors, or the tensors of a decoder layer, which modules list together."""
+    for key in (str, lambda name: match.group() if (match := _LAYER.match(name)) else name):
+        groups = [list(names) for _, names in itertools.groupby(state, key)]
         parts = [_reverted(model, {name: state[name] for name in group}) for group in groups]
         shapes = {name: tensor.shape for part in parts for name, tensor in part.items()}
         each_once = sum(map(len, parts)) == len(expected)
@@ -92,20 +103,7 @@ def _groups(model: Any, state: State, expected: State) -> list[list[str]]:
     return [list(state)]
 
 
-def _layer(name: str) -> str:
-    match = _LAYER.match(name)
-    return match.group() if match else name
-
-
-def _runs(state: State, key: Callable[[str], str]) -> Iterator[list[str]]:
-    """Groups neighbours with the same key; modules list their tensors together."""
-    run: list[str] = []
-    for name in state:
-        if run and key(name) != key(run[-1]):
-            yield run
-            run = []
-        run.append(name)
-    yield run
+# --- writing
 
 
 SHARD_BYTES = 4 * 10**9
@@ -139,7 +137,7 @@ class WeightsWriter:
         self.total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """tensor: on the CPU, in its final type. Raises OSError if a file cannot be written."""
+        """Add a tensor, on the CPU and in its final type. Raises OSError if a file cannot be written."""
         if self._shard and self.held_bytes + tensor.nbytes > self._shard_bytes:
             self._write()
         tensor = tensor.contiguous()
@@ -167,7 +165,36 @@ class WeightsWriter:
         return self._folder / f"shard-{number:05d}.partial"
 
 
-# --- verification, by reading back: every tensor present, of the right shape and type, and finite
+def write_shards(
+    folder: Path,
+    shapes: Mapping[str, Tensor],
+    make: Callable[[str], Tensor],
+    shard_bytes: int = SHARD_BYTES,
+    written: Callable[[int, int], object] = lambda done, total: None,
+) -> None:
+    """Write model*.safetensors and their index; files that are there already, complete, are kept.
+
+    shapes: of all tensors, in order (device `meta`); make: the values of one. Raises OSError.
+    """
+    shards, held = [[]], 0  # of at most `shard_bytes`, or of one larger tensor
+    for name, tensor in shapes.items():
+        if shards[-1] and held + nbytes(tensor) > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += nbytes(tensor)
+    for number, names in enumerate(shards, 1):
+        path = folder / shard_name(number, len(shards))
+        if not path.exists():  # under its own name it is complete
+            partial = path.with_name(path.name + ".partial")
+            write_safetensors(partial, {name: shapes[name] for name in names}, make, {"format": "pt"})
+            partial.rename(path)
+            fsync(folder)
+        written(number, len(shards))
+    write_index(folder, shards, sum(map(nbytes, shapes.values())))
+
+
+# --- verification, by reading back: every tensor is present, finite and of the right shape and type
 
 
 class Verification:
@@ -187,47 +214,52 @@ class Verification:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
-                    self._check(file.name, name, tensors.get_tensor(name))
+                    tensor = tensors.get_tensor(name)
+                    if name in self._places:
+                        raise self._failure(file.name, f"{name}: is in {self._places[name]} as well")
+                    if (problem := self._difference(name, tensor)) is not None:
+                        raise self._failure(file.name, f"{name}: {problem}")
+                    self._places[name] = file.name
+                    self._bytes += tensor.nbytes
         except (OSError, SafetensorError) as error:
             raise self._failure(file.name, f"cannot be read back: {error}") from error
 
-    def _check(self, file: str, name: str, tensor: Tensor) -> None:
-        expected = self._expected.get(name)
-        if expected is None and name not in self._copied:
-            raise self._failure(file, f"{name}: the model has no such tensor")
-        if name in self._places:
-            raise self._failure(file, f"{name}: is in {self._places[name]} as well")
-        if expected is None:
-            problem = _difference_from_file(tensor, name, self._copied[name])
-        else:
-            problem = _difference(tensor, expected)
-        if problem is not None:
-            raise self._failure(file, f"{name}: {problem}")
-        self._places[name] = file
-        self._bytes += tensor.nbytes
+    def _difference(self, name: str, tensor: Tensor) -> str | None:
+        if (expected := self._expected.get(name)) is None:
+            if (source := self._copied.get(name)) is None:
+                return "the model has no such tensor"
+            with safe_open(source, framework="pt") as tensors:
+                original = tensors.get_tensor(name)
+            same = tensor.dtype == original.dtype and tensor.shape == original.shape
+            same = same and torch.equal(tensor.flatten().view(torch.uint8), original.flatten().view(torch.uint8))
+            return None if same else f"is not the one of {source}"
+        if tensor.shape != expected.shape:
+            return f"has shape {list(tensor.shape)} instead of {list(expected.shape)}"
+        type_name, expected_type = (str(one.dtype).removeprefix("torch.") for one in (tensor, expected))
+        if type_name != expected_type:
+            return f"is {type_name} instead of {expected_type}"
+        if tensor.is_floating_point() and (broken := int((~torch.isfinite(tensor)).sum())):
+            return f"{broken} of {tensor.numel()} values are not finite in {type_name}"
+        return None
 
     def finish(self) -> None:
         """Check that nothing is missing and that the index is right. Raises RunFailure."""
-        files = weight_files(self._folder)
+        files = [file.name for file in weight_files(self._folder)]
         index = self._json(INDEX) if len(files) > 1 else {}
+        places = index.get("weight_map", {})
         for name in (*self._expected, *self._copied):
             if name not in self._places:
-                place = index.get("weight_map", {}).get(name, "*.safetensors")
-                raise self._failure(place, f"{name}: is missing")
+                raise self._failure(places.get(name, "*.safetensors"), f"{name}: is missing")
         if len(files) > 1:
-            self._check_index([file.name for file in files], index)
+            if files != [shard_name(number, len(files)) for number in range(1, len(files) + 1)]:
+                raise self._failure(INDEX, f"the files are not numbered through: {', '.join(files)}")
+            for name in sorted({*places, *self._places}):
+                if (stated := places.get(name)) != (file := self._places.get(name)):
+                    raise self._failure(INDEX, f"{name}: the index says {stated}, not {file}")
+            if (size := index.get("metadata", {}).get("total_size")) != self._bytes:
+                raise self._failure(INDEX, f"total_size is {size}, the tensors have {self._bytes} bytes")
         for file in sorted(self._folder.glob("*.json")):
             self._json(file.name)
-
-    def _check_index(self, files: list[str], index: dict[str, Any]) -> None:
-        if files != [shard_name(number, len(files)) for number in range(1, len(files) + 1)]:
-            raise self._failure(INDEX, f"the files are not numbered through: {', '.join(files)}")
-        places = index.get("weight_map", {})
-        for name in sorted({*places, *self._places}):
-            if places.get(name) != self._places.get(name):
-                raise self._failure(INDEX, f"{name}: the index says {places.get(name)}, not {self._places.get(name)}")
-        if (size := index.get("metadata", {}).get("total_size")) != self._bytes:
-            raise self._failure(INDEX, f"total_size is {size}, the tensors have {self._bytes} bytes")
 
     def _json(self, file: str) -> dict[str, Any]:
         try:
@@ -246,24 +278,85 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def _difference(tensor: Tensor, expected: Tensor) -> str | None:
-    if tensor.shape != expected.shape:
-        return f"has shape {list(tensor.shape)} instead of {list(expected.shape)}"
-    if tensor.dtype != expected.dtype:
-        return f"is {_name(tensor.dtype)} instead of {_name(expected.dtype)}"
-    if tensor.is_floating_point() and (broken := int((~torch.isfinite(tensor)).sum())):
-        return f"{broken} of {tensor.numel()} values are not finite in {_name(tensor.dtype)}"
-    return None
+# --- reading
 
 
-def _difference_from_file(tensor: Tensor, name: str, file: Path) -> str | None:
-    with safe_open(file, framework="pt") as tensors:
-        original = tensors.get_tensor(name)
-    same = tensor.dtype == original.dtype and tensor.shape == original.shape
-    if same and torch.equal(tensor.flatten().view(torch.uint8), original.flatten().view(torch.uint8)):
-        return None
-    return f"is not the one of {file}"
+@dataclass(frozen=True)
+class _Place:
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+class TensorFiles:
+    """The tensors of some safetensors files, by name. Raises UserError for a file that is none."""
+
+    def __init__(self, files: Iterable[Path]):
+        self._places: dict[str, _Place] = {}
+        digest = hashlib.sha256()
+        for file in files:
+            check_tensors(file)
+            with file.open("rb") as opened:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                header, start = json.loads(opened.read(length)), 8 + length
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + json.dumps(header, sort_keys=True).encode())
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    dtype = DTYPES.get(entry["dtype"])
+                    if dtype is None:
+                        raise UserError(f"{file}: {name} is of type {entry['dtype']}, which is not read here")
+                    shape, (low, _) = tuple(entry["shape"]), entry["data_offsets"]
+                    self._places[name] = _Place(file, dtype, shape, start + low)
+        self.identity = digest.hexdigest()  # of names, shapes, types and sizes
+
+    def renamed(self, names: Mapping[str, str]) -> TensorFiles:
+        """Returns some of the tensors under other names; names: new to old."""
+        other = copy.copy(self)
+        other._places = {new: self._places[old] for new, old in names.items()}
+        return other
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def names(self) -> list[str]:
+        return list(self._places)
+
+    def paths(self) -> list[Path]:
+        return sorted({place.file for place in self._places.values()})
+
+    def meta(self, name: str) -> Tensor:
+        """Returns shape and type, without values (device `meta`)."""
+        place = self._places[name]
+        return torch.empty(place.shape, dtype=place.dtype, device="meta")
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor in memory of its own. Raises UserError if the file ends before it does."""
+        place = self._places[name]
+        tensor = torch.empty(place.shape, dtype=place.dtype)
+        flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+        with place.file.open("rb", buffering=0) as file:
+            file.seek(place.offset)
+            view, done = flat.numpy().data, 0
+            while done < flat.numel():
+                count = file.readinto(view[done : done + (1 << 26)])
+                if not count:
+                    raise UserError(f"{place.file}: ends within {name}: restore the file")
+                done += count
+        return tensor
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of an export, by the name that a Hugging Face folder has for it.
+
+    read: its values, decoded; dtype: the type of values, or of scales; code: int8, fp8 or q8_0 if they are rounded by
+    blocks of `block` values (None: whole rows); slip: a further error of a value.
+    """
+
+    read: Callable[[], Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    code: str | None = None
+    block: int | None = None
+    slip: float = 0.0

@@ -27,7 +27,7 @@ from finetune.data.samples import BadRow, Labelled, Preference, Ranked
 from finetune.data.sources.source import SourceReader
 from finetune.errors import RunFailure, UserError
 from finetune.export.loading import load_trained, model_folder
-from finetune.export.scoring import is_scoring
+from finetune.export.trained import is_scoring
 from finetune.models.tokenizer import read_tokenizer
 from finetune.models.wrapped import output_head
 from finetune.recipe.schema import Source

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from finetune.errors import UserError
 from finetune.export.loading import load_trained, model_folder
-from finetune.export.scoring import is_scoring
+from finetune.export.trained import is_scoring
 from finetune.inference.answering import Answerer, answerer_of
 from finetune.inference.http_api import ANY_ADDRESS, build_app
 from finetune.models.remote_code import load_auto

@@ -572,8 +572,8 @@ MUTANTS += (
         "adapters",
         "merged without their scale",
         "finetune/export/merging.py",
-        "reader.read(b).float() * scale, reader.read(a)",
-        "reader.read(b).float(), reader.read(a)",
+        "read(b).float() * scale, read(a)",
+        "read(b).float(), read(a)",
         (_ADDED, "-k", "alike and llama-added"),
     ),
     Mutant(

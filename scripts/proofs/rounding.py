@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.export.quantised import quantise
+from finetune.export.eight_bits import quantize
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, ROWS = 128, 16
@@ -38,7 +38,7 @@ def q8_0(weight: Tensor) -> Tensor:
 
 def eight_bits(weight: Tensor, kind: str) -> Tensor:
     """Returns a weight (out, in), fp32, that was rounded to eight bits and decoded."""
-    parts = quantise(weight.clone(), kind)
+    parts = quantize(weight.clone(), kind)
     packed = parts.get("weight_packed")
     values = parts["weight"].float() if packed is None else packed.view(torch.uint8).float() - 128
     return values * parts["weight_scale"].float()

@@ -213,7 +213,7 @@ def test_a_foreign_folder(taught: Path, tmp_path: Path, files: dict[str, str], m
         with pytest.raises(UserError) as caught:
             command()
         assert message in str(caught.value)
-    with pytest.raises(UserError, match="a plain model folder that no run is around"):
+    with pytest.raises(UserError, match="a plain model folder without a run"):
         export_run(taught / "llama", ExportOptions(out=out), quiet)
     with pytest.raises(UserError, match=r"no recipe.yaml here, so there are no rows"):
         verify_run(taught / "llama", taught / "llama", None, None, 4, quiet)

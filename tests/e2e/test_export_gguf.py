@@ -520,7 +520,7 @@ def test_a_run_of_mixtral_is_compared_by_its_tensors(made: Path, tmp_path: Path)
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
             "RoPE of type linear",
         ),
-        ("qwen3_moe", {"norm_topk_prob": False}, "llama.cpp normalises"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "llama.cpp normalizes"),
     ],
 )
 def test_what_is_not_written_is_refused_by_name(

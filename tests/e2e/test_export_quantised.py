@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import ExportOptions, export_run, verify_run
-from finetune.export.quantised import quantise
+from finetune.export.eight_bits import quantize
 
 QUIET = Console(quiet=True)
 
@@ -47,7 +47,7 @@ def runs(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_weight_is_its_rounding(kind: str) -> None:
     weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight[2] = 0
-    made = quantise(weight, kind)
+    made = quantize(weight, kind)
     scale = made["weight_scale"]
     assert (scale.shape, scale.dtype) == ((6, 1), torch.bfloat16)
     if kind == "fp8":
@@ -66,7 +66,7 @@ def test_a_weight_is_its_rounding(kind: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 def test_an_export_is_read_and_answers_like_the_run(runs: Path, tmp_path: Path, name: str, kind: str) -> None:
     out = tmp_path / kind
-    export_run(runs / name, ExportOptions(out=out, quantised=kind), QUIET)
+    export_run(runs / name, ExportOptions(out=out, quantized=kind), QUIET)
     figures = json.loads((out / "verify.json").read_text())
     assert (figures["passed"], figures["format"]) == (True, kind)
     assert 1e-9 < figures["kl_mean"] < (1e-4 if kind == "int8" else 1e-2)
@@ -91,7 +91,7 @@ def test_an_export_is_read_and_answers_like_the_run(runs: Path, tmp_path: Path, 
 def test_experts_are_written_one_by_one(runs: Path, tmp_path: Path) -> None:
     """A matrix of each expert and projection, the router as it is; an expert's scales in another order are caught."""
     out = tmp_path / "out"
-    export_run(runs / "mixtral", ExportOptions(out=out, quantised="int8"), QUIET)
+    export_run(runs / "mixtral", ExportOptions(out=out, quantized="int8"), QUIET)
     figures = json.loads((out / "verify.json").read_text())
     assert figures["passed"], figures["problems"]
     assert 1e-9 < figures["kl_mean"] < 1e-2  # a router near a tie takes another expert
@@ -104,7 +104,7 @@ def test_experts_are_written_one_by_one(runs: Path, tmp_path: Path) -> None:
     for expert in range(8):
         for matrix in ("w1", "w2", "w3"):
             stem = f"{ahead}.experts.{expert}.{matrix}"
-            made = quantise(plain[f"{stem}.weight"], "int8")
+            made = quantize(plain[f"{stem}.weight"], "int8")
             assert all(torch.equal(ours[f"{stem}.{key}"], value) for key, value in made.items())
     key = f"{ahead}.experts.3.w2.weight_scale"
     ours[key] = ours[key].flip(0).contiguous()
@@ -160,7 +160,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.long)])
 def test_a_tampered_export_is_caught(runs: Path, tmp_path: Path, kind: str) -> None:
-    export_run(runs / "llama", ExportOptions(out=tmp_path / "out", quantised=kind), QUIET)
+    export_run(runs / "llama", ExportOptions(out=tmp_path / "out", quantized=kind), QUIET)
     for i, (name, (change, fragment)) in enumerate(TAMPERED.items()):
         change(Path(shutil.copytree(tmp_path / "out", tmp_path / str(i))))
         with pytest.raises(RunFailure) as error:
@@ -176,9 +176,9 @@ def test_what_is_not_quantised_is_refused_by_name(runs: Path, tmp_path: Path) ->
     }
     for kind, fragment in cases.items():
         with pytest.raises(UserError, match=fragment):
-            export_run(runs / "llama", ExportOptions(out=tmp_path / "out", quantised=kind), QUIET)
+            export_run(runs / "llama", ExportOptions(out=tmp_path / "out", quantized=kind), QUIET)
     with pytest.raises(UserError, match="goes with --to hf"):
-        export_run(runs / "llama", ExportOptions(to="gguf", out=tmp_path / "out", quantised="int8"), QUIET)
-    with pytest.raises(UserError, match=r"vLLM takes experts \(model.layers.0.mlp.experts.gate_up_proj\) in fp8 only"):
-        export_run(runs / "mixtral", ExportOptions(out=tmp_path / "out", verify=False, quantised="fp8"), QUIET)
+        export_run(runs / "llama", ExportOptions(to="gguf", out=tmp_path / "out", quantized="int8"), QUIET)
+    with pytest.raises(UserError, match=r"vLLM loads experts \(model.layers.0.mlp.experts.gate_up_proj\) in fp8 only"):
+        export_run(runs / "mixtral", ExportOptions(out=tmp_path / "out", verify=False, quantized="fp8"), QUIET)
     assert not (tmp_path / "out").exists()

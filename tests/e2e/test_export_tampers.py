@@ -49,8 +49,8 @@ def exports(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for kind, options in {
             "hf": {},
             "bf16": {"dtype": "bfloat16"},
-            "int8": {"quantised": "int8"},
-            "fp8": {"quantised": "fp8"},
+            "int8": {"quantized": "int8"},
+            "fp8": {"quantized": "fp8"},
             "ollama": {"to": "ollama", "dtype": "q8_0"},
         }.items():
             export_run(run, ExportOptions(out=run / kind, **options), QUIET)
@@ -355,7 +355,7 @@ TAMPERS: dict[str, tuple[str, Change, str | None]] = {
     "scales of fp8 by 1 %": ("fp8", of(f"{DOWN}_scale", lambda t: t * 1.01), f"{DOWN}: "),
     "a sign in fp8": ("fp8",
         of(DOWN, lambda t: put((2, 2), 0x7E)(t.view(torch.uint8)).view(torch.float8_e4m3fn)), DOWN),
-    "int8 that says fp8": ("int8", keys(META, quantised="fp8"), ""),
+    "int8 that says fp8": ("int8", keys(META, quantized="fp8"), ""),
     # GGUF
     "a template in the file": ("ollama",
         in_file(b"<|im_start|>assistant", b"<|im_start|>Assistant"), "chat_template is"),

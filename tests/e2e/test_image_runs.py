@@ -504,7 +504,7 @@ def test_of_a_run_on_pictures_gguf_has_the_language_model(seeing: Path, tmp_path
 def test_eight_bits_leave_the_tower_as_it_is(name: str, kind: str, seeing: Path, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     run = result_of(seeing, name, tmp_path / "run")
-    compared = export_run(run, ExportOptions(out=tmp_path / "out", quantised=kind), console())
+    compared = export_run(run, ExportOptions(out=tmp_path / "out", quantized=kind), console())
     assert 1e-10 < compared["kl_mean"] < 1e-2
     before, after = (load_file(folder / "model.safetensors") for folder in (run / "model", tmp_path / "out"))
     scaled = {key.removesuffix("_scale") for key in after if key.endswith(".weight_scale")}

@@ -24,8 +24,7 @@ from test_answering import ANSWERS, taught  # noqa: F401 (a fixture)
 from transformers import GenerationConfig
 
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import ExportOptions, export_run
-from finetune.export.servers import tensor_parallel_size, unread_by_vllm
+from finetune.export.commands import ExportOptions, export_run, tensor_parallel_size, unread_by_vllm
 from finetune.export.trained import find_trained
 from finetune.inference.answering import answerer_of, answers, chat_with
 from finetune.inference.chat import chat_with_server

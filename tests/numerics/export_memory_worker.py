@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 import finetune.export.verify  # noqa: F401 (not to be measured)
 from finetune.cli import app
-from finetune.export.tensor_files import write_shards
+from finetune.export.weight_files import write_shards
 from finetune.models.base_config import without_weights
 
 

@@ -11,7 +11,7 @@ from finetune.export.formats import EXPORTS, ExportOptions, check_options
 
 def test_each_type_of_weights_has_a_threshold():
     names = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-    types = {kind for export in EXPORTS.values() for kind in (*export.dtypes, *export.quantised)}
+    types = {kind for export in EXPORTS.values() for kind in (*export.dtypes, *export.quantized)}
     assert {names.get(kind, kind) for kind in types} == set(THRESHOLDS)
 
 
@@ -21,8 +21,8 @@ def test_each_type_of_weights_has_a_threshold():
         (ExportOptions("onnx"), "--to onnx: expected one of hf, vllm, gguf, ollama"),
         (ExportOptions("gguf", dtype="bfloat16"), "--dtype bfloat16: expected one of f32, bf16, f16, q8_0"),
         (ExportOptions("vllm", dtype="q8_0"), "--dtype q8_0: expected one of float32, bfloat16, float16"),
-        (ExportOptions("ollama", quantised="int8"), "--quantize int8: goes with --to hf or vllm"),
-        (ExportOptions(quantised="int3"), "--quantize int3: expected one of int8, fp8"),
+        (ExportOptions("ollama", quantized="int8"), "--quantize int8: goes with --to hf or vllm"),
+        (ExportOptions(quantized="int3"), "--quantize int3: expected one of int8, fp8"),
         (ExportOptions("gguf", gpus=8), "--gpus only applies to --to hf and --to vllm"),
     ],
 )

@@ -15,13 +15,12 @@ import yaml
 from transformers import AutoConfig
 
 from finetune.errors import UserError
+from finetune.export.eight_bits import settings_of
 from finetune.export.figures import Figures
 from finetune.export.gguf_file import modelfile
-from finetune.export.quantised import settings_of
 from finetune.export.trained import Trained
-from finetune.export.verify import export_format
-from finetune.export.verify_files import compare_each
-from finetune.export.verify_settings import compare_modelfile, compare_settings
+from finetune.export.verify import export_format, held_out_examples
+from finetune.export.verify_files import compare_each, compare_modelfile, compare_settings
 from finetune.recipe import load_recipe
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -41,8 +40,8 @@ FREE = {"architectures", "bos_token_id", "eos_token_id", "pad_token_id", "tie_wo
 FREE |= {"transformers_version", "use_cache", "dtype"}
 
 
-def of_run(folder: Path, config: dict[str, Any]) -> tuple[Any, Trained]:
-    """A recipe whose base has this config, and its result, which has a tokenizer's settings alone."""
+def of_run(folder: Path, config: dict[str, Any]) -> Trained:
+    """The result of a recipe whose base has this config: a tokenizer's settings alone."""
     for name in ("base", "out"):
         AutoConfig.for_model(**config).save_pretrained(folder / name)
     (folder / "settings").mkdir()
@@ -59,17 +58,16 @@ def of_run(folder: Path, config: dict[str, Any]) -> tuple[Any, Trained]:
         "train": {"max_steps": 1},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return load_recipe(folder / "recipe.yaml"), Trained(
-        folder, None, folder / "settings", None, {}, lambda name: torch.zeros(0)
-    )
+    loaded = load_recipe(folder / "recipe.yaml")
+    return Trained(folder, loaded, folder / "settings", None, {}, lambda name: torch.zeros(0))
 
 
-def problems(run: tuple[Any, Trained], export: Path, kind: str = "float32") -> list[str]:
+def problems(run: Trained, export: Path, kind: str = "float32") -> list[str]:
     figures = Figures(kind)
     try:
-        compare_settings(figures, run[0], run[1], None, export)
+        compare_settings(figures, run, None, export)
         name = "generation_config.json"
-        compare_each(figures, {name: run[1].settings / name}, export)
+        compare_each(figures, {name: run.settings / name}, export)
     except UserError as error:
         return [str(error)]
     return figures.problems
@@ -131,7 +129,7 @@ def test_another_scheme_of_eight_bits_is_seen(tmp_path: Path) -> None:
 def test_what_ollama_is_told_beside_the_file_is_seen(tmp_path: Path) -> None:
     run = of_run(tmp_path, tiny.MODELS["llama"])
     figures, path = Figures("q8_0"), tmp_path / "out" / "Modelfile"
-    said = modelfile(run[1], "a.gguf")
+    said = modelfile(run, "a.gguf")
     for text, found in {
         said + "PARAMETER num_ctx 8192\n": [],
         said + 'SYSTEM "You are a pirate."\n': [f"""{path}: 'SYSTEM "You are a pirate."' is not of the run"""],
@@ -139,8 +137,23 @@ def test_what_ollama_is_told_beside_the_file_is_seen(tmp_path: Path) -> None:
     }.items():
         path.write_text(text)
         figures.problems = []
-        compare_modelfile(figures, run[1], tmp_path / "out", Path("a.gguf"))
+        compare_modelfile(figures, run, tmp_path / "out", Path("a.gguf"))
         assert figures.problems == found
+
+
+def test_pairs_of_answers_that_are_too_long_are_left_out(tmp_path: Path) -> None:
+    recipe = of_run(tmp_path, tiny.MODELS["llama"]).recipe
+    assert recipe is not None
+    source = {"path": str(tiny.write_rows(tmp_path / "pairs.jsonl", tiny.preferences(24)))}
+    values = recipe.model_dump(exclude_unset=True) | {"objective": {"name": "reward"}}
+    counts = {}
+    for length in (64, 1024):
+        values["data"] = {"train": [source], "max_length": length}
+        (tmp_path / "pairs.yaml").write_text(yaml.safe_dump(values))
+        examples = held_out_examples(load_recipe(tmp_path / "pairs.yaml"), tmp_path / "settings", 32)
+        counts[length] = len(examples)
+        assert all(len(one.input_ids) <= length for example in examples for one in example.sequences)
+    assert 0 < counts[64] < counts[1024] == 24
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "export.json"])

@@ -4,18 +4,16 @@ calibration: each row is rounded to nearest after division by its scale.
     int8    scale = max |row| / 127, stored four to an int32     format `pack-quantized`
     fp8     scale = max |row| / 448, E4M3                         format `float-quantized`
 
-Activations keep their type. vLLM takes both as they are: W8A16 of its compressed-tensors schemes
+Activations keep their type. vLLM loads both as they are: W8A16 of its compressed-tensors schemes
 (https://github.com/vllm-project/vllm, .../quantization/compressed_tensors), transformers by the package
-`compressed-tensors`. Experts, which transformers has stacked, are a matrix each in files: so they are written, in int8.
-Heads, embeddings, routers and norms keep the type of the export, and of a model that sees all but its language model:
-names of its layers are those in memory, by which both know them.
+`compressed-tensors`. Experts, which transformers stacks, are a matrix each in files, and are written as such, in int8.
+Heads, embeddings, routers and norms keep the type of the export, and so does all of a multimodal model but its language
+model. Names of layers are those in memory, by which both libraries know them.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +22,18 @@ from torch import Tensor
 
 from finetune.errors import UserError
 from finetune.export.streamed import StreamedModel
-from finetune.export.tensor_files import TensorFiles
+from finetune.export.weight_files import TensorFiles
+from finetune.models.damage import read_object
 from finetune.models.text_part import is_multimodal, loaded_names
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _PER_INT32 = 4
+_EXPERT = re.compile(r".*\.experts\.\d+\.\w+\.weight")
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One of the tensors that a quantised weight becomes."""
-
-    source: str
-    field: str  # weight_packed, weight, weight_scale, weight_shape
-
-
-class QuantisedModel:
-    """As `StreamedModel`: shapes of all tensors, and the values of one at a time. Raises UserError for a model of other
-    layers than linear ones, and experts that are linear ones in its files."""
+class QuantizedModel:
+    """Same interface as `StreamedModel`: shapes of all tensors, and the values of one at a time. Raises UserError for a
+    model with other layers than linear ones, and for experts that are not linear layers in its files."""
 
     def __init__(self, model: StreamedModel, kind: str):
         self._model, self.kind = model, kind
@@ -52,59 +44,54 @@ class QuantisedModel:
         self.ignored = sorted((others - chosen.keys()) | {one for one in routers if f"{one}.weight" in model.shapes})
         in_files = {*experts, *(model.name_in_files(f"{name}.weight") for name in chosen)}
         if None in in_files:
-            raise UserError(f"--quantize {kind}: the files name layers otherwise than transformers: use llm-compressor")
+            raise UserError(f"--quantize {kind}: the files do not name layers as transformers does: use llm-compressor")
         self.shapes: dict[str, Tensor] = {}
-        self._parts: dict[str, _Part] = {}
-        for name, tensor in model.shapes.items():
-            fields = self._fields(tensor) if name in in_files else {}
-            stem = name.removesuffix(".weight")
-            self.shapes |= {f"{stem}.{field}": one for field, one in fields.items()} or {name: tensor}
-            self._parts |= {f"{stem}.{field}": _Part(name, field) for field in fields}
-        self._made: dict[str, Tensor] = {}
-
-    def _fields(self, weight: Tensor) -> dict[str, Tensor]:
-        """Returns shapes and types of what a weight (out, in) becomes."""
-        rows, columns = weight.shape
-        scale = torch.empty(rows, 1, dtype=weight.dtype, device="meta")
-        if self.kind == "fp8":
-            return {"weight": weight.to(torch.float8_e4m3fn), "weight_scale": scale}
-        packed = torch.empty(rows, columns // _PER_INT32, dtype=torch.int32, device="meta")
-        shape = torch.empty(2, dtype=torch.int64, device="meta")
-        return {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
+        self._sources: dict[str, str] = {}  # of a part, the weight
+        for name, weight in model.shapes.items():
+            if name not in in_files:
+                self.shapes[name] = weight
+                continue
+            rows, columns = weight.shape
+            scale = torch.empty(rows, 1, dtype=weight.dtype, device="meta")
+            if kind == "fp8":
+                parts = {"weight": weight.to(torch.float8_e4m3fn), "weight_scale": scale}
+            else:
+                packed = torch.empty(rows, columns // _PER_INT32, dtype=torch.int32, device="meta")
+                shape = torch.empty(2, dtype=torch.int64, device="meta")
+                parts = {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
+            parts = {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+            self.shapes |= parts
+            self._sources |= dict.fromkeys(parts, name)
+        self._ready: dict[str, Tensor] = {}
 
     def make(self, name: str) -> Tensor:
         """Returns the values of a tensor."""
-        part = self._parts.get(name)
-        if part is None:
+        if (source := self._sources.get(name)) is None:
             return self._model.make(name)
-        if name not in self._made:
-            stem = part.source.removesuffix(".weight")
-            made = quantise(self._model.make(part.source), self.kind)
-            self._made.update({f"{stem}.{field}": tensor for field, tensor in made.items()})
-        return self._made.pop(name)
-
-
-_EXPERT = re.compile(r".*\.experts\.\d+\.\w+\.weight")
+        if name not in self._ready:
+            parts = quantize(self._model.make(source), self.kind)
+            self._ready |= {source.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+        return self._ready.pop(name)
 
 
 def _expert_weights(model: StreamedModel, kind: str) -> list[str]:
     """Returns the weights of experts by the files' names, a matrix of each expert and projection, as vLLM's WNA16 reads
-    them. Raises UserError for what no server, or nothing here, would read in eight bits."""
+    them. Raises UserError for models that no server, or nothing here, would read in eight bits."""
     stacked = stacked_experts(model.model)
     names = [name for name in model.shapes if _EXPERT.fullmatch(name)]
     elsewhere = "use llm-compressor on the folder that `export --to hf` writes"
     if stacked and kind == "fp8":
         raise UserError(
-            f"--quantize fp8: vLLM takes experts ({stacked[0]}) in fp8 only with activations in fp8: give int8, or "
+            f"--quantize fp8: vLLM loads experts ({stacked[0]}) in fp8 only with activations in fp8: give int8, or "
             + elsewhere
         )
     what = "a model of scores" if model.is_scoring else ""
     if stacked and (not names or any(tensor.ndim > 2 for tensor in model.shapes.values())):
-        what = f"what the files have in tensors of three dimensions ({stacked[0]})"
+        what = f"a model whose files have tensors of three dimensions ({stacked[0]})"
     if stacked and any(model.shapes[name].shape[-1] % _PER_INT32 for name in names):
-        what = f"experts ({stacked[0]}) whose rows are no multiple of {_PER_INT32}"
+        what = f"a model with experts ({stacked[0]}) whose rows are no multiple of {_PER_INT32}"
     if what:
-        raise UserError(f"--quantize {kind}: {what} is not quantised here: {elsewhere}")
+        raise UserError(f"--quantize {kind}: {what} is not quantized here: {elsewhere}")
     return names
 
 
@@ -125,21 +112,19 @@ def settings_of(kind: str, ignored: list[str]) -> dict[str, Any]:
         "strategy": "channel",
         "dynamic": False,
     }
-    group: dict[str, Any] = {"targets": ["Linear"], "weights": weights}
-    group |= {"input_activations": None, "output_activations": None}
-    group["format"] = layout  # vLLM looks for that of experts here
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": {**group, "format": layout}},  # vLLM looks for that of experts here
         "ignore": ignored,
     }
 
 
 def language_path(model: Any) -> str:
-    """Returns how names of a multimodal model's language model begin, "model.language_model."; of others "". Raises
-    UserError for one that does not say which it is."""
+    """Returns the prefix of a multimodal model's language model, "model.language_model."; "" for other models. Raises
+    UserError if the model does not say which part it is."""
     if not is_multimodal(model.config):
         return ""
     decoder = model.get_decoder()
@@ -150,7 +135,7 @@ def language_path(model: Any) -> str:
 
 
 def text_layers(model: Any) -> dict[str, torch.nn.Linear]:
-    """Returns the layers that eight bits are for: the linear ones of a language model, but for its head."""
+    """Returns the layers that are quantized: the linear ones of a language model, except its head."""
     inside, head = language_path(model), model.get_output_embeddings()
     return {
         name: module
@@ -162,7 +147,7 @@ def text_layers(model: Any) -> dict[str, torch.nn.Linear]:
     }
 
 
-def quantise(weight: Tensor, kind: str) -> dict[str, Tensor]:
+def quantize(weight: Tensor, kind: str) -> dict[str, Tensor]:
     """Returns a weight (out, in) in eight bits, with its scale (out, 1) in the weight's own type."""
     values = weight.float()
     scale = (values.abs().amax(dim=1, keepdim=True) / _LARGEST[kind]).to(weight.dtype)
@@ -176,17 +161,16 @@ def quantise(weight: Tensor, kind: str) -> dict[str, Tensor]:
 
 
 def other_layers(folder: Path, model: Any) -> str | None:
-    """Returns how the layers of an export's files that are in eight bits differ from those that its config says. model:
-    the export's."""
-    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    """Returns how the layers of an export's files that are in eight bits differ from those in its config. model: the
+    export's."""
+    ignored = read_object(folder / "config.json")["quantization_config"]["ignore"]
     names = TensorFiles(sorted(folder.glob("*.safetensors"))).names()
     scaled = [name.removesuffix("_scale") for name in names if name.endswith(".weight_scale")]
     loaded, _ = loaded_names(model, scaled)
     held = {(loaded[name] or name).removesuffix(".weight") for name in scaled}
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    said = (linear - set(settings["ignore"])) | {*stacked_experts(model)}
-    if held == said:
+    if not (differing := held ^ ((linear - set(ignored)) | {*stacked_experts(model)})):
         return None
-    name = min(held ^ said)
+    name = min(differing)
     is_held = "is" if name in held else "is not"
     return f"{name} {is_held} in eight bits, and config.json says otherwise (`quantization_config.ignore`)"
