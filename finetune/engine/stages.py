@@ -155,8 +155,6 @@ def schedulable_micro_batches(schedule: Schedule, ranks: int, micro_batches: int
 # return the hidden states unchanged; transformers computes embeddings, masks and rotations from
 # `inputs_embeds` and `position_ids`.
 
-_HEAD_ARGUMENTS = ("logits_to_keep", "targets")  # unused by stages without the head
-
 
 class _PassOn(nn.Module):
     def forward(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
@@ -192,12 +190,10 @@ class StageModel(nn.Module):
         with _showing(unwrap_peft(model.causal_lm).base_model, self._shown):
             if self.is_last:
                 return model(**arguments)
-            inputs = {name: value for name, value in arguments.items() if name not in _HEAD_ARGUMENTS}
-            return self._checked(model.hidden_states(**inputs))
-
-    def _checked(self, hidden: Tensor) -> Tensor:
+            inputs = {name: value for name, value in arguments.items() if name not in ("logits_to_keep", "targets")}
+            hidden = model.hidden_states(**inputs)
         if hidden.dtype != self._compute:
-            name = type(unwrap_peft(self._model[0].causal_lm)).__name__
+            name = type(unwrap_peft(model.causal_lm)).__name__
             raise UserError(
                 f"pipeline: hidden states between the layers of {name} are "
                 f"{hidden.dtype}, not {self._compute}: use train.precision: fp32, or another accelerate config"
@@ -230,8 +226,7 @@ def parts_of(model: Any, layout: Layout, stage: int) -> list[nn.Module]:
 
 
 def holders(model: Any, layout: Layout) -> dict[str, list[int]]:
-    """Returns the pipeline ranks that have each parameter, by all of its names; a matrix for embedding and head has
-    two."""
+    """Returns the pipeline ranks that have each parameter, by all of its names; two for a tied embedding and head."""
     ranks: dict[int, set[int]] = {}
     for stage in range(layout.stages):
         for part in parts_of(model, layout, stage):
@@ -242,8 +237,7 @@ def holders(model: Any, layout: Layout) -> dict[str, list[int]]:
 
 
 def keep_only(model: nn.Module, keeps: Callable[[str], bool], device: torch.device) -> None:
-    """Move parameters whose names `keeps` accepts to the device, others to `meta`; one tensor with two names
-    stays one."""
+    """Move parameters whose names `keeps` accepts to the device, others to `meta`; tied ones stay tied."""
     named = list(model.named_parameters(remove_duplicate=False))  # kept alive, so that ids are unique
     elsewhere: dict[int, nn.Parameter] = {}
     for name, parameter in named:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from finetune.engine.parallelism_rules import nearest_divisors, tensor_plan
+from finetune.engine.ranks import all_reduced
 from finetune.errors import UserError
 from finetune.models.patches import replace_forward
 from finetune.utils import unwrap_peft
@@ -105,7 +106,18 @@ def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
                 receiver = names[id(module)] if "lora_" in names[id(module)] else path.rpartition(".")[0]
                 sharded = _shard_linear(module, STYLES[style], group, inputs[receiver], path)
                 shards |= {f"{names[id(module)]}.{name}": shard for name, shard in sharded.items()}
-    _check_plan_is_complete(base, plan)
+    # A weight without a plan next to a column parallel matrix would receive some of the features, and each rank part of
+    # its gradient.
+    named = {name: style for _, style, name, _ in _planned(base, plan)}
+    for parent in {name.rpartition(".")[0] for name, style in named.items() if style == "colwise"}:
+        module = base.get_submodule(parent)
+        weights = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
+        weights |= {name for name, _ in module.named_parameters(recurse=False)}
+        if missing := sorted(f"{parent}.{name}" for name in weights if f"{parent}.{name}" not in named):
+            raise UserError(
+                f"tensor parallel: the plan of {type(base).__name__} does not mention `{missing[0]}`, which is "
+                "next to matrices that it shards: use fsdp2"
+            )
     return ShardedParameters(shards, frozenset(partial))
 
 
@@ -115,23 +127,6 @@ def _planned(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, st
     for pattern, style in plan.items():
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         yield from ((pattern, style, name, planned) for name, planned in named.items() if regex.fullmatch(name))
-
-
-def _check_plan_is_complete(base: nn.Module, plan: Mapping[str, str]) -> None:
-    """Raises UserError if a weight without a plan is next to a column parallel matrix: it would receive some of the
-    features, and each rank part of its gradient."""
-    planned = {name for _, _, name, _ in _planned(base, plan)}
-    parents = {name.rpartition(".")[0] for _, style, name, _ in _planned(base, plan) if style == "colwise"}
-    for parent in parents:
-        module = base.get_submodule(parent)
-        weights = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
-        weights |= {name for name, _ in module.named_parameters(recurse=False)}
-        for name in sorted(weights):
-            if f"{parent}.{name}" not in planned:
-                raise UserError(
-                    f"tensor parallel: the plan of {type(base).__name__} does not mention `{parent}.{name}`, which is "
-                    "next to matrices that it shards: use fsdp2"
-                )
 
 
 def _linear_layers(module: nn.Module, style: Style, group: TensorGroup, path: str) -> Iterator[nn.Linear]:
@@ -157,7 +152,10 @@ def _linear_layers(module: nn.Module, style: Style, group: TensorGroup, path: st
 def _shard_linear(
     module: nn.Linear, style: Style, group: TensorGroup, shared_input: SharedInput, path: str
 ) -> dict[str, ParameterShard]:
-    """Returns the shards by the name of the module's parameter. Raises UserError if its size is not divisible."""
+    """Shard a linear layer, and make it communicate. Returns the shards by the name of the module's parameter.
+
+    Raises UserError if its size is not divisible.
+    """
     size = module.weight.shape[style.dim]
     if size % group.size:
         raise UserError(
@@ -169,12 +167,21 @@ def _shard_linear(
     for name in sharded:
         parameter = getattr(module, name)
         setattr(module, name, nn.Parameter(shard.take(parameter.detach()).clone(), parameter.requires_grad))
-    if style.dim == 0:
+    if style.dim == 0:  # it has this rank's rows of the weight, its outputs
         module.out_features //= group.size
-        _make_column_parallel(module, group, shared_input, gather_output=style.full)
-    else:
-        module.in_features //= group.size
-        _make_row_parallel(module, group, scatter_input=style.full)
+        shared_input.layers += 1
+        module.register_forward_pre_hook(lambda _module, inputs: shared_input(*inputs))
+        if style.full:
+            module.register_forward_hook(lambda _module, _inputs, features: _Gather.apply(features, group))
+        return sharded
+
+    def forward(x: Tensor) -> Tensor:  # with this rank's columns of the weight, its inputs
+        features: Any = _Scatter.apply(x, group) if style.full else x
+        output: Any = _Reduce.apply(linear(features, module.weight), group)
+        return output if module.bias is None else output + module.bias.to(output.dtype)  # once, not on each rank
+
+    module.in_features //= group.size
+    replace_forward(module, forward, "row parallel")
     return sharded
 
 
@@ -191,39 +198,17 @@ class SharedInput:
     """Input of several layers, copied to the ranks once, so that the backward sums its gradient once for all."""
 
     def __init__(self, group: TensorGroup):
-        self._group, self._layers = group, 0
-        self._remaining, self._x, self._copy = 0, None, None
-
-    def add_layer(self) -> None:
-        self._layers += 1
+        self.layers = 0
+        self._group, self._remaining, self._x, self._copy = group, 0, None, None
 
     def __call__(self, x: Tensor) -> Tensor:
         if x is not self._x:
-            self._x, self._copy, self._remaining = x, _Copy.apply(x, self._group), self._layers
+            self._x, self._copy, self._remaining = x, _Copy.apply(x, self._group), self.layers
         copy: Any = self._copy
         self._remaining -= 1
         if self._remaining == 0:
             self._x = self._copy = None  # or an activation would stay until the next forward
         return copy
-
-
-def _make_column_parallel(module: Any, group: TensorGroup, shared_input: SharedInput, gather_output: bool) -> None:
-    """Make a linear layer column parallel: it has this rank's rows of the weight, its outputs."""
-    shared_input.add_layer()
-    module.register_forward_pre_hook(lambda _module, inputs: shared_input(*inputs))
-    if gather_output:
-        module.register_forward_hook(lambda _module, _inputs, features: _Gather.apply(features, group))
-
-
-def _make_row_parallel(module: Any, group: TensorGroup, scatter_input: bool) -> None:
-    """Make a linear layer row parallel: it has this rank's columns of the weight, its inputs."""
-
-    def forward(x: Tensor) -> Tensor:
-        features = _Scatter.apply(x, group) if scatter_input else x
-        output = _Reduce.apply(linear(features, module.weight), group)
-        return output if module.bias is None else output + module.bias.to(output.dtype)  # once, not on each rank
-
-    replace_forward(module, forward, "row parallel")
 
 
 def sharded_dropout(module: Any, group: TensorGroup) -> None:
@@ -242,12 +227,6 @@ def _own_features(features: Tensor, group: TensorGroup) -> Tensor:
     return features.chunk(group.size, -1)[group.index]
 
 
-def _all_reduced(tensor: Tensor, group: TensorGroup) -> Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group.process_group)
-    return total
-
-
 def all_gathered(tensor: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
     dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
@@ -262,13 +241,13 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_reduced(gradient, ctx.group), None
+        return all_reduced(gradient, ctx.group.process_group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        return _all_reduced(x, group)
+        return all_reduced(x, group.process_group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
