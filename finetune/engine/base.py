@@ -143,8 +143,7 @@ class Engine(abc.ABC):
         yield
 
     def all_have_room(self, needed: int) -> bool:
-        """Returns whether every rank has `needed` bytes left: on its device, on CPUs in its share of the host's memory.
-        Collective."""
+        """Returns whether every rank has `needed` bytes left on its device (CPUs: its share). Collective."""
         if self.device.type == "cuda":
             kept_by_allocator = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             left = torch.cuda.mem_get_info(self.device)[0] + kept_by_allocator
@@ -174,10 +173,9 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def step(self) -> float | None:
-        """Clip and update at the rate of `prepare_groups`. Returns the global gradient norm before clipping.
+        """Clip and update. Returns the global gradient norm before clipping; None if fp16 skips it to lower its scale.
 
-        None (fp16 only): the step was skipped to lower the loss scale. Raises NonFinite before anything is stepped;
-        if `steps_in_backward`, afterwards, with `stepped` set.
+        Raises NonFinite before anything is stepped; if `steps_in_backward`, afterwards, with `stepped` set.
         """
 
     def clip_and_step(
@@ -209,9 +207,7 @@ class Engine(abc.ABC):
         return norm if steps else None
 
     def prepare_groups(self, lr_factor: float, has_images: bool) -> None:
-        """Set `lr_factor` times each group's own rate, and leave out tower and projector in a step without images,
-        as plain torch does if their gradient is None. Call before the step's first backward.
-        """
+        """Set each group's rate. A step without images leaves out tower and projector, as torch does."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
@@ -259,8 +255,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, reading: bool) -> list[ShardPart]:
-        """Returns the parts this rank writes to a checkpoint, or reads from one. Each element is written by exactly one
-        rank."""
+        """Returns the parts this rank writes to a checkpoint, each element on one rank only, or reads from one."""
 
     def make_room(self, owner: Optimizer, stepped: Tensor, types: Types) -> None:
         """Allocate the state of a stepped tensor before it is read from a checkpoint."""
@@ -280,8 +275,8 @@ class Engine(abc.ABC):
 def wait_after_gradients(loss: Tensor, stopwatch: Stopwatch) -> None:
     """Begin a wait when the backward of `loss` has finished computing; the caller ends it.
 
-    A backend's remaining waits are in callbacks of the same kind (DDP's Reducer::finalize_backward, FSDP2's
-    _root_post_backward_final_callback), and they run in the order in which they were queued.
+    Other waits are callbacks of the same kind (DDP's finalize_backward, FSDP2's _root_post_backward_final_callback);
+    they run in the order in which they were queued.
     """
     engine = torch.autograd.Variable._execution_engine
     loss.register_hook(lambda _gradient: engine.queue_callback(stopwatch.begin_wait))
@@ -292,10 +287,7 @@ def named_trainables(model: Any) -> NamedTensors:
 
 
 def saved_tensors(model: Any, trainable_only: bool) -> dict[str, Tensor]:
-    """Returns the tensors of the result, as this rank holds them: the full state dict, or the trained ones.
-
-    They are the parameters themselves, not copies. Tied tensors have the first name.
-    """
+    """Returns the tensors of the result, not copies, as this rank holds them; tied ones by their first name."""
     state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
     return {

@@ -54,8 +54,7 @@ class SharedRow:
 
 
 def divided(choice: AttentionChoice, parallelism: Parallelism) -> AttentionChoice:
-    """Returns the attention for rows whose tokens lie on several ranks, without its process groups; the
-    same attention if tokens are not divided. Raises UserError if it does not support that."""
+    """Returns the attention for rows on several ranks, without process groups. Raises UserError."""
     if parallelism.tokens == 1:
         return choice
     obstacle, alone = None, "so its tokens cannot be sharded: use data parallel only"
@@ -83,10 +82,7 @@ def divided(choice: AttentionChoice, parallelism: Parallelism) -> AttentionChoic
 def apply_context_parallel(
     choice: AttentionChoice, shard: TokenShare, parallelism: Parallelism, rank: int
 ) -> AttentionChoice:
-    """Returns the same attention for rows of which this rank has a shard. Collective if it creates groups.
-
-    Raises UserError if the attention does not support it.
-    """
+    """Returns `divided` with the groups of this rank, created on first use. Collective. Raises UserError."""
     without_groups = divided(choice, parallelism)
     if parallelism.tokens == 1:
         return choice
@@ -125,10 +121,7 @@ def token_ranks(parallelism: Parallelism, rank: int) -> TokenRanks:
     groups = [group for name in ("sequence", "context") if (group := group_along(name, parallelism, rank)) is not None]
 
     def summed(tensor: Tensor) -> Tensor:
-        """Returns the sum over the ranks of all groups; nothing is sent for an empty tensor (of a dummy).
-
-        Each rank continues with the same sum, and the loss is the sum over ranks; so is the gradient.
-        """
+        """Returns the sum over the ranks; so is the gradient. Nothing is sent for an empty tensor (of a dummy)."""
         total: Any = _SumOverRanks.apply(groups, tensor) if tensor.numel() else tensor
         return total
 
@@ -150,10 +143,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class ContextRow:
-    """Which keys this rank's queries attend to in one micro-batch, for every arrival. Created once for all layers.
-
-    A plain object, like the `documents` of every attention implementation.
-    """
+    """Keys that this rank's queries attend to in one micro-batch, for every arrival. Created once for all layers."""
 
     def __init__(self, document_lengths: tuple[int, ...], shard: TokenShare, exchange: ContextExchange, group: Any):
         self.exchange, self.group, self.size = exchange, group, shard.context
@@ -268,8 +258,7 @@ def _reduce_scattered_row(full: Tensor, row: ContextRow) -> Tensor:  # (1, K, T,
 def to_heads(group: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(1, H, t, D) -> (1, H / n, n * t, D), the tokens in the order of the ranks. Collective.
 
-    Heads of keys and values are repeated if n does not divide them. n divides the query heads: a rule refuses it
-    otherwise.
+    n divides H; heads of keys and values are repeated if it does not divide these.
     """
     size, kv_heads = dist.get_world_size(group), key.shape[1]
     copies = math.lcm(kv_heads, size) // kv_heads

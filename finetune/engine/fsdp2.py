@@ -103,9 +103,7 @@ class Fsdp2(Engine):
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
-        """Keeps layers gathered between tokens if all ranks have twice the memory of the weights free: the cache of
-        keys and values needs some of it. Else every token gathers the model.
-        """
+        """Keeps layers gathered between tokens if all ranks have twice their memory free; a cache needs some of it."""
         needed = sum(p.numel() * p.element_size() for module in self._freed for p in module.parameters())
         kept = self._freed if self.all_have_room(2 * needed) else []
         for module in kept:
@@ -138,8 +136,7 @@ class Fsdp2(Engine):
         return self.clip_and_step([gradient for *_, gradient in own], lambda local: self.ranks.sum(local)[0], counted)
 
     def _counts(self, name: str, parameter: Tensor) -> bool:
-        """Returns whether this rank's shard counts for the norm and is saved: the first of equal shards on several
-        ranks."""
+        """Returns whether this rank's shard is the first of equal ones: it counts for the norm, and is saved."""
         coordinates = self.parallelism.coordinates(self.rank)
         over_all_ranks = isinstance(parameter, DTensor) and parameter.device_mesh == self._meshes.ends
         unique = coordinates["tensor"] == 0 or name in self._sharded.shards or over_all_ranks
@@ -150,8 +147,7 @@ class Fsdp2(Engine):
             parameter.grad = local.grad = None
 
     def knows_waits(self, recipe: Recipe) -> bool:
-        """False with compiled layers, which lack the hooks of `ShardWaits`, and with tensor parallel sums in a
-        layer."""
+        """False with compiled layers, which lack the hooks of `ShardWaits`, and with sums inside layers."""
         return not recipe.train.compile and self.parallelism.tensor == 1
 
     def gradients(self) -> list[Tensor]:

@@ -181,8 +181,7 @@ def shipped_hardware() -> Hardware:
 
 
 def read_hardware(own: Path | None = None) -> Hardware:
-    """Returns the shipped table and the user's own. own: default hardware.yaml in the current folder, if there is one.
-    Raises UserError."""
+    """Returns the shipped table with the user's own, by default ./hardware.yaml. Raises UserError."""
     path = own or Path("hardware.yaml")
     if own is None and not path.exists():
         return shipped_hardware()

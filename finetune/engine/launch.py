@@ -106,10 +106,7 @@ class Launch:
 
 
 def read_launch(config_file: str | None = None) -> Launch:
-    """Returns the launch of this process, from its environment and the command line of its launcher.
-
-    config_file: an accelerate config for processes that torchrun started. Raises UserError.
-    """
+    """Returns the launch of this process. config_file: for processes that torchrun started. Raises UserError."""
     arguments = _launcher_arguments()
     if config_file is not None:
         return _torchrun_launch(config_file, arguments)
@@ -133,10 +130,7 @@ def read_launch(config_file: str | None = None) -> Launch:
 
 
 def read_config_file(path: str, processes: int | None = None) -> Launch:
-    """Returns the launch of `accelerate launch --config_file path`.
-
-    Raises UserError if the file is not an accelerate config.
-    """
+    """Returns the launch of `accelerate launch --config_file path`. Raises UserError."""
     config = _load_config(path)
     return Launch(kind_of(config["distributed_type"]), int(processes or config.get("num_processes") or 1), path, config)
 
@@ -191,8 +185,7 @@ def _launcher_arguments() -> list[str] | None:
 
 
 def _option(arguments: list[str] | None, name: str) -> str | None:
-    """Returns the value of `--name value` or `--name=value`, with dashes or underscores, before the program's
-    arguments."""
+    """Returns the value of `--name value` or `--name=value`, with dashes or underscores, before `finetune`."""
     spellings = (f"--{name}", f"--{name.replace('_', '-')}")
     for i, word in enumerate(arguments or []):
         if word in spellings and arguments is not None and i + 1 < len(arguments):
@@ -208,8 +201,7 @@ def _option(arguments: list[str] | None, name: str) -> str | None:
 
 
 def _torchrun_launch(config_file: str, arguments: list[str] | None) -> Launch:
-    """Returns the launch of torchrun, which decides the number of processes, also per restart; the file decides the
-    rest."""
+    """Returns the launch of torchrun, which decides the number of processes; the file decides the rest."""
     if arguments is not None:
         raise UserError(f"--config-file {config_file}: accelerate launch has an option of its own, --config_file")
     config = _load_config(config_file)
@@ -245,10 +237,9 @@ def _torchrun_launch(config_file: str, arguments: list[str] | None) -> Launch:
 
 
 def collective_timeout() -> timedelta:
-    """Returns how long a collective waits before it fails; a broken link has no other symptom.
+    """Returns how long a collective waits before it fails; a broken link has no other symptom. Raises UserError.
 
-    torch accepts it only in code, not from the environment, so the variable is ours. Raises UserError if it is
-    not a number.
+    torch accepts it only in code, so the environment variable is ours.
     """
     text = os.environ.get(TIMEOUT_VARIABLE, str(_DEFAULT_TIMEOUT_S))
     try:

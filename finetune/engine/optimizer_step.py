@@ -32,9 +32,7 @@ class NonFinite(Exception):
 @dataclass
 class LossScale:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740); constant 1 elsewhere.
-
-    Equal on all ranks: it changes with the global gradient norm.
-    """
+    Equal on all ranks: it changes with the global gradient norm."""
 
     enabled: bool
     value: float = 1.0
@@ -46,10 +44,7 @@ class LossScale:
         return cls(enabled=True, value=2.0**16) if precision == "fp16" else cls(enabled=False)
 
     def update(self, grad_norm: float) -> bool:
-        """Returns whether the step counts; False if it must be skipped to lower the scale.
-
-        Raises NonFinite if no scale is small enough: the gradient itself is not finite.
-        """
+        """Returns False if the step must be skipped to lower the scale. Raises NonFinite if none is small enough."""
         if not self.enabled:
             return True
         if math.isfinite(grad_norm):

@@ -107,11 +107,10 @@ class Parallelism:
 
 
 def read_parallelism(config: dict[str, Any], sharded: bool, processes: int, name: str) -> Parallelism:
-    """Returns the sizes of an accelerate config. name: the config's name in messages.
+    """Returns the sizes of an accelerate config. name: the config's name in messages. Raises UserError.
 
     The data parallel size that the config leaves out follows from the number of processes, so that one file serves any
-    number of them: `shard` if the backend is `sharded`, else `replicate`. Raises UserError if keys or sizes do
-    not match.
+    number of them: `shard` if the backend is `sharded`, else `replicate`.
     """
     problems, configured = [], dict[str, Any]()
     for key, value in (config.get("parallelism_config") or {}).items():

@@ -144,8 +144,7 @@ class Pipeline(Engine):
         return make_schedule(self.parallelism.schedule, stages, count)
 
     def run_scheduled(self, stage: StageModel, received: Tensor | None, index: int) -> Tensor:
-        """Returns a scheduled forward's hidden states, or the loss in the last stage. index: position of the
-        micro-batch."""
+        """Returns a scheduled forward's hidden states, in the last stage the loss. index: of the micro-batch."""
         step, batch = self._step, self._step.batches[index]
         with self._computing():
             if stage.is_last and received is not None and index >= step.counted:
@@ -254,8 +253,7 @@ class Pipeline(Engine):
 
 
 class _InSchedule(nn.Module):
-    """Stage with the call of torch's schedule: hidden states (unused in the first), and a micro-batch's
-    index."""
+    """Stage with the call of torch's schedule: hidden states (unused in the first), and a micro-batch's index."""
 
     def __init__(self, engine: Pipeline, stage: StageModel):
         super().__init__()

@@ -38,9 +38,9 @@ class Ranks:
         return [next(of_tensors if isinstance(v, Tensor) else of_numbers) for v in values]
 
     def total(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns each tensor summed over all ranks, in fp64 and on the CPU; ranks that compute the same values (tensor
-        parallel) count as one. Tensors may have any shape and lie on the device or the CPU. One collective, one
-        synchronization.
+        """Returns each tensor summed over all ranks, in fp64 on the CPU. One collective, one synchronization.
+
+        Ranks that compute the same values (tensor parallel) count as one. Tensors may lie on the device or the CPU.
         """
         of_device = [name for name, tensor in named.items() if tensor.device.type == self._device.type]
         names = [*of_device, *(name for name in named if name not in of_device)]
@@ -86,8 +86,7 @@ def _without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def group_along(dimension: str, parallelism: Parallelism, rank: int) -> Any:
-    """Returns the group of ranks that differ from this one in one dimension only; None if it is not used. Collective
-    on first use."""
+    """Returns the ranks that differ from this one in one dimension only; None if it has size 1. Collective."""
     if getattr(parallelism, dimension) == 1:
         return None
     return _groups(torch.distributed.group.WORLD, dimension, parallelism)[rank]

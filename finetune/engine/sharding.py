@@ -44,8 +44,7 @@ class Meshes:
 
 
 def device_meshes(parallelism: Parallelism, device_type: str) -> Meshes:
-    """Returns the meshes of this rank. Ranks that share the tokens of a row have different shards, as do those with
-    different rows."""
+    """Returns this rank's meshes. Ranks that share the tokens of a row have different shards."""
 
     def meshes(shard: int, tensor: int) -> tuple[DeviceMesh, DeviceMesh]:
         """Returns a mesh of all ranks, and this rank's replicas x shards."""
@@ -187,8 +186,7 @@ def take_weights(model: Any, on_this_rank: bool) -> Weights:
 
 
 def _computed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields (path of attributes, tensor) missing from state dicts: buffers that are not saved, plain attributes, and
-    tensors that unpack a weight."""
+    """Yields (path, tensor) missing from state dicts: unsaved buffers, attributes, tensors that unpack weights."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if name in module._non_persistent_buffers_set:
@@ -206,9 +204,8 @@ def fill_shards(
 ) -> None:
     """Give every rank its shard of rank 0's weights; one tensor at a time is full. Collective.
 
-    shards: tensor parallel parameters by name. device: device for communication of full tensors. shard_device: device
-    of the shards, the CPU if they are offloaded. FSDP2 would move them there itself, but only the local tensor in a
-    DTensor, whose device would then be wrong.
+    shards: tensor parallel parameters by name. device: of full tensors. shard_device: the CPU if shards are offloaded.
+    FSDP2 would move them itself, but only the local tensor in a DTensor, whose device would then be wrong.
     """
     filled: dict[str, Tensor] = {}
     by_identity: dict[int, Tensor] = {}  # the model's tensors: tied weights have two names
@@ -271,10 +268,7 @@ def first_row(parameter: Tensor) -> int:
 
 
 def part_of_shard(name: str, parameter: Tensor, local: Tensor, shard: ParameterShard | None) -> ShardPart:
-    """Returns the range of the unsharded parameter in `local`.
-
-    local: rows of `parameter`, a DTensor if they are not all, tensor parallel if `shard` is given.
-    """
+    """Returns the range of the full parameter in `local`: rows of `parameter`, of columns if `shard` is given."""
     first, width = first_row(parameter), math.prod(parameter.shape[1:])
     if shard is None or shard.dim == 0:
         shape = parameter.shape if shard is None else shard.full_shape(parameter.shape)

@@ -59,8 +59,7 @@ class Layout:
 
 
 def lay_out(model: Any, stages: int, ranks: int, scores: bool = False) -> Layout:
-    """Returns the layout of a transformers causal model whose base model has the modules of PLAN; weights may be
-    `meta`. scores: whether a small score head replaces the LM head."""
+    """Returns the layout of a model that may be on `meta`. scores: a small score head replaces the LM head."""
     base = model.base_model
     layers = [_numel(layer) for layer in base.layers]
     head = 0 if scores else _numel(model.get_output_embeddings())
@@ -179,10 +178,7 @@ class StageModel(nn.Module):
         self.own_modules = nn.ModuleList(parts_of(model.causal_lm, layout, index))
 
     def run(self, arguments: dict[str, Any], received: Tensor | None) -> Any:
-        """Returns the model's output, in the last stage; in the others hidden states (B, T, D).
-
-        arguments: of the full model's forward. received: (B, T, D), None in the first stage.
-        """
+        """Returns the model's output; before the last stage hidden states (B, T, D), as `received`."""
         (model,) = self._model
         if received is not None:
             arguments = {**arguments, "inputs_embeds": received}
@@ -257,10 +253,7 @@ def keep_only(model: nn.Module, keeps: Callable[[str], bool], device: torch.devi
 
 
 def check_cuttable(model: Any) -> None:
-    """Raises UserError if a base model does more than run embedding, layers and norm in turn.
-
-    This is tested by running it with every layer and the norm returning their inputs.
-    """
+    """Raises UserError if a base model, run without its layers and norm, changes hidden states."""
     causal = unwrap_peft(model)
     base, name = causal.base_model, type(causal).__name__
     others = [

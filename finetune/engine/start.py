@@ -94,11 +94,8 @@ def check_cuda(recipe: Recipe, launch: Launch) -> None:
 
 
 def check_in_backward(recipe: Recipe, launch: Launch, torch_version: str) -> None:
-    """Raises UserError for steps inside the backward of offloaded shards if torch does not wait for gradients.
-
-    Before 2.13 FSDP2 calls a parameter's hook while its gradient is still being copied to pinned memory
-    (https://github.com/pytorch/pytorch/pull/180666).
-    """
+    """Raises UserError for steps inside the backward of offloaded shards if torch does not wait for gradients:
+    before 2.13 FSDP2 calls a parameter's hook during the copy (https://github.com/pytorch/pytorch/pull/180666)."""
     in_backward = recipe.optimizer.in_backward and launch.kind == "fsdp2" and launch.offloads_optimizer
     if in_backward and TorchVersion(torch_version) < "2.13":
         raise UserError(
@@ -135,10 +132,8 @@ def leave_group() -> None:
 
 @contextlib.contextmanager
 def abort_on_crash() -> Iterator[None]:
-    """End the process at once, with one line, if one rank fails and the others cannot know.
-
-    At a normal exit Python would join its threads, and the checkpoint writer may wait for a crashed rank.
-    """
+    """End the process at once, with one line, if one rank fails and the others cannot know: at a normal exit
+    Python would join its threads, and the checkpoint writer may wait for a crashed rank."""
     try:
         yield
     except (UserError, RunFailure, Stopped):

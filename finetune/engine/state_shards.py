@@ -72,8 +72,7 @@ class Overlap:
         return self
 
     def within(self, start: int, end: int) -> Iterator[Overlap]:
-        """Yields its parts in [start, end) of the second range, numbered from `start`: a partial run, full runs, a
-        partial run."""
+        """Yields its parts in [start, end) of the second range, numbered from `start`."""
         if self.count == 1:
             low, high = max(self.at, start), min(self.at + self.run, end)
             if low < high:
@@ -297,11 +296,7 @@ class Blocks:
 
     def at_full_scale(self) -> Blocks:
         """Returns the blocks prepared for rounding again. The signed book begins at -0.993, but the element that set
-        the scale of a block was -1 or 1 of it.
-
-        Read as -0.993, -1 would set a smaller scale, to which its neighbors round with the same codes: the
-        block would shrink by 0.7 %.
-        """
+        the scale of a block was -1 or 1 of it: each rounding would shrink the block by 0.7 %."""
         book = self.book.clone()
         book[0] = book[0].sign()
         return replace(self, book=book)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,13 @@ class TensorGroup:
     process_group: Any
     index: int  # this rank's position
     size: int
+
+    def own(self, features: Tensor) -> Tensor:
+        """Returns this rank's part of the last dimension."""
+        return features.chunk(self.size, -1)[self.index]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return all_reduced(tensor, self.process_group)
 
 
 @dataclass(frozen=True)
@@ -82,10 +89,7 @@ REPLICATED = {"replicate", "embedding_rowwise", "embedding_colwise"}  # full on 
 
 
 def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
-    """Shard the matrices of a model on `meta`, in place, and make their modules communicate.
-
-    Raises UserError if the model's plan is not supported or sizes are not divisible.
-    """
+    """Shard the matrices of a model on `meta`, in place, and make their modules communicate. Raises UserError."""
     causal = unwrap_peft(model)
     base, plan = causal.base_model, tensor_plan(causal.config)
     names = {id(module): name for name, module in model.named_modules()}
@@ -130,8 +134,7 @@ def _planned(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, st
 
 
 def _linear_layers(module: nn.Module, style: Style, group: TensorGroup, path: str) -> Iterator[nn.Linear]:
-    """Yields the linear layers to shard for a layer of the plan: itself, or those of the peft layer that replaces
-    it."""
+    """Yields the linear layers to shard for a layer of the plan: itself, or those of the peft layer in its place."""
     if type(module) is nn.Linear:
         yield module
     elif hasattr(module, "lora_A"):
@@ -152,10 +155,7 @@ def _linear_layers(module: nn.Module, style: Style, group: TensorGroup, path: st
 def _shard_linear(
     module: nn.Linear, style: Style, group: TensorGroup, shared_input: SharedInput, path: str
 ) -> dict[str, ParameterShard]:
-    """Shard a linear layer, and make it communicate. Returns the shards by the name of the module's parameter.
-
-    Raises UserError if its size is not divisible.
-    """
+    """Shard a linear layer, and make it communicate. Returns the shards by parameter. Raises UserError."""
     size = module.weight.shape[style.dim]
     if size % group.size:
         raise UserError(
@@ -172,12 +172,14 @@ def _shard_linear(
         shared_input.layers += 1
         module.register_forward_pre_hook(lambda _module, inputs: shared_input(*inputs))
         if style.full:
-            module.register_forward_hook(lambda _module, _inputs, features: _Gather.apply(features, group))
+            module.register_forward_hook(
+                lambda _module, _inputs, features: _Communicate.apply(features, group, "gather")
+            )
         return sharded
 
     def forward(x: Tensor) -> Tensor:  # with this rank's columns of the weight, its inputs
-        features: Any = _Scatter.apply(x, group) if style.full else x
-        output: Any = _Reduce.apply(linear(features, module.weight), group)
+        features: Any = _Communicate.apply(x, group, "scatter") if style.full else x
+        output: Any = _Communicate.apply(linear(features, module.weight), group, "reduce")
         return output if module.bias is None else output + module.bias.to(output.dtype)  # once, not on each rank
 
     module.in_features //= group.size
@@ -186,12 +188,30 @@ def _shard_linear(
 
 
 # --- communication of sharded linear layers
-#
-#           forward                                  backward
-# copy      x                                        sum of the gradients over the ranks
-# reduce    sum over the ranks                       the gradient
-# gather    the ranks' features, concatenated        this rank's features of the gradient
-# scatter   this rank's features of x                the ranks' gradients, concatenated
+
+_FORWARD: dict[str, Callable[[TensorGroup, Tensor], Tensor]] = {
+    "copy": lambda group, x: x.view_as(x),
+    "reduce": TensorGroup.sum,
+    "gather": lambda group, features: all_gathered(features, group),
+    "scatter": lambda group, x: group.own(x).contiguous(),
+}
+_BACKWARD: dict[str, Callable[[TensorGroup, Tensor], Tensor]] = {
+    "copy": TensorGroup.sum,
+    "reduce": lambda group, gradient: gradient,
+    "gather": TensorGroup.own,
+    "scatter": lambda group, gradient: all_gathered(gradient, group),
+}
+
+
+class _Communicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, kind: str) -> Tensor:
+        ctx.group, ctx.kind = group, kind
+        return _FORWARD[kind](group, x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _BACKWARD[ctx.kind](ctx.group, gradient), None, None
 
 
 class SharedInput:
@@ -203,7 +223,7 @@ class SharedInput:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x is not self._x:
-            self._x, self._copy, self._remaining = x, _Copy.apply(x, self._group), self.layers
+            self._x, self._copy, self._remaining = x, _Communicate.apply(x, self._group, "copy"), self.layers
         copy: Any = self._copy
         self._remaining -= 1
         if self._remaining == 0:
@@ -218,59 +238,12 @@ def sharded_dropout(module: Any, group: TensorGroup) -> None:
         if not module.training:
             return x
         mask = dropout(x.new_ones(*x.shape[:-1], x.shape[-1] * group.size), module.p)
-        return x * _own_features(mask, group)
+        return x * group.own(mask)
 
     replace_forward(module, forward, "sharded dropout")
-
-
-def _own_features(features: Tensor, group: TensorGroup) -> Tensor:
-    return features.chunk(group.size, -1)[group.index]
 
 
 def all_gathered(tensor: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
     dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
     return torch.cat(parts, dim)
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduced(gradient, ctx.group.process_group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        return all_reduced(x, group.process_group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return all_gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _own_features(gradient, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return _own_features(x, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gathered(gradient, ctx.group), None

@@ -114,8 +114,7 @@ class Zero(Engine):
         self.copies_state = not (self.is_stage_3 and self.zero.swap_optimizer)  # memory may not hold NVMe's
 
     def _shard_packed(self, model: Any, config: dict[str, Any]) -> None:
-        """Shard a model with packed weights from host memory, one parameter after another: DeepSpeed would first move
-        all of it to the device."""
+        """Shard packed weights from host memory, one by one: DeepSpeed would first move all of them to the device."""
         from deepspeed.runtime.zero import Init
 
         Init(module=model, dtype=torch.float32, config_dict_or_path=config)
@@ -154,8 +153,7 @@ class Zero(Engine):
         return norm if self.loss_scale.update(norm) else None
 
     def gradients(self) -> list[Tensor]:
-        """Returns gradients: flat pieces under stages 1 and 2, with offload those of the host's master weights; stage 3
-        one buffer for all of them."""
+        """Returns gradients, also flat pieces (stages 1 and 2, with offload on the host) and stage 3's buffer."""
         gradients = super().gradients()
         parts = getattr(self.zero, "single_partition_of_fp32_groups", ())
         gradients += [part.grad for part in parts if part.grad is not None]

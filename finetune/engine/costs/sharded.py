@@ -94,8 +94,7 @@ class ShardedCosts(Costs):
         return [weight for weight in layer if not weight.expert], experts
 
     def _units_around_layers(self) -> tuple[list[Weight], list[Weight], list[Weight], list[list[Weight]]]:
-        """Returns the root's weights (gathered until the backward has ended), embedding, tail, and the units of a
-        tower."""
+        """Returns the weights of the root, which stay gathered, of embedding and tail, and the units of a tower."""
         units: dict[str, list[Weight]] = {"rest": [], "layer": [], "embedding": [], "tail": []}
         for weight in self.shapes.weights:
             units.setdefault(weight.unit, []).append(weight)
