@@ -54,7 +54,11 @@ class Launch:
     @cached_property
     def parallelism(self) -> Parallelism:
         """Sizes of the parallel dimensions. Raises UserError if their product is not the number of processes."""
-        return read_parallelism(self.config, self.kind != "replicated", self.processes, self.name)
+        return read_parallelism(self.config, self.is_sharded, self.processes, self.name)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.kind in ("fsdp2", "zero")
 
     @property
     def backend(self) -> dict[str, Any]:
@@ -102,7 +106,7 @@ class Launch:
         """Name for reports: `zero3_offload`, `ddp` or `single`."""
         if self.config_file:
             return Path(self.config_file).stem
-        return "single" if self.processes == 1 and self.kind == "replicated" else self.kind
+        return "single" if self.processes == 1 and not self.is_sharded else self.kind
 
 
 def read_launch(config_file: str | None = None) -> Launch:
@@ -129,8 +133,10 @@ def read_launch(config_file: str | None = None) -> Launch:
     return Launch(kind, int(processes), config_file, config, launched=arguments is not None or _TORCHRUN in os.environ)
 
 
-def read_config_file(path: str, processes: int | None = None) -> Launch:
-    """Returns the launch of `accelerate launch --config_file path`. Raises UserError."""
+def read_config_file(path: str | None, processes: int | None = None) -> Launch:
+    """Returns the launch of `accelerate launch --config_file path`; without a file of replicas. Raises UserError."""
+    if path is None:
+        return Launch("replicated", processes or 1)
     config = _load_config(path)
     return Launch(kind_of(config["distributed_type"]), int(processes or config.get("num_processes") or 1), path, config)
 

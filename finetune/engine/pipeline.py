@@ -129,18 +129,8 @@ class Pipeline(Engine):
 
     def _schedule(self, count: int, tokens: int) -> Any:
         hidden = torch.empty(1, tokens, self._width, dtype=self._compute, device="meta", requires_grad=True)
-        stages = [
-            make_stage(
-                _InSchedule(self, stage),
-                stage.index,
-                self._layout.stages,
-                self._pipeline,
-                hidden,
-                self.device,
-                self._computing_backward,
-            )
-            for stage in self._stages
-        ]
+        shared = self._layout.stages, self._pipeline, hidden, self.device, self._computing_backward
+        stages: list[PipelineStage] = [TimedStage(_InSchedule(self, s), s.index, *shared) for s in self._stages]
         return make_schedule(self.parallelism.schedule, stages, count)
 
     def run_scheduled(self, stage: StageModel, received: Tensor | None, index: int) -> Tensor:
@@ -292,14 +282,29 @@ _CLASSES: dict[Schedule, Any] = {
 class TimedStage(PipelineStage):
     """Stage that reports when it computes backwards; its own module reports forwards."""
 
-    computing: Callable[[], AbstractContextManager[None]]
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        index: int,
+        count: int,
+        group: Any,
+        hidden: Tensor,  # (1, T, D) on `meta`: the output of a stage
+        device: torch.device,
+        computing: Callable[[], AbstractContextManager[None]],
+    ):
+        """With all of its shapes, so that torch does not infer them by a trial forward."""
+        micro_batch = torch.empty(1, dtype=torch.int64, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
+        inputs, outputs = hidden if index else micro_batch, loss if index == count - 1 else hidden
+        super().__init__(module, index, count, device, input_args=inputs, output_args=outputs, group=group)
+        self._computing = computing
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.computing():
+        with self._computing():
             return super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.computing():
+        with self._computing():
             return super().backward_weight_one_chunk(*args, **kwargs)
 
 
@@ -307,28 +312,3 @@ def make_schedule(schedule: Schedule, stages: list[PipelineStage], micro_batches
     """Returns the schedule of one step. The last stage returns normalized losses: nothing is scaled here."""
     own = stages[0] if schedule in SINGLE_STAGE_SCHEDULES else stages
     return _CLASSES[schedule](own, micro_batches, loss_fn=lambda loss, _target: loss, scale_grads=False)
-
-
-def make_stage(
-    module: torch.nn.Module,
-    index: int,
-    count: int,
-    group: Any,
-    hidden: Tensor,  # (1, T, D) on `meta`: the output of a stage
-    device: torch.device,
-    computing: Callable[[], AbstractContextManager[None]],
-) -> PipelineStage:
-    """Returns a stage with all of its shapes, so that torch does not infer them by a trial forward."""
-    micro_batch = torch.empty(1, dtype=torch.int64, device="meta")
-    loss = torch.empty((), device="meta", requires_grad=True)
-    stage = TimedStage(
-        module,
-        index,
-        count,
-        device,
-        input_args=micro_batch if index == 0 else hidden,
-        output_args=loss if index == count - 1 else hidden,
-        group=group,
-    )
-    stage.computing = computing
-    return stage

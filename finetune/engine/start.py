@@ -159,7 +159,7 @@ def prepare_rehearsal(launch: Launch) -> None:
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.pop("ACCELERATE_USE_CPU", None)  # would force plain data parallel
-    if launch.kind != "replicated" and "LOCAL_RANK" not in os.environ:
+    if launch.is_sharded and "LOCAL_RANK" not in os.environ:
         with socket.socket() as probe:  # the launcher describes no process group to a single process
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -173,7 +173,7 @@ def prepare_rehearsal(launch: Launch) -> None:
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "LOCAL_RANK" in os.environ:
-        _replace_prepare_backend(sharded=launch.kind != "replicated")
+        _replace_prepare_backend(sharded=launch.is_sharded)
 
 
 def _replace_prepare_backend(sharded: bool) -> None:

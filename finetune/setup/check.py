@@ -86,9 +86,9 @@ def _check_launch_alone(
 
 
 def _launch(config_file: Path | None, processes: int | None) -> Launch:
-    from finetune.engine.launch import Launch, read_config_file
+    from finetune.engine.launch import read_config_file
 
-    return read_config_file(str(config_file), processes) if config_file else Launch("replicated", processes or 1)
+    return read_config_file(str(config_file) if config_file else None, processes)
 
 
 def _check_run(
