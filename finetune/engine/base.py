@@ -45,6 +45,14 @@ BuildOptimizers = Callable[[NamedTensors], list[Optimizer]]
 class Engine(abc.ABC):
     """One backend, one model. Attributes describe this process and its group."""
 
+    forwards_alike = False  # all micro-batches of a step must have equally many tokens
+    gathers_in_forward = False  # a forward waits for the other ranks at each part of the model
+    caches = True  # a forward supports a cache of keys and values
+    copies_state = True  # a save may copy this rank's state to CPU memory, and write it while steps run
+    # First backwards of a process that differ from later ones, in memory or in the order of sums over ranks. The loop
+    # runs these before its first step and drops them, or a resumed run would not be bitwise the same.
+    warm_ups = 0
+
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         self.accelerator = accelerator
         self.launch = launch
@@ -65,6 +73,7 @@ class Engine(abc.ABC):
         self.steps_in_backward = recipe.optimizer.in_backward
         self.stopwatch = Stopwatch(self.device, self.world_size == 1 or self.knows_waits(recipe))
         self.ranks = Ranks(accelerator, self.parallelism, self.stopwatch)
+        self.trial_is_collective = self.world_size > 1  # `trial` waits for other ranks: all must call it, alike
         self.optimizers: list[Optimizer] = []
         self.model: Any = None  # callable of a forward: `WrappedModel` in the backend's wrapper
         self.unwrapped: Any = None  # the transformers or peft model inside
@@ -89,14 +98,19 @@ class Engine(abc.ABC):
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         """Shard or replicate the model, then build the optimizers over the parameters that this rank steps."""
 
+    def build_optimizers(self, trained: list[tuple[str, Tensor, Tensor]], build: BuildOptimizers) -> None:
+        """Build the optimizers of a backend that steps plain tensors. trained: name, parameter, this rank's shard."""
+        if self.steps_in_backward:
+            self.stepper = StepInBackward(trained, build, self.device)
+            self.optimizers = self.stepper.optimizers
+        else:
+            self.optimizers = build([(name, shard) for name, _, shard in trained])
+
     # --- the loop
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Context manager around a forward and its backward.
-
-        last: the step follows; backends that can delay communication until then do.
-        """
+        """Context manager around a forward and its backward. last: the step follows."""
         self.last = last
         yield
 
@@ -129,29 +143,13 @@ class Engine(abc.ABC):
         yield
 
     def all_have_room(self, needed: int) -> bool:
-        """Returns whether every rank has `needed` bytes left: on its device, on CPUs in its share of the host's memory.
-        Collective."""
+        """Returns whether every rank has `needed` bytes left on its device (CPUs: its share). Collective."""
         if self.device.type == "cuda":
             kept_by_allocator = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
             left = torch.cuda.mem_get_info(self.device)[0] + kept_by_allocator
         else:
             left = psutil.virtual_memory().available // self.local_processes
         return not self.ranks.sum(float(needed > left))[0]
-
-    @property
-    def forwards_alike(self) -> bool:
-        """Returns whether all micro-batches of a step must have equally many tokens."""
-        return False
-
-    @property
-    def gathers_in_forward(self) -> bool:
-        """Returns whether a forward waits for the other ranks at each part of the model."""
-        return False
-
-    @property
-    def caches(self) -> bool:
-        """Returns whether a forward supports a cache of keys and values."""
-        return True
 
     def summary(self, micro_batches: int) -> dict[str, Any]:
         """Returns how this backend divides the model, for a plan. micro_batches: number per step on each process."""
@@ -164,26 +162,8 @@ class Engine(abc.ABC):
         If `steps_in_backward`, the optimizer has stepped when it returns.
         """
 
-    @property
-    def warm_ups(self) -> int:
-        """Returns how many first backwards of a process differ from later ones, in memory or in the order of sums
-        over ranks.
-
-        The loop runs this many before its first step and drops them, or a resumed run would not be bitwise the same.
-        """
-        return 0
-
-    @property
-    def trial_is_collective(self) -> bool:
-        """Returns whether `trial` waits for other ranks inside a forward: all must call it, with equally many rows."""
-        return self.world_size > 1
-
     def trial(self, loss: Callable[[Any], Tensor]) -> None:
-        """Use the memory of a micro-batch: run `loss` and its backward, which adds to the gradients and is never
-        stepped.
-
-        `drop_gradients` undoes it.
-        """
+        """Use the memory of a micro-batch: run `loss` and its backward. `drop_gradients` undoes it."""
         with self.micro_batch(last=False):
             self.backward(loss(self.model))
 
@@ -193,16 +173,41 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def step(self) -> float | None:
-        """Clip and update at the rate of `prepare_groups`. Returns the global gradient norm before clipping.
+        """Clip and update. Returns the global gradient norm before clipping; None if fp16 skips it to lower its scale.
 
-        None (fp16 only): the step was skipped to lower the loss scale. Raises NonFinite before anything is stepped;
-        if `steps_in_backward`, afterwards, with `stepped` set.
+        Raises NonFinite before anything is stepped; if `steps_in_backward`, afterwards, with `stepped` set.
         """
+
+    def clip_and_step(
+        self, gradients: list[Tensor], over_ranks: Callable[[Tensor], float], counted: list[Tensor] | None = None
+    ) -> float | None:
+        """Run `step` for a backend whose gradients are plain tensors on this rank, then drop these.
+
+        gradients: this rank's part. counted: gradients of the norm, if not all; each element once over
+        all ranks after `over_ranks`, which adds up the squared norms. The norm is that of the true gradient (loss scale
+        divided out), clipping is torch.nn.utils.clip_grad_norm_'s.
+        """
+        if self.steps_in_backward:  # too late to prevent a step
+            norm = math.sqrt(over_ranks(self.stepper.take_squared_norm()))
+            if not math.isfinite(norm):
+                raise NonFinite("the gradient is not finite", stepped=True)
+            return norm
+        scale = self.loss_scale.value
+        local = squared_norm(gradients if counted is None else counted, self.device)
+        norm = math.sqrt(over_ranks(local)) / scale if scale else math.nan
+        if not self.loss_scale.enabled and not math.isfinite(norm):
+            raise NonFinite("the gradient is not finite")
+        if steps := self.loss_scale.update(norm):
+            clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
+            if clip / scale != 1.0 and gradients:
+                torch._foreach_mul_(gradients, clip / scale)
+            for optimizer in self.optimizers:
+                optimizer.step()
+        self.drop_gradients()
+        return norm if steps else None
 
     def prepare_groups(self, lr_factor: float, has_images: bool) -> None:
-        """Set `lr_factor` times each group's own rate, and leave out tower and projector in a step without images,
-        as plain torch does if their gradient is None. Call before the step's first backward.
-        """
+        """Set each group's rate. A step without images leaves out tower and projector, as torch does."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
@@ -221,7 +226,6 @@ class Engine(abc.ABC):
 
     # --- the result
 
-    @abc.abstractmethod
     def full_tensors(
         self, trainable_only: bool, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor | None]]:
@@ -232,6 +236,12 @@ class Engine(abc.ABC):
         frees the last one before it takes the next. dtype: type that floating-point tensors are cast to on their
         device; None keeps their own.
         """
+        for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
+            yield name, self.full_on_main(name, tensor, dtype)
+
+    @abc.abstractmethod
+    def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        """Returns a tensor of `full_tensors`. Collective."""
 
     def saved_shapes(self, trainable_only: bool) -> dict[str, Tensor]:
         """Returns the tensors of full_tensors, in its order, without values (device `meta`). No communication."""
@@ -245,13 +255,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, reading: bool) -> list[ShardPart]:
-        """Returns the parts this rank writes to a checkpoint, or reads from one. Each element is written by exactly one
-        rank."""
-
-    @property
-    def copies_state(self) -> bool:
-        """Returns whether a save may copy this rank's state to CPU memory, and write it while steps run."""
-        return True
+        """Returns the parts this rank writes to a checkpoint, each element on one rank only, or reads from one."""
 
     def make_room(self, owner: Optimizer, stepped: Tensor, types: Types) -> None:
         """Allocate the state of a stepped tensor before it is read from a checkpoint."""
@@ -271,15 +275,11 @@ class Engine(abc.ABC):
 def wait_after_gradients(loss: Tensor, stopwatch: Stopwatch) -> None:
     """Begin a wait when the backward of `loss` has finished computing; the caller ends it.
 
-    A backend's remaining waits are in callbacks of the same kind (DDP's Reducer::finalize_backward, FSDP2's
-    _root_post_backward_final_callback), and they run in the order in which they were queued.
+    Other waits are callbacks of the same kind (DDP's finalize_backward, FSDP2's _root_post_backward_final_callback);
+    they run in the order in which they were queued.
     """
     engine = torch.autograd.Variable._execution_engine
-
-    def queue(_gradient: Tensor) -> None:
-        engine.queue_callback(stopwatch.begin_wait)
-
-    loss.register_hook(queue)
+    loss.register_hook(lambda _gradient: engine.queue_callback(stopwatch.begin_wait))
 
 
 def named_trainables(model: Any) -> NamedTensors:
@@ -287,12 +287,7 @@ def named_trainables(model: Any) -> NamedTensors:
 
 
 def saved_tensors(model: Any, trainable_only: bool) -> dict[str, Tensor]:
-    """Returns the tensors of the result, as this rank holds them: the full state dict, or the trained ones. Tied
-    tensors have the first name.
-
-    They are the parameters themselves (`keep_vars`): nothing is copied, and two names of one tensor share its
-    identity.
-    """
+    """Returns the tensors of the result, not copies, as this rank holds them; tied ones by their first name."""
     state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
     return {
@@ -306,42 +301,6 @@ def detached(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Returns a tensor without its graph, in `dtype` if that is not None and the tensor is floating-point."""
     tensor = tensor.detach()
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def norm_of_steps(stepper: StepInBackward, over_ranks: Callable[[Tensor], float]) -> float:
-    """Returns the norm as `update_shards` does, for steps inside the backward. Raises NonFinite, too late to prevent
-    them."""
-    norm = math.sqrt(over_ranks(stepper.take_squared_norm()))
-    if not math.isfinite(norm):
-        raise NonFinite("the gradient is not finite", stepped=True)
-    return norm
-
-
-def update_shards(
-    engine: Engine,
-    gradients: list[Tensor],
-    over_ranks: Callable[[Tensor], float],
-    counted: list[Tensor] | None = None,
-) -> float | None:
-    """Clip, check and step for backends whose gradients are plain tensors on this rank.
-
-    gradients: this rank's part. counted: gradients of the norm, if not all; each element once over
-    all ranks after `over_ranks`, which adds up the squared norms. Returns the norm; None if the step was skipped.
-    The norm is that of the true gradient (loss scale divided out), clipping is torch.nn.utils.clip_grad_norm_'s.
-    """
-    scale = engine.loss_scale.value
-    local = squared_norm(gradients if counted is None else counted, engine.device)
-    norm = math.sqrt(over_ranks(local)) / scale if scale else math.nan
-    if not engine.loss_scale.enabled and not math.isfinite(norm):
-        raise NonFinite("the gradient is not finite")
-    if not engine.loss_scale.update(norm):
-        return None
-    clip = 1.0 if engine.max_grad_norm is None else min(1.0, engine.max_grad_norm / (norm + 1e-6))
-    if clip / scale != 1.0 and gradients:
-        torch._foreach_mul_(gradients, clip / scale)
-    for optimizer in engine.optimizers:
-        optimizer.step()
-    return norm
 
 
 # --- bytes of a run's state in this rank's device memory
@@ -370,23 +329,12 @@ class StorageCounter:
 
 def measure_state_bytes(engine: Engine) -> tuple[int, int]:
     """Returns (weights and buffers, optimizer state) after a step. Master weights count as the optimizer's."""
-    counter = StorageCounter(engine.device)
-    weights = counter.add(_weights(engine.unwrapped))
-    return weights, counter.add(_optimizer_tensors(engine))
-
-
-def _weights(model: Any) -> Iterator[Tensor]:
-    """Yields weights, buffers, and the tensors that unpack 4-bit weights."""
-    for parameter in model.parameters():
-        yield getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's shard
-    yield from model.buffers()
-    for module in model.modules():
-        yield from (tensor for _, tensor in state_tensors(module))
-
-
-def _optimizer_tensors(engine: Engine) -> Iterator[Tensor]:
+    counter, model = StorageCounter(engine.device), engine.unwrapped
+    weights: list[Tensor] = [getattr(p, "ds_tensor", p) for p in model.parameters()]  # under ZeRO-3 its shard
+    weights += model.buffers()
+    weights += [tensor for module in model.modules() for _, tensor in state_tensors(module)]  # unpack 4-bit weights
+    states: list[Any] = []
     for optimizer in engine.optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
-        for stepped, state in optimizer.state.items():
-            yield from (value for value in (stepped, *state.values()) if isinstance(value, Tensor))
+        states += [p for group in optimizer.param_groups for p in group["params"]]
+        states += [value for stepped, state in optimizer.state.items() for value in (stepped, *state.values())]
+    return counter.add(weights), counter.add(value for value in states if isinstance(value, Tensor))

@@ -10,9 +10,6 @@ from finetune.engine.parallelism_rules import check_combination
 from finetune.errors import UserError
 from finetune.recipe import Recipe, divisibility_message
 
-_DECIDED_BY_RECIPE = ("optimizer", "scheduler", "train_micro_batch_size_per_gpu", "train_batch_size")
-_OTHER_TYPES = ("msamp", "torch_autocast", "quantize_training")
-
 
 def check_launch(recipe: Recipe, recipe_file: str, launch: Launch, config: Any | None = None) -> int:
     """Check all settings that recipe and launch decide together, before a process group exists. Raises UserError.
@@ -28,82 +25,71 @@ def check_launch(recipe: Recipe, recipe_file: str, launch: Launch, config: Any |
         message = divisibility_message(recipe.batch.rows, rows, launch.parallelism.data)
         raise UserError(f"{recipe_file} on {launch.name}: batch.rows: {message}")
     micro_batches = -(-recipe.batch.rows // unit)
-    check_agreement(recipe, recipe_file, launch, None if automatic else micro_batches)
+    problems = [*_contradictions(recipe, launch, None if automatic else micro_batches), *_not_offered(recipe, launch)]
+    if recipe.optimizer.in_backward and not automatic:  # a recipe rule refuses it with `auto`
+        problems += _not_in_backward(recipe, launch, micro_batches)
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise UserError(f"{launch.name} and {recipe_file} do not agree; the recipe owns the maths:\n{lines}")
     return micro_batches
 
 
 def check_products(recipe: Recipe, device: str, capability: tuple[int, int]) -> None:
     """Raises UserError if the recipe needs 8-bit products that the GPU does not support. capability: CUDA's."""
     scaled = recipe.quantization is not None and recipe.quantization.compute == "scaled"
-    for key, asked, other in (
+    for key, needed, other in (
         ("train.precision", recipe.train.precision == "fp8", "bf16"),
         ("quantization.compute", scaled, "dequantised"),
     ):
-        if asked and capability < (9, 0):
+        if needed and capability < (9, 0):
             raise UserError(
                 f"{key}: {device} has no products of 8 bits with a scale for each row (Hopper and later do): use "
                 f"{other}"
             )
 
 
-def check_agreement(recipe: Recipe, recipe_file: str, launch: Launch, micro_batches: int | None) -> None:
-    """Raises UserError naming both files if the accelerate config contradicts the recipe.
+def _contradictions(recipe: Recipe, launch: Launch, micro_batches: int | None) -> Iterator[str]:
+    """Yields settings of the accelerate config that the recipe decides: each must be equal, `auto`, or absent.
 
     micro_batches: number per process and step; None with `rows_per_device: auto`, before the trial.
     """
-    problems = [*_contradictions(recipe, launch, micro_batches), *_not_offered(recipe, launch)]
-    if recipe.optimizer.in_backward and micro_batches is not None:  # a recipe rule refuses it with `auto`
-        problems += _not_in_backward(recipe, launch, micro_batches)
-    if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
-        raise UserError(f"{launch.name} and {recipe_file} do not agree; the recipe owns the maths:\n{lines}")
-
-
-def _contradictions(recipe: Recipe, launch: Launch, micro_batches: int | None) -> Iterator[str]:
-    """Yields contradictions between settings of both files: each must be equal in both, `auto`, or absent from the
-    config."""
-    for name, configured, expected, key in _shared_settings(recipe, launch, micro_batches):
+    config, deepspeed, fsdp = launch.config, launch.deepspeed, launch.config.get("fsdp_config") or {}
+    train, clip = recipe.train, recipe.optimizer.max_grad_norm
+    precision = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}.get(train.precision, "no")
+    accumulation = f"batch.rows / batch.rows_per_device / processes = {micro_batches}"
+    if micro_batches is None:
+        accumulation = "batch.rows_per_device: auto"
+    shared: list[tuple[str, Any, Any, str]] = [  # name in the accelerate config, its value, the recipe's, its key
+        ("mixed_precision", config.get("mixed_precision"), precision, f"train.precision: {train.precision}")
+    ]
+    for kind in ("bf16", "fp16"):
+        enabled = (deepspeed.get(kind) or {}).get("enabled")
+        shared.append((f"deepspeed {kind}.enabled", enabled, precision == kind, "train.precision"))
+    for name, value, key in (
+        ("gradient_accumulation_steps", micro_batches, accumulation),
+        ("gradient_clipping", clip or 0.0, f"optimizer.max_grad_norm: {clip}"),
+    ):
+        shared += [(name, config.get(name), value, key), (f"deepspeed {name}", deepspeed.get(name), value, key)]
+    for key in ("activation_checkpointing", "activation_offload"):
+        name = "fsdp_activation_checkpointing" + ("_offload" if key == "activation_offload" else "")
+        value = getattr(train, key)
+        shared.append((name, fsdp.get(name), value, f"train.{key}: {str(value).lower()}"))
+    for name, configured, expected, key in shared:
         if configured not in (None, "auto", "none") and not _same(configured, expected):
             yield f"`{name}: {configured}` against `{key}`: remove it from the accelerate config, or write `auto`"
-    if launch.config.get("mixed_precision") == "fp8" or launch.config.get("fp8_config"):
+    if config.get("mixed_precision") == "fp8" or config.get("fp8_config"):
         yield (
             "`mixed_precision: fp8` and `fp8_config` (Transformer Engine, MS-AMP, torchao) would replace layers, with "
             "scales of whole tensors, and the optimizer: remove both, and set `train.precision: fp8` in the recipe"
         )
-    for name in _OTHER_TYPES:
-        if (launch.deepspeed.get(name) or {}).get("enabled"):
+    for name in ("msamp", "torch_autocast", "quantize_training"):
+        if (deepspeed.get(name) or {}).get("enabled"):
             yield f"deepspeed `{name}` computes or steps in other types: remove it; `train.precision` decides them"
-    for name in _DECIDED_BY_RECIPE:
-        if launch.deepspeed.get(name) not in (None, "auto"):
+    for name in ("optimizer", "scheduler", "train_micro_batch_size_per_gpu", "train_batch_size"):
+        if deepspeed.get(name) not in (None, "auto"):
             yield f"deepspeed `{name}` is decided by the recipe: remove it from the accelerate config"
-    if str((launch.config.get("dynamo_config") or {}).get("dynamo_backend", "NO")).upper() != "NO":
+    if str((config.get("dynamo_config") or {}).get("dynamo_backend", "NO")).upper() != "NO":
         yield "`dynamo_config` is decided by `train.compile`: remove it from the accelerate config"
-
-
-def _shared_settings(recipe: Recipe, launch: Launch, micro_batches: int | None) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yields (name in the accelerate config, its value there, the recipe's value, the recipe's key)."""
-    config, deepspeed, fsdp = launch.config, launch.deepspeed, launch.config.get("fsdp_config") or {}
-    train, clip = recipe.train, recipe.optimizer.max_grad_norm
-    precision = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}.get(train.precision, "no")
-    yield "mixed_precision", config.get("mixed_precision"), precision, f"train.precision: {train.precision}"
-    for kind in ("bf16", "fp16"):
-        enabled = (deepspeed.get(kind) or {}).get("enabled")
-        yield f"deepspeed {kind}.enabled", enabled, precision == kind, "train.precision"
-    accumulation = f"batch.rows / batch.rows_per_device / processes = {micro_batches}"
-    if micro_batches is None:
-        accumulation = "batch.rows_per_device: auto"
-    for prefix, section in (("", config), ("deepspeed ", deepspeed)):
-        name = "gradient_accumulation_steps"
-        yield f"{prefix}{name}", section.get(name), micro_batches, accumulation
-    for prefix, section in (("", config), ("deepspeed ", deepspeed)):
-        name = "gradient_clipping"
-        yield f"{prefix}{name}", section.get(name), clip or 0.0, f"optimizer.max_grad_norm: {clip}"
-    for name, key in (
-        ("fsdp_activation_checkpointing", "activation_checkpointing"),
-        ("fsdp_activation_checkpointing_offload", "activation_offload"),
-    ):
-        setting = getattr(train, key)
-        yield name, fsdp.get(name), setting, f"train.{key}: {str(setting).lower()}"
 
 
 def _same(configured: Any, expected: Any) -> bool:
@@ -117,27 +103,23 @@ def _same(configured: Any, expected: Any) -> bool:
 
 def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
     """Yields settings that a backend does not offer with the recipe's meaning."""
-    fsdp_version = (launch.config.get("fsdp_config") or {}).get("fsdp_version", 1 if launch.kind == "fsdp2" else 2)
-    if launch.kind == "fsdp2" and int(fsdp_version) != 2:
+    kind, name, precision = launch.kind, recipe.optimizer.name, recipe.train.precision
+    if kind == "fsdp2" and int((launch.config.get("fsdp_config") or {}).get("fsdp_version", 1)) != 2:
         yield "`fsdp_version: 1` loses the optimizer state on resume: set `fsdp_version: 2`"
-    name, precision = recipe.optimizer.name, recipe.train.precision
-    if launch.kind != "replicated" and name == "muon":
+    if launch.is_sharded and name == "muon":
         yield "Muon needs unsharded matrices, and the optimizer gets shards here: use ddp, or another optimizer"
-    if launch.kind == "zero" and precision == "bf16_true":
+    if kind == "zero" and precision == "bf16_true":
         yield "DeepSpeed keeps fp32 copies of what it trains, against `bf16_true`: use ddp or fsdp2, or `bf16`"
-    if launch.kind == "zero" and precision == "fp8":
+    if kind == "zero" and precision == "fp8":
         yield "DeepSpeed gathers a weight for one layer's call, and torchao's products keep it: use ddp, fsdp2 or bf16"
     if launch.parallelism.tensor > 1 and precision == "fp8":
         yield "`train.precision: fp8` has a scale for each row, which tensor parallel divides: use fsdp2, or `bf16`"
-    # From accelerate's keys, or those of a DeepSpeed file.
-    section = (launch.deepspeed.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    devices = (launch.deepspeed.get("offload_optimizer_device"), section.get("device"))
-    if name.endswith("8bit") and "nvme" in devices:
+    if name.endswith("8bit") and launch.uses_nvme:
         yield (
             f"DeepSpeed swaps optimizer state to NVMe as fp32, which `{name}` does not survive: "
             "use `adamw`, or another config such as zero3_offload"
         )
-    if launch.kind == "zero" and recipe.train.compile:
+    if kind == "zero" and recipe.train.compile:
         yield "`train.compile` does not support DeepSpeed's hooks on parameters: use ddp or fsdp2, or `compile: false`"
 
 

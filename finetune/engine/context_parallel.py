@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, partial
-from itertools import product
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +26,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from finetune.data.batch import TokenShare
-from finetune.engine.parallelism import DIMENSIONS, ContextExchange, Parallelism
+from finetune.engine.parallelism import ContextExchange, Parallelism
+from finetune.engine.ranks import all_reduced, group_along
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
 from finetune.models.attention.kernels import (
@@ -45,21 +44,33 @@ SHARED_TOKENS = "finetune_shared_tokens"  # in transformers' table of attention 
 Arrival = Callable[[], Tensor]  # waits for a tensor
 
 
+@dataclass(frozen=True, eq=False)
 class SharedRow:
     """Exchange of the tokens of one micro-batch, and the attention among them."""
 
-    def __init__(self, sequence_group: Any, attention: WithinDocuments, documents: Any):
-        self.sequence_group = sequence_group  # None without Ulysses
-        self.attention = attention
-        self.documents = documents
+    sequence_group: Any  # None without Ulysses
+    attention: WithinDocuments
+    documents: Any
 
 
 def divided(choice: AttentionChoice, parallelism: Parallelism) -> AttentionChoice:
-    """Returns the attention for rows whose tokens lie on several ranks, without its process groups; the
-    same attention if tokens are not divided. Raises UserError if it does not support that."""
+    """Returns the attention for rows on several ranks, without process groups. Raises UserError."""
     if parallelism.tokens == 1:
         return choice
-    if (obstacle := _obstacle(choice, parallelism)) is not None:
+    obstacle, alone = None, "so its tokens cannot be sharded: use data parallel only"
+    if not choice.isolates_documents:
+        obstacle = f"{choice.reason}, {alone}"
+    elif choice.mixers:
+        obstacle = f"{', '.join(choice.mixers)} runs along each document whole, {alone}"
+    elif choice.implementation not in WITHIN_DOCUMENTS and (
+        parallelism.context == 1 or choice.implementation != "flash_attention_2"
+    ):
+        instead = "use data parallel only" if choice.implementation == "eager" else "set model.attention: documents"
+        obstacle = (
+            f"its attention is transformers' own `{choice.implementation}` here ({choice.reason}), "
+            f"which does not communicate with other ranks: {instead}"
+        )
+    if obstacle is not None:
         raise UserError(f"{parallelism.summary()}: {obstacle}")
     method = f"{choice.implementation}: {choice.reason}"
     if parallelism.context > 1:
@@ -71,53 +82,23 @@ def divided(choice: AttentionChoice, parallelism: Parallelism) -> AttentionChoic
 def apply_context_parallel(
     choice: AttentionChoice, shard: TokenShare, parallelism: Parallelism, rank: int
 ) -> AttentionChoice:
-    """Returns the same attention for rows of which this rank has a shard. Collective if it creates groups.
-
-    Raises UserError if the attention does not support it.
-    """
+    """Returns `divided` with the groups of this rank, created on first use. Collective. Raises UserError."""
     without_groups = divided(choice, parallelism)
     if parallelism.tokens == 1:
         return choice
-    sequence_group = _group("sequence", parallelism, rank)
-    attention: WithinDocuments = context_attention
-    if parallelism.context > 1:
-        group, exchange = _group("context", parallelism, rank), parallelism.exchange
-        prepare: Callable[[tuple[int, ...]], Any] = partial(ContextRow, shard=shard, exchange=exchange, group=group)
-    else:
-        attention = WITHIN_DOCUMENTS[choice.implementation]
-        prepare = partial(_documents, choice)
-    return replace(without_groups, prepare=partial(_arguments, sequence_group, attention, prepare))
+    sequence_group, group = (group_along(name, parallelism, rank) for name in ("sequence", "context"))
 
+    def prepare(document_lengths: tuple[int, ...]) -> dict[str, Any]:
+        if group is None:
+            attention, documents = (
+                WITHIN_DOCUMENTS[choice.implementation],
+                choice.prepare(document_lengths)["documents"],
+            )
+        else:
+            attention, documents = context_attention, ContextRow(document_lengths, shard, parallelism.exchange, group)
+        return {"documents": SharedRow(sequence_group, attention, documents)}
 
-def _documents(choice: AttentionChoice, document_lengths: tuple[int, ...]) -> Any:
-    return choice.prepare(document_lengths)["documents"]
-
-
-def _arguments(
-    sequence_group: Any,
-    attention: WithinDocuments,
-    prepare: Callable[[tuple[int, ...]], Any],
-    document_lengths: tuple[int, ...],
-) -> dict[str, Any]:
-    return {"documents": SharedRow(sequence_group, attention, prepare(document_lengths))}
-
-
-def _obstacle(choice: AttentionChoice, parallelism: Parallelism) -> str | None:
-    """Returns why this attention cannot be sharded; depends on the model's class and the installed packages."""
-    if not choice.isolates_documents:
-        return f"{choice.reason}, so its tokens cannot be sharded: use data parallel only"
-    if choice.mixers:
-        names = ", ".join(choice.mixers)
-        return f"{names} runs along each document whole, so its tokens cannot be sharded: use data parallel only"
-    if choice.implementation in WITHIN_DOCUMENTS:
-        return None
-    if parallelism.context > 1 and choice.implementation == "flash_attention_2":
-        return None
-    instead = "use data parallel only" if choice.implementation == "eager" else "set model.attention: documents"
-    return (
-        f"its attention is transformers' own `{choice.implementation}` here ({choice.reason}), "
-        f"which does not communicate with other ranks: {instead}"
-    )
+    return replace(without_groups, prepare=prepare)
 
 
 def shared_attention(call: AttentionCall, row: SharedRow) -> Tensor:  # (1, t, H, D), as in the call
@@ -125,29 +106,11 @@ def shared_attention(call: AttentionCall, row: SharedRow) -> Tensor:  # (1, t, H
         return row.attention(call, row.documents)
     query, key, value = to_heads(row.sequence_group, *call[:3])
     out = row.attention(call._replace(query=query, key=key, value=value), row.documents)
-    return to_tokens(row.sequence_group, out.transpose(1, 2)).transpose(1, 2)
+    exchanged: Any = _HeadExchange.apply(row.sequence_group, False, out.transpose(1, 2))
+    return exchanged[0].transpose(1, 2)
 
 
 register(SHARED_TOKENS, shared_attention)
-
-
-def _group(dimension: str, parallelism: Parallelism, rank: int) -> Any:
-    """Returns the group of ranks that differ from this one in one dimension only; None if it is not used."""
-    if getattr(parallelism, dimension) == 1:
-        return None
-    return _groups(dist.group.WORLD, dimension, parallelism)[rank]
-
-
-@cache
-def _groups(world: Any, dimension: str, parallelism: Parallelism) -> dict[int, Any]:
-    """Returns the groups of a dimension by rank, created once in the process group `world`. Collective."""
-    others = [name for name in DIMENSIONS if name != dimension]
-    groups: dict[int, Any] = {}
-    for coordinates in product(*(range(getattr(parallelism, name)) for name in others)):
-        fixed = dict(zip(others, coordinates, strict=True))
-        ranks = [r for r in range(parallelism.processes) if fixed.items() <= parallelism.coordinates(r).items()]
-        groups |= dict.fromkeys(ranks, dist.new_group(ranks))
-    return groups
 
 
 # --- sums over the tokens of a row
@@ -155,45 +118,32 @@ def _groups(world: Any, dimension: str, parallelism: Parallelism) -> dict[int, A
 
 def token_ranks(parallelism: Parallelism, rank: int) -> TokenRanks:
     """Returns the ranks that share this rank's rows. Collective if it creates groups."""
-    groups = [group for name in ("sequence", "context") if (group := _group(name, parallelism, rank)) is not None]
-    return TokenRanks(parallelism.tokens, partial(_summed, groups)) if groups else ONE_RANK
+    groups = [group for name in ("sequence", "context") if (group := group_along(name, parallelism, rank)) is not None]
 
+    def summed(tensor: Tensor) -> Tensor:
+        """Returns the sum over the ranks; so is the gradient. Nothing is sent for an empty tensor (of a dummy)."""
+        total: Any = _SumOverRanks.apply(groups, tensor) if tensor.numel() else tensor
+        return total
 
-def _summed(groups: list[Any], tensor: Tensor) -> Tensor:
-    """Returns the sum over the ranks of all groups, on each of them; nothing is sent for an empty tensor (of a dummy).
-
-    Each rank continues with the same sum, and the loss is the sum over ranks; so is the gradient.
-    """
-    summed: Any = _SumOverRanks.apply(groups, tensor) if tensor.numel() else tensor
-    return summed
+    return TokenRanks(parallelism.tokens, summed) if groups else ONE_RANK
 
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, groups: list[Any], tensor: Tensor) -> Tensor:
         ctx.groups = groups
-        return _all_reduced(groups, tensor)
+        return all_reduced(tensor, *groups)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, _all_reduced(ctx.groups, gradient)
-
-
-def _all_reduced(groups: list[Any], tensor: Tensor) -> Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    for group in groups:
-        dist.all_reduce(total, group=group)
-    return total
+        return None, all_reduced(gradient, *ctx.groups)
 
 
 # --- context parallel
 
 
 class ContextRow:
-    """Which keys this rank's queries attend to in one micro-batch, for every arrival. Created once for all layers.
-
-    A plain object, like the `documents` of every attention implementation.
-    """
+    """Keys that this rank's queries attend to in one micro-batch, for every arrival. Created once for all layers."""
 
     def __init__(self, document_lengths: tuple[int, ...], shard: TokenShare, exchange: ContextExchange, group: Any):
         self.exchange, self.group, self.size = exchange, group, shard.context
@@ -237,45 +187,46 @@ class _ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The ring: the gradient of keys and values follows them one step later, and reaches their rank at the end."""
         query, key_value, out, lse = ctx.saved_tensors
-        backward = _allgather_backward if ctx.row.exchange == "allgather" else _ring_backward
-        attended = Attended(out, lse)
-        grad_query, grad_key_value = backward(gradients[0], query, key_value, attended, ctx.scale, ctx.row)
+        row, scale, attended = ctx.row, ctx.scale, Attended(out, lse)
+        grad_query = torch.zeros_like(query, dtype=lse.dtype)
+        if row.exchange == "allgather":
+            full = _all_gathered_row(key_value, row)
+            grad_full = torch.zeros_like(full, dtype=lse.dtype)
+            attend_backward(gradients[0], query, full, attended, row.arrivals[0], scale, grad_query, grad_full)
+            grad_key_value = _reduce_scattered_row(grad_full, row)
+        else:
+            current, following = key_value, None
+            for step, arrival in enumerate(row.arrivals):
+                coming = _shift(current, row) if step < row.size - 1 else None
+                grad_current = torch.zeros_like(current, dtype=lse.dtype)
+                attend_backward(gradients[0], query, current, attended, arrival, scale, grad_query, grad_current)
+                if following:
+                    grad_current += following()
+                following = _shift(grad_current, row)
+                current = coming() if coming else current
+            assert following is not None
+            grad_key_value = following()
         return grad_query.to(query.dtype), grad_key_value.to(key_value.dtype), None, None
-
-
-def _allgather_backward(
-    gradient: Tensor, query: Tensor, key_value: Tensor, attended: Attended, scale: float, row: ContextRow
-) -> tuple[Tensor, Tensor]:
-    full = _all_gathered_row(key_value, row)
-    grad_query, grad_full = (torch.zeros_like(tensor, dtype=attended.lse.dtype) for tensor in (query, full))
-    attend_backward(gradient, query, full, attended, row.arrivals[0], scale, grad_query, grad_full)
-    return grad_query, _reduce_scattered_row(grad_full, row)
-
-
-def _ring_backward(
-    gradient: Tensor, query: Tensor, key_value: Tensor, attended: Attended, scale: float, row: ContextRow
-) -> tuple[Tensor, Tensor]:
-    """The gradient of keys and values follows them one step later, and reaches their rank after the last."""
-    grad_query = torch.zeros_like(query, dtype=attended.lse.dtype)
-    current, following = key_value, None
-    for step, arrival in enumerate(row.arrivals):
-        coming = _shift(current, row) if step < row.size - 1 else None
-        grad_current = torch.zeros_like(current, dtype=attended.lse.dtype)
-        attend_backward(gradient, query, current, attended, arrival, scale, grad_query, grad_current)
-        if following:
-            grad_current += following()
-        following = _shift(grad_current, row)
-        current = coming() if coming else current
-    assert following is not None
-    return grad_query, following()
 
 
 def _shift(tensor: Tensor, row: ContextRow) -> Arrival:
     """Send to the next rank of the ring; returns a function that waits for the previous rank's tensor."""
     sent = tensor.contiguous()
     arrived = torch.empty_like(sent)
-    works = (_shift_by_neighbours if row.exchange == "ring" else _shift_by_all_to_all)(sent, arrived, row)
+    rank = dist.get_rank(row.group)
+    following, previous = (rank + 1) % row.size, (rank - 1) % row.size
+    works: list[Any]
+    if row.exchange == "ring":
+        send = dist.P2POp(dist.isend, sent, dist.get_global_rank(row.group, following), row.group)
+        receive = dist.P2POp(dist.irecv, arrived, dist.get_global_rank(row.group, previous), row.group)
+        works = dist.batch_isend_irecv([send, receive])
+    else:  # an all-to-all with empty parts for the other ranks
+        sizes, received = [0] * row.size, [0] * row.size
+        sizes[following] = received[previous] = sent.numel()
+        flat = arrived.view(-1), sent.view(-1)
+        works = [dist.all_to_all_single(*flat, received, sizes, group=row.group, async_op=True)]
 
     def wait() -> Tensor:
         for work in works:
@@ -284,24 +235,6 @@ def _shift(tensor: Tensor, row: ContextRow) -> Arrival:
         return arrived
 
     return wait
-
-
-def _shift_by_neighbours(sent: Tensor, arrived: Tensor, row: ContextRow) -> list[Any]:
-    rank = dist.get_rank(row.group)
-    following, previous = (dist.get_global_rank(row.group, (rank + step) % row.size) for step in (1, -1))
-    send = dist.P2POp(dist.isend, sent, following, row.group)
-    receive = dist.P2POp(dist.irecv, arrived, previous, row.group)
-    return dist.batch_isend_irecv([send, receive])
-
-
-def _shift_by_all_to_all(sent: Tensor, arrived: Tensor, row: ContextRow) -> list[Any]:
-    """Send all of it to one rank, by an all-to-all with empty parts for the others."""
-    rank = dist.get_rank(row.group)
-    send_sizes, receive_sizes = [0] * row.size, [0] * row.size
-    send_sizes[(rank + 1) % row.size] = receive_sizes[(rank - 1) % row.size] = sent.numel()
-    flat_arrived, flat_sent = arrived.view(-1), sent.view(-1)
-    work = dist.all_to_all_single(flat_arrived, flat_sent, receive_sizes, send_sizes, group=row.group, async_op=True)
-    return [work]
 
 
 def _all_gathered_row(local: Tensor, row: ContextRow) -> Tensor:  # (1, K, t, D) -> (1, K, T, D), in the row's order
@@ -325,20 +258,13 @@ def _reduce_scattered_row(full: Tensor, row: ContextRow) -> Tensor:  # (1, K, T,
 def to_heads(group: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(1, H, t, D) -> (1, H / n, n * t, D), the tokens in the order of the ranks. Collective.
 
-    Heads of keys and values are repeated if n does not divide them. n divides the query heads: a rule refuses it
-    otherwise.
+    n divides H; heads of keys and values are repeated if it does not divide these.
     """
     size, kv_heads = dist.get_world_size(group), key.shape[1]
     copies = math.lcm(kv_heads, size) // kv_heads
     key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
     exchanged: Any = _HeadExchange.apply(group, True, query, key, value)
     return exchanged
-
-
-def to_tokens(group: Any, output: Tensor) -> Tensor:
-    """Inverse of `to_heads`: (1, H / n, n * t, D) -> (1, H, t, D). Collective."""
-    exchanged: Any = _HeadExchange.apply(group, False, output)
-    return exchanged[0]
 
 
 class _HeadExchange(torch.autograd.Function):

@@ -10,17 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.engine.base import (
-    BuildOptimizers,
-    Engine,
-    detached,
-    named_trainables,
-    norm_of_steps,
-    saved_tensors,
-    update_shards,
-    wait_after_gradients,
-)
-from finetune.engine.optimizer_step import StepInBackward
+from finetune.engine.base import BuildOptimizers, Engine, detached, named_trainables, wait_after_gradients
 from finetune.engine.state_shards import ShardPart, replica_parts
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel
@@ -41,17 +31,15 @@ class Ddp(Engine):
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model.causal_lm
         self.model = self.accelerator.prepare_model(model)
-        self.accumulates = micro_batches > 1
-        trained = named_trainables(self.unwrapped)
-        if self.steps_in_backward:
-            self.stepper = StepInBackward(((name, p, p) for name, p in trained), build, self.device)
-            self.optimizers = self.stepper.optimizers
-        else:
-            self.optimizers = build(trained)
-
-    @property
-    def _communicates(self) -> bool:
-        return isinstance(self.model, DistributedDataParallel)
+        self._communicates = isinstance(self.model, DistributedDataParallel)
+        self._keeps_buckets = self._communicates and micro_batches > 1
+        self.build_optimizers([(name, p, p) for name, p in named_trainables(self.unwrapped)], build)
+        self.trial_is_collective = self.parallelism.tokens > 1  # attention waits for the ranks that share its rows
+        # DDP rebuilds its buckets after the first backward, in the order in which gradients arrived (torch's
+        # Reducer::rebuild_buckets), and an element's position decides the order in which three or more ranks are
+        # summed. After one more backward, gradients are in these buckets from the first micro-batch on.
+        if self._communicates:
+            self.warm_ups = 2 if micro_batches > 1 else int(self.world_size > 2)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -66,28 +54,11 @@ class Ddp(Engine):
         self.stopwatch.end_wait()
 
     def step(self) -> float | None:
-        if self.steps_in_backward:
-            return norm_of_steps(self.stepper, lambda local: local.item())
-        norm = update_shards(self, self.gradients(), lambda local: local.item())
-        self.drop_gradients()
-        return norm
-
-    @property
-    def warm_ups(self) -> int:
-        """DDP rebuilds its buckets after the first backward, in the order in which gradients arrived (torch's
-        Reducer::rebuild_buckets), and an element's position decides the order in which three or more ranks are summed.
-        After one more backward, gradients are in these buckets from the first micro-batch on."""
-        if not self._communicates:
-            return 0
-        return 2 if self.accumulates else int(self.world_size > 2)
+        return self.clip_and_step(self.gradients(), lambda local: local.item())
 
     def knows_waits(self, recipe: Recipe) -> bool:
         """True for the part of DDP's reduction that the backward does not hide, and for sums of the loss."""
         return True
-
-    @property
-    def trial_is_collective(self) -> bool:
-        return self.parallelism.tokens > 1  # attention waits for the ranks that share its rows
 
     def trial(self, loss: Callable[[Any], Tensor]) -> None:
         """Runs without DDP's reduction, so that no rank waits for one that runs out of memory."""
@@ -95,7 +66,7 @@ class Ddp(Engine):
 
     def drop_gradients(self) -> None:
         gradients = self.gradients()
-        if self._communicates and self.accumulates and gradients:
+        if self._keeps_buckets and gradients:
             torch._foreach_zero_(gradients)
             return
         for _, parameter in named_trainables(self.unwrapped):
@@ -105,8 +76,5 @@ class Ddp(Engine):
         """Returns all of every parameter; each rank writes an equal range."""
         return replica_parts(named_trainables(self.unwrapped), self.rank, self.world_size, reading)
 
-    def full_tensors(
-        self, trainable_only: bool, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor | None]]:
-        for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
-            yield name, detached(tensor, dtype).cpu() if self.is_main else None
+    def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        return detached(tensor, dtype).cpu() if self.is_main else None

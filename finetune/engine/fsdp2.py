@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,20 +12,12 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
-from finetune.engine.base import (
-    BuildOptimizers,
-    Engine,
-    detached,
-    named_trainables,
-    norm_of_steps,
-    saved_tensors,
-    update_shards,
-    wait_after_gradients,
-)
+from finetune.engine.base import BuildOptimizers, Engine, detached, named_trainables, wait_after_gradients
 from finetune.engine.expert_parallel import parallelize_experts
 from finetune.engine.launch import Launch
-from finetune.engine.optimizer_step import StepInBackward
+from finetune.engine.ranks import sum_gradients
 from finetune.engine.sharding import (
     Sharding,
     device_meshes,
@@ -38,7 +31,7 @@ from finetune.engine.sharding import (
     take_weights,
 )
 from finetune.engine.state_shards import ShardPart
-from finetune.engine.tensor_parallel import ParameterShard, ShardedParameters, TensorGroup, all_gathered, parallelize
+from finetune.engine.tensor_parallel import ShardedParameters, TensorGroup, all_gathered, parallelize
 from finetune.engine.timing import Stopwatch
 from finetune.errors import UserError
 from finetune.models.base_config import dtypes
@@ -58,6 +51,8 @@ class Fsdp2(Engine):
     dispatch does not slow them down.
     """
 
+    gathers_in_forward = True
+
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
         # Not for a checkpoint that is already quantized: transformers creates packed layers while reading it.
@@ -67,8 +62,7 @@ class Fsdp2(Engine):
             self._policy = MixedPrecisionPolicy(param_dtype=dtypes(recipe).compute, reduce_dtype=torch.float32)
 
     def placement(self, recipe: Recipe) -> Placement:
-        """Places weights on rank 0 only: it reads them, packs quantized ones one by one on its device, and keeps them
-        in host memory."""
+        """Returns host memory of rank 0: it reads all weights, and packs quantized ones one by one on its device."""
         from_meta = self.rank > 0 and self._rank_0_reads
         return Placement("meta" if from_meta else "load", self.device, packed_on=torch.device("cpu"))
 
@@ -83,8 +77,17 @@ class Fsdp2(Engine):
             self._tensor_group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
             self._sharded = parallelize(causal_lm, self._tensor_group)
         expert_meshes = parallelize_experts(causal_lm, self.parallelism, self.device.type, self.stopwatch)
-        sharding = self._sharding()
-        units = sharding_units(causal_lm, self._plugin())
+        plugin: Any
+        if self.launch.kind == "fsdp2":
+            plugin = self.accelerator.state.fsdp_plugin  # with the config's options
+        else:  # replicas of tensor parallel models are shards of one
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=False
+            )
+        offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if offloads else OffloadPolicy()
+        sharding = Sharding(self._meshes, self._policy, offload, plugin.reshard_after_forward)
+        units = sharding_units(causal_lm, plugin)
         if shared := shared_by_units(causal_lm, units):
             raise UserError(
                 f"FSDP2 cannot shard {type(causal_lm).__name__}: {shared} are one weight, in modules that are "
@@ -92,38 +95,15 @@ class Fsdp2(Engine):
             )
         self._freed: list[Any] = shard_model(model, units, sharding, expert_meshes)
         if weights is not None:
-            shard_device = torch.device("cpu") if isinstance(sharding.offload, CPUOffloadPolicy) else self.device
+            shard_device = torch.device("cpu") if offloads else self.device
             fill_shards(causal_lm, weights, self._sharded.shards, self.device, shard_device)
         self._waits = ShardWaits(self.model, self.stopwatch)
         self._shards = [(name, p, local_tensor(p.detach())) for name, p in named_trainables(causal_lm)]
-        trained = [(name, local) for name, _, local in self._shards if local.numel()]  # share the parameters' memory
-        if self.steps_in_backward:
-            filled = ((name, p, local) for name, p, local in self._shards if local.numel())
-            self.stepper = StepInBackward(filled, build, self.device)
-            self.optimizers = self.stepper.optimizers
-        else:
-            self.optimizers = build(trained)
-
-    def _plugin(self) -> Any:
-        """Returns accelerate's plugin, with the config's options; replicas of tensor parallel models are shards of
-        one."""
-        if self.launch.kind == "fsdp2":
-            return self.accelerator.state.fsdp_plugin
-        return FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=False
-        )
-
-    def _sharding(self) -> Sharding:
-        plugin = self._plugin()
-        offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if offloads else OffloadPolicy()
-        return Sharding(self._meshes, self._policy, offload, plugin.reshard_after_forward)
+        self.build_optimizers([shard for shard in self._shards if shard[2].numel()], build)  # these share memory
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
-        """Keeps layers gathered between tokens if all ranks have twice the memory of the weights free: the cache of
-        keys and values needs some of it. Else every token gathers the model.
-        """
+        """Keeps layers gathered between tokens if all ranks have twice their memory free; a cache needs some of it."""
         needed = sum(p.numel() * p.element_size() for module in self._freed for p in module.parameters())
         kept = self._freed if self.all_have_room(2 * needed) else []
         for module in kept:
@@ -135,10 +115,6 @@ class Fsdp2(Engine):
                 module.reshard()
                 module.set_reshard_after_forward(True, recurse=False)
 
-    @property
-    def gathers_in_forward(self) -> bool:
-        return True
-
     def backward(self, loss: Tensor) -> None:
         """Reduces after every micro-batch: accumulated gradients would be unsharded on every rank."""
         sharing = self.parallelism.data * self.parallelism.tokens
@@ -148,31 +124,19 @@ class Fsdp2(Engine):
 
     def step(self) -> float | None:
         if self.steps_in_backward:
-            return norm_of_steps(self.stepper, lambda local: self.ranks.sum(local / self.parallelism.replicate)[0])
+            return self.clip_and_step([], lambda local: self.ranks.sum(local / self.parallelism.replicate)[0])
         for _, parameter, local in self._shards:
             local.grad = local_tensor(parameter.grad) if parameter.grad is not None and local.numel() else None
-        self._reduce_partial_gradients()
-        gradients = [local.grad for _, _, local in self._shards if local.grad is not None]
-        counted = [local.grad for name, p, local in self._shards if local.grad is not None and self._counts(name, p)]
-        norm = update_shards(self, gradients, lambda local: self.ranks.sum(local)[0], counted)
-        self.drop_gradients()
-        return norm
-
-    def _reduce_partial_gradients(self) -> None:
-        """Sum the gradients that tensor parallel ranks have from their own heads: once per step, in one all-reduce."""
-        partial = [local.grad for name, _, local in self._shards if name in self._sharded.partial]
-        gradients = [gradient for gradient in partial if gradient is not None]
-        if not gradients or self._tensor_group is None:
-            return
-        flat = torch.cat([gradient.flatten() for gradient in gradients]).to(self.device)
-        with self.stopwatch.waiting():
-            torch.distributed.all_reduce(flat, group=self._tensor_group.process_group)
-        for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+        own = [(name, parameter, local.grad) for name, parameter, local in self._shards if local.grad is not None]
+        if self._tensor_group is not None:  # ranks have gradients from their own heads
+            with self.stopwatch.waiting():
+                of_heads = [gradient for name, _, gradient in own if name in self._sharded.partial]
+                sum_gradients(of_heads, self._tensor_group.process_group, self.device)
+        counted = [gradient for name, parameter, gradient in own if self._counts(name, parameter)]
+        return self.clip_and_step([gradient for *_, gradient in own], lambda local: self.ranks.sum(local)[0], counted)
 
     def _counts(self, name: str, parameter: Tensor) -> bool:
-        """Returns whether this rank's shard counts for the norm and is saved: the first of equal shards on several
-        ranks."""
+        """Returns whether this rank's shard is the first of equal ones: it counts for the norm, and is saved."""
         coordinates = self.parallelism.coordinates(self.rank)
         over_all_ranks = isinstance(parameter, DTensor) and parameter.device_mesh == self._meshes.ends
         unique = coordinates["tensor"] == 0 or name in self._sharded.shards or over_all_ranks
@@ -183,8 +147,7 @@ class Fsdp2(Engine):
             parameter.grad = local.grad = None
 
     def knows_waits(self, recipe: Recipe) -> bool:
-        """False with compiled layers, which lack the hooks of `ShardWaits`, and with tensor parallel sums in a
-        layer."""
+        """False with compiled layers, which lack the hooks of `ShardWaits`, and with sums inside layers."""
         return not recipe.train.compile and self.parallelism.tensor == 1
 
     def gradients(self) -> list[Tensor]:
@@ -200,15 +163,8 @@ class Fsdp2(Engine):
             if local.numel() and (reading or self._counts(name, parameter))
         ]
 
-    def full_tensors(
-        self, trainable_only: bool, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor | None]]:
-        for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
-            yield name, self._full_on_main(detached(tensor.to(self.device), dtype), self._sharded.shards.get(name))
-
-    def _full_on_main(self, tensor: Tensor, shard: ParameterShard | None) -> Tensor | None:
-        """Returns the full tensor on rank 0; the other ranks free it at once. Collective."""
-        full = full_tensor(tensor)
+    def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        full, shard = full_tensor(detached(tensor.to(self.device), dtype)), self._sharded.shards.get(name)
         if shard is not None and self._tensor_group is not None:
             full = all_gathered(full, self._tensor_group, shard.dim)
         if self.is_main:
@@ -243,18 +199,12 @@ class ShardWaits:
         self._stopwatch = stopwatch
         self._in_backward = False
         self._inputs: list[Tensor] = []  # inputs of the module whose weights are being gathered
-        if not stopwatch.knows_waits:
-            return
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                self._watch(module)
-
-    def _watch(self, module: nn.Module) -> None:
-        """Register hooks around FSDP2's existing ones: prepended ones run before them, the others after."""
-        module.register_forward_pre_hook(self._before_gather, prepend=True, with_kwargs=True)
-        module.register_forward_pre_hook(self._after_gather, with_kwargs=True)
-        module.register_forward_hook(self._before_backward_gather, prepend=True)
-        module.register_forward_hook(self._after_backward_gather)
+        for module in model.modules() if stopwatch.knows_waits else ():
+            if isinstance(module, FSDPModule):  # prepended hooks run before FSDP2's own, the others after these
+                module.register_forward_pre_hook(self._before_gather, prepend=True, with_kwargs=True)
+                module.register_forward_pre_hook(self._after_gather, with_kwargs=True)
+                module.register_forward_hook(partial(self._register, stopwatch.begin_wait), prepend=True)
+                module.register_forward_hook(partial(self._register, stopwatch.end_wait))
 
     @contextlib.contextmanager
     def backward(self, loss: Tensor) -> Iterator[None]:
@@ -270,7 +220,7 @@ class ShardWaits:
     # Hooks of a forward that is recomputed in the backward register none on tensors, which get no gradient.
 
     def _before_gather(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._inputs = list(_differentiable((args, kwargs)))
+        self._inputs = _differentiable((args, kwargs))
         self._stopwatch.begin_wait()
 
     def _after_gather(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -283,25 +233,10 @@ class ShardWaits:
                 own.register_hook(self._stopwatch.end_wait)
         self._inputs = []
 
-    def _before_backward_gather(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        self._register(output, self._stopwatch.begin_wait)
-
-    def _after_backward_gather(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        self._register(output, self._stopwatch.end_wait)
-
-    def _register(self, values: Any, hook: Any) -> None:
-        if not self._in_backward:
-            for tensor in _differentiable(values):
-                tensor.register_hook(hook)
+    def _register(self, mark: Callable[..., None], _module: nn.Module, _args: Any, output: Any) -> None:
+        for tensor in _differentiable(output) if not self._in_backward else ():
+            tensor.register_hook(mark)
 
 
-def _differentiable(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        if values.requires_grad:
-            yield values
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from _differentiable(value)
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _differentiable(value)
+def _differentiable(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]

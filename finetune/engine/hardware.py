@@ -181,8 +181,7 @@ def shipped_hardware() -> Hardware:
 
 
 def read_hardware(own: Path | None = None) -> Hardware:
-    """Returns the shipped table and the user's own. own: default hardware.yaml in the current folder, if there is one.
-    Raises UserError."""
+    """Returns the shipped table with the user's own, by default ./hardware.yaml. Raises UserError."""
     path = own or Path("hardware.yaml")
     if own is None and not path.exists():
         return shipped_hardware()
@@ -204,17 +203,12 @@ def _with_links(read: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def find_device(name: str) -> Device | None:
-    """Returns the device by torch's name; None for an unknown device, or a slice of one (MIG)."""
-    hardware = shipped_hardware()
-    key = hardware.key_of(name)
-    return None if key is None else hardware.devices[key]
-
-
 def peak_tflops(name: str, compute: torch.dtype) -> float | None:
     """Returns the dense peak for products of this type; fp32 ones run in TF32 if torch allows it."""
-    if (device := find_device(name)) is None:
+    hardware = shipped_hardware()
+    if (key := hardware.key_of(name)) is None:
         return None
+    device = hardware.devices[key]
     if compute == torch.bfloat16:
         return device.bf16
     if compute == torch.float16:

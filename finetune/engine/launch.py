@@ -31,8 +31,8 @@ Kind = Literal["replicated", "fsdp2", "zero"]
 TIMEOUT_VARIABLE = "FINETUNE_TIMEOUT_S"
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for gloo (torch/distributed/constants.py); with NCCL it would be 600
 _VISIBLE_AFTER_S = 5.0  # for a file created by another machine
-_SHARDED: tuple[tuple[str, Kind], ...] = (("ACCELERATE_USE_FSDP", "fsdp2"), ("ACCELERATE_USE_DEEPSPEED", "zero"))
-_KINDS: dict[str, Kind] = {"DEEPSPEED": "zero", "FSDP": "fsdp2"}
+_KINDS: dict[str, Kind] = {"FSDP": "fsdp2", "DEEPSPEED": "zero"}  # by accelerate's `distributed_type`
+_TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torch elastic, also for several processes of `accelerate launch`
 CONFIG_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")  # prefixes of variables that describe a config
 
 
@@ -54,7 +54,11 @@ class Launch:
     @cached_property
     def parallelism(self) -> Parallelism:
         """Sizes of the parallel dimensions. Raises UserError if their product is not the number of processes."""
-        return read_parallelism(self.config, self.kind != "replicated", self.processes, self.name)
+        return read_parallelism(self.config, self.is_sharded, self.processes, self.name)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.kind in ("fsdp2", "zero")
 
     @property
     def backend(self) -> dict[str, Any]:
@@ -88,50 +92,53 @@ class Launch:
     @property
     def uses_nvme(self) -> bool:
         """Returns whether the optimizer state is on a disk."""
-        return self.kind == "zero" and "nvme" in self._optimizer_devices
+        return "nvme" in self._optimizer_devices
 
     @property
     def _optimizer_devices(self) -> set[Any]:
+        """Devices of DeepSpeed's optimizer state, by accelerate's key and by that of a DeepSpeed file."""
         section = self.deepspeed
         in_file = (section.get("zero_optimization") or {}).get("offload_optimizer") or {}
         return {section.get("offload_optimizer_device"), in_file.get("device")}
 
     @property
     def where(self) -> str:
-        """Short name for reports: `zero3_offload`, `ddp` or `single`."""
+        """Name for reports: `zero3_offload`, `ddp` or `single`."""
         if self.config_file:
             return Path(self.config_file).stem
-        return "single" if self.processes == 1 and self.kind == "replicated" else self.kind
+        return "single" if self.processes == 1 and not self.is_sharded else self.kind
 
 
 def read_launch(config_file: str | None = None) -> Launch:
-    """Returns the launch of this process, from its environment and the command line of its launcher.
-
-    config_file: an accelerate config for processes that torchrun started. Raises UserError.
-    """
+    """Returns the launch of this process. config_file: for processes that torchrun started. Raises UserError."""
     arguments = _launcher_arguments()
     if config_file is not None:
         return _torchrun_launch(config_file, arguments)
-    config_file, config = _launcher_config(arguments)
+    config: dict[str, Any] = {}
+    if arguments is not None:
+        from accelerate.commands.config.config_args import default_config_file
+
+        default = default_config_file if os.path.isfile(default_config_file) else None
+        config_file = _option(arguments, "config_file") or default
+        config = _load_config(config_file) if config_file else {}
     requested = _option(arguments, "num_processes") or ""
     processes = int(requested) if requested.isdigit() else 0
     processes = processes or config.get("num_processes") or os.environ.get("WORLD_SIZE", "1")
-    kind = _kind(config)
-    for variable, sharded in _SHARDED:  # options of the launcher, without a config file
-        if os.environ.get(variable, "").lower() == "true":
+    kind = kind_of(config.get("distributed_type"))
+    for name, sharded in _KINDS.items():  # options of the launcher, without a config file
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true":
             kind = sharded
     if kind == "fsdp2" and not config:
         config = {"fsdp_config": {"fsdp_version": os.environ.get("FSDP_VERSION", "1")}}  # accelerate's default
-    return Launch(kind, int(processes), config_file, config, launched=arguments is not None or _is_torchrun())
+    return Launch(kind, int(processes), config_file, config, launched=arguments is not None or _TORCHRUN in os.environ)
 
 
-def read_config_file(path: str, processes: int | None = None) -> Launch:
-    """Returns the launch of `accelerate launch --config_file path`.
-
-    Raises UserError if the file is not an accelerate config.
-    """
+def read_config_file(path: str | None, processes: int | None = None) -> Launch:
+    """Returns the launch of `accelerate launch --config_file path`; without a file of replicas. Raises UserError."""
+    if path is None:
+        return Launch("replicated", processes or 1)
     config = _load_config(path)
-    return Launch(_kind(config), int(processes or config.get("num_processes") or 1), path, config)
+    return Launch(kind_of(config["distributed_type"]), int(processes or config.get("num_processes") or 1), path, config)
 
 
 def check_started(launch: Launch, world_size: int, kind: str) -> None:
@@ -148,8 +155,8 @@ def check_started(launch: Launch, world_size: int, kind: str) -> None:
         )
 
 
-def _kind(config: dict[str, Any]) -> Kind:
-    return _KINDS.get(str(config.get("distributed_type")), "replicated")
+def kind_of(distributed_type: str | None) -> Kind:
+    return _KINDS.get(str(distributed_type), "replicated")
 
 
 def _load_config(path: str) -> dict[str, Any]:
@@ -183,19 +190,8 @@ def _launcher_arguments() -> list[str] | None:
     return None
 
 
-def user_set_threads(launch: Launch) -> bool:
-    """Returns whether the user set OMP_NUM_THREADS. Launchers set it if it is unset, so their environment decides."""
-    if "OMP_NUM_THREADS" not in os.environ or not launch.launched:
-        return "OMP_NUM_THREADS" in os.environ
-    try:
-        return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
-    except (psutil.Error, OSError):
-        return True  # a container may hide parent processes
-
-
 def _option(arguments: list[str] | None, name: str) -> str | None:
-    """Returns the value of `--name value` or `--name=value`, with dashes or underscores, before the program's
-    arguments."""
+    """Returns the value of `--name value` or `--name=value`, with dashes or underscores, before `finetune`."""
     spellings = (f"--{name}", f"--{name.replace('_', '-')}")
     for i, word in enumerate(arguments or []):
         if word in spellings and arguments is not None and i + 1 < len(arguments):
@@ -207,30 +203,15 @@ def _option(arguments: list[str] | None, name: str) -> str | None:
     return None
 
 
-def _launcher_config(arguments: list[str] | None) -> tuple[str | None, dict[str, Any]]:
-    if arguments is None:
-        return None, {}
-    from accelerate.commands.config.config_args import default_config_file
-
-    path = _option(arguments, "config_file") or (default_config_file if os.path.isfile(default_config_file) else None)
-    return (path, _load_config(path)) if path else (None, {})
-
-
 # --- torchrun: `accelerate launch` starts a fixed number of machines, torchrun as many as there are (`--nnodes 1:4`)
 
 
-def _is_torchrun() -> bool:
-    """Returns whether torch elastic started this process; `accelerate launch` of several processes uses it too."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def _torchrun_launch(config_file: str, arguments: list[str] | None) -> Launch:
-    """Returns the launch of torchrun, which decides the number of processes, also per restart; the file decides the
-    rest."""
+    """Returns the launch of torchrun, which decides the number of processes; the file decides the rest."""
     if arguments is not None:
         raise UserError(f"--config-file {config_file}: accelerate launch has an option of its own, --config_file")
     config = _load_config(config_file)
-    if not _is_torchrun():
+    if _TORCHRUN not in os.environ:
         raise UserError(
             f"--config-file {config_file} is for processes that torchrun started; under accelerate, "
             f"`accelerate launch --config_file {config_file} -m finetune train ...`"
@@ -240,35 +221,31 @@ def _torchrun_launch(config_file: str, arguments: list[str] | None) -> Launch:
         raise UserError(
             f"{config_file} is for one process, and torchrun started {world_size}: use accelerate_configs/ddp.yaml"
         )
-    variables = _variables_of_config(config_file, world_size)
-    os.environ.update({name: value for name, value in variables.items() if name.startswith(CONFIG_VARIABLES)})
-    return Launch(_kind(config), int(world_size), config_file, config, launched=True)
-
-
-def _variables_of_config(path: str, world_size: str) -> dict[str, str]:
-    """Returns the environment that `accelerate launch` would give its processes, by accelerate's own functions."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    # torchrun has decided these already; both functions require them and start no process.
-    decided = ["--config_file", path, "--num_processes", world_size, "--num_machines", "1", "--main_process_port", "0"]
-    options = launch_command_parser().parse_args([*decided, "--num_cpu_threads_per_process", "1", "finetune"])
-    options, config, precision_from_config = _validate_launch_command(options)
-    if not options.use_deepspeed:
-        return prepare_multi_gpu_env(options)
-    fields = [*getattr(config, "deepspeed_config", {}), *(["mixed_precision"] if precision_from_config else [])]
-    options.deepspeed_fields_from_accelerate_config = ",".join(fields)
-    return prepare_deepspeed_cmd_env(options)[1]
+    # The environment that `accelerate launch` would give its processes, by accelerate's own functions. They start no
+    # process, and require the options that torchrun has decided already.
+    decided = ["--config_file", config_file, "--num_processes", world_size, "--num_machines", "1"]
+    decided += ["--main_process_port", "0", "--num_cpu_threads_per_process", "1", "finetune"]
+    options, defaults, precision_from_config = _validate_launch_command(launch_command_parser().parse_args(decided))
+    if options.use_deepspeed:
+        keys = [*getattr(defaults, "deepspeed_config", {}), *(["mixed_precision"] if precision_from_config else [])]
+        options.deepspeed_fields_from_accelerate_config = ",".join(keys)
+        variables = prepare_deepspeed_cmd_env(options)[1]
+    else:
+        variables = prepare_multi_gpu_env(options)
+    os.environ.update({name: value for name, value in variables.items() if name.startswith(CONFIG_VARIABLES)})
+    return Launch(kind_of(config["distributed_type"]), int(world_size), config_file, config, launched=True)
 
 
 # --- every launch
 
 
 def collective_timeout() -> timedelta:
-    """Returns how long a collective waits before it fails; a broken link has no other symptom.
+    """Returns how long a collective waits before it fails; a broken link has no other symptom. Raises UserError.
 
-    torch accepts it only in code, not from the environment, so the variable is ours. Raises UserError if it is
-    not a number.
+    torch accepts it only in code, so the environment variable is ours.
     """
     text = os.environ.get(TIMEOUT_VARIABLE, str(_DEFAULT_TIMEOUT_S))
     try:
@@ -288,16 +265,10 @@ def hosts_without_shared_folder(gather: Callable[[Any], list[Any]], rank: int, f
     if rank == 0:
         probe.touch()
     gather(None)  # the file exists from here on
-    hosts = gather(None if _becomes_visible(probe) else socket.gethostname())
+    deadline = time.monotonic() + _VISIBLE_AFTER_S
+    while not (visible := probe.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    hosts = gather(None if visible else socket.gethostname())
     if rank == 0:
         probe.unlink()
     return sorted({host for host in hosts if host})
-
-
-def _becomes_visible(path: Path) -> bool:
-    deadline = time.monotonic() + _VISIBLE_AFTER_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from finetune.engine.launch import collective_timeout
+from finetune.engine.ranks import gather_objects
 
 _SMALL = 4 * 2**10  # bytes: latency
 _LARGE = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # bytes: bandwidth
@@ -34,11 +35,7 @@ class LaunchGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """Returns a small value from every rank, in rank order."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        return gather_objects(value, self.world_size)
 
 
 @dataclass(frozen=True)
@@ -86,8 +83,17 @@ def measure_links(group: LaunchGroup) -> Links | None:
     """Measures the links, which takes seconds. Collective. Returns None for one process."""
     if group.world_size == 1:
         return None
-    large = _LARGE[group.device.type]
-    collectives = [_all_reduce(group, large), _all_gather(group, large)]
+    n, large = group.world_size, _LARGE[group.device.type]
+    share = large // n // 4 * 4  # bytes of each rank, in fp32
+    gathered = {size: torch.zeros(n, size // 4, device=group.device) for size in (_SMALL, share)}  # not timed
+
+    def all_gather(tensor: Tensor) -> None:
+        dist.all_gather(list(gathered[tensor.nbytes]), tensor)
+
+    latency, seconds = (_slowest(group, dist.all_reduce, size) for size in (_SMALL, large))
+    collectives = [Collective("all-reduce", latency, large, seconds, large * 2 * (n - 1) / n / seconds)]
+    latency, seconds = (_slowest(group, all_gather, size) for size in (_SMALL, share))
+    collectives.append(Collective("all-gather", latency, share * n, seconds, share * (n - 1) / seconds))
     nodes = group.gather(group.node)
     pairs = []
     for ranks in chosen_pairs(nodes):
@@ -114,46 +120,21 @@ def chosen_pairs(nodes: Sequence[int]) -> list[tuple[int, int]]:
     return sorted({*((rank, rank + 1) for rank in range(len(nodes) - 1) if nodes[rank] == nodes[rank + 1]), *ring})
 
 
-def _all_reduce(group: LaunchGroup, size: int) -> Collective:
-    def run(tensor: Tensor) -> None:
-        dist.all_reduce(tensor)
-
-    latency, seconds = _slowest(group, run, _SMALL), _slowest(group, run, size)
-    n = group.world_size
-    return Collective("all-reduce", latency, size, seconds, size * 2 * (n - 1) / n / seconds)
-
-
-def _all_gather(group: LaunchGroup, size: int) -> Collective:
-    n = group.world_size
-    share = size // n // 4 * 4  # bytes of each rank, in fp32
-    outputs = {bytes: torch.zeros(n, bytes // 4, device=group.device) for bytes in (_SMALL, share)}  # not timed
-
-    def run(tensor: Tensor) -> None:
-        dist.all_gather(list(outputs[tensor.nbytes]), tensor)
-
-    latency, seconds = _slowest(group, run, _SMALL), _slowest(group, run, share)
-    return Collective("all-gather", latency, share * n, seconds, share * (n - 1) / seconds)
-
-
-def _slowest(group: LaunchGroup, run: Callable[[Tensor], None], size: int) -> float:
+def _slowest(group: LaunchGroup, run: Callable[[Tensor], Any], size: int) -> float:
     """Returns median seconds of a collective on the slowest rank."""
     tensor = torch.zeros(size // 4, device=group.device)  # fp32
     seconds = [_seconds(group, lambda: run(tensor)) for _ in range(_TRIES + 2)][2:]  # the first ones connect
     return max(group.gather(statistics.median(seconds)))
 
 
-def _seconds(group: LaunchGroup, run: Callable[[], None]) -> float:
+def _seconds(group: LaunchGroup, run: Callable[[], object]) -> float:
+    synchronize = torch.cuda.synchronize if group.device.type == "cuda" else lambda: None
     dist.barrier()
-    _synchronise(group)
+    synchronize()
     began = time.perf_counter()
     run()
-    _synchronise(group)
+    synchronize()
     return time.perf_counter() - began
-
-
-def _synchronise(group: LaunchGroup) -> None:
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
 
 
 def _there_and_back(group: LaunchGroup, ranks: tuple[int, int], size: int) -> float:

@@ -7,7 +7,6 @@ has an explicit policy. bf16_true keeps and computes everything in bf16.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,9 +32,7 @@ class NonFinite(Exception):
 @dataclass
 class LossScale:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2017, https://arxiv.org/abs/1710.03740); constant 1 elsewhere.
-
-    Equal on all ranks: it changes with the global gradient norm.
-    """
+    Equal on all ranks: it changes with the global gradient norm."""
 
     enabled: bool
     value: float = 1.0
@@ -47,10 +44,7 @@ class LossScale:
         return cls(enabled=True, value=2.0**16) if precision == "fp16" else cls(enabled=False)
 
     def update(self, grad_norm: float) -> bool:
-        """Returns whether the step counts; False if it must be skipped to lower the scale.
-
-        Raises NonFinite if no scale is small enough: the gradient itself is not finite.
-        """
+        """Returns False if the step must be skipped to lower the scale. Raises NonFinite if none is small enough."""
         if not self.enabled:
             return True
         if math.isfinite(grad_norm):
@@ -130,17 +124,18 @@ class StepInBackward:
         for name, parameter, shard in trained:
             (optimizer,) = build([(name, shard)])
             self.optimizers.append(optimizer)
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._step, shard, optimizer))
 
-    def _step(self, shard: Tensor, optimizer: Optimizer, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        shard.grad = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        assert shard.grad is not None  # it has just been accumulated
-        self._squares.append(squared_norm([shard.grad], self._device))
-        optimizer.step()
-        shard.grad = parameter.grad = None
+            def step(parameter: Tensor, shard: Tensor = shard, optimizer: Optimizer = optimizer) -> None:
+                gradient = parameter.grad
+                shard.grad = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                assert shard.grad is not None  # it has just been accumulated
+                self._squares.append(squared_norm([shard.grad], self._device))
+                optimizer.step()
+                shard.grad = parameter.grad = None
+
+            parameter.register_post_accumulate_grad_hook(step)
 
     def take_squared_norm(self) -> Tensor:  # () fp64
-        """Returns the squared norm of this rank's gradient shards since the last call."""
+        """Returns that of this rank's gradient shards since the last call."""
         squares, self._squares = self._squares, []
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self._device)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from finetune.errors import UserError
@@ -107,59 +107,41 @@ class Parallelism:
 
 
 def read_parallelism(config: dict[str, Any], sharded: bool, processes: int, name: str) -> Parallelism:
-    """Returns the sizes of an accelerate config. name: the config's name in messages.
+    """Returns the sizes of an accelerate config. name: the config's name in messages. Raises UserError.
 
     The data parallel size that the config leaves out follows from the number of processes, so that one file serves any
-    number of them: `shard` if the backend is `sharded`, else `replicate`. Raises UserError if keys or sizes do
-    not match.
+    number of them: `shard` if the backend is `sharded`, else `replicate`.
     """
-    configured = _configured(config.get("parallelism_config") or {}, name)
-    free = "shard" if sharded else "replicate"
-    sizes = replace(Parallelism(), **configured)
-    if free not in configured and sizes.processes and processes % sizes.processes == 0:
-        sizes = replace(sizes, **{free: processes // sizes.processes})
-    if sizes.processes != processes:
-        raise UserError(_size_message(sizes, free in configured, processes, name))
-    return sizes
-
-
-def _configured(block: dict[str, Any], name: str) -> dict[str, Any]:
-    problems, configured = [], {}
-    for key, value in block.items():
+    problems, configured = [], dict[str, Any]()
+    for key, value in (config.get("parallelism_config") or {}).items():
         short = str(key).removeprefix(_PREFIX)
+        field = _KEYS.get(short, "")
         if short in _NO_EFFECT:
             problems.append(f"`{key}` has no effect here: remove it")
-        elif short not in _KEYS:
+        elif not field:
             close = difflib.get_close_matches(short, _KEYS, n=1)
             problems.append(f"`{key}` is not known" + (f"; did you mean `{_PREFIX}{close[0]}`?" if close else ""))
-        elif (problem := _problem(_KEYS[short], value)) is not None:
-            problems.append(f"`{key}: {value}`: {problem}")
-        else:
-            configured[_KEYS[short]] = value
+        elif field in _CHOICES and value not in _CHOICES[field]:
+            problems.append(f"`{key}: {value}`: must be one of {', '.join(_CHOICES[field])}")
+        elif field not in _CHOICES and (type(value) is not int or value < 1):
+            problems.append(f"`{key}: {value}`: must be an integer of at least 1")
+        configured[field] = value
     if problems:
         raise UserError(f"{name}: parallelism_config:\n" + "\n".join(f"  {problem}" for problem in problems))
-    return configured
-
-
-def _problem(field: str, value: Any) -> str | None:
-    """Returns why a value is invalid."""
-    if field in _CHOICES:
-        return None if value in _CHOICES[field] else f"must be one of {', '.join(_CHOICES[field])}"
-    return None if type(value) is int and value >= 1 else "must be an integer of at least 1"
-
-
-def _size_message(sizes: Parallelism, is_complete: bool, processes: int, name: str) -> str:
-    unit = sizes.processes
-    below, above = processes // unit * unit, (processes // unit + 1) * unit
-    nearest = f"{unit}" if is_complete else " or ".join(str(n) for n in (below, above) if n)
-    needs = f"{unit}" if is_complete else f"a multiple of {unit}"
-    return (
-        f"{name}: parallelism_config: {sizes.summary()} needs {needs} processes, not {processes}: "
-        f"launch with `--num_processes {nearest}`, or change the sizes"
-    )
+    sizes, free = Parallelism(**configured), "shard" if sharded else "replicate"
+    unit, is_complete = sizes.processes, free in configured
+    if not is_complete and processes % unit == 0:
+        sizes = replace(sizes, **{free: processes // unit})
+    if sizes.processes != processes:
+        around = (processes // unit * unit, (processes // unit + 1) * unit)
+        nearest = f"{unit}" if is_complete else " or ".join(str(n) for n in around if n)
+        raise UserError(
+            f"{name}: parallelism_config: {sizes.summary()} needs {'' if is_complete else 'a multiple of '}{unit} "
+            f"processes, not {processes}: launch with `--num_processes {nearest}`, or change the sizes"
+        )
+    return sizes
 
 
 def dimension_key(field: str) -> str:
     """Returns the key of the accelerate config that sets a field."""
-    assert field in {f.name for f in fields(Parallelism)}
-    return _PREFIX + next(key for key, known in _KEYS.items() if known == field)
+    return _PREFIX + next(key for key, one in _KEYS.items() if one == field)

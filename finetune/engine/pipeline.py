@@ -17,6 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,22 +28,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
-from finetune.engine.base import (
-    BuildOptimizers,
-    Engine,
-    Forward,
-    Loss,
-    NamedTensors,
-    T,
-    detached,
-    saved_tensors,
-    update_shards,
-)
+from finetune.engine.base import BuildOptimizers, Engine, Forward, Loss, NamedTensors, T, detached
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Schedule
+from finetune.engine.ranks import group_along, sum_gradients
 from finetune.engine.stages import (
     SINGLE_STAGE_SCHEDULES,
-    Layout,
     StageModel,
     bubble_share,
     check_cuttable,
@@ -58,8 +49,6 @@ from finetune.models.weights import Placement
 from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.recipe.schema import Recipe
 
-BUCKET_BYTES = 25 * 2**20  # gradients per all-reduce, as DDP's buckets
-
 
 @dataclass(frozen=True)
 class _RunningStep:
@@ -72,23 +61,21 @@ class _RunningStep:
 
 
 class Pipeline(Engine):
+    forwards_alike = True
+    caches = False  # a cache of keys and values begins with layer 0, which most stages lack
+
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
         sizes, place = self.parallelism, self.parallelism.coordinates(self.rank)
         self.place, self.replica = place["pipeline"], place["replicate"]
-        self._along = [stage * sizes.replicate + self.replica for stage in range(sizes.pipeline)]  # ranks per pipeline
-        self._layout = self._lay_out(recipe)
+        # From the model's own weights alone, so that the layout is the same in every mode.
+        skeleton = without_weights(model_config(recipe.model), trusted=recipe.model.trust_remote_code)
+        stages = sizes.pipeline * sizes.stages_per_rank
+        self._layout = lay_out(skeleton, stages, sizes.pipeline, recipe.objective.scores_sequences)
         self._compute = dtypes(recipe).compute
         self._prepared: tuple[tuple[int, int], Any] | None = None  # a schedule, for (micro-batches, tokens of each)
         self._stages: list[StageModel] = []
-        self._pipeline = self._replicas = self._ends = None  # groups
-
-    def _lay_out(self, recipe: Recipe) -> Layout:
-        """Returns a layout from the model's own weights alone, so that it is the same in every mode."""
-        sizes = self.parallelism
-        skeleton = without_weights(model_config(recipe.model), trusted=recipe.model.trust_remote_code)
-        stages = sizes.pipeline * sizes.stages_per_rank
-        return lay_out(skeleton, stages, sizes.pipeline, recipe.objective.scores_sequences)
+        self._ends: Any = None  # group of the first and the last stage, if these share a matrix
 
     def placement(self, recipe: Recipe) -> Placement:
         return Placement("load", self.device, self._layout.layers_of(self.place))
@@ -101,23 +88,15 @@ class Pipeline(Engine):
         stages = self._layout.stages_of(self.place)
         self._stages = [StageModel(model, self._layout, index, self._compute) for index in stages]
         self._width = model.config.get_text_config().hidden_size
-        self._make_groups()
+        self._pipeline = group_along("pipeline", self.parallelism, self.rank)
+        self._replicas = group_along("replicate", self.parallelism, self.rank)
+        if any(len(ranks) > 1 for ranks in self._holders.values()):  # a matrix is embedding and head
+            replicas, processes = self.parallelism.replicate, self.parallelism.processes
+            for first in range(replicas):  # every rank creates all groups
+                ends = [first, processes - replicas + first]
+                group = dist.new_group(ends)
+                self._ends = group if self.rank in ends else self._ends
         self.optimizers = build(trained) if (trained := self._trained()) else []
-
-    def _make_groups(self) -> None:
-        """Creates the process groups. Collective: every rank creates all of them, in the same order."""
-        sizes = self.parallelism
-        columns = [range(first, sizes.processes, sizes.replicate) for first in range(sizes.replicate)]
-        rows = [range(i * sizes.replicate, (i + 1) * sizes.replicate) for i in range(sizes.pipeline)]
-        self._pipeline = self._create_groups(columns)
-        self._replicas = self._create_groups(rows) if sizes.replicate > 1 else None
-        ends = [[column[0], column[-1]] for column in columns]
-        self._ends = self._create_groups(ends) if any(len(ranks) > 1 for ranks in self._holders.values()) else None
-
-    def _create_groups(self, groups: Sequence[Sequence[int]]) -> Any:
-        """Returns this rank's group; None if it has none."""
-        created = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
-        return next((group for ranks, group in created if self.rank in ranks), None)
 
     def _trained(self) -> NamedTensors:
         """Returns the parameters that this rank has and trains."""
@@ -130,39 +109,37 @@ class Pipeline(Engine):
         filled = [*batches, *[batches[-1]] * (count - len(batches))]
         self._step = _RunningStep(filled, len(batches), forward, loss)
         first: Any = batches[0]  # the loader gives all of a step as many tokens
-        schedule = self._schedule_of(count, first.inputs["input_ids"].shape[1])
+        shape = count, first.inputs["input_ids"].shape[1]
+        if self._prepared is None or self._prepared[0] != shape:
+            self._prepared = shape, self._schedule(*shape)
         indices = torch.arange(count)  # micro-batch indices: torch passes one to each forward
         with self.stopwatch.waiting():
-            schedule.step(*[indices] * (self.place == 0), micro_batch=indices, target=indices, return_outputs=False)
-            self._reduce_gradients()
+            self._prepared[1].step(
+                *[indices] * (self.place == 0), micro_batch=indices, target=indices, return_outputs=False
+            )
+            for _, parameter in self._trained():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            gradients = [(name, p.grad) for name, p in self._trained() if p.grad is not None]
+            if self._replicas is not None:
+                sum_gradients([gradient for _, gradient in gradients], self._replicas, self.device)
+            if self._ends is not None:
+                shared = [gradient for name, gradient in gradients if len(self._holders[name]) > 1]
+                sum_gradients(shared, self._ends, self.device)
 
-    def _schedule_of(self, count: int, tokens: int) -> Any:
-        """Returns the schedule, cached until a step has another shape."""
-        if self._prepared is None or self._prepared[0] != (count, tokens):
-            hidden = torch.empty(1, tokens, self._width, dtype=self._compute, device="meta", requires_grad=True)
-            stages = [
-                make_stage(
-                    _InSchedule(self, stage),
-                    stage.index,
-                    self._layout.stages,
-                    self._pipeline,
-                    hidden,
-                    self.device,
-                    self._computing_backward,
-                )
-                for stage in self._stages
-            ]
-            self._prepared = (count, tokens), make_schedule(self.parallelism.schedule, stages, count)
-        return self._prepared[1]
+    def _schedule(self, count: int, tokens: int) -> Any:
+        hidden = torch.empty(1, tokens, self._width, dtype=self._compute, device="meta", requires_grad=True)
+        shared = self._layout.stages, self._pipeline, hidden, self.device, self._computing_backward
+        stages: list[PipelineStage] = [TimedStage(_InSchedule(self, s), s.index, *shared) for s in self._stages]
+        return make_schedule(self.parallelism.schedule, stages, count)
 
     def run_scheduled(self, stage: StageModel, received: Tensor | None, index: int) -> Tensor:
-        """Returns a scheduled forward's hidden states, or the loss in the last stage. index: position of the
-        micro-batch."""
+        """Returns a scheduled forward's hidden states, in the last stage the loss. index: of the micro-batch."""
         step, batch = self._step, self._step.batches[index]
         with self._computing():
             if stage.is_last and received is not None and index >= step.counted:
                 return received.sum() * 0.0
-            output = step.forward(_StageCall(stage, received), batch)
+            output = step.forward(lambda **arguments: stage.run(arguments, received), batch)
             return step.loss(output, batch) * self.loss_scale.value if stage.is_last else output
 
     @contextlib.contextmanager
@@ -179,14 +156,6 @@ class Pipeline(Engine):
         with self._computing(), self.stopwatch.phase("backward"):
             yield
 
-    def _reduce_gradients(self) -> None:
-        """Add up gradients over the replicas; those of a matrix on two stages, over these as well."""
-        trained = self._trained()
-        if self._replicas is not None:
-            _all_reduce([_gradient(p) for _, p in trained], self._replicas)
-        if self._ends is not None:
-            _all_reduce([_gradient(p) for name, p in trained if len(self._holders[name]) > 1], self._ends)
-
     def backward(self, loss: Tensor) -> None:
         raise NotImplementedError("a pipeline's backwards are its schedule's: see accumulate")
 
@@ -198,9 +167,7 @@ class Pipeline(Engine):
         trained = [(name, p.grad) for name, p in self._trained() if p.grad is not None]
         counted = [gradient for name, gradient in trained if self._holders[name][0] == self.place]
         copies = self.parallelism.replicate
-        norm = update_shards(self, [g for _, g in trained], lambda local: self.ranks.sum(local)[0] / copies, counted)
-        self.drop_gradients()
-        return norm
+        return self.clip_and_step([g for _, g in trained], lambda local: self.ranks.sum(local)[0] / copies, counted)
 
     def knows_waits(self, recipe: Recipe) -> bool:
         """True: all time of the schedule outside computation is a wait, the bubble included."""
@@ -218,19 +185,22 @@ class Pipeline(Engine):
     def _relay(self, call: Callable[[Any], Any]) -> Any:
         """Returns the last stage's output, on its rank; None on the others."""
         for stage in self._stages:
-            output = call(_StageCall(stage, receive=self._receive if stage.index else None))
+            output = call(partial(self._run_received, stage))
             if stage.is_last:
                 return output
             dist.send(output.contiguous(), self._rank_of(stage.index + 1), group=self._pipeline)
         return None
 
-    def _receive(self, stage: int, rows: int, tokens: int) -> Tensor:
-        hidden = torch.empty(rows, tokens, self._width, dtype=self._compute, device=self.device)
-        dist.recv(hidden, self._rank_of(stage - 1), group=self._pipeline)
-        return hidden
+    def _run_received(self, stage: StageModel, /, **arguments: Any) -> Any:
+        if stage.index == 0:
+            return stage.run(arguments, None)
+        shape = (*arguments["input_ids"].shape, self._width)
+        hidden = torch.empty(shape, dtype=self._compute, device=self.device)
+        dist.recv(hidden, self._rank_of(stage.index - 1), group=self._pipeline)
+        return stage.run(arguments, hidden)
 
     def _rank_of(self, stage: int) -> int:
-        return self._along[self._layout.rank_of(stage)]
+        return self._layout.rank_of(stage) * self.parallelism.replicate + self.replica
 
     def answer(self, arguments: dict[str, Any]) -> Any:
         """Returns the logits of the last stage, on every rank of the pipeline."""
@@ -240,17 +210,6 @@ class Pipeline(Engine):
         logits = torch.empty(shape, device=self.device) if output is None else output.logits.float().contiguous()
         dist.broadcast(logits, self._rank_of(self._layout.stages - 1), group=self._pipeline)
         return SimpleNamespace(logits=logits)
-
-    @property
-    def caches(self) -> bool:
-        """False: a cache of keys and values begins with layer 0, which most stages lack."""
-        return False
-
-    # --- reports
-
-    @property
-    def forwards_alike(self) -> bool:
-        return True
 
     def summary(self, micro_batches: int) -> dict[str, Any]:
         sizes, layout = self.parallelism, self._layout
@@ -265,52 +224,26 @@ class Pipeline(Engine):
         trained = [(name, p) for name, p in self._trained() if reading or self._holders[name][0] == self.place]
         return replica_parts(trained, self.replica, self.parallelism.replicate, reading)
 
-    def full_tensors(
-        self, trainable_only: bool, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor | None]]:
-        for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
-            yield name, self._on_main(detached(tensor, dtype), self._holders.get(name, [0])[0])
-
-    def _on_main(self, tensor: Tensor, place: int) -> Tensor | None:
-        """Returns the tensor on rank 0, sent by the first replica of its stage: between these two only, and
-        in the same order."""
-        source = place * self.parallelism.replicate
+    def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        """Returns the tensor on rank 0, sent by the first replica of its stage."""
+        full, source = detached(tensor, dtype), self._holders.get(name, [0])[0] * self.parallelism.replicate
         if self.is_main and source != 0:
-            tensor = torch.empty_like(tensor, device=self.device)
-            dist.recv(tensor, source)
+            full = torch.empty_like(full, device=self.device)
+            dist.recv(full, source)
         elif self.rank == source != 0:
-            dist.send(tensor.contiguous(), 0)
-        return tensor.cpu() if self.is_main else None
+            dist.send(full.contiguous(), 0)
+        return full.cpu() if self.is_main else None
 
     def close(self) -> None:
-        for group in (self._pipeline, self._replicas, self._ends):
-            if group is not None:
-                dist.destroy_process_group(group)
+        if self._ends is not None:
+            dist.destroy_process_group(self._ends)
         self._prepared, self._stages = None, []
-        self._pipeline = self._replicas = self._ends = None
+        self._ends = None
         super().close()
 
 
-class _StageCall:
-    """Stage with the call of the full model, for a forward."""
-
-    def __init__(
-        self,
-        stage: StageModel,
-        received: Tensor | None = None,
-        receive: Callable[[int, int, int], Tensor] | None = None,
-    ):
-        self._stage, self._received, self._receive = stage, received, receive
-
-    def __call__(self, **arguments: Any) -> Any:
-        if self._receive is not None:
-            self._received = self._receive(self._stage.index, *arguments["input_ids"].shape)
-        return self._stage.run(arguments, self._received)
-
-
 class _InSchedule(nn.Module):
-    """Stage with the call of torch's schedule: hidden states (unused in the first), and a micro-batch's
-    index."""
+    """Stage with the call of torch's schedule: hidden states (unused in the first), and a micro-batch's index."""
 
     def __init__(self, engine: Pipeline, stage: StageModel):
         super().__init__()
@@ -336,27 +269,6 @@ class _FullPipeline:
         self.train(False)
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
-
-
-def _all_reduce(gradients: list[Tensor], group: Any) -> None:
-    """Sum gradients over a group in place, by all-reduces of flat buckets."""
-    bucket: list[Tensor] = []
-    size = 0
-    for i, gradient in enumerate(gradients):
-        bucket.append(gradient)
-        size += gradient.nbytes
-        if size >= BUCKET_BYTES or i == len(gradients) - 1 or gradients[i + 1].dtype != gradient.dtype:
-            flat = torch.cat([one.reshape(-1) for one in bucket])
-            dist.all_reduce(flat, group=group)
-            pieces = flat.split([one.numel() for one in bucket])
-            torch._foreach_copy_(bucket, [piece.view(one.shape) for piece, one in zip(pieces, bucket, strict=True)])
-            bucket, size = [], 0
-
-
 # --- torch's schedules, with stages that report when they compute
 
 _CLASSES: dict[Schedule, Any] = {
@@ -370,14 +282,29 @@ _CLASSES: dict[Schedule, Any] = {
 class TimedStage(PipelineStage):
     """Stage that reports when it computes backwards; its own module reports forwards."""
 
-    computing: Callable[[], AbstractContextManager[None]]
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        index: int,
+        count: int,
+        group: Any,
+        hidden: Tensor,  # (1, T, D) on `meta`: the output of a stage
+        device: torch.device,
+        computing: Callable[[], AbstractContextManager[None]],
+    ):
+        """With all of its shapes, so that torch does not infer them by a trial forward."""
+        micro_batch = torch.empty(1, dtype=torch.int64, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
+        inputs, outputs = hidden if index else micro_batch, loss if index == count - 1 else hidden
+        super().__init__(module, index, count, device, input_args=inputs, output_args=outputs, group=group)
+        self._computing = computing
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.computing():
+        with self._computing():
             return super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.computing():
+        with self._computing():
             return super().backward_weight_one_chunk(*args, **kwargs)
 
 
@@ -385,28 +312,3 @@ def make_schedule(schedule: Schedule, stages: list[PipelineStage], micro_batches
     """Returns the schedule of one step. The last stage returns normalized losses: nothing is scaled here."""
     own = stages[0] if schedule in SINGLE_STAGE_SCHEDULES else stages
     return _CLASSES[schedule](own, micro_batches, loss_fn=lambda loss, _target: loss, scale_grads=False)
-
-
-def make_stage(
-    module: torch.nn.Module,
-    index: int,
-    count: int,
-    group: Any,
-    hidden: Tensor,  # (1, T, D) on `meta`: the output of a stage
-    device: torch.device,
-    computing: Callable[[], AbstractContextManager[None]],
-) -> PipelineStage:
-    """Returns a stage with all of its shapes, so that torch does not infer them by a trial forward."""
-    micro_batch = torch.empty(1, dtype=torch.int64, device="meta")
-    loss = torch.empty((), device="meta", requires_grad=True)
-    stage = TimedStage(
-        module,
-        index,
-        count,
-        device,
-        input_args=micro_batch if index == 0 else hidden,
-        output_args=loss if index == count - 1 else hidden,
-        group=group,
-    )
-    stage.computing = computing
-    return stage

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from finetune.engine.parallelism import Parallelism
+from finetune.engine.parallelism import DIMENSIONS, Parallelism
 from finetune.engine.timing import Stopwatch
 
+BUCKET_BYTES = 25 * 2**20  # gradients per all-reduce, as DDP's buckets
 SIDE_TIMEOUT = timedelta(hours=6)  # for the slowest rank's disk, in a thread outside the training loop
 
 
@@ -35,9 +38,9 @@ class Ranks:
         return [next(of_tensors if isinstance(v, Tensor) else of_numbers) for v in values]
 
     def total(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns each tensor summed over all ranks, in fp64 and on the CPU; ranks that compute the same values (tensor
-        parallel) count as one. Tensors may have any shape and lie on the device or the CPU. One collective, one
-        synchronization.
+        """Returns each tensor summed over all ranks, in fp64 on the CPU. One collective, one synchronization.
+
+        Ranks that compute the same values (tensor parallel) count as one. Tensors may lie on the device or the CPU.
         """
         of_device = [name for name, tensor in named.items() if tensor.device.type == self._device.type]
         names = [*of_device, *(name for name in named if name not in of_device)]
@@ -49,8 +52,7 @@ class Ranks:
         return {name: summed[name] for name in named}
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Returns the numbers of every rank, equally many, in rank order, in fp64. One collective, one
-        synchronization."""
+        """Returns the numbers of every rank, equally many, in rank order, in fp64. One collective."""
         if self._size == 1:
             return [list(values)]
         local = _without_waiting(torch.tensor(values, dtype=torch.float64), self._device)
@@ -61,24 +63,12 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Returns a small picklable value of every rank, in rank order; in memory, between our own processes."""
-        if self._size == 1:
-            return [value]
-        values: list[Any] = [None] * self._size
-        torch.distributed.all_gather_object(values, value)
-        return values
+        return gather_objects(value, self._size)
 
     def side_gather(self) -> Callable[[Any], list[Any]]:
         """Returns a `gather` over a separate process group on the CPU, for a thread outside the loop."""
-        if self._size == 1:
-            return lambda value: [value]
-        group = torch.distributed.new_group(backend="gloo", timeout=SIDE_TIMEOUT)
-
-        def gather(value: Any) -> list[Any]:
-            values: list[Any] = [None] * self._size
-            torch.distributed.all_gather_object(values, value, group=group)
-            return values
-
-        return gather
+        group = torch.distributed.new_group(backend="gloo", timeout=SIDE_TIMEOUT) if self._size > 1 else None
+        return lambda value: gather_objects(value, self._size, group)
 
     def barrier(self) -> None:
         self._accelerator.wait_for_everyone()
@@ -93,3 +83,53 @@ class Ranks:
 def _without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
     """Returns a copy on the device. From pinned memory, or the process would wait for all work there."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
+def group_along(dimension: str, parallelism: Parallelism, rank: int) -> Any:
+    """Returns the ranks that differ from this one in one dimension only; None if it has size 1. Collective."""
+    if getattr(parallelism, dimension) == 1:
+        return None
+    return _groups(torch.distributed.group.WORLD, dimension, parallelism)[rank]
+
+
+@cache
+def _groups(world: Any, dimension: str, parallelism: Parallelism) -> dict[int, Any]:
+    """Returns the groups of a dimension by rank, created once in the process group `world`. Collective."""
+    others = [name for name in DIMENSIONS if name != dimension]
+    groups: dict[int, Any] = {}
+    for coordinates in product(*(range(getattr(parallelism, name)) for name in others)):
+        fixed = dict(zip(others, coordinates, strict=True))
+        ranks = [r for r in range(parallelism.processes) if fixed.items() <= parallelism.coordinates(r).items()]
+        groups |= dict.fromkeys(ranks, torch.distributed.new_group(ranks))
+    return groups
+
+
+def gather_objects(value: Any, size: int, group: Any = None) -> list[Any]:
+    """Returns the value of each of `size` ranks. Collective."""
+    if size == 1:
+        return [value]
+    values: list[Any] = [None] * size
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
+
+
+def all_reduced(tensor: Tensor, *groups: Any) -> Tensor:
+    """Returns the sum over the ranks of each group in turn. Collective."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    for group in groups:
+        torch.distributed.all_reduce(total, group=group)
+    return total
+
+
+def sum_gradients(gradients: list[Tensor], group: Any, device: torch.device) -> None:
+    """Sum gradients over a group in place, by all-reduces of flat buckets on `device`. Collective."""
+    bucket: list[Tensor] = []
+    for i, gradient in enumerate(gradients):
+        bucket.append(gradient)
+        is_full = sum(one.nbytes for one in bucket) >= BUCKET_BYTES
+        if is_full or i == len(gradients) - 1 or gradients[i + 1].dtype != gradient.dtype:
+            flat = torch.cat([one.reshape(-1) for one in bucket]).to(device)
+            torch.distributed.all_reduce(flat, group=group)
+            pieces = flat.split([one.numel() for one in bucket])
+            torch._foreach_copy_(bucket, [piece.view(one.shape) for piece, one in zip(pieces, bucket, strict=True)])
+            bucket = []

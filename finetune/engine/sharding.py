@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -43,26 +44,20 @@ class Meshes:
 
 
 def device_meshes(parallelism: Parallelism, device_type: str) -> Meshes:
-    """Returns the meshes of this rank. Ranks that share the tokens of a row have different shards, as do those with
-    different rows."""
+    """Returns this rank's meshes. Ranks that share the tokens of a row have different shards."""
+
+    def meshes(shard: int, tensor: int) -> tuple[DeviceMesh, DeviceMesh]:
+        """Returns a mesh of all ranks, and this rank's replicas x shards."""
+        sizes = {"pipeline": parallelism.pipeline, "replicate": parallelism.replicate, "shard": shard, "tensor": tensor}
+        used = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        grid = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+        return grid, grid["replicate", "shard"] if "replicate" in used else grid["shard"]
+
     sharing = parallelism.shard * parallelism.tokens
-    grid = _grid(parallelism, device_type, sharing, parallelism.tensor)
+    grid, layers = meshes(sharing, parallelism.tensor)
     if parallelism.tensor == 1:
-        return Meshes(_data_mesh(grid), _data_mesh(grid), None)
-    ends = _grid(parallelism, device_type, sharing * parallelism.tensor, 1)
-    return Meshes(_data_mesh(grid), _data_mesh(ends), grid["tensor"])
-
-
-def _grid(parallelism: Parallelism, device_type: str, shard: int, tensor: int) -> DeviceMesh:
-    """Returns a mesh of all ranks."""
-    sizes = {"pipeline": parallelism.pipeline, "replicate": parallelism.replicate, "shard": shard, "tensor": tensor}
-    used = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-    return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-
-
-def _data_mesh(grid: DeviceMesh) -> DeviceMesh:
-    """Returns this rank's replicas x shards."""
-    return grid["replicate", "shard"] if "replicate" in (grid.mesh_dim_names or ()) else grid["shard"]
+        return Meshes(layers, layers, None)
+    return Meshes(layers, meshes(sharing * parallelism.tensor, 1)[1], grid["tensor"])
 
 
 @dataclass(frozen=True)
@@ -84,11 +79,10 @@ def shard_model(
     sharding: Sharding,
     expert_meshes: Mapping[nn.Module, DeviceMesh] | None = None,
 ) -> list[nn.Module]:
-    """Shard every parameter of a model, in place; its forward gathers them. Returns the modules whose gathered
-    parameters are freed after their forward, if the config says so.
+    """Shard every parameter of a model, in place; its forward gathers them.
 
     units: decoder layers, inner ones first. expert_meshes: modules in them that are sharded over other ranks, each a
-    separate unit.
+    separate unit. Returns the modules whose gathered parameters are freed after their forward, if any.
     """
     for module, mesh in (expert_meshes or {}).items():
         fully_shard(module, **sharding.options(mesh), reshard_after_forward=sharding.reshard)
@@ -165,7 +159,25 @@ def take_weights(model: Any, on_this_rank: bool) -> Weights:
     """
     state = model.state_dict(keep_vars=True)
     computed = dict(_computed_tensors(model))
-    types = _adopt_types(state, computed)
+    own = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in (*state.items(), *computed.items())]
+    received: list[Any] = [own]
+    dist.broadcast_object_list(received, src=0)
+    differences: list[Any] = [None] * dist.get_world_size()
+    pairs = zip_longest(own, received[0], fillvalue=("no more tensors", ()))
+    different = ((ours, theirs) for ours, theirs in pairs if ours[:2] != theirs[:2])
+    dist.all_gather_object(differences, next(different, None))
+    for rank, difference in enumerate(differences):
+        if difference is not None:
+            (name, shape, *_), (name_0, shape_0, *_) = difference
+            raise UserError(
+                f"FSDP2: the model that rank {rank} created from the config is not the one that rank 0 has read: it "
+                f"has `{name}` {list(shape)}, not `{name_0}` {list(shape_0)}. Use ddp or zero3, where every rank reads "
+                "the weights itself"
+            )
+    types = {name: dtype for name, _, dtype in received[0]}  # only rank 0, which reads, knows what is kept in fp32
+    for name, tensor in state.items():
+        if tensor.is_meta and tensor.dtype != types[name]:
+            tensor.data = tensor.data.to(types[name])
     saved = {name: tensor.detach() for name, tensor in state.items()} if on_this_rank else {}
     computed = {name: tensor.to(types[name]) if tensor.is_meta else tensor for name, tensor in computed.items()}
     model.to("meta")
@@ -174,56 +186,13 @@ def take_weights(model: Any, on_this_rank: bool) -> Weights:
 
 
 def _computed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields (path of attributes, tensor) missing from state dicts: buffers that are not saved, plain attributes, and
-    tensors that unpack a weight."""
+    """Yields (path, tensor) missing from state dicts: unsaved buffers, attributes, tensors that unpack weights."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if name in module._non_persistent_buffers_set:
                 yield f"{path}.{name}", buffer
         yield from ((f"{path}.{name}", value) for name, value in vars(module).items() if isinstance(value, Tensor))
         yield from ((f"{path}.{name}", value) for name, value in state_tensors(module))
-
-
-_TensorList = list[tuple[str, tuple[int, ...], torch.dtype]]
-
-
-def _adopt_types(state: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """Compare the tensors that ranks will send and receive, before any is sent. Returns the type of each on rank 0.
-
-    Only the rank that reads the weights knows which tensors are kept in fp32: the others adopt its types.
-    """
-    tensors = [*state.items(), *computed.items()]
-    own: _TensorList = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
-    received: list[Any] = [own]
-    dist.broadcast_object_list(received, src=0)
-    rank_0_tensors: _TensorList = received[0]
-    differences: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(differences, _difference(own, rank_0_tensors))
-    for rank, difference in enumerate(differences):
-        if difference is not None:
-            raise UserError(
-                f"FSDP2: the model that rank {rank} created from the config is not the one that rank 0 has read: "
-                f"{difference}. Use ddp or zero3, where every rank reads the weights itself"
-            )
-    types = {name: dtype for name, _, dtype in rank_0_tensors}
-    for name, tensor in state.items():
-        if tensor.is_meta and tensor.dtype != types[name]:
-            tensor.data = tensor.data.to(types[name])
-    return types
-
-
-def _difference(own: _TensorList, rank_0_tensors: _TensorList) -> str | None:
-    """Returns the first difference in names, their order, or shapes."""
-    shapes = {name: shape for name, shape, _ in own}
-    for name, shape, _ in rank_0_tensors:
-        if name not in shapes:
-            return f"it lacks `{name}` {list(shape)}"
-        if shapes[name] != shape:
-            return f"`{name}` is {list(shapes[name])}, not {list(shape)}"
-    if additional := set(shapes) - {name for name, _, _ in rank_0_tensors}:
-        return f"it has `{min(additional)}` in addition"
-    same_order = [name for name, *_ in own] == [name for name, *_ in rank_0_tensors]
-    return None if same_order else "its tensors come in another order"
 
 
 def fill_shards(
@@ -235,44 +204,35 @@ def fill_shards(
 ) -> None:
     """Give every rank its shard of rank 0's weights; one tensor at a time is full. Collective.
 
-    shards: tensor parallel parameters by name. device: device for communication of full tensors. shard_device: device
-    of the shards, the CPU if they are offloaded. FSDP2 would move them there itself, but only the local tensor in a
-    DTensor, whose device would then be wrong.
+    shards: tensor parallel parameters by name. device: of full tensors. shard_device: the CPU if shards are offloaded.
+    FSDP2 would move them itself, but only the local tensor in a DTensor, whose device would then be wrong.
     """
     filled: dict[str, Tensor] = {}
     by_identity: dict[int, Tensor] = {}  # the model's tensors: tied weights have two names
     for name, sharded in model.state_dict(keep_vars=True).items():
         if id(sharded) not in by_identity:
-            full = _broadcast(weights.saved.pop(name, None), sharded, shards.get(name), device)
-            by_identity[id(sharded)] = _local_shard(full, sharded, shards.get(name), shard_device)
+            own, shard = weights.saved.pop(name, None), shards.get(name)
+            shape = sharded.shape if shard is None else shard.full_shape(sharded.shape)
+            full = (
+                torch.empty(shape, dtype=sharded.dtype, device=device) if own is None else own.to(device, sharded.dtype)
+            )
+            full = full.contiguous()
+            dist.broadcast(full, src=0)
+            by_identity[id(sharded)] = _local_shard(full if shard is None else shard.take(full), sharded, shard_device)
         filled[name] = by_identity[id(sharded)]
     model.load_state_dict(filled, assign=True)
     model.tie_weights()
     for name, tensor in weights.computed.items():
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.to(device)
+        full = full.clone(memory_format=torch.contiguous_format)
+        if full.numel():
+            dist.broadcast(full.view(-1).view(torch.uint8), src=0)  # may be complex, or masks
         *path, attribute = name.split(".")
-        setattr(reduce(getattr, path, model), attribute, _broadcast_bytes(tensor, device))
+        setattr(reduce(getattr, path, model), attribute, full)
 
 
-def _broadcast_bytes(own: Tensor, device: torch.device) -> Tensor:
-    """Returns rank 0's tensor, of any type: computed tensors may be complex or masks."""
-    full = torch.empty(own.shape, dtype=own.dtype, device=device) if own.is_meta else own.to(device)
-    full = full.clone(memory_format=torch.contiguous_format)
-    if full.numel():
-        dist.broadcast(full.view(-1).view(torch.uint8), src=0)
-    return full
-
-
-def _broadcast(own: Tensor | None, sharded: Tensor, shard: ParameterShard | None, device: torch.device) -> Tensor:
-    shape = sharded.shape if shard is None else shard.full_shape(sharded.shape)
-    full = torch.empty(shape, dtype=sharded.dtype, device=device) if own is None else own.to(device, sharded.dtype)
-    full = full.contiguous()
-    dist.broadcast(full, src=0)
-    return full
-
-
-def _local_shard(full: Tensor, sharded: Tensor, shard: ParameterShard | None, shard_device: torch.device) -> Tensor:
-    """Returns a copy of this rank's shard, with the layout of `sharded`."""
-    columns = full if shard is None else shard.take(full)
+def _local_shard(columns: Tensor, sharded: Tensor, shard_device: torch.device) -> Tensor:
+    """Returns a copy of this rank's rows, with the layout of `sharded`."""
     if not isinstance(sharded, DTensor):
         return columns.clone()
     first, rows = first_row(sharded), sharded.to_local().shape[0]
@@ -308,10 +268,7 @@ def first_row(parameter: Tensor) -> int:
 
 
 def part_of_shard(name: str, parameter: Tensor, local: Tensor, shard: ParameterShard | None) -> ShardPart:
-    """Returns the range of the unsharded parameter in `local`.
-
-    local: rows of `parameter`, a DTensor if they are not all, tensor parallel if `shard` is given.
-    """
+    """Returns the range of the full parameter in `local`: rows of `parameter`, of columns if `shard` is given."""
     first, width = first_row(parameter), math.prod(parameter.shape[1:])
     if shard is None or shard.dim == 0:
         shape = parameter.shape if shard is None else shard.full_shape(parameter.shape)

@@ -59,8 +59,7 @@ class Layout:
 
 
 def lay_out(model: Any, stages: int, ranks: int, scores: bool = False) -> Layout:
-    """Returns the layout of a transformers causal model whose base model has the modules of PLAN; weights may be
-    `meta`. scores: whether a small score head replaces the LM head."""
+    """Returns the layout of a model that may be on `meta`. scores: a small score head replaces the LM head."""
     base = model.base_model
     layers = [_numel(layer) for layer in base.layers]
     head = 0 if scores else _numel(model.get_output_embeddings())
@@ -155,8 +154,6 @@ def schedulable_micro_batches(schedule: Schedule, ranks: int, micro_batches: int
 # return the hidden states unchanged; transformers computes embeddings, masks and rotations from
 # `inputs_embeds` and `position_ids`.
 
-_HEAD_ARGUMENTS = ("logits_to_keep", "targets")  # unused by stages without the head
-
 
 class _PassOn(nn.Module):
     def forward(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
@@ -181,10 +178,7 @@ class StageModel(nn.Module):
         self.own_modules = nn.ModuleList(parts_of(model.causal_lm, layout, index))
 
     def run(self, arguments: dict[str, Any], received: Tensor | None) -> Any:
-        """Returns the model's output, in the last stage; in the others hidden states (B, T, D).
-
-        arguments: of the full model's forward. received: (B, T, D), None in the first stage.
-        """
+        """Returns the model's output; before the last stage hidden states (B, T, D), as `received`."""
         (model,) = self._model
         if received is not None:
             arguments = {**arguments, "inputs_embeds": received}
@@ -192,12 +186,10 @@ class StageModel(nn.Module):
         with _showing(unwrap_peft(model.causal_lm).base_model, self._shown):
             if self.is_last:
                 return model(**arguments)
-            inputs = {name: value for name, value in arguments.items() if name not in _HEAD_ARGUMENTS}
-            return self._checked(model.hidden_states(**inputs))
-
-    def _checked(self, hidden: Tensor) -> Tensor:
+            inputs = {name: value for name, value in arguments.items() if name not in ("logits_to_keep", "targets")}
+            hidden = model.hidden_states(**inputs)
         if hidden.dtype != self._compute:
-            name = type(unwrap_peft(self._model[0].causal_lm)).__name__
+            name = type(unwrap_peft(model.causal_lm)).__name__
             raise UserError(
                 f"pipeline: hidden states between the layers of {name} are "
                 f"{hidden.dtype}, not {self._compute}: use train.precision: fp32, or another accelerate config"
@@ -230,8 +222,7 @@ def parts_of(model: Any, layout: Layout, stage: int) -> list[nn.Module]:
 
 
 def holders(model: Any, layout: Layout) -> dict[str, list[int]]:
-    """Returns the pipeline ranks that have each parameter, by all of its names; a matrix for embedding and head has
-    two."""
+    """Returns the pipeline ranks that have each parameter, by all of its names; two for a tied embedding and head."""
     ranks: dict[int, set[int]] = {}
     for stage in range(layout.stages):
         for part in parts_of(model, layout, stage):
@@ -242,8 +233,7 @@ def holders(model: Any, layout: Layout) -> dict[str, list[int]]:
 
 
 def keep_only(model: nn.Module, keeps: Callable[[str], bool], device: torch.device) -> None:
-    """Move parameters whose names `keeps` accepts to the device, others to `meta`; one tensor with two names
-    stays one."""
+    """Move parameters whose names `keeps` accepts to the device, others to `meta`; tied ones stay tied."""
     named = list(model.named_parameters(remove_duplicate=False))  # kept alive, so that ids are unique
     elsewhere: dict[int, nn.Parameter] = {}
     for name, parameter in named:
@@ -263,10 +253,7 @@ def keep_only(model: nn.Module, keeps: Callable[[str], bool], device: torch.devi
 
 
 def check_cuttable(model: Any) -> None:
-    """Raises UserError if a base model does more than run embedding, layers and norm in turn.
-
-    This is tested by running it with every layer and the norm returning their inputs.
-    """
+    """Raises UserError if a base model, run without its layers and norm, changes hidden states."""
     causal = unwrap_peft(model)
     base, name = causal.base_model, type(causal).__name__
     others = [

@@ -9,6 +9,7 @@ backend there and starts N runs of one process each (accelerate/state.py, `Parti
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import logging
 import os
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
@@ -27,26 +29,30 @@ from finetune.engine.base import Engine
 from finetune.engine.compatibility import check_products
 from finetune.engine.ddp import Ddp
 from finetune.engine.fsdp2 import Fsdp2
-from finetune.engine.launch import Launch, check_started, collective_timeout, user_set_threads
-from finetune.engine.zero import Zero, require_deepspeed
+from finetune.engine.launch import Kind, Launch, check_started, collective_timeout, kind_of
+from finetune.engine.zero import Zero
 from finetune.errors import RunFailure, Stopped, UserError, unforeseen
 from finetune.recipe import Recipe
 from finetune.utils import num_cores
 
 log = logging.getLogger(__name__)
 
-_KINDS = {DistributedType.FSDP: "fsdp2", DistributedType.DEEPSPEED: "zero"}
-_KNOWN_SIGNATURE = ["self", "cpu", "sagemaker_dp", "backend"]  # arguments of PartialState._prepare_backend
+ENGINES: dict[Kind, type[Engine]] = {"replicated": Ddp, "fsdp2": Fsdp2, "zero": Zero}
 
 
 def start_engine(recipe: Recipe, launch: Launch) -> Engine:
-    """Returns the engine of this process, after joining the process group. Raises UserError if the group is not the
-    launch's."""
-    if launch.kind == "zero":
-        require_deepspeed()
+    """Join the process group, and return the engine of this process. Raises UserError if the group is another one."""
+    if launch.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
+        raise UserError("this accelerate config needs DeepSpeed: pip install 'deepspeed>=0.19'")
     if is_rehearsal():
         prepare_rehearsal(launch)
-    _clear_environment(launch)
+    # The launcher passes the config file's values; accelerate cannot read its own `auto` here.
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
+    os.environ.pop("ACCELERATE_GRADIENT_CLIPPING", None)
+    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # read in parallelism.py
+    for tensors in ("optimizer", "param"):  # without these accelerate 1.15 would offload to a folder named `none`
+        if path := (launch.config.get("deepspeed_config") or {}).get(f"offload_{tensors}_nvme_path"):
+            os.environ[f"ACCELERATE_DEEPSPEED_OFFLOAD_{tensors.upper()}_NVME_PATH"] = str(path)
     accelerator = Accelerator(
         mixed_precision="no",  # the model handles precision: see `CausalLMWithLoss`
         gradient_accumulation_steps=1,  # the trainer accumulates
@@ -59,38 +65,20 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
         check_cuda(recipe, launch)
         if (threads := optimizer_threads(launch)) is not None:
             torch.set_num_threads(threads)
-    kind = _KINDS.get(accelerator.distributed_type, "replicated")
-    check_started(launch, accelerator.num_processes, kind)
-    engine = _engine(kind, accelerator, launch, recipe)
-    if is_rehearsal() and engine.is_main and launch.processes > 1:
+    check_started(launch, accelerator.num_processes, kind_of(accelerator.distributed_type.value))
+    backend = ENGINES["fsdp2" if launch.parallelism.tensor > 1 else launch.kind]  # its replicas are shards of one
+    if launch.parallelism.pipeline > 1:
+        from finetune.engine.pipeline import Pipeline  # torch's pipelining takes a third of a second to import
+
+        backend = Pipeline
+    if is_rehearsal() and accelerator.is_main_process and launch.processes > 1:
         log.warning(
             "REHEARSAL: no accelerator here. %d CPU processes stand in for %d devices; "
             "the maths is the same, speed and memory are not.",
             launch.processes,
             launch.processes,
         )
-    return engine
-
-
-def _clear_environment(launch: Launch) -> None:
-    """Remove variables that accelerate must not act on, and set those that its launcher omits."""
-    # The launcher passes the config file's values; accelerate cannot read its own `auto` here.
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"
-    os.environ.pop("ACCELERATE_GRADIENT_CLIPPING", None)
-    os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)  # read in parallelism.py
-    for tensors in ("optimizer", "param"):  # without these accelerate 1.15 would offload to a folder named `none`
-        if path := (launch.config.get("deepspeed_config") or {}).get(f"offload_{tensors}_nvme_path"):
-            os.environ[f"ACCELERATE_DEEPSPEED_OFFLOAD_{tensors.upper()}_NVME_PATH"] = str(path)
-
-
-def _engine(kind: str, accelerator: Accelerator, launch: Launch, recipe: Recipe) -> Engine:
-    if launch.parallelism.pipeline > 1:
-        from finetune.engine.pipeline import Pipeline  # torch's pipelining takes a third of a second to import
-
-        return Pipeline(accelerator, launch, recipe)
-    if kind == "fsdp2" or launch.parallelism.tensor > 1:  # tensor parallel replicas are shards of one
-        return Fsdp2(accelerator, launch, recipe)
-    return (Zero if kind == "zero" else Ddp)(accelerator, launch, recipe)
+    return backend(accelerator, launch, recipe)
 
 
 # --- CUDA
@@ -106,11 +94,8 @@ def check_cuda(recipe: Recipe, launch: Launch) -> None:
 
 
 def check_in_backward(recipe: Recipe, launch: Launch, torch_version: str) -> None:
-    """Raises UserError for steps inside the backward of offloaded shards if torch does not wait for gradients.
-
-    Before 2.13 FSDP2 calls a parameter's hook while its gradient is still being copied to pinned memory
-    (https://github.com/pytorch/pytorch/pull/180666).
-    """
+    """Raises UserError for steps inside the backward of offloaded shards if torch does not wait for gradients:
+    before 2.13 FSDP2 calls a parameter's hook during the copy (https://github.com/pytorch/pytorch/pull/180666)."""
     in_backward = recipe.optimizer.in_backward and launch.kind == "fsdp2" and launch.offloads_optimizer
     if in_backward and TorchVersion(torch_version) < "2.13":
         raise UserError(
@@ -120,11 +105,12 @@ def check_in_backward(recipe: Recipe, launch: Launch, torch_version: str) -> Non
 
 
 def optimizer_threads(launch: Launch) -> int | None:
-    """Returns the threads of a CPU optimizer, this process's share of the cores; None leaves them unchanged.
-
-    Launchers set OMP_NUM_THREADS=1 if it is unset.
-    """
-    if not launch.offloads_optimizer or user_set_threads(launch):
+    """Returns the threads of a CPU optimizer, this process's share of the cores; None leaves them unchanged."""
+    set_by_user = "OMP_NUM_THREADS" in os.environ
+    if set_by_user and launch.launched:  # launchers set it to 1 if it is unset, so their environment decides
+        with contextlib.suppress(psutil.Error, OSError):  # a container may hide parent processes
+            set_by_user = "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
+    if set_by_user or not launch.offloads_optimizer:
         return None
     return max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -146,10 +132,8 @@ def leave_group() -> None:
 
 @contextlib.contextmanager
 def abort_on_crash() -> Iterator[None]:
-    """End the process at once, with one line, if one rank fails and the others cannot know.
-
-    At a normal exit Python would join its threads, and the checkpoint writer may wait for a crashed rank.
-    """
+    """End the process at once, with one line, if one rank fails and the others cannot know: at a normal exit
+    Python would join its threads, and the checkpoint writer may wait for a crashed rank."""
     try:
         yield
     except (UserError, RunFailure, Stopped):
@@ -171,46 +155,33 @@ def is_rehearsal() -> bool:
 
 
 def prepare_rehearsal(launch: Launch) -> None:
-    """Make accelerate treat CPU processes like GPUs. Call before `Accelerator()`.
-
-    Raises UserError if accelerate's private method is not the supported version.
-    """
+    """Make accelerate treat CPU processes like GPUs. Call before `Accelerator()`. Raises UserError."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.pop("ACCELERATE_USE_CPU", None)  # would force plain data parallel
-    if launch.kind != "replicated" and "LOCAL_RANK" not in os.environ:
-        _describe_group_of_one()
+    if launch.is_sharded and "LOCAL_RANK" not in os.environ:
+        with socket.socket() as probe:  # the launcher describes no process group to a single process
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ.update(group, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if launch.kind == "zero":
-        _skip_shared_memory_build()
+        # Without DeepSpeed's all-reduce for inference on one machine, which training never calls. It would be compiled
+        # at the first start, taking most of a minute and a compiler that may be missing. A process killed while
+        # checking the build leaves torch's lock file, and every later start waits for it forever.
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "LOCAL_RANK" in os.environ:
-        _replace_prepare_backend(sharded=launch.kind != "replicated")
-
-
-def _describe_group_of_one() -> None:
-    """Set the variables that a process group needs; the launcher sets none for a single process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(group, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
-def _skip_shared_memory_build() -> None:
-    """Leave out DeepSpeed's all-reduce for inference on one machine, which training never calls.
-
-    It would be compiled at the first start, taking most of a minute and a compiler that may be missing. A process
-    killed while checking the build leaves torch's lock file, and every later start waits for it forever.
-    """
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        _replace_prepare_backend(sharded=launch.is_sharded)
 
 
 def _replace_prepare_backend(sharded: bool) -> None:
+    """Make accelerate choose gloo. Raises UserError if its private method has other arguments than 1.15's."""
     from accelerate.state import PartialState
 
     method = getattr(PartialState, "_prepare_backend", None)
-    if method is None or list(inspect.signature(method).parameters) != _KNOWN_SIGNATURE:
+    if method is None or list(inspect.signature(method).parameters) != ["self", "cpu", "sagemaker_dp", "backend"]:
         import accelerate
 
         raise UserError(
@@ -219,9 +190,5 @@ def _replace_prepare_backend(sharded: bool) -> None:
         )
     # DDP refuses device_ids on the CPU, so replicas must be MULTI_CPU; accelerate considers FSDP and DeepSpeed on
     # MULTI_GPU only.
-    kind = DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
-
-    def _prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):
-        return "gloo", kind
-
-    PartialState._prepare_backend = _prepare_backend
+    chosen = "gloo", DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
+    PartialState._prepare_backend = lambda self, cpu=False, sagemaker_dp=False, backend=None: chosen

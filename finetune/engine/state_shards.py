@@ -72,8 +72,7 @@ class Overlap:
         return self
 
     def within(self, start: int, end: int) -> Iterator[Overlap]:
-        """Yields its parts in [start, end) of the second range, numbered from `start`: a partial run, full runs, a
-        partial run."""
+        """Yields its parts in [start, end) of the second range, numbered from `start`."""
         if self.count == 1:
             low, high = max(self.at, start), min(self.at + self.run, end)
             if low < high:
@@ -109,13 +108,15 @@ class _Rectangle:
 
 def overlaps(first: Range, second: Range) -> Iterator[Overlap]:
     """Yields the elements that two ranges share, in as few overlaps as possible."""
-    width = _common_width(first, second)
-    if width is None:  # sharded along other dimensions: run by run
+    strides = {r.stride for r in (first, second) if not r.is_contiguous}
+    if len(strides) == 2:  # sharded along other dimensions: run by run
         for i in range(first.count):
             one = Range(first.start + i * first.stride, first.run)
             for overlap in overlaps(one, second):
                 yield replace(overlap, low=overlap.low + i * first.run)
         return
+    # Both are rectangles of rows of this width; of one row if neither is strided.
+    width = strides.pop() if strides else max(first.start + first.numel, second.start + second.numel)
     for a in _rectangles(first, width):
         for b in _rectangles(second, width):
             top, bottom = max(a.top, b.top), min(a.bottom, b.bottom)
@@ -124,14 +125,6 @@ def overlaps(first: Range, second: Range) -> Iterator[Overlap]:
                 low = a.at + (top - a.top) * a.pitch + left - a.left
                 at = b.at + (top - b.top) * b.pitch + left - b.left
                 yield Overlap(low, at, right - left, a.pitch, b.pitch, bottom - top).joined()
-
-
-def _common_width(first: Range, second: Range) -> int | None:
-    """Returns the row width for which both ranges are rectangles, if any."""
-    strides = {r.stride for r in (first, second) if not r.is_contiguous}
-    if not strides:
-        return max(first.start + first.numel, second.start + second.numel)  # one row for all
-    return strides.pop() if len(strides) == 1 else None
 
 
 def _rectangles(r: Range, width: int) -> Iterator[_Rectangle]:
@@ -193,12 +186,19 @@ def replica_parts(trained: Iterable[tuple[str, Tensor]], replica: int, replicas:
 
 
 def fields(part: ShardPart, optimizers: list[Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """Yields (field, flat tensor): the weight, then the optimizer's state per element, or per block of elements."""
+    """Yields (field, flat tensor): the weight, then the optimizer's state per element, or per block of elements.
+
+    State in 8 bits has the fields `field`, `field:scales`, `field:book`, and `field:phase`, which is (1,) uint8.
+    """
     yield WEIGHT, part.view(part.stepped)
     state = _state(part, optimizers)
     for field, value in state.items():
         if is_coded(value):
-            yield from _coded_fields(state, field, part.offset, part.numel)
+            blocks, end = _stepped_blocks(state, field), part.offset + part.numel
+            yield field, blocks.codes[part.offset : end]
+            yield f"{field}:scales", blocks.scales_of(part.offset, end)
+            yield f"{field}:book", blocks.book
+            yield f"{field}:phase", torch.tensor([part.offset % BLOCK], dtype=torch.uint8)
         elif not _is_scalar(value) and value.shape == part.stepped.shape:
             yield field, part.view(value)
 
@@ -231,7 +231,9 @@ def make_state(
     stepped: Tensor, optimizers: list[Optimizer], types: Types, numbers: dict[str, float], room: MakeRoom
 ) -> dict[str, Any]:
     """Returns a restored optimizer state: numbers are set, the tensors of `types` are allocated, to be filled."""
-    optimizer = _optimizer_of(stepped, optimizers)
+    # A single one is not searched: DeepSpeed's stage 3 empties its groups between steps.
+    steps = (o for o in optimizers if any(stepped is p for group in o.param_groups for p in group["params"]))
+    optimizer = optimizers[0] if len(optimizers) == 1 else next(steps)
     room(optimizer, stepped, types)
     state = optimizer.state[stepped]
     for field, number in numbers.items():
@@ -247,18 +249,17 @@ def make_room(owner: Optimizer, stepped: Tensor, types: Types) -> None:
     """Allocate state if the optimizer has none yet. bitsandbytes chooses its own types."""
     state = owner.state[stepped]
     if types and not state and _is_bitsandbytes(owner):
-        _init_bitsandbytes_state(owner, stepped)
+        # Its own method chooses 8 bits or fp32 by size, shares the books and pages large buffers. It searches the
+        # tensor in the group; DeepSpeed's groups are empty between steps.
+        group: dict[str, Any] = owner.param_groups[0]
+        params, group["params"] = group["params"], [stepped]
+        try:
+            owner.init_state(group, stepped, 0, 0)  # pyright: ignore[reportAttributeAccessIssue]  (bnb's)
+        finally:
+            group["params"] = params
     for field, dtype in types.items():
         if field not in state:
             state[field] = torch.zeros_like(stepped, dtype=dtype)
-
-
-def _optimizer_of(stepped: Tensor, optimizers: list[Optimizer]) -> Optimizer:
-    """Returns the optimizer that steps a tensor. A single one is not searched: DeepSpeed's stage 3 empties its groups
-    between steps."""
-    if len(optimizers) == 1:
-        return optimizers[0]
-    return next(o for o in optimizers if any(stepped is p for g in o.param_groups for p in g["params"]))
 
 
 def _is_bitsandbytes(optimizer: Optimizer) -> bool:
@@ -295,11 +296,7 @@ class Blocks:
 
     def at_full_scale(self) -> Blocks:
         """Returns the blocks prepared for rounding again. The signed book begins at -0.993, but the element that set
-        the scale of a block was -1 or 1 of it.
-
-        Read as -0.993, -1 would set a smaller scale, to which its neighbors round with the same codes: the
-        block would shrink by 0.7 %.
-        """
+        the scale of a block was -1 or 1 of it: each rounding would shrink the block by 0.7 %."""
         book = self.book.clone()
         book[0] = book[0].sign()
         return replace(self, book=book)
@@ -344,30 +341,6 @@ def is_coded(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.uint8
 
 
-def _coded_fields(state: dict[str, Any], field: str, offset: int, numel: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, flat tensor) of all tensors for elements [offset, offset + numel) of a coded field.
-
-    Names are `field`, `field:scales`, `field:book`, `field:phase`; the last is (1,) uint8.
-    """
-    blocks = _stepped_blocks(state, field)
-    yield field, blocks.codes[offset : offset + numel]
-    yield f"{field}:scales", blocks.scales_of(offset, offset + numel)
-    yield f"{field}:book", blocks.book
-    yield f"{field}:phase", torch.tensor([offset % BLOCK], dtype=torch.uint8)
-
-
-def _init_bitsandbytes_state(optimizer: Optimizer, stepped: Tensor) -> None:
-    """Initializes state by bitsandbytes' own method, which chooses 8 bits or fp32 by size, shares the books and pages
-    large buffers."""
-    group = optimizer.param_groups[0]
-    params = group["params"]
-    group["params"] = [stepped]  # bitsandbytes searches the tensor there; DeepSpeed's groups are empty between steps
-    try:
-        optimizer.init_state(group, stepped, 0, 0)  # pyright: ignore[reportAttributeAccessIssue]  (bnb's)
-    finally:
-        group["params"] = params
-
-
 @torch.no_grad()
 def fill_coded(state: dict[str, Any], field: str, pieces: list[StoredPiece]) -> None:
     """Fill a coded field of a stepped tensor: blocks that coincide with stored ones are copied, the others rounded.
@@ -381,8 +354,10 @@ def fill_coded(state: dict[str, Any], field: str, pieces: list[StoredPiece]) -> 
     for piece in pieces:
         if isinstance(piece.source, Blocks) and piece.is_contiguous:
             piece.place(blocks.codes).copy_(piece.source.codes[piece.overlap.low : piece.end])
-    for first, last in _block_runs(scales.isnan()):
-        _round_again(blocks, pieces, first, last)
+    edges = torch.nn.functional.pad(scales.isnan().int(), (1, 1)).diff().nonzero().flatten().tolist()
+    for low, high in zip(edges[::2], edges[1::2], strict=True):  # consecutive blocks without a common scale
+        for first in range(low, high, _MAX_BLOCKS):
+            _round_again(blocks, pieces, first, min(first + _MAX_BLOCKS, high))
 
 
 def _common_scales(blocks: Blocks, pieces: list[StoredPiece]) -> Tensor:  # (blocks,) fp32 on the CPU
@@ -400,14 +375,6 @@ def _common_scales(blocks: Blocks, pieces: list[StoredPiece]) -> Tensor:  # (blo
         else:
             ours.fill_(torch.nan)
     return torch.where(common == unknown, 0.0, common)
-
-
-def _block_runs(chosen: Tensor) -> Iterator[tuple[int, int]]:
-    """Yields [first, last) of consecutive chosen blocks, at most _MAX_BLOCKS each."""
-    edges = torch.nn.functional.pad(chosen.int(), (1, 1)).diff().nonzero().flatten().tolist()
-    for low, high in zip(edges[::2], edges[1::2], strict=True):
-        for first in range(low, high, _MAX_BLOCKS):
-            yield first, min(first + _MAX_BLOCKS, high)
 
 
 def _round_again(blocks: Blocks, pieces: list[StoredPiece], first: int, last: int) -> None:

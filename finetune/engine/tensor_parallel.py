@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from finetune.engine.parallelism_rules import nearest_divisors, tensor_plan
+from finetune.engine.ranks import all_reduced
 from finetune.errors import UserError
 from finetune.models.patches import replace_forward
 from finetune.utils import unwrap_peft
@@ -36,6 +37,13 @@ class TensorGroup:
     process_group: Any
     index: int  # this rank's position
     size: int
+
+    def own(self, features: Tensor) -> Tensor:
+        """Returns this rank's part of the last dimension."""
+        return features.chunk(self.size, -1)[self.index]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return all_reduced(tensor, self.process_group)
 
 
 @dataclass(frozen=True)
@@ -81,10 +89,7 @@ REPLICATED = {"replicate", "embedding_rowwise", "embedding_colwise"}  # full on 
 
 
 def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
-    """Shard the matrices of a model on `meta`, in place, and make their modules communicate.
-
-    Raises UserError if the model's plan is not supported or sizes are not divisible.
-    """
+    """Shard the matrices of a model on `meta`, in place, and make their modules communicate. Raises UserError."""
     causal = unwrap_peft(model)
     base, plan = causal.base_model, tensor_plan(causal.config)
     names = {id(module): name for name, module in model.named_modules()}
@@ -105,7 +110,18 @@ def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
                 receiver = names[id(module)] if "lora_" in names[id(module)] else path.rpartition(".")[0]
                 sharded = _shard_linear(module, STYLES[style], group, inputs[receiver], path)
                 shards |= {f"{names[id(module)]}.{name}": shard for name, shard in sharded.items()}
-    _check_plan_is_complete(base, plan)
+    # A weight without a plan next to a column parallel matrix would receive some of the features, and each rank part of
+    # its gradient.
+    named = {name: style for _, style, name, _ in _planned(base, plan)}
+    for parent in {name.rpartition(".")[0] for name, style in named.items() if style == "colwise"}:
+        module = base.get_submodule(parent)
+        weights = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
+        weights |= {name for name, _ in module.named_parameters(recurse=False)}
+        if missing := sorted(f"{parent}.{name}" for name in weights if f"{parent}.{name}" not in named):
+            raise UserError(
+                f"tensor parallel: the plan of {type(base).__name__} does not mention `{missing[0]}`, which is "
+                "next to matrices that it shards: use fsdp2"
+            )
     return ShardedParameters(shards, frozenset(partial))
 
 
@@ -117,26 +133,8 @@ def _planned(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, st
         yield from ((pattern, style, name, planned) for name, planned in named.items() if regex.fullmatch(name))
 
 
-def _check_plan_is_complete(base: nn.Module, plan: Mapping[str, str]) -> None:
-    """Raises UserError if a weight without a plan is next to a column parallel matrix: it would receive some of the
-    features, and each rank part of its gradient."""
-    planned = {name for _, _, name, _ in _planned(base, plan)}
-    parents = {name.rpartition(".")[0] for _, style, name, _ in _planned(base, plan) if style == "colwise"}
-    for parent in parents:
-        module = base.get_submodule(parent)
-        weights = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
-        weights |= {name for name, _ in module.named_parameters(recurse=False)}
-        for name in sorted(weights):
-            if f"{parent}.{name}" not in planned:
-                raise UserError(
-                    f"tensor parallel: the plan of {type(base).__name__} does not mention `{parent}.{name}`, which is "
-                    "next to matrices that it shards: use fsdp2"
-                )
-
-
 def _linear_layers(module: nn.Module, style: Style, group: TensorGroup, path: str) -> Iterator[nn.Linear]:
-    """Yields the linear layers to shard for a layer of the plan: itself, or those of the peft layer that replaces
-    it."""
+    """Yields the linear layers to shard for a layer of the plan: itself, or those of the peft layer in its place."""
     if type(module) is nn.Linear:
         yield module
     elif hasattr(module, "lora_A"):
@@ -157,7 +155,7 @@ def _linear_layers(module: nn.Module, style: Style, group: TensorGroup, path: st
 def _shard_linear(
     module: nn.Linear, style: Style, group: TensorGroup, shared_input: SharedInput, path: str
 ) -> dict[str, ParameterShard]:
-    """Returns the shards by the name of the module's parameter. Raises UserError if its size is not divisible."""
+    """Shard a linear layer, and make it communicate. Returns the shards by parameter. Raises UserError."""
     size = module.weight.shape[style.dim]
     if size % group.size:
         raise UserError(
@@ -169,61 +167,68 @@ def _shard_linear(
     for name in sharded:
         parameter = getattr(module, name)
         setattr(module, name, nn.Parameter(shard.take(parameter.detach()).clone(), parameter.requires_grad))
-    if style.dim == 0:
+    if style.dim == 0:  # it has this rank's rows of the weight, its outputs
         module.out_features //= group.size
-        _make_column_parallel(module, group, shared_input, gather_output=style.full)
-    else:
-        module.in_features //= group.size
-        _make_row_parallel(module, group, scatter_input=style.full)
+        shared_input.layers += 1
+        module.register_forward_pre_hook(lambda _module, inputs: shared_input(*inputs))
+        if style.full:
+            module.register_forward_hook(
+                lambda _module, _inputs, features: _Communicate.apply(features, group, "gather")
+            )
+        return sharded
+
+    def forward(x: Tensor) -> Tensor:  # with this rank's columns of the weight, its inputs
+        features: Any = _Communicate.apply(x, group, "scatter") if style.full else x
+        output: Any = _Communicate.apply(linear(features, module.weight), group, "reduce")
+        return output if module.bias is None else output + module.bias.to(output.dtype)  # once, not on each rank
+
+    module.in_features //= group.size
+    replace_forward(module, forward, "row parallel")
     return sharded
 
 
 # --- communication of sharded linear layers
-#
-#           forward                                  backward
-# copy      x                                        sum of the gradients over the ranks
-# reduce    sum over the ranks                       the gradient
-# gather    the ranks' features, concatenated        this rank's features of the gradient
-# scatter   this rank's features of x                the ranks' gradients, concatenated
+
+_FORWARD: dict[str, Callable[[TensorGroup, Tensor], Tensor]] = {
+    "copy": lambda group, x: x.view_as(x),
+    "reduce": TensorGroup.sum,
+    "gather": lambda group, features: all_gathered(features, group),
+    "scatter": lambda group, x: group.own(x).contiguous(),
+}
+_BACKWARD: dict[str, Callable[[TensorGroup, Tensor], Tensor]] = {
+    "copy": TensorGroup.sum,
+    "reduce": lambda group, gradient: gradient,
+    "gather": TensorGroup.own,
+    "scatter": lambda group, gradient: all_gathered(gradient, group),
+}
+
+
+class _Communicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, kind: str) -> Tensor:
+        ctx.group, ctx.kind = group, kind
+        return _FORWARD[kind](group, x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _BACKWARD[ctx.kind](ctx.group, gradient), None, None
 
 
 class SharedInput:
     """Input of several layers, copied to the ranks once, so that the backward sums its gradient once for all."""
 
     def __init__(self, group: TensorGroup):
-        self._group, self._layers = group, 0
-        self._remaining, self._x, self._copy = 0, None, None
-
-    def add_layer(self) -> None:
-        self._layers += 1
+        self.layers = 0
+        self._group, self._remaining, self._x, self._copy = group, 0, None, None
 
     def __call__(self, x: Tensor) -> Tensor:
         if x is not self._x:
-            self._x, self._copy, self._remaining = x, _Copy.apply(x, self._group), self._layers
+            self._x, self._copy, self._remaining = x, _Communicate.apply(x, self._group, "copy"), self.layers
         copy: Any = self._copy
         self._remaining -= 1
         if self._remaining == 0:
             self._x = self._copy = None  # or an activation would stay until the next forward
         return copy
-
-
-def _make_column_parallel(module: Any, group: TensorGroup, shared_input: SharedInput, gather_output: bool) -> None:
-    """Make a linear layer column parallel: it has this rank's rows of the weight, its outputs."""
-    shared_input.add_layer()
-    module.register_forward_pre_hook(lambda _module, inputs: shared_input(*inputs))
-    if gather_output:
-        module.register_forward_hook(lambda _module, _inputs, features: _Gather.apply(features, group))
-
-
-def _make_row_parallel(module: Any, group: TensorGroup, scatter_input: bool) -> None:
-    """Make a linear layer row parallel: it has this rank's columns of the weight, its inputs."""
-
-    def forward(x: Tensor) -> Tensor:
-        features = _Scatter.apply(x, group) if scatter_input else x
-        output = _Reduce.apply(linear(features, module.weight), group)
-        return output if module.bias is None else output + module.bias.to(output.dtype)  # once, not on each rank
-
-    replace_forward(module, forward, "row parallel")
 
 
 def sharded_dropout(module: Any, group: TensorGroup) -> None:
@@ -233,65 +238,12 @@ def sharded_dropout(module: Any, group: TensorGroup) -> None:
         if not module.training:
             return x
         mask = dropout(x.new_ones(*x.shape[:-1], x.shape[-1] * group.size), module.p)
-        return x * _own_features(mask, group)
+        return x * group.own(mask)
 
     replace_forward(module, forward, "sharded dropout")
-
-
-def _own_features(features: Tensor, group: TensorGroup) -> Tensor:
-    return features.chunk(group.size, -1)[group.index]
-
-
-def _all_reduced(tensor: Tensor, group: TensorGroup) -> Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group.process_group)
-    return total
 
 
 def all_gathered(tensor: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
     dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
     return torch.cat(parts, dim)
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_reduced(gradient, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        return _all_reduced(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return all_gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _own_features(gradient, ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return _own_features(x, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gathered(gradient, ctx.group), None

@@ -42,7 +42,6 @@ class Stopwatch:
         """knows_waits: whether the backend reports all its waits; else no wait is counted."""
         self.knows_waits = knows_waits
         self._device = device if device.type == "cuda" else None
-        self._spare: list[Any] = []  # events to reuse
         self._intervals: list[tuple[str, str | None, Any, Any]] = []  # name, phase that contains it, begin, end
         self._phase: str | None = None
         self._waits, self._wait_began, self._stalled = 0, None, False
@@ -76,8 +75,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def stall(self, name: str) -> Iterator[None]:
-        """Context manager for a delay of the next step; the device has ended the last one. Waits in it are not
-        counted."""
+        """Context manager for a delay after the device has ended a step. Waits in it are not counted."""
         began, self._stalled = time.perf_counter(), True
         try:
             yield
@@ -119,14 +117,12 @@ class Stopwatch:
             seconds[name] += length
             if containing is not None:
                 seconds[containing] -= length
-        if self._device is not None:
-            self._spare += [mark for interval in self._intervals for mark in interval[2:]]
         self._intervals, self._waits = [], 0
         return dict(seconds)
 
     def _mark(self) -> Any:
         if self._device is None:
             return time.perf_counter()
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

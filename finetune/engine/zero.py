@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.optim import Optimizer
 
-from finetune.engine.base import BuildOptimizers, Engine, detached, named_trainables, saved_tensors
+from finetune.engine.base import BuildOptimizers, Engine, detached, named_trainables
+from finetune.engine.launch import Launch
 from finetune.engine.optimizer_step import NonFinite
 from finetune.engine.state_shards import ShardPart, Types
 from finetune.errors import UserError
@@ -35,12 +36,13 @@ class Zero(Engine):
     (`zero_force_ds_cpu_optimizer: false`): the same arithmetic, and nothing to compile.
     """
 
-    @property
-    def plugin(self) -> Any:
-        return self.accelerator.state.deepspeed_plugin
+    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
+        super().__init__(accelerator, launch, recipe)
+        self.plugin: Any = accelerator.state.deepspeed_plugin
+        self.gathers_in_forward = self.is_stage_3 = self.plugin.zero_stage == 3
 
     def placement(self, recipe: Recipe) -> Placement:
-        if self.plugin.zero_stage == 3:
+        if self.is_stage_3:
             packs = recipe.quantization is not None
             return Placement("load", self.device if packs else None, packed_on=torch.device("cpu"))
         return Placement("load", self.device, direct=recipe.mode == "full" and self.device.type != "cpu")
@@ -56,8 +58,8 @@ class Zero(Engine):
         """
         from transformers.integrations import unset_hf_deepspeed_config
 
-        stage_3, dora = self.plugin.zero_stage == 3, recipe.lora is not None and recipe.lora.dora
-        if stage_3 and dora and recipe.mode == "qlora" and self.device.type == "cpu":
+        dora = recipe.lora is not None and recipe.lora.dora
+        if self.is_stage_3 and dora and recipe.mode == "qlora" and self.device.type == "cpu":
             raise UserError(
                 "`lora.dora` with `mode: qlora` cannot be rehearsed under ZeRO-3: on CPUs peft creates new 4-bit "
                 "weights in every forward, which DeepSpeed does not know: use fsdp2, or set `lora.dora: false`"
@@ -76,9 +78,18 @@ class Zero(Engine):
             self.plugin.set_deepspeed_weakref()
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
+        from deepspeed.utils import set_z3_leaf_module
+
         self.unwrapped = model.causal_lm
-        self._make_leaves(self.unwrapped)
-        config = self.plugin.deepspeed_config
+        # Stage 3 gathers the weights of leaves once for all calls: a head with adapters is called once per chunk of
+        # positions, modules of a mixer once per document, and ranks have different numbers of both.
+        mixers = [module for module in self.unwrapped.modules() if is_mixer(module)]
+        for module in (trained_head(self.unwrapped), *mixers):
+            if next(module.children(), None) is not None:
+                set_z3_leaf_module(module, True)
+        for module in mixers:
+            module.register_forward_pre_hook(with_positional_input, with_kwargs=True)
+        trained, config = named_trainables(self.unwrapped), self.plugin.deepspeed_config
         config.update(
             train_micro_batch_size_per_gpu=1,  # the recipe sets rows; DeepSpeed only checks that the product fits
             gradient_accumulation_steps=micro_batches,  # no effect: `backward` marks the end of a step
@@ -88,44 +99,26 @@ class Zero(Engine):
             zero_allow_untested_optimizer=True,
             steps_per_print=2**62,
         )
-        self._limit_buckets(config, self.unwrapped)
-        (optimizer,) = build(named_trainables(self.unwrapped))
-        if self.plugin.zero_stage == 3 and next(linear_weights(self.unwrapped), None) is not None:
+        # DeepSpeed allocates buffers for 5e8 gradients, 2 GB each in fp32 (two if it overlaps), also for adapters of a
+        # few million parameters: limited to the number of trained parameters.
+        section = config.setdefault("zero_optimization", {})
+        if isinstance(size := section.get("reduce_bucket_size", 500_000_000), int | float):
+            section["reduce_bucket_size"] = min(int(size), sum(full_shape(p).numel() for _, p in trained))
+        (optimizer,) = build(trained)
+        if self.is_stage_3 and next(linear_weights(self.unwrapped), None) is not None:
             self._shard_packed(self.unwrapped, config)
         self.accelerator.gradient_accumulation_steps = micro_batches
         self.model, wrapped = self.accelerator.prepare(model, optimizer)
         self.optimizers = [optimizer]
         self.zero = wrapped.optimizer
+        self.copies_state = not (self.is_stage_3 and self.zero.swap_optimizer)  # memory may not hold NVMe's
 
     def _shard_packed(self, model: Any, config: dict[str, Any]) -> None:
-        """Shard a model with packed weights from host memory, one parameter after another: DeepSpeed would first move
-        all of it to the device."""
+        """Shard packed weights from host memory, one by one: DeepSpeed would first move all of them to the device."""
         from deepspeed.runtime.zero import Init
 
         Init(module=model, dtype=torch.float32, config_dict_or_path=config)
         move_states(model, self.device)
-
-    @staticmethod
-    def _make_leaves(model: Any) -> None:
-        """Mark modules whose weights stage 3 gathers once for all calls: a head with adapters is called once per chunk
-        of positions, modules of a mixer once per document, and ranks have different numbers of both."""
-        from deepspeed.utils import set_z3_leaf_module
-
-        mixers = [module for module in model.modules() if is_mixer(module)]
-        for module in (trained_head(model), *mixers):
-            if next(module.children(), None) is not None:
-                set_z3_leaf_module(module, True)
-        for module in mixers:
-            module.register_forward_pre_hook(with_positional_input, with_kwargs=True)
-
-    @staticmethod
-    def _limit_buckets(config: dict[str, Any], model: Any) -> None:
-        """Limit buckets to the number of trained parameters: DeepSpeed allocates buffers for 5e8 gradients, 2 GB each
-        in fp32 (two if it overlaps), also for adapters of a few million parameters."""
-        trained = sum(full_shape(p).numel() for _, p in named_trainables(model))
-        section = config.setdefault("zero_optimization", {})
-        if isinstance(size := section.get("reduce_bucket_size", 500_000_000), int | float):
-            section["reduce_bucket_size"] = min(int(size), trained)
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
@@ -144,10 +137,6 @@ class Zero(Engine):
         with unwrap_model_for_generation(self.model):
             yield
 
-    @property
-    def gathers_in_forward(self) -> bool:
-        return self.plugin.zero_stage == 3
-
     def backward(self, loss: Tensor) -> None:
         if self.loss_scale.enabled:
             self.zero.override_loss_scale(self.loss_scale.value)
@@ -164,8 +153,7 @@ class Zero(Engine):
         return norm if self.loss_scale.update(norm) else None
 
     def gradients(self) -> list[Tensor]:
-        """Returns gradients: flat pieces under stages 1 and 2, with offload those of the host's master weights; stage 3
-        one buffer for all of them."""
+        """Returns gradients, also flat pieces (stages 1 and 2, with offload on the host) and stage 3's buffer."""
         gradients = super().gradients()
         parts = getattr(self.zero, "single_partition_of_fp32_groups", ())
         gradients += [part.grad for part in parts if part.grad is not None]
@@ -175,59 +163,57 @@ class Zero(Engine):
         return gradients if buffer is None else [*gradients, buffer]
 
     def drop_gradients(self) -> None:
-        """Drops gradients as DeepSpeed's step does after an overflow, and goes back to the first micro-batch of a
-        step."""
+        """Drops gradients as DeepSpeed's step does after an overflow, and goes back to the first micro-batch."""
         zero = self.zero
         zero.zero_grad(set_to_none=True)
         zero.reset_cpu_buffers()
-        if self.plugin.zero_stage == 3:
-            zero.averaged_gradients = {}
-            return
-        zero.averaged_gradients, zero.all_grad_tensors = {}, {}
-        zero.micro_step_id = -1  # INITIAL_MICRO_STEP_ID; the next forward increments it
+        zero.averaged_gradients = {}
+        if not self.is_stage_3:
+            zero.all_grad_tensors = {}
+            zero.micro_step_id = -1  # INITIAL_MICRO_STEP_ID; the next forward increments it
 
     # --- checkpoints and the result
 
     def parts(self, reading: bool) -> list[ShardPart]:
         """Returns ranges of parameters in DeepSpeed's flat fp32 groups, on NVMe in its swap files."""
+        zero, parts = self.zero, list[ShardPart]()
         if not self.copies_state:
-            _map_swapped_groups(self.zero)
-        part_of = self._stage_3_part if self.plugin.zero_stage == 3 else self._flat_part
-        parts = [part_of(name, parameter) for name, parameter in named_trainables(self.unwrapped)]
-        return [part for part in parts if part is not None]
-
-    def _flat_part(self, name: str, parameter: Any) -> ShardPart | None:
-        """Returns the part of a parameter in this rank's flat range of a group, if any (stages 1 and 2)."""
-        fragment = parameter._hp_mapping
-        if fragment is None:
-            return None
-        stepped = self.zero.single_partition_of_fp32_groups[fragment.param_group_index]
-        place, within = fragment.lp_fragment_address, fragment.hp_fragment_address
-        return ShardPart(name, tuple(parameter.shape), place.start, place.numel, stepped, within.start)
-
-    def _stage_3_part(self, name: str, parameter: Any) -> ShardPart | None:
-        """Returns this rank's range of a parameter: equal on all ranks, padded at the end."""
-        group, offset, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
-        start = self.rank * parameter.ds_tensor.ds_numel
-        numel = min(parameter.ds_tensor.ds_numel, parameter.ds_numel - start)
-        stepped = self.zero.fp32_partitioned_groups_flat[group]
-        return ShardPart(name, tuple(parameter.ds_shape), start, numel, stepped, offset) if numel > 0 else None
-
-    @property
-    def copies_state(self) -> bool:
-        """Returns False for state on NVMe, which memory may not hold."""
-        return not (self.plugin.zero_stage == 3 and self.zero.swap_optimizer)
+            for group in zero.fp32_partitioned_groups_flat:
+                info = zero.optimizer_swapper._get_param_swap_info(group)
+                for swapped in info.tensors if info else ():
+                    swapped.compute_tensor.data = _mapped(swapped.swap_path, info)
+        trained: Any = named_trainables(self.unwrapped)
+        for name, parameter in trained:
+            if self.is_stage_3:  # equal ranges on all ranks, padded at the end
+                index, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+                start = self.rank * parameter.ds_tensor.ds_numel
+                numel = min(parameter.ds_tensor.ds_numel, parameter.ds_numel - start)
+                stepped, shape = zero.fp32_partitioned_groups_flat[index], parameter.ds_shape
+            elif (fragment := parameter._hp_mapping) is not None:  # part of this rank's flat range of a group
+                start, numel = fragment.lp_fragment_address.start, fragment.lp_fragment_address.numel
+                offset, shape = fragment.hp_fragment_address.start, parameter.shape
+                stepped = zero.single_partition_of_fp32_groups[fragment.param_group_index]
+            else:
+                continue
+            if numel > 0:
+                parts.append(ShardPart(name, tuple(shape), start, numel, stepped, offset))
+        return parts
 
     def make_room(self, owner: Optimizer, stepped: Tensor, types: Types) -> None:
-        # Groups of less than a megabyte stay in memory.
-        if not self.copies_state and self.zero.optimizer_swapper._get_param_swap_info(stepped) is not None:
-            _create_swap_files(self.zero, owner, stepped, types)
-        else:
+        swapper = self.zero.optimizer_swapper if not self.copies_state else None
+        info: Any = swapper._get_param_swap_info(stepped) if swapper is not None else None
+        if swapper is None or info is None:  # also on NVMe: groups of less than a megabyte stay in memory
             super().make_room(owner, stepped, types)
+            return
+        for field in types:  # the files that DeepSpeed would create at the end of the first step (`_get_state_tensors`)
+            path = Path(swapper.swap_folder) / f"{field}-{swapper.parameter_id(stepped)}.tensor.swp"
+            path.touch()
+            os.truncate(path, swapper._io_aligned_numel(info.numel()) * info.dtype().itemsize)
+            owner.state[stepped][field] = _mapped(path, info)
 
     def restored(self) -> None:
         """Updates the weights of the forward, copies of the fp32 groups."""
-        if self.plugin.zero_stage != 3:
+        if not self.is_stage_3:
             self.zero.update_lp_params()
             return
         self.zero.empty_partition_cache()
@@ -240,23 +226,16 @@ class Zero(Engine):
     def full_tensors(
         self, trainable_only: bool, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor | None]]:
-        from deepspeed.runtime.zero import GatheredParameters
-
-        if self.plugin.zero_stage == 3:
+        if self.is_stage_3:
             # Gathered or in flight since the last forward, which prefetched them for a backward that did not run.
             self.zero.empty_partition_cache()
-        for name, tensor in saved_tensors(self.unwrapped, trainable_only).items():
-            sharded = [tensor] if hasattr(tensor, "ds_id") else []
-            with GatheredParameters(sharded):
-                full = detached(tensor, dtype).to("cpu", copy=True) if self.is_main else None
-            yield name, full  # each device holds its shards again
-            del full
+        yield from super().full_tensors(trainable_only, dtype)
 
+    def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        from deepspeed.runtime.zero import GatheredParameters
 
-def require_deepspeed() -> None:
-    """Raises UserError with the install line if DeepSpeed is missing."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise UserError("this accelerate config needs DeepSpeed: pip install 'deepspeed>=0.19'")
+        with GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
+            return detached(tensor, dtype).to("cpu", copy=True) if self.is_main else None
 
 
 # --- optimizer state on NVMe
@@ -264,25 +243,6 @@ def require_deepspeed() -> None:
 # Between steps DeepSpeed leaves a swapped group and its state without memory, each in a plain file. Mapped into memory,
 # the file is the tensor: reading one pages it in, writing one writes the file, and neither takes memory that the kernel
 # cannot reclaim. DeepSpeed's next swap-in replaces the mappings by its own buffers.
-
-
-def _map_swapped_groups(zero: Any) -> None:
-    """Give the swapped groups of a ZeRO-3 optimizer, and their state, their values."""
-    for group in zero.fp32_partitioned_groups_flat:
-        info = zero.optimizer_swapper._get_param_swap_info(group)
-        for swapped in info.tensors if info else ():
-            swapped.compute_tensor.data = _mapped(swapped.swap_path, info)
-
-
-def _create_swap_files(zero: Any, owner: Optimizer, stepped: Tensor, fields: Iterable[str]) -> None:
-    """Creates state before the first step: files that DeepSpeed would create at its end (its `_get_state_tensors`)."""
-    swapper = zero.optimizer_swapper
-    info = swapper._get_param_swap_info(stepped)
-    for field in fields:
-        path = Path(swapper.swap_folder) / f"{field}-{swapper.parameter_id(stepped)}.tensor.swp"
-        path.touch()
-        os.truncate(path, swapper._io_aligned_numel(info.numel()) * info.dtype().itemsize)
-        owner.state[stepped][field] = _mapped(path, info)
 
 
 def _mapped(path: str | Path, info: Any) -> Tensor:  # (numel,)

@@ -669,8 +669,8 @@ MUTANTS += (
         "optimizer",
         "clipped to the limit times the norm",
         "finetune/engine/base.py",
-        "engine.max_grad_norm / (norm + 1e-6)",
-        "engine.max_grad_norm",
+        "self.max_grad_norm / (norm + 1e-6)",
+        "self.max_grad_norm",
         (_PLAIN,),
     ),
     Mutant(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import train_here
 
-from finetune.engine.hardware import find_device
+from finetune.engine.hardware import shipped_hardware
 from finetune.engine.timing import Stopwatch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -39,7 +39,7 @@ def test_a_run_and_its_profile(recipe: dict[str, Any], write_recipe: Any, tmp_pa
     phases = ("data", "forward", "backward", "communication", "optimizer", "other")
     assert sum(line[f"time/{name}"] for name in phases) == pytest.approx(line["step_s"], rel=0.05)
     assert 0 < line["memory/weights_gib"] < line["memory_peak_gib"]
-    assert ("mfu" in line) == (find_device(torch.cuda.get_device_name()) is not None)
+    assert ("mfu" in line) == (shipped_hardware().key_of(torch.cuda.get_device_name()) is not None)
     assert {path.name for path in (run / "profile").iterdir()} == {
         "rank-00000.json.gz",
         "memory-00000.pickle",

@@ -231,8 +231,7 @@ class Costs(abc.ABC):
     hides = 0.5  # share of compute that hides communication; assumed
 
     def host_operators(self, model: ModelSize) -> float:
-        """Returns the work of an engine's hooks for a micro-batch, in operators that the host starts. Fitted, like all
-        of these numbers, to the fitted cells of scripts/planner/plan_times.py."""
+        """Returns the work of an engine's hooks for a micro-batch, in operators; fitted (scripts/planner/plan_times.py)."""
         return 0.0
 
     @property
@@ -260,8 +259,7 @@ class Costs(abc.ABC):
             yield Transfer("all-reduce", all_reduce(ranks, trained), buckets, self.sizes.processes)
 
     def transfers_of_rows(self, model: ModelSize, micro_batches: int, tokens: float) -> Iterator[Transfer]:
-        """Yields the transfers between ranks that share rows; compute waits for them. tokens: per step, over all ranks
-        that share its rows."""
+        """Yields transfers between ranks that share rows; compute waits for them. tokens: of these ranks, per step."""
         sizes, passes = self.sizes, 2 + bool(self.recipe.train.activation_checkpointing)  # forwards and the backward
         element = 4 if self.recipe.train.precision == "fp32" else 2
         layers, here = model.layers / sizes.pipeline, tokens / sizes.tokens
@@ -286,6 +284,19 @@ class Costs(abc.ABC):
         if (n := sizes.pipeline) > 1:
             borders = (n * sizes.stages_per_rank - 1) / n  # per rank, on average
             yield wait("send", 2 * borders * hidden, 2 * micro_batches * sizes.stages_per_rank, sizes.processes)
+
+
+class ReplicatedCosts(Costs):
+    """Costs of `engine/ddp.py`: every rank has all weights, and gradients are summed in permanent buckets."""
+
+    def gradients_there(self, micro_batches: int) -> bool:
+        return not self.recipe.optimizer.in_backward and (self.launch.processes > 1 or micro_batches > 1)
+
+    def begins_with_gradients(self, micro_batches: int) -> bool:
+        return self.gradients_there(micro_batches)
+
+    def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
+        yield from self.replicas(model)
 
 
 # --- pipelines: ranks and weights
@@ -320,7 +331,5 @@ def weights_of_stage(shapes: Shapes, sizes: Parallelism, rank: int) -> Sequence[
     return [
         weight
         for weight in shapes.weights
-        if (weight.layer in layers if weight.layer is not None else False)
-        or ("embed_tokens" in weight.name and first)
-        or (weight.unit == "tail" and last)
+        if weight.layer in layers or ("embed_tokens" in weight.name and first) or (weight.unit == "tail" and last)
     ]

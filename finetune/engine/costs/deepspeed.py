@@ -95,8 +95,7 @@ class ZeroCosts(Costs):
         return state
 
     def _stage_3(self) -> State:
-        """Returns the state of stage 3: equal ranges of each weight, the last one padded; small weights also full on
-        every rank."""
+        """Returns the state of stage 3: equal ranges of each weight, the last one padded; small weights also whole."""
         state, ranks, weights = State(), self.launch.processes, self.shapes.weights
         parts = [(weight, -(-weight.numel // ranks)) for weight in weights]
         state.persistent[WEIGHTS] = sum(part * weight.size for weight, part in parts)
@@ -184,8 +183,7 @@ class ZeroCosts(Costs):
 
 
 def _touched(group: Sequence[Weight], begin: int, end: int) -> int:
-    """Returns the elements of weights that overlap a range of a flat group, and of the padding at its end:
-    gradients are kept as full tensors."""
+    """Returns the elements of weights, kept whole, and of padding that overlap a range of a flat group."""
     total = first = 0
     for weight in group:
         if first < end and first + weight.numel > begin:

@@ -57,8 +57,17 @@ class ShardedCosts(Costs):
         cast = types.compute.itemsize if self.casts_weights else None
         reduced = 4 if cast is not None else types.trained.itemsize
         moving = Moving()
-        layer, experts = self._units_of_layer()
-        root, embedding, tail, tower = self._units_around_layers()
+        # A layer's weights are one unit, under expert parallel this rank's experts a second one.
+        layer = [weight for weight in self.shapes.weights if weight.layer == 0]
+        experts: list[Weight] = []
+        if (divided := sizes.expert) > 1:
+            own = [weight for weight in layer if weight.expert]
+            experts = [replace(w, shape=(w.shape[0] // divided, *w.shape[1:])) for w in own]
+            layer = [weight for weight in layer if not weight.expert]
+        units: dict[str, list[Weight]] = {"rest": [], "layer": [], "embedding": [], "tail": []}
+        for weight in self.shapes.weights:
+            units.setdefault(weight.unit, []).append(weight)
+        root, _, embedding, tail, *tower = units.values()  # the root's stay gathered until the backward has ended
         inner = sizes.shard * sizes.tokens
         outer, same = inner * sizes.tensor, sizes.shard // sizes.expert  # same: ranks with the same experts
         gathered = _gathered(layer, cast, inner) + _gathered(experts, cast, same)
@@ -84,23 +93,6 @@ class ShardedCosts(Costs):
         if self.is_away:
             moving.sharded = moving.sharded_tail = 0
         return moving
-
-    def _units_of_layer(self) -> tuple[list[Weight], list[Weight]]:
-        """Returns the weights gathered as one unit, and under expert parallel a rank's experts, a second unit."""
-        layer, expert = [weight for weight in self.shapes.weights if weight.layer == 0], self.sizes.expert
-        if expert == 1:
-            return layer, []
-        experts = [replace(w, shape=(w.shape[0] // expert, *w.shape[1:])) for w in layer if w.expert]
-        return [weight for weight in layer if not weight.expert], experts
-
-    def _units_around_layers(self) -> tuple[list[Weight], list[Weight], list[Weight], list[list[Weight]]]:
-        """Returns the root's weights (gathered until the backward has ended), embedding, tail, and the units of a
-        tower."""
-        units: dict[str, list[Weight]] = {"rest": [], "layer": [], "embedding": [], "tail": []}
-        for weight in self.shapes.weights:
-            units.setdefault(weight.unit, []).append(weight)
-        root, _, embedding, tail, *tower = units.values()
-        return root, embedding, tail, tower
 
     def load(self, state: State) -> int:
         return state.persistent[WEIGHTS] + max(weight.bytes for weight in self.shapes.weights)

@@ -16,7 +16,7 @@ from accelerate.state import PartialState
 from finetune.engine import launch as launch_module
 from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import Launch, _option, check_started, collective_timeout, read_config_file, read_launch
-from finetune.engine.start import _replace_prepare_backend, _skip_shared_memory_build
+from finetune.engine.start import _replace_prepare_backend, prepare_rehearsal
 from finetune.errors import UserError
 from finetune.models.config import model_config
 from finetune.recipe import load_recipe
@@ -288,7 +288,12 @@ def test_a_rehearsal_compiles_nothing_of_deepspeed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", True)
     from deepspeed.comm.torch import build_shm_op
 
-    _skip_shared_memory_build()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "")  # and put back afterwards
+    for name in ("LOCAL_RANK", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_USE_CPU"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    prepare_rehearsal(Launch("zero", 1))
     assert build_shm_op() is None
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.engine.parallelism import Schedule
-from finetune.engine.pipeline import make_schedule, make_stage
+from finetune.engine.pipeline import TimedStage, make_schedule
 from finetune.engine.stages import SINGLE_STAGE_SCHEDULES, bubble_share, schedulable_micro_batches
 
 SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}  # a backward is as long as two forwards; I and W are its halves
@@ -30,7 +30,7 @@ def order(schedule: Schedule, ranks: int, stages_per_rank: int, micro_batches: i
     """What each rank does, one after the other; torch works it out for all of them."""
     hidden, stages = torch.empty(1, 4, 2, device="meta"), range(0, ranks * stages_per_rank, ranks)
     made = [
-        make_stage(nn.Identity(), index, ranks * stages_per_rank, None, hidden, torch.device("cpu"), None)  # type: ignore[arg-type]
+        TimedStage(nn.Identity(), index, ranks * stages_per_rank, None, hidden, torch.device("cpu"), None)  # type: ignore[arg-type]
         for index in stages
     ]
     found = make_schedule(schedule, list(made), micro_batches)

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from finetune.data.batch import Batch, collate
 from finetune.data.samples import Example, Sequence
-from finetune.engine.hardware import find_device, peak_tflops, shipped_hardware
+from finetune.engine.hardware import peak_tflops, shipped_hardware
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS
 from finetune.models.attention.per_document import prepare
@@ -209,8 +209,8 @@ def test_pairs_are_those_of_a_mask(window: int | None) -> None:
     ],
 )
 def test_devices_are_known_by_torchs_name_or_not_at_all(name: str, device: str | None) -> None:
-    found = find_device(name)
-    assert (found.name if found else None) == device
+    key = shipped_hardware().key_of(name)
+    assert (shipped_hardware().devices[key].name if key else None) == device
 
 
 def test_peaks_are_of_the_type_of_the_products() -> None:
