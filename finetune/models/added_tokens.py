@@ -21,7 +21,7 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import UserError
-from finetune.models.patches import mix_in
+from finetune.models.patches import mix_in, set_attribute
 from finetune.recipe.schema import Tokens
 from finetune.utils import full_shape, unwrap_peft
 
@@ -148,23 +148,21 @@ def train_rows(model: Any, first: int, count: int, dtype: torch.dtype) -> None:
             )
         weight = module.weight
         if id(weight) not in shared:
-            shared[id(weight)] = nn.Parameter(_rows_of(weight, first, count).to(dtype))
+            rows = torch.empty(count, weight.shape[1], device="meta")
+            if not weight.is_meta:
+                with _gathered(weight):
+                    rows = weight[first : first + count].detach().clone()
+            shared[id(weight)] = nn.Parameter(rows.to(dtype))
         module.register_parameter(ROWS, shared[id(weight)])
         vars(module)["first_added"] = first
         mix_in(module, _WithRows, "added rows")
     names = [name for name, module in base.named_modules() if ROWS in module._parameters]
     if len(shared) < len(names):  # so that tying the weights again ties these, too
-        base._tied_weights_keys = {**(base._tied_weights_keys or {}), f"{names[1]}.{ROWS}": f"{names[0]}.{ROWS}"}
+        keys = {**(base._tied_weights_keys or {}), f"{names[1]}.{ROWS}": f"{names[0]}.{ROWS}"}
+        set_attribute(base, "_tied_weights_keys", keys, "tied adapters")
     ids = list(range(first, first + count))
     indices = {name.rpartition(".")[2]: ids for name in names[: len(shared)]}
     model.peft_config[model.active_adapter].trainable_token_indices = indices
-
-
-def _rows_of(weight: Any, first: int, count: int) -> Tensor:
-    if weight.is_meta:
-        return torch.empty(count, weight.shape[1], device="meta")
-    with _gathered(weight):
-        return weight[first : first + count].detach().clone()
 
 
 def split_rows(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

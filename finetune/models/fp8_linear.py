@@ -23,8 +23,8 @@ from torchao.float8.float8_linear import (  # pyright: ignore[reportMissingImpor
     matmul_with_hp_or_float8_args,
 )
 
+from finetune.models.packed_linear import multiplies_in_fp8
 from finetune.models.patches import replace_class
-from finetune.models.quantized import multiplies_in_fp8
 
 
 class Fp8TrainedLinear(Float8Linear):

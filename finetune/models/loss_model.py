@@ -183,7 +183,7 @@ def choose_cross_entropy(
     if requested in ("torch", "liger"):
         obstacle = why_not_torch(mapping) if requested == "torch" else why_not_liger(device)
         if not matrix:
-            obstacle = "it takes a head that is one matrix, and this one has adapters or quantised weights"
+            obstacle = "it takes a head that is one matrix, and this one has adapters or quantized weights"
         if not only_sums:
             obstacle = "it gives the sum of the token losses only, and the objective needs more"
         if obstacle:

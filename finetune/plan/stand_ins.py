@@ -28,8 +28,8 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool) -> Iterator[None]:
 
 
 class _Unpacked(torch.autograd.Function):
-    """A product with a weight that is unpacked for it, in the forward and again in the backward (`models/quantized.py`,
-    bitsandbytes' MatMul4Bit)."""
+    """A product with a weight that is unpacked for it, in the forward and again in the backward
+    (`models/packed_linear.py`, bitsandbytes' MatMul4Bit)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:

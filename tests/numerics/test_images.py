@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +74,30 @@ def test_a_trial_that_has_passed_is_kept_and_one_that_has_not_is_repeated(
         assert "differs" in str(trial_with_images(config))
 
 
+def own_pixels(trial: ImageTrial, document: int) -> torch.Tensor | None:
+    """Mask of the pixels of a document's images among all; None if it has no images."""
+    marked = copy.copy(trial)
+    marked.pictures = {name: tensor.detach().clone() for name, tensor in trial.pictures.items()}
+    marked.pictures["pixel_values"].zero_()
+    if not (views := marked.pictures_of(document)):
+        return None
+    views["pixel_values"].fill_(1)
+    return marked.pictures["pixel_values"].bool()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_pixels_move_their_own_document_only(name: str) -> None:
     trial = ImageTrial(tiny_whole(config_of(name)), per_document.DOCUMENTS)
-    trial.whole["pixel_values"].requires_grad_(True)
-    losses = trial.row_losses()
+    trial.pictures["pixel_values"].requires_grad_(True)
+    losses = trial.losses(trial.row_logits())
     moved = []
     for loss in losses:
-        (gradient,) = torch.autograd.grad(loss.sum(), trial.whole["pixel_values"], retain_graph=True, allow_unused=True)
+        (gradient,) = torch.autograd.grad(
+            loss.sum(), trial.pictures["pixel_values"], retain_graph=True, allow_unused=True
+        )
         moved.append(torch.zeros(()) if gradient is None else gradient)
     for i, gradient in enumerate(moved):
-        if (own := trial.own_pixels(i)) is None:
+        if (own := own_pixels(trial, i)) is None:
             assert not gradient.any()
         else:
             assert not torch.where(own, 0.0, gradient).any()
