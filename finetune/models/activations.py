@@ -44,10 +44,8 @@ def recompute_activations(
 
 
 def _policy(_context: Any, operator: Any, *values: Any, **named: Any) -> CheckpointPolicy:
-    """Returns MUST_SAVE for operators that are not recomputed.
-
-    Attention with dropout is recomputed: it draws random numbers, and later draws would differ if it were left out.
-    """
+    """Returns MUST_SAVE for operators that are not recomputed. Attention with dropout is: it draws random numbers, and
+    later draws would differ if it were left out."""
     if operator not in _expensive("bitsandbytes" in sys.modules):
         return CheckpointPolicy.PREFER_RECOMPUTE
     schema = getattr(operator, "_schema", None)  # flex attention has no schema, and no dropout
@@ -237,7 +235,6 @@ class ActivationOffload:
 
 
 def part_of_parameter(tensor: Tensor) -> Tensor:
-    """Returns a plain tensor that is part of a parameter, marked as such: its memory is the engine's as well, which may
-    empty it before the backward and fill it again for that."""
+    """Marks a plain tensor as part of a parameter, whose memory the engine may empty until the backward."""
     tensor.untyped_storage().of_parameter = True  # pyright: ignore[reportAttributeAccessIssue]  (kept with the storage)
     return tensor

@@ -87,11 +87,10 @@ def _stacked_experts(model: nn.Module) -> dict[str, Any]:
 
 
 def reach_experts(model: nn.Module) -> None:
-    """Let experts with weights take part in every forward of a layer whose tokens may all choose experts without
-    weights (LongCat-Flash's zero experts, https://arxiv.org/abs/2509.01322).
+    """Let experts with weights take part in every forward, if all tokens of a layer may choose experts without weights
+    (LongCat-Flash's zero experts, https://arxiv.org/abs/2509.01322).
 
-    Weights that no token of a rank chose would have no gradient there: FSDP2 would reduce less than on other ranks, and
-    an optimizer would not decay them on one process while it does on several.
+    Without a gradient on one rank, FSDP2 would reduce less there, and an optimizer would not decay these weights.
     """
 
     def add_row_of_zeros(experts: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> Tensor | None:
@@ -107,11 +106,8 @@ def reach_experts(model: nn.Module) -> None:
 
 
 def compute_experts_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let stacked experts compute in the type that autocast has for other matrices, and give it back as those do.
-
-    Grouped products ignore autocast (https://github.com/pytorch/pytorch/issues/174763): they would run in the type of
-    the weights in memory, and from there on hidden states would have that type.
-    """
+    """Let stacked experts compute in autocast's type and return it, as other matrices do: grouped products ignore it
+    (https://github.com/pytorch/pytorch/issues/174763)."""
     for experts in _stacked_experts(model).values():
         names = [name for name, _ in experts.named_parameters(recurse=False)]
         forward = partial(_forward_in, experts, type(experts).forward, names, dtype)
@@ -132,10 +128,10 @@ def _forward_in(
 
 
 def dispatch_tokens(experts: Any, exchange: Exchange, adapters: Mapping[str, Any], first: int) -> None:
-    """Let the module compute its own experts for the tokens of all ranks of the group.
+    """Let the module compute the experts of this rank for the tokens of all ranks of the group.
 
-    Its parameters still have the shape (E, ...); `Exchange.weight` knows which of their rows are here. adapters: peft's
-    wrappers by parameter, with the adapters of all experts. first: of the experts that are here.
+    Its parameters still have the shape (E, ...). adapters: peft's wrappers by parameter, with the adapters of all
+    experts; first: number of the first expert of this rank.
     """
     forward = partial(_forward, experts, type(experts).forward, exchange, adapters, first)
     replace_forward(experts, forward, "experts of this rank")

@@ -44,10 +44,10 @@ def pack_linear_layers(
     kept_on: torch.device,
     whole: list[str] | None = None,
 ) -> None:
-    """Replace linear layers by packed ones, in place. Those on `meta` get the shapes of packed ones.
+    """Replace linear layers by packed ones, in place; those on `meta` get the shapes of packed ones.
 
     device: on which a layer is packed; kept_on: on which it stays. whole: names of modules left unpacked; None: the
-    head, and those kept in fp32 by the model's code. Raises UserError with the install line if bitsandbytes is missing.
+    head, and those kept in fp32 by the model's code. Raises UserError.
     """
     pack = pack_fp8 if settings.type == "fp8" else partial(_four_bit_layer, settings)
     skipped = HfQuantizer.get_modules_to_not_convert(model, whole, model._keep_in_fp32_modules)
@@ -132,11 +132,8 @@ def keep_weights_unpacked(model: Any) -> None:
 
 
 def make_plain(model: nn.Module) -> None:
-    """Replace 4-bit parameters by plain ones over the same bytes; layers keep their quantization states themselves.
-
-    A parameter with a state adds the state's tensors to each state dict, and reads numbers off them. The layer's
-    forward gives it back.
-    """
+    """Replace 4-bit parameters by plain ones over the same bytes, as those with a state add it to each state dict.
+    Layers keep the states themselves, and their forward gives them back."""
     for module in model.modules():
         if type(weight := module._parameters.get("weight")).__name__ == "Params4bit" and weight is not None:
             module.weight = nn.Parameter(weight.detach().as_subclass(Tensor), requires_grad=False)
@@ -158,11 +155,8 @@ LARGEST = 448.0  # of E4M3
 
 
 def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (O, I) E4M3 and (O, 1) fp32 scales, powers of two: the smallest with which a row fits.
-
-    Such a scale moves exponents alone: 4 bits of significand times it are exact in bfloat16 and float32, so that all
-    devices and compute types have the same weights.
-    """
+    """Returns (O, I) E4M3 and (O, 1) fp32 scales: the smallest powers of two with which a row fits, so that weights are
+    exact in bfloat16 and float32 on all devices."""
     largest = weight.abs().amax(1, keepdim=True).float()
     scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest / LARGEST).exponent)
     return (weight.float() / scale).to(E4M3), scale
@@ -250,11 +244,8 @@ class _ScaledProduct(torch.autograd.Function):
 
 
 def scaled_product(x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
-    """Returns q(x) (matrix * scale) in the type of x, accumulated in fp32: (..., K) -> (..., N).
-
-    matrix: (K, N) E4M3; scale: (1, N) fp32. On devices other than CUDA's by a product of the unpacked values: the same
-    factors, all exact in bfloat16.
-    """
+    """Returns q(x) (matrix * scale) in the type of x, accumulated in fp32: (..., K) -> (..., N). matrix: (K, N) E4M3;
+    scale: (1, N) fp32. On other devices than CUDA's by unpacked values: the same factors, all exact in bfloat16."""
     rows, of_rows = fp8_rows(x.reshape(-1, x.shape[-1]))  # (T, K), (T, 1)
     if x.is_cuda:
         by_column = matrix.t().contiguous().t()  # cuBLAS takes no other: a copy in the backward

@@ -166,11 +166,8 @@ def _path_of(model: Any, module: Any) -> str:
 
 
 def text_part_of(model: Model) -> TextPart | None:
-    """Returns the text part of the recipe's model, None if it is all of it, or is trained with its other parts.
-    Raises UserError if it cannot be located.
-
-    The first call must be before an engine starts: ZeRO-3 changes how models are built.
-    """
+    """Returns the text part of the recipe's model; None if that is all of it, or other parts are trained, too. Raises
+    UserError. The first call must be before an engine starts: ZeRO-3 changes how models are built."""
     if model.name is None or model.train is not None:
         return None
     return _text_part(model.name, model.revision, model.trust_remote_code)
@@ -235,12 +232,8 @@ def _of_base_class(config: PretrainedConfig) -> Any:
 
 
 def check_text_part(model: Model) -> None:
-    """Raises UserError if the text part of the recipe's model gives other logits than the base's class does for text
-    alone.
-
-    Tried with a small text part: in the base's class, created on `meta`, it replaces its own, so that the other
-    parts would fail if anything called them.
-    """
+    """Raises UserError if the text part of the recipe's model gives other logits than the base's class for text alone:
+    a small one is tried within the base's class, whose other parts are on `meta` and would fail if called."""
     if (part := text_part_of(model)) is None:
         return
     config = copy.deepcopy(base_config(model))
@@ -273,11 +266,8 @@ def _unclear(config: PretrainedConfig, why: str) -> UserError:
 
 
 def key_mapping(part: TextPart) -> dict[str, str]:
-    """Returns `from_pretrained`'s argument that maps names in the base's files to the text part's names.
-
-    Raises UserError unless each tensor of the text part is built from the tensors from which the base's class would
-    build it, and from no other.
-    """
+    """Returns `from_pretrained`'s argument that maps names in the base's files to the text part's names. Raises
+    UserError unless each tensor is built from exactly those from which the base's class would build it."""
     ours = {part.in_base(name): name for name in part.text.state_dict()}
     expected = {name: ours.get(loaded or "") for name, loaded in part.files.items()}
     tied = part.text.get_expanded_tied_weights_keys(all_submodels=True)
@@ -328,10 +318,8 @@ def _ends(name: str) -> list[str]:
 def loaded_names(
     model: Any, files: Iterable[str], renames: dict[str, str] | None = None
 ) -> tuple[dict[str, str | None], list[Any]]:
-    """Returns the name that `from_pretrained` gives each tensor of a checkpoint, and the conversions by which it does.
-
-    That is the name of the model's tensor (the first, if it becomes several), None if it is not used.
-    """
+    """Returns the model's tensor (the first, if several) that `from_pretrained` makes of each tensor of a checkpoint, None
+    if it is not used; and the conversions by which it does."""
     conversions = get_model_conversion_mapping(model, renames)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]

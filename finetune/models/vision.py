@@ -44,7 +44,7 @@ Pictures = Callable[[Any, Sequence[int]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Family:
-    """Common traits of the models of a `model_type`."""
+    """Traits of the models of a `model_type`."""
 
     language: str  # path of the text model in the base model
     tower: str
@@ -192,7 +192,7 @@ def _trains(family: Family, name: str, trained: Sequence[str]) -> bool:
 
 
 def freeze_parts(model: Any, family: Family, trained: Sequence[str]) -> None:
-    """Freeze, in place, all but the trained parts. Raises UserError if layers of a tower would get no gradient."""
+    """Freeze all but the trained parts. Raises UserError if layers of a tower would get no gradient."""
     _check_read(model, trained)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_trains(family, name, trained))
@@ -205,10 +205,7 @@ def _check_read(model: Any, trained: Sequence[str]) -> None:
 
 
 def adapted_modules(model: Any, family: Family, trained: Sequence[str], lora: Lora) -> list[str]:
-    """Returns the paths of the modules that get adapters: by `lora.targets`, in the trained parts alone.
-
-    Raises UserError if a part has none of them.
-    """
+    """Returns the paths of modules in the trained parts that get adapters. Raises UserError if a part has none."""
     _check_read(model, trained)
     head = model.get_output_embeddings()
     here = {name: module for name, module in model.named_modules() if _trains(family, name, trained)}
@@ -226,13 +223,10 @@ def adapted_modules(model: Any, family: Family, trained: Sequence[str], lora: Lo
 
 
 def attention_of_parts(config: PretrainedConfig, of_language: str) -> dict[str, str]:
-    """Returns `from_pretrained`'s argument: the language model's attention, by documents; a tower has transformers'
-    own, which keeps images apart."""
+    """Returns `from_pretrained`'s argument: the language model's attention; a tower has transformers' own."""
     text = config.get_text_config(decoder=True)
-    return {
-        "": "sdpa",
-        **{name: of_language if getattr(config, name) is text else "sdpa" for name in config.sub_configs},
-    }
+    parts = {name: of_language if getattr(config, name) is text else "sdpa" for name in config.sub_configs}
+    return {"": "sdpa", **parts}
 
 
 def part_sizes(model: Any) -> dict[str, tuple[int, int]]:
@@ -264,8 +258,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def processor_settings(model: Model, images: Images | None) -> dict[str, bytes]:
-    """Returns the files with the settings of the base's processors, as the result has them: with the bounds of the
-    recipe, so that loading it gives an image the tokens that were trained on. images: `data.image`."""
+    """Returns the files with the settings of the base's processors, with the recipe's bounds of an image's size."""
     from finetune.data.images.families import image_family, processor_place
 
     name, revision = (model.name, model.revision) if images is None else processor_place(model, images)
@@ -324,10 +317,10 @@ class ImagePart:
 
     @contextlib.contextmanager
     def forward(self, model: Any, inputs: dict[str, Any]) -> Iterator[None]:
-        """A context for a forward with these inputs: the tower runs in it. model: transformers' or peft's.
+        """A context for a forward with these inputs, in which the tower runs. model: transformers' or peft's.
 
-        The tower runs after the embedding, as in transformers' own: ZeRO-3 gathers weights ahead in the order of the
-        forward before, which must be the same on all ranks.
+        It runs after the embedding, as in transformers' own: ZeRO-3 gathers weights ahead in the order of the forward
+        before, which must be the same on all ranks.
         """
         cache = inputs.get("past_key_values")
         is_continued = cache is not None and cache.get_seq_length() > 0  # a generation: no rank has images then
@@ -367,16 +360,13 @@ Positions = Callable[[Tensor, "Tensor | None"], Tensor]  # ids (1, t), image_gri
 
 def document_positions(config: Any) -> Positions | None:
     """Returns a function for a document's positions in time, height and width, by transformers' `get_rope_index`; None
-    for models without such positions.
-
-    transformers' method reads the config alone: it is called on an instance without weights.
-    """
+    for models without such positions."""
     module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     causal = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type])
     kind: Any = getattr(module, causal.replace("ForConditionalGeneration", "Model"))
     if not hasattr(kind, "get_rope_index"):
         return None
-    model = object.__new__(kind)
+    model = object.__new__(kind)  # without weights: the method reads the config alone
     object.__setattr__(model, "config", config)
 
     def positions(ids: Tensor, grid: Tensor | None) -> Tensor:
@@ -389,8 +379,8 @@ def document_positions(config: Any) -> Positions | None:
 
 
 def row_positions(config: Any) -> Callable[[Batch], Batch] | None:
-    """Returns a function for the positions of a batch with images, [4, 1, T]: indices in the document, and
-    `document_positions` of each document as if it were alone. None: indices suffice."""
+    """Returns a function for the positions of a batch with images, [4, 1, T]: indices in the document and its
+    `document_positions`. None: indices suffice."""
     positions = document_positions(config)
 
     def with_positions(batch: Batch) -> Batch:

@@ -1,7 +1,5 @@
 """The model of a recipe: weights from a hub id or folder, or from a config; quantized, frozen and with adapters by the
-recipe.
-
-The placement of weights in memory is the engine's decision (`Placement`).
+recipe. The engine decides where weights are placed in memory (`Placement`).
 """
 
 from __future__ import annotations
@@ -63,20 +61,14 @@ from finetune.utils import full_shape, pattern_of, unwrap_peft
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of this rank's weights.
+    """Placement of this rank's weights."""
 
-    meta: shapes only, of buffers as well; the engine fills them in from rank 0. device: on which quantized weights are
-    packed; None if ZeRO-3 shards each weight as it is read. layers: the decoder layers that need weights, the others
-    may be left on `meta`. direct: each weight is read straight to `device`. Otherwise every rank would need a copy of
-    the model in host memory if it is in fp32, which checkpoints are not. packed_on: on which packed weights wait for
-    the engine to shard them; None: `device`.
-    """
-
-    weights: Literal["load", "meta"]
-    device: torch.device | None
-    layers: frozenset[int] | None = None
+    weights: Literal["load", "meta"]  # meta: shapes only, of buffers as well; the engine fills them in from rank 0
+    device: torch.device | None  # on which weights are packed; None if ZeRO-3 shards each weight as it is read
+    layers: frozenset[int] | None = None  # decoder layers that need weights; others may be left on `meta`
+    # Each weight is read straight to `device`, as a copy in fp32 of a 16-bit checkpoint may not fit in host memory.
     direct: bool = False
-    packed_on: torch.device | None = None
+    packed_on: torch.device | None = None  # on which packed weights wait for the engine to shard them; None: `device`
 
 
 def load_model(
@@ -86,10 +78,8 @@ def load_model(
     placement: Placement,
     labels: tuple[str, ...] = (),
 ) -> PreTrainedModel:
-    """Returns the model ready to be wrapped by an engine: in train mode, weights frozen as configured, adapters in.
-
-    labels: of a head of scores, in place of the LM head. Seeded: random weights are the same on every rank. Raises
-    UserError if it cannot be loaded or has no such head.
+    """Returns the model in train mode, with adapters, before an engine wraps it. Random weights are the same on every
+    rank. labels: of a head of scores, in place of the LM head. Raises UserError if it cannot be loaded.
     """
     types = dtypes(recipe)
     auto: Any = AutoModelForCausalLM if recipe.model.train is None else AutoModelForImageTextToText
@@ -263,28 +253,25 @@ def _base_model(
 
 
 def stored_in_mxfp4(config: PretrainedConfig) -> bool:
-    """Returns whether a checkpoint's experts are in 4 bits with a scale for each 32 (gpt-oss). All their values are
-    exact in bfloat16. transformers would compute with the packed ones if its kernels are there, without a gradient."""
+    """Returns whether a checkpoint's experts are in 4 bits with a scale for each 32 (gpt-oss), exact in bfloat16.
+    transformers would compute with packed ones if its kernels are installed, without a gradient."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
     return method == "mxfp4"
 
 
 def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str) -> Any:
-    """Returns the class of a model that is a part of the one in its files.
-
-    layers: the decoder layers that it has before weights are read, so that others' are not; None: all. ignored: the
-    pattern of names in files that do not belong to this part.
-    """
+    """Returns the class of a model that is a part of the one in its files. layers: decoder layers whose weights are
+    read; None: all. ignored: the pattern of names in files that do not belong to this part."""
 
     class Partly(model_class):
         _keys_to_ignore_on_load_unexpected = [ignored]  # noqa: RUF012 (transformers' name and type)
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            others = {*range(len(self.base_model.layers))} - layers if layers is not None else ()
-            for i in others:
-                self.base_model.layers[i] = torch.nn.Identity()
+            for i in range(len(self.base_model.layers)) if layers is not None else ():
+                if i not in layers:
+                    self.base_model.layers[i] = torch.nn.Identity()
 
     # transformers finds conversions by the names of class and module.
     Partly.__name__, Partly.__module__ = model_class.__name__, model_class.__module__
@@ -294,12 +281,8 @@ def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str) -> An
 def parameter_counts(model: Any) -> tuple[int, int]:
     """Returns (all, trained) parameters of the full model, even if this rank has a shard or 4-bit weights."""
     packed = {id(parameter): weights for parameter, weights in linear_weights(model)}
-    total = trained = 0
-    for parameter in model.parameters():
-        numel: int = packed[id(parameter)] if id(parameter) in packed else full_shape(parameter).numel()
-        total += numel
-        trained += numel if parameter.requires_grad else 0
-    return total, trained
+    counts = [(packed.get(id(p)) or full_shape(p).numel(), p.requires_grad) for p in model.parameters()]
+    return sum(count for count, _ in counts), sum(count for count, is_trained in counts if is_trained)
 
 
 # --- LoRA adapters through peft, imported only if there are any: it takes a second, as it imports bitsandbytes
@@ -308,12 +291,8 @@ def parameter_counts(model: Any) -> tuple[int, int]:
 def add_adapters(
     model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None, paths: list[str] | None = None
 ) -> Any:
-    """Returns the model with its weights frozen and adapters in `dtype` that train. tokens: the added ones; paths: of
-    the modules that get adapters, if `lora.targets` names others as well.
-
-    Raises UserError if `lora.targets` or `lora.modules_to_save` name no module of the model, and if DoRA would
-    divide by zero.
-    """
+    """Returns the model with frozen weights and trained adapters in `dtype`. tokens: the added ones; paths: of the
+    modules that get adapters, if `lora.targets` names others as well. Raises UserError if a name is of no module."""
     from peft import LoraConfig, get_peft_model
 
     _check_names(model, lora)
@@ -393,12 +372,8 @@ def _layers_without_a_call(model: Any) -> list[str]:
 
 
 def keep_input_types(model: Any) -> None:
-    """Let adapters take their inputs as they come, for a forward under autocast.
-
-    peft casts each input to the adapter's fp32, and autocast casts it back for the product: two passes over the hidden
-    states for each adapted module, and a copy of them in the graph. Only if no other operation reads the
-    input: dropout and DoRA compute in the type of their input.
-    """
+    """Let adapters take their inputs as they come, for a forward under autocast: those without dropout or DoRA, which
+    compute in the type of their input."""
     if not hasattr(model, "peft_config"):
         return
     for module in model.modules():
@@ -454,8 +429,8 @@ def _rename_tied(model: Any) -> None:
 
 
 def _check_magnitudes(model: Any) -> None:
-    """Raises UserError if DoRA would divide by zero, the norm of an output's weights: with tied weights the head has
-    a padding token's embedding, which is zero, and every loss would be NaN."""
+    """Raises UserError if DoRA would divide by zero, the norm of an output's weights: a tied head has a padding token's
+    embedding, which is zero."""
     for name, module in model.named_modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
             if magnitude.weight.is_meta:  # rank 0 has the values, and reports it

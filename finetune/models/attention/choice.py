@@ -25,9 +25,8 @@ from finetune.recipe.schema import Recipe
 
 
 def _no_arguments(document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = ()) -> dict[str, Any]:
-    """transformers finds the documents in the restarting position_ids. It does so only without a cache and without an
-    attention mask, hence `use_cache=False` in every training forward: with a cache they would silently see each
-    other. Not every architecture does so: see `isolation`."""
+    """transformers finds documents in restarting position_ids; in most architectures (see `isolation`), and without a
+    cache or an attention mask, hence `use_cache=False` in every training forward."""
     return {}
 
 
@@ -50,14 +49,14 @@ class AttentionChoice:
 
         Lengths as in `Batch`; for prefixes see `not_shared`. input_ids: (1, T), for `image_token`.
         """
-        if not any(prefix_lengths):
-            arguments = self.prepare(document_lengths)
-            if self.image_token is not None and input_ids is not None:
-                per_document.with_whole_images(arguments, input_ids, self.image_token)
-            return arguments
-        if self.not_shared is not None:
-            raise ValueError(f"{self.implementation}: {self.not_shared}")
-        return self.prepare(document_lengths, prefix_lengths)
+        if any(prefix_lengths):
+            if self.not_shared is not None:
+                raise ValueError(f"{self.implementation}: {self.not_shared}")
+            return self.prepare(document_lengths, prefix_lengths)
+        arguments = self.prepare(document_lengths)
+        if self.image_token is not None and input_ids is not None:
+            per_document.with_whole_images(arguments, input_ids, self.image_token)
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -105,10 +104,7 @@ class _Case:
         return "sdpa" if getattr(self.model_class, "_supports_sdpa", False) and not self.soft_capped else "eager"
 
     def verdict(self, implementation: str | None) -> Verdict:
-        """Returns the verdict of a trial. Raises UserError if the model sees the tokens that it should predict.
-
-        Compiled layers are one graph of one shape, and would be compiled again for each document of a mixer.
-        """
+        """Returns the verdict of a trial. Raises UserError if the model sees the tokens that it should predict."""
         prepare = per_document.prepare if implementation == per_document.DOCUMENTS else _no_arguments
         outcome = verdict(self.model_config, implementation, prepare)
         if outcome.causal is not None:
@@ -116,7 +112,7 @@ class _Case:
                 f"{self.model_class.__name__} sees the tokens that it is to predict ({outcome.causal}) and would learn "
                 "to copy them: set `is_decoder: true` in its config if it has that, or choose a causal model"
             )
-        if outcome.mixers and self.longest is not None:
+        if outcome.mixers and self.longest is not None:  # they would be compiled again for each document
             why = f"compiled layers cannot run {', '.join(outcome.mixers)} once for each document"
             return replace(outcome, packed=why, mixers={})
         return outcome
@@ -138,8 +134,8 @@ def attention_for(
 
 
 def _with_images(recipe: Recipe, config: PretrainedConfig, device: str, there: Kernels | None) -> AttentionChoice:
-    """Returns the attention of the language model of a multimodal one. Raises UserError if it, or the family's handling
-    of images in its forward, does not keep packed documents apart."""
+    """Returns the attention of a multimodal model's language model. Raises UserError if it, or the family's handling of
+    images, does not keep packed documents apart."""
     text, family = text_config(config, has_head=True), family_of(config)
     model_class: Any = AutoModelForCausalLM._model_mapping[type(text)]
     requested, half = recipe.model.attention, dtypes(recipe).compute != torch.float32
@@ -177,8 +173,8 @@ def choose_attention(
 ) -> AttentionChoice:
     """Returns the attention implementation for this architecture, device and precision, with the reason in words.
 
-    device: cpu, cuda, ...; kernels: by default those of this machine. longest: most tokens of a document, if layers
-    are compiled. Raises UserError if the recipe asks for one that cannot be.
+    kernels: None: those of this machine; longest: most tokens of a document, if layers are compiled. Raises UserError
+    if the requested one is not possible.
     """
     text = config.get_text_config()
     case = _Case(model_class, config, text, device, half_precision, kernels or Kernels.here(), longest)

@@ -54,7 +54,8 @@ _CAUSAL_TOLERANCE = 1e-4
 _FIRST_TOKEN = 3  # below are the ids that mean something
 _SHARED = LENGTHS[1] // 2  # tokens that the last two documents begin with
 
-# (lengths of documents, tokens that each shares with the beginning of the one before) -> inputs besides the tokens
+# (lengths of documents, tokens that each shares with the beginning of the one before) -> inputs of a forward besides
+# its tokens
 Prepare = Callable[..., dict[str, Any]]
 
 
@@ -84,11 +85,8 @@ class Differences:
 
 
 def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepare) -> Verdict:
-    """Returns the verdict from the cache, or from a trial.
-
-    implementation: of attention, transformers' name; None: documents do not share a row. prepare: the inputs of a
-    forward in addition to its tokens, from the lengths of its documents.
-    """
+    """Returns the verdict from the cache, or from a trial. implementation: of attention, transformers' name; None:
+    documents do not share a row."""
     try:
         tiny = tiny_config(config)
     except FAILURES as error:
@@ -155,10 +153,7 @@ def _try(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -
 def _why_not_packed(
     tiny: PretrainedConfig, implementation: str, prepare: Prepare, plain: Trial, reference: Computed
 ) -> tuple[str | None, Mixers]:
-    """Returns (reason, {}) with the arguments of a run, or (None, mixers that run per document).
-
-    The error without the mask that must not be read is the clearer one.
-    """
+    """Returns (reason, {}) with the arguments of a run, or (None, mixers that run per document)."""
 
     def as_in_a_run(lengths: tuple[int, ...]) -> dict[str, Any]:
         return with_unread_mask(prepare(lengths), torch.device("cpu"))
@@ -172,15 +167,15 @@ def _why_not_packed(
         trial = Trial(tiny, implementation, plain)
         mixers = find_mixers(trial.model, lambda: trial.row_logits(as_in_a_run), ROW)
     except FAILURES:
-        return packs(prepare, {}) or reason, {}
+        return packs(prepare, {}) or reason, {}  # without the mask that must not be read the error is clearer
     if (still := packs(as_in_a_run, mixers)) is None:
         return None, batched_where_same(mixers, lambda tried: packs(as_in_a_run, tried) is None)
     return f"{reason}; with {', '.join(mixers)} once for each document: {still}", {}
 
 
 def batched_where_same(mixers: Mixers, same: Callable[[Mixers], bool]) -> Mixers:
-    """Returns the mixers, those that compute documents of like length as one batch set to do so: all, or else those
-    that do in addition to the ones before them."""
+    """Returns the mixers, set to compute documents of like length as one batch if that gives the same: all of them, or
+    each in addition to those before it."""
     able = [name for name, mixer in mixers.items() if takes_batches(mixer)]
     for names in (able, *([name] for name in able[: len(able) if len(able) > 1 else 0])):
         tried = {n: Mixer(**{**mixer, "batched": n in names or mixer["batched"]}) for n, mixer in mixers.items()}

@@ -1,7 +1,5 @@
-"""Attention within documents by one kernel for the row: torch's flash attention of many lengths, or FlexAttention.
-
-And what all implementations share: registration, boundaries, and attention under a mask, which generation with padding
-needs.
+"""Attention within documents by one kernel for the row: torch's flash attention of many lengths, or FlexAttention; and
+registration, boundaries and masked attention, which all implementations share.
 
 Letters: B rows, T query tokens, L key tokens, N documents, R blocks of 128 tokens, H query heads, K key/value heads,
 D head size.
@@ -30,12 +28,9 @@ from finetune.data.batch import row_places
 
 
 def boundaries(document_lengths: tuple[int, ...], device: str, compiled: bool) -> Tensor:
-    """Returns (N + 1,) int32: 0, then the end of each of N documents (`cu_seqlens`). Copied without waiting for the
-    device.
-
-    compiled: one graph for all numbers of documents.
-    """
+    """Returns (N + 1,) int32: 0, then the end of each document (`cu_seqlens`). compiled: one graph for every N."""
     ends = torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32)
+    # Without waiting for the device.
     ends = ends.pin_memory().to(device, non_blocking=True) if device == "cuda" else ends.to(device)
     if compiled:
         torch._dynamo.mark_dynamic(ends, 0)
@@ -50,16 +45,12 @@ def in_one_type(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def with_unread_mask(
-    arguments: dict[str, Any],  # of a forward, from `AttentionChoice.forward_arguments`
-    device: torch.device,
-) -> dict[str, Any]:
+def with_unread_mask(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Returns the arguments, if they have documents, with a mask that our implementations do not read.
 
-    Without a mask transformers looks for packed documents in the positions, and waits for the device to see whether
-    there are any; a mask of four dimensions it hands through (masking_utils.py, `_preprocess_mask_arguments`). This one
-    has no elements: a model that reads it all the same fails by its shape, while a mask that allows everything would
-    let documents see each other.
+    Without a mask transformers looks for documents in the positions, and waits for the device; one of four dimensions
+    it hands through (masking_utils.py, `_preprocess_mask_arguments`). This one has no elements: a model that reads it
+    fails by its shape, while with a mask that allows everything documents would see each other.
     """
     if "documents" not in arguments:
         return arguments
@@ -101,10 +92,7 @@ WITHIN_DOCUMENTS: dict[str, WithinDocuments] = {}  # our own implementations, by
 
 
 def register(name: str, within_documents: WithinDocuments) -> None:
-    """Let models be loaded with an implementation by this name (`attn_implementation`).
-
-    within_documents: causal attention within each document of the row.
-    """
+    """Let models be loaded with an implementation by this name (`attn_implementation`)."""
 
     def attention(
         module: torch.nn.Module,
@@ -249,8 +237,8 @@ def block_mask(
 ) -> BlockMask:
     """Returns the mask in which token i sees token j of the same document with i - window < j <= i.
 
-    prefix_lengths: of each document the tokens of the one before that it begins with.
-    Built from the lengths in R x R steps; `create_block_mask` would evaluate T x T pairs.
+    prefix_lengths: of each document the tokens of the one before that it begins with. Built from the lengths in R x R
+    steps; `create_block_mask` would evaluate T x T pairs.
     """
     document = np.repeat(np.arange(len(document_lengths)), document_lengths)  # (T,)
     tokens = len(document)
@@ -309,8 +297,7 @@ def _seen_with_prefixes(
 
 
 def _in_order(blocks: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
-    """Returns (1, 1, R) the number of key blocks of each block of queries, and (1, 1, R, R) their indices, those
-    first."""
+    """Returns the number of key blocks of each block of queries (1, 1, R), and (1, 1, R, R) indices, theirs first."""
     counts = torch.from_numpy(blocks.sum(1, dtype=np.int32))
     indices = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))
     return counts[None, None].to(device), indices[None, None].to(device)

@@ -54,8 +54,8 @@ class _Row:
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns which token of the row each of the batches has, padding being the document's last token once more
-        (a number like others: no norm of zeros), and the position in the batches of each token of the row."""
+        """Returns the tokens of the row that the batches have, padded with each document's last token (no norm of zeros),
+        and the position in the batches of each token of the row."""
         if device not in self._indices:
             calls = calls_of(self.lengths)
             ends = tuple(itertools.accumulate(self.lengths))
@@ -92,8 +92,8 @@ def calls_of(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @contextmanager
 def documents_of_forward(lengths: tuple[int, ...]) -> Iterator[None]:
-    """A context for a forward: the documents that mixers take one by one. Not an argument of it: few models would
-    hand it to their mixers. Plain state: threads of autograd recompute with it, see `recomputed_alike`."""
+    """A context for a forward: the documents that mixers take one by one. Few models would hand an argument to their
+    mixers; and threads of autograd recompute with this state, see `recomputed_alike`."""
     global _row
     before, _row = _row, _Row(lengths)
     try:
@@ -103,8 +103,8 @@ def documents_of_forward(lengths: tuple[int, ...]) -> Iterator[None]:
 
 
 def recomputed_alike(contexts: Callable[[], tuple[Any, Any]] | None = None) -> tuple[Any, Any]:
-    """Returns the contexts of a forward and of its recomputation in the backward (`context_fn` of torch's checkpoint),
-    by when another forward may have run. contexts: others to be in as well."""
+    """Returns the contexts of a forward and of its recomputation (`context_fn` of torch's checkpoint), by when another
+    forward may have run. contexts: others to be in as well."""
     forward, recomputation = contexts() if contexts else (nullcontext(), nullcontext())
     lengths = _row.lengths
 
@@ -127,8 +127,8 @@ def run_per_document(model: Any, mixers: Mixers) -> list[Any]:
 
 
 def with_positional_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook before the forward of a mixer, for hooks around a module's backward, which see positional inputs only and
-    run if these have gradients: its first argument is replaced by one that has."""
+    """A hook before the forward of a mixer: its first argument becomes positional and gets a gradient, which hooks
+    around a module's backward need."""
     name = next(iter(inspect.signature(module.forward).parameters))
     value = args[0] if args else kwargs.pop(name)
     if torch.is_grad_enabled() and not value.requires_grad:
