@@ -90,7 +90,8 @@ class CausalLMWithLoss(WrappedModel):
         """
         super().__init__(model, device_type, autocast, offload, routers, images)
         causal = unwrap_peft(model)
-        head, vocabulary = trained_head(causal), causal.config.get_text_config().vocab_size
+        head: Any = trained_head(causal)
+        vocabulary = causal.config.get_text_config().vocab_size
         self._takes = accepted_names(causal)
         self._keeps_positions = "logits_to_keep" in inspect.signature(causal.forward).parameters
         balances = getattr(causal.config.get_text_config(), "output_router_logits", False)
@@ -103,7 +104,8 @@ class CausalLMWithLoss(WrappedModel):
         if self.choice.implementation != "plain":
             assert isinstance(mapping, LogitMap)  # the choice is plain if it is unknown
             self._logit_map, self._rows = mapping, rows_at_once(vocabulary, device_type)
-            _give_losses(head, self.choice.implementation)
+            head.loss_implementation = self.choice.implementation if is_matrix(head) else "module"
+            mix_in(head, HeadWithLoss, "losses in the head")
 
     def _read(self, targets: TargetTokens, inputs: dict[str, Any]) -> Outputs:
         losses = self._losses(targets, inputs)
@@ -157,11 +159,6 @@ def is_matrix(head: nn.Module) -> bool:
     """Returns whether a head is a plain linear layer, without adapters or quantized weights."""
     kind = type(head)
     return kind is nn.Linear or (isinstance(head, HeadWithLoss) and kind.__mro__[2] is nn.Linear)
-
-
-def _give_losses(head: Any, implementation: str) -> None:
-    head.loss_implementation = implementation if is_matrix(head) else "module"
-    mix_in(head, HeadWithLoss, "losses in the head")
 
 
 def choose_cross_entropy(

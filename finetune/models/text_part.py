@@ -318,8 +318,8 @@ def _ends(name: str) -> list[str]:
 def loaded_names(
     model: Any, files: Iterable[str], renames: dict[str, str] | None = None
 ) -> tuple[dict[str, str | None], list[Any]]:
-    """Returns the model's tensor (the first, if several) that `from_pretrained` makes of each tensor of a checkpoint, None
-    if it is not used; and the conversions by which it does."""
+    """Returns the model's tensor (the first, if several) that `from_pretrained` makes of each tensor of a checkpoint,
+    None if it is not used; and the conversions by which it does."""
     conversions = get_model_conversion_mapping(model, renames)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]

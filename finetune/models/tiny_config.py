@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from finetune.models.base_config import rope_types
+from finetune.models.vision import family_of
 
 VOCABULARY = 128
 HEAD_SIZE = 16
@@ -23,6 +24,7 @@ EXPERTS = 4
 WINDOW = 5  # tokens
 CHUNK = 8  # tokens
 POSITIONS = 64
+IMAGE_TOKEN = VOCABULARY - 1
 PRETRAINED_POSITIONS = 16  # length at which RoPE types that grow with the document begin to
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
@@ -186,3 +188,43 @@ def _shrunk_number(name: str, value: int, settings: dict[str, Any], layers: _Lay
         if re.fullmatch(pattern, name):
             return min(value, size) if value > 0 else value
     return value
+
+
+# --- multimodal models
+
+_WIDTH = HEADS * HEAD_SIZE // 2
+_SMALL_TOWER: dict[str, Any] = {
+    "hidden_size": _WIDTH,
+    "intermediate_size": 2 * _WIDTH,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "num_hidden_layers": 2,
+    "depth": 2,
+    "head_dim": HEAD_SIZE,
+    "out_hidden_size": HIDDEN_SIZE,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0, 1],
+    "num_position_embeddings": 16,
+}
+
+
+def tiny_whole(config: PretrainedConfig) -> Any:
+    """Returns a tiny copy of a multimodal config: small text model, small tower, few patches."""
+    tiny: Any = copy.deepcopy(config)
+    text = tiny.get_text_config(decoder=True)
+    name = next(name for name in tiny.sub_configs if getattr(tiny, name) is text)
+    setattr(tiny, name, tiny_config(text))
+    getattr(tiny, name).pad_token_id = 0
+    vision = tiny.vision_config
+    for key, value in _SMALL_TOWER.items():
+        if hasattr(vision, key):
+            setattr(vision, key, value)
+    if family_of(config).tokens is not None:
+        side = 2 * getattr(tiny, "scale_factor", 1)
+        vision.image_size = vision.patch_size * side
+        if hasattr(tiny, "mm_tokens_per_image"):
+            vision.image_size, tiny.mm_tokens_per_image = vision.patch_size * 4, 4
+    tiny.image_token_id = IMAGE_TOKEN
+    if hasattr(tiny, "video_token_id"):
+        tiny.video_token_id = VOCABULARY - 2
+    return tiny

@@ -269,8 +269,8 @@ def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str) -> An
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            for i in range(len(self.base_model.layers)) if layers is not None else ():
-                if i not in layers:
+            for i in range(len(self.base_model.layers)):
+                if layers is not None and i not in layers:
                     self.base_model.layers[i] = torch.nn.Identity()
 
     # transformers finds conversions by the names of class and module.

@@ -15,8 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from finetune.errors import UserError
 from finetune.models.attention import kernels, per_document
-from finetune.models.attention.image_isolation import trial_with_images
-from finetune.models.attention.isolation import Prepare, Verdict, verdict
+from finetune.models.attention.isolation import Prepare, Verdict, trial_with_images, verdict
 from finetune.models.attention.mixers import Mixers
 from finetune.models.base_config import dtypes, head_sizes, layer_configs
 from finetune.models.text_part import text_config

@@ -1,7 +1,7 @@
 """Tests whether packed documents get the loss and the gradients that plain transformers gives each of them alone.
 
 On a tiny copy of the model's config (`models.tiny_config`), on the CPU and in fp32; an architecture's claims of
-support are not relied on. Verdicts are cached under all that they depend on.
+support, and the name of a family, are not relied on. Verdicts are cached under all that they depend on.
 
 Letters: T tokens of a row, N documents.
 """
@@ -12,19 +12,23 @@ import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from finetune.data.batch import row_places
+from finetune.data.batch import ImagePlace, collate, row_places
 from finetune.data.checksums import Damaged, sealed, unsealed
+from finetune.data.samples import Example
+from finetune.data.samples import Sequence as Document
 from finetune.data.sources.files import cache_root
+from finetune.models.attention import per_document
 from finetune.models.attention.kernels import WITHIN_DOCUMENTS, with_unread_mask
 from finetune.models.attention.mixers import (
     Mixer,
@@ -34,10 +38,11 @@ from finetune.models.attention.mixers import (
     run_per_document,
     takes_batches,
 )
-from finetune.models.attention.per_document import rotate_per_document
+from finetune.models.attention.per_document import DOCUMENTS, rotate_per_document, with_whole_images
 from finetune.models.remote_code import from_config
-from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
+from finetune.models.tiny_config import CHUNK, IMAGE_TOKEN, PRETRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_whole
 from finetune.models.trials import FAILURES, failure_text, quietly, randomize
+from finetune.models.vision import attention_of_parts, family_of, image_tokens, row_positions
 from finetune.models.wrapped import accepted, accepted_names
 from finetune.utils import write_atomically
 
@@ -127,6 +132,27 @@ def cached(
 
 
 _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache", "name_or_path")
+
+
+def why_not_isolated(config: PretrainedConfig) -> str | None:
+    """Returns why packed documents with images differ from each alone; None if they do not."""
+
+    def differences() -> Differences:
+        tiny = tiny_whole(config)
+        return compare(ImageTrial(tiny, None).alone(), ImageTrial(tiny, DOCUMENTS).packed())
+
+    with quietly():
+        return why_not(differences)
+
+
+def trial_with_images(config: PretrainedConfig) -> str | None:
+    """Returns `why_not_isolated`. A trial that has passed is not repeated with the same config, versions and code."""
+    try:
+        tiny = tiny_whole(config)
+    except FAILURES as error:
+        return failure_text(error)
+    trial, passed = (lambda: {"why": why_not_isolated(config)}), (lambda outcome: outcome["why"] is None)
+    return cached(tiny, "images", trial, may_keep=passed)["why"]
 
 
 # --- trying
@@ -308,6 +334,80 @@ class Trial(TinyModel):
 
 def _positions(lengths: Sequence[int]) -> Tensor:  # (1, T)
     return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+# Tokens of text, or an image of so many cells (negative), of each document. They begin and end with text.
+IMAGE_DOCUMENTS: tuple[tuple[int, ...], ...] = ((4, -2, 9), (11,), (3, -3, 2, -2, 6))
+
+
+class ImageTrial(TinyModel):
+    """A tiny model with its tower; implementation: of the language model's attention, None: transformers' own."""
+
+    def __init__(self, tiny: Any, implementation: str | None):
+        torch.manual_seed(0)
+        self.config, self.family = copy.deepcopy(tiny), family_of(tiny)
+        attention = attention_of_parts(self.config, implementation or "sdpa")
+        model: Any = from_config(
+            AutoModelForImageTextToText, self.config, dtype=torch.float32, attn_implementation=attention
+        )
+        randomize(model)
+        with torch.no_grad():
+            for parameter in model.parameters():  # convolutions: as large as their inputs
+                if parameter.dim() > 2:
+                    parameter.mul_((parameter.shape[-1] / parameter[0].numel()) ** 0.5)
+        generator = torch.Generator().manual_seed(1)
+
+        def ids(piece: int) -> Tensor:
+            if piece > 0:
+                return torch.randint(_FIRST_TOKEN, 100, (piece,), generator=generator)
+            return torch.full((image_tokens(self.config, [-piece])[0],), IMAGE_TOKEN)
+
+        super().__init__(model, [torch.cat([ids(piece) for piece in pieces])[None] for pieces in IMAGE_DOCUMENTS])
+        self.cells = [
+            [-piece for piece in pieces if piece < 0] for pieces in IMAGE_DOCUMENTS
+        ]  # of each document's images
+        self.pictures = self.family.pictures(self.config, [count for cells in self.cells for count in cells])
+
+    def pictures_of(self, document: int) -> dict[str, Tensor]:
+        """Returns views of a document's pictures among those of all, of which no two are equal."""
+        first, count = sum(map(len, self.cells[:document])), len(self.cells[document])
+        if not count:
+            return {}
+        if (grid := self.pictures.get("image_grid_thw")) is not None:
+            patches = grid.prod(1).tolist()
+            pixels = self.pictures["pixel_values"].narrow(0, sum(patches[:first]), sum(patches[first : first + count]))
+            return {"pixel_values": pixels, "image_grid_thw": grid.narrow(0, first, count)}
+        dimension = 1 if "pixel_attention_mask" in self.pictures else 0
+        return {name: tensor.narrow(dimension, first, count) for name, tensor in self.pictures.items()}
+
+    def alone(self) -> Computed:
+        """Returns the losses of each document as plain transformers computes them."""
+        logits = []
+        for i, ids in enumerate(self.documents):
+            inputs = self.pictures_of(i)
+            if "image_grid_thw" in inputs:
+                inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
+            if self.family.sees_whole_images:
+                inputs["token_type_ids"] = (ids == IMAGE_TOKEN).long()
+            logits.append(self.model(input_ids=ids, use_cache=False, **inputs).logits)
+        return self.computed(logits)
+
+    def packed(self) -> Computed:
+        return self.computed(self.row_logits())
+
+    def row_logits(self) -> tuple[Tensor, ...]:  # (1, t, V) each
+        """Returns the logits of all documents in one row with the pixels of all images, as in a run's forward."""
+        rows = [ids[0].numpy().astype(np.int32) for ids in self.documents]
+        batch = collate([Example("trial", 0, 0, (Document(ids, np.zeros(len(ids), bool)),)) for ids in rows])
+        images = tuple(ImagePlace(i, 0, 0) for i, cells in enumerate(self.cells) for _ in cells)
+        batch = replace(batch, inputs={**batch.inputs, **self.pictures}, images=images)
+        if positions := row_positions(self.config):
+            batch = positions(batch)
+        arguments = with_unread_mask(per_document.prepare(batch.sequence_lengths), torch.device("cpu"))
+        if self.family.sees_whole_images:
+            with_whole_images(arguments, batch.inputs["input_ids"], IMAGE_TOKEN)
+        logits = self.model(**batch.inputs, **arguments, use_cache=False).logits
+        return logits.split(list(map(len, rows)), dim=1)
 
 
 def compare(reference: Computed, other: Computed) -> Differences:

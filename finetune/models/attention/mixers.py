@@ -54,8 +54,8 @@ class _Row:
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the tokens of the row that the batches have, padded with each document's last token (no norm of zeros),
-        and the position in the batches of each token of the row."""
+        """Returns the tokens of the row that the batches have, padded with each document's last token (no norm of
+        zeros), and the position in the batches of each token of the row."""
         if device not in self._indices:
             calls = calls_of(self.lengths)
             ends = tuple(itertools.accumulate(self.lengths))

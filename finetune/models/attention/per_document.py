@@ -35,36 +35,31 @@ class DocumentLengths:
         self.ends = ends  # (N + 1,) if layers are compiled
         self.prefixes = prefixes or (0,) * len(lengths)  # tokens of the document before that each begins with
         self.whole: dict[int, Tensor] = {}  # by document, if it has images: (t,) of each token the image, else -1
-        self._seen: dict[tuple[int, int, int | None], Tensor] = {}
-        self._seen_whole: dict[tuple[int, int | None], Tensor] = {}
+        self._seen: dict[tuple[int, ...], Tensor] = {}
 
     def mask(self, document: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Returns the mask of a document, created once for all layers; None: each token sees those up to itself."""
-        queries = self.lengths[document]
-        if (image := self.whole.get(document)) is None:
-            plain = window is None and not self.prefixes[document]  # torch's word for a square only
-            return None if plain else self.seen(queries, keys, window, device)
-        if (document, window) not in self._seen_whole:
-            together = (image[:, None] == image[None, :]) & (image >= 0)[:, None]
-            distance = torch.arange(keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
-            mask = (distance >= 0) | together
-            self._seen_whole[document, window] = mask if window is None else mask & (distance < window)
-        return self._seen_whole[document, window]
+        """Returns the mask of a document; None: each token sees those up to itself."""
+        if window is None and not self.prefixes[document] and document not in self.whole:
+            return None  # torch's word for a square only
+        return self.seen(document, keys, window, device)
 
-    def seen(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    def seen(self, document: int, keys: int, window: int | None, device: torch.device) -> Tensor:
         """Returns the mask of a document, created once for all layers."""
-        if (queries, keys, window) not in self._seen:
-            self._seen[queries, keys, window] = seen(queries, keys, window, device)
-        return self._seen[queries, keys, window]
+        queries, image = self.lengths[document], self.whole.get(document)
+        key = (queries, keys, window or 0) if image is None else (document, window or 0)
+        if key not in self._seen:
+            self._seen[key] = seen(queries, keys, window, device, image)
+        return self._seen[key]
 
 
-def seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def seen(queries: int, keys: int, window: int | None, device: torch.device, image: Tensor | None = None) -> Tensor:
     """Returns (queries, keys) of the last tokens of a document and all of them, True if token i sees token j:
-    i - window < j <= i."""
-    first = keys - queries
-    distance = torch.arange(first, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
-    causal = distance >= 0
-    return causal if window is None else causal & (distance < window)
+    i - window < j <= i. image: (keys,) of each token the image whose tokens see each other, else -1."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
+    mask = distance >= 0
+    if image is not None:
+        mask |= (image[:, None] == image[None, :]) & (image >= 0)[:, None]
+    return mask if window is None else mask & (distance < window)
 
 
 def prepare(
@@ -108,7 +103,7 @@ def one_by_one(call: AttentionCall, documents: DocumentLengths) -> Tensor:  # (1
         before, keys = (k, v), prefix + length
         window = None if sliding_window is None or keys <= sliding_window else sliding_window
         if softcap is not None:
-            mask = documents.seen(length, keys, window, q.device)
+            mask = documents.seen(index, keys, window, q.device)
             piece = soft_capped(call._replace(query=q, key=k, value=v), mask)
         else:
             mask = documents.mask(index, keys, window, q.device)
