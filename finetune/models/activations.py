@@ -122,15 +122,11 @@ class View:
 
 
 class ActivationOffload:
-    """`keep` and `bring` are the hooks of torch.autograd.graph.saved_tensors_hooks. Parameters are not moved:
-    this is up to their engine.
-
-    On the CPU the copy is made, and the backward reads it: it saves no memory, but tests take the same path.
-    """
+    """Hooks `keep` and `bring` for torch.autograd.graph.saved_tensors_hooks. Parameters are not moved: this is up to
+    their engine. On the CPU copies save no memory, but tests take the same path."""
 
     def __init__(self, device: torch.device, smallest: int | None = None, ahead: int = AHEAD):
-        """smallest: bytes of a storage that is moved; None: SMALLEST, and on the CPU all, so that small
-        models in tests take the same path."""
+        """smallest: bytes of a storage that is moved; None: SMALLEST, and on the CPU 1."""
         if smallest is None:
             smallest = SMALLEST if device.type != "cpu" else 1
         self.device, self.smallest, self.ahead = device, smallest, ahead
@@ -149,7 +145,7 @@ class ActivationOffload:
             yield
 
     def begin(self) -> None:
-        """Before a forward; another's backward may still be to come."""
+        """Prepare for a forward; another's backward may still be to come."""
         while self.leaving:
             self._release_oldest()
         for kept in list(self.returning.values()):

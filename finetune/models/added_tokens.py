@@ -1,4 +1,4 @@
-"""Tokens that a recipe adds: in the tokenizer, as rows of the embedding and of an LM head of its own, and trained alone
+"""Tokens that a recipe adds: in the tokenizer, as rows of the embedding and of an untied LM head, and trained alone
 under adapters.
 
 A row begins as the mean of the rows of its pieces: the tokens of its text before it was added. Under
@@ -35,10 +35,11 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[list[
     They are not special: a text may have them, and a decoded answer shows them. Raises UserError for a token that is
     one already.
     """
-    known: dict[str, int] = tokenizer.get_vocab()
-    if present := [token for token in tokens.add if token in known]:
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    if present := [token for token in tokens.add if token in vocabulary]:
         raise UserError(
-            f"tokens.add: {present[0]!r} is a token of this tokenizer already (id {known[present[0]]}): leave it out"
+            f"tokens.add: {present[0]!r} is a token of this tokenizer already (id {vocabulary[present[0]]}): leave it "
+            "out"
         )
     pieces: list[list[int]] = [tokenizer(token, add_special_tokens=False)["input_ids"] for token in tokens.add]
     if empty := [token for token, ids in zip(tokens.add, pieces, strict=True) if not ids]:

@@ -1,4 +1,4 @@
-"""The Hugging Face config of the model that a recipe trains, and its types in memory."""
+"""The Hugging Face config of the model that a recipe trains."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def model_config(model: Model) -> PretrainedConfig:
     config = base_config(model)
     if model.train is not None:
         family_of(config)
-        # The default of its class may say otherwise than its files do (Mistral 3), and then only those ranks would have
-        # a head of its own that read the files.
+        # The default of its class may say otherwise than its files do (Mistral 3): only ranks that read them would have
+        # an untied head.
         has_head = any(name.endswith("lm_head.weight") for name in tensor_names(model))
         text = config.get_text_config(decoder=True)
         config.tie_word_embeddings = config.tie_word_embeddings and (text.tie_word_embeddings or not has_head)
@@ -63,7 +63,7 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
     try:
         without_weights(config)
     except (RuntimeError, ArithmeticError, AssertionError, AttributeError, LookupError, ValueError, TypeError) as error:
-        raise UserError(f"model.config: no model can be made of these sizes: {short(error)}") from error
+        raise UserError(f"model.config: no model can be built from these sizes: {short(error)}") from error
 
 
 def training_config(recipe: Recipe) -> PretrainedConfig:

@@ -74,7 +74,7 @@ def check_weights(folder: Path) -> None:
     if not files and pickles:
         raise UserError(
             f"{folder / pickles[0]}: weights in a pickle, which can run any program: only safetensors are "
-            "read. Take the model's safetensors files, or convert the pickle where you trust it"
+            "read. Take the model's safetensors files, or convert the pickle on a machine that may run it"
         )
 
 

@@ -142,7 +142,7 @@ class TowerFlops:
 
 
 def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
-    """Counts in the order in which modules are created; those before the first trained weight have no backward."""
+    """Returns the FLOPs of tower and projector. Modules created before the first trained weight have no backward."""
     if not image_modules(model):
         return None
     config, vision = model.config, model.config.vision_config
@@ -195,11 +195,11 @@ def causal_pairs(lengths: Sequence[int], window: int | None, prefixes: Sequence[
 
 
 def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> ModelFlops:
-    """Counts from the modules of a loaded model, before it is wrapped; shards and 4-bit weights are supported.
+    """Returns the FLOPs of a loaded model before it is wrapped; shards and 4-bit weights are supported.
 
-    implementation: of attention, transformers' name. checkpointing: as `train.activation_checkpointing`.
-    In the first layer that trains anything, module names decide which inputs need a gradient; with unusual names that
-    one layer is counted too high.
+    implementation: of attention, transformers' name. checkpointing: as `train.activation_checkpointing`. In the first
+    layer that trains anything, module names decide which inputs need a gradient; with unusual names it is counted too
+    high.
     """
     products = list(_products(model))
     of_images = {id(p) for module in image_modules(model) for p in module.parameters()}  # not counted

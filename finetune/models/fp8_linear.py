@@ -28,8 +28,8 @@ from finetune.models.patches import replace_class
 
 
 class Fp8TrainedLinear(Float8Linear):
-    """torchao's, in one type on every backend: its own reads CUDA's autocast alone, and casts fp32 weights in another
-    rounding than FSDP2's gathered ones have."""
+    """torchao's layer in one type on every backend: its own forward reads CUDA's autocast alone, and rounds fp32 weights
+    otherwise than FSDP2 does."""
 
     compute = torch.bfloat16
 

@@ -31,21 +31,21 @@ _ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")  # of tra
 
 
 class Exchange(Protocol):
-    """Between the P ranks of a group that holds every expert once. All of them call it, equally often."""
+    """Communication of the P ranks of a group that holds every expert once. All call it equally often."""
 
     size: int  # P
 
     def weight(self, stacked: Tensor) -> Tensor:
-        """(E, ...) -> (E/P, ...): the rows of a parameter that are here, as a plain tensor."""
+        """Returns the rows (E/P, ...) of a parameter (E, ...) that are here, as a plain tensor."""
         ...
 
     def counts(self, leaving: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """(P, E/P) rows for every expert of every rank -> (P, E/P) rows from every rank for every expert that is
-        here; rows that leave for each rank; rows that arrive from each."""
+        """Returns the rows (P, E/P) from every rank for every expert that is here, from those (P, E/P) for every expert
+        of every rank; rows that leave for each rank; rows that arrive from each."""
         ...
 
     def rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """(sum(sent), D), in the order of ranks -> (sum(received), D). Gradients take the way back."""
+        """Returns (sum(received), D) for (sum(sent), D), in the order of ranks. Gradients take the way back."""
         ...
 
 

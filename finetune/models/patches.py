@@ -44,7 +44,7 @@ PATCHES: dict[str, tuple[str, str]] = {
     ),
     "packed product": (
         "a linear layer of 8-bit weights, with `quantization.compute: scaled`",
-        "the product itself is another; the layer was made by the code of `compute: dequantised`",
+        "the product itself is another; the layer is created as for `compute: dequantised`",
     ),
     "rotations per document": (
         "rotary modules whose frequencies depend on the length of a sequence",

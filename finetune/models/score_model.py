@@ -15,8 +15,6 @@ from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
 from finetune.errors import UserError
-from finetune.models.activations import ActivationOffload
-from finetune.models.moe import Routers
 from finetune.models.patches import mix_in
 from finetune.models.wrapped import SCORE, CrossEntropyChoice, Outputs, WrappedModel, output_head, trained_head
 
@@ -35,18 +33,11 @@ class ScoreModel(WrappedModel):
     well for padding. Here the ends of sequences are given.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        device_type: str = "cpu",
-        autocast: torch.dtype | None = None,
-        offload: ActivationOffload | None = None,
-        routers: Routers | None = None,
-    ):
-        super().__init__(model, device_type, autocast, offload, routers)
+    def __init__(self, model: Any, **surroundings: Any):
+        super().__init__(model, **surroundings)
         self.choice = CrossEntropyChoice("none", "no LM head: one score for each label at the end of a sequence")
         head: Any = trained_head(model)
-        head.compute = autocast
+        head.compute = self._autocast
         mix_in(head, _InFp32, "scores in fp32")
 
     def _read(self, targets: ScoredPositions, inputs: dict[str, Any]) -> Outputs:

@@ -1,4 +1,4 @@
-"""The text part of a multimodal model as a causal language model of its own.
+"""The text part of a multimodal model as a separate causal language model.
 
     from a text config        MistralForCausalLM                model.layers.0.self_attn.q_proj.weight
     in the base's own class   Mistral3ForConditionalGeneration  model.language_model.layers.0.self_attn.q_proj.weight
@@ -90,7 +90,7 @@ def _causal_class(text: PretrainedConfig) -> Any:
         raise UserError(f"{type(text).__name__} has no text model in transformers") from None
     family = next(base for base in body.__mro__ if base.__module__ == body.__module__ and base is not body)
 
-    class MadeForCausalLM(family, transformers.GenerationMixin):
+    class TextForCausalLM(family, transformers.GenerationMixin):
         _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' name and type)
         _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
 
@@ -110,10 +110,10 @@ def _causal_class(text: PretrainedConfig) -> Any:
                 logits = cap * torch.tanh(logits / cap)
             return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
 
-    MadeForCausalLM.__name__ = MadeForCausalLM.__qualname__ = f"{body.__name__.removesuffix('Model')}ForCausalLM"
-    MadeForCausalLM.config_class = type(text)
-    MadeForCausalLM.base_model_prefix = "model"
-    return MadeForCausalLM
+    TextForCausalLM.__name__ = TextForCausalLM.__qualname__ = f"{body.__name__.removesuffix('Model')}ForCausalLM"
+    TextForCausalLM.config_class = type(text)
+    TextForCausalLM.base_model_prefix = "model"
+    return TextForCausalLM
 
 
 def name_body(model: Any) -> None:
@@ -184,16 +184,9 @@ def _text_part(name: str, revision: str | None, trust_remote_code: bool) -> Text
             f"model.name: the weights of {name!r} are stored quantized, and of a multimodal model that cannot be "
             "trained here: name a copy in 16 bits, as publishers have it for training"
         )
-    return _find_text_part(config, tensor_names(model))
-
-
-def _find_text_part(config: PretrainedConfig, tensors: Iterable[str]) -> TextPart:
-    """Returns the text part of a multimodal config. Raises UserError if its place in the base's class is unclear.
-
-    tensors: names of all tensors in its files.
-    """
     with torch.device("meta"), no_init_weights():
         base = _of_base_class(config)
+    tensors = tensor_names(model)
     files, conversions = loaded_names(base, tensors)
     set_attribute(base, "_weight_conversions", conversions, "read conversions")  # as after loading: the way back
     if (head := base.get_output_embeddings()) is None:

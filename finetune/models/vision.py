@@ -124,9 +124,9 @@ _WHY_NOT = {
 def family_of(config: PretrainedConfig) -> Family:
     """Returns the family of a multimodal config. Raises UserError for those that are not verified."""
     if (family := FAMILIES.get(config.model_type)) is None:
-        known, why = ", ".join(sorted(FAMILIES)), _WHY_NOT.get(config.model_type)
+        families, why = ", ".join(sorted(FAMILIES)), _WHY_NOT.get(config.model_type)
         raise UserError(
-            f"images: {config.model_type!r} is not among the models that are trained on images here ({known})"
+            f"images: {config.model_type!r} is not among the models that are trained on images here ({families})"
             f"{f': {why}' if why else ''}; without `data.image` and `model.train` its text part is trained"
         )
     return family

@@ -121,23 +121,24 @@ def attention_for(
     recipe: Recipe, config: PretrainedConfig, device: str, there: Kernels | None = None
 ) -> AttentionChoice:
     """Returns the attention of a run; see `choose_attention`. there: kernels; by default those of this machine."""
+    requested, half = recipe.model.attention, dtypes(recipe).compute != torch.float32
     if recipe.model.train is not None:
-        return _with_images(recipe, config, device, there)
+        return _with_images(requested, config, device, half, there)
     try:
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
         raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
-    half = dtypes(recipe).compute != torch.float32
     longest = recipe.data.max_length if recipe.train.compile else None
-    return choose_attention(recipe.model.attention, model_class, config, device, half, there, longest)
+    return choose_attention(requested, model_class, config, device, half, there, longest)
 
 
-def _with_images(recipe: Recipe, config: PretrainedConfig, device: str, there: Kernels | None) -> AttentionChoice:
+def _with_images(
+    requested: str, config: PretrainedConfig, device: str, half: bool, there: Kernels | None
+) -> AttentionChoice:
     """Returns the attention of a multimodal model's language model. Raises UserError if it, or the family's handling of
     images, does not keep packed documents apart."""
     text, family = text_config(config, has_head=True), family_of(config)
     model_class: Any = AutoModelForCausalLM._model_mapping[type(text)]
-    requested, half = recipe.model.attention, dtypes(recipe).compute != torch.float32
     if requested in ("sdpa", "eager") or (family.sees_whole_images and requested not in ("auto", "documents")):
         raise UserError(
             f"model.attention: `{requested}`: documents with images are kept apart by our own attention: use `auto`"

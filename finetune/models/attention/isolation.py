@@ -78,7 +78,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Differences:
-    """Between a way to compute documents and plain transformers on each alone; relative."""
+    """Relative differences between documents computed in some way and each alone by plain transformers."""
 
     loss: float
     gradient: float
@@ -213,7 +213,7 @@ def batched_where_same(mixers: Mixers, same: Callable[[Mixers], bool]) -> Mixers
 
 
 def _untried(error: BaseException) -> Verdict:
-    """The verdict if the copy fails: one document per forward, as in plain transformers, is always right."""
+    """Returns the verdict if the copy fails: one document per forward is always right."""
     why = f"a tiny copy of the model could not be tried: {failure_text(error)}"
     return Verdict(packed=why, positions=why, causal=None, failed=True)
 

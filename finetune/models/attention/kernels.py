@@ -164,8 +164,8 @@ def prepare_varlen(
     longest: int | None = None,
     flash_3: bool = False,
 ) -> dict[str, Any]:
-    """longest: a bound on every document's tokens, for torch.compile, which recompiles for another number. flash_3:
-    FlashAttention-3 is the kernel of torch's flash attention from now on, everywhere."""
+    """Returns the boundaries of documents. longest: a bound on their tokens, as torch.compile recompiles for another
+    number; flash_3: FlashAttention-3 becomes the kernel of torch's flash attention, everywhere."""
     if flash_3:
         _activate("FA3")
     compiled = longest is not None

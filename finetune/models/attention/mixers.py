@@ -201,7 +201,7 @@ class _Calls:
         return [pytree.tree_unflatten(list(values), tree) for values in by_call]
 
     def _of_pairs(self, value: Tensor, dimensions: Sequence[int]) -> list[Tensor]:  # (1, .., T, T) -> (B, .., L, L)
-        """A mask: queries of the padding see the same as the last token, and no query sees keys of the padding."""
+        """Divides a mask: queries of padding see the same as the last token, and no query sees keys of padding."""
         ends = tuple(itertools.accumulate(self._row.lengths))
         calls = []
         for call, longest in zip(self._documents, self._longest, strict=True):
