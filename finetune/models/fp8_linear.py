@@ -28,8 +28,8 @@ from finetune.models.patches import replace_class
 
 
 class Fp8TrainedLinear(Float8Linear):
-    """torchao's layer in one type on every backend: its own forward reads CUDA's autocast alone, and rounds fp32 weights
-    otherwise than FSDP2 does."""
+    """torchao's layer in one type on every backend: its own forward reads CUDA's autocast alone, and rounds fp32
+    weights otherwise than FSDP2 does."""
 
     compute = torch.bfloat16
 
