@@ -29,7 +29,7 @@ from finetune.engine.optimizer_step import IDLE, OF_IMAGES, LossScale, NonFinite
 from finetune.engine.ranks import Ranks
 from finetune.engine.state_shards import ShardPart, Types, make_room
 from finetune.engine.timing import Stopwatch
-from finetune.models.quantized import state_tensors
+from finetune.models.packed_linear import state_tensors
 from finetune.models.weights import Placement
 from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.objectives.objective import TokenRanks

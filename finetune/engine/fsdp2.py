@@ -36,7 +36,7 @@ from finetune.engine.timing import Stopwatch
 from finetune.errors import UserError
 from finetune.models.base_config import dtypes
 from finetune.models.config import model_config
-from finetune.models.quantized import is_stored_quantised, make_plain
+from finetune.models.packed_linear import is_stored_quantized, make_plain
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel
 from finetune.recipe.schema import Recipe
@@ -56,7 +56,7 @@ class Fsdp2(Engine):
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
         # Not for a checkpoint that is already quantized: transformers creates packed layers while reading it.
-        self._rank_0_reads = recipe.quantization is None or not is_stored_quantised(model_config(recipe.model))
+        self._rank_0_reads = recipe.quantization is None or not is_stored_quantized(model_config(recipe.model))
         self._policy = MixedPrecisionPolicy()
         if recipe.train.precision in ("bf16", "fp16", "fp8"):
             self._policy = MixedPrecisionPolicy(param_dtype=dtypes(recipe).compute, reduce_dtype=torch.float32)

@@ -29,7 +29,7 @@ from finetune.engine.parallelism import Parallelism
 from finetune.engine.state_shards import ShardPart
 from finetune.engine.tensor_parallel import ParameterShard
 from finetune.errors import UserError
-from finetune.models.quantized import state_tensors
+from finetune.models.packed_linear import state_tensors
 from finetune.models.wrapped import WrappedModel, output_head
 from finetune.utils import unwrap_peft
 

@@ -21,7 +21,7 @@ from finetune.engine.state_shards import ShardPart, Types
 from finetune.errors import UserError
 from finetune.models.attention.mixers import is_mixer, with_positional_input
 from finetune.models.base_config import dtypes
-from finetune.models.quantized import linear_weights, move_states
+from finetune.models.packed_linear import linear_weights, move_states
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel, trained_head
 from finetune.recipe.schema import Recipe

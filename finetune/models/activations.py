@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
+import importlib
 import sys
 import weakref
 from collections import deque
@@ -44,10 +44,8 @@ def recompute_activations(
 
 
 def _policy(_context: Any, operator: Any, *values: Any, **named: Any) -> CheckpointPolicy:
-    """Returns MUST_SAVE for operators that are not recomputed.
-
-    Attention with dropout is recomputed: it draws random numbers, and later draws would differ if it were left out.
-    """
+    """Returns MUST_SAVE for operators that are not recomputed. Attention with dropout is: it draws random numbers, and
+    later draws would differ if it were left out."""
     if operator not in _expensive("bitsandbytes" in sys.modules):
         return CheckpointPolicy.PREFER_RECOMPUTE
     schema = getattr(operator, "_schema", None)  # flex attention has no schema, and no dropout
@@ -59,23 +57,18 @@ def _policy(_context: Any, operator: Any, *values: Any, **named: Any) -> Checkpo
 @functools.cache
 def _expensive(packed: bool) -> frozenset[Any]:
     """Returns matrix products, and attention in every form that scaled_dot_product_attention, torch.nn.attention.varlen
-    and FlexAttention reach, if this torch has them. packed: also bitsandbytes' product with 4-bit weights, if it
-    is an operator of its own."""
-    aten, operators = torch.ops.aten, set[Any]()
-    for name in _PRODUCTS + _ATTENTION:
-        if hasattr(aten, name):
-            operators.add(getattr(aten, name).default)
-    if importlib.util.find_spec("torch.nn.attention.varlen"):  # torch >= 2.10
-        importlib.import_module("torch.nn.attention.varlen")  # registers its operator
-        operators.add(torch.ops.torch_attn._varlen_attn.default)
-    operators.add(torch.ops.higher_order.flex_attention)
+    and FlexAttention reach, if this torch has them. packed: also bitsandbytes' product with 4-bit weights, if it is an
+    operator of its own."""
+    importlib.import_module("torch.nn.attention.varlen")  # registers its operator
+    operators = {getattr(torch.ops.aten, name).default for name in _OPERATORS if hasattr(torch.ops.aten, name)}
+    operators |= {torch.ops.torch_attn._varlen_attn.default, torch.ops.higher_order.flex_attention}
     if packed and hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         operators.add(torch.ops.bitsandbytes.gemm_4bit.default)
     return frozenset(operators)
 
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_mm")
-_ATTENTION = (
+_OPERATORS = (
+    *("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_mm"),
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
@@ -129,15 +122,11 @@ class View:
 
 
 class ActivationOffload:
-    """`keep` and `bring` are the hooks of torch.autograd.graph.saved_tensors_hooks. Parameters are not moved:
-    this is up to their engine.
-
-    On the CPU the copy is made, and the backward reads it: it saves no memory, but tests take the same path.
-    """
+    """Hooks `keep` and `bring` for torch.autograd.graph.saved_tensors_hooks. Parameters are not moved: this is up to
+    their engine. On the CPU copies save no memory, but tests take the same path."""
 
     def __init__(self, device: torch.device, smallest: int | None = None, ahead: int = AHEAD):
-        """smallest: bytes of a storage that is moved; None: SMALLEST, and on the CPU all, so that small
-        models in tests take the same path."""
+        """smallest: bytes of a storage that is moved; None: SMALLEST, and on the CPU 1."""
         if smallest is None:
             smallest = SMALLEST if device.type != "cpu" else 1
         self.device, self.smallest, self.ahead = device, smallest, ahead
@@ -156,7 +145,7 @@ class ActivationOffload:
             yield
 
     def begin(self) -> None:
-        """Before a forward; another's backward may still be to come."""
+        """Prepare for a forward; another's backward may still be to come."""
         while self.leaving:
             self._release_oldest()
         for kept in list(self.returning.values()):
@@ -168,28 +157,26 @@ class ActivationOffload:
     # --- out
 
     def keep(self, tensor: Tensor) -> Tensor | View:
-        if type(tensor) is not Tensor or tensor.device.type != self.device.type or _is_of_parameter(tensor):
+        if type(tensor) is not Tensor or tensor.device.type != self.device.type:
             return tensor
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < self.smallest:
+        storage, base = tensor.untyped_storage(), tensor if tensor._base is None else tensor._base
+        # An engine that shards moves parameters, their views and parts itself.
+        is_of_parameter = isinstance(base, torch.nn.Parameter) or getattr(storage, "of_parameter", False)
+        if is_of_parameter or storage.nbytes() < self.smallest:
             return tensor
         key = (storage._cdata, tensor._version)  # not its address: one that is emptied gives that to another
-        kept = self.here.get(key) or self._send(key, tensor)
+        if (kept := self.here.get(key)) is None:
+            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=self.copies is not None)
+            kept = Kept(self.count, host, source)
+            self._copy(kept, host, source)
+            self.away[self.count], self.here[key] = kept, kept
+            self.leaving.append((key, kept))
+            self.count += 1
+            while sum(waiting.size for _, waiting in self.leaving) > self.ahead:
+                self._release_oldest()
         self.next = self.count - 1
         return View(kept, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    def _send(self, key: tuple[int, int], tensor: Tensor) -> Kept:
-        storage = tensor.untyped_storage()
-        bytes_ = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        host = torch.empty(bytes_.numel(), dtype=torch.uint8, pin_memory=self.copies is not None)
-        kept = Kept(self.count, host, bytes_)
-        self._copy(kept, host, bytes_)
-        self.away[self.count], self.here[key] = kept, kept
-        self.leaving.append((key, kept))
-        self.count += 1
-        while sum(waiting.size for _, waiting in self.leaving) > self.ahead:
-            self._release_oldest()
-        return kept
 
     def _release_oldest(self) -> None:
         """Free the device's copy of the tensor that began to leave first."""
@@ -244,14 +231,6 @@ class ActivationOffload:
 
 
 def part_of_parameter(tensor: Tensor) -> Tensor:
-    """Returns a plain tensor that is part of a parameter, marked as such: its memory is the engine's as well, which may
-    empty it before the backward and fill it again for that."""
+    """Marks a plain tensor as part of a parameter, whose memory the engine may empty until the backward."""
     tensor.untyped_storage().of_parameter = True  # pyright: ignore[reportAttributeAccessIssue]  (kept with the storage)
     return tensor
-
-
-def _is_of_parameter(tensor: Tensor) -> bool:
-    """Returns whether it is a parameter, a view of one or a part: an engine that shards moves these itself."""
-    if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
-        return True
-    return getattr(tensor.untyped_storage(), "of_parameter", False)

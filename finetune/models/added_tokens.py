@@ -1,4 +1,4 @@
-"""Tokens that a recipe adds: in the tokenizer, as rows of the embedding and of an LM head of its own, and trained alone
+"""Tokens that a recipe adds: in the tokenizer, as rows of the embedding and of an untied LM head, and trained alone
 under adapters.
 
 A row begins as the mean of the rows of its pieces: the tokens of its text before it was added. Under
@@ -21,7 +21,7 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import UserError
-from finetune.models.patches import mix_in
+from finetune.models.patches import mix_in, set_attribute
 from finetune.recipe.schema import Tokens
 from finetune.utils import full_shape, unwrap_peft
 
@@ -35,10 +35,11 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[list[
     They are not special: a text may have them, and a decoded answer shows them. Raises UserError for a token that is
     one already.
     """
-    known: dict[str, int] = tokenizer.get_vocab()
-    if present := [token for token in tokens.add if token in known]:
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    if present := [token for token in tokens.add if token in vocabulary]:
         raise UserError(
-            f"tokens.add: {present[0]!r} is a token of this tokenizer already (id {known[present[0]]}): leave it out"
+            f"tokens.add: {present[0]!r} is a token of this tokenizer already (id {vocabulary[present[0]]}): leave it "
+            "out"
         )
     pieces: list[list[int]] = [tokenizer(token, add_special_tokens=False)["input_ids"] for token in tokens.add]
     if empty := [token for token, ids in zip(tokens.add, pieces, strict=True) if not ids]:
@@ -148,23 +149,21 @@ def train_rows(model: Any, first: int, count: int, dtype: torch.dtype) -> None:
             )
         weight = module.weight
         if id(weight) not in shared:
-            shared[id(weight)] = nn.Parameter(_rows_of(weight, first, count).to(dtype))
+            rows = torch.empty(count, weight.shape[1], device="meta")
+            if not weight.is_meta:
+                with _gathered(weight):
+                    rows = weight[first : first + count].detach().clone()
+            shared[id(weight)] = nn.Parameter(rows.to(dtype))
         module.register_parameter(ROWS, shared[id(weight)])
         vars(module)["first_added"] = first
         mix_in(module, _WithRows, "added rows")
     names = [name for name, module in base.named_modules() if ROWS in module._parameters]
     if len(shared) < len(names):  # so that tying the weights again ties these, too
-        base._tied_weights_keys = {**(base._tied_weights_keys or {}), f"{names[1]}.{ROWS}": f"{names[0]}.{ROWS}"}
+        keys = {**(base._tied_weights_keys or {}), f"{names[1]}.{ROWS}": f"{names[0]}.{ROWS}"}
+        set_attribute(base, "_tied_weights_keys", keys, "tied adapters")
     ids = list(range(first, first + count))
     indices = {name.rpartition(".")[2]: ids for name in names[: len(shared)]}
     model.peft_config[model.active_adapter].trainable_token_indices = indices
-
-
-def _rows_of(weight: Any, first: int, count: int) -> Tensor:
-    if weight.is_meta:
-        return torch.empty(count, weight.shape[1], device="meta")
-    with _gathered(weight):
-        return weight[first : first + count].detach().clone()
 
 
 def split_rows(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -44,10 +44,9 @@ def assemble(
     """Returns the module that returns losses or scores, computing in the recipe's types; changes `model` in place.
 
     model: of `load_model`, before an engine divides it; has_scores: whether its head has a score for each label;
-    only_sums: whether every objective is an unweighted sum of token losses; routers: those whose logits are recorded;
-    schedule: of a pipeline; gathers_in_forward: whether all ranks must run the image tower in each forward;
-    emulates_fp8: None: unless the device is a GPU. Raises UserError if a precision or a cross entropy of the recipe is
-    not possible.
+    only_sums: see `CausalLMWithLoss`; routers: those whose logits are recorded; schedule: of a pipeline;
+    gathers_in_forward: whether all ranks must run the image tower in each forward; emulates_fp8: None: unless the
+    device is a GPU. Raises UserError if a precision or a cross entropy is not possible.
     """
     types = dtypes(recipe)
     casts = types.compute != types.trained
@@ -57,13 +56,13 @@ def assemble(
     if recipe.train.precision == "fp8":
         compute_in_fp8(model, device.type != "cuda" if emulates_fp8 is None else emulates_fp8)
     fuse_adapters(model, recipe.train.activation_checkpointing, schedule)
-    shared: dict[str, Any] = {
+    surroundings: dict[str, Any] = {
         "device_type": device.type,
         "autocast": types.compute if casts else None,
         "offload": ActivationOffload(device) if recipe.train.activation_offload else None,
         "routers": routers,
     }
     if has_scores:
-        return ScoreModel(model, **shared)
+        return ScoreModel(model, **surroundings)
     images = ImagePart(model, gathers_in_forward) if recipe.model.train is not None else None
-    return CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=only_sums, images=images, **shared)
+    return CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=only_sums, images=images, **surroundings)

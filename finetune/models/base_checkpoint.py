@@ -8,16 +8,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
-from transformers.utils import CONFIG_NAME, FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import CONFIG_NAME
 
 from finetune.errors import UserError
-from finetune.models.checkpoint_files import checkpoint_file, renamed, tensor_places
+from finetune.models.checkpoint_files import PROCESSORS, check_names_kept, checkpoint_file, tensor_places
 from finetune.models.text_part import TextPart, key_mapping, text_part_of
 from finetune.recipe.schema import Model
-
-_PROCESSORS = (FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
 
 
 @dataclass(frozen=True)
@@ -34,37 +31,13 @@ class BaseCheckpoint:
 def base_checkpoint(model: Model) -> BaseCheckpoint | None:
     """Returns the files of a recipe's model, None if its text part is all of it.
 
-    Missing ones are downloaded. Raises UserError if the text part's tensors are not in them,
-    or would not be written as they are there.
+    Missing ones are downloaded. Raises UserError if the text part's tensors are not in them, or would not be written
+    as they are there; and if transformers would tie the LM head, as it has the embedding's values, and we would not,
+    or the other way round.
     """
     if (part := text_part_of(model)) is None:
         return None
     places = tensor_places(model)
-    _check_written(model, part)
-    _check_tied(model, part, places)
-    config = checkpoint_file(model, CONFIG_NAME)
-    assert config is not None  # it was read
-    processors = tuple(path for name in _PROCESSORS if (path := checkpoint_file(model, name)))
-    return BaseCheckpoint(part, key_mapping(part), places, config, processors)
-
-
-def check_adapted(part: TextPart, paths: list[str]) -> None:
-    """Raises UserError if peft could not load an adapter again on the base: it gives names in adapters the changes
-    that transformers makes to names in the base's files, which some of the base's own names would not survive.
-
-    paths: of the modules with adapters, in the text part.
-    """
-    renamings = [one for one in get_model_conversion_mapping(part.base) if isinstance(one, WeightRenaming)]
-    names = [f"{part.in_base(path)}.weight" for path in paths]
-    if lost := [name for name in names if renamed(name, renamings) != name]:
-        module = lost[0].removesuffix(".weight")
-        raise UserError(
-            f"lora.targets: peft would not find the adapter of {module} again on {type(part.base).__name__}: it takes "
-            f"it for that of {renamed(lost[0], renamings).removesuffix('.weight')}; name targets without it"
-        )
-
-
-def _check_written(model: Model, part: TextPart) -> None:
     loaded, ours = {*part.files.values()}, {part.in_base(name) for name in part.text.state_dict()}
     state: dict[str, Tensor] = part.base.state_dict()
     tensors = {name: tensor for name, tensor in state.items() if name in loaded & ours}
@@ -73,20 +46,26 @@ def _check_written(model: Model, part: TextPart) -> None:
             f"model.name: a result could not be written as {model.name!r} is: transformers would write {other[0]!r}, "
             "which it does not have"
         )
-
-
-def _check_tied(model: Model, part: TextPart, places: dict[str, Path]) -> None:
-    """Raises UserError if transformers would tie the LM head, as it has the embedding's values, and we
-    would not, or the other way round."""
-    if not getattr(part.base.config, "tie_word_embeddings", False):
-        return
     ends = [name for name, own in part.files.items() if own in (f"{part.head}.weight", f"{part.embedding}.weight")]
-    tensors = []
-    for name in ends if len(ends) == 2 else []:
-        with safe_open(places[name], framework="pt") as file:
-            tensors.append(file.get_tensor(name))
-    if tensors and torch.equal(*tensors) != part.text.config.tie_word_embeddings:
-        raise UserError(
-            f"model.name: {model.name!r} has an embedding and an LM head, which its config ties or does not although "
-            "their values say otherwise: set `tie_word_embeddings` in the `text_config` of its config.json right"
-        )
+    if getattr(part.base.config, "tie_word_embeddings", False) and len(ends) == 2:
+        with (
+            safe_open(places[ends[0]], framework="pt") as first,
+            safe_open(places[ends[1]], framework="pt") as second,
+        ):
+            same = torch.equal(first.get_tensor(ends[0]), second.get_tensor(ends[1]))
+        if same != part.text.config.tie_word_embeddings:
+            raise UserError(
+                f"model.name: {model.name!r} has an embedding and an LM head, which its config ties or does not "
+                "although their values say otherwise: set `tie_word_embeddings` in the `text_config` of its "
+                "config.json to match"
+            )
+    config = checkpoint_file(model, CONFIG_NAME)
+    assert config is not None  # it was read
+    processors = tuple(path for name in PROCESSORS if (path := checkpoint_file(model, name)))
+    return BaseCheckpoint(part, key_mapping(part), places, config, processors)
+
+
+def check_adapted(part: TextPart, paths: list[str]) -> None:
+    """Raises UserError if peft could not load an adapter again on the base. paths: of the modules with adapters, in the
+    text part."""
+    check_names_kept(part.base, [part.in_base(path) for path in paths])

@@ -27,22 +27,17 @@ def base_config(model: Model) -> PretrainedConfig:
     where = "model.config" if model.config is not None else f"model.name: {model.name!r}"
     with Parsing(f"{where}: no model config", model.name if model.config is None else None):
         if model.config is not None:
-            _check_config_keys(model.config)
+            # transformers accepts any key, and a misspelt one would train another architecture.
+            keys = [*AutoConfig.for_model(model.config["model_type"]).to_dict(), "rope_theta", "rope_scaling"]
+            for key in model.config:
+                if key not in keys:
+                    close = difflib.get_close_matches(key, keys, n=1)
+                    hint = f"; did you mean `{close[0]}`?" if close else ""
+                    raise UserError(f"model.config.{key}: not a setting of {model.config['model_type']}{hint}")
             return AutoConfig.for_model(**model.config)
         assert model.name is not None
         check_settings(Path(model.name).expanduser())
         return load_auto(AutoConfig, model.name, model.trust_remote_code, revision=model.revision or "main")
-
-
-def _check_config_keys(config: dict[str, Any]) -> None:
-    """Raises UserError for an unknown key: transformers accepts any, and a misspelt one would train another
-    architecture."""
-    known = [*AutoConfig.for_model(config["model_type"]).to_dict(), "rope_theta", "rope_scaling"]
-    for name in config:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean `{close[0]}`?" if close else ""
-            raise UserError(f"model.config.{name}: not a setting of {config['model_type']}{hint}")
 
 
 def without_weights(
@@ -115,9 +110,21 @@ def first_line(error: BaseException) -> str:
 
 
 def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """Returns the config of each layer, if a setting such as `head_dim` differs between them; else the one of
-    all."""
+    """Returns the config of each layer, if a setting such as `head_dim` differs between them; else that of all."""
     return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def head_sizes(config: PretrainedConfig) -> tuple[int, int] | None:
+    """Returns the size of an attention head's queries and keys, and that of its values; None if a config has none."""
+    size: Any = getattr(config, "head_dim", None)
+    if getattr(config, "qk_nope_head_dim", None):  # DeepSeek's multi-head latent attention
+        size = config.qk_nope_head_dim + config.qk_rope_head_dim
+    elif not size:
+        heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+        if not isinstance(heads, int) or not isinstance(hidden, int):
+            return None
+        size = hidden // heads
+    return size, getattr(config, "v_head_dim", None) or size
 
 
 @dataclass(frozen=True)

@@ -6,25 +6,35 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.utils import (
+    FEATURE_EXTRACTOR_NAME,
+    PROCESSOR_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    VIDEO_PROCESSOR_NAME,
+    cached_file,
+)
 
 from finetune.errors import UserError
 from finetune.models.damage import check_tensors, weight_map
 from finetune.recipe.schema import Model
 
+PROCESSORS = (FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)  # files of their settings
+
 
 def checkpoint_file(model: Model, name: str) -> Path | None:
-    """Returns a file of the model on this machine, downloaded if it is not yet; None if the model has none of
-    that name."""
+    """Returns a file of the model on this machine, downloaded if needed; None if the model has none of that name."""
     assert model.name is not None
-    found = cached_file(
+    file = cached_file(
         model.name,
         name,
         revision=model.revision or "main",
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return Path(found) if found else None
+    return Path(file) if file else None
 
 
 def tensor_names(model: Model) -> dict[str, str]:
@@ -56,8 +66,16 @@ def tensor_places(model: Model) -> dict[str, Path]:
     return {tensor: file for tensor, name in names.items() if (file := files[name])}
 
 
-def renamed(name: str, renamings: list[Any]) -> str:
-    """Returns a tensor's name after transformers' changes, each a `WeightRenaming`. (5.17 has no function for it.)"""
-    for renaming in renamings:
-        name, _ = renaming.rename_source_key(name)
-    return name
+def check_names_kept(model: Any, paths: list[str]) -> None:
+    """Raises UserError if peft could not load an adapter of these modules again: it gives names in adapters the changes
+    that transformers makes to names in the base's files, which some of the model's own names would not survive."""
+    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
+    for path in paths:
+        name = f"{path}.weight"
+        for renaming in renamings:  # transformers 5.17 has no function for it
+            name, _ = renaming.rename_source_key(name)
+        if name != f"{path}.weight":
+            raise UserError(
+                f"lora.targets: peft would not find the adapter of {path} again on {type(model).__name__}: it takes it "
+                f"for that of {name.removesuffix('.weight')}; name targets without it"
+            )

@@ -1,4 +1,4 @@
-"""The Hugging Face config of the model that a recipe trains, and its types in memory."""
+"""The Hugging Face config of the model that a recipe trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ def model_config(model: Model) -> PretrainedConfig:
     config = base_config(model)
     if model.train is not None:
         family_of(config)
-        _tie_as_in_files(model, config)
+        # The default of its class may say otherwise than its files do (Mistral 3): only ranks that read them would have
+        # an untied head.
+        has_head = any(name.endswith("lm_head.weight") for name in tensor_names(model))
+        text = config.get_text_config(decoder=True)
+        config.tie_word_embeddings = config.tie_word_embeddings and (text.tie_word_embeddings or not has_head)
         return config
     if not config.sub_configs:
         return config
@@ -37,14 +41,6 @@ def model_config(model: Model) -> PretrainedConfig:
             f"text part alone, `model_type: {text}`"
         )
     return config
-
-
-def _tie_as_in_files(model: Model, config: PretrainedConfig) -> None:
-    """Tie the head of a multimodal model if its files do: the default of its class may say otherwise (Mistral 3),
-    and then only those ranks would have a head of its own that read the files. Raises UserError."""
-    has_head = any(name.endswith("lm_head.weight") for name in tensor_names(model))
-    text = config.get_text_config(decoder=True)
-    config.tie_word_embeddings = config.tie_word_embeddings and (text.tie_word_embeddings or not has_head)
 
 
 MAX_LAYERS = 1000
@@ -67,7 +63,7 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
     try:
         without_weights(config)
     except (RuntimeError, ArithmeticError, AssertionError, AttributeError, LookupError, ValueError, TypeError) as error:
-        raise UserError(f"model.config: no model can be made of these sizes: {short(error)}") from error
+        raise UserError(f"model.config: no model can be built from these sizes: {short(error)}") from error
 
 
 def training_config(recipe: Recipe) -> PretrainedConfig:
@@ -87,8 +83,7 @@ _OF_OTHER_HEADS = ("classifier", "summary")
 
 
 def check_no_dropout(config: PretrainedConfig) -> None:
-    """Raises UserError if a model has dropout, for `batch.rows_per_device: auto`: each forward draws again, so its
-    number of rows would move the losses."""
+    """Raises UserError if a model has dropout, for `batch.rows_per_device: auto`."""
     for name, value in active_dropouts(config):
         raise UserError(
             "batch.rows_per_device: dropout is drawn for each forward, so under `auto` losses would depend on the "

@@ -46,20 +46,15 @@ def read_object(file: Path) -> dict[str, Any]:
 def check_settings(folder: Path) -> None:
     """Raises UserError for settings in a folder that are no JSON objects, or whose token ids are not numbers: for those
     of generation transformers raises no error, and answers would not end. A folder that is not here is not checked."""
-    for name in _SETTINGS:
-        if (file := folder / name).is_file():
-            _check_numbers(file, read_object(file))
-
-
-def _check_numbers(file: Path, settings: dict[str, Any]) -> None:
-    for key, value in settings.items():
-        values = value if isinstance(value, list) else [value]
-        if key.endswith("_token_id") and not all(one is None or type(one) is int for one in values):
-            raise UserError(f"{file}: `{key}` is {value!r}; expected a token id, or a list of them")
-        if file.name == "generation_config.json" and key in _REAL and not isinstance(value, int | float | None):
-            raise UserError(f"{file}: `{key}` is {value!r}; expected a number")
-        if key == "num_hidden_layers" and not (type(value) is int and value > 0):
-            raise UserError(f"{file}: `{key}` is {value!r}; expected the number of layers")
+    for file in [file for name in _SETTINGS if (file := folder / name).is_file()]:
+        for key, value in read_object(file).items():
+            values = value if isinstance(value, list) else [value]
+            if key.endswith("_token_id") and not all(one is None or type(one) is int for one in values):
+                raise UserError(f"{file}: `{key}` is {value!r}; expected a token id, or a list of them")
+            if file.name == "generation_config.json" and key in _REAL and not isinstance(value, int | float | None):
+                raise UserError(f"{file}: `{key}` is {value!r}; expected a number")
+            if key == "num_hidden_layers" and not (type(value) is int and value > 0):
+                raise UserError(f"{file}: `{key}` is {value!r}; expected the number of layers")
 
 
 def check_weights(folder: Path) -> None:
@@ -73,16 +68,14 @@ def check_weights(folder: Path) -> None:
         files = [file for name in (SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS) if (file := folder / name).is_file()]
     for file in files:
         check_tensors(file)
-    pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern)) if _holds_weights(file)]
+    others = ("training_args", "optimizer", "scheduler", "rng_state")
+    pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
+    pickles = [name for name in pickles if not name.startswith(others)]
     if not files and pickles:
         raise UserError(
             f"{folder / pickles[0]}: weights in a pickle, which can run any program: only safetensors are "
-            "read. Take the model's safetensors files, or convert the pickle where you trust it"
+            "read. Take the model's safetensors files, or convert the pickle on a machine that may run it"
         )
-
-
-def _holds_weights(file: Path) -> bool:
-    return not file.name.startswith(("training_args", "optimizer", "scheduler", "rng_state"))
 
 
 def weight_map(index: Path, whole: bool = True) -> dict[str, str]:

@@ -122,18 +122,14 @@ def _places(file: int, size: int, has_header: bool) -> Iterator[tuple[int, int]]
     end_of_header = 8 + struct.unpack("<Q", os.pread(file, 8, 0))[0] if has_header else 0
     if 8 < end_of_header <= min(size, _MOST_HEADER):
         yield 0, end_of_header
-        tensors = _tensors(os.pread(file, end_of_header - 8, 8))
+        try:
+            header = json.loads(os.pread(file, end_of_header - 8, 8))
+            places = [one["data_offsets"] for name, one in header.items() if name != "__metadata__"]
+            tensors = sorted((int(begin), int(end)) for begin, end in places)
+        except (ValueError, LookupError, TypeError, AttributeError):  # damaged, which the load reports
+            tensors = []
         for begin, end in tensors[:: -(-len(tensors) // _BLOCKS_OF_TENSORS) or 1]:
             middle = end_of_header + begin + max(0, (end - begin - _BLOCK) // 2)
             yield middle, min(middle + _BLOCK, end_of_header + end)
     for begin in range(0, size, -(-size // _BLOCKS_BETWEEN)):
         yield begin, begin + _BLOCK
-
-
-def _tensors(header: bytes) -> list[tuple[int, int]]:
-    """Returns the place of each tensor after the header; [] if that is damaged, which the load says."""
-    try:
-        places = [one["data_offsets"] for name, one in json.loads(header).items() if name != "__metadata__"]
-        return sorted((int(begin), int(end)) for begin, end in places)
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return []

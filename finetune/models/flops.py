@@ -27,7 +27,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from finetune.models.attention import DOCUMENTS
-from finetune.models.base_config import layer_configs
+from finetune.models.base_config import head_sizes, layer_configs
 from finetune.models.vision import family_of, image_modules, part_of, patches_in, patches_per_token
 from finetune.models.wrapped import has_scores, output_head
 from finetune.utils import full_shape, unwrap_peft
@@ -35,6 +35,7 @@ from finetune.utils import full_shape, unwrap_peft
 _EMBEDDED = re.compile(r"lora_embedding_A|\boriginal_module\b|_bias\b")  # looked up, unused, added: not multiplied
 _ATTENTION = re.compile(r"attn|attention")
 _OUTPUT = re.compile(r"\b(o_proj|out_proj|c_proj|wo|down_proj|w2|fc2|linear_fc2|dense|dense_4h_to_h)\b")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
 _MASKED = ("sdpa", "eager")  # compute every pair of the row, and mask
 
@@ -94,18 +95,15 @@ class ModelFlops:
             number = self.attention.count(layer)
             pairs = causal_pairs(counted, layer.window, prefixes)
             model += number * layer.per_pair * pairs * (3 if layer.backward else 1)
-            hardware += number * self._executed(layer) * self._executed_pairs(executed, layer.window, prefixes)
+            per_pair = layer.per_pair * (2 if self.recomputes else 1)
+            if layer.executed_backward:  # fused attention computes the scores again
+                per_pair += layer.per_pair * 2 + (0 if self.implementation == "eager" else layer.scores)
+            hardware += number * per_pair * self._executed_pairs(executed, layer.window, prefixes)
         return Flops(model, hardware if self.hardware_known else math.nan)
 
     def patches_in(self, inputs: Mapping[str, Tensor]) -> list[int]:
         """Returns the patches of each picture among the inputs of a forward."""
         return [] if self.tower is None else patches_in(self.tower.config, inputs)
-
-    def _executed(self, layer: AttentionFlops) -> float:
-        """Returns the executed FLOPs per pair. Fused attention recomputes the scores in the backward."""
-        forwards = 2 if self.recomputes else 1
-        scores_again = 0 if self.implementation == "eager" else layer.scores
-        return layer.per_pair * forwards + (layer.per_pair * 2 + scores_again if layer.executed_backward else 0)
 
     def _executed_pairs(self, lengths: Sequence[int], window: int | None, prefixes: Sequence[int]) -> float:
         if self.implementation in _MASKED:
@@ -144,7 +142,7 @@ class TowerFlops:
 
 
 def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
-    """Counts in the order in which modules are created; those before the first trained weight have no backward."""
+    """Returns the FLOPs of tower and projector. Modules created before the first trained weight have no backward."""
     if not image_modules(model):
         return None
     config, vision = model.config, model.config.vision_config
@@ -197,11 +195,11 @@ def causal_pairs(lengths: Sequence[int], window: int | None, prefixes: Sequence[
 
 
 def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> ModelFlops:
-    """Counts from the modules of a loaded model, before it is wrapped; shards and 4-bit weights are supported.
+    """Returns the FLOPs of a loaded model before it is wrapped; shards and 4-bit weights are supported.
 
-    implementation: of attention, transformers' name. checkpointing: as `train.activation_checkpointing`.
-    In the first layer that trains anything, module names decide which inputs need a gradient; with unusual names that
-    one layer is counted too high.
+    implementation: of attention, transformers' name. checkpointing: as `train.activation_checkpointing`. In the first
+    layer that trains anything, module names decide which inputs need a gradient; with unusual names it is counted too
+    high.
     """
     products = list(_products(model))
     of_images = {id(p) for module in image_modules(model) for p in module.parameters()}  # not counted
@@ -258,6 +256,7 @@ def _products(model: Any) -> Iterator[_Product]:
     path = next((path for path, candidate in model.named_modules() if candidate is output), "")
     head = re.sub(r"\.(base_layer|modules_to_save\..*|original_module)$", "", path)  # or that of its wrapper
     of_images = {inner for module in image_modules(model) for inner in module.modules()}
+    config = model.config.get_text_config()
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) or module in of_images:
             continue
@@ -266,7 +265,11 @@ def _products(model: Any) -> Iterator[_Product]:
             shape = _shape(module, name, parameter)
             if len(shape) < 2 or _EMBEDDED.search(full_name):
                 continue
-            share = _active_share(model, path, shape)
+            share = 1.0  # of the weights of experts: those that a token uses
+            if len(shape) > 2 or re.search(r"\bexperts\b", path):
+                count = shape[0] if len(shape) > 2 else _first_setting(config, _EXPERTS)
+                chosen = _first_setting(config, _TOP_K)
+                share = chosen / count if chosen and count else 1.0
             yield _Product(
                 path=full_name,
                 position=_position(full_name, head),
@@ -277,23 +280,15 @@ def _products(model: Any) -> Iterator[_Product]:
             )
 
 
+def _first_setting(config: Any, names: Sequence[str]) -> int | None:
+    return next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+
+
 def _shape(module: nn.Module, name: str, parameter: Any) -> tuple[int, ...]:
     if name == "weight" and hasattr(module, "in_features") and hasattr(module, "out_features"):
         features: Any = module
         return (features.out_features, features.in_features)  # 4-bit weights are stored flat
     return tuple(full_shape(parameter))
-
-
-def _active_share(model: Any, path: str, shape: tuple[int, ...]) -> float:
-    """Returns the share of expert weights that a token uses; 1 for others."""
-    if len(shape) < 3 and not re.search(r"\bexperts\b", path):
-        return 1.0
-    config = model.config.get_text_config()
-    chosen = next((getattr(config, name) for name in _TOP_K if getattr(config, name, None)), None)
-    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    in_config = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    count = shape[0] if len(shape) > 2 else in_config
-    return chosen / count if chosen and count else 1.0
 
 
 def _position(path: str, head: str = "") -> _Position:
@@ -322,16 +317,11 @@ def _recomputed(products: list[_Product]) -> Iterator[float]:
         if product.position.layer not in (-1, float("inf")):
             layers.setdefault(product.position.layer, []).append(product)
     for members in layers.values():
-        yield sum(p.weights for p in members) - _last_product(members)
-
-
-def _last_product(members: list[_Product]) -> float:
-    """Returns 0 for experts: the router weights their outputs, so the backward needs them."""
-    outputs = [p for p in members if p.position.stage == 3]
-    if not outputs or any("experts" in p.path for p in members):
-        return 0.0
-    adapters = [p for p in outputs if p.after_trained]
-    return (adapters or outputs)[-1].weights
+        outputs = [p for p in members if p.position.stage == 3]
+        adapters = [p for p in outputs if p.after_trained]
+        # Routers weight the outputs of experts, so the backward needs them.
+        last = [] if any("experts" in p.path for p in members) else (adapters or outputs)[-1:]
+        yield sum(p.weights for p in members) - sum(p.weights for p in last)
 
 
 def _attention(config: Any, first_trained: _Position | None, reached: _Position | None) -> Iterator[AttentionFlops]:
@@ -342,11 +332,10 @@ def _attention(config: Any, first_trained: _Position | None, reached: _Position 
     kinds = [str(kind) for kind in kinds] if kinds else ["sliding_attention"] * config.num_hidden_layers
     for number, kind in enumerate(kinds):
         layer = layers[number % len(layers)]
-        heads, size = getattr(layer, "num_attention_heads", None), _head_size(layer)
-        if _WITHOUT_PAIRS.search(kind) or not isinstance(heads, int) or size is None:
+        heads, sizes = getattr(layer, "num_attention_heads", None), head_sizes(layer)
+        if _WITHOUT_PAIRS.search(kind) or not isinstance(heads, int) or sizes is None:
             continue
-        scores = 2.0 * heads * size
-        values = 2.0 * heads * (getattr(layer, "v_head_dim", None) or size)
+        scores, values = (2.0 * heads * size for size in sizes)
         window = getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None
         after = _Position(number, 1)
         backward, executed = (place is not None and place < after for place in (first_trained, reached))
@@ -355,13 +344,3 @@ def _attention(config: Any, first_trained: _Position | None, reached: _Position 
 
 # Kinds of layers, in the words of configs, that compute no product for each pair of tokens.
 _WITHOUT_PAIRS = re.compile(r"mamba|conv|linear|recurrent|lightning|^(mlp|moe)$")
-
-
-def _head_size(config: Any) -> int | None:
-    """Size of queries and keys; None if the config gives none."""
-    if getattr(config, "qk_nope_head_dim", None):  # DeepSeek's multi-head latent attention
-        return config.qk_nope_head_dim + config.qk_rope_head_dim
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    if size := getattr(config, "head_dim", None):
-        return size
-    return hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else None

@@ -23,13 +23,13 @@ from torchao.float8.float8_linear import (  # pyright: ignore[reportMissingImpor
     matmul_with_hp_or_float8_args,
 )
 
+from finetune.models.packed_linear import multiplies_in_fp8
 from finetune.models.patches import replace_class
-from finetune.models.quantized import multiplies_in_fp8
 
 
 class Fp8TrainedLinear(Float8Linear):
-    """torchao's, in one type on every backend: its own reads CUDA's autocast alone, and casts fp32 weights in another
-    rounding than FSDP2's gathered ones have."""
+    """torchao's layer in one type on every backend: its own forward reads CUDA's autocast alone, and rounds fp32
+    weights otherwise than FSDP2 does."""
 
     compute = torch.bfloat16
 

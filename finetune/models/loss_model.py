@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from finetune.errors import UserError
-from finetune.models.activations import ActivationOffload
 from finetune.models.head.chunked import (
     HeadTask,
     liger_losses,
@@ -33,9 +31,7 @@ from finetune.models.head.token_loss import (
     at_least_fp32,
     logit_map,
 )
-from finetune.models.moe import Routers
 from finetune.models.patches import mix_in
-from finetune.models.vision import ImagePart
 from finetune.models.wrapped import (
     CrossEntropyChoice,
     Outputs,
@@ -76,21 +72,15 @@ class CausalLMWithLoss(WrappedModel):
         self,
         model: Any,
         cross_entropy: str = "auto",
-        device_type: str = "cpu",
-        autocast: torch.dtype | None = None,
-        offload: ActivationOffload | None = None,
-        routers: Routers | None = None,
         only_sums: bool = True,
-        images: ImagePart | None = None,
+        **surroundings: Any,  # see `WrappedModel`
     ):
-        """model: transformers' or peft's; cross_entropy: `model.cross_entropy`; autocast: the compute type, if it is
-        not the parameters'; only_sums: whether every objective of this run is an unweighted sum of token losses.
-
-        Raises UserError if the recipe's cross entropy is not possible.
-        """
-        super().__init__(model, device_type, autocast, offload, routers, images)
+        """model: transformers' or peft's; cross_entropy: `model.cross_entropy`; only_sums: whether every objective of
+        this run is an unweighted sum of token losses. Raises UserError if the cross entropy is not possible."""
+        super().__init__(model, **surroundings)
         causal = unwrap_peft(model)
-        head, vocabulary = trained_head(causal), causal.config.get_text_config().vocab_size
+        head: Any = trained_head(causal)
+        vocabulary = causal.config.get_text_config().vocab_size
         self._takes = accepted_names(causal)
         self._keeps_positions = "logits_to_keep" in inspect.signature(causal.forward).parameters
         balances = getattr(causal.config.get_text_config(), "output_router_logits", False)
@@ -99,11 +89,13 @@ class CausalLMWithLoss(WrappedModel):
             mapping: LogitMap | UnknownHead = logit_map(causal)
         except UnknownHead as reason:
             mapping = reason
-        self.choice = choose_cross_entropy(cross_entropy, mapping, is_matrix(head), vocabulary, device_type, only_sums)
+        device, matrix = self._device_type, is_matrix(head)
+        self.choice = choose_cross_entropy(cross_entropy, mapping, matrix, vocabulary, device, only_sums)
         if self.choice.implementation != "plain":
             assert isinstance(mapping, LogitMap)  # the choice is plain if it is unknown
-            self._logit_map, self._rows = mapping, rows_at_once(vocabulary, device_type)
-            _give_losses(head, self.choice.implementation)
+            self._logit_map, self._rows = mapping, rows_at_once(vocabulary, device)
+            head.loss_implementation = self.choice.implementation if matrix else "module"
+            mix_in(head, HeadWithLoss, "losses in the head")
 
     def _read(self, targets: TargetTokens, inputs: dict[str, Any]) -> Outputs:
         losses = self._losses(targets, inputs)
@@ -159,11 +151,6 @@ def is_matrix(head: nn.Module) -> bool:
     return kind is nn.Linear or (isinstance(head, HeadWithLoss) and kind.__mro__[2] is nn.Linear)
 
 
-def _give_losses(head: Any, implementation: str) -> None:
-    head.loss_implementation = implementation if is_matrix(head) else "module"
-    mix_in(head, HeadWithLoss, "losses in the head")
-
-
 def choose_cross_entropy(
     requested: str,
     mapping: LogitMap | UnknownHead,  # changes of the logits by the architecture
@@ -183,7 +170,7 @@ def choose_cross_entropy(
     if requested in ("torch", "liger"):
         obstacle = why_not_torch(mapping) if requested == "torch" else why_not_liger(device)
         if not matrix:
-            obstacle = "it takes a head that is one matrix, and this one has adapters or quantised weights"
+            obstacle = "it takes a head that is one matrix, and this one has adapters or quantized weights"
         if not only_sums:
             obstacle = "it gives the sum of the token losses only, and the objective needs more"
         if obstacle:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,29 +31,28 @@ _ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")  # of tra
 
 
 class Exchange(Protocol):
-    """Between the P ranks of a group that holds every expert once. All of them call it, equally often."""
+    """Communication of the P ranks of a group that holds every expert once. All call it equally often."""
 
     size: int  # P
 
     def weight(self, stacked: Tensor) -> Tensor:
-        """(E, ...) -> (E/P, ...): the rows of a parameter that are here, as a plain tensor."""
+        """Returns the rows (E/P, ...) of a parameter (E, ...) that are here, as a plain tensor."""
         ...
 
     def counts(self, leaving: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """(P, E/P) rows for every expert of every rank -> (P, E/P) rows from every rank for every expert that is
-        here; rows that leave for each rank; rows that arrive from each."""
+        """Returns the rows (P, E/P) from every rank for every expert that is here, from those (P, E/P) for every expert
+        of every rank; rows that leave for each rank; rows that arrive from each."""
         ...
 
     def rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """(sum(sent), D), in the order of ranks -> (sum(received), D). Gradients take the way back."""
+        """Returns (sum(received), D) for (sum(sent), D), in the order of ranks. Gradients take the way back."""
         ...
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
-    """Returns, by name, the modules that have all experts of a layer, stacked along the first dimension of each
-    parameter.
+    """Returns, by name, the modules with all experts of a layer, stacked along the first dimension of each parameter.
 
-    Raises UserError if there are none, as transformers stores this architecture's experts in another way.
+    Raises UserError if there are none: transformers stores this architecture's experts in another way.
     """
     experts = _stacked_experts(model)
     if not experts:
@@ -79,42 +78,36 @@ def adapts_experts(model: nn.Module) -> bool:
 
 
 def _stacked_experts(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if _is_stacked(module)}
+    def is_stacked(module: nn.Module) -> bool:
+        num_experts, weights = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+        takes = tuple(inspect.signature(type(module).forward).parameters)
+        return bool(weights) and takes == _ARGUMENTS and all(full_shape(w)[0] == num_experts for w in weights)
 
-
-def _is_stacked(module: nn.Module) -> bool:
-    num_experts = getattr(module, "num_experts", None)
-    weights = list(module.parameters(recurse=False))
-    takes = tuple(inspect.signature(type(module).forward).parameters)
-    return bool(weights) and takes == _ARGUMENTS and all(full_shape(w)[0] == num_experts for w in weights)
+    return {name: module for name, module in model.named_modules() if is_stacked(module)}
 
 
 def reach_experts(model: nn.Module) -> None:
-    """Let experts with weights take part in every forward of a layer whose tokens may all choose experts without
-    weights (LongCat-Flash's zero experts, https://arxiv.org/abs/2509.01322).
+    """Let experts with weights take part in every forward, if all tokens of a layer may choose experts without weights
+    (LongCat-Flash's zero experts, https://arxiv.org/abs/2509.01322).
 
-    Weights that no token of a rank chose would have no gradient there: FSDP2 would reduce less than on other ranks, and
-    an optimizer would not decay them on one process while it does on several.
+    Without a gradient on one rank, FSDP2 would reduce less there, and an optimizer would not decay these weights.
     """
+
+    def add_row_of_zeros(experts: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> Tensor | None:
+        hidden_states, chosen, _ = inputs  # (T, D), (T, K)
+        if bool((chosen < experts.num_routed_experts).any()):
+            return None
+        row, weights = hidden_states.new_zeros(1, hidden_states.shape[1]), hidden_states.new_zeros(1, chosen.shape[1])
+        return output + type(experts).forward(experts, row, chosen.new_zeros(weights.shape), weights)  # (T, D)
+
     for module in model.modules():
         if getattr(module, "zero_expert_num", 0) and getattr(module, "gate_up_proj", None) is not None:
-            module.register_forward_hook(_add_row_of_zeros)
-
-
-def _add_row_of_zeros(experts: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> Tensor | None:  # (T, D)
-    hidden_states, chosen, _ = inputs  # (T, D), (T, K)
-    if bool((chosen < experts.num_routed_experts).any()):
-        return None
-    row, weights = hidden_states.new_zeros(1, hidden_states.shape[1]), hidden_states.new_zeros(1, chosen.shape[1])
-    return output + type(experts).forward(experts, row, chosen.new_zeros(weights.shape), weights)
+            module.register_forward_hook(add_row_of_zeros)
 
 
 def compute_experts_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let stacked experts compute in the type that autocast has for other matrices, and give it back as those do.
-
-    Grouped products ignore autocast (https://github.com/pytorch/pytorch/issues/174763): they would run in the type of
-    the weights in memory, and from there on hidden states would have that type.
-    """
+    """Let stacked experts compute in autocast's type and return it, as other matrices do: grouped products ignore it
+    (https://github.com/pytorch/pytorch/issues/174763)."""
     for experts in _stacked_experts(model).values():
         names = [name for name, _ in experts.named_parameters(recurse=False)]
         forward = partial(_forward_in, experts, type(experts).forward, names, dtype)
@@ -135,13 +128,12 @@ def _forward_in(
 
 
 def dispatch_tokens(experts: Any, exchange: Exchange, adapters: Mapping[str, Any], first: int) -> None:
-    """Let the module compute its own experts for the tokens of all ranks of the group.
+    """Let the module compute the experts of this rank for the tokens of all ranks of the group.
 
-    Its parameters still have the shape (E, ...); `Exchange.weight` knows which of their rows are here. adapters: peft's
-    wrappers by parameter, with the adapters of all experts. first: of the experts that are here.
+    Its parameters still have the shape (E, ...). adapters: peft's wrappers by parameter, with the adapters of all
+    experts; first: number of the first expert of this rank.
     """
-    weights = partial(_weights, experts, exchange, adapters, first)
-    forward = partial(_forward, experts, type(experts).forward, exchange, weights)
+    forward = partial(_forward, experts, type(experts).forward, exchange, adapters, first)
     replace_forward(experts, forward, "experts of this rank")
     for wrapper in adapters.values():
         replace_forward(wrapper, wrapper.base_layer.__call__, "adapters of all experts")
@@ -149,9 +141,10 @@ def dispatch_tokens(experts: Any, exchange: Exchange, adapters: Mapping[str, Any
 
 def _forward(
     experts: Any,
-    forward: Any,
+    forward: Any,  # the module's own, called as if each row had chosen one expert with weight 1
     exchange: Exchange,
-    weights: Callable[[], dict[str, Tensor]],
+    adapters: Mapping[str, Any],
+    first: int,
     hidden_states: Tensor,  # (T, D)
     top_k_index: Tensor,  # (T, K)
     top_k_weights: Tensor,  # (T, K)
@@ -163,36 +156,21 @@ def _forward(
     arriving, sent, received = exchange.counts(counts.view(exchange.size, local_experts))
     rows = exchange.rows(hidden_states[order // top_k_index.shape[1]], sent, received)  # (R, D)
     expert = torch.arange(local_experts, device=chosen.device).repeat(exchange.size)
-    expert = expert.repeat_interleave(arriving.flatten(), output_size=len(rows))  # (R,)
-    outputs = exchange.rows(_compute(experts, forward, weights, rows, expert), received, sent)  # (T*K, D), in `order`
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    weighted = outputs[place].view(*top_k_index.shape, -1) * top_k_weights[..., None]  # (T, K, D)
-    return weighted.sum(1).to(hidden_states.dtype)
-
-
-def _compute(
-    experts: Any, forward: Any, weights: Callable[[], dict[str, Tensor]], rows: Tensor, expert: Tensor
-) -> Tensor:  # (R, D)
-    """Returns the experts' outputs by the module's own forward, as if each row had chosen one expert with weight 1.
-
-    If no row arrives, one of zeros is computed: weights without a gradient would leave out a reduction that others
-    wait in.
-    """
     arrived = len(rows)
-    if arrived == 0:
+    expert = expert.repeat_interleave(arriving.flatten(), output_size=arrived)  # (R,)
+    if arrived == 0:  # one of zeros: weights without a gradient would leave out a reduction that others wait in
         rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
-    return forward(_Self(experts, weights()), rows, expert[:, None], rows.new_ones(len(rows), 1))[:arrived]
-
-
-def _weights(experts: Any, exchange: Exchange, adapters: Mapping[str, Any], first: int) -> dict[str, Tensor]:
-    """Returns the weights of the experts that are here, (E/P, ...) each, with their adapters."""
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}  # of the experts that are here, (E/P, ...) each
     for name, stacked in experts.named_parameters(recurse=False):
         weights[name] = part_of_parameter(exchange.weight(stacked))
         if name in adapters and not adapters[name].disable_adapters:
             weights[name] = _adapted(weights[name], adapters[name], first, experts)
-    return weights
+    computed = forward(_Self(experts, weights), rows, expert[:, None], rows.new_ones(len(rows), 1))[:arrived]
+    outputs = exchange.rows(computed, received, sent)  # (T*K, D), in `order`
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    weighted = outputs[place].view(*top_k_index.shape, -1) * top_k_weights[..., None]  # (T, K, D)
+    return weighted.sum(1).to(hidden_states.dtype)
 
 
 def _adapted(weight: Tensor, wrapper: Any, first: int, experts: Any) -> Tensor:
@@ -248,9 +226,8 @@ class Routers:
 
 
 def find_routers(model: Any) -> Routers | None:
-    """Returns the routers; None unless their choice is the `top_k` of a softmax, for which the balance loss is
-    defined; transformers must record router logits, and have such a loss of its own
-    (`router_aux_loss_coef`)."""
+    """Returns the routers of a model whose choice is the `top_k` of a softmax, for which the balance loss is defined:
+    transformers records their logits and has such a loss itself (`router_aux_loss_coef`). None for others."""
     causal = unwrap_peft(model)
     config = causal.config.get_text_config()
     recorder = (getattr(causal, "_can_record_outputs", None) or {}).get("router_logits")

@@ -1,124 +1,154 @@
-"""Every replacement of a module's forward or class: the original, the order, and why a hook is not enough.
+"""Every replacement of a module's forward or class and every changed attribute of a library: what, when and why.
 
 A forward or a class is changed on one instance. Names of parameters, `isinstance` and saved files stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-PatchName = Literal[
-    "own class",
-    "packed product",
-    "rotations per document",
-    "mixer per document",
-    "added rows",
-    "experts' type",
-    "trained product in 8 bits",
-    "fused adapter",
-    "scores in fp32",
-    "losses in the head",
-    "row parallel",
-    "sharded dropout",
-    "experts of this rank",
-    "adapters of all experts",
-    "unpacked product",
-]
-
-
-@dataclass(frozen=True)
-class ModulePatch:
-    of: str  # the modules
-    why: str  # it is replaced
-
-
-# In the order of a run. A later one finds a module as the earlier ones left it.
-PATCHES: dict[PatchName, ModulePatch] = {
+# (what is changed, why it is not done otherwise), in the order of a run: a later one finds a module as the earlier ones
+# left it.
+PATCHES: dict[str, tuple[str, str]] = {
+    # --- trials of tiny models
+    "no ZeRO-3": (
+        "transformers' weak reference to DeepSpeed's config, during a trial",
+        "transformers would shard a tiny model over the ranks when it is built",
+    ),
+    "no GPU kernels": (
+        "transformers' `is_torchdynamo_exporting`, during a trial",
+        "only in an export does it use plain torch if fla, causal_conv1d or mamba_ssm are installed, for GPUs alone",
+    ),
+    "text models": (
+        "the auto class of causal models, for configs of text parts that it does not have",
+        "its `register` has no effect for transformers' own configs (5.17)",
+    ),
+    "name of the body": (
+        "`base_model_prefix` of a text part's class",
+        "for Llama 4 and Llama 3.2 Vision it is the attribute's name in the multimodal base",
+    ),
     # --- load_model
-    "own class": ModulePatch(
+    "own class": (
         "a model that was read in part, by a subclass that has only some layers before its weights are read",
         "it is saved, sharded and looked up by its class",
     ),
-    "packed product": ModulePatch(
-        "a linear layer of 8-bit weights, with `quantization.compute: scaled`",
-        "the product itself is another; the layer was made by the code of `compute: dequantised`",
+    "read conversions": (
+        "`_weight_conversions` of a loaded model",
+        "saving reverts all of them, and only those that were used, of tensors of the model, can be reverted",
     ),
-    "rotations per document": ModulePatch(
+    "packed model": (
+        "`is_loaded_in_4bit` of a model of 4-bit weights",
+        "transformers sets it if it packs weights itself, and peft chooses its layers by it",
+    ),
+    "packed product": (
+        "a linear layer of 8-bit weights, with `quantization.compute: scaled`",
+        "the product itself is another; the layer is created as for `compute: dequantised`",
+    ),
+    "rotations per document": (
         "rotary modules whose frequencies depend on the length of a sequence",
         "it runs once for each document of a row, which hooks cannot do",
     ),
-    "mixer per document": ModulePatch(
+    "mixer per document": (
         "modules that mix tokens by something else than attention",
         "it runs once for each document of a row, or for several of like length",
     ),
-    "added rows": ModulePatch(
+    "no repacking": (
+        "`support_avx512bf16_for_cpu` of bitsandbytes' layers",
+        "one evaluation on such a CPU would repack weights, `train()` would not undo it, and gradients would be wrong",
+    ),
+    "tied adapters": (
+        "`_tied_weights_keys` of a model with adapters or added rows",
+        "`tie_weights`, which FSDP2's wrapping calls again, must find where peft or we have put a tied weight",
+    ),
+    "added rows": (
         "embedding and head of a model with adapters, whose added tokens train",
         "the output is put together from two matrices; both stay the module's own, for backends that gather by module",
     ),
     # --- before the engine wraps the model, in this order
-    "experts' type": ModulePatch(
+    "experts' type": (
         "stacked experts under autocast, which grouped products ignore",
         "its weights are cast inside of it, and no hook changes what a forward reads from `self`",
     ),
-    "trained product in 8 bits": ModulePatch(
+    "input types": (
+        "`cast_input_dtype_enabled` of peft's layers under autocast",
+        "peft's cast to the adapter's fp32, which autocast undoes, is two more passes over the hidden states",
+    ),
+    "trained product in 8 bits": (
         "linear layers with `train.precision: fp8`, after torchao has converted them",
         "torchao's forward reads CUDA's autocast alone, and rounds weights otherwise than FSDP2",
     ),
-    "fused adapter": ModulePatch(
+    "fused adapter": (
         "peft's linear layers with LoRA; after the layers above, which it multiplies by",
         "the product with the weight and those with the adapter are one autograd function",
     ),
-    "scores in fp32": ModulePatch(
+    "type of images": (
+        "`inputs_merger` of SmolVLM and Idefics 3",
+        "transformers 5.17 puts features in autocast's type among embeddings in fp32, which needs a cast",
+    ),
+    "scores in fp32": (
         "the head of a sequence classification model",
         "the product runs in another type, outside of autocast",
     ),
-    "losses in the head": ModulePatch(
+    "losses in the head": (
         "the LM head, which then is given targets and returns their losses",
         "backends gather weights around a module's own forward, once for all chunks of the logits",
     ),
     # --- in the engine, before parameters are sharded
-    "row parallel": ModulePatch(
+    "row parallel": (
         "linear layers with a rank's columns of their weight",
         "the bias is added after the sum over ranks, so no hook on the output will do",
     ),
-    "sharded dropout": ModulePatch(
+    "sharded dropout": (
         "the dropout of an adapter with a rank's features",
         "the mask is drawn in another size than the input has",
     ),
-    "experts of this rank": ModulePatch(
+    "experts of this rank": (
         "stacked experts under expert parallel, in place of `experts' type`: FSDP2 gathers weights in the compute type",
         "the model's own forward is called on the rows that arrive here, with other weights, not on its inputs",
     ),
-    "adapters of all experts": ModulePatch(
+    "adapters of all experts": (
         "peft's wrappers around those experts",
         "they would add the adapters of all experts to the weights of all",
     ),
     # --- of the planner
-    "unpacked product": ModulePatch(
+    "unpacked product": (
         "packed linear layers on `meta`",
         "kernels of packed products have no shapes without a device",
     ),
 }
 
 
-def replace_forward(module: Any, forward: Callable[..., Any], patch: PatchName) -> None:
+def replace_forward(module: Any, forward: Callable[..., Any], patch: str) -> None:
     """Replace the forward of one module. patch: its row in `PATCHES`."""
-    assert patch in PATCHES
-    module.forward = forward
+    set_attribute(module, "forward", forward, patch)
 
 
-def replace_class(module: Any, kind: type, patch: PatchName) -> None:
-    """Replace the class of one instance by another with the same state, as FSDP2 itself does. patch: its row in
-    `PATCHES`."""
-    assert patch in PATCHES
-    module.__class__ = kind
+def replace_class(module: Any, kind: type, patch: str) -> None:
+    """Replace the class of one instance by another with the same state, as FSDP2 itself does."""
+    set_attribute(module, "__class__", kind, patch)
 
 
-def mix_in(module: Any, mixin: type, patch: PatchName) -> None:
-    """Put a class before that of one instance, unless it has it already; the name of the class stays. patch: its row
-    in `PATCHES`."""
+def mix_in(module: Any, mixin: type, patch: str) -> None:
+    """Put a class before that of one instance, unless it has it already; the name of the class stays."""
     if not isinstance(module, mixin):
         kind = type(module)
         replace_class(module, type(kind.__name__, (mixin, kind), {}), patch)
+
+
+def set_attribute(target: Any, name: str, value: Any, patch: str) -> None:
+    """Set an attribute of another library's object. patch: its row in `PATCHES`."""
+    assert patch in PATCHES
+    setattr(target, name, value)
+
+
+@contextmanager
+def attribute_set(target: Any, name: str, value: Any, patch: str) -> Iterator[None]:
+    """Sets an attribute of another library's object for a while."""
+    before = getattr(target, name, None)
+    set_attribute(target, name, value, patch)
+    try:
+        yield
+    finally:
+        set_attribute(target, name, before, patch)

@@ -15,8 +15,6 @@ from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
 from finetune.errors import UserError
-from finetune.models.activations import ActivationOffload
-from finetune.models.moe import Routers
 from finetune.models.patches import mix_in
 from finetune.models.wrapped import SCORE, CrossEntropyChoice, Outputs, WrappedModel, output_head, trained_head
 
@@ -35,17 +33,12 @@ class ScoreModel(WrappedModel):
     well for padding. Here the ends of sequences are given.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        device_type: str = "cpu",
-        autocast: torch.dtype | None = None,
-        offload: ActivationOffload | None = None,
-        routers: Routers | None = None,
-    ):
-        super().__init__(model, device_type, autocast, offload, routers)
+    def __init__(self, model: Any, **surroundings: Any):
+        super().__init__(model, **surroundings)
         self.choice = CrossEntropyChoice("none", "no LM head: one score for each label at the end of a sequence")
-        _score_in_fp32(trained_head(model), autocast)
+        head: Any = trained_head(model)
+        head.compute = self._autocast
+        mix_in(head, _InFp32, "scores in fp32")
 
     def _read(self, targets: ScoredPositions, inputs: dict[str, Any]) -> Outputs:
         hidden = self._base(inputs)[:, targets.positions]  # (1, d, D)
@@ -66,18 +59,11 @@ class _InFp32:
         head: Any = self
         with torch.autocast(hidden.device.type, enabled=False):
             parameters = [None if p is None else p.to(self.compute or p.dtype) for p in (head.weight, head.bias)]
-            weight, bias = (None if p is None else p.to(_at_least_fp32(p)) for p in parameters)
+            weight, bias = (
+                None if p is None else p.to(torch.promote_types(p.dtype, torch.float32)) for p in parameters
+            )
             assert weight is not None
             return linear(hidden.to(weight.dtype), weight, bias)
-
-
-def _at_least_fp32(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _score_in_fp32(head: Any, compute: torch.dtype | None) -> None:
-    head.compute = compute
-    mix_in(head, _InFp32, "scores in fp32")
 
 
 # --- the labels of the head, and its initial weights if a base model has none
@@ -89,23 +75,20 @@ def labelled(config: PretrainedConfig, labels: tuple[str, ...]) -> PretrainedCon
     Raises UserError if a checkpoint of such a model has other labels.
     """
     if any("ForSequenceClassification" in name for name in config.architectures or ()):
-        _check_labels(tuple(dict(config.id2label or {}).values()), labels)
+        present = tuple(dict(config.id2label or {}).values())
+        unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(present))
+        same = present == labels or unnamed or len(labels) == 1
+        if len(present) != len(labels) or not same:
+            raise UserError(
+                f"model.name: its labels are {', '.join(present)}, and this run's are {', '.join(labels)}: set "
+                f"`objective.labels: [{', '.join(present)}]`, or begin with a model that has no labels yet"
+            )
     own: Any = copy.deepcopy(config)
     own.id2label = dict(enumerate(labels))
     own.label2id = {name: i for i, name in own.id2label.items()}
     # `regression`: pipelines give the score, and not its sigmoid
     own.problem_type = "regression" if len(labels) == 1 else "single_label_classification"
     return own
-
-
-def _check_labels(of_checkpoint: tuple[str, ...], labels: tuple[str, ...]) -> None:
-    unnamed = all(name == f"LABEL_{i}" for i, name in enumerate(of_checkpoint))
-    same = of_checkpoint == labels or unnamed or len(labels) == 1
-    if len(of_checkpoint) != len(labels) or not same:
-        raise UserError(
-            f"model.name: its labels are {', '.join(of_checkpoint)}, and this run's are {', '.join(labels)}: set "
-            f"`objective.labels: [{', '.join(of_checkpoint)}]`, or begin with a model that has no labels yet"
-        )
 
 
 def score_head(model: Any) -> nn.Linear:
@@ -126,12 +109,9 @@ def start_score_head(model: Any, dtype: torch.dtype, seed: int) -> None:
     new = nn.Linear(head.in_features, head.out_features, head.bias is not None, head.weight.device, dtype)
     if not new.weight.is_meta:
         generator = torch.Generator().manual_seed(seed)
-        values = torch.empty(new.weight.shape).normal_(0, _deviation(model.config), generator=generator)
+        deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+        values = torch.empty(new.weight.shape).normal_(0, deviation, generator=generator)
         new.weight.data.copy_(values)
         if new.bias is not None:
             new.bias.data.zero_()
     setattr(model, SCORE, new)
-
-
-def _deviation(config: Any) -> float:
-    return getattr(config.get_text_config(), "initializer_range", 0.02)

@@ -1,4 +1,4 @@
-"""The text part of a multimodal model as a causal language model of its own.
+"""The text part of a multimodal model as a separate causal language model.
 
     from a text config        MistralForCausalLM                model.layers.0.self_attn.q_proj.weight
     in the base's own class   Mistral3ForConditionalGeneration  model.language_model.layers.0.self_attn.q_proj.weight
@@ -39,6 +39,7 @@ from transformers.models.auto.modeling_auto import (
 from finetune.errors import UserError
 from finetune.models.base_config import base_config
 from finetune.models.checkpoint_files import tensor_names
+from finetune.models.patches import set_attribute
 from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import PRETRAINED_POSITIONS, VOCABULARY, tiny_config
 from finetune.models.trials import FAILURES, quietly, randomize
@@ -71,8 +72,9 @@ def text_config(config: PretrainedConfig, has_head: bool) -> PretrainedConfig:
         text.cross_attention_layers = []
     text.name_or_path = config.name_or_path
     if type(text) not in AutoModelForCausalLM._model_mapping:
-        # Not by `register`: in transformers 5.17 it has no effect for its own configs.
-        AutoModelForCausalLM._model_mapping._extra_content[type(text)] = _causal_class(text)
+        extra: Any = AutoModelForCausalLM._model_mapping
+        classes = {**extra._extra_content, type(text): _causal_class(text)}
+        set_attribute(extra, "_extra_content", classes, "text models")
     return text
 
 
@@ -83,17 +85,12 @@ def _causal_class(text: PretrainedConfig) -> Any:
         if name.endswith("ForCausalLM") and value.config_class is type(text):
             return value
     try:
-        body: Any = AutoModel._model_mapping[type(text)]
+        body: Any = AutoModel._model_mapping[type(text)]  # which transformers has only within a multimodal model
     except KeyError:
         raise UserError(f"{type(text).__name__} has no text model in transformers") from None
-    return _made(body, type(text))
-
-
-def _made(body: Any, config_class: type[PretrainedConfig]) -> Any:
-    """Returns a causal class around a text model that transformers has only within a multimodal one."""
     family = next(base for base in body.__mro__ if base.__module__ == body.__module__ and base is not body)
 
-    class MadeForCausalLM(family, transformers.GenerationMixin):
+    class TextForCausalLM(family, transformers.GenerationMixin):
         _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' name and type)
         _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
 
@@ -113,17 +110,16 @@ def _made(body: Any, config_class: type[PretrainedConfig]) -> Any:
                 logits = cap * torch.tanh(logits / cap)
             return CausalLMOutputWithPast(logits=logits, past_key_values=outputs.past_key_values)
 
-    MadeForCausalLM.__name__ = MadeForCausalLM.__qualname__ = f"{body.__name__.removesuffix('Model')}ForCausalLM"
-    MadeForCausalLM.config_class = config_class
-    MadeForCausalLM.base_model_prefix = "model"
-    return MadeForCausalLM
+    TextForCausalLM.__name__ = TextForCausalLM.__qualname__ = f"{body.__name__.removesuffix('Model')}ForCausalLM"
+    TextForCausalLM.config_class = type(text)
+    TextForCausalLM.base_model_prefix = "model"
+    return TextForCausalLM
 
 
 def name_body(model: Any) -> None:
-    """Let `base_model` of a causal class find the model below the head: that of Llama 4 and of Llama 3.2 Vision has the
-    attribute's name in the multimodal base."""
+    """Let `base_model` of a causal class find the model below the head."""
     if not hasattr(model, model.base_model_prefix):
-        type(model).base_model_prefix = "model"
+        set_attribute(type(model), "base_model_prefix", "model", "name of the body")
 
 
 @dataclass(frozen=True)
@@ -170,11 +166,8 @@ def _path_of(model: Any, module: Any) -> str:
 
 
 def text_part_of(model: Model) -> TextPart | None:
-    """Returns the text part of the recipe's model, None if it is all of it, or is trained with its other parts.
-    Raises UserError if it cannot be located.
-
-    The first call must be before an engine starts: ZeRO-3 changes how models are built.
-    """
+    """Returns the text part of the recipe's model; None if that is all of it, or other parts are trained, too. Raises
+    UserError. The first call must be before an engine starts: ZeRO-3 changes how models are built."""
     if model.name is None or model.train is not None:
         return None
     return _text_part(model.name, model.revision, model.trust_remote_code)
@@ -188,21 +181,14 @@ def _text_part(name: str, revision: str | None, trust_remote_code: bool) -> Text
         return None
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
-            f"model.name: the weights of {name!r} are stored quantised, and of a multimodal model that cannot be "
+            f"model.name: the weights of {name!r} are stored quantized, and of a multimodal model that cannot be "
             "trained here: name a copy in 16 bits, as publishers have it for training"
         )
-    return find_text_part(config, tensor_names(model))
-
-
-def find_text_part(config: PretrainedConfig, files: Iterable[str] | None = None) -> TextPart:
-    """Returns the text part of a multimodal config. Raises UserError if its place in the base's class is unclear.
-
-    files: names of all tensors in them; None: as transformers would write them.
-    """
     with torch.device("meta"), no_init_weights():
         base = _of_base_class(config)
-    names = revert_weight_conversion(base, base.state_dict()) if files is None else files
-    files, base._weight_conversions = loaded_names(base, names)  # the latter as after loading: the way back
+    tensors = tensor_names(model)
+    files, conversions = loaded_names(base, tensors)
+    set_attribute(base, "_weight_conversions", conversions, "read conversions")  # as after loading: the way back
     if (head := base.get_output_embeddings()) is None:
         raise _unclear(config, f"{type(base).__name__} has no LM head")
     head = _path_of(base, head)
@@ -210,13 +196,13 @@ def find_text_part(config: PretrainedConfig, files: Iterable[str] | None = None)
         text: Any = from_config(AutoModelForCausalLM, text_config(config, f"{head}.weight" in files.values()))
     name_body(text)
     body = getattr(text, text.base_model_prefix)
-    found = [name for name, module in base.named_modules() if type(module) is type(body)]
-    if len(found) != 1:
-        raise _unclear(config, f"{type(base).__name__} has {len(found)} of {type(body).__name__}")
+    bodies = [name for name, module in base.named_modules() if type(module) is type(body)]
+    if len(bodies) != 1:
+        raise _unclear(config, f"{type(base).__name__} has {len(bodies)} of {type(body).__name__}")
     crossed = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or []
     count = text.config.num_hidden_layers + len(crossed)
     layers = tuple(i for i in range(count) if i not in crossed)
-    part = TextPart(base, text, files, found[0], head, layers)
+    part = TextPart(base, text, files, bodies[0], head, layers)
     ours = {part.in_base(name): tensor.shape for name, tensor in text.state_dict().items()}
     theirs = {name: tensor.shape for name, tensor in base.state_dict().items()}
     if differing := [name for name, shape in ours.items() if theirs.get(name) != shape]:
@@ -239,41 +225,33 @@ def _of_base_class(config: PretrainedConfig) -> Any:
 
 
 def check_text_part(model: Model) -> None:
-    """Raises UserError if the text part of the recipe's model gives other logits than the base's class does for text
-    alone.
-
-    Tried with a small text part: in the base's class, created on `meta`, it replaces its own, so that the other
-    parts would fail if anything called them.
-    """
+    """Raises UserError if the text part of the recipe's model gives other logits than the base's class for text alone:
+    a small one is tried within the base's class, whose other parts are on `meta` and would fail if called."""
     if (part := text_part_of(model)) is None:
         return
-    config, where = base_config(model), "tried on a small copy, "
+    config = copy.deepcopy(base_config(model))
     try:
         with quietly():
-            difference = _logits_differ(part, config)
+            small = tiny_config(part.text.config)
+            torch.manual_seed(0)
+            text: Any = from_config(AutoModelForCausalLM, small, dtype=torch.float32).eval()
+            randomize(text)
+            own = config.get_text_config(decoder=True)
+            setattr(config, next(n for n in config.sub_configs if getattr(config, n) is own), copy.deepcopy(small))
+            with torch.device("meta"), no_init_weights():
+                base = _of_base_class(config).eval()
+            base.set_submodule(part.body, getattr(text, text.base_model_prefix))
+            base.set_submodule(part.head, text.get_output_embeddings())
+            generator = torch.Generator().manual_seed(1)
+            document = torch.randint(3, VOCABULARY, (1, PRETRAINED_POSITIONS + 5), generator=generator)
+            with torch.no_grad():
+                ours, theirs = (one(input_ids=document, use_cache=False).logits.double() for one in (text, base))
+            difference = float((ours - theirs).abs().max() / theirs.abs().max())
     except FAILURES as error:
-        raise _unclear(config, f"{where}{type(error).__name__}: {str(error)[:200]}") from error
+        raise _unclear(config, f"tried on a small copy, {type(error).__name__}: {str(error)[:200]}") from error
     if difference > _LOGIT_TOLERANCE:
-        raise _unclear(config, f"{where}its logits differ from {type(part.base).__name__}'s by {difference:.0e}")
-
-
-def _logits_differ(part: TextPart, config: PretrainedConfig) -> float:
-    """Returns the largest difference, relative to the largest logit."""
-    small = tiny_config(part.text.config)
-    torch.manual_seed(0)
-    text: Any = from_config(AutoModelForCausalLM, small, dtype=torch.float32).eval()
-    randomize(text)
-    config = copy.deepcopy(config)
-    name = next(name for name in config.sub_configs if getattr(config, name) is config.get_text_config(decoder=True))
-    setattr(config, name, copy.deepcopy(small))
-    with torch.device("meta"), no_init_weights():
-        base = _of_base_class(config).eval()
-    base.set_submodule(part.body, getattr(text, text.base_model_prefix))
-    base.set_submodule(part.head, text.get_output_embeddings())
-    document = torch.randint(3, VOCABULARY, (1, PRETRAINED_POSITIONS + 5), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        ours, theirs = (one(input_ids=document, use_cache=False).logits.double() for one in (text, base))
-    return float((ours - theirs).abs().max() / theirs.abs().max())
+        base_class = type(part.base).__name__
+        raise _unclear(config, f"tried on a small copy, its logits differ from {base_class}'s by {difference:.0e}")
 
 
 def _unclear(config: PretrainedConfig, why: str) -> UserError:
@@ -281,33 +259,37 @@ def _unclear(config: PretrainedConfig, why: str) -> UserError:
 
 
 def key_mapping(part: TextPart) -> dict[str, str]:
-    """Returns `from_pretrained`'s argument that maps names in the base's files to the text part's names.
-
-    Raises UserError unless each tensor of the text part is built from the tensors from which the base's class would
-    build it, and from no other.
-    """
+    """Returns `from_pretrained`'s argument that maps names in the base's files to the text part's names. Raises
+    UserError unless each tensor is built from exactly those from which the base's class would build it."""
     ours = {part.in_base(name): name for name in part.text.state_dict()}
-    wanted = {name: ours.get(loaded or "") for name, loaded in part.files.items()}
+    expected = {name: ours.get(loaded or "") for name, loaded in part.files.items()}
     tied = part.text.get_expanded_tied_weights_keys(all_submodels=True)
-    if lacking := {name for name, _ in part.text.named_parameters()} - {*tied, *wanted.values()}:
+    if lacking := {name for name, _ in part.text.named_parameters()} - {*tied, *expected.values()}:
         raise _unclear(part.base.config, f"no tensor in its files is {min(lacking)}")
-    for renames in (_other_beginnings(part), _renames_of_base(part)):
-        if loaded_names(part.text, part.files, renames)[0] == wanted:
+    # The renames of the base's class, and then those of its text part.
+    of_base: dict[str, str] = {}
+    for one in get_model_conversion_mapping(part.base, add_legacy=False):
+        if isinstance(one, WeightRenaming) and one.scope_prefix is None:
+            of_base |= dict(zip(one._original_source_patterns, one._original_target_patterns, strict=False))
+    prefix = f"{part.text.base_model_prefix}."
+    of_base |= {f"^{re.escape(part.in_base(prefix))}": prefix, f"^{re.escape(part.head)}\\.": f"{part._text_head}."}
+    for renames in (_other_beginnings(part), of_base):
+        if loaded_names(part.text, part.files, renames)[0] == expected:
             return renames
     raise _unclear(part.base.config, "transformers' names for it, alone and as a part, are not alike")
 
 
 def _other_beginnings(part: TextPart) -> dict[str, str]:
     """Returns renames for files in which the same names begin differently: "^language_model\\." to ""."""
-    theirs = revert_weight_conversion(part.base, {part.in_base(n): t for n, t in part.text.state_dict().items()})
-    by_end = {end: name for name in theirs for end in _ends(name)}
+    in_base = revert_weight_conversion(part.base, {part.in_base(n): t for n, t in part.text.state_dict().items()})
+    by_end = {end: name for name in in_base for end in _ends(name)}
     renames: dict[str, str] = {}
     for name in revert_weight_conversion(part.text, part.text.state_dict()):
-        found = next((by_end[end] for end in _ends(_renumbered(name, part.layers)) if end in by_end), None)
-        if found is None:
+        theirs = next((by_end[end] for end in _ends(_renumbered(name, part.layers)) if end in by_end), None)
+        if theirs is None:
             return {}
-        alike = max((end for end in _ends(name) if found == end or found.endswith(f".{end}")), key=len, default="")
-        before, after = found.removesuffix(alike), name.removesuffix(alike)
+        alike = max((end for end in _ends(name) if theirs == end or theirs.endswith(f".{end}")), key=len, default="")
+        before, after = theirs.removesuffix(alike), name.removesuffix(alike)
         if before != after:
             renames[f"^{re.escape(before)}"] = after
     for number in {*range(max(part.layers))} - {*part.layers}:  # layers without a text part: out of the way
@@ -315,19 +297,6 @@ def _other_beginnings(part: TextPart) -> dict[str, str]:
         if like is not None:
             renames[re.sub(r"\d+(?=\\\.$)", str(number), like)] = f"no_text.{number}."
     return dict(sorted(renames.items(), key=lambda rename: -len(rename[0])))
-
-
-def _renames_of_base(part: TextPart) -> dict[str, str]:
-    """Returns the renames of the base's class, and then those of its text part."""
-    renames: dict[str, str] = {}
-    for one in get_model_conversion_mapping(part.base, add_legacy=False):
-        if isinstance(one, WeightRenaming) and one.scope_prefix is None:
-            renames |= dict(zip(one._original_source_patterns, one._original_target_patterns, strict=False))
-    body = part.in_base(f"{part.text.base_model_prefix}.")
-    return renames | {
-        f"^{re.escape(body)}": f"{part.text.base_model_prefix}.",
-        f"^{re.escape(part.head)}\\.": f"{part._text_head}.",
-    }
 
 
 def _ends(name: str) -> list[str]:
@@ -342,10 +311,8 @@ def _ends(name: str) -> list[str]:
 def loaded_names(
     model: Any, files: Iterable[str], renames: dict[str, str] | None = None
 ) -> tuple[dict[str, str | None], list[Any]]:
-    """Returns the name that `from_pretrained` gives each tensor of a checkpoint, and the conversions by which it does.
-
-    That is the name of the model's tensor (the first, if it becomes several), None if it is not used.
-    """
+    """Returns the model's tensor (the first, if several) that `from_pretrained` makes of each tensor of a checkpoint,
+    None if it is not used; and the conversions by which it does."""
     conversions = get_model_conversion_mapping(model, renames)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from finetune.models.base_config import rope_types
+from finetune.models.vision import family_of
 
 VOCABULARY = 128
 HEAD_SIZE = 16
@@ -23,6 +24,7 @@ EXPERTS = 4
 WINDOW = 5  # tokens
 CHUNK = 8  # tokens
 POSITIONS = 64
+IMAGE_TOKEN = VOCABULARY - 1
 PRETRAINED_POSITIONS = 16  # length at which RoPE types that grow with the document begin to
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
@@ -73,22 +75,31 @@ def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
             setattr(tiny, name, tiny_config(part))
     settings = {name: value for name, value in vars(tiny).items() if not name.startswith("_")}
     layers = _Layers.from_settings(settings)
-    size_before = _head_size(tiny, settings)
+    heads = next((settings[name] for name in _HEADS if isinstance(settings.get(name), int)), None)
+    hidden, head_size = getattr(tiny, "hidden_size", None), settings.get("head_dim")
+    if not isinstance(head_size, int):
+        head_size = hidden // heads if heads and isinstance(hidden, int) else None
     per_layer = vars(tiny).pop("_heterogeneity_spec", None)  # transformers' settings of single layers
     for name, value in settings.items():
         if not isinstance(value, PretrainedConfig):
-            setattr(tiny, name, _shrunk(name, layers.select(value), settings, layers, size_before))
+            setattr(tiny, name, _shrunk(name, layers.select(value), settings, layers, head_size))
     if per_layer is not None:
-        tiny.per_layer_config = {
-            at: {name: _shrunk_of_layer(name, overrides, settings, layers) for name in overrides}
-            for at, i in enumerate(layers.chosen)
-            if (overrides := per_layer.per_layer_overrides.get(i))
-        }
+
+        def of_layer(own: dict[str, Any]) -> dict[str, Any]:
+            shrunk = {name: _shrunk(name, value, {**settings, **own}, layers, None) for name, value in own.items()}
+            if (
+                "head_dim" in own and own["head_dim"] > settings["head_dim"]
+            ):  # heads wider than those of other layers stay so
+                shrunk["head_dim"] = 2 * HEAD_SIZE
+            return shrunk
+
+        overrides = per_layer.per_layer_overrides
+        tiny.per_layer_config = {at: of_layer(overrides[i]) for at, i in enumerate(layers.chosen) if overrides.get(i)}
     return tiny
 
 
 class _Layers:
-    """The layers of a model that the copy keeps: one of each kind, two at least; two that share a block's weights."""
+    """Layers of a model that the copy keeps: one of each kind, at least two; two that share a block's weights."""
 
     def __init__(self, count: int, chosen: list[int], shared: int):
         self.count, self.chosen, self.shared = count, chosen, shared
@@ -102,11 +113,11 @@ class _Layers:
         for i, kind in enumerate(zip(*lists, strict=True) if lists else ()):
             kinds.setdefault(repr((kind, i >= count - shared)), i)
         has_period = any(_PERIOD.fullmatch(name) and settings[name] for name in settings)
-        wanted = min(count, 4 if has_period and not lists else 2)
+        number = min(count, 4 if has_period and not lists else 2)
         chosen = list(kinds.values())[:6]
         sharing = [i for i, kind in enumerate(zip(*lists, strict=True)) if "hybrid" in kind][:2]  # Zamba
         chosen += [i for i in sharing if i not in chosen]
-        chosen += [i for i in range(count) if i not in chosen][: max(0, wanted - len(chosen))]
+        chosen += [i for i in range(count) if i not in chosen][: max(0, number - len(chosen))]
         return cls(count, sorted(chosen), sum(i >= count - shared for i in chosen))
 
     def select(self, value: Any) -> Any:
@@ -130,13 +141,6 @@ def _shrunk(name: str, value: Any, settings: dict[str, Any], layers: _Layers, he
     if isinstance(value, list | tuple):
         return _shrunk_list(name, value, settings, layers, head_size)
     return _shrunk_number(name, value, settings, layers) if isinstance(value, int) else value
-
-
-def _shrunk_of_layer(name: str, own: dict[str, Any], settings: dict[str, Any], layers: _Layers) -> Any:
-    """Returns a layer's own setting: heads that are wider than those of other layers stay so."""
-    if name == "head_dim" and own[name] > settings[name]:
-        return 2 * HEAD_SIZE
-    return _shrunk(name, own[name], {**settings, **own}, layers, None)
 
 
 def _shrunk_list(name: str, value: Any, settings: dict[str, Any], layers: _Layers, head_size: int | None) -> Any:
@@ -168,9 +172,8 @@ def _shrunk_number(name: str, value: int, settings: dict[str, Any], layers: _Lay
         return min(value, HEADS)
     if name == "mamba_d_ssm" and isinstance(size := settings.get("mamba_d_head"), int):  # heads x their size
         return min(settings["mamba_n_heads"], 2 * HEADS) * min(size, HEAD_SIZE)
-    if (
-        name == "attention_hidden_size" and value == 2 * settings["hidden_size"]
-    ):  # Zamba: next to the first layer's input
+    # Zamba: next to the first layer's input
+    if name == "attention_hidden_size" and value == 2 * settings["hidden_size"]:
         return 2 * HIDDEN_SIZE
     if name == "head_dim" and value == settings.get("qk_rope_head_dim"):  # multi-head latent attention: RoPE's part
         return HEAD_SIZE // 2
@@ -187,9 +190,41 @@ def _shrunk_number(name: str, value: int, settings: dict[str, Any], layers: _Lay
     return value
 
 
-def _head_size(config: PretrainedConfig, settings: dict[str, Any]) -> int | None:
-    heads = next((settings[name] for name in _HEADS if isinstance(settings.get(name), int)), None)
-    size, hidden = settings.get("head_dim"), getattr(config, "hidden_size", None)
-    if isinstance(size, int):
-        return size
-    return hidden // heads if heads and isinstance(hidden, int) else None
+# --- multimodal models
+
+_WIDTH = HEADS * HEAD_SIZE // 2
+_SMALL_TOWER: dict[str, Any] = {
+    "hidden_size": _WIDTH,
+    "intermediate_size": 2 * _WIDTH,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "num_hidden_layers": 2,
+    "depth": 2,
+    "head_dim": HEAD_SIZE,
+    "out_hidden_size": HIDDEN_SIZE,
+    "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0, 1],
+    "num_position_embeddings": 16,
+}
+
+
+def tiny_whole(config: PretrainedConfig) -> Any:
+    """Returns a tiny copy of a multimodal config: small text model, small tower, few patches."""
+    tiny: Any = copy.deepcopy(config)
+    text = tiny.get_text_config(decoder=True)
+    name = next(name for name in tiny.sub_configs if getattr(tiny, name) is text)
+    setattr(tiny, name, tiny_config(text))
+    getattr(tiny, name).pad_token_id = 0
+    vision = tiny.vision_config
+    for key, value in _SMALL_TOWER.items():
+        if hasattr(vision, key):
+            setattr(vision, key, value)
+    if family_of(config).tokens is not None:
+        side = 2 * getattr(tiny, "scale_factor", 1)
+        vision.image_size = vision.patch_size * side
+        if hasattr(tiny, "mm_tokens_per_image"):
+            vision.image_size, tiny.mm_tokens_per_image = vision.patch_size * 4, 4
+    tiny.image_token_id = IMAGE_TOKEN
+    if hasattr(tiny, "video_token_id"):
+        tiny.video_token_id = VOCABULARY - 2
+    return tiny

@@ -12,61 +12,38 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.integrations import deepspeed, hub_kernels
 from transformers.utils import logging
 
+from finetune.models.patches import attribute_set
+
 
 class NoMixers(Exception):
     """Documents see each other in a way that no module can be blamed for, or in one that takes the model as a whole."""
 
 
 FAILURES = (  # of a model's own code, with a config or arguments that it does not know
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NoMixers,
-    NotImplementedError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError),
+    *(TypeError, ValueError, StrictDataclassError, NoMixers),
 )
+
+
+def failure_text(error: BaseException) -> str:
+    """Returns the class of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Restores random numbers, warnings and the log after a trial."""
+    """Restores random numbers, warnings and the log after a trial; leaves ZeRO-3 and GPU kernels out of it."""
     verbosity = logging.get_verbosity()
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _without_sharding(), without_gpu_kernels():
+    no_zero_3 = attribute_set(deepspeed, "_hf_deepspeed_config_weak_ref", None, "no ZeRO-3")
+    no_kernels = attribute_set(hub_kernels, "is_torchdynamo_exporting", lambda: True, "no GPU kernels")
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), no_zero_3, no_kernels:
         warnings.simplefilter("ignore")
         logging.set_verbosity_error()
         try:
             yield
         finally:
             logging.set_verbosity(verbosity)
-
-
-@contextmanager
-def _without_sharding() -> Iterator[None]:
-    """Disables ZeRO-3's sharding: transformers would shard the tiny model over the ranks when it is built."""
-    config = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = config
-
-
-@contextmanager
-def without_gpu_kernels() -> Iterator[None]:
-    """Uses the plain torch versions of code that installed packages (fla, causal_conv1d, mamba_ssm) run on GPUs alone,
-    as transformers does in an export."""
-    module: Any = hub_kernels
-    before = getattr(module, "is_torchdynamo_exporting", None)
-    module.is_torchdynamo_exporting = lambda: True
-    try:
-        yield
-    finally:
-        module.is_torchdynamo_exporting = before
 
 
 def randomize(model: Any) -> None:

@@ -19,27 +19,24 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
+from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME
 
 from finetune.data.batch import Batch
 from finetune.errors import UserError
-from finetune.models.checkpoint_files import checkpoint_file, renamed
+from finetune.models.checkpoint_files import PROCESSORS, check_names_kept, checkpoint_file
+from finetune.models.patches import set_attribute
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe.schema import Images, Lora, Model
 from finetune.utils import full_shape, unwrap_peft
 
 PARTS = ("language", "projector", "vision")
 PIXELS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")  # of a forward with images
-_PROCESSORS = (FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
 
 # (config, cells) -> the tower's inputs for images of so many tokens each, if a family has images of any size.
 Pictures = Callable[[Any, Sequence[int]], dict[str, Tensor]]
@@ -47,13 +44,13 @@ Pictures = Callable[[Any, Sequence[int]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Family:
-    """Common traits of the models of a `model_type`."""
+    """Traits of the models of a `model_type`."""
 
     language: str  # path of the text model in the base model
     tower: str
     projector: tuple[str, ...]
     pictures: Pictures
-    fixed: bool = False  # all images have as many tokens
+    tokens: Callable[[Any], int] | None = None  # of an image by the config, if all have as many
     sees_whole_images: bool = False  # an image's tokens see each other, also those that follow
     as_weights: bool = False  # its forward casts the tower's output to the weights' type, and needs such embeddings
     unused: str | None = None  # a module of the tower whose output is unused: it stays frozen, or DDP would wait
@@ -96,7 +93,11 @@ def _values(*shape: int) -> Tensor:
     return torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) * 0.7311).reshape(shape)
 
 
-_CROPS = Family("text_model", "vision_model", ("connector",), _of_crops, fixed=True, as_weights=True)
+def _tokens_of_crop(config: Any) -> int:
+    return (config.vision_config.image_size // config.vision_config.patch_size) ** 2 // config.scale_factor**2
+
+
+_CROPS = Family("text_model", "vision_model", ("connector",), _of_crops, _tokens_of_crop, as_weights=True)
 FAMILIES: dict[str, Family] = {
     "smolvlm": _CROPS,
     "idefics3": _CROPS,
@@ -107,7 +108,7 @@ FAMILIES: dict[str, Family] = {
         "vision_tower",
         ("multi_modal_projector",),
         _of_squares,
-        fixed=True,
+        lambda config: config.mm_tokens_per_image,
         sees_whole_images=True,
         unused="vision_tower.head",
     ),
@@ -123,9 +124,9 @@ _WHY_NOT = {
 def family_of(config: PretrainedConfig) -> Family:
     """Returns the family of a multimodal config. Raises UserError for those that are not verified."""
     if (family := FAMILIES.get(config.model_type)) is None:
-        known, why = ", ".join(sorted(FAMILIES)), _WHY_NOT.get(config.model_type)
+        families, why = ", ".join(sorted(FAMILIES)), _WHY_NOT.get(config.model_type)
         raise UserError(
-            f"images: {config.model_type!r} is not among the models that are trained on images here ({known})"
+            f"images: {config.model_type!r} is not among the models that are trained on images here ({families})"
             f"{f': {why}' if why else ''}; without `data.image` and `model.train` its text part is trained"
         )
     return family
@@ -133,12 +134,8 @@ def family_of(config: PretrainedConfig) -> Family:
 
 def image_tokens(config: Any, cells: Sequence[int]) -> list[int]:
     """Returns the tokens of each image of `Family.pictures`."""
-    if config.model_type == "gemma3":
-        return [config.mm_tokens_per_image] * len(cells)
-    if config.model_type in ("smolvlm", "idefics3"):
-        patches = config.vision_config.image_size // config.vision_config.patch_size
-        return [patches**2 // config.scale_factor**2] * len(cells)
-    return list(cells)
+    tokens = family_of(config).tokens
+    return list(cells) if tokens is None else [tokens(config)] * len(cells)
 
 
 def patches_in(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
@@ -157,19 +154,16 @@ def patches_in(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
 def patches_of(config: Any, tokens: Sequence[int]) -> list[int]:
     """Returns the patches of each picture. tokens: of each image."""
     ratio = patches_per_token(config)
-    if not family_of(config).fixed:
+    if (of_image := family_of(config).tokens) is None:
         return [count * ratio for count in tokens]
-    each = image_tokens(config, [1])[0]
-    return [each * ratio] * (sum(tokens) // each)
+    return [of_image(config) * ratio] * (sum(tokens) // of_image(config))
 
 
 def patches_per_token(config: Any) -> int:
     """Returns the patches of an image that the projector joins to one token."""
     vision = config.vision_config
-    if config.model_type == "gemma3":
-        return (vision.image_size // vision.patch_size) ** 2 // config.mm_tokens_per_image
-    if config.model_type in ("smolvlm", "idefics3"):
-        return config.scale_factor**2
+    if (tokens := family_of(config).tokens) is not None:
+        return (vision.image_size // vision.patch_size) ** 2 // tokens(config)
     return (getattr(config, "spatial_merge_size", None) or vision.spatial_merge_size) ** 2
 
 
@@ -198,7 +192,7 @@ def _trains(family: Family, name: str, trained: Sequence[str]) -> bool:
 
 
 def freeze_parts(model: Any, family: Family, trained: Sequence[str]) -> None:
-    """Freeze, in place, all but the trained parts. Raises UserError if layers of a tower would get no gradient."""
+    """Freeze all but the trained parts. Raises UserError if layers of a tower would get no gradient."""
     _check_read(model, trained)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_trains(family, name, trained))
@@ -211,10 +205,7 @@ def _check_read(model: Any, trained: Sequence[str]) -> None:
 
 
 def adapted_modules(model: Any, family: Family, trained: Sequence[str], lora: Lora) -> list[str]:
-    """Returns the paths of the modules that get adapters: by `lora.targets`, in the trained parts alone.
-
-    Raises UserError if a part has none of them.
-    """
+    """Returns the paths of modules in the trained parts that get adapters. Raises UserError if a part has none."""
     _check_read(model, trained)
     head = model.get_output_embeddings()
     here = {name: module for name, module in model.named_modules() if _trains(family, name, trained)}
@@ -227,20 +218,15 @@ def adapted_modules(model: Any, family: Family, trained: Sequence[str], lora: Lo
             f"lora.targets: nothing of {without[0]!r}, which model.train names, can have an adapter by these targets: "
             "leave the part out, or train it by `mode: full`"
         )
-    renamings = [one for one in get_model_conversion_mapping(model) if isinstance(one, WeightRenaming)]
-    if lost := [path for path in paths if renamed(f"{path}.weight", renamings) != f"{path}.weight"]:
-        raise UserError(f"lora.targets: peft would not find the adapter of {lost[0]} again: name targets without it")
+    check_names_kept(model, paths)
     return paths
 
 
 def attention_of_parts(config: PretrainedConfig, of_language: str) -> dict[str, str]:
-    """Returns `from_pretrained`'s argument: the language model's attention, by documents; a tower has transformers'
-    own, which keeps images apart."""
+    """Returns `from_pretrained`'s argument: the language model's attention; a tower has transformers' own."""
     text = config.get_text_config(decoder=True)
-    return {
-        "": "sdpa",
-        **{name: of_language if getattr(config, name) is text else "sdpa" for name in config.sub_configs},
-    }
+    parts = {name: of_language if getattr(config, name) is text else "sdpa" for name in config.sub_configs}
+    return {"": "sdpa", **parts}
 
 
 def part_sizes(model: Any) -> dict[str, tuple[int, int]]:
@@ -272,46 +258,29 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def processor_settings(model: Model, images: Images | None) -> dict[str, bytes]:
-    """Returns the files with the settings of the base's processors, as the result has them: with the bounds of the
-    recipe, so that loading it gives an image the tokens that were trained on. images: `data.image`."""
+    """Returns the files with the settings of the base's processors, with the recipe's bounds of an image's size."""
     from finetune.data.images.families import image_family, processor_place
 
     name, revision = (model.name, model.revision) if images is None else processor_place(model, images)
     place = Model(name=name, revision=revision)
-    files = {file: path.read_bytes() for file in _PROCESSORS if (path := checkpoint_file(place, file))}
+    files = {file: path.read_bytes() for file in PROCESSORS if (path := checkpoint_file(place, file))}
     if images is None or not (images.max_pixels or images.min_pixels):
         return files
     size = dict(image_family(model, images, load_tokenizer(model)).processor.size)
-    return {file: _sized(file, content, size) for file, content in files.items()}
-
-
-def _sized(file: str, content: bytes, size: dict[str, int]) -> bytes:
-    """Returns the settings of an image processor, or of one that may have it as a part, with this size."""
-    settings = json.loads(content)
-    parts = {FEATURE_EXTRACTOR_NAME: settings, PROCESSOR_NAME: settings.get("image_processor")}
-    if (part := parts.get(file)) is None:
-        return content
-    part["size"] = size
-    for bound, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-        if part.get(bound) is not None:  # Qwen's older names, which come first
-            part[bound] = size[edge]
-    return json.dumps(settings, indent=2).encode() + b"\n"
+    for file in {FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME} & {*files}:
+        settings = json.loads(files[file])
+        part = settings if file == FEATURE_EXTRACTOR_NAME else settings.get("image_processor")
+        if part is None:
+            continue
+        part["size"] = size
+        for bound, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            if part.get(bound) is not None:  # Qwen's older names, which come first
+                part[bound] = size[edge]
+        files[file] = json.dumps(settings, indent=2).encode() + b"\n"
+    return files
 
 
 # --- a forward
-
-
-def _merge_in_one_type(base: Any) -> None:
-    """Give an image's features, which autocast has in 16 bits, the type of the embeddings that they are put among:
-    transformers 5.17 does not cast them for SmolVLM and Idefics 3."""
-    merge = getattr(base, "inputs_merger", None)
-    if merge is None:
-        return
-
-    def merged(input_ids: Tensor, inputs_embeds: Tensor, image_hidden_states: Tensor) -> Tensor:
-        return merge(input_ids, inputs_embeds, image_hidden_states.to(inputs_embeds.dtype))
-
-    base.inputs_merger = merged
 
 
 class ImagePart:
@@ -325,7 +294,12 @@ class ImagePart:
     def __init__(self, model: Any, always: bool):
         """model: transformers' or peft's. always: also a tower that is all frozen runs in every forward."""
         whole = unwrap_peft(model)
-        _merge_in_one_type(whole.base_model)
+        if (merge := getattr(whole.base_model, "inputs_merger", None)) is not None:
+
+            def merged(input_ids: Tensor, inputs_embeds: Tensor, image_hidden_states: Tensor) -> Tensor:
+                return merge(input_ids, inputs_embeds, image_hidden_states.to(inputs_embeds.dtype))
+
+            set_attribute(whole.base_model, "inputs_merger", merged, "type of images")
         self.family = family_of(whole.config)
         self._smallest = self.family.pictures(whole.config, [2])  # Mistral 3 fails at an image of one token
         trained = {part_of(self.family, name) for name, p in whole.named_parameters() if p.requires_grad}
@@ -343,39 +317,32 @@ class ImagePart:
 
     @contextlib.contextmanager
     def forward(self, model: Any, inputs: dict[str, Any]) -> Iterator[None]:
-        """A context for a forward with these inputs: the tower runs in it. model: transformers' or peft's.
+        """A context for a forward with these inputs, in which the tower runs. model: transformers' or peft's.
 
-        The tower runs after the embedding, as in transformers' own: ZeRO-3 gathers weights ahead in the order of the
-        forward before, which must be the same on all ranks.
+        It runs after the embedding, as in transformers' own: ZeRO-3 gathers weights ahead in the order of the forward
+        before, which must be the same on all ranks.
         """
-        if "pixel_values" in inputs or not self._always or _is_continued(inputs):
+        cache = inputs.get("past_key_values")
+        is_continued = cache is not None and cache.get_seq_length() > 0  # a generation: no rank has images then
+        if "pixel_values" in inputs or not self._always or is_continued:
             yield
             return
         whole = unwrap_peft(model)
-        hook = whole.get_input_embeddings().register_forward_hook(partial(self._add_nothing, whole))
+
+        def add_nothing(_embedding: Any, _inputs: Any, embeddings: Tensor) -> Tensor:
+            pictures = {name: tensor.to(embeddings.device) for name, tensor in self._smallest.items()}
+            features = whole.base_model.get_image_features(**pictures, return_dict=True)
+            # All that the language model gets from the tower.
+            for tensor in _tensors([features.pooler_output, getattr(features, "deepstack_features", None)]):
+                if tensor.requires_grad:
+                    embeddings = embeddings + (tensor.sum() * 0).to(embeddings.dtype)
+            return embeddings
+
+        hook = whole.get_input_embeddings().register_forward_hook(add_nothing)
         try:
             yield
         finally:
             hook.remove()
-
-    def _add_nothing(self, whole: Any, _embedding: Any, _inputs: Any, embeddings: Tensor) -> Tensor:
-        pictures = {name: tensor.to(embeddings.device) for name, tensor in self._smallest.items()}
-        features = whole.base_model.get_image_features(**pictures, return_dict=True)
-        for tensor in _gradients_to(features):
-            embeddings = embeddings + (tensor.sum() * 0).to(embeddings.dtype)
-        return embeddings
-
-
-def _is_continued(inputs: dict[str, Any]) -> bool:
-    """Returns whether a forward continues a generation: no rank has images then."""
-    cache = inputs.get("past_key_values")
-    return cache is not None and cache.get_seq_length() > 0
-
-
-def _gradients_to(features: Any) -> Iterator[Tensor]:
-    """Yields the features that the language model gets from the tower, if they have a graph."""
-    for value in (features.pooler_output, getattr(features, "deepstack_features", None)):
-        yield from (tensor for tensor in _tensors(value) if tensor.requires_grad)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -388,22 +355,18 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 # --- positions
 
-
 Positions = Callable[[Tensor, "Tensor | None"], Tensor]  # ids (1, t), image_grid_thw (n, 3) -> (3, 1, t)
 
 
 def document_positions(config: Any) -> Positions | None:
     """Returns a function for a document's positions in time, height and width, by transformers' `get_rope_index`; None
-    for models without such positions.
-
-    transformers' method reads the config alone: it is called on an instance without weights.
-    """
+    for models without such positions."""
     module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     causal = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type])
     kind: Any = getattr(module, causal.replace("ForConditionalGeneration", "Model"))
     if not hasattr(kind, "get_rope_index"):
         return None
-    model = object.__new__(kind)
+    model = object.__new__(kind)  # without weights: the method reads the config alone
     object.__setattr__(model, "config", config)
 
     def positions(ids: Tensor, grid: Tensor | None) -> Tensor:
@@ -416,8 +379,8 @@ def document_positions(config: Any) -> Positions | None:
 
 
 def row_positions(config: Any) -> Callable[[Batch], Batch] | None:
-    """Returns a function for the positions of a batch with images, [4, 1, T]: indices in the document, and
-    `document_positions` of each document as if it were alone. None: indices suffice."""
+    """Returns a function for the positions of a batch with images, [4, 1, T]: indices in the document and its
+    `document_positions`. None: indices suffice."""
     positions = document_positions(config)
 
     def with_positions(batch: Batch) -> Batch:

@@ -1,19 +1,15 @@
 """The model of a recipe: weights from a hub id or folder, or from a config; quantized, frozen and with adapters by the
-recipe.
-
-The placement of weights in memory is the engine's decision (`Placement`).
+recipe. The engine decides where weights are placed in memory (`Placement`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import inspect
 import re
 import warnings
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,8 +36,14 @@ from finetune.models.compiled import compile_layers
 from finetune.models.config import model_config
 from finetune.models.damage import check_weights, mismatched_sizes, why_no_weights
 from finetune.models.moe import reach_experts
-from finetune.models.patches import replace_class
-from finetune.models.quantized import MULTIPLE, is_stored_quantised, keep_weights_unpacked, linear_weights, quantise
+from finetune.models.packed_linear import (
+    MULTIPLE,
+    is_stored_quantized,
+    keep_weights_unpacked,
+    linear_weights,
+    pack_linear_layers,
+)
+from finetune.models.patches import replace_class, set_attribute
 from finetune.models.remote_code import from_config
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.tokenizer import load_tokenizer
@@ -59,20 +61,14 @@ from finetune.utils import full_shape, pattern_of, unwrap_peft
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of this rank's weights.
+    """Placement of this rank's weights."""
 
-    meta: shapes only, of buffers as well; the engine fills them in from rank 0. device: on which quantized weights are
-    packed; None if ZeRO-3 shards each weight as it is read. layers: the decoder layers that need weights, the others
-    may be left on `meta`. direct: each weight is read straight to `device`. Otherwise every rank would need a copy of
-    the model in host memory if it is in fp32, which checkpoints are not. packed_on: on which packed weights wait for
-    the engine to shard them; None: `device`.
-    """
-
-    weights: Literal["load", "meta"]
-    device: torch.device | None
-    layers: frozenset[int] | None = None
+    weights: Literal["load", "meta"]  # meta: shapes only, of buffers as well; the engine fills them in from rank 0
+    device: torch.device | None  # on which weights are packed; None if ZeRO-3 shards each weight as it is read
+    layers: frozenset[int] | None = None  # decoder layers that need weights; others may be left on `meta`
+    # Each weight is read straight to `device`, as a copy in fp32 of a 16-bit checkpoint may not fit in host memory.
     direct: bool = False
-    packed_on: torch.device | None = None
+    packed_on: torch.device | None = None  # on which packed weights wait for the engine to shard them; None: `device`
 
 
 def load_model(
@@ -82,22 +78,28 @@ def load_model(
     placement: Placement,
     labels: tuple[str, ...] = (),
 ) -> PreTrainedModel:
-    """Returns the model ready to be wrapped by an engine: in train mode, weights frozen as configured, adapters in.
-
-    labels: of a head of scores, in place of the LM head. Seeded: random weights are the same on every rank. Raises
-    UserError if it cannot be loaded or has no such head.
+    """Returns the model in train mode, with adapters, before an engine wraps it. Random weights are the same on every
+    rank. labels: of a head of scores, in place of the LM head. Raises UserError if it cannot be loaded.
     """
     types = dtypes(recipe)
-    base_dtype = types.trained if recipe.mode == "full" else types.frozen
-    torch.manual_seed(recipe.run.seed)
+    auto: Any = AutoModelForCausalLM if recipe.model.train is None else AutoModelForImageTextToText
     if labels:
-        model = _scoring_model(recipe, labelled(config, labels), attention, base_dtype, placement)
+        auto, config = AutoModelForSequenceClassification, labelled(config, labels)
+        if type(config) not in auto._model_mapping:
+            raise UserError(f"{type(config).__name__} has no sequence classification model in transformers")
+    torch.manual_seed(recipe.run.seed)
+    base_dtype = types.trained if recipe.mode == "full" else types.frozen
+    model, missing = _base_model(recipe, config, attention, base_dtype, placement, auto)
+    if recipe.quantization is not None and not is_stored_quantized(config):
+        _pack(model, recipe, config, placement, of_scores=bool(labels))
+    if labels:
+        score_head(model)
+        if missing is None or any(name.startswith(f"{SCORE}.") for name in missing):
+            start_score_head(model, types.trained, recipe.run.seed)
     else:
-        auto = AutoModelForCausalLM if recipe.model.train is None else AutoModelForImageTextToText
-        model, missing = _base_model(recipe, config, attention, base_dtype, placement, auto)
         _check_complete(recipe, config, missing or set())
-    if not labels and model.get_output_embeddings() is None:
-        raise UserError(f"{type(config).__name__} has no LM head to train")
+        if model.get_output_embeddings() is None:
+            raise UserError(f"{type(config).__name__} has no LM head to train")
     first_added = 0
     if recipe.tokens is not None:
         tokenizer = load_tokenizer(recipe.model)
@@ -134,7 +136,10 @@ def load_model(
         # would be fp32 on one backend and 16 bit on another.
         if family is not None and family.as_weights:
             language = unwrap_peft(model).base_model.get_submodule(family.language)
-            language.register_forward_pre_hook(partial(_cast_embeddings, types.compute), with_kwargs=True)
+            language.register_forward_pre_hook(
+                lambda _, inputs, named: (inputs, {**named, "inputs_embeds": named["inputs_embeds"].to(types.compute)}),
+                with_kwargs=True,
+            )
         else:
             model.get_input_embeddings().register_forward_hook(
                 lambda _module, _inputs, output: output.to(types.compute)
@@ -147,23 +152,29 @@ def load_model(
     return model.train()
 
 
-def _cast_embeddings(
-    dtype: torch.dtype, _module: Any, inputs: Any, named: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    return inputs, {**named, "inputs_embeds": named["inputs_embeds"].to(dtype)}
+def _pack(model: Any, recipe: Recipe, config: PretrainedConfig, placement: Placement, of_scores: bool) -> None:
+    """Pack the weights of linear layers. The LM head is packed as well, but no head of scores, and no tower."""
+    assert recipe.quantization is not None
+    whole = [SCORE] if of_scores else None
+    if recipe.model.train is not None:
+        family = family_of(config)
+        whole = ["lm_head", *(f"model.{path}" for path in (family.tower, *family.projector))]
+    device = placement.device or torch.device("cpu")
+    kept_on = placement.packed_on or device
+    pack_linear_layers(model, recipe.quantization, dtypes(recipe).compute, device, kept_on, whole)
 
 
-def _scoring_model(
-    recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, dtype: torch.dtype, placement: Placement
-) -> Any:
-    """Returns a sequence classification model, with a new head if the checkpoint has none."""
-    if type(config) not in AutoModelForSequenceClassification._model_mapping:
-        raise UserError(f"{type(config).__name__} has no sequence classification model in transformers")
-    model, missing = _base_model(recipe, config, attention, dtype, placement, AutoModelForSequenceClassification)
-    score_head(model)
-    if missing is None or any(name.startswith(f"{SCORE}.") for name in missing):
-        start_score_head(model, dtypes(recipe).trained, recipe.run.seed)
-    return model
+def _check_complete(recipe: Recipe, config: PretrainedConfig, missing: set[str]) -> None:
+    """Raises UserError if a checkpoint lacks weights: transformers only warns of them and draws them at random."""
+    if is_stored_quantized(config):  # its tensors have other names than the weights
+        return
+    unused = None if recipe.model.train is None else family_of(config).unused
+    absent = sorted(name for name in missing if unused is None or f".{unused}." not in f".{name}")
+    if absent:
+        raise UserError(
+            f"model.name: {recipe.model.name!r} lacks {len(absent):,} weights of its model, such as `{absent[0]}`, "
+            "which would begin at random: is the folder complete, and its config.json that of these weights?"
+        )
 
 
 def _base_model(
@@ -175,40 +186,6 @@ def _base_model(
     auto: Any,  # transformers' auto class
 ) -> tuple[Any, set[str] | None]:
     """Returns the model, and the weights that its checkpoint lacks; None: all, it is built from a config."""
-    model, missing = _unpacked_model(recipe, config, attention, dtype, placement, auto)
-    if recipe.quantization is not None and not is_stored_quantised(config):
-        whole = [SCORE] if auto is AutoModelForSequenceClassification else None  # the LM head is packed as well
-        if auto is AutoModelForImageTextToText:
-            family = family_of(config)
-            whole = ["lm_head", *(f"model.{path}" for path in (family.tower, *family.projector))]
-        device = placement.device or torch.device("cpu")
-        kept_on = placement.packed_on or device
-        quantise(model, recipe.quantization, dtypes(recipe).compute, device, kept_on, whole)
-    return model, missing
-
-
-def _check_complete(recipe: Recipe, config: PretrainedConfig, missing: set[str]) -> None:
-    """Raises UserError if a checkpoint lacks weights: transformers only warns of them and draws them at random."""
-    if is_stored_quantised(config):  # its tensors have other names than the weights
-        return
-    unused = None if recipe.model.train is None else family_of(config).unused
-    absent = sorted(name for name in missing if unused is None or f".{unused}." not in f".{name}")
-    if absent:
-        raise UserError(
-            f"model.name: {recipe.model.name!r} lacks {len(absent):,} weights of its model, such as `{absent[0]}`, "
-            "which would begin at random: is the folder complete, and its config.json that of these weights?"
-        )
-
-
-def _unpacked_model(
-    recipe: Recipe,
-    config: PretrainedConfig,
-    attention: AttentionChoice,
-    dtype: torch.dtype,
-    placement: Placement,
-    auto: Any,
-) -> tuple[Any, set[str] | None]:
-    """Returns the result of `_base_model`, with linear layers as they were published."""
     trusted = recipe.model.trust_remote_code
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
     if recipe.model.train is not None:
@@ -226,12 +203,12 @@ def _unpacked_model(
         return from_config(auto, config, trusted, **common), None
     if is_mxfp4:
         common["quantization_config"] = Mxfp4Config(dequantize=True)
-    if placement.device is not None and (is_stored_quantised(config) or placement.direct):
+    if placement.device is not None and (is_stored_quantized(config) or placement.direct):
         common["device_map"] = {"": placement.device}
     name = recipe.model.name
     assert name is not None  # the schema requires it if there is no config
     load: Any = auto
-    layers = None if is_stored_quantised(config) else placement.layers
+    layers = None if is_stored_quantized(config) else placement.layers
     if (base := base_checkpoint(recipe.model)) is not None:
         common["key_mapping"] = base.renames
     if layers is not None or base is not None:
@@ -261,65 +238,51 @@ def _unpacked_model(
         replace_class(model, load.__mro__[1], "own class")
     if layers is not None:
         common = {"dtype": dtype, "attn_implementation": attention.implementation}
-        _complete(model, without_weights(config, auto, trusted=trusted, **common))
-    if conversions := getattr(model, "_weight_conversions", None):  # under ZeRO-3, those without a use as well
-        model._weight_conversions = [one for one in conversions if one.was_used()]
-    if base is not None:
-        model._weight_conversions = [one for one in model._weight_conversions if not _is_ours(one, base.renames)]
-        if auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
-            model.base_checkpoint = base
+        skeleton = without_weights(config, auto, trusted=trusted, **common)
+        for i, layer in enumerate(model.base_model.layers):
+            if isinstance(layer, torch.nn.Identity):
+                model.base_model.layers[i] = skeleton.base_model.layers[i]
+    if conversions := getattr(model, "_weight_conversions", None):
+        used = [one for one in conversions if one.was_used()]
+        if base is not None:
+            used = [one for one in used if one._original_source_patterns[0] not in base.renames]
+        set_attribute(model, "_weight_conversions", used, "read conversions")
+    if base is not None and auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
+        model.base_checkpoint = base
     return model, set(report["missing_keys"])
 
 
-def _is_ours(conversion: Any, renames: dict[str, str]) -> bool:
-    return conversion._original_source_patterns[0] in renames
-
-
 def stored_in_mxfp4(config: PretrainedConfig) -> bool:
-    """Returns whether a checkpoint's experts are in 4 bits with a scale for each 32 (gpt-oss). All their values are
-    exact in bfloat16. transformers would compute with the packed ones if its kernels are there, without a gradient."""
+    """Returns whether a checkpoint's experts are in 4 bits with a scale for each 32 (gpt-oss), exact in bfloat16.
+    transformers would compute with packed ones if its kernels are installed, without a gradient."""
     settings: Any = getattr(config, "quantization_config", None) or {}
     method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
     return method == "mxfp4"
 
 
 def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str) -> Any:
-    """Returns the class of a model that is a part of the one in its files.
-
-    layers: the decoder layers that it has before weights are read, so that others' are not; None: all. ignored: the
-    pattern of names in files that do not belong to this part.
-    """
+    """Returns the class of a model that is a part of the one in its files. layers: decoder layers whose weights are
+    read; None: all. ignored: the pattern of names in files that do not belong to this part."""
 
     class Partly(model_class):
         _keys_to_ignore_on_load_unexpected = [ignored]  # noqa: RUF012 (transformers' name and type)
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            others = {*range(len(self.base_model.layers))} - layers if layers is not None else ()
-            for i in others:
-                self.base_model.layers[i] = torch.nn.Identity()
+            for i in range(len(self.base_model.layers)):
+                if layers is not None and i not in layers:
+                    self.base_model.layers[i] = torch.nn.Identity()
 
     # transformers finds conversions by the names of class and module.
     Partly.__name__, Partly.__module__ = model_class.__name__, model_class.__module__
     return Partly
 
 
-def _complete(model: Any, skeleton: Any) -> None:
-    """Give a model of some layers the others, on `meta`."""
-    for i, layer in enumerate(model.base_model.layers):
-        if isinstance(layer, torch.nn.Identity):
-            model.base_model.layers[i] = skeleton.base_model.layers[i]
-
-
 def parameter_counts(model: Any) -> tuple[int, int]:
     """Returns (all, trained) parameters of the full model, even if this rank has a shard or 4-bit weights."""
     packed = {id(parameter): weights for parameter, weights in linear_weights(model)}
-    total = trained = 0
-    for parameter in model.parameters():
-        numel: int = packed[id(parameter)] if id(parameter) in packed else full_shape(parameter).numel()
-        total += numel
-        trained += numel if parameter.requires_grad else 0
-    return total, trained
+    counts = [(packed.get(id(p)) or full_shape(p).numel(), p.requires_grad) for p in model.parameters()]
+    return sum(count for count, _ in counts), sum(count for count, is_trained in counts if is_trained)
 
 
 # --- LoRA adapters through peft, imported only if there are any: it takes a second, as it imports bitsandbytes
@@ -328,18 +291,17 @@ def parameter_counts(model: Any) -> tuple[int, int]:
 def add_adapters(
     model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None, paths: list[str] | None = None
 ) -> Any:
-    """Returns the model with its weights frozen and adapters in `dtype` that train. tokens: the added ones; paths: of
-    the modules that get adapters, if `lora.targets` names others as well.
-
-    Raises UserError if `lora.targets` or `lora.modules_to_save` name no module of the model, and if DoRA would
-    divide by zero.
-    """
+    """Returns the model with frozen weights and trained adapters in `dtype`. tokens: the added ones; paths: of the
+    modules that get adapters, if `lora.targets` names others as well. Raises UserError if a name is of no module."""
     from peft import LoraConfig, get_peft_model
 
     _check_names(model, lora)
-    tables = _tables_to_train(model, lora) if tokens and tokens.train == "all" else ()
-    whole = [*(lora.modules_to_save or ()), *tables]
+    whole = list(lora.modules_to_save or ())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if tokens and tokens.train == "all":  # the embedding and an untied head
+        tables = [embedding, *([head] if head is not None and head.weight is not embedding.weight else [])]
+        names = [path.rpartition(".")[2] for path, module in model.named_modules() if any(module is t for t in tables)]
+        whole += [name for name in names if name not in whole]
     tied = bool(model.config.tie_word_embeddings) and any(_is_named(model, one, whole) for one in (embedding, head))
     if tied and not _is_named(model, head, whole):
         # By the head peft knows that both are one, whatever the embedding is called (GPT-2: `wte`).
@@ -394,36 +356,31 @@ def _is_named(model: Any, module: Any, names: list[str]) -> bool:
 def _layers_without_a_call(model: Any) -> list[str]:
     """Returns the names of linear layers whose weight a module of transformers hands to a function, such as Mamba's
     kernels: an adapter acts when the layer is called."""
-    return [
-        f"{name}.{layer}"
+    read = re.compile(r"self\.(\w+)\.weight\b(?!\[|\.(?:data|dtype|device|shape))")  # not only its type, or a slice
+    modules = {
+        name: module
         for name, module in model.named_modules()
         if type(module).__module__.startswith("transformers.models.") and not isinstance(module, PreTrainedModel)
-        for layer in _weights_read(type(module))
+    }
+    by_class = {kind: dict.fromkeys(read.findall(inspect.getsource(kind))) for kind in {*map(type, modules.values())}}
+    return [
+        f"{name}.{layer}"
+        for name, module in modules.items()
+        for layer in by_class[type(module)]
         if isinstance(getattr(module, layer, None), torch.nn.Linear)
     ]
 
 
-@functools.cache
-def _weights_read(kind: type) -> tuple[str, ...]:
-    """Returns the layers whose weight, not only its type or a slice of it, is in the source of a class."""
-    read = r"self\.(\w+)\.weight\b(?!\[|\.(?:data|dtype|device|shape))"
-    return tuple(dict.fromkeys(re.findall(read, inspect.getsource(kind))))
-
-
 def keep_input_types(model: Any) -> None:
-    """Let adapters take their inputs as they come, for a forward under autocast.
-
-    peft casts each input to the adapter's fp32, and autocast casts it back for the product: two passes over the hidden
-    states for each adapted module, and a copy of them in the graph. Only if no other operation reads the
-    input: dropout and DoRA compute in the type of their input.
-    """
+    """Let adapters take their inputs as they come, for a forward under autocast: those without dropout or DoRA, which
+    compute in the type of their input."""
     if not hasattr(model, "peft_config"):
         return
     for module in model.modules():
         if not getattr(module, "lora_A", None) or module.lora_variant:
             continue
         if all(isinstance(dropout, torch.nn.Identity) for dropout in module.lora_dropout.values()):
-            module.cast_input_dtype_enabled = False
+            set_attribute(module, "cast_input_dtype_enabled", False, "input types")
 
 
 def fuse_adapters(model: Any, recomputed: Literal["selective"] | bool, schedule: str | None = None) -> None:
@@ -454,17 +411,9 @@ def compute_in_fp8(model: Any, emulated: bool) -> None:
         )
 
 
-def _tables_to_train(model: Any, lora: Lora) -> list[str]:
-    """Returns the names of the embedding and of an untied head, except for those that the recipe names."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tables = [embedding, *([head] if head is not None and head.weight is not embedding.weight else [])]
-    names = [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is t for t in tables)]
-    return [name for name in names if name not in (lora.modules_to_save or ())]
-
-
 def _rename_tied(model: Any) -> None:
-    """Tell `tie_weights`, which FSDP2's wrapping calls again, where peft has put a tied weight: below a layer with an
-    adapter, or into a frozen and a trained copy, both of which are tied."""
+    """Tell `tie_weights` where peft has put a tied weight: below a layer with an adapter, or into a frozen and a
+    trained copy, both of which are tied."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
     def places(name: str) -> list[str]:
@@ -475,12 +424,13 @@ def _rename_tied(model: Any) -> None:
     tied = model._tied_weights_keys
     if isinstance(tied, dict):  # a model's own code may have the list of older versions
         pairs = [zip(places(target), places(source), strict=False) for target, source in tied.items()]
-        model._tied_weights_keys = {target: source for of_weight in pairs for target, source in of_weight}
+        keys = {target: source for of_weight in pairs for target, source in of_weight}
+        set_attribute(model, "_tied_weights_keys", keys, "tied adapters")
 
 
 def _check_magnitudes(model: Any) -> None:
-    """Raises UserError if DoRA would divide by zero, the norm of an output's weights: with tied weights the head has
-    a padding token's embedding, which is zero, and every loss would be NaN."""
+    """Raises UserError if DoRA would divide by zero, the norm of an output's weights: a tied head has a padding token's
+    embedding, which is zero."""
     for name, module in model.named_modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
             if magnitude.weight.is_meta:  # rank 0 has the values, and reports it
@@ -494,13 +444,11 @@ def _check_magnitudes(model: Any) -> None:
 
 
 def _check_names(model: Any, lora: Lora) -> None:
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    paths = [name for name, _ in model.named_modules()]
-    wanted = [("lora.targets", name) for name in (() if isinstance(lora.targets, str) else lora.targets)]
-    wanted += [("lora.modules_to_save", name) for name in lora.modules_to_save or ()]
-    for key, name in wanted:
+    paths = dict(model.named_modules())
+    names = [("lora.targets", name) for name in (() if isinstance(lora.targets, str) else lora.targets)]
+    names += [("lora.modules_to_save", name) for name in lora.modules_to_save or ()]
+    for key, name in names:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
-            linear = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if "Linear" in type(m).__name__})
-            raise UserError(
-                f"{key}: the model has no module {name!r}; its linear ones are {', '.join(linear or names)}"
-            )
+            linear = {path.rpartition(".")[2] for path, module in paths.items() if "Linear" in type(module).__name__}
+            names_here = ", ".join(sorted(linear) or {path.rpartition(".")[2] for path in paths})
+            raise UserError(f"{key}: the model has no module {name!r}; its linear ones are {names_here}")

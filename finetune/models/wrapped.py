@@ -92,8 +92,8 @@ class WrappedModel(nn.Module):
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Autocast without its cache of casts: each weight is used once in a forward, and the copies would stay until
-        its end, two bytes a parameter."""
+        """Enters autocast and offload. No cache of casts: each weight is used once, and copies would stay until the end
+        of the forward."""
         with contextlib.ExitStack() as stack:
             if self._autocast is not None:
                 stack.enter_context(torch.autocast(self._device_type, dtype=self._autocast, cache_enabled=False))

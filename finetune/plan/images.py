@@ -32,7 +32,7 @@ def most_images(recipe: Recipe, config: PretrainedConfig) -> tuple[int, ...]:
         return ()
     whole: Any = config
     room = recipe.data.max_length - 1
-    if family_of(config).fixed:
+    if family_of(config).tokens is not None:
         each = image_tokens(config, [1])[0]
     else:
         side = whole.vision_config.patch_size * int(patches_per_token(config) ** 0.5)

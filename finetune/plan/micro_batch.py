@@ -20,8 +20,8 @@ from finetune.models.attention import AttentionChoice, Kernels, attention_for, k
 from finetune.models.head.chunked import rows_at_once
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import adapters_of, dispatch_tokens, experts_of
+from finetune.models.packed_linear import linear_weights
 from finetune.models.patches import replace_forward
-from finetune.models.quantized import linear_weights
 from finetune.objectives import make_objective, score_labels
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective, Term

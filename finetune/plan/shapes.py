@@ -21,8 +21,8 @@ from finetune.engine.sharding import final_norm
 from finetune.engine.tensor_parallel import TensorGroup, parallelize
 from finetune.models import assemble
 from finetune.models.attention import AttentionChoice
+from finetune.models.packed_linear import linear_weights, state_tensors
 from finetune.models.parameter_roles import parameter_roles
-from finetune.models.quantized import linear_weights, state_tensors
 from finetune.models.text_part import name_body
 from finetune.models.vision import image_modules
 from finetune.models.wrapped import output_head

@@ -45,8 +45,8 @@ class _OneRank:
 
 
 class _Unpacked(torch.autograd.Function):
-    """A product with a weight that is unpacked for it, in the forward and again in the backward (`models/quantized.py`,
-    bitsandbytes' MatMul4Bit)."""
+    """A product with a weight that is unpacked for it, in the forward and again in the backward
+    (`models/packed_linear.py`, bitsandbytes' MatMul4Bit)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -230,7 +230,7 @@ def test_varlen_says_to_the_kernel_what_it_means(
     folders: dict[str, Path], name: str, of_torch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "varlen_attn", of_torch)
-    monkeypatch.setattr(kernels, "_TAKES", frozenset(signature(of_torch).parameters))
+    monkeypatch.setattr(kernels, "_TAKES_GROUPS", "enable_gqa" in signature(of_torch).parameters)
     assert choose("varlen", LLAMA, "cuda", True).implementation == VARLEN
     ours, theirs = load(folders[name], VARLEN), load(folders[name], DOCUMENTS)
     ids, positions = row()

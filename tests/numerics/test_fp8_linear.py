@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from finetune.errors import UserError
 from finetune.models import weights
-from finetune.models.quantized import fp8_rows
+from finetune.models.packed_linear import fp8_rows
 
 pytest.importorskip("torchao")
 from finetune.models.fp8_linear import Fp8TrainedLinear, use_fp8

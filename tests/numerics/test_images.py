@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from bitsandbytes.functional import dequantize_4bit
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from finetune.errors import UserError
-from finetune.models.attention import AttentionChoice, image_isolation, per_document
-from finetune.models.attention.image_isolation import ImageTrial, tiny_whole, trial_with_images, why_not_isolated
+from finetune.models.attention import AttentionChoice, isolation, per_document
+from finetune.models.attention.isolation import ImageTrial, trial_with_images, why_not_isolated
 from finetune.models.config import model_config
 from finetune.models.head.token_loss import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
+from finetune.models.tiny_config import tiny_whole
 from finetune.models.vision import (
     FAMILIES,
     ImagePart,
@@ -49,8 +51,8 @@ def test_packed_documents_with_images_are_as_each_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
 def test_the_trial_sees_what_a_family_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without M-RoPE's positions, or with images that are read from left to right, a model is refused."""
-    monkeypatch.setattr(image_isolation, "row_positions", lambda config: None)
-    monkeypatch.setattr(image_isolation, "with_whole_images", lambda *arguments: None)
+    monkeypatch.setattr(isolation, "row_positions", lambda config: None)
+    monkeypatch.setattr(isolation, "with_whole_images", lambda *arguments: None)
     why = why_not_isolated(config_of(name))
     assert why is not None
     assert "differs from that of each document alone" in why
@@ -62,28 +64,41 @@ def test_a_trial_that_has_passed_is_kept_and_one_that_has_not_is_repeated(
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     config = config_of("qwen2_5_vl")
     with monkeypatch.context() as broken:
-        broken.setattr(image_isolation, "row_positions", lambda config: None)
+        broken.setattr(isolation, "row_positions", lambda config: None)
         assert "differs" in str(trial_with_images(config))
     assert not [*tmp_path.rglob("*.json")]
     assert trial_with_images(config) is None
     with monkeypatch.context() as broken:
-        broken.setattr(image_isolation, "row_positions", lambda config: None)
+        broken.setattr(isolation, "row_positions", lambda config: None)
         assert trial_with_images(config) is None
         config.text_config.rms_norm_eps = 1e-3  # another model
         assert "differs" in str(trial_with_images(config))
 
 
+def own_pixels(trial: ImageTrial, document: int) -> torch.Tensor | None:
+    """Mask of the pixels of a document's images among all; None if it has no images."""
+    marked = copy.copy(trial)
+    marked.pictures = {name: tensor.detach().clone() for name, tensor in trial.pictures.items()}
+    marked.pictures["pixel_values"].zero_()
+    if not (views := marked.pictures_of(document)):
+        return None
+    views["pixel_values"].fill_(1)
+    return marked.pictures["pixel_values"].bool()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_pixels_move_their_own_document_only(name: str) -> None:
     trial = ImageTrial(tiny_whole(config_of(name)), per_document.DOCUMENTS)
-    trial.whole["pixel_values"].requires_grad_(True)
-    losses = trial.row_losses()
+    trial.pictures["pixel_values"].requires_grad_(True)
+    losses = trial.losses(trial.row_logits())
     moved = []
     for loss in losses:
-        (gradient,) = torch.autograd.grad(loss.sum(), trial.whole["pixel_values"], retain_graph=True, allow_unused=True)
+        (gradient,) = torch.autograd.grad(
+            loss.sum(), trial.pictures["pixel_values"], retain_graph=True, allow_unused=True
+        )
         moved.append(torch.zeros(()) if gradient is None else gradient)
     for i, gradient in enumerate(moved):
-        if (own := trial.own_pixels(i)) is None:
+        if (own := own_pixels(trial, i)) is None:
             assert not gradient.any()
         else:
             assert not torch.where(own, 0.0, gradient).any()

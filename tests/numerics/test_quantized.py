@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
 from finetune.models.config import model_config
-from finetune.models.quantized import (
+from finetune.models.packed_linear import (
     Fp8Linear,
     ScaledLinear,
     fp8_rows,
-    quantise,
+    pack_linear_layers,
     scaled_product,
     state_tensors,
     unpacked,
@@ -124,10 +124,10 @@ def test_rows_of_fp8_are_exact_in_every_compute_type(compute: torch.dtype) -> No
 
 @pytest.mark.parametrize("compute", [torch.float64, torch.bfloat16])
 def test_the_product_is_that_of_the_unpacked_weights(compute: torch.dtype) -> None:
-    from finetune.models.quantized import _pack_fp8
+    from finetune.models.packed_linear import pack_fp8
 
     torch.manual_seed(0)
-    layer = _pack_fp8(torch.randn(7, 5), torch.randn(7).to(compute), compute)
+    layer = pack_fp8(torch.randn(7, 5), torch.randn(7).to(compute), compute)
     assert isinstance(layer, Fp8Linear)
     weight = unpacked(layer.weight, layer.scale, 5)
     assert weight.shape == (7, 5)
@@ -152,11 +152,11 @@ def q(rows: torch.Tensor) -> torch.Tensor:  # in fp64
 @pytest.fixture
 def scaled() -> ScaledLinear:
     """48 x 64; its rows differ in size, so that a scale that is left out shows."""
-    from finetune.models.quantized import _pack_fp8
+    from finetune.models.packed_linear import pack_fp8
 
     torch.manual_seed(0)
     weight = torch.randn(48, 64) * torch.logspace(-2, 1, 48)[:, None]
-    layer = _pack_fp8(weight, torch.randn(48).bfloat16(), torch.bfloat16)
+    layer = pack_fp8(weight, torch.randn(48).bfloat16(), torch.bfloat16)
     layer.__class__ = ScaledLinear
     return cast(ScaledLinear, layer)
 
@@ -235,11 +235,11 @@ def test_layers_of_other_sizes_stay_dequantised_and_a_model_of_them_is_refused()
             return None
 
     model: Any = Model(48, 40)
-    quantise(model, settings, torch.bfloat16, CPU, CPU, [])
+    pack_linear_layers(model, settings, torch.bfloat16, CPU, CPU, [])
     kinds = [type(layer) for layer in model.layers.values()]
     assert kinds == [ScaledLinear, Fp8Linear, Fp8Linear]
     with pytest.raises(UserError, match="Model has no linear layers whose sizes are multiples of 16"):
-        quantise(Model(40), settings, torch.bfloat16, CPU, CPU, [])
+        pack_linear_layers(Model(40), settings, torch.bfloat16, CPU, CPU, [])
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does

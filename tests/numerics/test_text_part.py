@@ -300,7 +300,7 @@ def test_what_cannot_be_is_refused(recipe: dict[str, Any], write_recipe: Any, ba
     quantised = tiny.save_multimodal(tmp_path, "gemma3")
     settings = json.loads((quantised / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps({**settings, "quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(UserError, match="stored quantised"):
+    with pytest.raises(UserError, match="stored quantized"):
         text_part_of(Model(name=str(quantised)))
     tied = tiny.save_multimodal(tmp_path / "tied", "mistral3", text_config=tied_text(), tie_word_embeddings=True)
     assert model_config(Model(name=str(tied))).tie_word_embeddings

@@ -59,7 +59,7 @@ class Case:
         if casts := types.compute != types.trained:
             keep_input_types(self.model)
         autocast = types.compute if casts else None
-        self.loss_model = CausalLMWithLoss(self.model, recipe.model.cross_entropy, "cpu", autocast)
+        self.loss_model = CausalLMWithLoss(self.model, recipe.model.cross_entropy, autocast=autocast)
         self.forward = ForwardPass(attention, make_objective(recipe.objective, ("rows",)))
         self.batch = (
             Loader(build_training(recipe, load_tokenizer(recipe.model)).in_order(recipe), 4, 2, 0, 1, 10**6)

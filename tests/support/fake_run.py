@@ -32,7 +32,7 @@ from finetune.engine.base import Engine
 from finetune.engine.launch import CONFIG_VARIABLES, Launch, read_config_file, read_launch
 from finetune.engine.start import start_engine
 from finetune.engine.zero import Zero
-from finetune.models import quantized
+from finetune.models import packed_linear
 from finetune.models.attention import attention_for
 from finetune.models.base_config import without_weights
 from finetune.models.weights import Placement
@@ -285,7 +285,7 @@ def _pack_without_values() -> None:
         layer.quant_state = state
 
     functional.create_dynamic_map = lambda *_, **__: torch.empty(256)  # made of numbers
-    Linear4bit.__init__, Linear4bit.forward, quantized.pack_4bit = without_values, _forward_4bit, pack
+    Linear4bit.__init__, Linear4bit.forward, packed_linear.pack_4bit = without_values, _forward_4bit, pack
 
 
 def _forward_4bit(self: Any, x: torch.Tensor) -> torch.Tensor:

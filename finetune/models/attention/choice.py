@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -15,24 +15,18 @@ from transformers.modeling_utils import PreTrainedModel
 
 from finetune.errors import UserError
 from finetune.models.attention import kernels, per_document
-from finetune.models.attention.image_isolation import trial_with_images
-from finetune.models.attention.isolation import Prepare, Verdict, verdict
+from finetune.models.attention.isolation import Prepare, Verdict, trial_with_images, verdict
 from finetune.models.attention.mixers import Mixers
-from finetune.models.base_config import dtypes, layer_configs
+from finetune.models.base_config import dtypes, head_sizes, layer_configs
+from finetune.models.text_part import text_config
 from finetune.models.vision import family_of
 from finetune.recipe.schema import Recipe
 
 
 def _no_arguments(document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = ()) -> dict[str, Any]:
-    """transformers finds the documents in the restarting position_ids. It does so only without a cache and without an
-    attention mask, hence `use_cache=False` in every training forward: with a cache they would silently see each
-    other. Not every architecture does so: see `isolation`."""
+    """transformers finds documents in restarting position_ids; in most architectures (see `isolation`), and without a
+    cache or an attention mask, hence `use_cache=False` in every training forward."""
     return {}
-
-
-def _without_positions(document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Returns the arguments for an architecture that counts its positions in another way than from 0."""
-    return {"position_ids": None}
 
 
 @dataclass(frozen=True)
@@ -54,14 +48,14 @@ class AttentionChoice:
 
         Lengths as in `Batch`; for prefixes see `not_shared`. input_ids: (1, T), for `image_token`.
         """
-        if not any(prefix_lengths):
-            arguments = self.prepare(document_lengths)
-            if self.image_token is not None and input_ids is not None:
-                per_document.with_whole_images(arguments, input_ids, self.image_token)
-            return arguments
-        if self.not_shared is not None:
-            raise ValueError(f"{self.implementation}: {self.not_shared}")
-        return self.prepare(document_lengths, prefix_lengths)
+        if any(prefix_lengths):
+            if self.not_shared is not None:
+                raise ValueError(f"{self.implementation}: {self.not_shared}")
+            return self.prepare(document_lengths, prefix_lengths)
+        arguments = self.prepare(document_lengths)
+        if self.image_token is not None and input_ids is not None:
+            per_document.with_whole_images(arguments, input_ids, self.image_token)
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -109,10 +103,7 @@ class _Case:
         return "sdpa" if getattr(self.model_class, "_supports_sdpa", False) and not self.soft_capped else "eager"
 
     def verdict(self, implementation: str | None) -> Verdict:
-        """Returns the verdict of a trial. Raises UserError if the model sees the tokens that it should predict.
-
-        Compiled layers are one graph of one shape, and would be compiled again for each document of a mixer.
-        """
+        """Returns the verdict of a trial. Raises UserError if the model sees the tokens that it should predict."""
         prepare = per_document.prepare if implementation == per_document.DOCUMENTS else _no_arguments
         outcome = verdict(self.model_config, implementation, prepare)
         if outcome.causal is not None:
@@ -120,7 +111,7 @@ class _Case:
                 f"{self.model_class.__name__} sees the tokens that it is to predict ({outcome.causal}) and would learn "
                 "to copy them: set `is_decoder: true` in its config if it has that, or choose a causal model"
             )
-        if outcome.mixers and self.longest is not None:
+        if outcome.mixers and self.longest is not None:  # they would be compiled again for each document
             why = f"compiled layers cannot run {', '.join(outcome.mixers)} once for each document"
             return replace(outcome, packed=why, mixers={})
         return outcome
@@ -130,25 +121,24 @@ def attention_for(
     recipe: Recipe, config: PretrainedConfig, device: str, there: Kernels | None = None
 ) -> AttentionChoice:
     """Returns the attention of a run; see `choose_attention`. there: kernels; by default those of this machine."""
+    requested, half = recipe.model.attention, dtypes(recipe).compute != torch.float32
     if recipe.model.train is not None:
-        return _with_images(recipe, config, device, there)
+        return _with_images(requested, config, device, half, there)
     try:
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     except KeyError:
         raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
-    half = dtypes(recipe).compute != torch.float32
     longest = recipe.data.max_length if recipe.train.compile else None
-    return choose_attention(recipe.model.attention, model_class, config, device, half, there, longest)
+    return choose_attention(requested, model_class, config, device, half, there, longest)
 
 
-def _with_images(recipe: Recipe, config: PretrainedConfig, device: str, there: Kernels | None) -> AttentionChoice:
-    """Returns the attention of the language model of a multimodal one. Raises UserError if it, or the family's handling
-    of images in its forward, does not keep packed documents apart."""
-    from finetune.models.text_part import text_config  # which has its own trial, and so imports this package
-
+def _with_images(
+    requested: str, config: PretrainedConfig, device: str, half: bool, there: Kernels | None
+) -> AttentionChoice:
+    """Returns the attention of a multimodal model's language model. Raises UserError if it, or the family's handling of
+    images, does not keep packed documents apart."""
     text, family = text_config(config, has_head=True), family_of(config)
     model_class: Any = AutoModelForCausalLM._model_mapping[type(text)]
-    requested, half = recipe.model.attention, dtypes(recipe).compute != torch.float32
     if requested in ("sdpa", "eager") or (family.sees_whole_images and requested not in ("auto", "documents")):
         raise UserError(
             f"model.attention: `{requested}`: documents with images are kept apart by our own attention: use `auto`"
@@ -183,8 +173,8 @@ def choose_attention(
 ) -> AttentionChoice:
     """Returns the attention implementation for this architecture, device and precision, with the reason in words.
 
-    device: cpu, cuda, ...; kernels: by default those of this machine. longest: most tokens of a document, if layers
-    are compiled. Raises UserError if the recipe asks for one that cannot be.
+    kernels: None: those of this machine; longest: most tokens of a document, if layers are compiled. Raises UserError
+    if the requested one is not possible.
     """
     text = config.get_text_config()
     case = _Case(model_class, config, text, device, half_precision, kernels or Kernels.here(), longest)
@@ -193,29 +183,30 @@ def choose_attention(
         return _one_per_forward(requested if requested in ("sdpa", "eager") else case.plain, why, case.verdict(None))
     if requested == "auto":
         return _fastest(case)
-    if (why := _OBSTACLES[requested](case)) is not None:
+    if (why := _obstacle(requested, case)) is not None:
         raise UserError(f"model.attention: `{requested}` does not fit {model_class.__name__} here: {why}; use `auto`")
     if requested in ("sdpa", "eager"):
         return _from_transformers(requested, case, "asked for in the recipe")
     kernel = "FlashAttention-3, " if requested == "flash_attention_3" else ""
-    return _chosen(requested, case, f"{kernel}asked for in the recipe")
+    return _within_documents(requested, case, f"{kernel}asked for in the recipe")
 
 
 def _fastest(case: _Case) -> AttentionChoice:
-    if (why := _no_documents(case)) is not None:
+    if (why := _obstacle("documents", case)) is not None:
         return _from_transformers(case.plain, case, why)
     if case.device == "cuda" and case.half:
-        if (not_varlen := _no_varlen(case)) is None:
-            faster = "; `flash_attention_3` is there, too" if _no_flash_3(case) is None else ""
-            return _chosen("varlen", case, f"CUDA, 16 bit: one kernel for all documents of a row{faster}")
-        if _no_flash(case) is None:
-            return _chosen("flash_attention_2", case, f"flash-attn is installed; not varlen: {not_varlen}")
-        if _no_flex(case) is None:
-            return _chosen("flex", case, f"a kernel compiled for the documents' mask; not varlen: {not_varlen}")
-    one_each = "one call a document, no mask and no work across documents"
-    if case.device == "cuda" and not case.half:
-        return _chosen("documents", case, f"{one_each}; flash kernels compute in 16 bit")
-    return _chosen("documents", case, one_each)
+        if (not_varlen := _obstacle("varlen", case)) is None:
+            faster = "" if _obstacle("flash_attention_3", case) else "; `flash_attention_3` is there, too"
+            return _within_documents("varlen", case, f"CUDA, 16 bit: one kernel for all documents of a row{faster}")
+        if _obstacle("flash_attention_2", case) is None:
+            reason = f"flash-attn is installed; not varlen: {not_varlen}"
+            return _within_documents("flash_attention_2", case, reason)
+        if _obstacle("flex", case) is None:
+            return _within_documents(
+                "flex", case, f"a kernel compiled for the documents' mask; not varlen: {not_varlen}"
+            )
+    in_16_bit = "; flash kernels compute in 16 bit" if case.device == "cuda" and not case.half else ""
+    return _within_documents("documents", case, f"one call a document, no mask and no work across documents{in_16_bit}")
 
 
 def _from_transformers(name: str, case: _Case, reason: str) -> AttentionChoice:
@@ -229,26 +220,32 @@ def _from_transformers(name: str, case: _Case, reason: str) -> AttentionChoice:
 
 
 def _one_per_forward(name: str, why: str, outcome: Verdict) -> AttentionChoice:
-    prepare = _no_arguments if outcome.positions is None else _without_positions
+    # Some architectures count positions in another way than from 0.
+    prepare = _no_arguments if outcome.positions is None else lambda *_lengths: {"position_ids": None}
     return AttentionChoice(name, f"{why}: one document per forward", False, prepare)
 
 
-def _chosen(way: str, case: _Case, reason: str) -> AttentionChoice:
-    """Returns transformers' name for it, and the arguments that are created for each micro-batch."""
-    mixers = case.verdict(per_document.DOCUMENTS).mixers
-    chosen = partial(AttentionChoice, reason=_with_mixers(reason, mixers), isolates_documents=True, mixers=mixers)
-    if way == "flash_attention_2":
-        return chosen(way, prepare=partial(_flash_arguments, device=case.device, longest=case.longest))
-    not_shared = _not_shared(case)
-    if way == "documents":
-        prepare = partial(per_document.prepare, compiled=case.longest is not None)
-        return chosen(per_document.DOCUMENTS, prepare=prepare, not_shared=not_shared)
-    if way in ("varlen", "flash_attention_3"):
-        prepare = kernels.prepare_varlen if way == "varlen" else kernels.prepare_flash_3
-        prepare = partial(prepare, device=case.device, longest=case.longest)
-        return chosen(kernels.VARLEN, prepare=prepare, not_shared=not_shared)
-    prepare = partial(kernels.prepare_flex, device=case.device, windows=_windows(case.config))
-    return chosen(kernels.FLEX, prepare=prepare, not_shared=not_shared)
+def _within_documents(requested: str, case: _Case, reason: str) -> AttentionChoice:
+    """Returns the choice of an implementation that is given the documents."""
+    outcome, device, longest = case.verdict(per_document.DOCUMENTS), case.device, case.longest
+    choice = AttentionChoice(requested, _with_mixers(reason, outcome.mixers), True, mixers=outcome.mixers)
+    if requested == "flash_attention_2":
+        return replace(choice, prepare=partial(_flash_arguments, device=device, longest=longest))
+    # RoPE whose angles follow the length of a document rules sharing out, as the trial of it shows.
+    not_shared = None if outcome.shared is None else f"not what each document alone gives ({outcome.shared})"
+    if longest is not None:
+        not_shared = "compiled layers take each sequence whole"
+    if requested == "documents":
+        name, prepare = per_document.DOCUMENTS, partial(per_document.prepare, compiled=longest is not None)
+    elif requested == "flex":
+        window = getattr(case.config, "sliding_window", None)
+        kinds = getattr(case.config, "layer_types", None) or ("sliding_attention", "full_attention")
+        windows = tuple({window if kind == "sliding_attention" else None for kind in kinds})
+        name, prepare = kernels.FLEX, partial(kernels.prepare_flex, device=device, windows=windows)
+    else:
+        name, flash_3 = kernels.VARLEN, requested == "flash_attention_3"
+        prepare = partial(kernels.prepare_varlen, device=device, longest=longest, flash_3=flash_3)
+    return replace(choice, implementation=name, prepare=prepare, not_shared=not_shared)
 
 
 def _with_mixers(reason: str, mixers: Mixers) -> str:
@@ -265,105 +262,53 @@ def _flash_arguments(
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": most, "max_length_k": most}
 
 
-def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    """Returns the sliding windows of the layers; None for a layer that sees its full document."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ("sliding_attention", "full_attention")
-    return tuple({window if kind == "sliding_attention" else None for kind in kinds})
+def _obstacle(requested: str, case: _Case) -> str | None:
+    """Returns why an implementation cannot be used here, or None."""
+    return next(_obstacles(requested, case), None)
 
 
-def _not_shared(case: _Case) -> str | None:
-    """Returns why our implementations cannot share beginnings, by a trial, as with packing: RoPE whose angles
-    follow the length of a document rules it out."""
-    if case.longest is not None:
-        return "compiled layers take each sequence whole"
-    why = case.verdict(per_document.DOCUMENTS).shared
-    return None if why is None else f"not what each document alone gives ({why})"
+def _obstacles(requested: str, case: _Case) -> Iterator[str]:
+    """Yields reasons, those without a trial first.
 
-
-# --- why an implementation cannot be used, or None
-
-
-def _no_documents(case: _Case) -> str | None:
-    """Soft-capping, the usual reason not to support sdpa, is something that our own implementations can do.
-
-    All of them, and flash-attn, receive the documents in the same place and depend on the same of an architecture: the
-    outcome of a trial of one of them, on the CPU and in fp32, holds for all.
+    Our implementations and flash-attn receive the documents in the same place and depend on the same of an
+    architecture: the outcome of a trial of one of them, on the CPU and in fp32, holds for all.
     """
+    config, here, is_varlen = case.config, case.kernels, requested in ("varlen", "flash_attention_3")
+    if requested in ("sdpa", "eager"):
+        if requested == "sdpa" and case.soft_capped:
+            yield "its attention logits are soft-capped, which sdpa cannot do"
+        return
+    if (is_varlen or requested == "flash_attention_2") and not (case.device == "cuda" and case.half):
+        yield "it needs a CUDA device and 16-bit precision"
+    if is_varlen and not isinstance(getattr(config, "num_attention_heads", None), int):
+        yield "the model's config has no number of attention heads"
+    if is_varlen and case.soft_capped:
+        yield "the kernel has no soft-capping of attention logits"
+    if requested == "flash_attention_2" and not here.flash_attn:
+        yield "flash-attn is not installed: pip install flash-attn --no-build-isolation"
+    if requested == "flash_attention_2" and not getattr(case.model_class, "_supports_flash_attn", False):
+        yield "the architecture does not support it"
+    if requested == "flex" and case.device != "cuda":
+        yield f"FlexAttention has no backward on the device `{case.device}`; it needs CUDA"
+    if requested == "flex" and not here.triton:
+        yield "FlexAttention compiles with triton, which is not installed (pip install triton)"
+    # Soft-capping, the usual reason not to support sdpa, is something that our own implementations can do.
     if not case.soft_capped and not getattr(case.model_class, "_supports_sdpa", False):
-        return "its attention is more than scaled_dot_product_attention can do (it does not support sdpa)"
+        yield "its attention is more than scaled_dot_product_attention can do (it does not support sdpa)"
     if (why := case.verdict(per_document.DOCUMENTS).packed) is not None:
-        return f"it does not compute what each document alone gives ({why})"
-    return None
-
-
-def _no_varlen(case: _Case) -> str | None:
-    if case.device != "cuda" or not case.half:
-        return "it needs a CUDA device and 16-bit precision"
-    if not isinstance(getattr(case.config, "num_attention_heads", None), int):
-        return "the model's config has no number of attention heads"
-    sizes = _head_sizes(case.config)
-    if case.soft_capped:
-        return "the kernel has no soft-capping of attention logits"
-    if (why := _no_documents(case) or _has_dropout(case)) is not None:
-        return why
-    if len(set(sizes)) > 1 or max(sizes) > 256 or max(sizes) % 8:
-        return f"the kernel takes one head size, a multiple of 8 up to 256, not {' and '.join(map(str, sizes))}"
-    if (why := kernels.varlen_missing()) is not None:
-        return why
-    if case.kernels.capability is None or case.kernels.capability < (8, 0) or not case.kernels.flash_kernels:
-        return "torch's flash-attention kernels need an NVIDIA GPU of compute capability 8.0 or newer"
-    return None
-
-
-def _no_flash_3(case: _Case) -> str | None:
-    """Returns why not, as for `varlen`: this is its kernel, in torch's own place for it."""
-    if (why := _no_varlen(case)) is not None:
-        return why
-    if case.kernels.capability is None or case.kernels.capability[0] != 9:
-        return "FlashAttention-3 needs a Hopper GPU (compute capability 9)"
-    return case.kernels.no_flash_3
-
-
-def _no_flex(case: _Case) -> str | None:
-    if case.device != "cuda":
-        return f"FlexAttention has no backward on the device `{case.device}`; it needs CUDA"
-    if not case.kernels.triton:
-        return "FlexAttention compiles with triton, which is not installed (pip install triton)"
-    return _no_documents(case) or _has_dropout(case)
-
-
-def _no_flash(case: _Case) -> str | None:
-    if case.device != "cuda" or not case.half:
-        return "it needs a CUDA device and 16-bit precision"
-    if not case.kernels.flash_attn:
-        return "flash-attn is not installed: pip install flash-attn --no-build-isolation"
-    if not getattr(case.model_class, "_supports_flash_attn", False):
-        return "the architecture does not support it"
-    return _no_documents(case)
-
-
-_OBSTACLES: dict[str, Callable[[_Case], str | None]] = {
-    "documents": _no_documents,
-    "varlen": _no_varlen,
-    "flex": _no_flex,
-    "flash_attention_2": _no_flash,
-    "flash_attention_3": _no_flash_3,
-    "sdpa": lambda case: "its attention logits are soft-capped, which sdpa cannot do" if case.soft_capped else None,
-    "eager": lambda case: None,
-}
-
-
-def _has_dropout(case: _Case) -> str | None:
-    for name in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):
-        if probability := getattr(case.config, name, 0.0):
-            return f"the kernel has no dropout, and the model's {name} is {probability}"
-    return None
-
-
-def _head_sizes(config: PretrainedConfig) -> tuple[int, ...]:
-    """Returns the sizes of queries and keys, and of values if they differ (multi-head latent attention)."""
-    if (values := getattr(config, "v_head_dim", None)) is not None and hasattr(config, "qk_nope_head_dim"):
-        return (config.qk_nope_head_dim + config.qk_rope_head_dim, values)
-    layers = layer_configs(config)
-    return tuple({getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads for c in layers})
+        yield f"it does not compute what each document alone gives ({why})"
+    if is_varlen or requested == "flex":
+        for name in ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob"):
+            if probability := getattr(config, name, 0.0):
+                yield f"the kernel has no dropout, and the model's {name} is {probability}"
+    if is_varlen:
+        sizes = dict.fromkeys(size for layer in layer_configs(config) for size in head_sizes(layer) or ())
+        if len(sizes) > 1 or max(sizes) > 256 or max(sizes) % 8:
+            yield f"the kernel takes one head size, a multiple of 8 up to 256, not {' and '.join(map(str, sizes))}"
+        if here.capability is None or here.capability < (8, 0) or not here.flash_kernels:
+            yield "torch's flash-attention kernels need an NVIDIA GPU of compute capability 8.0 or newer"
+    if requested == "flash_attention_3":  # the kernel of varlen, in torch's own place for it
+        if here.capability is None or here.capability[0] != 9:
+            yield "FlashAttention-3 needs a Hopper GPU (compute capability 9)"
+        if here.no_flash_3 is not None:
+            yield here.no_flash_3

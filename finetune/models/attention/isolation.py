@@ -1,32 +1,34 @@
 """Tests whether packed documents get the loss and the gradients that plain transformers gives each of them alone.
 
 On a tiny copy of the model's config (`models.tiny_config`), on the CPU and in fp32; an architecture's claims of
-support are not relied on. Verdicts are cached under all that they depend on.
+support, and the name of a family, are not relied on. Verdicts are cached under all that they depend on.
 
 Letters: T tokens of a row, N documents.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
-import inspect
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from finetune.data.batch import row_places
+from finetune.data.batch import ImagePlace, collate, row_places
 from finetune.data.checksums import Damaged, sealed, unsealed
+from finetune.data.samples import Example
+from finetune.data.samples import Sequence as Document
 from finetune.data.sources.files import cache_root
+from finetune.models.attention import per_document
 from finetune.models.attention.kernels import WITHIN_DOCUMENTS, with_unread_mask
 from finetune.models.attention.mixers import (
     Mixer,
@@ -36,11 +38,13 @@ from finetune.models.attention.mixers import (
     run_per_document,
     takes_batches,
 )
-from finetune.models.attention.per_document import rotate_per_document
+from finetune.models.attention.per_document import DOCUMENTS, rotate_per_document, with_whole_images
 from finetune.models.remote_code import from_config
-from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config
-from finetune.models.trials import FAILURES, quietly, randomize
+from finetune.models.tiny_config import CHUNK, IMAGE_TOKEN, PRETRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_whole
+from finetune.models.trials import FAILURES, failure_text, quietly, randomize
+from finetune.models.vision import attention_of_parts, family_of, image_tokens, row_positions
 from finetune.models.wrapped import accepted, accepted_names
+from finetune.utils import write_atomically
 
 # Shorter and longer than windows and chunks, and than the length from which RoPE grows. In ascending order: `dynamic`
 # RoPE of plain transformers, the reference, then has for each document what a new model would have.
@@ -55,7 +59,8 @@ _CAUSAL_TOLERANCE = 1e-4
 _FIRST_TOKEN = 3  # below are the ids that mean something
 _SHARED = LENGTHS[1] // 2  # tokens that the last two documents begin with
 
-# (lengths of documents, tokens that each shares with the beginning of the one before) -> inputs besides the tokens
+# (lengths of documents, tokens that each shares with the beginning of the one before) -> inputs of a forward besides
+# its tokens
 Prepare = Callable[..., dict[str, Any]]
 
 
@@ -73,7 +78,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Differences:
-    """Between a way to compute documents and plain transformers on each alone; relative."""
+    """Relative differences between documents computed in some way and each alone by plain transformers."""
 
     loss: float
     gradient: float
@@ -85,54 +90,69 @@ class Differences:
 
 
 def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepare) -> Verdict:
-    """Returns the verdict from the cache, or from a trial.
-
-    implementation: of attention, transformers' name; None: documents do not share a row. prepare: the inputs of a
-    forward in addition to its tokens, from the lengths of its documents.
-    """
+    """Returns the verdict from the cache, or from a trial. implementation: of attention, transformers' name; None:
+    documents do not share a row."""
     try:
         tiny = tiny_config(config)
     except FAILURES as error:
         return _untried(error)
-    path = verdict_file(tiny, implementation)
+
+    def trial() -> dict[str, Any]:
+        return asdict(_try(tiny, implementation, prepare))
+
+    # A trial that failed may work in another environment.
+    return Verdict(**cached(tiny, implementation, trial, may_keep=lambda outcome: not outcome["failed"]))
+
+
+def cached(
+    tiny: PretrainedConfig,
+    name: str | None,  # of the trial
+    trial: Callable[[], dict[str, Any]],
+    may_keep: Callable[[dict[str, Any]], bool],
+) -> dict[str, Any]:
+    """Returns the outcome of a trial from the cache, under all that it depends on: the tiny config, which is a function
+    of the model's own, versions and our code."""
+    folder = Path(__file__).parent
+    models, data = folder.parent, folder.parent.parent / "data"
+    code = [*sorted(folder.glob("*.py")), data / "batch.py"]
+    code += [models / f"{file}.py" for file in ("patches", "tiny_config", "trials", "vision")]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in code)).hexdigest()
+    settings = sorted((key, repr(value)) for key, value in tiny.to_dict().items() if key not in _WITHOUT_EFFECT)
+    depends_on = (type(tiny).__qualname__, name, torch.__version__, transformers.__version__, digest, settings)
+    path = cache_root() / "attention" / f"{hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]}.json"
     try:
-        return Verdict(**unsealed(path))
+        return unsealed(path)
     except (OSError, Damaged):
-        outcome = _try(tiny, implementation, prepare)
-    if not outcome.failed:  # a failed trial may work in another environment
-        _store(path, outcome)
+        outcome = trial()
+    if may_keep(outcome):
+        with contextlib.suppress(OSError):  # if the folder cannot be written, the next run tries again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, sealed(outcome), shared=True)
     return outcome
-
-
-def verdict_file(tiny: PretrainedConfig, implementation: str | None) -> Path:
-    """Returns the cache's file, by all that a verdict depends on: the tiny config is a function of the model's own."""
-    settings = {name: repr(value) for name, value in tiny.to_dict().items() if name not in _WITHOUT_EFFECT}
-    versions = (torch.__version__, transformers.__version__, _own_code())
-    parts = (type(tiny).__qualname__, implementation, versions, sorted(settings.items()))
-    return cache_root() / "attention" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
 
 
 _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache", "name_or_path")
 
 
-@cache
-def _own_code() -> str:
-    folder = Path(__file__).parent
-    models, data = folder.parent, folder.parent.parent / "data"
-    others = (*(models / f"{name}.py" for name in ("patches", "tiny_config", "trials", "vision")), data / "batch.py")
-    files = (*sorted(folder.glob("*.py")), *others)
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+def why_not_isolated(config: PretrainedConfig) -> str | None:
+    """Returns why packed documents with images differ from each alone; None if they do not."""
+
+    def differences() -> Differences:
+        tiny = tiny_whole(config)
+        return compare(ImageTrial(tiny, None).alone(), ImageTrial(tiny, DOCUMENTS).packed())
+
+    with quietly():
+        return why_not(differences)
 
 
-def _store(path: Path, outcome: Verdict) -> None:
-    """Write a verdict; if the folder cannot be written, the next run tries again."""
+def trial_with_images(config: PretrainedConfig) -> str | None:
+    """Returns `why_not_isolated`. A trial that has passed is not repeated with the same config, versions and code."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(sealed(asdict(outcome)), encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        pass
+        tiny = tiny_whole(config)
+    except FAILURES as error:
+        return failure_text(error)
+    trial, passed = (lambda: {"why": why_not_isolated(config)}), (lambda outcome: outcome["why"] is None)
+    return cached(tiny, "images", trial, may_keep=passed)["why"]
 
 
 # --- trying
@@ -150,20 +170,16 @@ def _try(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -
         if implementation is None:
             return Verdict("documents are not tried together", positions, causal)
         packed, mixers = _why_not_packed(tiny, implementation, prepare, plain, reference)
-        if packed is not None or mixers or implementation not in WITHIN_DOCUMENTS:
-            why = f"{', '.join(mixers)} runs along each document whole" if mixers else "no trial"
-            return Verdict(packed, positions, causal, why, mixers=mixers)
-        shared = why_not(lambda: compare(reference, Trial(tiny, implementation, plain).shared(prepare)))
-    return Verdict(packed, positions, causal, shared)
+        shared = f"{', '.join(mixers)} runs along each document whole" if mixers else "no trial"
+        if packed is None and not mixers and implementation in WITHIN_DOCUMENTS:
+            shared = why_not(lambda: compare(reference, Trial(tiny, implementation, plain).shared(prepare)))
+    return Verdict(packed, positions, causal, shared, mixers=mixers)
 
 
 def _why_not_packed(
     tiny: PretrainedConfig, implementation: str, prepare: Prepare, plain: Trial, reference: Computed
 ) -> tuple[str | None, Mixers]:
-    """Returns (reason, {}) with the arguments of a run, or (None, mixers that run per document).
-
-    The error without the mask that must not be read is the clearer one.
-    """
+    """Returns (reason, {}) with the arguments of a run, or (None, mixers that run per document)."""
 
     def as_in_a_run(lengths: tuple[int, ...]) -> dict[str, Any]:
         return with_unread_mask(prepare(lengths), torch.device("cpu"))
@@ -177,15 +193,15 @@ def _why_not_packed(
         trial = Trial(tiny, implementation, plain)
         mixers = find_mixers(trial.model, lambda: trial.row_logits(as_in_a_run), ROW)
     except FAILURES:
-        return packs(prepare, {}) or reason, {}
+        return packs(prepare, {}) or reason, {}  # without the mask that must not be read the error is clearer
     if (still := packs(as_in_a_run, mixers)) is None:
         return None, batched_where_same(mixers, lambda tried: packs(as_in_a_run, tried) is None)
     return f"{reason}; with {', '.join(mixers)} once for each document: {still}", {}
 
 
 def batched_where_same(mixers: Mixers, same: Callable[[Mixers], bool]) -> Mixers:
-    """Returns the mixers, those that compute documents of like length as one batch set to do so: all, or else those
-    that do in addition to the ones before them."""
+    """Returns the mixers, set to compute documents of like length as one batch if that gives the same: all of them, or
+    each in addition to those before it."""
     able = [name for name, mixer in mixers.items() if takes_batches(mixer)]
     for names in (able, *([name] for name in able[: len(able) if len(able) > 1 else 0])):
         tried = {n: Mixer(**{**mixer, "batched": n in names or mixer["batched"]}) for n, mixer in mixers.items()}
@@ -197,8 +213,8 @@ def batched_where_same(mixers: Mixers, same: Callable[[Mixers], bool]) -> Mixers
 
 
 def _untried(error: BaseException) -> Verdict:
-    """The verdict if the copy fails: one document per forward, as in plain transformers, is always right."""
-    why = f"a tiny copy of the model could not be tried: {_words(error)}"
+    """Returns the verdict if the copy fails: one document per forward is always right."""
+    why = f"a tiny copy of the model could not be tried: {failure_text(error)}"
     return Verdict(packed=why, positions=why, causal=None, failed=True)
 
 
@@ -207,18 +223,13 @@ def why_not(difference: Callable[[], Differences]) -> str | None:
     try:
         differences = difference()
     except FAILURES as error:
-        return _words(error)
+        return failure_text(error)
     if differences.within_rounding:
         return None
     return (
         f"in a trial, the loss differs from that of each document alone by {differences.loss:.0e}, the gradient of "
         f"`{differences.parameter}` by {differences.gradient:.0e}"
     )
-
-
-def _words(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -229,8 +240,30 @@ class Computed:
     gradients: dict[str, Tensor | None]
 
 
-class Trial:
-    """A tiny model under one attention; implementation None: transformers' default."""
+class TinyModel:
+    """A tiny model in training mode, and the documents that are tried on it, (1, t) ids each."""
+
+    def __init__(self, model: Any, documents: list[Tensor]):
+        self.model, self.documents = model, documents
+        self.model.train()
+
+    def losses(self, logits: Sequence[Tensor]) -> list[Tensor]:  # (1, t, V) of each document -> (t - 1,)
+        return [
+            cross_entropy(own[0, :-1].float(), document[0, 1:], reduction="none")
+            for own, document in zip(logits, self.documents, strict=True)
+        ]
+
+    def computed(self, logits: Sequence[Tensor]) -> Computed:
+        """Returns the losses, and their gradients by a backward."""
+        losses = self.losses(logits)
+        self.model.zero_grad(set_to_none=True)
+        torch.stack([token_losses.sum() for token_losses in losses]).sum().backward()
+        gradients = {name: p.grad for name, p in self.model.named_parameters()}
+        return Computed(tuple(token_losses.detach() for token_losses in losses), gradients)
+
+
+class Trial(TinyModel):
+    """A tiny text model under one attention; implementation None: transformers' default."""
 
     def __init__(
         self,
@@ -245,39 +278,34 @@ class Trial:
             implementation = "eager"  # transformers 5.17 takes sdpa, which leaves out the cap
         common: dict[str, Any] = {} if implementation is None else {"attn_implementation": implementation}
         if getattr(config.get_text_config(), "output_router_logits", False):
-            config.get_text_config().output_router_logits = False  # `CausalLMWithLoss` does not ask for it, either
-        self.model: Any = from_config(AutoModelForCausalLM, config, dtype=torch.float32, **common)
-        takes = inspect.signature(self.model.forward).parameters
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
-        self._takes_use_cache = "use_cache" in takes or takes_any
+            config.get_text_config().output_router_logits = False  # `CausalLMWithLoss` does not request it, either
+        model: Any = from_config(AutoModelForCausalLM, config, dtype=torch.float32, **common)
+        self._takes = accepted_names(model)
         if like is None:
-            randomize(self.model)
+            randomize(model)
         else:
-            self.model.load_state_dict(like.model.state_dict())
-            rotate_per_document(self.model)
-            run_per_document(self.model, mixers or {})
-        self.model.train()
+            model.load_state_dict(like.model.state_dict())
+            rotate_per_document(model)
+            run_per_document(model, mixers or {})
         generator = torch.Generator().manual_seed(1)
-        self.documents = [torch.randint(_FIRST_TOKEN, VOCABULARY, (1, n), generator=generator) for n in LENGTHS]
-        self.documents[-1][:, :_SHARED] = self.documents[-2][:, :_SHARED]
+        documents = [torch.randint(_FIRST_TOKEN, VOCABULARY, (1, n), generator=generator) for n in LENGTHS]
+        documents[-1][:, :_SHARED] = documents[-2][:, :_SHARED]
+        super().__init__(model, documents)
 
     def alone(self, with_positions: bool = False) -> Computed:
-        losses = []
-        for document in self.documents:
-            positions = {"position_ids": _positions([document.shape[1]])} if with_positions else {}
-            losses.append(_token_losses(self._logits(document, **positions), document))
-        return self._computed(losses)
+        positions = [{"position_ids": _positions([n])} if with_positions else {} for n in LENGTHS]
+        return self.computed([self._logits(d, **p) for d, p in zip(self.documents, positions, strict=True)])
 
     def packed(self, prepare: Prepare) -> Computed:
         """Returns the losses of all documents in one row, as in a run's forward."""
-        each = dict(zip(ORDER, self.row_logits(prepare).split(ROW, dim=1), strict=True))
-        return self._computed([_token_losses(each[i], document) for i, document in enumerate(self.documents)])
+        by_document = dict(zip(ORDER, self.row_logits(prepare).split(ROW, dim=1), strict=True))
+        return self.computed([by_document[i] for i in range(len(LENGTHS))])
 
     def row_logits(self, prepare: Prepare) -> Tensor:  # (1, T, V)
         row = torch.cat([self.documents[i] for i in ORDER], dim=1)
         inputs = {"position_ids": _positions(ROW), **prepare(ROW)}
         with documents_of_forward(ROW):
-            return self._logits(row, **accepted(inputs, accepted_names(self.model)))
+            return self._logits(row, **accepted(inputs, self._takes))
 
     def shared(self, prepare: Prepare) -> Computed:
         """Returns the losses if the last two documents share their beginning."""
@@ -289,8 +317,7 @@ class Trial:
         )
         arguments = with_unread_mask(prepare(tuple(own), prefixes), row.device)
         logits = self._logits(row, position_ids=positions, **arguments)
-        each = logits[:, row_places(own, prefixes)].split(LENGTHS, dim=1)
-        return self._computed([_token_losses(*pair) for pair in zip(each, self.documents, strict=True)])
+        return self.computed(logits[:, row_places(own, prefixes)].split(LENGTHS, dim=1))
 
     def why_not_causal(self) -> str | None:
         document = self.documents[-1].clone()
@@ -301,46 +328,107 @@ class Trial:
         return None if moved <= _CAUSAL_TOLERANCE else f"a changed last token moves earlier logits by {moved:.1e}"
 
     def _logits(self, input_ids: Tensor, **arguments: Any) -> Tensor:  # (1, T, V)
-        if self._takes_use_cache:
-            arguments["use_cache"] = False
-        return self.model(input_ids=input_ids, **arguments).logits
-
-    def _computed(self, losses: Sequence[Tensor]) -> Computed:
-        self.model.zero_grad(set_to_none=True)
-        torch.stack([token_losses.sum() for token_losses in losses]).sum().backward()
-        gradients = {name: p.grad for name, p in self.model.named_parameters()}
-        return Computed(tuple(token_losses.detach() for token_losses in losses), gradients)
+        without_cache = accepted({"use_cache": False}, self._takes)
+        return self.model(input_ids=input_ids, **without_cache, **arguments).logits
 
 
 def _positions(lengths: Sequence[int]) -> Tensor:  # (1, T)
     return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
-def _token_losses(logits: Tensor, document: Tensor) -> Tensor:  # (tokens - 1,)
-    return cross_entropy(logits[0, :-1].float(), document[0, 1:], reduction="none")
+# Tokens of text, or an image of so many cells (negative), of each document. They begin and end with text.
+IMAGE_DOCUMENTS: tuple[tuple[int, ...], ...] = ((4, -2, 9), (11,), (3, -3, 2, -2, 6))
+
+
+class ImageTrial(TinyModel):
+    """A tiny model with its tower; implementation: of the language model's attention, None: transformers' own."""
+
+    def __init__(self, tiny: Any, implementation: str | None):
+        torch.manual_seed(0)
+        self.config, self.family = copy.deepcopy(tiny), family_of(tiny)
+        attention = attention_of_parts(self.config, implementation or "sdpa")
+        model: Any = from_config(
+            AutoModelForImageTextToText, self.config, dtype=torch.float32, attn_implementation=attention
+        )
+        randomize(model)
+        with torch.no_grad():
+            for parameter in model.parameters():  # convolutions: as large as their inputs
+                if parameter.dim() > 2:
+                    parameter.mul_((parameter.shape[-1] / parameter[0].numel()) ** 0.5)
+        generator = torch.Generator().manual_seed(1)
+
+        def ids(piece: int) -> Tensor:
+            if piece > 0:
+                return torch.randint(_FIRST_TOKEN, 100, (piece,), generator=generator)
+            return torch.full((image_tokens(self.config, [-piece])[0],), IMAGE_TOKEN)
+
+        super().__init__(model, [torch.cat([ids(piece) for piece in pieces])[None] for pieces in IMAGE_DOCUMENTS])
+        self.cells = [
+            [-piece for piece in pieces if piece < 0] for pieces in IMAGE_DOCUMENTS
+        ]  # of each document's images
+        self.pictures = self.family.pictures(self.config, [count for cells in self.cells for count in cells])
+
+    def pictures_of(self, document: int) -> dict[str, Tensor]:
+        """Returns views of a document's pictures among those of all, of which no two are equal."""
+        first, count = sum(map(len, self.cells[:document])), len(self.cells[document])
+        if not count:
+            return {}
+        if (grid := self.pictures.get("image_grid_thw")) is not None:
+            patches = grid.prod(1).tolist()
+            pixels = self.pictures["pixel_values"].narrow(0, sum(patches[:first]), sum(patches[first : first + count]))
+            return {"pixel_values": pixels, "image_grid_thw": grid.narrow(0, first, count)}
+        dimension = 1 if "pixel_attention_mask" in self.pictures else 0
+        return {name: tensor.narrow(dimension, first, count) for name, tensor in self.pictures.items()}
+
+    def alone(self) -> Computed:
+        """Returns the losses of each document as plain transformers computes them."""
+        logits = []
+        for i, ids in enumerate(self.documents):
+            inputs = self.pictures_of(i)
+            if "image_grid_thw" in inputs:
+                inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
+            if self.family.sees_whole_images:
+                inputs["token_type_ids"] = (ids == IMAGE_TOKEN).long()
+            logits.append(self.model(input_ids=ids, use_cache=False, **inputs).logits)
+        return self.computed(logits)
+
+    def packed(self) -> Computed:
+        return self.computed(self.row_logits())
+
+    def row_logits(self) -> tuple[Tensor, ...]:  # (1, t, V) each
+        """Returns the logits of all documents in one row with the pixels of all images, as in a run's forward."""
+        rows = [ids[0].numpy().astype(np.int32) for ids in self.documents]
+        batch = collate([Example("trial", 0, 0, (Document(ids, np.zeros(len(ids), bool)),)) for ids in rows])
+        images = tuple(ImagePlace(i, 0, 0) for i, cells in enumerate(self.cells) for _ in cells)
+        batch = replace(batch, inputs={**batch.inputs, **self.pictures}, images=images)
+        if positions := row_positions(self.config):
+            batch = positions(batch)
+        arguments = with_unread_mask(per_document.prepare(batch.sequence_lengths), torch.device("cpu"))
+        if self.family.sees_whole_images:
+            with_whole_images(arguments, batch.inputs["input_ids"], IMAGE_TOKEN)
+        logits = self.model(**batch.inputs, **arguments, use_cache=False).logits
+        return logits.split(list(map(len, rows)), dim=1)
 
 
 def compare(reference: Computed, other: Computed) -> Differences:
     """Returns the distance of documents computed in another way from the reference."""
     loss = max(
-        ((ours.double() - theirs.double()).abs().max() / theirs.double().mean()).item()
+        _number((ours.double() - theirs.double()).abs().max() / theirs.double().mean())
         for ours, theirs in zip(other.losses, reference.losses, strict=True)
     )
-    norms = {name: 0.0 if g is None else g.double().norm().item() for name, g in reference.gradients.items()}
+    zero = torch.zeros((), dtype=torch.float64)
+    before, after = (
+        {name: zero if g is None else g.double() for name, g in computed.gradients.items()}
+        for computed in (reference, other)
+    )
+    norms = {name: gradient.norm() for name, gradient in before.items()}
     smallest = _SMALL * max(norms.values())
     distances = {
-        name: _distance(gradient, other.gradients[name]) / max(norms[name], smallest)
-        for name, gradient in reference.gradients.items()
+        name: _number((gradient - after[name]).norm() / max(norms[name], smallest)) for name, gradient in before.items()
     }
     worst = max(distances, key=lambda name: distances[name])
-    return Differences(_number(loss), _number(distances[worst]), worst)
+    return Differences(loss, distances[worst], worst)
 
 
-def _distance(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None:
-        return 0.0 if one is other else (one if one is not None else other).double().norm().item()  # pyright: ignore
-    return (one.double() - other.double()).norm().item()
-
-
-def _number(value: float) -> float:
-    return value if value == value else float("inf")
+def _number(value: Tensor) -> float:
+    return float("inf") if value.isnan() else value.item()

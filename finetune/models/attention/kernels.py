@@ -1,7 +1,5 @@
-"""Attention within documents by one kernel for the row: torch's flash attention of many lengths, or FlexAttention.
-
-And what all implementations share: registration, boundaries, and attention under a mask, which generation with padding
-needs.
+"""Attention within documents by one kernel for the row: torch's flash attention of many lengths, or FlexAttention; and
+registration, boundaries and masked attention, which all implementations share.
 
 Letters: B rows, T query tokens, L key tokens, N documents, R blocks of 128 tokens, H query heads, K key/value heads,
 D head size.
@@ -20,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import dropout as drop
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -28,54 +27,10 @@ from transformers.masking_utils import sdpa_mask
 from finetune.data.batch import row_places
 
 
-def masked_attention(
-    module: torch.nn.Module,
-    query: Tensor,  # (B, H, T, D)
-    key: Tensor,  # (B, K, L, D)
-    value: Tensor,  # (B, K, L, D)
-    attention_mask: Tensor | None,  # (B, 1, T, L), True if attended to
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
-) -> tuple[Tensor, None]:  # (B, T, H, D)
-    """Attention of a forward without document boundaries: generation, with a mask for its padding.
-
-    Raises ValueError without a mask: packed documents could see each other.
-    """
-    if attention_mask is None:
-        raise ValueError("neither documents nor an attention mask: documents could see each other")
-    if softcap is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal=False)
-    return soft_capped(query, key, value, attention_mask, dropout, scaling, softcap).transpose(1, 2).contiguous(), None
-
-
-def soft_capped(
-    query: Tensor,  # (B, H, T, D)
-    key: Tensor,  # (B, K, L, D)
-    value: Tensor,  # (B, K, L, D)
-    seen: Tensor,  # broadcasts to (B, 1, T, L), True if attended to
-    dropout: float,
-    scaling: float | None,
-    softcap: float,
-) -> Tensor:  # (B, H, T, D)
-    """Attention whose scores are squashed into +-softcap (Gemma 2, https://arxiv.org/abs/2408.00118, section 2), with
-    the roundings of transformers' eager attention. Heads that share keys are products with one and the same matrix."""
-    batch, heads, tokens, size = query.shape
-    shared = (batch, key.shape[1], heads // key.shape[1] * tokens, size)
-    scores = torch.matmul(query.reshape(shared), key.transpose(2, 3)).view(batch, heads, tokens, key.shape[2])
-    scores = softcap * torch.tanh(scores * (size**-0.5 if scaling is None else scaling) / softcap)
-    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    weights = drop(torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), dropout)
-    return torch.matmul(weights.view(*shared[:3], -1), value).view(query.shape)
-
-
 def boundaries(document_lengths: tuple[int, ...], device: str, compiled: bool) -> Tensor:
-    """Returns (N + 1,) int32: 0, then the end of each of N documents (`cu_seqlens`). Copied without waiting for the
-    device.
-
-    compiled: one graph for all numbers of documents.
-    """
+    """Returns (N + 1,) int32: 0, then the end of each document (`cu_seqlens`). compiled: one graph for every N."""
     ends = torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32)
+    # Without waiting for the device.
     ends = ends.pin_memory().to(device, non_blocking=True) if device == "cuda" else ends.to(device)
     if compiled:
         torch._dynamo.mark_dynamic(ends, 0)
@@ -90,16 +45,12 @@ def in_one_type(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def with_unread_mask(
-    arguments: dict[str, Any],  # of a forward, from `AttentionChoice.forward_arguments`
-    device: torch.device,
-) -> dict[str, Any]:
+def with_unread_mask(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Returns the arguments, if they have documents, with a mask that our implementations do not read.
 
-    Without a mask transformers looks for packed documents in the positions, and waits for the device to see whether
-    there are any; a mask of four dimensions it hands through (masking_utils.py, `_preprocess_mask_arguments`). This one
-    has no elements: a model that reads it all the same fails by its shape, while a mask that allows everything would
-    let documents see each other.
+    Without a mask transformers looks for documents in the positions, and waits for the device; one of four dimensions
+    it hands through (masking_utils.py, `_preprocess_mask_arguments`). This one has no elements: a model that reads it
+    fails by its shape, while with a mask that allows everything documents would see each other.
     """
     if "documents" not in arguments:
         return arguments
@@ -118,63 +69,74 @@ class AttentionCall(NamedTuple):
     softcap: float | None = None
 
 
+def soft_capped(
+    call: AttentionCall,
+    seen: Tensor,  # broadcasts to (B, 1, T, L), True if attended to
+) -> Tensor:  # (B, H, T, D)
+    """Attention whose scores are squashed into +-softcap (Gemma 2, https://arxiv.org/abs/2408.00118, section 2), with
+    the roundings of transformers' eager attention. Heads that share keys are products with one and the same matrix."""
+    query, key, value, dropout, scaling, _, softcap = call
+    assert softcap is not None
+    batch, heads, tokens, size = query.shape
+    shared = (batch, key.shape[1], heads // key.shape[1] * tokens, size)
+    scores = torch.matmul(query.reshape(shared), key.transpose(2, 3)).view(batch, heads, tokens, key.shape[2])
+    scores = softcap * torch.tanh(scores * (size**-0.5 if scaling is None else scaling) / softcap)
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
+    weights = drop(torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), dropout)
+    return torch.matmul(weights.view(*shared[:3], -1), value).view(query.shape)
+
+
 # (call, documents) -> (1, T, H, D); documents: the result of the implementation's `prepare`
 WithinDocuments = Callable[[AttentionCall, Any], Tensor]
 WITHIN_DOCUMENTS: dict[str, WithinDocuments] = {}  # our own implementations, by name
 
 
 def register(name: str, within_documents: WithinDocuments) -> None:
-    """Let models be loaded with an implementation by this name (`attn_implementation`).
-
-    within_documents: causal attention within each document of the row.
-    """
+    """Let models be loaded with an implementation by this name (`attn_implementation`)."""
 
     def attention(
         module: torch.nn.Module,
-        query: Tensor,  # (1, H, T, D)
-        key: Tensor,  # (1, K, T, D)
-        value: Tensor,  # (1, K, T, D)
-        attention_mask: Tensor | None,
+        query: Tensor,  # (B, H, T, D); with documents B is 1
+        key: Tensor,  # (B, K, L, D)
+        value: Tensor,  # (B, K, L, D)
+        attention_mask: Tensor | None,  # (B, 1, T, L), True if attended to
         dropout: float = 0.0,
         scaling: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
         documents: Any = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:  # (1, T, H, D)
+    ) -> tuple[Tensor, None]:  # (B, T, H, D)
         for name in ("s_aux", "position_bias"):  # would be left out in silence
             if kwargs.get(name) is not None:
                 raise ValueError(f"this model's attention takes `{name}`: set model.attention: eager")
-        if documents is None:
-            return masked_attention(module, query, key, value, attention_mask, dropout, scaling, softcap)
-        if attention_mask is not None and attention_mask.numel():
-            raise ValueError("this model brings a mask of its own, which attention by documents would leave out")
         call = AttentionCall(query, key, value, dropout, scaling, sliding_window, softcap)
-        return within_documents(call, documents), None
+        if documents is not None:
+            if attention_mask is not None and attention_mask.numel():
+                raise ValueError("this model brings a mask of its own, which attention by documents would leave out")
+            return within_documents(call, documents), None
+        if attention_mask is None:
+            raise ValueError("neither documents nor an attention mask: documents could see each other")
+        if softcap is not None:  # generation, with a mask for its padding
+            return soft_capped(call, attention_mask).transpose(1, 2).contiguous(), None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal=False)
+
+    def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        if attention_mask is None:  # training: the documents say it all
+            return None
+        return sdpa_mask(*args, attention_mask=attention_mask, **{**kwargs, "allow_is_causal_skip": False})
 
     WITHIN_DOCUMENTS[name] = within_documents
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, _padding_mask)
-
-
-def _padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """No mask in training (the documents say it all); with padding, when generating, sdpa's own."""
-    if attention_mask is None:
-        return None
-    kwargs["allow_is_causal_skip"] = False
-    return sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    AttentionMaskInterface.register(name, mask)
 
 
 # --- varlen: all documents of the row in one call of torch.nn.attention.varlen. CUDA, 16 bit
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
-
-_TAKES = frozenset(inspect.signature(varlen_attn).parameters if varlen_attn is not None else ())  # its arguments
-
 VARLEN = "finetune_varlen"  # in transformers' table of attention functions
+# Without this argument (torch 2.11) numbers of heads are not compared, and the kernel groups them itself.
+_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_activate = cache(torch.nn.attention.activate_flash_attention_impl)
 
 
 class Boundaries:
@@ -200,8 +162,12 @@ def prepare_varlen(
     *,
     device: str,
     longest: int | None = None,
+    flash_3: bool = False,
 ) -> dict[str, Any]:
-    """longest: a bound on every document's tokens, for torch.compile, which recompiles for another number."""
+    """Returns the boundaries of documents. longest: a bound on their tokens, as torch.compile recompiles for another
+    number; flash_3: FlashAttention-3 becomes the kernel of torch's flash attention, everywhere."""
+    if flash_3:
+        _activate("FA3")
     compiled = longest is not None
     most = max(document_lengths) if longest is None else longest
     ends = boundaries(document_lengths, device, compiled)
@@ -213,10 +179,10 @@ def prepare_varlen(
 
 
 def varlen_attention(call: AttentionCall, documents: Boundaries) -> Tensor:  # (1, T, H, D)
-    if call.dropout or call.softcap is not None or varlen_attn is None:
+    if call.dropout or call.softcap is not None:
         raise ValueError("varlen attention has neither dropout nor soft-capping: set model.attention: auto")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in in_one_type(*call[:3]))  # (T, H or K, D)
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _TAKES and q.shape[1] != k.shape[1] else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if _TAKES_GROUPS and q.shape[1] != k.shape[1] else {}
     # (-1, 0) is the kernel's word for causal; (w - 1, 0) for the token itself and w - 1 before it.
     window = (-1, 0) if call.window is None else (call.window - 1, 0)
     ends = key_ends = documents.ends
@@ -229,36 +195,7 @@ def varlen_attention(call: AttentionCall, documents: Boundaries) -> Tensor:  # (
     return out[None]
 
 
-def varlen_missing() -> str | None:
-    """Returns why this torch cannot, on any device; None if it can.
-
-    Query heads may share keys in every version: without `enable_gqa` (torch 2.11) their numbers are not compared, and
-    the kernel groups them itself; with it torch refuses other numbers unless it is set, and calls the same kernel.
-    """
-    if varlen_attn is None:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
-    lacking = [name for name in ("scale", "window_size") if name not in _TAKES]
-    return f"varlen_attn of torch {torch.__version__} does not take {', '.join(lacking)}" if lacking else None
-
-
 register(VARLEN, varlen_attention)
-
-
-def prepare_flash_3(
-    document_lengths: tuple[int, ...],
-    prefix_lengths: tuple[int, ...] = (),
-    *,
-    device: str,
-    longest: int | None = None,
-) -> dict[str, Any]:
-    """Does the same with FlashAttention-3, which is the kernel of torch's flash attention from now on, everywhere."""
-    _activate_flash_3()
-    return prepare_varlen(document_lengths, prefix_lengths, device=device, longest=longest)
-
-
-@cache
-def _activate_flash_3() -> None:
-    torch.nn.attention.activate_flash_attention_impl("FA3")
 
 
 def flash_3_missing() -> str | None:
@@ -300,8 +237,8 @@ def block_mask(
 ) -> BlockMask:
     """Returns the mask in which token i sees token j of the same document with i - window < j <= i.
 
-    prefix_lengths: of each document the tokens of the one before that it begins with.
-    Built from the lengths in R x R steps; `create_block_mask` would evaluate T x T pairs.
+    prefix_lengths: of each document the tokens of the one before that it begins with. Built from the lengths in R x R
+    steps; `create_block_mask` would evaluate T x T pairs.
     """
     document = np.repeat(np.arange(len(document_lengths)), document_lengths)  # (T,)
     tokens = len(document)
@@ -360,8 +297,7 @@ def _seen_with_prefixes(
 
 
 def _in_order(blocks: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
-    """Returns (1, 1, R) the number of key blocks of each block of queries, and (1, 1, R, R) their indices, those
-    first."""
+    """Returns the number of key blocks of each block of queries (1, 1, R), and (1, 1, R, R) indices, theirs first."""
     counts = torch.from_numpy(blocks.sum(1, dtype=np.int32))
     indices = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))
     return counts[None, None].to(device), indices[None, None].to(device)

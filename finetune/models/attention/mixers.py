@@ -54,8 +54,8 @@ class _Row:
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns which token of the row each of the batches has, padding being the document's last token once more
-        (a number like others: no norm of zeros), and the position in the batches of each token of the row."""
+        """Returns the tokens of the row that the batches have, padded with each document's last token (no norm of
+        zeros), and the position in the batches of each token of the row."""
         if device not in self._indices:
             calls = calls_of(self.lengths)
             ends = tuple(itertools.accumulate(self.lengths))
@@ -92,8 +92,8 @@ def calls_of(lengths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @contextmanager
 def documents_of_forward(lengths: tuple[int, ...]) -> Iterator[None]:
-    """A context for a forward: the documents that mixers take one by one. Not an argument of it: few models would
-    hand it to their mixers. Plain state: threads of autograd recompute with it, see `recomputed_alike`."""
+    """A context for a forward: the documents that mixers take one by one. Few models would hand an argument to their
+    mixers; and threads of autograd recompute with this state, see `recomputed_alike`."""
     global _row
     before, _row = _row, _Row(lengths)
     try:
@@ -103,31 +103,32 @@ def documents_of_forward(lengths: tuple[int, ...]) -> Iterator[None]:
 
 
 def recomputed_alike(contexts: Callable[[], tuple[Any, Any]] | None = None) -> tuple[Any, Any]:
-    """Returns the contexts of a forward and of its recomputation in the backward (`context_fn` of torch's checkpoint),
-    by when another forward may have run. contexts: others to be in as well."""
+    """Returns the contexts of a forward and of its recomputation (`context_fn` of torch's checkpoint), by when another
+    forward may have run. contexts: others to be in as well."""
     forward, recomputation = contexts() if contexts else (nullcontext(), nullcontext())
-    return forward, _with_documents(recomputation, _row.lengths)
+    lengths = _row.lengths
 
+    @contextmanager
+    def again() -> Iterator[None]:
+        with recomputation, documents_of_forward(lengths):
+            yield
 
-@contextmanager
-def _with_documents(inner: Any, lengths: tuple[int, ...]) -> Iterator[None]:
-    with inner, documents_of_forward(lengths):
-        yield
+    return forward, again()
 
 
 def run_per_document(model: Any, mixers: Mixers) -> list[Any]:
     """Let a model's mixers, in place, take the documents of a row one by one; returns them."""
-    found = [module for module in model.modules() if type(module).__name__ in mixers]
-    for module in found:
+    modules = [module for module in model.modules() if type(module).__name__ in mixers]
+    for module in modules:
         forward = _per_document(module.forward, mixers[type(module).__name__])
         replace_forward(module, forward, "mixer per document")
         module.mixes_documents = True
-    return found
+    return modules
 
 
 def with_positional_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook before the forward of a mixer, for hooks around a module's backward, which see positional inputs only and
-    run if these have gradients: its first argument is replaced by one that has."""
+    """A hook before the forward of a mixer: its first argument becomes positional and gets a gradient, which hooks
+    around a module's backward need."""
     name = next(iter(inspect.signature(module.forward).parameters))
     value = args[0] if args else kwargs.pop(name)
     if torch.is_grad_enabled() and not value.requires_grad:
@@ -148,12 +149,11 @@ def _per_document(original: Callable[..., Any], mixer: Mixer) -> Callable[..., A
         row = _row
         if len(row.lengths) < 2:  # or a generation
             return original(*args, **kwargs)
-        laid = _Calls(row, mixer["batched"])
+        calls = _Calls(row, mixer["batched"])
         with documents_of_forward(()):  # for mixers inside this one
-            results = [
-                original(**arguments) for arguments in laid.divided(_by_name(names, args, kwargs), mixer["inputs"])
-            ]
-        return laid.joined(results, mixer["outputs"])
+            each = calls.divided(_by_name(names, args, kwargs), mixer["inputs"])
+            results = [original(**arguments) for arguments in each]
+        return calls.joined(results, mixer["outputs"])
 
     return forward
 
@@ -175,34 +175,33 @@ class _Calls:
 
     def divided(self, arguments: dict[str, Any], places: dict[str, list[int]]) -> list[dict[str, Any]]:
         """Returns the arguments of each call. A mask without elements becomes None."""
-        tokens = sum(self._row.lengths)
+        tokens, count = sum(self._row.lengths), len(self._documents)
 
-        def of_calls(path: Any, value: Any) -> _Divided:
+        def of_calls(path: Any, value: Any) -> Sequence[Any]:
             if not isinstance(value, Tensor):
-                return _Divided([value] * len(self._documents))
+                return [value] * count
             if not value.numel():
-                return _Divided([None] * len(self._documents))
+                return [None] * count
             dimensions = places.get(pytree.keystr(path), ())
             if any(value.shape[dimension] != tokens for dimension in dimensions):
                 raise ValueError(f"a mixer got {tuple(value.shape)}, without the {tokens} tokens of the row")
-            if len(dimensions) == 1:
-                return _Divided(self._of_tokens(value, dimensions[0]))
-            return _Divided(self._of_pairs(value, dimensions) if dimensions else [value] * len(self._documents))
+            if len(dimensions) != 1:
+                return self._of_pairs(value, dimensions) if dimensions else [value] * count
+            (dimension,) = dimensions  # (1, .., T, ..) -> (B, .., L, ..) each
+            if not self._batched:
+                return value.split(self._sizes, dimension)
+            padded = value.index_select(dimension, self._row.indices(value.device)[0]).split(self._sizes, dimension)
+            return [
+                one.unflatten(dimension, (-1, longest)).movedim(dimension, 0).squeeze(1)
+                for one, longest in zip(padded, self._longest, strict=True)
+            ]
 
-        divided = pytree.tree_map_with_path(of_calls, arguments)
-        return [pytree.tree_map(lambda one, i=i: one.calls[i], divided) for i in range(len(self._documents))]
-
-    def _of_tokens(self, value: Tensor, dimension: int) -> list[Tensor]:  # (1, .., T, ..) -> (B, .., L, ..) each
-        if not self._batched:
-            return list(value.split(self._sizes, dimension))
-        padded = value.index_select(dimension, self._row.indices(value.device)[0]).split(self._sizes, dimension)
-        return [
-            one.unflatten(dimension, (-1, longest)).movedim(dimension, 0).squeeze(1)
-            for one, longest in zip(padded, self._longest, strict=True)
-        ]
+        leaves, tree = pytree.tree_flatten_with_path(arguments)
+        by_call = zip(*(of_calls(path, value) for path, value in leaves), strict=True)
+        return [pytree.tree_unflatten(list(values), tree) for values in by_call]
 
     def _of_pairs(self, value: Tensor, dimensions: Sequence[int]) -> list[Tensor]:  # (1, .., T, T) -> (B, .., L, L)
-        """A mask: queries of the padding see the same as the last token, and no query sees keys of the padding."""
+        """Divides a mask: queries of padding see the same as the last token, and no query sees keys of padding."""
         ends = tuple(itertools.accumulate(self._row.lengths))
         calls = []
         for call, longest in zip(self._documents, self._longest, strict=True):
@@ -240,13 +239,6 @@ class _Calls:
             return joined.index_select(dimension, self._row.indices(joined.device)[1])
 
         return pytree.tree_map_with_path(whole, *results)
-
-
-class _Divided:
-    """An argument of each call, as one leaf of a pytree."""
-
-    def __init__(self, calls: list[Any]):
-        self.calls = calls
 
 
 # --- finding them

@@ -6,7 +6,7 @@ Letters: T tokens of the row, t of one document, N documents, H query heads, K k
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,36 +35,31 @@ class DocumentLengths:
         self.ends = ends  # (N + 1,) if layers are compiled
         self.prefixes = prefixes or (0,) * len(lengths)  # tokens of the document before that each begins with
         self.whole: dict[int, Tensor] = {}  # by document, if it has images: (t,) of each token the image, else -1
-        self._seen: dict[tuple[int, int, int | None], Tensor] = {}
-        self._seen_whole: dict[tuple[int, int | None], Tensor] = {}
+        self._seen: dict[tuple[int, ...], Tensor] = {}
 
     def mask(self, document: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Returns the mask of a document, created once for all layers; None: each token sees those up to itself."""
-        queries = self.lengths[document]
-        if (image := self.whole.get(document)) is None:
-            plain = window is None and not self.prefixes[document]  # torch's word for a square only
-            return None if plain else self.seen(queries, keys, window, device)
-        if (document, window) not in self._seen_whole:
-            together = (image[:, None] == image[None, :]) & (image >= 0)[:, None]
-            distance = torch.arange(keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
-            mask = (distance >= 0) | together
-            self._seen_whole[document, window] = mask if window is None else mask & (distance < window)
-        return self._seen_whole[document, window]
+        """Returns the mask of a document; None: each token sees those up to itself."""
+        if window is None and not self.prefixes[document] and document not in self.whole:
+            return None  # torch's word for a square only
+        return self.seen(document, keys, window, device)
 
-    def seen(self, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    def seen(self, document: int, keys: int, window: int | None, device: torch.device) -> Tensor:
         """Returns the mask of a document, created once for all layers."""
-        if (queries, keys, window) not in self._seen:
-            self._seen[queries, keys, window] = seen(queries, keys, window, device)
-        return self._seen[queries, keys, window]
+        queries, image = self.lengths[document], self.whole.get(document)
+        key = (queries, keys, window or 0) if image is None else (document, window or 0)
+        if key not in self._seen:
+            self._seen[key] = seen(queries, keys, window, device, image)
+        return self._seen[key]
 
 
-def seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def seen(queries: int, keys: int, window: int | None, device: torch.device, image: Tensor | None = None) -> Tensor:
     """Returns (queries, keys) of the last tokens of a document and all of them, True if token i sees token j:
-    i - window < j <= i."""
-    first = keys - queries
-    distance = torch.arange(first, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
-    causal = distance >= 0
-    return causal if window is None else causal & (distance < window)
+    i - window < j <= i. image: (keys,) of each token the image whose tokens see each other, else -1."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
+    mask = distance >= 0
+    if image is not None:
+        mask |= (image[:, None] == image[None, :]) & (image >= 0)[:, None]
+    return mask if window is None else mask & (distance < window)
 
 
 def prepare(
@@ -96,7 +91,8 @@ def per_document_attention(call: AttentionCall, documents: DocumentLengths) -> T
     return one_by_one(call, documents)
 
 
-def _one_by_one(call: AttentionCall, documents: DocumentLengths) -> Tensor:  # (1, T, H, D)
+@torch.compiler.disable()  # a loop over lengths that change with every row: traced, each row would recompile
+def one_by_one(call: AttentionCall, documents: DocumentLengths) -> Tensor:  # (1, T, H, D)
     query, key, value, dropout, scaling, sliding_window, softcap = call
     pieces, before = [], (key[:, :, :0], value[:, :, :0])
     rows = (tensor.split(documents.lengths, dim=2) for tensor in (query, key, value))
@@ -107,8 +103,8 @@ def _one_by_one(call: AttentionCall, documents: DocumentLengths) -> Tensor:  # (
         before, keys = (k, v), prefix + length
         window = None if sliding_window is None or keys <= sliding_window else sliding_window
         if softcap is not None:
-            mask = documents.seen(length, keys, window, q.device)
-            piece = soft_capped(q, k, v, mask, dropout, scaling, softcap)
+            mask = documents.seen(index, keys, window, q.device)
+            piece = soft_capped(call._replace(query=q, key=k, value=v), mask)
         else:
             mask = documents.mask(index, keys, window, q.device)
             piece = scaled_dot_product_attention(
@@ -123,10 +119,6 @@ def _one_by_one(call: AttentionCall, documents: DocumentLengths) -> Tensor:  # (
             )
         pieces.append(piece.transpose(1, 2))  # as the CPU's kernel lays it out, so that cat is the only copy
     return torch.cat(pieces, dim=1)
-
-
-# A loop over lengths that change with every row: traced, each row would recompile.
-one_by_one: Any = torch.compiler.disable(_one_by_one)
 
 
 # --- compiled layers
@@ -219,20 +211,16 @@ register(DOCUMENTS, per_document_attention)
 def rotate_per_document(model: Any) -> None:
     """Let the rotary modules of a model, in place, compute each document's angles as if it were alone."""
     for module in model.modules():
-        if any(depends_on_length(name) for _, name in _rotary_types(module)):
-            replace_forward(module, _per_document(module, module.forward), "rotations per document")
+        types = getattr(module, "rope_type", None)  # a type, or one for each kind of layer that the module serves
+        types = {"": types} if isinstance(types, str) else {f"{kind}_": name for kind, name in (types or {}).items()}
+        if any(depends_on_length(name) for name in types.values()):
+            growing = [prefix for prefix, name in types.items() if "dynamic" in name]
+            replace_forward(module, _per_document(module, module.forward, growing), "rotations per document")
 
 
-def _rotary_types(module: Any) -> Iterator[tuple[str, str]]:
-    """Yields (prefix of its attributes, type of RoPE) of a rotary module, for each kind of layer that it serves."""
-    rope_type = getattr(module, "rope_type", None)
-    if isinstance(rope_type, str):
-        yield "", rope_type
-    elif isinstance(rope_type, dict):
-        yield from ((f"{kind}_", name) for kind, name in rope_type.items())
+def _per_document(module: Any, original: Callable[..., Any], growing: list[str]) -> Callable[..., Any]:
+    """growing: prefixes of the attributes of `dynamic` RoPE, which keeps the frequencies of the longest sequence."""
 
-
-def _per_document(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(
         x: Tensor,
@@ -242,28 +230,18 @@ def _per_document(module: Any, original: Callable[..., Any]) -> Callable[..., An
     ) -> Any:  # (1, T, rotary size), or several of these
         if position_ids.shape[-2] > 1 or bool((position_ids[..., 0] != 0).any()):  # generation
             return original(x, position_ids, *args, **kwargs)
+        positions = position_ids.reshape(-1, position_ids.shape[-1])[0]
+        # Waits for the device, as transformers' own test of the longest position does.
+        starts = (positions == 0).nonzero()[:, 0].tolist()
+        lengths = [end - start for start, end in zip(starts, [*starts[1:], len(positions)], strict=True)]
         angles = []
-        for document in position_ids.split(_lengths(position_ids), dim=-1):
-            _forget_lengths(module)
+        for document in position_ids.split(lengths, dim=-1):
+            for prefix in growing:  # as in a new module
+                setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+                setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"))
             angles.append(original(x, document, *args, **kwargs))
         if isinstance(angles[0], Tensor):
             return torch.cat(angles, dim=1)
         return tuple(torch.cat(parts, dim=1) for parts in zip(*angles, strict=True))
 
     return forward
-
-
-def _lengths(position_ids: Tensor) -> list[int]:
-    """Returns the tokens of each document, split where positions restart. Waits for the device, as transformers' own
-    test of the longest position does."""
-    positions = position_ids.reshape(-1, position_ids.shape[-1])[0]
-    starts = (positions == 0).nonzero()[:, 0].tolist()
-    return [end - start for start, end in zip(starts, [*starts[1:], len(positions)], strict=True)]
-
-
-def _forget_lengths(module: Any) -> None:
-    """Restore the frequencies of a new module: `dynamic` RoPE keeps those of the longest sequence so far."""
-    for prefix, rope_type in _rotary_types(module):
-        if "dynamic" in rope_type:
-            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
-            setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"))

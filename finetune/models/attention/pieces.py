@@ -144,8 +144,7 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, scaling: float, caus
 def attend_block_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, full: Attended, scaling: float, causal: bool
 ) -> Gradients:
-    """Returns the gradients of one piece. gradient: (1, H, t, D), of the full output; full: the result of these queries
-    over all of their keys."""
+    """Returns the gradients of one piece. gradient: (1, H, t, D), of the output; full: attention to all keys."""
     groups, kernel = key.shape[1], _kernel(query, value)
     if kernel != "cuda":
         key, value = _repeat_groups(query, key), _repeat_groups(query, value)
@@ -162,7 +161,10 @@ def attend_block_backward(
         )
         gradients = tuple(tensor.transpose(1, 2) for tensor in gradients)
     else:
-        gradients = _plain_backward(gradient, query, key, value, Attended(out, lse), scaling, causal)
+        weights = torch.exp(_scores(query, key, scaling, causal) - lse[..., None])
+        g, q, k, v, o = (tensor.to(weights.dtype) for tensor in (gradient, query, key, value, out))
+        grad_scores = weights * (g @ v.transpose(2, 3) - (g * o).sum(-1, keepdim=True)) * scaling
+        gradients = grad_scores @ k, grad_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ g
     return Gradients(gradients[0], *(_sum_groups(tensor, groups) for tensor in gradients[1:]))
 
 
@@ -191,15 +193,6 @@ def _scores(query: Tensor, key: Tensor, scaling: float, causal: bool) -> Tensor:
     if not causal:
         return scores
     return scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), float("-inf"))
-
-
-def _plain_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, full: Attended, scaling: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights = torch.exp(_scores(query, key, scaling, causal) - full.lse[..., None])
-    g, q, k, v, out = (tensor.to(weights.dtype) for tensor in (gradient, query, key, value, full.out))
-    grad_scores = weights * (g @ v.transpose(2, 3) - (g * out).sum(-1, keepdim=True)) * scaling
-    return grad_scores @ k, grad_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ g
 
 
 def _repeat_groups(query: Tensor, grouped: Tensor) -> Tensor:  # (1, K, s, D) -> (1, H, s, D)

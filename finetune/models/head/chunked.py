@@ -283,15 +283,15 @@ class ModuleHead:
         self, hidden: Tensor, task: HeadTask, token_gradients: Tensor | None, needs: Sequence[bool]
     ) -> tuple[ChunkLosses, list[Tensor | None]]:
         grad_hidden = torch.empty_like(hidden) if needs[0] else None
-        wanted = [p for p, needed in zip(self.parameters, needs[1:], strict=True) if needed]
-        sums = [torch.zeros_like(at_least_fp32(p)) for p in wanted]
+        needed_parameters = [p for p, needed in zip(self.parameters, needs[1:], strict=True) if needed]
+        sums = [torch.zeros_like(at_least_fp32(p)) for p in needed_parameters]
         chunks = []
         for rows in task.chunks():
             with torch.enable_grad():
                 x = hidden[rows].detach().requires_grad_(needs[0])
                 losses, details = task.losses(rows, self.call(x))
                 total = losses.sum() if token_gradients is None else (losses * token_gradients[rows]).sum()
-                inputs = [x, *wanted] if needs[0] else wanted
+                inputs = [x, *needed_parameters] if needs[0] else needed_parameters
                 gradients = list(torch.autograd.grad(total, inputs, allow_unused=True))
             if grad_hidden is not None:
                 grad_hidden[rows] = gradients.pop(0)

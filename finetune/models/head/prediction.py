@@ -30,11 +30,11 @@ class Prediction:
         log_p = torch.log_softmax(logits[:, : self.vocabulary] / self.temperature, 1)
         if UNIFORM in columns:
             reached = log_p.double().exp().cumsum(1)  # (C, V)
-            found = torch.searchsorted(reached, columns[UNIFORM] * reached[:, -1:], right=True)
-            found = found.clamp(max=self.vocabulary - 1)
+            draws = torch.searchsorted(reached, columns[UNIFORM] * reached[:, -1:], right=True)
+            chosen = draws.clamp(max=self.vocabulary - 1)
         else:
-            found = log_p.topk(self.count, 1).indices
-        return ChunkLosses(cross_entropy(logits, ids, reduction="none"), (found, log_p.gather(1, found)))
+            chosen = log_p.topk(self.count, 1).indices
+        return ChunkLosses(cross_entropy(logits, ids, reduction="none"), (chosen, log_p.gather(1, chosen)))
 
     def losses_and_gradient(
         self, logits: Tensor, ids: Tensor, columns: Mapping[str, Tensor], out: Tensor

@@ -20,8 +20,8 @@ from finetune.errors import UserError
 from finetune.models.attention import attention_for
 from finetune.models.base_config import without_weights
 from finetune.models.config import training_config
+from finetune.models.packed_linear import state_tensors
 from finetune.models.parameter_roles import parameter_roles
-from finetune.models.quantized import state_tensors
 from finetune.models.weights import Placement, load_model
 from finetune.plan import tables
 from finetune.plan.command import config_of

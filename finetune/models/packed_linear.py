@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +25,18 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.errors import UserError
-from finetune.models.patches import replace_class
+from finetune.models.patches import replace_class, set_attribute
 from finetune.recipe.schema import Quantization
 
 META = torch.device("meta")
 
 
-def is_stored_quantised(config: PretrainedConfig) -> bool:
+def is_stored_quantized(config: PretrainedConfig) -> bool:
     """Returns whether transformers unpacks or keeps packed weights of a checkpoint, by its own config."""
     return getattr(config, "quantization_config", None) is not None
 
 
-def quantise(
+def pack_linear_layers(
     model: Any,
     settings: Quantization,
     compute: torch.dtype,
@@ -43,12 +44,12 @@ def quantise(
     kept_on: torch.device,
     whole: list[str] | None = None,
 ) -> None:
-    """Replace linear layers by packed ones, in place. Those on `meta` get the shapes of packed ones.
+    """Replace linear layers by packed ones, in place; those on `meta` get the shapes of packed ones.
 
     device: on which a layer is packed; kept_on: on which it stays. whole: names of modules left unpacked; None: the
-    head, and those kept in fp32 by the model's code. Raises UserError with the install line if bitsandbytes is missing.
+    head, and those kept in fp32 by the model's code. Raises UserError.
     """
-    pack = _pack_fp8 if settings.type == "fp8" else _four_bit_packer(settings)
+    pack = pack_fp8 if settings.type == "fp8" else partial(_four_bit_layer, settings)
     skipped = HfQuantizer.get_modules_to_not_convert(model, whole, model._keep_in_fp32_modules)
     for name, module in list(model.named_modules()):
         if not (isinstance(module, Conv1D) or type(module) is nn.Linear) or not should_convert_module(name, skipped):
@@ -62,7 +63,7 @@ def quantise(
         model.set_submodule(name, packed)
         if settings.compute == "scaled" and isinstance(packed, Fp8Linear) and multiplies_in_fp8(name, packed):
             replace_class(packed, ScaledLinear, "packed product")
-    model.is_loaded_in_4bit = settings.type != "fp8"  # peft asks
+    set_attribute(model, "is_loaded_in_4bit", settings.type != "fp8", "packed model")
     if settings.compute == "scaled" and not any(isinstance(module, ScaledLinear) for module in model.modules()):
         raise UserError(
             f"quantization.compute: {type(model).__name__} has no linear layers whose sizes are multiples of "
@@ -89,7 +90,7 @@ def linear_weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
 # --- 4 bits
 
 
-def _four_bit_packer(settings: Quantization) -> Any:
+def _four_bit_layer(settings: Quantization, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> nn.Module:
     try:
         from bitsandbytes import functional
         from bitsandbytes.nn import Linear4bit
@@ -97,26 +98,22 @@ def _four_bit_packer(settings: Quantization) -> Any:
         raise UserError(
             f"`quantization.type: {settings.type}` needs bitsandbytes: pip install 'bitsandbytes>=0.49'"
         ) from None
-    # Created at the first use, on the device of that one, which may be `meta`.
-    functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
-
-    def pack(weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> nn.Module:
-        layer = Linear4bit(
-            weight.shape[1],
-            weight.shape[0],
-            bias is not None,
-            compute,
-            compress_statistics=settings.double_quant is not False,
-            quant_type=settings.type,
-            quant_storage=compute,
-            device="meta",
-        )
-        pack_4bit(layer, weight)
-        if bias is not None:
-            layer.bias = nn.Parameter(bias, requires_grad=False)
-        return layer
-
-    return pack
+    if "dynamic" not in functional.name2qmap:  # or the first use creates it on its own device, which may be `meta`
+        functional.name2qmap["dynamic"] = functional.create_dynamic_map()
+    layer = Linear4bit(
+        weight.shape[1],
+        weight.shape[0],
+        bias is not None,
+        compute,
+        compress_statistics=settings.double_quant is not False,
+        quant_type=settings.type,
+        quant_storage=compute,
+        device="meta",
+    )
+    pack_4bit(layer, weight)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer
 
 
 def pack_4bit(layer: Any, weight: Tensor) -> None:
@@ -127,22 +124,16 @@ def pack_4bit(layer: Any, weight: Tensor) -> None:
 
 
 def keep_weights_unpacked(model: Any) -> None:
-    """Forbid bitsandbytes to repack 4-bit weights for inference on CPUs with AVX512-BF16.
-
-    One evaluation pass would repack them, `train()` would not undo it, and every later gradient would be wrong
-    (bitsandbytes 0.50, nn/modules.py, `Linear4bit.forward`).
-    """
+    """Forbid bitsandbytes to repack 4-bit weights for inference on CPUs with AVX512-BF16 (bitsandbytes 0.50,
+    nn/modules.py, `Linear4bit.forward`)."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            set_attribute(module, "support_avx512bf16_for_cpu", False, "no repacking")
 
 
 def make_plain(model: nn.Module) -> None:
-    """Replace 4-bit parameters by plain ones over the same bytes; layers keep their quantization states themselves.
-
-    A parameter with a state adds the state's tensors to each state dict, and reads numbers off them. The layer's
-    forward gives it back.
-    """
+    """Replace 4-bit parameters by plain ones over the same bytes, as those with a state add it to each state dict.
+    Layers keep the states themselves, and their forward gives them back."""
     for module in model.modules():
         if type(weight := module._parameters.get("weight")).__name__ == "Params4bit" and weight is not None:
             module.weight = nn.Parameter(weight.detach().as_subclass(Tensor), requires_grad=False)
@@ -164,11 +155,8 @@ LARGEST = 448.0  # of E4M3
 
 
 def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (O, I) E4M3 and (O, 1) fp32 scales, powers of two: the smallest with which a row fits.
-
-    Such a scale moves exponents alone: 4 bits of significand times it are exact in bfloat16 and float32, so that all
-    devices and compute types have the same weights.
-    """
+    """Returns (O, I) E4M3 and (O, 1) fp32 scales: the smallest powers of two with which a row fits, so that weights are
+    exact in bfloat16 and float32 on all devices."""
     largest = weight.abs().amax(1, keepdim=True).float()
     scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest / LARGEST).exponent)
     return (weight.float() / scale).to(E4M3), scale
@@ -256,11 +244,8 @@ class _ScaledProduct(torch.autograd.Function):
 
 
 def scaled_product(x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
-    """Returns q(x) (matrix * scale) in the type of x, accumulated in fp32: (..., K) -> (..., N).
-
-    matrix: (K, N) E4M3; scale: (1, N) fp32. On devices other than CUDA's by a product of the unpacked values: the same
-    factors, all exact in bfloat16.
-    """
+    """Returns q(x) (matrix * scale) in the type of x, accumulated in fp32: (..., K) -> (..., N). matrix: (K, N) E4M3;
+    scale: (1, N) fp32. On other devices than CUDA's by unpacked values: the same factors, all exact in bfloat16."""
     rows, of_rows = fp8_rows(x.reshape(-1, x.shape[-1]))  # (T, K), (T, 1)
     if x.is_cuda:
         by_column = matrix.t().contiguous().t()  # cuBLAS takes no other: a copy in the backward
@@ -270,7 +255,7 @@ def scaled_product(x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _pack_fp8(weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> nn.Module:
+def pack_fp8(weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> nn.Module:
     outputs, inputs = weight.shape
     size = -(-weight.numel() // compute.itemsize)
     if weight.is_meta:
