@@ -231,7 +231,7 @@ class Costs(abc.ABC):
     hides = 0.5  # share of compute that hides communication; assumed
 
     def host_operators(self, model: ModelSize) -> float:
-        """Returns the work of an engine's hooks for a micro-batch, in operators; fitted (scripts/planner/plan_times.py)."""
+        """Returns the work of an engine's hooks in operators per micro-batch (scripts/planner/plan_times.py)."""
         return 0.0
 
     @property

@@ -21,7 +21,7 @@ from support.trainers import prepared_run, ready_trainer, started_engine
 from finetune.data.prefetch import fed_steps
 from finetune.errors import RunFailure, Stopped
 from finetune.recipe import load_recipe
-from finetune.tracking import read_status
+from finetune.tracking.metrics import read_status
 from finetune.training.run import train
 from finetune.training.signals import StopRequest
 from finetune.training.trainer import Line, Trainer
