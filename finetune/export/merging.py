@@ -224,5 +224,6 @@ def check_shapes(trained: Trained, adapted: Any, base: str | None) -> None:
         if shape[grown:] != expected[grown:]:
             raise UserError(
                 f"{trained.folder / ADAPTER}: {key} has the shape {list(shape)}, but {ADAPTER_CONFIG} and "
-                f"the base {base} give it {list(expected)}: the files are not of one run, or the base is another; restore them"
+                f"the base {base} give it {list(expected)}: the files are not of one run, or the base is another; "
+                "restore them"
             )
