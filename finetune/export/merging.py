@@ -208,10 +208,11 @@ class FittingAdapter(contextlib.AbstractContextManager[None]):
             ) from error
 
 
-def check_shapes(trained: Trained, adapted: Any) -> None:
+def check_shapes(trained: Trained, adapted: Any, base: str | None) -> None:
     """Raises UserError if an adapter's weights have other shapes than its settings give them on this base.
 
-    adapted: peft's model, without weights. Trained tables may have more rows than the base's: those of added tokens.
+    adapted: peft's model, without weights; base: its name, for the message. Trained tables may have more rows than the
+    base's: those of added tokens.
     """
     tables = [adapted.get_input_embeddings(), adapted.get_output_embeddings()]
     in_tables = {id(p) for table in tables if table is not None for p in table.parameters()}
@@ -222,6 +223,7 @@ def check_shapes(trained: Trained, adapted: Any) -> None:
         grown = id(parameter) in in_tables and name.endswith(".weight") and shape[0] > expected[0]
         if shape[grown:] != expected[grown:]:
             raise UserError(
-                f"{trained.folder / ADAPTER}: {key} has the shape {list(shape)}, but {ADAPTER_CONFIG} and the base "
-                f"give it {list(expected)}: the files are not of one run, or the base is another; restore them"
+                f"{trained.folder / ADAPTER}: {key} has the shape {list(shape)}, but {ADAPTER_CONFIG} and "
+                f"the base {base} give it {list(expected)}: the files are not of one run, or the base is another; "
+                "restore them"
             )

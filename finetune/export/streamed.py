@@ -215,7 +215,8 @@ class StreamedModel:
             model = part.base_without_weights()
         else:
             model = _skeleton(trained, self._about)
-        return {in_base(name): one for name, one in adapter_patches(_adapted(trained, model), trained).items()}
+        adapted = _adapted(trained, model, self._about.name)
+        return {in_base(name): one for name, one in adapter_patches(adapted, trained).items()}
 
     def _shape(self, name: str) -> Tensor:
         """Returns shape and type of a tensor of the result. Raises UserError if nothing has it."""
@@ -305,7 +306,7 @@ def _find_files(trained: Trained, about: Model) -> Base | None:
     return replace(base, files=base.files.renamed(names))
 
 
-def _adapted(trained: Trained, model: Any) -> Any:
+def _adapted(trained: Trained, model: Any, base: str | None) -> Any:
     """Returns peft's model of an adapter, without weights. Raises UserError for adapters that are not merged here."""
     from peft import get_peft_model
 
@@ -318,7 +319,7 @@ def _adapted(trained: Trained, model: Any) -> Any:
                 raise UserError(f"{trained.folder}: only LoRA without trained biases is merged")
             with FittingAdapter(trained.folder):
                 adapted = get_peft_model(model, config)
-            check_shapes(trained, adapted)
+            check_shapes(trained, adapted, base)
             return adapted
         assert trained.recipe is not None
         assert trained.recipe.lora is not None
