@@ -67,11 +67,9 @@ def check_recipe(
         if recipe_only and not (config_file or num_processes):
             return report
         from finetune.engine.compatibility import check_launch  # slow imports, after a recipe that loads
-        from finetune.engine.launch import Launch, read_config_file
+        from finetune.engine.launch import read_config_file
 
-        launch = Launch("replicated", num_processes or 1)
-        if config_file:
-            launch = read_config_file(str(config_file), num_processes)
+        launch = read_config_file(str(config_file) if config_file else None, num_processes)
         if recipe_only:  # rules that do not depend on the model
             micro_batches = check_launch(recipe, str(path), launch)
         else:

@@ -293,6 +293,7 @@ def test_a_rehearsal_compiles_nothing_of_deepspeed(monkeypatch: pytest.MonkeyPat
     for name in ("LOCAL_RANK", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_USE_CPU"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setattr(PartialState, "_prepare_backend", PartialState._prepare_backend)  # replaced by a rehearsal
     prepare_rehearsal(Launch("zero", 1))
     assert build_shm_op() is None
 
