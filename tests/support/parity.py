@@ -192,7 +192,11 @@ CASES = (
     Case("lora tied and whole head", (*LORA, "lora.modules_to_save=[lm_head]", "optimizer.lr=1e-3"), "llama_tied"),
     Case("lora tied tokens whole", (*LORA, TOKENS, "tokens.train=all", "optimizer.lr=1e-3"), "llama_tied"),
     Case("qlora tokens", (*QLORA, TOKENS), on=("fsdp2", "zero3")),
-    Case("lora mixtral tokens", (*LORA, TOKENS, "optimizer.lr=1e-3"), model="mixtral", on=("ep",)),
+    # eps as for the experts below: one row of the router's adapter has gradients of rounding alone, of which the usual
+    # eps makes changes of 1.0e-5 on four processes and 5.6e-6 on one with two rows in a forward; this one 7e-8.
+    Case(
+        "lora mixtral tokens", (*LORA, TOKENS, "optimizer.lr=1e-3", "optimizer.eps=1e-6"), model="mixtral", on=("ep",)
+    ),
     Case(
         "lora text part tokens",  # an untied head that the config calls tied
         (*LORA, TOKENS, "optimizer.lr=1e-3"),
