@@ -85,14 +85,15 @@ def _give_way(tree: Tree, path: Path) -> None:
 def _with_name(recipe: Recipe) -> tuple[Recipe, list[Finding]]:
     """Returns the recipe with the values that `run.name` requests, and problems with them.
 
-    `lr-{optimizer.lr}` -> `lr-0.001`; characters that no name may have become `-`.
+    `lr-{optimizer.lr}` -> `lr-0.001`, with four significant digits; characters that no name may have become `-`.
     """
     problems: list[Finding] = []
 
     def value(match: re.Match[str]) -> str:
         key = match[1]
         try:
-            text = str(_value_at(recipe.model_dump(mode="json"), tuple(key.split("."))))
+            given = _value_at(recipe.model_dump(mode="json"), tuple(key.split(".")))
+            text = str(float(f"{given:.4g}") if isinstance(given, float) else given)
         except (KeyError, TypeError):
             problems.append(("run.name", f"`{{{key}}}` is no key of the recipe; such as `{{optimizer.lr}}` would be"))
             return ""

@@ -78,6 +78,8 @@ def test_a_chosen_checkpoint(path: Path, run: Path) -> None:
 def test_values_in_the_name_of_a_run(path: Path) -> None:
     recipe = load_recipe(path, ["run.name=lr-{optimizer.lr}-{model.name}", "optimizer.lr=2e-5"])
     assert recipe.run.name.startswith("lr-2e-05-")
+    drawn = load_recipe(path, ["run.name=lr-{optimizer.lr}-{optimizer.weight_decay}", "optimizer.lr=0.00023749081234"])
+    assert drawn.run.name == f"lr-0.0002375-{drawn.optimizer.weight_decay}"
     assert recipe.run.name.endswith("llama")
     with pytest.raises(UserError, match=r"run\.name: `\{optimizer\.l\}` is no key of the recipe"):
         load_recipe(path, ["run.name={optimizer.l}"])
