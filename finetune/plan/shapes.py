@@ -190,6 +190,7 @@ def _image_units(model: Any) -> dict[int, str]:
     modules: list[tuple[str, Any]] = [one for one in whole.named_modules() if id(one[1]) in inner]
     units: dict[int, str] = {id(t): "rest" for _, module in modules for t in (*module.parameters(), *module.buffers())}
     for path, module in modules:  # inner ones after outer ones, whose tensors they take
+        # In which transformers' models declare what is not divided over devices: the layers.
         if type(module).__name__ in (whole._no_split_modules or ()):
             units |= dict.fromkeys(map(id, module.parameters()), path)
     return units
