@@ -42,6 +42,11 @@ def model_folder(run_dir: Path) -> Path:
     return check_model_folder(folder)
 
 
+def default_device() -> torch.device:
+    """Returns the accelerator of this process, or the CPU if there is none."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def load_result(run_dir: Path) -> tuple[Any, Any]:
     """Returns model and tokenizer of a run directory or a model folder. Raises UserError if there is none."""
     folder = model_folder(run_dir)
@@ -51,8 +56,7 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
     model = load_trained(folder)
     if (folder / "generation_config.json").is_file():  # an adapter's model has its base's, with other end tokens
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    return model.to(device).eval(), tokenizer
+    return model.to(default_device()).eval(), tokenizer
 
 
 def load_trained(folder: Path, base: str | None = None, adapter: str = "default", device_map: str | None = None) -> Any:
