@@ -97,9 +97,7 @@ def _load_base(adapter: Path, base: str | None, device_map: str | None) -> Any:
     settings = read_object(adapter / "adapter_config.json")
     name = base or settings["base_model_name_or_path"]
     size, trusted = len(read_tokenizer(adapter)), trusts_code(adapter)
-    advice = (
-        "is it where it was when this was trained? `base_model_name_or_path` in adapter_config.json says where it is"
-    )
+    advice = "has it moved since this was trained? `base_model_name_or_path` in adapter_config.json names its place"
     with _LoadingModel(f"the adapter's base {name!r} cannot be loaded", Path(name).expanduser(), advice):
         if settings.get("task_type") != "SEQ_CLS":
             model = load_auto(auto_class(name, trusted), name, trusted, dtype="auto", device_map=device_map)

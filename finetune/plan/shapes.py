@@ -111,7 +111,7 @@ def _shapes(key: CacheKey) -> Shapes:
     buffers = dict(model.named_buffers())
     of_layers = sum(tensor.nbytes for name, tensor in buffers.items() if layer_of(name, tensor) is not None)
     others = sum(tensor.nbytes for tensor in buffers.values()) - of_layers
-    # The full model's weights in its order: where the short one has its first layer, all layers.
+    # The full model's weights in its order: all layers at the place of the short one's first.
     of_kind = {kind: [weight for weight in short_weights if weight.layer == kind] for kind in set(kinds)}
     layers = [
         replace(weight, name=_LAYER.sub(f"layers.{index}.", weight.name, count=1), layer=index)
