@@ -5,7 +5,7 @@
 
     DIR/train.jsonl  DIR/test.jsonl              the 3rd of March, 2021 -> 2021-03-03    (recipes/quickstart/full.yaml)
     DIR/words/train.jsonl  DIR/words/test.jsonl  the 3rd of March, 2021 -> 3 March 2021  (recipes/quickstart/lora.yaml)
-    DIR/pairs/train.jsonl  DIR/pairs/test.jsonl  both, the second preferred       (recipes/quickstart/dpo-lora.yaml)
+    DIR/pairs/train.jsonl  DIR/pairs/test.jsonl  2021/03/03 preferred to 2021-03-03   (recipes/quickstart/dpo-lora.yaml)
     DIR/tokenizer/                               byte-level BPE learnt from the first of them
 
 The prompts of the two pairs are of one kind, and those of the two test files are the same, so that what the second
@@ -29,7 +29,7 @@ FIRST, LAST = date(1950, 1, 1), date(2049, 12, 31)  # a hundred years: two digit
 NUM_TEST = 200
 NUM_TRAIN = 16_000  # a tenth of all pairs of date and format, so what is learnt is the rule and not the rows
 NUM_TRAIN_WORDS = 8_000
-NUM_TRAIN_PAIRS = 2000
+NUM_TRAIN_PAIRS = 3_200
 VOCAB_SIZE = 320  # 3 special tokens, 256 bytes, 61 merges; recipes/quickstart/full.yaml says the same number
 
 MONTHS = (  # calendar.month_name speaks the language of the machine
@@ -96,6 +96,14 @@ def words(day: date) -> str:
     return f"{day.day} {month(day)} {day.year}"
 
 
+def slashes(day: date) -> str:
+    """
+    >>> slashes(date(2021, 3, 3))
+    '2021/03/03'
+    """
+    return f"{day.year}/{day.month:02}/{day.day:02}"
+
+
 def split_dates(rng: random.Random) -> tuple[list[date], list[date]]:
     """Every date of the hundred years, in train or in test."""
     dates = [FIRST + timedelta(days=n) for n in range((LAST - FIRST).days + 1)]
@@ -127,7 +135,7 @@ def write_rows(path: Path, pairs: list[tuple[str, date]], answer: Callable[[date
 
 
 def write_pairs(path: Path, pairs: list[tuple[str, date]]) -> None:
-    """Of the two writings of a date, the one in words is preferred."""
+    """Of the two writings of a date, the one with slashes is preferred."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for question, day in pairs:
@@ -160,7 +168,7 @@ def learn_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     )
 
 
-WRITINGS: dict[str, Callable[[date], str]] = {"chosen": words, "rejected": date.isoformat}
+WRITINGS: dict[str, Callable[[date], str]] = {"chosen": slashes, "rejected": date.isoformat}
 
 
 def texts_of(pairs: list[tuple[str, date]]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing and trains the embedded default: dates in any writing become ISO dates (full fine-tuning of a
-# small Llama from scratch), then a LoRA adapter on top teaches it another writing, and a second one to prefer it, by
-# pairs of both. No GPU, no hub, a few minutes. Arguments: overrides of all three recipes, such as run.seed=7
+# small Llama from scratch), then a LoRA adapter on top teaches it another writing, and a second one to prefer a
+# third by pairs. No GPU, no hub, a few minutes. Arguments: overrides of all three recipes, such as run.seed=7
 #
 # --images, as the first argument: another task in place of these. A small SmolVLM learns from scratch to name colour and
 # shape in pictures.
@@ -28,7 +28,7 @@ run python scripts/make_quickstart.py
 for stage in full lora dpo-lora; do
   run python -m finetune train "recipes/quickstart/$stage.yaml" "$@"
 done
-for stage in full lora; do
+for stage in full lora dpo-lora; do
   run python -m finetune generate "runs/quickstart-$stage" "the 3rd of March, 2021"
 done
 run python scripts/quickstart_report.py

@@ -2,7 +2,7 @@
 
 python scripts/quickstart_report.py [RUNS [STAGE ...]]    # default: runs full lora dpo-lora
 
-Status 1 where a stage learnt less than it should.
+Status 1 if a stage learned less than it should.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from rich.table import Table
 WIDTH, HEIGHT, TOP, BOTTOM = 760, 300, 56, 44  # of the picture, in pixels
 PANELS = ((48, 404), (460, 640))  # from, to: loss by step; the held-out measure by share of the steps
 LOWEST_LOSS = 1e-4  # where the axis of the loss ends
+EXACT = "exact_match"  # the answer is the expected one; every stage has it, and the picture shows it
 
 
 @dataclass(frozen=True)
 class Stage:
     name: str
     learns: str
-    metric: str  # of the held-out rows
-    measure: str  # the same for people
-    enough: float
+    measures: dict[str, tuple[str, float]]  # what of the held-out rows: metric, and the least that is enough
     color: str
 
     def lines(self, runs: Path) -> list[dict[str, float]]:
@@ -36,25 +35,32 @@ class Stage:
 
 
 STAGES = (
-    Stage("full", "any date -> 2021-03-03", "exact_match", "exact match", 0.99, "#0072b2"),
-    Stage("lora", "any date -> 3 March 2021", "exact_match", "exact match", 0.95, "#d55e00"),
-    Stage("dpo-lora", "3 March 2021, not 2021-03-03", "eval_rewards/accuracy", "pairs right", 0.90, "#007a5a"),
-    Stage("images-full", "a picture -> yellow circle", "exact_match", "exact match", 0.95, "#8a3f94"),
+    Stage("full", "any date -> 2021-03-03", {"exact match": (EXACT, 0.99)}, "#0072b2"),
+    Stage("lora", "any date -> 3 March 2021", {"exact match": (EXACT, 0.95)}, "#d55e00"),
+    Stage(
+        "dpo-lora",
+        "2021/03/03, not 2021-03-03",
+        {"exact match": (EXACT, 0.85), "pairs right": ("eval_rewards/accuracy", 0.95)},
+        "#007a5a",
+    ),
+    Stage("images-full", "a picture -> yellow circle", {"exact match": (EXACT, 0.95)}, "#8a3f94"),
 )
-DATES = ("full", "lora", "dpo-lora")  # what the script trains where it is not told otherwise
+DATES = ("full", "lora", "dpo-lora")  # what the script trains by default
 
 
 def table(runs: Path, stages: list[Stage]) -> tuple[Table, list[str]]:
-    """Returns the table of before and after, and what learnt too little."""
+    """Returns the table of before and after, and what learned too little."""
     shown = Table(title="Held-out rows, before -> after")
     for heading in ("stage", "learns", "measure", "before", "after"):
         shown.add_column(heading, justify="right" if heading in ("before", "after") else "left")
     missed = []
     for stage in stages:
-        scores = [line[stage.metric] for line in stage.lines(runs) if stage.metric in line]
-        shown.add_row(stage.name, stage.learns, stage.measure, f"{scores[0]:.1%}", f"{scores[-1]:.1%}")
-        if scores[-1] < stage.enough:
-            missed.append(f"{stage.name}: {scores[-1]:.1%}, expected {stage.enough:.0%}")
+        lines = stage.lines(runs)
+        for measure, (metric, enough) in stage.measures.items():
+            scores = [line[metric] for line in lines if metric in line]
+            shown.add_row(stage.name, stage.learns, measure, f"{scores[0]:.1%}", f"{scores[-1]:.1%}")
+            if scores[-1] < enough:
+                missed.append(f"{stage.name}: {measure} {scores[-1]:.1%}, expected {enough:.0%}")
     return shown, missed
 
 
@@ -87,7 +93,7 @@ def picture(runs: Path, stages: list[Stage]) -> str:
     for i, stage in enumerate(stages):
         lines = stage.lines(runs)
         losses = " ".join(loss_at(line["step"], line["loss"]) for line in lines if "loss" in line)
-        measured = [(line["step"], line[stage.metric]) for line in lines if stage.metric in line]
+        measured = [(line["step"], line[EXACT]) for line in lines if EXACT in line]
         scores = " ".join(score_at(step / measured[-1][0], score) for step, score in measured)
         parts.append(f'<polyline points="{losses}" stroke="{stage.color}" class="curve" opacity="0.75"/>')
         parts.append(f'<polyline points="{scores}" stroke="{stage.color}" class="curve"/>')

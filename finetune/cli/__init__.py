@@ -14,18 +14,38 @@ from importlib import metadata
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from finetune.cli import finished, launched, recipes
 from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, unforeseen
 from finetune.startup import is_verbose, quiet_libraries, verbose_libraries
 
+
+def _without_type(params: list[Any]) -> list[Any]:
+    """Returns parameters whose flags show no type in `--help`: they take no value."""
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
+
+
+class Commands(TyperGroup):
+    """The table of commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_type(super().get_params(ctx))
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Fine-tune language models: the recipe fixes the maths, the accelerate config only decides where it runs.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # both spellings of every option
+    context_settings={
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # both spellings of every option
+        "help_option_names": ["-h", "--help"],
+    },
 )
 
 _VERBOSE = ("-v", "--verbose")
@@ -38,6 +58,9 @@ class Command(TyperCommand):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", self.help or "")
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_type(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if set(_VERBOSE) & set(args):
@@ -71,27 +94,30 @@ def _every_command(
         verbose_libraries()
 
 
-# In the order of `--help`.
-for command in (launched.train, launched.reference):
-    app.command(cls=Command)(command)
-app.command(cls=Command, context_settings={"ignore_unknown_options": True})(launched.launch)
-for command in (
-    *(recipes.new, recipes.check, recipes.plan, recipes.inspect, recipes.prepare),
-    *(finished.generate, finished.chat, finished.serve, finished.score),
-    *(finished.merge, finished.export, finished.verify, finished.upload),
-    *(finished.evaluate, finished.report, finished.checkpoints),
-    *(launched.doctor, recipes.schema),
-):
-    app.command(cls=Command)(command)
+GROUPS = {  # in the order of `--help`
+    "Before a run": (recipes.new, recipes.check, recipes.inspect, recipes.plan, recipes.prepare, launched.doctor),
+    "Train": (launched.launch, launched.train, launched.reference),
+    "Use and compare": (
+        *(finished.generate, finished.chat, finished.serve, finished.score, finished.evaluate),
+        *(finished.report, finished.checkpoints),
+    ),
+    "Export": (finished.export, finished.merge, finished.verify, finished.upload),
+    "More": (recipes.schema,),
+}
+for group, commands in GROUPS.items():
+    for command in commands:  # the launcher has options of its own
+        settings = {"ignore_unknown_options": True} if command is launched.launch else None
+        app.command(cls=Command, context_settings=settings, rich_help_panel=group)(command)
 
 cache_app = typer.Typer(
+    cls=Commands,
     help="Manage the cache of tokenized examples.\n\nExample: [bold]python -m finetune cache list[/bold]",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 cache_app.command("list", cls=Command)(recipes.list_cache)
 cache_app.command("clean", cls=Command)(recipes.clean_cache)
-app.add_typer(cache_app, name="cache")
+app.add_typer(cache_app, name="cache", rich_help_panel="More")
 
 
 def main() -> None:

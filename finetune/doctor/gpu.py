@@ -110,6 +110,8 @@ def write_inputs(check: GpuCheck) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+    from finetune.models.remote_code import from_config
+
     rng, rows = random.Random(0), []
     words = ("river", "stone", "light", "cloud", "paper", "green", "seven", "house", "under", "table", "quick", "stars")
     for _ in range(300 if check.rehearse else 20_000):  # answers of very different length, so that a wrong mean shows
@@ -130,7 +132,7 @@ def write_inputs(check: GpuCheck) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<|im_end|>")
     for name, values in (("llama", TINY), ("mixtral", TINY | EXPERTS | {"model_type": "mixtral"})):
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).save_pretrained(check.out / name)
+        from_config(AutoModelForCausalLM, AutoConfig.for_model(**values)).save_pretrained(check.out / name)
         tokenizer.save_pretrained(check.out / name)
     recipe = {
         "run": {"name": "base", "dir": str(check.out / "runs")},

@@ -237,6 +237,14 @@ class Zero(Engine):
         with GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
             return detached(tensor, dtype).to("cpu", copy=True) if self.is_main else None
 
+    def close(self) -> None:
+        """Release this run, and transformers' note of ZeRO-3, which lives as long as the plugin: the next recipe of
+        this process builds a model of shapes before it starts its engine."""
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+        super().close()
+
 
 # --- optimizer state on NVMe
 #

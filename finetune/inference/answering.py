@@ -46,6 +46,9 @@ if TYPE_CHECKING:  # Pillow and transformers' processors are needed for images o
     from finetune.data.images.pixels import PixelReader
 
 
+_CONTEXT = 32_768  # tokens, for a model without a limit
+
+
 def generation_settings(config: GenerationConfig, sampling: Sampling) -> GenerationConfig:
     """Returns the model's generation config with these options."""
     settings = copy.deepcopy(config)
@@ -128,20 +131,38 @@ class Answerer:
         """Returns the tokens of a parsed conversation; typed special tokens are text. Raises UserError."""
         if self.chat is None:
             return self.plain(render_prompt(None, request))
-        hidden = self._control.hide(request)
-        text, references = render_prompt(self.chat, hidden.conversation), images_of(request)
-        if not references:
-            return Prompt(self._control.ids(text, hidden.typed))
+        hidden, references = self._control.hide(request), images_of(request)
+        row_images = self._row_images if references else None  # before the template, which may not know images
+        text = render_prompt(self.chat, hidden.conversation)
+        if row_images is None:
+            return self._fitting(Prompt(self._control.ids(text, hidden.typed)))
         try:
-            text, _, images = self._row_images.expand(text, (), references, data_file, self.chat.name)
+            text, _, images = row_images.expand(text, (), references, data_file, self.chat.name)
         except BadRow as error:
             raise UserError(str(error)) from None
         ids = self._control.ids(text, hidden.typed)
-        return Prompt(ids, self._row_images.place(np.array(ids, np.int32), np.zeros(len(ids), np.bool_), images))
+        placed = row_images.place(np.array(ids, np.int32), np.zeros(len(ids), np.bool_), images)
+        return self._fitting(Prompt(ids, placed))
 
     def plain(self, text: str) -> Prompt:
-        """Returns the tokens of a text to continue, in which special tokens are tokens."""
-        return Prompt(self.tokenizer(text)["input_ids"])
+        """Returns the tokens of a text to continue, in which special tokens are tokens. Raises UserError."""
+        return self._fitting(Prompt(self.tokenizer(text, verbose=False)["input_ids"]))
+
+    def _fitting(self, prompt: Prompt) -> Prompt:
+        if len(prompt.ids) >= self.context:
+            raise UserError(
+                f"the prompt has {len(prompt.ids):,} tokens, and the model takes {self.context:,}: shorten it"
+            )
+        return prompt
+
+    @cached_property
+    def context(self) -> int:
+        """The model's limit of tokens, prompt and answer together."""
+        config = self.model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        stated = getattr(config, "max_position_embeddings", None) or _CONTEXT
+        original = rope.get("original_max_position_embeddings") or stated
+        return max(stated, int(original * (rope.get("factor") or 1)))
 
     @cached_property
     def _control(self) -> ControlTokens:
@@ -153,7 +174,7 @@ class Answerer:
         from finetune.data.images.families import FAMILIES, image_family
 
         if (kind := self.model.config.model_type) not in FAMILIES or self.processor is None:
-            raise UserError(f"images are not supported for models of type {kind}, only for {', '.join(FAMILIES)}")
+            raise UserError(f"this model ({kind}) takes no images: models that do are {', '.join(FAMILIES)}")
         return RowImages(image_family(self.processor, self.rules, self.tokenizer), self.rules)
 
     @cached_property
@@ -178,9 +199,11 @@ class Answerer:
 
     @torch.no_grad()
     def answer(self, prompts: Sequence[Prompt], sampling: Sampling, shown: bool = False) -> list[Answer]:
-        """Returns an answer to each prompt, as one batch. shown: stream it to the terminal."""
+        """Returns an answer to each prompt, as one batch, which ends with the model's context. shown: stream it to the
+        terminal."""
         inputs = self.inputs(prompts)
         settings = generation_settings(self.model.generation_config, sampling)
+        settings.max_new_tokens = min(sampling.max_new_tokens, self.context - inputs["input_ids"].shape[1])
         output = self.model.generate(
             **inputs,
             generation_config=settings,

@@ -26,7 +26,6 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_BIASES = 1024
 MAX_ARGUMENTS = 4096  # characters of template arguments as JSON: templates are cached by them
 DEFAULT_MAX_TOKENS = 1024
-_CONTEXT = 32_768  # tokens, for a model without a limit
 
 # Numbers of a request: (is an integer, minimum, maximum).
 _NUMBERS: dict[str, tuple[bool, float, float]] = {
@@ -199,15 +198,6 @@ def _shown(value: Any) -> str:
 # --- prompts
 
 
-def context_of(entry: Answerer) -> int:
-    """Returns the model's limit of tokens, prompt and answer together."""
-    config = entry.model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    stated = getattr(config, "max_position_embeddings", None) or _CONTEXT
-    original = rope.get("original_max_position_embeddings") or stated
-    return max(stated, int(original * (rope.get("factor") or 1)))
-
-
 class Prompts:
     """Converts HTTP requests for a lane, in one thread: tokenizers are not safe for two."""
 
@@ -231,18 +221,15 @@ class Prompts:
         if name not in self.entries:
             raise Refused(404, f"there is no model {name[:100]!r}; there are {', '.join(self.entries)}")
         entry, fields["model"] = self.entries[name], name
-        context = context_of(entry)
         try:
             if is_chat:
-                prompt = self._chat(entry, fields, context)
+                prompt = self._chat(entry, fields)
             else:
-                self._check_length(entry, len(fields["prompt"]), context)
+                self._check_length(entry, len(fields["prompt"]))
                 prompt = entry.plain(fields["prompt"])
                 if not prompt.ids:
                     raise Refused(400, "`prompt` is empty")
-            room = context - len(prompt.ids)
-            if room < 1:
-                raise Refused(400, f"the prompt has {len(prompt.ids):,} tokens, and the model takes {context:,}")
+            room = entry.context - len(prompt.ids)
         except (UserError, RecursionError) as error:
             raise Refused(400, str(error)) from None
         settings = settings_of(fields, entry.model.generation_config, room, len(entry.tokenizer))
@@ -250,7 +237,7 @@ class Prompts:
         parser = build_response_parser(entry.tokenizer, entry.model, prompt.ids, tools) if is_chat else None
         return fields, Request(entry, prompt, settings, stops, fields.get("seed"), parser)
 
-    def _chat(self, entry: Answerer, fields: dict[str, Any], context: int) -> Prompt:
+    def _chat(self, entry: Answerer, fields: dict[str, Any]) -> Prompt:
         if entry.chat is None:
             raise Refused(400, "this model has no chat template: use /v1/completions")
         request = read_request(fields["messages"], fields.get("tools"))
@@ -259,15 +246,17 @@ class Prompts:
                 400, "images must be data URLs (data:image/png;base64,...): no file is read, no address fetched"
             )
         texts = [(message.content, message.reasoning, message.tool_calls) for message in request.messages]
-        if len(texts) > context:
-            raise Refused(400, f"the prompt has {len(texts):,} messages, and the model takes {context:,} tokens")
-        self._check_length(entry, len(json.dumps([texts, request.tools], ensure_ascii=False)), context)
+        if len(texts) > entry.context:
+            raise Refused(400, f"the prompt has {len(texts):,} messages, and the model takes {entry.context:,} tokens")
+        self._check_length(entry, len(json.dumps([texts, request.tools], ensure_ascii=False)))
         return entry.tokens(replace(request, template_arguments=fields.get("chat_template_kwargs") or {}))
 
-    def _check_length(self, entry: Answerer, characters: int, context: int) -> None:
+    def _check_length(self, entry: Answerer, characters: int) -> None:
         """Raises Refused for a text that exceeds the context even if each token were the longest of the vocabulary."""
         key = id(entry.tokenizer)
         if key not in self._longest:
             self._longest[key] = max(map(len, entry.tokenizer.get_vocab()))
-        if characters > context * self._longest[key]:
-            raise Refused(400, f"the prompt has {characters:,} characters, and the model takes {context:,} tokens")
+        if characters > entry.context * self._longest[key]:
+            raise Refused(
+                400, f"the prompt has {characters:,} characters, and the model takes {entry.context:,} tokens"
+            )

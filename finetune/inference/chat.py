@@ -92,7 +92,14 @@ def converse(answer: Callable[[Messages], str], system: str | None) -> None:
             print(_HELP)
         else:
             messages, images = as_messages(line, system, history, images), []
-            if (text := answer(messages)).strip():  # a turn without an answer is no part of a conversation
+            try:
+                text = answer(messages)
+            except UserError as error:  # such as a conversation beyond the context: /save and /clear are still there
+                if not sys.stdin.isatty():
+                    raise
+                print(error)
+                continue
+            if text.strip():  # a turn without an answer is no part of a conversation
                 history = [*messages[1 if system else 0 :], {"role": "assistant", "content": text}]
 
 

@@ -86,7 +86,7 @@ class ControlTokens:
     def ids(self, text: str, typed: Mapping[str, str]) -> list[int]:
         """Returns the tokens of a rendered text, with `typed` as the text of some characters."""
         if not typed:
-            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         backend, aliases, numbers = self._by_alias
         text = _any_of(aliases).sub(lambda match: aliases[match.group()], text)
         text = re.sub("|".join(typed), lambda match: typed[match.group()], text)

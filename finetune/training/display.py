@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +16,8 @@ from finetune.tracking.metrics import Totals
 from finetune.training.evaluation import Generation
 from finetune.training.run_plan import Plan
 from finetune.utils import print_line
+
+_PERCENTAGES = ("exact_match", "accuracy", "_share")
 
 
 def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
@@ -70,8 +73,18 @@ def _micro_batches(recipe: Recipe, plan: Plan) -> str:
 
 
 def show_evaluation(console: Console, step: int, metrics: dict[str, float], generations: list[Generation]) -> None:
-    numbers = [f"{n} {v:.1%}" if n == "exact_match" else f"{n} {v:.4f}" for n, v in metrics.items()]
-    print_line(console, f"step {step}: {'  '.join(numbers)}", highlight=False)
+    """Prints an evaluation: a line of its numbers, a table of those that have parts (`eval_rewards/chosen`, or
+    `eval_loss/chat` of a source), and a table of answers."""
+    numbers = {name: f"{v:.1%}" if name.endswith(_PERCENTAGES) else f"{v:.4f}" for name, v in metrics.items()}
+    whole = [f"{name} {number}" for name, number in numbers.items() if "/" not in name]
+    print_line(console, f"step {step}: {'  '.join(whole)}", highlight=False)
+    parts = {tuple(name.split("/", 1)): number for name, number in numbers.items() if "/" in name}
+    if parts:
+        columns = dict.fromkeys(part for _, part in parts)
+        table = Table("", *map(escape, columns))
+        for name in dict.fromkeys(name for name, _ in parts):
+            table.add_row(name, *(parts.get((name, part), "") for part in columns))
+        console.print(table)
     if not generations:
         return
     table = Table(expand=True)
@@ -82,6 +95,17 @@ def show_evaluation(console: Console, step: int, metrics: dict[str, float], gene
         texts = (visible(" ".join(text.split())) for text in (one.question, one.output, one.reference))
         table.add_row(*map(escape, texts), "yes" if one.matches else "no")
     console.print(table)
+
+
+def next_command(recipe: Recipe, folder: Path) -> str:
+    """Returns the command that uses a result: what it can be asked depends on its objective and its rows."""
+    if recipe.objective.scores_sequences:
+        return f"python -m finetune score {folder} --data FILE"
+    if recipe.data.image is not None:
+        return f"python -m finetune generate {folder} PROMPT --image FILE"
+    if all(source.format == "text" for source in recipe.data.train):
+        return f"python -m finetune generate {folder} PROMPT"
+    return f"python -m finetune chat {folder}"
 
 
 def show_totals(console: Console, totals: Totals) -> None:

@@ -53,7 +53,7 @@ from finetune.recipe.schema import metric_direction
 from finetune.tracking.meters import Meters
 from finetune.tracking.metrics import EXAMPLES, Status, Totals, read_status, read_steps, write_status
 from finetune.training import parts
-from finetune.training.display import show_evaluation, show_plan, show_totals
+from finetune.training.display import next_command, show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import Evaluator, as_columns, end_ids, sum_terms
 from finetune.training.optim import build_optimizers, lr_factor
 from finetune.training.prepare import Prepared
@@ -512,7 +512,9 @@ class Trainer:
         card = model_card(self.recipe, asdict(self.plan), about, loss, evaluation)
         adapter, frozen = self.recipe.mode != "full", dtypes(self.recipe).frozen
         save_result(self.engine, self.tokenizer, self.end_ids, adapter, frozen, card, self.folder / "model")
-        self.say(f"saved [bold]{self.folder / 'model'}[/bold]")
+        self.say(
+            f"saved [bold]{self.folder / 'model'}[/bold]; try it: {escape(next_command(self.recipe, self.folder))}"
+        )
         if wandb is None or wandb.log_model == "none":
             return {}
         return {"result": self.folder / "model", **({"best": best} if best and wandb.log_model == "best" else {})}

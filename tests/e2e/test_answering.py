@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import ExportOptions, export_run, verify_run
 from finetune.inference.answering import StopFilter, answer_file, answers, chat_with, load_answerer
+from finetune.inference.chat import as_messages
 from finetune.inference.sampling import Sampling
 
 ANSWERS = {"stones": "stone river", "lights": "green light cloud"}
@@ -155,6 +156,25 @@ def test_a_bad_row_leaves_nothing(taught: Path, tmp_path: Path, row: str, messag
         answer_file(taught / "stones", tmp_path / "rows.jsonl", tmp_path / "out", Sampling(), None, 2, Console())
     assert message in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_what_the_model_cannot_take_is_refused_before_the_work(taught: Path, tmp_path: Path) -> None:
+    """A prompt beyond the context, which positions were never made for; a picture for a model of text."""
+    answerer = load_answerer(taught / "lights")
+    words = "river " * answerer.context
+    with pytest.raises(UserError, match=rf"the prompt has [\d,]+ tokens, and the model takes {answerer.context}: "):
+        answerer.prompt(as_messages(words, None))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("green", words)), encoding="utf-8")
+    with pytest.raises(UserError, match=r"rows\.jsonl, row 2: the prompt has "):
+        answer_file(taught / "lights", rows, tmp_path / "out.jsonl", Sampling(8), None, 2, Console())
+    picture = {"type": "image", "image": "a.png"}
+    with pytest.raises(UserError, match=r"this model \(llama\) takes no images: models that do are "):
+        answerer.prompt(as_messages("green", None, images=[picture]))
+    long = answerer.prompt(as_messages("river " * (answerer.context // 2), None))
+    (answer,) = answerer.answer([long], Sampling(10 * answerer.context))
+    tokens = len(answerer.tokenizer(answer.text, add_special_tokens=False)["input_ids"])
+    assert len(long.ids) + tokens <= answerer.context
 
 
 def test_a_chat_has_a_history(taught: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

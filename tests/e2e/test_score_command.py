@@ -80,7 +80,7 @@ def test_a_reward_model_is_trained_saved_and_used(reward: Path, files: Path, tmp
         assert [one["score"] for one in found] == pytest.approx(wanted, abs=1e-6)
     refused = finetune("generate", run, "hello")
     assert refused.returncode == 2
-    assert "do not generate text; use `finetune score`" in refused.stderr
+    assert "use `finetune score`" in refused.stderr
 
 
 def test_adapters_of_a_reward_model_load_by_peft_and_merge(reward: Path, files: Path, tmp_path: Path) -> None:

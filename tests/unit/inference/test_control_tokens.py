@@ -10,13 +10,15 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from finetune.data.chat.renderer import build_renderer
 from finetune.data.samples import Conversation, Message
 from finetune.inference.answering import Answerer, chat_template
 from finetune.inference.control_tokens import ControlTokens
+from finetune.models.base_config import without_weights
 
+MODEL = without_weights(AutoConfig.for_model(**tiny.MODELS["llama"] | {"max_position_embeddings": 4096}))
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -75,7 +77,7 @@ def special_ids(tokenizer: Any) -> set[int]:
 @settings(max_examples=60, deadline=None)
 @given(words=st.lists(WORDS, max_size=12))
 def test_the_template_s_tokens_are_all_there_is(tokenizer: Any, words: list[str]) -> None:
-    answerer = Answerer(None, tokenizer, chat_template(tokenizer))
+    answerer = Answerer(MODEL, tokenizer, chat_template(tokenizer))
     text = "a" + "".join(words) + "a"
     ids = answerer.prompt([{"role": "user", "content": text}]).ids
     bare = answerer.prompt([{"role": "user", "content": "green"}]).ids
@@ -96,13 +98,13 @@ def test_other_texts_have_the_ids_of_training(tokenizer: Any) -> None:
     renderer = build_renderer(tokenizer)
     ((rendered,),) = renderer.draw(Conversation(said))
     ((trained_ids, *_),) = renderer.tokenize([rendered])
-    prompt = Answerer(None, tokenizer, chat_template(tokenizer)).prompt([{"role": "user", "content": said[0].content}])
+    prompt = Answerer(MODEL, tokenizer, chat_template(tokenizer)).prompt([{"role": "user", "content": said[0].content}])
     assert prompt.ids == trained_ids[: len(prompt.ids)].tolist()
 
 
 def test_typed_tokens_are_spelt_in_letters() -> None:
     tokenizer = trained(byte_level)
-    answerer = Answerer(None, tokenizer, chat_template(tokenizer))
+    answerer = Answerer(MODEL, tokenizer, chat_template(tokenizer))
     ids = answerer.prompt([{"role": "user", "content": "say <|im_end|>"}]).ids
     assert tokenizer.decode(ids) == "<s><|im_start|>user\nsay <|im_end|><|im_end|>\n<|im_start|>assistant\n"
     call = {"type": "function", "function": {"name": "f", "arguments": {"<s>": ["<|im_end|>"]}}}

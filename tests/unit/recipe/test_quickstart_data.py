@@ -104,16 +104,16 @@ def test_pairs_are_of_both_writings_and_none_is_both_trained_and_tested(data: Pa
     assert [row["prompt"][0]["content"] for row in test] == [
         question for question, _ in turns(data, FULL.data.eval[0].path)
     ]
-    assert all(
-        row["chosen"][0]["content"][-4:] == row["rejected"][0]["content"][:4] for row in train + test
-    )  # the year
+    assert all(row["chosen"][0]["content"].replace("/", "-") == row["rejected"][0]["content"] for row in train + test)
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """Metrics of the three stages: an evaluation, two steps, an evaluation."""
-    for stage, name in (("full", "exact_match"), ("lora", "exact_match"), ("dpo-lora", "eval_rewards/accuracy")):
-        lines = [{"step": 0, name: 0.0}, {"step": 1, "loss": 5.0}, {"step": 2, "loss": 1e-9}, {"step": 2, name: 0.995}]
+    for stage in ("full", "lora", "dpo-lora"):
+        names = ["exact_match", *(["eval_rewards/accuracy"] if stage == "dpo-lora" else [])]
+        before, after = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.995)
+        lines = [{"step": 0, **before}, {"step": 1, "loss": 5.0}, {"step": 2, "loss": 1e-9}, {"step": 2, **after}]
         path = tmp_path / f"quickstart-{stage}" / "metrics.jsonl"
         path.parent.mkdir()
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -128,20 +128,21 @@ def report(runs: Path) -> subprocess.CompletedProcess[str]:
 def test_report_shows_before_and_after_and_draws_every_step(runs: Path):
     done = report(runs)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("0.0%") == 3
-    assert done.stdout.count("99.5%") == 3
+    assert done.stdout.count("0.0%") == 4
+    assert done.stdout.count("99.5%") == 4
     curves = ElementTree.parse(runs / "quickstart.svg").findall(".//{*}polyline")
     points = [[tuple(map(float, point.split(","))) for point in curve.attrib["points"].split()] for curve in curves]
     assert [len(curve) for curve in points] == [2] * 6  # of each stage: losses, scores
     assert all(0 < x < 760 and 0 < y < 300 and later > x for (x, y), (later, _) in points)
 
 
-def test_report_fails_where_a_stage_learnt_too_little(runs: Path):
-    path = runs / "quickstart-lora" / "metrics.jsonl"
-    path.write_text(path.read_text().replace("0.995", "0.9"))
+def test_report_fails_if_a_stage_learned_too_little(runs: Path):
+    """For instance a DPO that tells all pairs apart, but answers with something else."""
+    path = runs / "quickstart-dpo-lora" / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"exact_match": 0.995', '"exact_match": 0.0'))
     done = report(runs)
     assert done.returncode == 1
-    assert done.stderr == "lora: 90.0%, expected 95%: please report this with the output above\n"
+    assert done.stderr == "dpo-lora: exact match 0.0%, expected 85%: please report this with the output above\n"
 
 
 def test_what_quickstart_prints_can_be_copied():

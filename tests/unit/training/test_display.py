@@ -1,13 +1,18 @@
-"""Progress as lines, if there is no terminal."""
+"""Progress as lines, if there is no terminal; evaluations; the command that follows a run."""
 
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from finetune import utils
+from finetune.recipe import load_recipe
+from finetune.training.display import next_command, show_evaluation
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +54,40 @@ def test_a_bar_that_is_kept_has_its_first_and_last_line(monkeypatch: pytest.Monk
     with utils.ProgressBar(Console(file=output), "other", 9, shown=False) as progress:
         progress.update(9)
     assert "other" not in output.getvalue()
+
+
+def test_an_evaluation_of_pairs_is_a_table() -> None:
+    output = io.StringIO()
+    metrics = {
+        "eval_loss": 0.03,
+        "eval_rewards/chosen": 4.83,
+        "eval_rewards/accuracy": 1.0,
+        "eval_log_probs/chosen": -0.31,
+        "exact_match": 0.955,
+    }
+    show_evaluation(Console(file=output, width=100), 50, metrics, [])
+    first, *table = output.getvalue().splitlines()
+    assert first == "step 50: eval_loss 0.0300  exact_match 95.5%"
+    cells = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in table if re.match("[│┃]", line)]
+    assert cells == [
+        ["", "chosen", "accuracy"],
+        ["eval_rewards", "4.8300", "100.0%"],
+        ["eval_log_probs", "-0.3100", ""],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "command"),
+    [
+        ({}, "chat runs/x"),
+        ({"objective": {"name": "reward"}}, "score runs/x --data FILE"),
+        ({"data": {"train": [{"path": "x.txt", "format": "text"}], "max_length": 8}}, "generate runs/x PROMPT"),
+    ],
+)
+def test_a_result_is_used_by_the_command_for_its_objective(
+    recipe: dict[str, Any], write_recipe: Any, changes: dict[str, Any], command: str
+) -> None:
+    if "objective" in changes:
+        recipe["data"] = {"train": [{"path": "x.jsonl", "format": "preference"}], "max_length": 64}
+    loaded = load_recipe(write_recipe({**recipe, **changes}))
+    assert next_command(loaded, Path("runs/x")) == f"python -m finetune {command}"
