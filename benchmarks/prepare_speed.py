@@ -4,9 +4,9 @@
 
 --rows: a jsonl with `question` and `answer`. Two sets are made of it: `chat`, every row as a conversation, repeated;
 and `documents`, plain texts of joined rows, their lengths log-normal up to 32k tokens. All contenders use the same
-byte-level BPE tokenizer, trained on the rows, and the same Llama-3-shaped template; each renders, tokenises and masks
+byte-level BPE tokenizer, trained on the rows, and the same Llama-3-shaped template; each renders, tokenizes and masks
 every row. Ours and TRL (its own `SFTTrainer`, built on a tiny model, packing `bfd`) also pack; `datasets.map` only
-tokenises.
+tokenizes.
 
 Every measurement is a process of its own, in turns, first with an empty cache and then again with what it left; the
 time is from opening the file to having packed rows, without imports. Ratios are taken within a round, because other
@@ -37,7 +37,7 @@ import numpy as np
 import psutil
 
 SPECIAL = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"]
-# Llama 3's pre-tokenisation, https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/tokenizer.json
+# Llama 3's pre-tokenization, https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/tokenizer.json
 NUMBERS_AND_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
 WORDS = NUMBERS_AND_WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 MAX_LENGTH = {"chat": 2048, "documents": 32768}  # tokens
@@ -285,11 +285,11 @@ def ours(path: Path, max_length: int, tokenizer: Any, processes: int, cache: Pat
     recipe = Recipe.model_validate(values)
     begun = time.perf_counter()
     examples = prepare_examples(recipe, recipe.data.train, tokenizer)
-    tokenised = time.perf_counter()
+    tokenized = time.perf_counter()
     rows = pack(examples.lengths, max_length)
     return {
         "seconds": time.perf_counter() - begun,
-        "packing_s": time.perf_counter() - tokenised,
+        "packing_s": time.perf_counter() - tokenized,
         "rows": examples.report.totals()["rows"],
         "tokens": int(examples.lengths.sum()),
         "supervised_tokens": int(examples.num_targets.sum()),
@@ -351,10 +351,10 @@ def plain_map(path: Path, max_length: int, tokenizer: Any, processes: int, cache
     import datasets
 
     def chat(row: dict[str, Any]) -> dict[str, Any]:
-        tokenised = tokenizer.apply_chat_template(
+        tokenized = tokenizer.apply_chat_template(
             row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        return {"input_ids": tokenised["input_ids"], "assistant_masks": tokenised["assistant_masks"]}
+        return {"input_ids": tokenized["input_ids"], "assistant_masks": tokenized["assistant_masks"]}
 
     def text(row: dict[str, Any]) -> dict[str, Any]:
         return {"input_ids": tokenizer(row["text"] + tokenizer.eos_token)["input_ids"]}

@@ -27,15 +27,19 @@ def generate(
     ] = None,
     images: Annotated[
         list[Path] | None,
-        typer.Option("--image", metavar="FILE", help="Picture before each prompt; may be repeated."),
+        typer.Option("--image", metavar="FILE", help="Show this picture before each prompt; may be repeated."),
     ] = None,
     rows: Annotated[
-        Path | None, typer.Option("--input", metavar="FILE", help='JSONL of {"prompt": ...} or {"messages": [...]}.')
+        Path | None,
+        typer.Option(
+            "--input", metavar="FILE", help='Answer the rows of a JSONL: {"prompt": ...} or {"messages": [...]}.'
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Rows of --input with answers; continues an interrupted file.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the rows of --input with answers; continue an interrupted file."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Number of rows of --input at a time.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answer this many rows of --input at a time.")] = 8,
     system: System = None,
     sampling: Sampling = _ANSWER,
     as_json: AsJson = False,
@@ -95,9 +99,9 @@ def serve(
     runs: Annotated[
         list[str], typer.Argument(metavar="[NAME=]RUN_DIR...", help="Runs or model folders; adapters share their base.")
     ],
-    host: Annotated[str, typer.Option(help="Address to listen on; requests need no key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
-    device: Annotated[str, typer.Option(help="Device: auto (all GPUs), cpu, cuda:1, ...")] = "auto",
+    host: Annotated[str, typer.Option(help="Listen on this address; requests need no key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Listen on this port; 0: any free one.")] = 8000,
+    device: Annotated[str, typer.Option(help="Load models on this device: auto (all GPUs), cpu, cuda:1, ...")] = "auto",
     allow_host: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Also answer requests to this host name; may be repeated. '*': any."),
@@ -125,9 +129,11 @@ def serve(
 
 def score(
     run_dir: RunDir,
-    data: Annotated[str, typer.Option(help="File of pairs, answers or texts: a path as in a recipe's `data.train`.")],
+    data: Annotated[
+        str, typer.Option(help="Score the pairs, answers or texts of a file: a path as in a recipe's `data.train`.")
+    ],
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a JSON object for each row.")] = None,
-    format: Annotated[str, typer.Option(help="Format of the rows; auto: detected.")] = "auto",
+    format: Annotated[str, typer.Option(help="Read rows of this format; auto: detected.")] = "auto",
     limit: Annotated[int | None, typer.Option(min=1, help="Score only the first rows.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -147,17 +153,20 @@ def score(
 def merge(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder to write. Default for one run: RUN_DIR/merged.")
+        Path | None, typer.Option("--out", "-o", help="Write this folder. Default for one run: RUN_DIR/merged.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="Method for several runs: linear, slerp, ties or dare.")] = None,
+    method: Annotated[str | None, typer.Option(help="Combine several runs by linear, slerp, ties or dare.")] = None,
     weights: Annotated[
-        str | None, typer.Option(metavar="W1,W2,...", help="Weights of the runs' changes. Default: equal, with sum 1.")
+        str | None, typer.Option(metavar="W1,W2,...", help="Weight the runs' changes. Default: equal, with sum 1.")
     ] = None,
     density: Annotated[
-        float | None, typer.Option(help="Share of entries kept. Default: ties 0.2 (the largest), dare 0.5 (drawn).")
+        float | None,
+        typer.Option(help="Keep this share of entries. Default: ties 0.2 (the largest), dare 0.5 (drawn)."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the entries that dare keeps. Default: 0.")] = None,
-    base: Annotated[str | None, typer.Option(help="Base model, if it is no longer where the runs found it.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Draw the entries that dare keeps by this seed. Default: 0.")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Read the base model from here, if it has moved since the runs.")
+    ] = None,
 ) -> None:
     """Merge a run's adapter into its base model, or several runs of one base: a plain model folder.
 
@@ -193,17 +202,19 @@ def export(
     to: Annotated[str, typer.Option(help=_per_format({name: one.about for name, one in EXPORTS.items()}))] = "hf",
     step: Annotated[
         str | None,
-        typer.Option(metavar="N|best", help="Checkpoint to export. Default: the result, or the newest checkpoint."),
+        typer.Option(metavar="N|best", help="Export this checkpoint. Default: the result, or the newest checkpoint."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder to write. Default: RUN_DIR/export-TO[-step-N].")
+        Path | None, typer.Option("--out", "-o", help="Write this folder. Default: RUN_DIR/export-TO[-step-N].")
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help=_per_format({name: ", ".join(one.dtypes) for name, one in EXPORTS.items()}))
     ] = None,
     quantize: Annotated[
         str | None,
-        typer.Option(help=f"hf, vllm: {' or '.join(EIGHT_BITS)} weights, compressed-tensors' format, no calibration."),
+        typer.Option(
+            help=f"hf, vllm: store {' or '.join(EIGHT_BITS)} weights in compressed-tensors' format, uncalibrated."
+        ),
     ] = None,
     base: BaseModel = None,
     average_checkpoints: Annotated[
@@ -213,7 +224,7 @@ def export(
         ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of the server, for the command of vLLM. Default: this machine's.")
+        int | None, typer.Option(min=1, help="Write vLLM's command for this many GPUs. Default: this machine's.")
     ] = None,
     verify: Annotated[bool, typer.Option(help="Compare the export with what was trained.")] = True,
     as_json: AsJson = False,
@@ -233,15 +244,16 @@ def export(
 
 
 def verify(
-    against: Annotated[Path, typer.Option(help="Run directory of the export.", metavar="RUN_DIR")],
+    against: Annotated[Path, typer.Option(help="Compare with this run.", metavar="RUN_DIR")],
     export: Annotated[Path | None, typer.Argument(help="Exported folder.", metavar="EXPORT")] = None,
     url: ServerUrl = None,
     model: ServedModel = None,
     step: Annotated[
-        str | None, typer.Option(metavar="N|best", help="Checkpoint of the run. Default: as exported.")
+        str | None,
+        typer.Option(metavar="N|best", help="Compare with this checkpoint of the run. Default: as exported."),
     ] = None,
     base: BaseModel = None,
-    rows: Annotated[int, typer.Option(min=1, help="Number of held-out rows to compare on.")] = 32,
+    rows: Annotated[int, typer.Option(min=1, help="Compare on this many held-out rows.")] = 32,
     as_json: AsJson = False,
 ) -> None:
     """Compare an export, or any live server, with its run on held-out rows. Exit status 1 beyond the thresholds.
@@ -272,10 +284,11 @@ def verify(
 def upload(
     run_dir: Annotated[Path, typer.Argument(help="Run directory, or an exported folder.", metavar="RUN_DIR")],
     to: Annotated[
-        str | None, typer.Option(metavar="ORG/NAME", help="Repository to write. Default: your name and the folder's.")
+        str | None, typer.Option(metavar="ORG/NAME", help="Write this repository. Default: your name and the folder's.")
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(metavar="ORG/NAME", help="Hub id of the base, if it was trained from a local path.")
+        str | None,
+        typer.Option(metavar="ORG/NAME", help="Name this base on the hub, if it was trained from a local path."),
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Make the repository public. Default: private.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
@@ -297,15 +310,19 @@ def upload(
 
 def evaluate(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
-    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Tasks of lm_eval, or from --task-folder.")],
-    task_folder: Annotated[Path | None, typer.Option(help="Folder of tasks in lm_eval's YAML.")] = None,
+    tasks: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Evaluate on these tasks of lm_eval, or of --task-folder.")
+    ],
+    task_folder: Annotated[Path | None, typer.Option(help="Read tasks in lm_eval's YAML from this folder.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Evaluate only the first rows of each task.")] = None,
-    fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt. Default: the task's.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Number of rows at a time.")] = 8,
+    fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Put this many examples into the prompt. Default: the task's.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Evaluate this many rows at a time.")] = 8,
     base: Annotated[bool, typer.Option(help="Evaluate the base model, too.")] = True,
     step: Annotated[
         str | None,
-        typer.Option(metavar="N|best", help="Checkpoint to evaluate. Default: the result, or the newest checkpoint."),
+        typer.Option(metavar="N|best", help="Evaluate this checkpoint. Default: the result, or the newest checkpoint."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -327,9 +344,9 @@ def evaluate(
 
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Page to write. Default: report.html.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write this page. Default: report.html.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Serve the page on 127.0.0.1 while runs go on.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of --watch; 0: any free one.")] = 8765,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Serve --watch on this port; 0: any free one.")] = 8765,
 ) -> None:
     """Write runs as one HTML page: curves of all metrics, last values, plan, recipes' differences, compared exports.
 

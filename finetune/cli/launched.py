@@ -74,9 +74,11 @@ def launch(
         ),
     ],
     config_file: Annotated[
-        Path | None, typer.Option(help="Accelerate config. Default: one process per device.")
+        Path | None, typer.Option(help="Use this accelerate config. Default: one process per device.")
     ] = None,
-    num_processes: Annotated[int | None, typer.Option(min=1, help="World size, if not that of the config.")] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(min=1, help="Launch this many processes. Default: the config's.")
+    ] = None,
 ) -> None:
     """Train a recipe on one process or several: accelerate launch, but Ctrl-C saves, and an error is one line each.
 
@@ -98,11 +100,11 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
     gpu: Annotated[bool, typer.Option("--gpu", help="Check this machine's GPUs with short runs instead.")] = False,
-    out: Annotated[Path, typer.Option(help="--gpu: folder of results, logs and report; continues there.")] = Path(
-        "runs/gpu-check"
-    ),
-    pieces: Annotated[str, typer.Option(metavar="NAME,...", help="--gpu: only these parts of the report.")] = "",
-    case: Annotated[list[str] | None, typer.Option(help="--gpu: only this case; may be repeated.")] = None,
+    out: Annotated[
+        Path, typer.Option(help="--gpu: write results, logs and report to this folder; continue there.")
+    ] = Path("runs/gpu-check"),
+    pieces: Annotated[str, typer.Option(metavar="NAME,...", help="--gpu: run only these parts of the report.")] = "",
+    case: Annotated[list[str] | None, typer.Option(help="--gpu: run only this case; may be repeated.")] = None,
     seconds: Annotated[
         float, typer.Option(min=0, help="--gpu: start no case after these; 0: only write the report.")
     ] = 570.0,

@@ -32,20 +32,22 @@ Overrides = Annotated[
     typer.Argument(help="Override recipe keys: section.key=value.", metavar="KEY=VALUE", autocompletion=_recipe_keys),
 ]
 RunDir = Annotated[Path, typer.Argument(help="Run directory, such as runs/quickstart-full.", metavar="RUN_DIR")]
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-BaseModel = Annotated[str | None, typer.Option(help="Base model, if it is no longer where the run found it.")]
-ConfigFile = Annotated[Path | None, typer.Option(help="Accelerate config, if torchrun launches the processes.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+BaseModel = Annotated[str | None, typer.Option(help="Read the base model from here, if it has moved since the run.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option(help="Use this accelerate config, if torchrun launches the processes.")
+]
 ServerUrl = Annotated[
     str | None, typer.Option(metavar="http://HOST:PORT/v1", help="Use a live server instead of a folder.")
 ]
 ServedModel = Annotated[
-    str | None, typer.Option(help="Name of the model on that server. Default: its only one, or the run's.")
+    str | None, typer.Option(help="Ask for this model of that server. Default: its only one, or the run's.")
 ]
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="Begin with this system prompt.")]
 
 _SAMPLING = {
-    "max_new_tokens": Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")],
-    "temperature": Annotated[float, typer.Option(min=0.0, help="Temperature of sampling; 0 is greedy.")],
+    "max_new_tokens": Annotated[int, typer.Option(min=1, help="End answers after this many tokens.")],
+    "temperature": Annotated[float, typer.Option(min=0.0, help="Sample at this temperature; 0 is greedy.")],
     "top_p": Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this mass.")
     ],
@@ -53,7 +55,9 @@ _SAMPLING = {
     "repetition_penalty": Annotated[
         float | None, typer.Option(min=0.01, help="Make tokens that occurred less likely, if above 1.")
     ],
-    "seed": Annotated[int | None, typer.Option(min=0, help="Seed of sampling: the same seed draws the same answers.")],
+    "seed": Annotated[
+        int | None, typer.Option(min=0, help="Sample with this seed: the same seed draws the same answers.")
+    ],
     "stop": Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End an answer here; may be repeated.")],
 }
 

@@ -16,13 +16,13 @@ from finetune.errors import UserError
 
 
 def new(
-    model: Annotated[str | None, typer.Option(help="Hub id or local folder.")] = None,
-    data: Annotated[str | None, typer.Option(help="File, folder, URL or dataset of the hub.")] = None,
-    mode: Annotated[str | None, typer.Option(help="full, lora or qlora.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run. Default: from data and mode.")] = None,
+    model: Annotated[str | None, typer.Option(help="Train this model: hub id or local folder.")] = None,
+    data: Annotated[str | None, typer.Option(help="Train on this file, folder, URL or dataset of the hub.")] = None,
+    mode: Annotated[str | None, typer.Option(help="Train by full, lora or qlora.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name the run. Default: from data and mode.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Recipe to write. Default: NAME.yaml in this folder."),
+        typer.Option("--output", "-o", metavar="FILE", help="Write this recipe. Default: NAME.yaml in this folder."),
     ] = None,
 ) -> None:
     """Write a recipe that fits a model and your rows; asks for missing options.
@@ -52,7 +52,9 @@ def check(
     recipe: Annotated[Path, typer.Argument(help="Recipe file, or a folder of them.", metavar="RECIPE|FOLDER")],
     overrides: Overrides = None,
     config_file: Annotated[Path | None, typer.Option(help="Also check against this accelerate config.")] = None,
-    num_processes: Annotated[int | None, typer.Option(help="World size, if not that of the config.")] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(help="Check for this many processes. Default: the config's.")
+    ] = None,
     recipe_only: Annotated[
         bool, typer.Option("--recipe-only", help="Check the recipe only: no tokenizer, no data.")
     ] = False,
@@ -87,14 +89,15 @@ def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
     on: Annotated[
-        list[str] | None, typer.Option(metavar="NxDEVICE", help="Devices, such as 8xH100-80; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="NxDEVICE", help="Plan for these devices, such as 8xH100-80; may be repeated."),
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Machines, each with these devices.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Plan for this many machines, each with these devices.")] = 1,
     by: Annotated[str, typer.Option(help="Rank by time or by price.")] = "time",
     budget: Annotated[
-        float | None, typer.Option(help="Highest price of the run, in the currency of its devices.")
+        float | None, typer.Option(help="Rank runs above this price last, in the currency of their devices.")
     ] = None,
-    deadline: Annotated[str | None, typer.Option(help="Longest time of the run: 90m, 12h, 2d.")] = None,
+    deadline: Annotated[str | None, typer.Option(help="Rank runs that take longer last: 90m, 12h, 2d.")] = None,
     spot: Annotated[bool, typer.Option("--spot", help="Use prices of spot machines, and count their losses.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the accelerate config of the best choice.")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a picture of memory.")] = None,
@@ -106,9 +109,11 @@ def plan(
         str | None, typer.Option(metavar="SIZE", help="Find changes that fit into this memory of a device: 24GB.")
     ] = None,
     hardware: Annotated[
-        Path | None, typer.Option(help="Devices of your own. Default: hardware.yaml, if it exists.")
+        Path | None, typer.Option(help="Read your own devices from here. Default: hardware.yaml, if it exists.")
     ] = None,
-    prices: Annotated[Path | None, typer.Option(help="Prices of your own. Default: prices.yaml, if it exists.")] = None,
+    prices: Annotated[
+        Path | None, typer.Option(help="Read your own prices from here. Default: prices.yaml, if it exists.")
+    ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Compare predictions with runs; RECIPE ... are run directories.")
     ] = False,
@@ -142,13 +147,13 @@ def inspect(
     recipe: RecipePath,
     overrides: Overrides = None,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="Number of examples, from all sources. Default: 3, with --html 20.")
+        int | None, typer.Option(min=1, help="Show this many examples, from all sources. Default: 3, with --html 20.")
     ] = None,
     row: Annotated[
         list[str] | None, typer.Option(metavar="PATH:NUMBER", help="Show this row instead; may be repeated.")
     ] = None,
     packed: Annotated[
-        int | None, typer.Option(min=0, help="Number of packed sequences. Default: 0, with --html 2.")
+        int | None, typer.Option(min=0, help="Show this many packed sequences. Default: 0, with --html 2.")
     ] = None,
     on_eval: Annotated[bool, typer.Option("--eval", help="Inspect data.eval instead of data.train.")] = False,
     totals: Annotated[bool, typer.Option("--totals", help="Show statistics only.")] = False,
@@ -210,7 +215,9 @@ def list_cache(as_json: AsJson = False) -> None:
 
 
 def clean_cache(
-    older_than: Annotated[str, typer.Option(help="Minimum time since last use: 12h, 30d, 8w.", metavar="AGE")] = "30d",
+    older_than: Annotated[
+        str, typer.Option(help="Remove what was not used for this long: 12h, 30d, 8w.", metavar="AGE")
+    ] = "30d",
     everything: Annotated[bool, typer.Option("--all", help="Remove entries regardless of last use.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:

@@ -101,7 +101,7 @@ class RowSource(RunRows):
         """Returns the content of the rows, source by source, independent of their files."""
 
     def extra_state(self, position: int) -> dict[str, Any]:
-        """Returns the state of the rows before a position that a checkpoint keeps besides `content`."""
+        """Returns the state of the rows before a position that a checkpoint keeps in addition to `content`."""
         return {}
 
     def same_state(self, saved: dict[str, Any]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def tokenize_chunk(settings: RowSettings, items: Iterable[Item | UserError]) -> 
         if failed:
             break
     try:
-        tokens = settings.renderer.tokenise([text for row in drawn for group, _ in row.groups for text in group])
+        tokens = settings.renderer.tokenize([text for row in drawn for group, _ in row.groups for text in group])
         sequences = (Sequence(one[0], one[1], one[2] if len(one) == 3 else ()) for one in tokens)
         for row in drawn:
             groups = [(tuple(next(sequences) for _ in texts), numbers) for texts, numbers in row.groups]

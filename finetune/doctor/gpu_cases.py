@@ -381,7 +381,7 @@ def memory(check: GpuCheck) -> Cases:
 
 
 def benchmark(check: GpuCheck) -> Cases:
-    """benchmarks/gpu.py of a clone: ours beside the bare loop and TRL, and our memory beside the prediction."""
+    """benchmarks/gpu.py of a clone: ours against the bare loop and TRL, and our memory against the prediction."""
 
     def measured(cell: str, contender: str) -> Result:
         require_packages(*(["bitsandbytes"] if cell in ("8b-qlora", "8b-full-8bit") else []))

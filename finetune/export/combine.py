@@ -3,7 +3,7 @@
     d_i = run_i - base                 in fp32, of one tensor at a time
     linear    sum w_i d_i                                    (https://arxiv.org/abs/2203.05482, .../2212.04089)
     slerp     d_1 to d_2 on the arc between them, at w_2     (Shoemake, https://doi.org/10.1145/325334.325242)
-    ties      of each d_i the largest entries; of those, where the sign of sum w_i d_i is their own,
+    ties      of each d_i the largest entries; of those, the ones that have the sign of sum w_i d_i,
               the mean weighted by w_i                       (https://arxiv.org/abs/2306.01708)
     dare      each entry of d_i kept with probability `density` and divided by it, then linear
                                                              (https://arxiv.org/abs/2311.03099)

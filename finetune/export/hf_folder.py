@@ -184,12 +184,12 @@ def write_settings(model: StreamedModel, folder: Path) -> None:
         if model.added_rows is not None:
             text.vocab_size = model.added_rows
         write_config(model.model, model.result_dtype, folder)
-    for name, path in files_beside_weights(trained.settings).items():
+    for name, path in settings_files(trained.settings).items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
 
 
-def files_beside_weights(folder: Path) -> dict[str, Path]:
+def settings_files(folder: Path) -> dict[str, Path]:
     """Returns the files of a tokenizer, its templates and the generation config, by their paths in a folder."""
     own = [path for path in sorted(folder.iterdir()) if path.name in _SETTINGS or path.suffix == ".jinja"]
     own += sorted(path for path in folder.glob("additional_chat_templates/*") if path.is_file())

@@ -42,6 +42,11 @@ def model_folder(run_dir: Path) -> Path:
     return check_model_folder(folder)
 
 
+def default_device() -> torch.device:
+    """Returns the accelerator of this process, or the CPU if there is none."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def load_result(run_dir: Path) -> tuple[Any, Any]:
     """Returns model and tokenizer of a run directory or a model folder. Raises UserError if there is none."""
     folder = model_folder(run_dir)
@@ -51,8 +56,7 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
     model = load_trained(folder)
     if (folder / "generation_config.json").is_file():  # an adapter's model has its base's, with other end tokens
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    return model.to(device).eval(), tokenizer
+    return model.to(default_device()).eval(), tokenizer
 
 
 def load_trained(folder: Path, base: str | None = None, adapter: str = "default", device_map: str | None = None) -> Any:
@@ -93,9 +97,7 @@ def _load_base(adapter: Path, base: str | None, device_map: str | None) -> Any:
     settings = read_object(adapter / "adapter_config.json")
     name = base or settings["base_model_name_or_path"]
     size, trusted = len(read_tokenizer(adapter)), trusts_code(adapter)
-    advice = (
-        "is it where it was when this was trained? `base_model_name_or_path` in adapter_config.json says where it is"
-    )
+    advice = "has it moved since this was trained? `base_model_name_or_path` in adapter_config.json names its place"
     with _LoadingModel(f"the adapter's base {name!r} cannot be loaded", Path(name).expanduser(), advice):
         if settings.get("task_type") != "SEQ_CLS":
             model = load_auto(auto_class(name, trusted), name, trusted, dtype="auto", device_map=device_map)

@@ -151,6 +151,7 @@ def _lora(path: str, module: Any, take: Callable[[str], str], read: Callable[[st
     name = f"{_plain_name(path)}.{module.parameter_name if wrapper else 'weight'}"
     experts: Any = module.num_experts if wrapper else 1
     if experts > 1:
+        # peft's flag, set as it reads the shape of the experts: (E, in, out) or (E, out, in).
         transposed = not module._did_swap_in_out_features
     else:  # the weights of GPT-2's Conv1D are (in, out)
         transposed = is_known and not is_embedding and bool(module.fan_in_fan_out)

@@ -1,7 +1,7 @@
 """The gate for files: an export has those that were written, and no other; each is the run's or the base's.
 
-Files that servers read beside the weights are compared as a whole: tokenizer, chat templates, generation config,
-processors, code. config.json may differ in few keys, each with the value that training gave it.
+Files that servers read in addition to the weights are compared as a whole: tokenizer, chat templates, generation
+config, processors, code. config.json may differ in few keys, each with the value that training gave it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from finetune.export.formats import EIGHT_BITS
 from finetune.export.gguf_file import gguf_of, modelfile
 from finetune.export.gguf_settings import is_written, open_gguf, other_settings, package, rope_of
 from finetune.export.gguf_tokenizer import add_tokenizer, other_tokens
-from finetune.export.hf_folder import COPIED, METADATA, PROGRESS, describe, files_beside_weights
+from finetune.export.hf_folder import COPIED, METADATA, PROGRESS, describe, settings_files
 from finetune.export.streamed import StreamedModel, base_model
 from finetune.export.trained import ADAPTER, LABELS, Trained
 from finetune.export.weight_files import INDEX, TensorFiles, shard_name
@@ -65,8 +65,8 @@ def compare_files(figures: Figures, trained: Trained, written: StreamedModel, ex
             theirs = {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
             figures.problems += other_keys(file.name, ours, theirs)
     else:
-        beside = files_beside_weights(trained.settings)
-        compare_each(figures, beside, export)
+        settings = settings_files(trained.settings)
+        compare_each(figures, settings, export)
         folder = written.base.folder if written.base else None  # its code and settings of processors are copied
         copied = {path.name: path for pattern in COPIED for path in sorted(folder.glob(pattern))} if folder else {}
         sees = trained.recipe is not None and trained.recipe.model.train is not None
@@ -75,7 +75,7 @@ def compare_files(figures: Figures, trained: Trained, written: StreamedModel, ex
             compare_each(figures, {n: path for n, path in copied.items() if needs or (export / n).is_file()}, export)
         weights = _compare_weight_files(figures, export)
         _compare_config(figures, trained, written, export)
-        allowed = {*beside, *copied, *weights, "config.json", *(COPIED if sees else ())}
+        allowed = {*settings, *copied, *weights, "config.json", *(COPIED if sees else ())}
     _compare_names(figures, export, allowed)
 
 
@@ -86,11 +86,11 @@ def compare_adapter(figures: Figures, trained: Trained, export: Path) -> None:
     theirs, ours = (read_object(folder / ADAPTER_CONFIG) for folder in (export, trained.folder))
     place = {"base_model_name_or_path", "revision"}  # of the copy that is on the hub
     figures.problems += other_keys(ADAPTER_CONFIG, ours, theirs, place)
-    beside = files_beside_weights(trained.settings)
+    settings = settings_files(trained.settings)
     if (trained.folder / LABELS).is_file():
-        beside[LABELS] = trained.folder / LABELS
-    compare_each(figures, beside, export)
-    _compare_names(figures, export, {*beside, ADAPTER_CONFIG, ADAPTER})
+        settings[LABELS] = trained.folder / LABELS
+    compare_each(figures, settings, export)
+    _compare_names(figures, export, {*settings, ADAPTER_CONFIG, ADAPTER})
     if not (export / ADAPTER).is_file():
         figures.problems.append(f"{ADAPTER} is missing")
         return
@@ -145,7 +145,7 @@ def _compare_weight_files(figures: Figures, export: Path) -> set[str]:
     numbered = [shard_name(number, len(held)) for number in range(1, len(held) + 1)]
     if held == [shard_name(1, 1)]:
         if index.is_file():
-            figures.problems.append(f"{INDEX}: unexpected beside {held[0]}, which has all tensors")
+            figures.problems.append(f"{INDEX}: unexpected next to {held[0]}, which has all tensors")
     elif held != numbered or not index.is_file():
         expected = f"{numbered[0]}, ... and {INDEX}" if numbered else shard_name(1, 1)
         figures.problems.append(f"weights: {', '.join(held[:3]) or 'no file'}: expected {expected}")

@@ -42,7 +42,7 @@ _LOADERS = (
 
 
 def load_reference(trained: Trained, base: str | None = None) -> Any:
-    """Returns the trained model in fp32, adapters beside their base: what training computed with. Raises UserError."""
+    """Returns the trained model in fp32, with adapters next to their base, as in training. Raises UserError."""
     if not trained.is_checkpoint:
         return load_trained(trained.folder, base).float().eval()
     recipe = trained.recipe

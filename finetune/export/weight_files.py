@@ -85,7 +85,7 @@ class DiskLayout:
 
 
 def _reverted(model: Any, state: State) -> State:
-    ignored = set(model._keys_to_ignore_on_save or ())
+    ignored = set(model._keys_to_ignore_on_save or ())  # by which transformers' models declare it
     return revert_weight_conversion(model, {name: t for name, t in state.items() if name not in ignored})
 
 

@@ -17,7 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +24,7 @@ from transformers import GenerationConfig
 
 from finetune.checkpoints.folder import best_checkpoint
 from finetune.errors import RunFailure, UserError
-from finetune.export.loading import auto_class, load_result
+from finetune.export.loading import auto_class, default_device, load_result
 from finetune.export.trained import Trained, find_trained
 from finetune.export.verify_models import load_reference
 from finetune.models.added_tokens import grow_to
@@ -127,10 +126,7 @@ def _evaluate(
         elif recipe is not None and recipe.objective.scores_sequences:
             raise UserError(f"{run_dir}: reward models and classifiers do not generate text; use `finetune score`")
         else:  # in fp32
-            device = (
-                torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-            )
-            model, tokenizer = load_reference(trained).to(device), read_tokenizer(trained.settings)
+            model, tokenizer = load_reference(trained).to(default_device()), read_tokenizer(trained.settings)
         ends = GenerationConfig.from_pretrained(trained.settings)
 
         def measure(measured: Any) -> dict[str, TaskMetric]:

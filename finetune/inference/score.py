@@ -26,7 +26,7 @@ from finetune.data.formats.detect import detect_format, parse_row
 from finetune.data.samples import BadRow, Labelled, Preference, Ranked
 from finetune.data.sources.source import SourceReader
 from finetune.errors import RunFailure, UserError
-from finetune.export.loading import load_trained, model_folder
+from finetune.export.loading import default_device, load_trained, model_folder
 from finetune.export.trained import is_scoring
 from finetune.models.tokenizer import read_tokenizer
 from finetune.models.wrapped import output_head
@@ -81,11 +81,10 @@ def load_scorer(run_dir: Path) -> Scorer:
     if not is_scoring(folder):
         raise UserError(f"{run_dir}: this model generates text and has no score head; use `finetune generate`")
     model = load_trained(folder)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     labels = tuple(unwrap_peft(model).config.id2label.values())
     train_on = "all" if len(labels) > 1 else "assistant"
     renderer = build_renderer(read_tokenizer(folder), None, train_on, is_scored=len(labels) > 1)
-    return Scorer(model.to(device).eval(), renderer, labels)
+    return Scorer(model.to(default_device()).eval(), renderer, labels)
 
 
 def source_of(path: str, format: str, limit: int | None) -> Source:
@@ -120,7 +119,7 @@ def score_file(run_dir: Path, data: Source, output: Path | None, console: Consol
             total = reader.estimated_rows()
             shown = iter(track(rows, "scoring", total, console=console, disable=not console.is_terminal))
             while window := list(islice(shown, _WINDOW)):
-                tokens = scorer.renderer.tokenise([sequence for row in window for sequence in row.sequences])
+                tokens = scorer.renderer.tokenize([sequence for row in window for sequence in row.sequences])
                 scores = scorer.scores([of_sequence[0] for of_sequence in tokens])  # (sequences, N)
                 ends = np.cumsum([len(row.sequences) for row in window])
                 for row, of_row in zip(window, np.split(scores, ends[:-1]), strict=True):

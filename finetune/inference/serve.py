@@ -21,7 +21,7 @@ import uvicorn
 from transformers import AutoTokenizer, GenerationConfig
 
 from finetune.errors import UserError
-from finetune.export.loading import load_trained, model_folder
+from finetune.export.loading import default_device, load_trained, model_folder
 from finetune.export.trained import is_scoring
 from finetune.inference.answering import Answerer, answerer_of
 from finetune.inference.http_api import ANY_ADDRESS, build_app
@@ -83,9 +83,8 @@ def _placed(folder: Path, device: str, adapter: str) -> Any:
     """Returns the model on a device; auto: over all accelerators if there are several. Raises UserError."""
     if device == "auto" and torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
         return load_trained(folder, adapter=adapter, device_map="auto")
-    default = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     try:
-        return load_trained(folder, adapter=adapter).to(default if device == "auto" else torch.device(device))
+        return load_trained(folder, adapter=adapter).to(default_device() if device == "auto" else torch.device(device))
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
 

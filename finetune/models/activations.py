@@ -61,6 +61,7 @@ def _expensive(packed: bool) -> frozenset[Any]:
     operator of its own."""
     importlib.import_module("torch.nn.attention.varlen")  # registers its operator
     operators = {getattr(torch.ops.aten, name).default for name in _OPERATORS if hasattr(torch.ops.aten, name)}
+    # Operators have no public names: selective checkpointing is asked by the operator itself.
     operators |= {torch.ops.torch_attn._varlen_attn.default, torch.ops.higher_order.flex_attention}
     if packed and hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         operators.add(torch.ops.bitsandbytes.gemm_4bit.default)
@@ -159,6 +160,7 @@ class ActivationOffload:
     def keep(self, tensor: Tensor) -> Tensor | View:
         if type(tensor) is not Tensor or tensor.device.type != self.device.type:
             return tensor
+        # A view's parameter, which torch tells by no other attribute.
         storage, base = tensor.untyped_storage(), tensor if tensor._base is None else tensor._base
         # An engine that shards moves parameters, their views and parts itself.
         is_of_parameter = isinstance(base, torch.nn.Parameter) or getattr(storage, "of_parameter", False)

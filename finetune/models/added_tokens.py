@@ -157,8 +157,9 @@ def train_rows(model: Any, first: int, count: int, dtype: torch.dtype) -> None:
         module.register_parameter(ROWS, shared[id(weight)])
         vars(module)["first_added"] = first
         mix_in(module, _WithRows, "added rows")
-    names = [name for name, module in base.named_modules() if ROWS in module._parameters]
+    names = [name for name, module in base.named_modules() if hasattr(module, ROWS)]
     if len(shared) < len(names):  # so that tying the weights again ties these, too
+        # transformers' models declare their ties in this attribute.
         keys = {**(base._tied_weights_keys or {}), f"{names[1]}.{ROWS}": f"{names[0]}.{ROWS}"}
         set_attribute(base, "_tied_weights_keys", keys, "tied adapters")
     ids = list(range(first, first + count))

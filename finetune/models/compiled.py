@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+# torch counts graphs, and keeps why they are compiled again, nowhere else.
 from torch._dynamo.utils import counters, guard_failures
 
 
@@ -13,6 +15,7 @@ def compile_layers(model: Any) -> None:
     """Compile each decoder layer by itself: one small graph, reused by all of them. Micro-batches are padded to one
     length (`Loader.padded_to`), so shapes are constants."""
     for module in model.modules():
+        # transformers' models declare in it what their decoder layers are.
         if type(module).__name__ in (model._no_split_modules or ()):
             module.compile(dynamic=False)
 

@@ -98,10 +98,9 @@ def base_enters_steps(model: Any) -> bool:
     are not in it."""
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
     return frozen or any(
-        name not in module._non_persistent_buffers_set
+        name not in module._non_persistent_buffers_set  # torch tells by nothing else what a state dict leaves out
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
     )
 
 

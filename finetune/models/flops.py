@@ -172,10 +172,8 @@ def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
     full = getattr(vision, "fullatt_block_indexes", None)
     windows = 0 if full is None else layers - len(full)
     window = (vision.window_size // vision.patch_size) ** 2 if windows else 0
-    together = config.model_type == "mistral3"
-    return TowerFlops(
-        config, Flops(patch, patch + again), Flops(token, token), pairs, layers, windows, window, together
-    )
+    products_of = Flops(patch, patch + again), Flops(token, token), pairs
+    return TowerFlops(config, *products_of, layers, windows, window, family.joins_images)
 
 
 def causal_pairs(lengths: Sequence[int], window: int | None, prefixes: Sequence[int] = ()) -> float:

@@ -102,6 +102,7 @@ class FusedLinear(Linear):
 
 
 def _is_plain(layer: Any) -> bool:
+    # torch calls a layer's hooks only in `__call__`, which is passed over here, and has no list of them.
     hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
     return type(layer) is nn.Linear and not hooks and "forward" not in vars(layer)
 

@@ -230,6 +230,7 @@ def find_routers(model: Any) -> Routers | None:
     transformers records their logits and has such a loss itself (`router_aux_loss_coef`). None for others."""
     causal = unwrap_peft(model)
     config = causal.config.get_text_config()
+    # transformers' models declare in it which modules give the logits of routers.
     recorder = (getattr(causal, "_can_record_outputs", None) or {}).get("router_logits")
     kind, top_k = getattr(recorder, "target_class", None), getattr(config, "num_experts_per_tok", None)
     if kind is None or top_k is None or not hasattr(config, "router_aux_loss_coef"):

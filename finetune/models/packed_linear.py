@@ -50,6 +50,7 @@ def pack_linear_layers(
     head, and those kept in fp32 by the model's code. Raises UserError.
     """
     pack = pack_fp8 if settings.type == "fp8" else partial(_four_bit_layer, settings)
+    # The attribute by which transformers' models declare such modules.
     skipped = HfQuantizer.get_modules_to_not_convert(model, whole, model._keep_in_fp32_modules)
     for name, module in list(model.named_modules()):
         if not (isinstance(module, Conv1D) or type(module) is nn.Linear) or not should_convert_module(name, skipped):
@@ -76,8 +77,8 @@ def move_states(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear) and (state := getattr(module, "quant_state", None)) is not None:
             state.to(device)
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, buffer.to(device))
 
 
 def linear_weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
@@ -120,6 +121,7 @@ def pack_4bit(layer: Any, weight: Tensor) -> None:
     """Pack `weight` on its own device, for a bitsandbytes layer."""
     from bitsandbytes.nn import Params4bit
 
+    # As its public `to`, but also on `meta`.
     layer.weight = Params4bit(weight, requires_grad=False, **vars(layer.weight))._quantize(weight.device)
 
 
@@ -135,7 +137,8 @@ def make_plain(model: nn.Module) -> None:
     """Replace 4-bit parameters by plain ones over the same bytes, as those with a state add it to each state dict.
     Layers keep the states themselves, and their forward gives them back."""
     for module in model.modules():
-        if type(weight := module._parameters.get("weight")).__name__ == "Params4bit" and weight is not None:
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is not None and type(weight).__name__ == "Params4bit":
             module.weight = nn.Parameter(weight.detach().as_subclass(Tensor), requires_grad=False)
 
 
@@ -249,6 +252,7 @@ def scaled_product(x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
     rows, of_rows = fp8_rows(x.reshape(-1, x.shape[-1]))  # (T, K), (T, 1)
     if x.is_cuda:
         by_column = matrix.t().contiguous().t()  # cuBLAS takes no other: a copy in the backward
+        # The operator itself: another way to its kernels could round otherwise.
         y = torch._scaled_mm(rows, by_column, of_rows, scale.contiguous(), out_dtype=x.dtype)
     else:
         y = (rows.to(x.dtype) * of_rows.to(x.dtype)) @ (matrix.to(x.dtype) * scale.to(x.dtype))

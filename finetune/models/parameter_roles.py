@@ -1,4 +1,4 @@
-"""Properties of a parameter besides its shape that an optimizer needs, by the names of the model itself."""
+"""Properties of a parameter, other than its shape, that an optimizer needs, by the names of the model itself."""
 
 from __future__ import annotations
 

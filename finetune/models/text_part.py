@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -71,8 +71,9 @@ def text_config(config: PretrainedConfig, has_head: bool) -> PretrainedConfig:
         text.num_hidden_layers -= len(crossed)
         text.cross_attention_layers = []
     text.name_or_path = config.name_or_path
-    if type(text) not in AutoModelForCausalLM._model_mapping:
-        extra: Any = AutoModelForCausalLM._model_mapping
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        extra: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+        # `register` passes over transformers' own configs (see the table of patches).
         classes = {**extra._extra_content, type(text): _causal_class(text)}
         set_attribute(extra, "_extra_content", classes, "text models")
     return text
@@ -85,7 +86,7 @@ def _causal_class(text: PretrainedConfig) -> Any:
         if name.endswith("ForCausalLM") and value.config_class is type(text):
             return value
     try:
-        body: Any = AutoModel._model_mapping[type(text)]  # which transformers has only within a multimodal model
+        body: Any = MODEL_MAPPING[type(text)]  # which transformers has only within a multimodal model
     except KeyError:
         raise UserError(f"{type(text).__name__} has no text model in transformers") from None
     family = next(base for base in body.__mro__ if base.__module__ == body.__module__ and base is not body)
@@ -270,6 +271,7 @@ def key_mapping(part: TextPart) -> dict[str, str]:
     of_base: dict[str, str] = {}
     for one in get_model_conversion_mapping(part.base, add_legacy=False):
         if isinstance(one, WeightRenaming) and one.scope_prefix is None:
+            # transformers changes the public lists as it reads a model; these are as they were given.
             of_base |= dict(zip(one._original_source_patterns, one._original_target_patterns, strict=False))
     prefix = f"{part.text.base_model_prefix}."
     of_base |= {f"^{re.escape(part.in_base(prefix))}": prefix, f"^{re.escape(part.head)}\\.": f"{part._text_head}."}

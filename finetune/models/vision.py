@@ -52,6 +52,7 @@ class Family:
     pictures: Pictures
     tokens: Callable[[Any], int] | None = None  # of an image by the config, if all have as many
     sees_whole_images: bool = False  # an image's tokens see each other, also those that follow
+    joins_images: bool = False  # its tower computes attention over all images of a row, under a mask
     as_weights: bool = False  # its forward casts the tower's output to the weights' type, and needs such embeddings
     unused: str | None = None  # a module of the tower whose output is unused: it stays frozen, or DDP would wait
 
@@ -112,7 +113,7 @@ FAMILIES: dict[str, Family] = {
         sees_whole_images=True,
         unused="vision_tower.head",
     ),
-    "mistral3": Family("language_model", "vision_tower", ("multi_modal_projector",), _of_sizes),
+    "mistral3": Family("language_model", "vision_tower", ("multi_modal_projector",), _of_sizes, joins_images=True),
 }
 _WHY_NOT = {
     # transformers' `_prepare_cross_attention_mask`: rows of its mask that are all closed become all open.

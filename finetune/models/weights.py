@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -85,7 +86,7 @@ def load_model(
     auto: Any = AutoModelForCausalLM if recipe.model.train is None else AutoModelForImageTextToText
     if labels:
         auto, config = AutoModelForSequenceClassification, labelled(config, labels)
-        if type(config) not in auto._model_mapping:
+        if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             raise UserError(f"{type(config).__name__} has no sequence classification model in transformers")
     torch.manual_seed(recipe.run.seed)
     base_dtype = types.trained if recipe.mode == "full" else types.frozen
@@ -212,6 +213,7 @@ def _base_model(
     if (base := base_checkpoint(recipe.model)) is not None:
         common["key_mapping"] = base.renames
     if layers is not None or base is not None:
+        # The class that the auto class would choose; it has no public attribute for it.
         load = _partly(auto._model_mapping[type(config)], layers, r"\.layers\.\d+\." if base is None else "")
     check_weights(Path(name).expanduser())
     try:
@@ -242,9 +244,11 @@ def _base_model(
         for i, layer in enumerate(model.base_model.layers):
             if isinstance(layer, torch.nn.Identity):
                 model.base_model.layers[i] = skeleton.base_model.layers[i]
+    # transformers keeps here what it did to names and shapes, to undo it as it saves the model.
     if conversions := getattr(model, "_weight_conversions", None):
         used = [one for one in conversions if one.was_used()]
         if base is not None:
+            # transformers changes the public lists as it reads a model; these are as they were given.
             used = [one for one in used if one._original_source_patterns[0] not in base.renames]
         set_attribute(model, "_weight_conversions", used, "read conversions")
     if base is not None and auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
@@ -421,7 +425,7 @@ def _rename_tied(model: Any) -> None:
         inside = ("", "base_layer.", "original_module.", "modules_to_save.default.")
         return [place for below in inside if (place := f"{module}.{below}{weight}") in names] or [name]
 
-    tied = model._tied_weights_keys
+    tied = model._tied_weights_keys  # in which transformers' models declare their ties
     if isinstance(tied, dict):  # a model's own code may have the list of older versions
         pairs = [zip(places(target), places(source), strict=False) for target, source in tied.items()]
         keys = {target: source for of_weight in pairs for target, source in of_weight}

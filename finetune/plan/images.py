@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# torch documents this mode, and has it under no other name.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # as this one
+from torch.utils._pytree import tree_leaves  # as this function
 from transformers import PretrainedConfig
 
 from finetune.data.batch import Batch, ImagePlace

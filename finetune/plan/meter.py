@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+# torch documents this mode, and has it under no other name.
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves  # as this function
 
 BLOCK = 512  # bytes: CUDA's allocator rounds up to a multiple (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
@@ -55,11 +57,12 @@ class Meter(TorchDispatchMode):
         return out
 
     def _weigh(self, tensor: Tensor) -> None:
+        # `to_local` would dispatch an operator, and this is called from within one.
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if device_type(tensor) != self._device:
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage._cdata  # of the storage itself: torch makes a new Python object for it at each access
         if key not in self._sizes:
             self._sizes[key] = 0
             weakref.finalize(storage, self._freed, key)

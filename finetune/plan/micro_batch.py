@@ -139,6 +139,7 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
         emulates_fp8=how.device == "cpu",
     )
     if isinstance(wrapped, CausalLMWithLoss) and wrapped.choice.implementation != "plain":
+        # As on the device that is planned for; `assemble` has chosen them for the CPU.
         wrapped._rows = rows_at_once(config.get_text_config().vocab_size, how.device)
     return wrapped, ForwardPass(attention, objective)
 
@@ -148,12 +149,11 @@ def fill(model: Any, dtype: torch.dtype | None = None) -> None:
     Tied weights stay tied. dtype: of floating-point parameters; None: their own."""
     filled: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in filled:
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in filled:
                 kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
                 on_cpu = torch.empty(parameter.shape, dtype=kind)
                 filled[id(parameter)] = torch.nn.Parameter(on_cpu, parameter.requires_grad)
-            module._parameters[name] = None if parameter is None else filled[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+            setattr(module, name, filled[id(parameter)])
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))

@@ -32,18 +32,7 @@ from finetune.utils import divisors
 
 Verdict = Literal["fits", "tight", "no"]
 ORDER: tuple[Verdict, ...] = ("fits", "tight", "no")
-_SIZED = {  # keys of parallelism_config whose size a config leaves open
-    "tp": "tp_size",
-    "fsdp2_tp": "tp_size",
-    "cp": "cp_size",
-    "fsdp2_cp": "cp_size",
-    "ulysses": "sp_size",
-    "pp": "pp_size",
-    "pp_dp": "pp_size",
-    "ep": "ep_size",
-    "hsdp": "dp_replicate_size",
-}
-_ON_ONE_DEVICE = ("single", "fsdp2_offload", "zero2_offload", "zero3_offload", "zero3_nvme")  # of use there
+_PARALLELISM = "parallelism_config"
 _ROWS = (1, 2, 4)  # per device
 SAVE_S, RESUME_S = 60.0, 600.0  # assumed: a checkpoint that the step waits for; a new machine until it trains
 
@@ -124,27 +113,36 @@ def config_folder() -> Path:
 def launches(machines: Machines) -> Iterator[Launch]:
     """Yields every config, with every size of its dimension that the devices allow."""
     for path in sorted(config_folder().glob("*.yaml")):
-        stem, processes = path.stem, 1 if path.stem == "single" else machines.count
-        if machines.count == 1 and stem not in _ON_ONE_DEVICE:
+        as_written = read_config_file(str(path))
+        alone = as_written.config["distributed_type"] == "NO"
+        if machines.count == 1 and not (alone or as_written.offloads_optimizer):
             continue
-        read = read_config_file(str(path), processes)
-        if (key := _SIZED.get(stem)) is None:
-            yield Launch(read.kind, processes, str(path), read.config)
+        processes = 1 if alone else machines.count
+        if (key := open_size(as_written.config)) is None:
+            yield Launch(as_written.kind, processes, str(path), as_written.config)
             continue
-        if stem == "hsdp":  # replicas are machines if there are several
-            sizes = [machines.machines] if machines.machines > 1 else [2] if machines.count % 2 == 0 else []
-        elif stem == "pp":
-            sizes = [machines.count]
-        else:  # tensor parallel groups stay on a machine
-            within = machines.count if stem in ("pp_dp", "ep") else machines.per_machine
-            sizes = sorted(divisors(within))
-        if stem in ("pp_dp", "fsdp2_tp", "fsdp2_cp"):
-            sizes = [size for size in sizes if size < machines.count]
-        for size in sizes:
-            if stem == "hsdp" or 1 < size <= 16:
-                config = copy.deepcopy(read.config)
-                config["parallelism_config"][f"parallelism_config_{key}"] = size
-                yield Launch(read.kind, processes, str(path), config)
+        for size in _sizes(key, as_written, machines):
+            config = copy.deepcopy(as_written.config)
+            config[_PARALLELISM][f"{_PARALLELISM}_{key}"] = size
+            yield Launch(as_written.kind, processes, str(path), config)
+
+
+def open_size(config: dict[str, Any]) -> str | None:
+    """Returns the key of the size, such as `tp_size`, that a config leaves to the devices: the only one that it has."""
+    keys = [key for key in config.get(_PARALLELISM) or {} if key.endswith("_size")]
+    return keys[0].removeprefix(f"{_PARALLELISM}_") if len(keys) == 1 else None
+
+
+def _sizes(key: str, as_written: Launch, machines: Machines) -> list[int]:
+    """Returns the sizes to try, by what the config does with its own number of processes."""
+    if key == "dp_replicate_size":  # replicas are machines if there are several
+        return [machines.machines] if machines.machines > 1 else [2] if machines.count % 2 == 0 else []
+    divides = as_written.config[_PARALLELISM][f"{_PARALLELISM}_{key}"] < as_written.processes
+    if key == "pp_size" and not divides:
+        sizes = [machines.count]
+    else:  # tensor parallel groups stay on a machine
+        sizes = sorted(divisors(machines.count if key in ("pp_size", "ep_size") else machines.per_machine))
+    return [size for size in sizes if 1 < size <= 16 and not (divides and size == machines.count)]
 
 
 def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, widely: bool = True) -> SearchResult:
@@ -158,8 +156,8 @@ def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, wide
         try:
             own = evaluate(request, launch, machines, speeds, {})
         except UserError as error:
-            key = _SIZED.get(launch.where)
-            size = f" ({key} {launch.config['parallelism_config'][f'parallelism_config_{key}']})" if key else ""
+            key = open_size(launch.config)
+            size = f" ({key} {launch.config[_PARALLELISM][f'{_PARALLELISM}_{key}']})" if key else ""
             # A message of `check` has a heading.
             lines = [line.strip() for line in str(error).splitlines()]
             rule = lines[1] if len(lines) > 1 else lines[0].partition(": ")[2] or lines[0]

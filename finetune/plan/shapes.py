@@ -111,7 +111,7 @@ def _shapes(key: CacheKey) -> Shapes:
     buffers = dict(model.named_buffers())
     of_layers = sum(tensor.nbytes for name, tensor in buffers.items() if layer_of(name, tensor) is not None)
     others = sum(tensor.nbytes for tensor in buffers.values()) - of_layers
-    # The full model's weights in its order: where the short one has its first layer, all layers.
+    # The full model's weights in its order: all layers at the place of the short one's first.
     of_kind = {kind: [weight for weight in short_weights if weight.layer == kind] for kind in set(kinds)}
     layers = [
         replace(weight, name=_LAYER.sub(f"layers.{index}.", weight.name, count=1), layer=index)
@@ -190,6 +190,7 @@ def _image_units(model: Any) -> dict[int, str]:
     modules: list[tuple[str, Any]] = [one for one in whole.named_modules() if id(one[1]) in inner]
     units: dict[int, str] = {id(t): "rest" for _, module in modules for t in (*module.parameters(), *module.buffers())}
     for path, module in modules:  # inner ones after outer ones, whose tensors they take
+        # In which transformers' models declare what is not divided over devices: the layers.
         if type(module).__name__ in (whole._no_split_modules or ()):
             units |= dict.fromkeys(map(id, module.parameters()), path)
     return units

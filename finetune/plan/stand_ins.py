@@ -17,6 +17,7 @@ from finetune.engine import tensor_parallel
 @contextlib.contextmanager
 def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool) -> Iterator[None]:
     """Replaces functions of libraries within. keeps_inputs_alone: of linear layers, as under ZeRO-3."""
+    # Grouped products call these two of their module, and nothing public chooses between them.
     can_use, grouped, linear = moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear
     collectives: Any = tensor_parallel.dist
     tensor_parallel.dist = _OneRank()  # pyright: ignore[reportAttributeAccessIssue]

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# torch documents this mode, and has it under no other name.
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from transformers import PretrainedConfig
 

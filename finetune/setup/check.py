@@ -99,7 +99,7 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         problems.attempt(check_products, recipe, name, capability)
     prepared = prepare(recipe, str(path), launch, problems)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.accelerator.current_accelerator(check_available=True)
     on_device = problems.attempt(prepared.on, device.type if device else "cpu")
     if on_device is not None:
         prepared, attention = on_device

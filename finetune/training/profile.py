@@ -200,6 +200,7 @@ class Profiler:
         if step == self.first - 1:
             self._folder.mkdir(exist_ok=True)
             if self._on_device and self._memory:
+                # torch documents snapshots of memory under these names alone.
                 torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_device else [])]
             self._tracer = profile(activities=activities, profile_memory=self._memory, acc_events=True)
@@ -214,6 +215,7 @@ class Profiler:
         tracer.stop()
         tracer.export_chrome_trace(str(self._folder / f"rank-{rank}.json.gz"))
         if self._on_device and self._memory:
+            # Documented under this name, too.
             torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         if not self._engine.is_main:

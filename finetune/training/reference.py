@@ -273,7 +273,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     for layer in layers:
-        layer._disable_adapters = True
+        layer._disable_adapters = True  # see above for why not by peft's own method
     try:
         yield
     finally:

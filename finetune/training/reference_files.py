@@ -53,6 +53,7 @@ def model_dependencies(recipe: Recipe, config: PretrainedConfig) -> Dependencies
         files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
         model = {file.name: file_digest(file) for file in files}
     else:
+        # The commit that `revision` was when the config was read; transformers has it only under this name.
         model = {"hub": recipe.model.name, "commit": config._commit_hash or recipe.model.revision}
     return {
         "code": [CODE_VERSION, transformers.__version__],

@@ -101,9 +101,10 @@ def processor() -> str:
 
 def git_commit() -> str | None:
     """Returns the commit of the current directory, with `+` if files differ from it; None outside a repository."""
+    git = ("git", "--no-optional-locks")  # else `status` could hold up a commit that someone makes meanwhile
     try:
         commit, changes = (
-            subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            subprocess.run([*git, *words], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
             for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno"))
         )
     except (OSError, subprocess.SubprocessError):

@@ -300,7 +300,7 @@ class Trainer:
         line = {
             "step": self.state.step,
             "epoch": step.epoch,
-            "loss": loss,  # the optimised one, including all terms
+            "loss": loss,  # the optimized one, including all terms
             "grad_norm": grad_norm,  # before clipping; None if fp16 skipped the step
             "lr": self.recipe.optimizer.lr * factor,
             "tokens": self.state.tokens,

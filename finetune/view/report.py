@@ -307,7 +307,7 @@ def _plans(runs: Sequence[RunData]) -> list[Section]:
 
 
 def _comparisons(runs: Sequence[RunData]) -> list[Section]:
-    """Returns planned numbers beside measured ones: totals of the last line, by its epochs."""
+    """Returns planned and measured numbers: totals of the last line, by its epochs."""
     tables = []
     for run in runs:
         plan, rows = run.plan, list[list[Any]]()

@@ -35,6 +35,8 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+from cell_launch import launch_cells
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_errors.json"
 MARK = "plan_errors/"
@@ -259,26 +261,11 @@ def recipe_file(folder: Path, model: str) -> Path:
 
 def run_processes(folder: Path, cells: list[Cell]) -> None:
     """Runs cells of one model, config and size in one launch, each rank writing its file."""
-    import forks
-
     first = cells[0]
-    config = ROOT / "accelerate_configs" / f"{first.config}.yaml"
-    alone = first.config == "single"
-    cases = [
-        {"name": cell.name, "overrides": cell.all_overrides, "config_file": None if alone else str(config)}
-        for cell in cells
-    ]
-    plan = folder / "plan.json"
-    content = {"recipe": str(folder / first.model / "recipe.yaml"), "out": str(folder), "cases": cases}
-    plan.write_text(json.dumps(content), encoding="utf-8")
-    if alone:
-        done = forks.python(Path(__file__), "--measure", plan)
-    else:
-        os.environ["TORCHELASTIC_RUN_ID"] = "plan_errors"
-        done = forks.torchrun(first.processes, Path(__file__), "--measure", plan)
-        del os.environ["TORCHELASTIC_RUN_ID"]
-    if done.returncode:
-        print(f"{first.name}: {done.stderr[-1500:]}", file=sys.stderr)
+    config = None if first.config == "single" else ROOT / "accelerate_configs" / f"{first.config}.yaml"
+    overrides = {cell.name: cell.all_overrides for cell in cells}
+    recipe = folder / first.model / "recipe.yaml"
+    launch_cells(Path(__file__), folder, recipe, config, first.processes, overrides)
 
 
 def run_devices(folder: Path, cells: list[Cell]) -> None:

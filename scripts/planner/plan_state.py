@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from cell_launch import launch_cells
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
@@ -163,22 +164,10 @@ def predicted(folder: Path, cell: Cell) -> list[dict[str, int]] | str:
 
 def measure(folder: Path, wanted: list[Cell]) -> dict[Cell, list[dict[str, int]]]:
     """Returns the bytes of each rank of cells of one config and size, which are one launch; of none where it failed."""
-    import forks
-
     first = wanted[0]
-    made, config = make_recipe(folder, first.model), str(config_file(folder, first))
-    alone = None if first.config == "single" else config
-    cases = [{"name": cell.name, "overrides": cell.overrides, "config_file": alone} for cell in wanted]
-    plan = folder / "plan.json"
-    plan.write_text(json.dumps({"recipe": str(made), "out": str(folder), "cases": cases}), encoding="utf-8")
-    if alone is None:
-        done = forks.python(Path(__file__), "--measure", plan)
-    else:
-        os.environ["TORCHELASTIC_RUN_ID"] = "plan_state"
-        done = forks.torchrun(first.processes, Path(__file__), "--measure", plan)
-        del os.environ["TORCHELASTIC_RUN_ID"]
-    if done.returncode:
-        print(f"{first.name}: {done.stderr[-3000:]}", file=sys.stderr)
+    config = None if first.config == "single" else config_file(folder, first)
+    overrides = {cell.name: cell.overrides for cell in wanted}
+    launch_cells(Path(__file__), folder, make_recipe(folder, first.model), config, first.processes, overrides)
     found = {}
     for cell in wanted:
         files = [folder / f"{cell.name}-{rank}.json" for rank in range(cell.processes)]

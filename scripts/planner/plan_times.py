@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import plan_errors
+from cell_launch import launch_cells
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_times.json"
@@ -143,30 +143,11 @@ def recipe_file(folder: Path, model: str) -> Path:
 
 def run_round(folder: Path, cells: list[Cell], number: int) -> None:
     """Runs cells of one model and config in one launch, each rank writing its file."""
-    import forks
-
     first = cells[0]
-    config = ROOT / "accelerate_configs" / f"{first.config}.yaml"
-    alone = first.config == "single"
-    cases = [
-        {
-            "name": f"{cell.name}-round-{number}",
-            "overrides": cell.overrides,
-            "config_file": None if alone else str(config),
-        }
-        for cell in cells
-    ]
-    plan = folder / "plan.json"
-    content = {"recipe": str(folder / first.model / "recipe.yaml"), "out": str(folder), "cases": cases}
-    plan.write_text(json.dumps(content), encoding="utf-8")
-    if alone:
-        done = forks.python(Path(__file__), "--measure", plan)
-    else:
-        os.environ["TORCHELASTIC_RUN_ID"] = "plan_times"
-        done = forks.torchrun(first.processes, Path(__file__), "--measure", plan)
-        del os.environ["TORCHELASTIC_RUN_ID"]
-    if done.returncode:
-        print(f"{first.name}: {done.stderr[-1500:]}", file=sys.stderr)
+    config = None if first.config == "single" else ROOT / "accelerate_configs" / f"{first.config}.yaml"
+    overrides = {f"{cell.name}-round-{number}": cell.overrides for cell in cells}
+    recipe = folder / first.model / "recipe.yaml"
+    launch_cells(Path(__file__), folder, recipe, config, first.processes, overrides)
 
 
 def run_all(folder: Path, cells: list[Cell]) -> None:

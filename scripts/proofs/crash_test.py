@@ -33,6 +33,7 @@ from typing import Any, Literal
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 import bitwise
+import forks
 import killable
 import parity
 from killable import Failed
@@ -418,7 +419,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     # On CPUs, where sums come out the same every time; with one thread each, as forks would lack the others.
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    killable.import_everything()
+    forks.import_everything()
     killable.in_fork(parity.prepare, folder)
     done = run(folder, arguments.only, arguments.kills, arguments.launched_kills, seed)
     show(done)

@@ -22,17 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 import tiny
+from gguf_files import write_gguf
 
 from finetune.export.formats import GGUF_TYPES
-from finetune.export.gguf_file import export_gguf
 from finetune.export.loading import auto_class
-from finetune.export.trained import find_trained
 from finetune.export.verify_models import as_llama
 
 PACKAGE = "llama-cpp-python==0.3.36"
@@ -141,24 +139,10 @@ def _largest_gap(model: Any, prompt: list[int], tokens: list[int]) -> float:
 
 
 def _written(folder: Path, base: str, changes: dict[str, Any], kind: str) -> Path:
-    """Returns the file of a random model, written as the result of a run."""
+    """Returns the file of a random model."""
     model = (tiny.save_multimodal if base in tiny.MULTIMODAL else tiny.save_model)(folder, base, **changes)
     (model / "generation_config.json").write_text('{"eos_token_id": 2}')
-    (folder / "run").mkdir()
-    (folder / "run" / "model").symlink_to(model)
-    recipe = {
-        "run": {"name": "tiny"},
-        "model": {"name": str(model)},
-        "mode": "full",
-        "data": {"train": [{"path": "rows.jsonl"}], "max_length": 64},
-        "batch": {"rows": 1},
-        "optimizer": {"lr": 1e-3},
-        "train": {"max_steps": 1, "precision": "fp32"},
-    }
-    (folder / "run" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    export_gguf(find_trained(folder / "run"), folder / "out", kind)
-    (file,) = (folder / "out").glob("*.gguf")
-    return file
+    return write_gguf(model, folder / "out", kind)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import tiny
 import torch
 import yaml
 from conftest import train_here
+from gguf_files import write_gguf
 from rich.console import Console
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -29,7 +29,7 @@ from transformers import (
 
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import ExportOptions, export_run, verify_run
-from finetune.export.gguf_file import export_gguf, gguf_tensors, other_tensors
+from finetune.export.gguf_file import gguf_tensors, other_tensors
 from finetune.export.gguf_settings import check_architecture, other_settings
 from finetune.export.gguf_tokenizer import gguf_tokenizer, other_tokens, sentencepiece_prefix, split_name
 from finetune.export.streamed import StreamedModel
@@ -80,26 +80,6 @@ def log_probs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(model.eval()(input_ids=ids).logits.double(), dim=-1)
 
 
-def written(model: Path, out: Path, kind: str) -> Path:
-    """A full model as a run's result; its recipe is not needed to write."""
-    run = out.with_name(f"{out.name}-run")
-    (run / "model").mkdir(parents=True)
-    shutil.copytree(model, run / "model", dirs_exist_ok=True)
-    recipe = {
-        "run": {"name": "tiny"},
-        "model": {"name": str(model)},
-        "mode": "full",
-        "data": {"train": [{"path": "rows.jsonl"}], "max_length": 64},
-        "batch": {"rows": 1},
-        "optimizer": {"lr": 1e-3},
-        "train": {"max_steps": 1, "precision": "fp32"},
-    }
-    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    export_gguf(find_trained(run), out, kind)
-    (file,) = out.glob("*.gguf")
-    return file
-
-
 def read(file: Path, config: Any) -> Any:
     config = as_llama(config) if config.model_type == "mistral" else copy.deepcopy(config)
     load: Any = AutoModelForCausalLM.from_pretrained
@@ -115,7 +95,7 @@ def test_round_trip(tmp_path: Path, name: str) -> None:
     ids = torch.randint(3, 350, (4, 60), generator=torch.Generator().manual_seed(1))
     expected = log_probs(AutoModelForCausalLM.from_pretrained(folder), ids)
     for kind, mean in {"f32": 1e-12, "bf16": 1e-3, "q8_0": 1e-2}.items():
-        file = written(folder, tmp_path / kind, kind)
+        file = write_gguf(folder, tmp_path / kind, kind)
         found = log_probs(read(file, AutoConfig.from_pretrained(folder)), ids)
         assert float((expected.exp() * (expected - found)).sum(-1).mean()) < mean, kind
         if kind == "f32":
@@ -125,7 +105,7 @@ def test_round_trip(tmp_path: Path, name: str) -> None:
 def test_a_window_is_the_longest_text(tmp_path: Path) -> None:
     """llama.cpp has none for Mistral: up to a window each token sees all before it, beyond it does not."""
     folder = saved(tmp_path, "mistral", {"sliding_window": 32})
-    file = written(folder, tmp_path / "out", "f32")
+    file = write_gguf(folder, tmp_path / "out", "f32")
     fields = gguf.GGUFReader(file).fields
     assert fields["llama.context_length"].contents() == 32
     ids = torch.randint(3, 350, (2, 60), generator=torch.Generator().manual_seed(1))
@@ -141,7 +121,7 @@ def test_text_parts_of_qwen_vl_are_read_back(tmp_path: Path, name: str) -> None:
     folder = saved(tmp_path, name, {})
     ids = torch.randint(3, 350, (2, 60), generator=torch.Generator().manual_seed(1))
     expected = log_probs(AutoModelForMultimodalLM.from_pretrained(folder), ids)
-    file = written(folder, tmp_path / "out", "f32")
+    file = write_gguf(folder, tmp_path / "out", "f32")
     fields = {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items()}
     arch = {"qwen2_5_vl": "qwen2vl", "qwen3_vl": "qwen3vl"}[name]
     assert fields["general.architecture"] == arch
@@ -170,7 +150,7 @@ def test_of_a_multimodal_base_the_text_part_is_written(tmp_path: Path, name: str
     folder = saved(tmp_path, name, changes)
     ids = torch.randint(3, 350, (2, 60), generator=torch.Generator().manual_seed(1))
     expected = log_probs(AutoModelForMultimodalLM.from_pretrained(folder), ids)
-    file = written(folder, tmp_path / "out", "f32")
+    file = write_gguf(folder, tmp_path / "out", "f32")
     found = log_probs(read(file, model_config(Model(name=str(folder)))), ids)
     assert float((expected - found).abs().max()) < 1e-6
 
@@ -193,7 +173,7 @@ def test_mixtral_is_read_back_tensor_by_tensor(tmp_path: Path) -> None:
     """transformers does not read its experts from GGUF: names and rows are compared with the format's definition."""
     folder = saved(tmp_path, "mixtral", {})
     state = load_file(folder / "model.safetensors")
-    file = written(folder, tmp_path / "f32", "f32")
+    file = write_gguf(folder, tmp_path / "f32", "f32")
     tensors = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in gguf.GGUFReader(file).tensors}
     assert len(tensors) == 3 + 2 * (2 + 4 + 1 + 3)
     layer = "model.layers.1."
@@ -209,7 +189,7 @@ def test_mixtral_is_read_back_tensor_by_tensor(tmp_path: Path) -> None:
     ids = torch.randint(3, 350, (2, 40))
     expected = log_probs(AutoModelForCausalLM.from_pretrained(folder), ids)
     for kind, mean in {"f32": 1e-12, "bf16": 1e-3, "q8_0": 1e-2}.items():
-        file = file if kind == "f32" else written(folder, tmp_path / kind, kind)
+        file = file if kind == "f32" else write_gguf(folder, tmp_path / kind, kind)
         tensors = gguf_tensors(StreamedModel(find_trained(tmp_path / f"{kind}-run")), file)
         back = {name: one.read() for name, one in tensors.items()}
         assert kind != "f32" or (back.keys() == state.keys() and all(torch.equal(back[n], state[n]) for n in state))
@@ -221,7 +201,7 @@ def test_ministral_3_is_written_for_llama_cpp_and_compared(made: Path, tmp_path:
     """transformers knows no `mistral3`: settings, tokens and tensors are read from the file, and its model compared."""
     folder = saved(tmp_path, "ministral3", {})
     run = tmp_path / "out-run"
-    file = written(folder, tmp_path / "out", "f32")
+    file = write_gguf(folder, tmp_path / "out", "f32")
     fields = {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items()}
     assert fields["general.architecture"] == "mistral3"
     scaling = {key.rpartition(".")[2]: value for key, value in fields.items() if ".rope.scaling." in key}
@@ -260,7 +240,7 @@ def test_gemma_s_settings_are_those_that_it_computes_by(tmp_path: Path) -> None:
         rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
         ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
         more = {"rope_parameters": ropes} if name == "gemma3" else {}
-        file = written(saved(tmp_path / name, base, {**changes, **more}), tmp_path / f"{name}-out", "f32")
+        file = write_gguf(saved(tmp_path / name, base, {**changes, **more}), tmp_path / f"{name}-out", "f32")
         fields = {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items()}
         assert fields[f"{name}.attention.sliding_window"] == window
         if name == "gemma2":
@@ -283,7 +263,7 @@ def test_any_setting_of_a_file_is_seen(tmp_path: Path, name: str) -> None:
     """Also those that transformers does not read, or that act beyond the length of held-out rows."""
     kinds = {"llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}), "ministral3": ("ministral3", {}), **KINDS}
     folder = saved(tmp_path, *kinds[name])
-    file = written(folder, tmp_path / "out", "f32")
+    file = write_gguf(folder, tmp_path / "out", "f32")
     model, config = StreamedModel(find_trained(tmp_path / "out-run")), model_config(Model(name=str(folder)))
     assert [*other_settings(config, None, file), *other_tensors(model, file), *other_tokens(folder, file)] == []
     changed, content = tmp_path / "changed.gguf", file.read_bytes()
@@ -347,7 +327,7 @@ def test_scores_of_sentencepiece_say_the_same_as_its_merges(tmp_path: Path, pref
     for path in folder.glob("token*"):
         path.unlink()
     sentencepiece(prefix, folder)
-    file = written(folder, tmp_path / "out", "f32")
+    file = write_gguf(folder, tmp_path / "out", "f32")
     fields = {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items()}
     tokens, scores = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.scores"]
     assert fields["tokenizer.ggml.model"] == "llama"
@@ -386,7 +366,7 @@ def test_the_same_tokens_on_a_thousand_strings(tmp_path: Path, digits: bool) -> 
         ours.save_pretrained(folder)
         ours = AutoTokenizer.from_pretrained(folder)
         assert len(ours("1234")["input_ids"]) == 4
-    file = written(folder, tmp_path / "out", "f32")
+    file = write_gguf(folder, tmp_path / "out", "f32")
     theirs = gguf_tokenizer(file)
     rng = random.Random(0)
     pieces = [
@@ -414,7 +394,7 @@ def test_frequency_factors_of_llama_3(tmp_path: Path) -> None:
     """transformers takes them from the config, llama.cpp from the file: theta^(-2i/d) / factor."""
     changes = {"rope_parameters": LLAMA3_ROPE}
     folder = saved(tmp_path, "llama", changes)
-    file = written(folder, tmp_path / "out", "f32")
+    file = write_gguf(folder, tmp_path / "out", "f32")
     tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(file).tensors}
     model = AutoModelForCausalLM.from_pretrained(folder)
     factors = torch.from_numpy(tensors["rope_freqs.weight"].copy())
@@ -527,7 +507,7 @@ def test_what_is_not_written_is_refused_by_name(
     tmp_path: Path, name: str, changes: dict[str, Any], fragment: str
 ) -> None:
     with pytest.raises(UserError) as error:
-        written(saved(tmp_path, name, changes), tmp_path / "out", "f32")
+        write_gguf(saved(tmp_path, name, changes), tmp_path / "out", "f32")
     assert fragment in str(error.value)
     assert "convert_hf_to_gguf.py" in str(error.value)
     assert not (tmp_path / "out.partial").exists()
@@ -552,4 +532,4 @@ def test_a_unigram_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(pieces, 0)), unk_token="<unk>")
     tokenizer.save_pretrained(folder)
     with pytest.raises(UserError, match=r"tokenizer, of type Unigram, does; llama\.cpp's"):
-        written(folder, tmp_path / "out", "f32")
+        write_gguf(folder, tmp_path / "out", "f32")

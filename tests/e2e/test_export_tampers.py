@@ -321,7 +321,7 @@ TAMPERS: dict[str, tuple[str, Change, str | None]] = {
     # what lies in the folder
     "other weights": ("hf", copied("model.safetensors", "model-00002-of-00002.safetensors"), "weights: model-00002"),
     "a pickle": ("hf", file("pytorch_model.bin", "x"), "pytorch_model.bin: unexpected file"),
-    "an index beside one file": ("hf", file(INDEX, '{"weight_map": {}}'), "unexpected beside model.safetensors"),
+    "an index next to one file": ("hf", file(INDEX, '{"weight_map": {}}'), "unexpected next to model.safetensors"),
     "an adapter beside merged weights": ("hf", file(SETTINGS, '{"peft_type": "LORA"}'), f"{SETTINGS}: unexpected file"),
     "code": ("hf", file("modeling_x.py", "x = 1"), "modeling_x.py: unexpected file"),
     "a hidden file": ("hf", file(".env", "x"), ".env: unexpected file"),

@@ -13,6 +13,7 @@ import yaml
 from bitsandbytes.functional import dequantize_4bit
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from finetune.data.images import families
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, isolation, per_document
 from finetune.models.attention.isolation import ImageTrial, trial_with_images, why_not_isolated
@@ -41,6 +42,11 @@ def config_of(name: str) -> Any:
     if name == "idefics3":
         return AutoConfig.for_model(**{**tiny.MULTIMODAL["smolvlm"], **tiny.AS_IDEFICS3})
     return AutoConfig.for_model(**tiny.MULTIMODAL[name])
+
+
+def test_a_family_that_data_writes_has_its_model_and_the_other_way_round() -> None:
+    """Two tables: data imports nothing of models, and the processors of one cost a second more to import."""
+    assert set(families.FAMILIES) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", NAMES)

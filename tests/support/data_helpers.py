@@ -185,5 +185,5 @@ def render(
     """Returns (input_ids (T,), labels (T,)) of a sample that is one example; labels are -100 if not trained."""
     renderer = build_renderer(tokenizer, template, train_on)
     (group,) = renderer.draw(sample)
-    (tokens,) = renderer.tokenise(group)
+    (tokens,) = renderer.tokenize(group)
     return tokens[0], labels_of(tokens[0], tokens[1])

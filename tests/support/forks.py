@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import ctypes
 import hashlib
+import importlib
 import json
 import os
 import runpy
@@ -26,10 +27,15 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
+DISTRIBUTED = ROOT / "tests" / "distributed"
+PRELOADED = ("context_worker", "expert_ranks")  # programs of the ranks that `forkserver` starts
 TIMEOUT_S = 600.0
 GRACE_S = 5.0  # between a rank's SIGTERM, after another failed, and its SIGKILL
 ROOM_FOR_COMMAND_LINE = 4096  # bytes; the process that stands for the launcher writes its own there
@@ -101,10 +107,12 @@ def start_forkserver() -> None:
 
     import pytest
 
-    set_forkserver_preload(["shared_worker", "expert_ranks"])
+    for name in PRELOADED:
+        assert (DISTRIBUTED / f"{name}.py").is_file(), f"{name}: the server would pass over it in silence"
+    set_forkserver_preload(list(PRELOADED))
     with pytest.MonkeyPatch.context() as patch:
         # Before Python 3.13 it looks for them nowhere else (https://github.com/python/cpython/issues/117378).
-        paths = [str(ROOT / "tests" / "distributed"), *filter(None, sys.path)]
+        paths = [str(DISTRIBUTED), *filter(None, sys.path)]
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         forkserver.ensure_running()
 
@@ -114,7 +122,7 @@ class Server:
 
     def __init__(self) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "-" * ROOM_FOR_COMMAND_LINE]
-        own = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false", "THP_MEM_ALLOC_ENABLE": "1"}
+        own = {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -172,7 +180,8 @@ def _server() -> Server:
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the imports say is no answer
-    _import_everything()
+    sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
+    import_everything("finetune.setup.check")
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork() or _stand_for_launcher(request)
@@ -181,22 +190,18 @@ def serve() -> None:
         answers.flush()
 
 
-def _import_everything() -> None:
-    """Raises RuntimeError where that started a thread: a fork would not have it."""
-    sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
+def import_everything(*more: str) -> None:
+    """Imports what a run imports, and the modules `more`. Raises RuntimeError if that started a thread: a fork would
+    not have it."""
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's allocator would start one
     from finetune.startup import quiet_libraries
 
     quiet_libraries()
-    import bitsandbytes  # noqa: F401 (for the forks)
-    import deepspeed  # noqa: F401 (for the forks)
-    import peft  # noqa: F401 (for the forks)
-    import psutil
-
-    import finetune.setup.check
-    import finetune.training.run  # noqa: F401 (for the forks)
-
-    if psutil.Process().num_threads() != 1:
-        raise RuntimeError("imports have started threads: forks would be missing them")
+    for name in ("bitsandbytes", "deepspeed", "peft", "finetune.training.run", *more):
+        importlib.import_module(name)
+    threads = psutil.Process().num_threads()
+    if threads != 1:
+        raise RuntimeError(f"{threads} threads after the imports: forks would be missing all but one")
 
 
 def _stand_for_launcher(request: dict[str, Any]) -> NoReturn:
@@ -204,7 +209,7 @@ def _stand_for_launcher(request: dict[str, Any]) -> NoReturn:
     status = 1
     try:
         _write_command_line(request["command"])
-        running = {os.fork() or _become_rank(request, environment) for environment in request["ranks"]}
+        running = {os.fork() or leave_fork(_become_rank, request, environment) for environment in request["ranks"]}
         status, alone = 0, len(running) == 1
         while running:
             pid, ended = os.wait()
@@ -242,25 +247,30 @@ def _write_command_line(command: list[str]) -> None:
     ctypes.memmove(begin, content.ljust(end - begin, b"\0"), end - begin)
 
 
-def _become_rank(request: dict[str, Any], environment: dict[str, str]) -> NoReturn:
-    """In a fork of the fork: the program, up to the exit."""
+def leave_fork(work: Callable[..., int], *arguments: object) -> NoReturn:
+    """Ends this fork with the status that `work` returns."""
     status = 1
     try:
-        for standard, name in ((1, "out"), (2, "err")):
-            descriptor = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(descriptor, standard)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.chdir(request["cwd"])
-        os.environ.clear()
-        os.environ.update(environment)
-        status = _run_program(request["program"])
+        status = work(*arguments)
     finally:
-        # Never back into the frames of the server, not even for an error.
+        # Never back into the frames of the program that was forked, not even for an error.
         if sys.exc_info()[0]:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _become_rank(request: dict[str, Any], environment: dict[str, str]) -> int:
+    """In a fork of the fork: the program, up to the exit."""
+    for standard, name in ((1, "out"), (2, "err")):
+        descriptor = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(descriptor, standard)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(environment)
+    return _run_program(request["program"])
 
 
 def _run_program(program: list[str]) -> int:

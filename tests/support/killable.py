@@ -20,9 +20,9 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
+from forks import leave_fork
 
 ROOT = Path(__file__).resolve().parents[2]
 PROCESSES = 2
@@ -147,51 +147,21 @@ def _is_dead(process: psutil.Process) -> bool:
         return True
 
 
-def import_everything() -> None:
-    """What a run imports. Raises RuntimeError where that started a thread: a fork would not have it."""
-    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's allocator would start one
-    from finetune.startup import quiet_libraries
-
-    quiet_libraries()
-    import bitsandbytes  # noqa: F401 (for the forks)
-    import deepspeed  # noqa: F401 (for the forks)
-    import peft  # noqa: F401 (for the forks)
-
-    import finetune.training.run  # noqa: F401 (for the forks)
-
-    threads = psutil.Process().num_threads()
-    if threads != 1:
-        raise RuntimeError(f"{threads} threads after the imports: forks would be missing all but one")
-
-
 def _fork(environment: Environment, arguments: list[str], log: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    return os.fork() or _become_rank(environment, arguments, log)
+    return os.fork() or leave_fork(_become_rank, environment, arguments, log)
 
 
-def _become_rank(environment: Environment, arguments: list[str], log: Path) -> NoReturn:
-    """In the fork: `python -m finetune`, in a launcher's environment, up to the exit."""
-    status = 1
-    try:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        for standard in (1, 2):
-            os.dup2(descriptor, standard)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv = ["finetune", *arguments]
-        status = _command_line()
-    finally:
-        # Never back into the frames of the program that was forked, not even for an error.
-        if sys.exc_info()[0]:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _command_line() -> int:
-    """The exit status of finetune's own entry, after the threads that Python would wait for at its exit."""
+def _become_rank(environment: Environment, arguments: list[str], log: Path) -> int:
+    """In the fork: `python -m finetune`, in a launcher's environment, up to the exit; then the threads that Python
+    would wait for."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["finetune", *arguments]
     from finetune.cli import main
 
     try:

@@ -16,6 +16,7 @@ import torch
 from finetune.models.patches import PATCHES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+DOCUMENTED = {"_replace", "_fields", "_asdict", "_exit"}  # of named tuples, and of `os`
 
 
 def test_the_committed_picture_shows_the_rooms_and_imports_of_the_sources():
@@ -72,6 +73,42 @@ def test_forwards_and_classes_are_replaced_by_the_table_of_patches_alone():
                 elsewhere.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert elsewhere == []
     assert used == set(PATCHES)
+
+
+def unexplained(source: str) -> list[str]:
+    """Returns "line name" of private names of other code than this file, if no comment gives a reason: on a line that
+    uses the name, or on the line above."""
+    lines, tree = source.splitlines(), ast.parse(source)
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    uses: dict[str, list[int]] = {}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            own.add(node.attr)
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        elif isinstance(node, ast.ImportFrom) and not f"{node.module}.".startswith("finetune."):
+            names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+        for name in names:
+            if name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED:
+                uses.setdefault(name, []).append(node.lineno)
+    commented = {i for i, line in enumerate(lines, 1) if "#" in line}
+    commented |= {i + 1 for i in commented if lines[i - 1].lstrip().startswith("#")}
+    return [f"{at[0]} {name}" for name, at in uses.items() if name not in own and not commented & set(at)]
+
+
+def test_a_private_name_of_a_library_has_its_reason():
+    source = "x = torch._one\nself._own = y._own\nz = getattr(m, '_two')\nfrom a._b import c"
+    assert sorted(unexplained(source)) == ["1 _one", "3 _two", "4 _b"]
+    assert unexplained("# As the public one copies.\nx = torch._one\ny = torch._one") == []
+    found = {
+        str(path.relative_to(ROOT)): unexplained(path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / "finetune").rglob("*.py"))
+        if "engine" not in path.parts and path.name != "patches.py"
+    }
+    assert not {file: names for file, names in found.items() if names}
 
 
 def test_files_import_each_other_one_way():

@@ -368,7 +368,7 @@ def compile_with_limits(environment: Any, source: str) -> tuple[Any, Limits]:
 
     environment: a sandbox of Jinja for this template alone, which is changed. Raises jinja2.TemplateSyntaxError.
     """
-    tree: Any = environment._parse(source, None, None)
+    tree: Any = environment.parse(source)
     literals = tree.find_all((nodes.List, nodes.Tuple, nodes.Dict))
     names = {one.name for one in tree.find_all((nodes.Filter, nodes.Name))}
     nests = not names.isdisjoint(_NESTING) or any(

@@ -130,7 +130,7 @@ class Renderer:
             )
         return examples[0][0]
 
-    def tokenise(self, rendered: Sequence[Rendered]) -> list[Tokens | TokensAndImages]:
+    def tokenize(self, rendered: Sequence[Rendered]) -> list[Tokens | TokensAndImages]:
         """Returns ids and masks of many samples, and images if rows have them, in one call of the tokenizer."""
         texts = [one for one in rendered if one.ready is None]
         encoded = iter(self.encoder.encode([one.text for one in texts], [one.spans for one in texts]))

@@ -140,7 +140,7 @@ def _notes(renderer: Renderer, chat: Chat, two: list[list[str]], train_on: str) 
     tokenizer, end, text = renderer.tokenizer, chat.traits.end_of_turn, chat.jinja.template.text
     if end and tokenizer.pad_token == end:
         yield (
-            f"the padding token is the end-of-turn {end!r}: harmless here, where nothing is padded, but other trainers "
+            f"the padding token is the end-of-turn {end!r}: harmless here, as nothing is padded, but other trainers "
             "would not train it"
         )
     if asks_for_today(text):

@@ -149,7 +149,7 @@ def with_empty_thought(template: Template, special: Mapping[str, str]) -> Templa
     question = probe(1)[:1]
     for added, prompt in (("", False), (thought.text, True)):
         if Jinja(given, special).text(question, prompt=prompt) != jinja.text(question, prompt=prompt) + added:
-            raise UserError(f"model.empty_thought: given: {template.name} does not end where its text does")
+            raise UserError(f"model.empty_thought: given: {template.name} does not end with its text")
     return given
 
 

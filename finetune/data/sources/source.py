@@ -187,6 +187,7 @@ class HubRows:
                 self._rows, self._digest = _streamed(source)
             else:
                 self._rows = datasets.load_dataset(source.path, source.config, split=source.split)
+                # Of content and history; `datasets` has it only under this name.
                 self._digest = self._rows._fingerprint
         except _hub_errors() as error:
             raise UserError(

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from finetune.errors import UserError
@@ -100,6 +100,7 @@ class _Case:
     def plain(self) -> str:
         """Returns the implementation that transformers takes by itself; but not sdpa if scores are capped, which
         transformers 5.17 takes nevertheless, and leaves out the cap."""
+        # transformers' models declare by these flags what they support.
         return "sdpa" if getattr(self.model_class, "_supports_sdpa", False) and not self.soft_capped else "eager"
 
     def verdict(self, implementation: str | None) -> Verdict:
@@ -125,7 +126,7 @@ def attention_for(
     if recipe.model.train is not None:
         return _with_images(requested, config, device, half, there)
     try:
-        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
         raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
     longest = recipe.data.max_length if recipe.train.compile else None
@@ -138,7 +139,7 @@ def _with_images(
     """Returns the attention of a multimodal model's language model. Raises UserError if it, or the family's handling of
     images, does not keep packed documents apart."""
     text, family = text_config(config, has_head=True), family_of(config)
-    model_class: Any = AutoModelForCausalLM._model_mapping[type(text)]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     if requested in ("sdpa", "eager") or (family.sees_whole_images and requested not in ("auto", "documents")):
         raise UserError(
             f"model.attention: `{requested}`: documents with images are kept apart by our own attention: use `auto`"
@@ -286,6 +287,7 @@ def _obstacles(requested: str, case: _Case) -> Iterator[str]:
         yield "the kernel has no soft-capping of attention logits"
     if requested == "flash_attention_2" and not here.flash_attn:
         yield "flash-attn is not installed: pip install flash-attn --no-build-isolation"
+    # The flag by which transformers' models declare it.
     if requested == "flash_attention_2" and not getattr(case.model_class, "_supports_flash_attn", False):
         yield "the architecture does not support it"
     if requested == "flex" and case.device != "cuda":

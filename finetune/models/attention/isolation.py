@@ -59,8 +59,8 @@ _CAUSAL_TOLERANCE = 1e-4
 _FIRST_TOKEN = 3  # below are the ids that mean something
 _SHARED = LENGTHS[1] // 2  # tokens that the last two documents begin with
 
-# (lengths of documents, tokens that each shares with the beginning of the one before) -> inputs of a forward besides
-# its tokens
+# (lengths of documents, tokens that each shares with the beginning of the one before) -> further inputs of a
+# forward
 Prepare = Callable[..., dict[str, Any]]
 
 

@@ -33,7 +33,7 @@ def boundaries(document_lengths: tuple[int, ...], device: str, compiled: bool) -
     # Without waiting for the device.
     ends = ends.pin_memory().to(device, non_blocking=True) if device == "cuda" else ends.to(device)
     if compiled:
-        torch._dynamo.mark_dynamic(ends, 0)
+        torch._dynamo.mark_dynamic(ends, 0)  # torch documents it under this name
     return ends
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree as pytree  # torch has no public one, with paths of leaves
 from transformers import PreTrainedModel
 
 from finetune.models.patches import replace_forward

@@ -128,12 +128,13 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, scaling: float, caus
     if kernel != "cuda":
         key, value = _repeat_groups(query, key), _repeat_groups(query, value)
     if kernel == "cpu":
-        return Attended(
-            *aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scaling)
-        )
+        # Parts of attention are merged by the logsumexp of their scores, which the public function keeps to itself.
+        attend = aten._scaled_dot_product_flash_attention_for_cpu
+        return Attended(*attend(query, key, value, 0.0, causal, scale=scaling))
     if kernel == "cuda":
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))  # (1, t or s, H or K, D): it groups them
         sizes = (None, None, q.shape[1], k.shape[1])
+        # The same on a GPU.
         out, lse, *_ = aten._flash_attention_forward(q, k, v, *sizes, 0.0, causal, False, scale=scaling)
         return Attended(out.transpose(1, 2), lse)
     scores = _scores(query, key, scaling, causal)
@@ -150,12 +151,14 @@ def attend_block_backward(
         key, value = _repeat_groups(query, key), _repeat_groups(query, value)
     out, lse = full.out.to(query.dtype), full.lse
     if kernel == "cpu":
+        # Autograd would take the part's own logsumexp, not that of all keys; on a GPU, too.
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, out, lse, 0.0, causal, scale=scaling
         )
     elif kernel == "cuda":
         g, q, k, v, o = (tensor.transpose(1, 2) for tensor in (gradient, query, key, value, out))
         sizes, random = (None, None, q.shape[1], k.shape[1]), torch.zeros(2, dtype=torch.uint64, device=q.device)
+        # The same on a GPU.
         gradients = aten._flash_attention_backward(
             g, q, k, v, o, lse.contiguous(), *sizes, 0.0, causal, random, torch.empty(0, device=q.device), scale=scaling
         )

@@ -177,11 +177,12 @@ def logit_map(model: PreTrainedModel) -> LogitMap:
     """
     name, config = type(model).__name__, model.config.get_text_config()
     heads = [key for key, module in model.named_children() if module is model.get_output_embeddings()]
-    if not heads or model.base_model_prefix not in model._modules:
+    if not heads or model.base_model_prefix not in dict(model.named_children()):
         raise UnknownHead(f"{name} does not have a base model and a head next to each other")
     hidden = torch.linspace(-1, 1, 3 * config.hidden_size).reshape(1, 3, -1)
     raw = torch.linspace(-60, 60, len(_KEPT) * config.vocab_size).reshape(1, len(_KEPT), -1)
     probe, head = copy.copy(model), _Head(raw)
+    # The copy shares this dictionary with the model: setting a child of one would set it in both.
     probe._modules = {**model._modules, model.base_model_prefix: _Base(hidden), heads[0]: head}
     try:
         with torch.no_grad():

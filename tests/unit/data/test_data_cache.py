@@ -128,7 +128,7 @@ class Deadly:
             os.kill(os.getpid(), signal.SIGKILL)
         return []
 
-    def tokenise(self, rendered: list[Rendered]) -> list[Any]:
+    def tokenize(self, rendered: list[Rendered]) -> list[Any]:
         return []
 
 
@@ -309,7 +309,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_cached(tmp_path, cache_fold
     assert list_entries() == []
 
 
-def test_nothing_is_tokenised_before_every_source_was_looked_at(tmp_path, cache_folder):
+def test_nothing_is_tokenized_before_every_source_was_looked_at(tmp_path, cache_folder):
     good = write_jsonl(tmp_path / "good.jsonl", [{"text": "hello"}] * 5)
     bad = write_jsonl(tmp_path / "bad.jsonl", [{"text": "hello"}, {"txt": "hello"}])
     for last, message in (
@@ -352,8 +352,8 @@ class InParts:
         texts = [Rendered(text, [(0, len(text))], True) for text in sample.text.split("|")]
         return [tuple(texts)] if self.is_preference else [(text,) for text in texts]
 
-    def tokenise(self, rendered: list[Rendered]) -> Any:
-        return self.of.tokenise(rendered)
+    def tokenize(self, rendered: list[Rendered]) -> Any:
+        return self.of.tokenize(rendered)
 
 
 def in_parts(is_preference: bool, overlong: str, *texts: str) -> ChunkResult:

@@ -584,7 +584,7 @@ def test_a_preference_is_one_example_of_two_sequences():
     made = build_renderer(tokenizer)
     pair = Preference(PromptCompletion("hello", "fine"), as_conversation(conversation("hello", "four")))
     (drawn,) = made.draw(pair)
-    assert [tokenizer.decode(ids[trained]) for ids, trained in made.tokenise(drawn)] == [
+    assert [tokenizer.decode(ids[trained]) for ids, trained in made.tokenize(drawn)] == [
         "fine<|im_end|>",
         "four<|im_end|>",
     ]
@@ -594,8 +594,8 @@ def test_samples_of_all_kinds_keep_their_order():
     made = build_renderer(STYLES["chatml"].tokenizer(shaped("chatml", "none")))
     samples = [Ids((5, 6), (False, True)), PromptCompletion("a", "b"), Ids((7,), (False,)), Text("four")]
     drawn = [made.draw(sample)[0] for sample in samples]
-    together = made.tokenise([text for group in drawn for text in group])
-    alone = [made.tokenise(group)[0] for group in drawn]
+    together = made.tokenize([text for group in drawn for text in group])
+    alone = [made.tokenize(group)[0] for group in drawn]
     assert [ids.tolist() for ids, _ in together] == [ids.tolist() for ids, _ in alone]
 
 
@@ -610,7 +610,7 @@ def test_a_turn_that_is_written_differently_later_is_an_example_of_its_own():
     tokenizer = byte_level(("<|im_start|>", "<|im_end|>", "<|endoftext|>"), template=ENDS_DIFFERENTLY)
     made = build_renderer(tokenizer)
     sample = as_conversation(conversation("hello", "fine", "and you?", "good"))
-    tokens = [made.tokenise(group)[0] for group in made.draw(sample)]
+    tokens = [made.tokenize(group)[0] for group in made.draw(sample)]
     found = [(tokenizer.decode(ids), tokenizer.decode(ids[mask])) for ids, mask in tokens]
     assert found == [
         ("<|im_start|>user\nhello<|im_end|><|im_start|>assistant\nfine<|endoftext|>", "fine<|endoftext|>"),

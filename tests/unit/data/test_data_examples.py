@@ -233,7 +233,7 @@ def test_the_second_time_reads_the_cache(texts, cache_folder):
     assert first.report == second.report
 
 
-def test_weight_and_seed_do_not_tokenise_again(texts, cache_folder):
+def test_weight_and_seed_do_not_tokenize_again(texts, cache_folder):
     prepare(texts)
     before = entries(cache_folder)
     prepare(texts, source={"weight": 2.5})

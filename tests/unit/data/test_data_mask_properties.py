@@ -163,7 +163,7 @@ class Example:
 
 
 def examples(maker: Renderer, sample: Conversation) -> list[Example]:
-    tokens = maker.tokenise([text for group in maker.draw(sample) for text in group])
+    tokens = maker.tokenize([text for group in maker.draw(sample) for text in group])
     return [Example(ids.tolist(), labels_of(ids, trained).tolist()) for ids, trained in tokens]
 
 

@@ -151,7 +151,7 @@ def assert_same(name: str, sample: Conversation, made: Renderer | None = None) -
     found = [
         (ids.tolist(), labels_of(ids, mask).tolist())
         for group in made.draw(sample)
-        for ids, mask in made.tokenise(group)
+        for ids, mask in made.tokenize(group)
     ]
     assert found == examples_by_oracle(name, sample)
 

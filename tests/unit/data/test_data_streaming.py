@@ -80,7 +80,7 @@ def test_rows_are_packed_and_no_longer_than_a_row_may_be(texts):
         assert rows.lengths(position).tolist() == [one.num_tokens for one in rows.row(position)]
 
 
-def test_any_position_is_the_same_from_anywhere_and_tokenises_nothing_twice(texts, cache_folder):
+def test_any_position_is_the_same_from_anywhere_and_tokenizes_nothing_twice(texts, cache_folder):
     recipe = streaming({"path": str(texts), "format": "text"})
     rows = rows_of(recipe)
     walked = seen(rows, range(30))
@@ -118,7 +118,7 @@ def test_sources_are_mixed_by_weight(texts, others, by, expected):
     assert counts[0] / counts.total() == pytest.approx(expected, abs=0.01)
 
 
-def test_changing_a_weight_tokenises_nothing_again(texts, others, cache_folder):
+def test_changing_a_weight_tokenizes_nothing_again(texts, others, cache_folder):
     for weight in (1.0, 2.0):
         sources = ({"path": str(texts), "weight": weight}, {"path": str(others)})
         rows_of(streaming(*sources)).window(8)

@@ -650,7 +650,7 @@ def conversation_of(name: str, family: str) -> Conversation:
 
 
 def expected(tokenizer: PreTrainedTokenizerFast, shown: str) -> tuple[list[int], list[int]]:
-    """(ids, labels) of a text with « » around what is trained, tokenised piece by piece."""
+    """(ids, labels) of a text with « » around what is trained, tokenized piece by piece."""
     pieces = [(mark, tokenizer.encode(piece, add_special_tokens=False)) for mark, piece in _pieces(shown)]
     ids = [i for _, piece in pieces for i in piece]
     assert ids == tokenizer.encode(re.sub("[«»]", "", shown), add_special_tokens=False)
@@ -666,7 +666,7 @@ def drawn(tokenizer: PreTrainedTokenizerFast, sample: Conversation, train_on: st
     return [
         (ids.tolist(), labels_of(ids, trained).tolist())
         for group in made.draw(sample)
-        for ids, trained in made.tokenise(group)
+        for ids, trained in made.tokenize(group)
     ]
 
 

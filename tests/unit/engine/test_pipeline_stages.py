@@ -19,17 +19,8 @@ from finetune.engine.stages import Layout, StageModel, check_cuttable, holders, 
 from finetune.errors import UserError
 from finetune.models.base_config import without_weights
 from finetune.models.loss_model import CausalLMWithLoss
+from finetune.plan.tables import shipped_config
 from finetune.recipe import load_recipe
-
-LLAMA_8B = {  # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +28,9 @@ LLAMA_8B = {  # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.
 )
 def test_ends_of_an_8b_llama_have_fewer_layers(stages: int, layers: list[int]) -> None:
     """Embedding and head weigh 2.4 layers each."""
-    layout = lay_out(without_weights(AutoConfig.for_model("llama", **LLAMA_8B)), stages, stages)
+    config = shipped_config("meta-llama/Llama-3.1-8B")
+    assert config is not None
+    layout = lay_out(without_weights(config), stages, stages)
     assert [len(layout.layers(stage)) for stage in range(stages)] == layers
 
 

@@ -97,7 +97,7 @@ def test_other_texts_have_the_ids_of_training(tokenizer: Any) -> None:
     said = (Message("user", "say <think> im_end 🟢"), Message("assistant", "green"))
     renderer = build_renderer(tokenizer)
     ((rendered,),) = renderer.draw(Conversation(said))
-    ((trained_ids, *_),) = renderer.tokenise([rendered])
+    ((trained_ids, *_),) = renderer.tokenize([rendered])
     prompt = Answerer(MODEL, tokenizer, chat_template(tokenizer)).prompt([{"role": "user", "content": said[0].content}])
     assert prompt.ids == trained_ids[: len(prompt.ids)].tolist()
 

@@ -32,7 +32,7 @@ from finetune.plan.command import (
 )
 from finetune.plan.memory import Place, estimate_memory
 from finetune.plan.memory_page import write_page
-from finetune.plan.search import Choice, SearchResult, launches, spot_loss, verdict
+from finetune.plan.search import Choice, SearchResult, config_folder, launches, spot_loss, verdict
 from finetune.plan.tables import parse_machines, read_prices
 from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
@@ -148,6 +148,26 @@ def test_tensor_parallel_groups_stay_on_a_machine() -> None:
     sizes = {launch.parallelism.tensor for launch in launches(machines) if launch.where == "tp"}
     assert sizes == {2, 4}  # not 8
     assert {launch.parallelism.replicate for launch in launches(machines) if launch.where == "hsdp"} == {2}
+
+
+def test_a_config_is_searched_by_what_it_says_not_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware, folder = shipped_hardware(), tmp_path / "accelerate_configs"
+    shipped_folder = config_folder()
+    folder.mkdir()
+    names = {"single": "single", "pp": "a", "hsdp": "b", "zero3_offload": "c", "fsdp2_tp": "d"}
+    for shipped, name in names.items():
+        (folder / f"{name}.yaml").write_text((shipped_folder / f"{shipped}.yaml").read_text(encoding="utf-8"))
+    monkeypatch.chdir(tmp_path)
+    found = [(one.where, one.parallelism.summary()) for one in launches(parse_machines("4xH100-80", 1, hardware))]
+    assert found == [
+        ("a", "pipeline 4"),
+        ("b", "replicate 2 x shard 2"),
+        ("c", "shard 4"),
+        ("d", "shard 2 x tensor 2"),
+        ("single", "one process"),
+    ]
+    alone = [one.where for one in launches(parse_machines("1xH100-80", 1, hardware))]
+    assert alone == ["c", "single"]
 
 
 def test_the_interval_of_checkpoints_loses_least() -> None:
