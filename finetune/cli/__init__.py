@@ -99,7 +99,7 @@ GROUPS = {  # in the order of `--help`
     "Train": (launched.launch, launched.train, launched.reference),
     "Use and compare": (
         *(finished.generate, finished.chat, finished.serve, finished.score, finished.evaluate),
-        *(finished.report, finished.checkpoints),
+        *(finished.runs, finished.logs, finished.report, finished.checkpoints),
     ),
     "Export": (finished.export, finished.merge, finished.verify, finished.upload),
     "More": (recipes.schema,),

@@ -364,6 +364,43 @@ def report(
         print(f"wrote {out or 'report.html'}")
 
 
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of runs, or a run.")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """List runs with status, step, loss, speed, hours left and price so far; also those on a shared folder.
+
+    A run that was killed cannot say so: `running?` has written nothing for a long time.
+
+    Example: [bold]python -m finetune runs runs[/bold]
+    """
+    from finetune.plan.run_list import list_runs, runs_as_json, show_runs
+
+    found = list_runs(folder)
+    if as_json:
+        print(runs_as_json(found))
+    else:
+        show_runs(Console(), folder, found)
+
+
+def logs(
+    run_dir: RunDir,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", min=0, metavar="N", help="Show only the last lines.")
+    ] = None,
+    goes_on: Annotated[bool, typer.Option("--follow", "-f", help="Show new lines until the run has ended.")] = False,
+) -> None:
+    """Show the steps and evaluations of a run, also while it goes on.
+
+    Example: [bold]python -m finetune logs runs/quickstart-full --follow[/bold]
+    """
+    from finetune.view.run_log import follow
+
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in follow(run_dir, lines, goes_on):
+            print(line, flush=True)
+
+
 def checkpoints(
     run_dir: RunDir,
     verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare checksums.")] = False,

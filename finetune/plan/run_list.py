@@ -1,0 +1,173 @@
+"""`runs`: what each run below a folder is doing, from the files that it writes; works on a shared folder.
+
+A run that is killed cannot say so: its status stays `running`, and its silence is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from finetune.engine.hardware import CPU, read_hardware
+from finetune.errors import UserError
+from finetune.plan.finished_runs import device_key, read_plan
+from finetune.plan.search import hourly
+from finetune.plan.tables import Prices, parse_machines, read_prices
+from finetune.tracking.metrics import read_status, read_steps
+from finetune.utils import print_line
+
+_RECENT = 20  # steps whose median time predicts the rest
+_SILENT_S = 600.0  # and twenty of its own steps: longer without a line, a run is perhaps dead
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """State of one run. Times are in hours of training, of this launch and those before it."""
+
+    folder: str
+    status: str | None  # None: it has none, as its set-up has not finished
+    step: int
+    steps: int | None
+    loss: float | None
+    evaluation: dict[str, float]  # the last one, without parts
+    tokens_per_s: float | None
+    hours: float
+    hours_left: float | None  # None: it does not run, or has made no step
+    silent_s: float | None  # since its last line; None: not running
+    price: float | None  # so far; None: its device has no price
+    currency: str | None
+    devices: str
+
+
+def list_runs(folder: Path, prices: Path | None = None) -> list[RunInfo]:
+    """Returns the runs below a folder, the last that wrote first. Raises UserError if there are none."""
+    names = ("status.json", "plan.json", "metrics.jsonl")
+    folders = {file.parent for name in names for pattern in (name, f"*/{name}") for file in folder.glob(pattern)}
+    if not folders:
+        raise UserError(f"{folder}: no runs here: give the folder that `run.dir` names, or a run")
+    table = read_prices(prices)
+    return [read_run(run, table) for run in sorted(folders, key=_last_written, reverse=True)]
+
+
+def _last_written(run: Path) -> float:
+    files = (run / name for name in ("metrics.jsonl", "status.json", "plan.json"))
+    return max(file.stat().st_mtime for file in files if file.exists())
+
+
+def read_run(run: Path, prices: Prices) -> RunInfo:
+    """Returns what the files of a run say; numbers that are missing or damaged are left out."""
+    plan, status, lines = read_plan(run / "plan.json"), read_status(run), read_steps(run / "metrics.jsonl")
+    trained = [line for line in lines if "loss" in line]
+    seconds = [_seconds(line) for line in trained]
+    step, steps = trained[-1]["step"] if trained else 0, plan.get("steps")
+    recent = statistics.median(seconds[-_RECENT:]) if seconds else None
+    runs, hours = status == "running", sum(seconds) / 3600
+    silent = time.time() - _last_written(run) if runs else None
+    rate = _rate(plan, prices)
+    evaluations = [line for line in lines if any(name.startswith("eval_") for name in line)]
+    last = evaluations[-1] if evaluations else {}
+    return RunInfo(
+        str(run),
+        status,
+        step,
+        steps if isinstance(steps, int) else None,
+        trained[-1]["loss"] if trained else None,
+        {name: value for name, value in last.items() if _is_metric(name, value)},
+        trained[-1].get("tokens_per_s") if trained else None,
+        hours,
+        recent * (steps - step) / 3600 if runs and recent is not None and isinstance(steps, int) else None,
+        silent if silent is not None and silent > max(_SILENT_S, 20 * (recent or 0)) else None,
+        rate[0] * hours if rate else None,
+        rate[1] if rate else None,
+        f"{plan.get('world_size', '?')} x {plan.get('device', '?')}",
+    )
+
+
+def _seconds(line: dict[str, Any]) -> float:
+    """Returns the time of a step with its evaluation and checkpoint."""
+    parts = [value for name, value in line.items() if name.startswith("time/") and isinstance(value, int | float)]
+    return sum(parts) or line.get("step_s") or 0.0
+
+
+def _is_metric(name: str, value: Any) -> bool:
+    return "/" not in name and name != "step" and isinstance(value, int | float)
+
+
+def _rate(plan: dict[str, Any], prices: Prices) -> tuple[float, str] | None:
+    """Returns the price of an hour of a run's devices, and its currency; None for processors and unknown devices."""
+    if plan.get("device") in (None, CPU) or not isinstance(plan.get("world_size"), int):
+        return None
+    hardware = read_hardware()
+    if (key := device_key(plan, hardware)) is None:
+        return None
+    return hourly(prices, parse_machines(f"{plan['world_size']}x{key}", 1, hardware), spot=False)
+
+
+def show_runs(console: Console, folder: Path, runs: list[RunInfo]) -> None:
+    """Prints a table, without columns that are empty, and below it the runs that are silent."""
+    columns = {
+        "run": [Path(run.folder).name for run in runs],
+        "status": [_status(run) for run in runs],
+        "step": [f"{run.step:,}/{'?' if run.steps is None else f'{run.steps:,}'}" for run in runs],
+        "loss": [_number(run.loss) for run in runs],
+        "eval": [_evaluation(run) for run in runs],
+        "tok/s": ["" if run.tokens_per_s is None else f"{run.tokens_per_s:,.0f}" for run in runs],
+        "time": [_duration(run.hours) for run in runs],
+        "left": ["" if run.hours_left is None else _duration(run.hours_left) for run in runs],
+        "price": ["" if run.price is None else f"{run.price:,.2f} {run.currency}" for run in runs],
+    }
+    table = Table(title=str(folder), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    for name in shown:
+        folds = name in ("run", "price")
+        justify = "left" if name in ("run", "status") else "right"
+        width = 12 if name == "run" else None
+        table.add_column(name, overflow="fold", justify=justify, no_wrap=not folds, min_width=width)
+    for cells in zip(*shown.values(), strict=True):
+        table.add_row(*cells)
+    console.print(table)
+    for run in runs:
+        if run.silent_s is not None:
+            since = _duration(run.silent_s / 3600)
+            print_line(
+                console, f"{run.folder}: has written nothing for {since}: if it was killed, launch it again"
+            )
+
+
+def _evaluation(run: RunInfo) -> str:
+    """Returns the share of exact answers, if it is measured, else the loss."""
+    if "exact_match" in run.evaluation:
+        return f"{run.evaluation['exact_match']:.1%}"
+    return _number(run.evaluation.get("eval_loss"))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _status(run: RunInfo) -> str:
+    colour = {"finished": "green", "failed": "red", "stopped": "yellow"}.get(run.status or "")
+    name = "running?" if run.silent_s is not None else run.status or "starting"
+    return f"[{colour}]{name}[/{colour}]" if colour else name
+
+
+def _duration(hours: float) -> str:
+    """
+    >>> _duration(0.01), _duration(0.5), _duration(30.25)
+    ('36 s', '30 min', '30.2 h')
+    """
+    if hours < 1 / 30:
+        return f"{hours * 3600:.0f} s"
+    return f"{hours * 60:.0f} min" if hours < 1 else f"{hours:.1f} h"
+
+
+def runs_as_json(runs: list[RunInfo]) -> str:
+    return json.dumps([asdict(run) for run in runs], indent=1)
