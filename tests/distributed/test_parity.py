@@ -73,7 +73,7 @@ LEFT = {
         *("lora tokens", "lora tied tokens", "lora tokens whole", "qlora tokens"),
     ),
     "ddp, fsdp2 and pp: full bf16; test_resume_elsewhere.py: full bf16": ("lora bf16",),
-    "fsdp2: qlora fp8; tests/numerics/test_fp8_linear.py": ("qlora fp8 scaled",),
+    "fsdp2: qlora fp8; tests/numerics/test_quantized.py": ("qlora fp8 scaled",),
     "fsdp2: full checkpointing selective, qlora fp8; tests/numerics/test_memory.py, with dropout and in 4 bits": (
         *("full checkpointing", "full checkpointing offloaded", "qlora checkpointing selective"),
     ),
