@@ -117,6 +117,9 @@ def plan(
     report: Annotated[
         bool, typer.Option("--report", help="Compare predictions with runs; RECIPE ... are run directories.")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show also what does not fit, and the rules that forbid places.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan a run before renting for it: whether it fits, its speed and price, and the best accelerate config.
@@ -139,7 +142,7 @@ def plan(
         print(comparisons_json(comparisons) if as_json else table(comparisons))
         return
     ranking, files = (nodes, budget, deadline, by, spot), (hardware, prices)
-    options = PlanOptions(tuple(on or ()), *ranking, write, html, sweep, memory, *files, as_json)
+    options = PlanOptions(tuple(on or ()), *ranking, write, html, sweep, memory, *files, as_json, verbose)
     run(recipe, overrides or (), options, Console())
 
 

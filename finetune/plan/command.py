@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -19,11 +20,23 @@ from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.errors import UserError
 from finetune.models.base_config import base_config
 from finetune.models.config import training_config, without_dropout
-from finetune.plan.answer import as_dicts, price_lines, rests_on, show
+from finetune.plan.answer import as_dicts, price_lines, refused, rests_on, show
 from finetune.plan.finished_runs import speeds_here
 from finetune.plan.lengths import Lengths, RowFacts, read_lengths, widest
 from finetune.plan.memory_page import write_page
-from finetune.plan.search import Choice, PlanRequest, SearchResult, as_lines, best, changed, drops, search, value_of
+from finetune.plan.search import (
+    Choice,
+    PlanRequest,
+    SearchResult,
+    answers,
+    as_lines,
+    best,
+    changed,
+    drops,
+    search,
+    value_of,
+    with_faster,
+)
 from finetune.plan.shapes import shapes_of as weights_of
 from finetune.plan.speed import Shape
 from finetune.plan.tables import Machines, parse_machines, read_prices, shapes_source, shipped_config
@@ -62,6 +75,7 @@ class PlanOptions:
     hardware: Path | None = None
     prices: Path | None = None
     as_json: bool = False
+    verbose: bool = False
 
 
 def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> list[Choice]:
@@ -79,9 +93,9 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
         return []
     request, choices, results = plan(path, overrides, options)
     if options.as_json:
-        print(json.dumps(as_dicts(request, choices), indent=1))
+        print(json.dumps([*as_dicts(request, choices), *refused(results)], indent=1))
     else:
-        show(console, request, choices, results)
+        show(console, request, choices, results, options.verbose)
     notes: list[str] = []
     if options.html:
         lines = [f"lengths: {request.rows.source}", *price_lines(request, choices[0]), *rests_on(request, choices)]
@@ -97,21 +111,28 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
 def plan(
     path: Path, overrides: Sequence[str], options: PlanOptions
 ) -> tuple[PlanRequest, list[Choice], list[SearchResult]]:
-    """Returns the request, the choices in order of rank, and the result of the search on each kind of devices. Raises
-    UserError."""
+    """Returns the request, the choices, and the result of the search on each kind of devices. Raises UserError.
+
+    Choices are in order of rank, but the best of each kind of devices comes before all others.
+    """
     machines = machines_of(options)
     request = ask(load_recipe(path, overrides), str(path), options, machines)
     results = [search(request, one, speeds_here(request.recipe, one, request.hardware)) for one in machines]
-    choices = ranked([choice for result in results for choice in result.choices], options)
-    if not choices:
+    found = [choice for result in results for choice in result.choices]
+    if not found:
         rules = "\n".join(f"  {name}: {rule}" for result in results for name, rule in result.illegal.items())
         raise UserError(f"{path}: no config can run it on {', '.join(options.on)}:\n{rules}")
-    return request, choices, results
+    ones = [best(result.choices) for result in results if result.choices]
+    alone = [result.alone for result in results if result.alone is not None]
+    choices = ranked(with_faster(found, [*ones, *alone]), options)
+    first = answers(choices)
+    return request, [*first, *(one for one in choices if all(one is not other for other in first))], results
 
 
 def machines_of(options: PlanOptions) -> list[Machines]:
     hardware = read_hardware(options.hardware)
-    return [parse_machines(text, options.nodes, hardware) for text in options.on]
+    machines = [parse_machines(text, options.nodes, hardware) for text in options.on]
+    return list({one.name: one for one in machines}.values())
 
 
 def ask(recipe: Recipe, path: str, options: PlanOptions, machines: Sequence[Machines]) -> PlanRequest:
@@ -162,8 +183,8 @@ def ranked(choices: Sequence[Choice], options: PlanOptions) -> list[Choice]:
     def key(one: Choice) -> tuple[Any, ...]:
         too_late = most_hours is not None and (one.hours is None or one.hours > most_hours)
         too_dear = options.budget is not None and (one.price is None or one.price > options.budget)
-        seconds = one.step.seconds if one.step else 0.0
-        cost = one.per_million or 0.0
+        seconds = one.step.seconds if one.step else math.inf
+        cost = math.inf if one.per_million is None else one.per_million
         order = (cost, seconds) if options.by == "price" else (seconds, cost)
         return *one.place_in_order, too_late or too_dear, *order, one.peak
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,6 +70,7 @@ class Choice:
     price: float | None  # of the run; None: hours or prices are not known
     per_million: float | None  # supervised tokens
     currency: str | None
+    faster: Choice | None = None  # on fewer of these devices, if that is known
 
     @property
     def config(self) -> str:
@@ -86,9 +87,10 @@ class Choice:
         return f"{self.config}{sizes} on {self.machines.name}{changes}"
 
     @property
-    def place_in_order(self) -> tuple[int, bool]:
-        """Smaller is better: by verdict, last those without an estimate of a step."""
-        return ORDER.index(self.verdict), self.memory.at_least
+    def place_in_order(self) -> tuple[int, bool, float]:
+        """Smaller is better: by verdict; of those that do not fit by what is missing, last those without an estimate of
+        a step."""
+        return ORDER.index(self.verdict), self.memory.at_least, -self.free if self.verdict == "no" else 0.0
 
     @property
     def free(self) -> float:
@@ -98,8 +100,12 @@ class Choice:
 
 @dataclass
 class SearchResult:
+    """All that was tried on one kind of machines."""
+
+    machines: Machines
     choices: list[Choice] = field(default_factory=list)
     illegal: dict[str, str] = field(default_factory=dict)  # config and sizes, and the rule
+    alone: Choice | None = None  # on one of several devices
 
 
 def config_folder() -> Path:
@@ -111,20 +117,19 @@ def config_folder() -> Path:
 
 
 def launches(machines: Machines) -> Iterator[Launch]:
-    """Yields every config, with every size of its dimension that the devices allow."""
+    """Yields every config that uses all devices, with every size of its dimension that they allow."""
     for path in sorted(config_folder().glob("*.yaml")):
         as_written = read_config_file(str(path))
         alone = as_written.config["distributed_type"] == "NO"
-        if machines.count == 1 and not (alone or as_written.offloads_optimizer):
+        if alone != (machines.count == 1) and not (machines.count == 1 and as_written.offloads_optimizer):
             continue
-        processes = 1 if alone else machines.count
         if (key := open_size(as_written.config)) is None:
-            yield Launch(as_written.kind, processes, str(path), as_written.config)
+            yield Launch(as_written.kind, machines.count, str(path), as_written.config)
             continue
         for size in _sizes(key, as_written, machines):
             config = copy.deepcopy(as_written.config)
             config[_PARALLELISM][f"{_PARALLELISM}_{key}"] = size
-            yield Launch(as_written.kind, processes, str(path), config)
+            yield Launch(as_written.kind, machines.count, str(path), config)
 
 
 def open_size(config: dict[str, Any]) -> str | None:
@@ -148,13 +153,13 @@ def _sizes(key: str, as_written: Launch, machines: Machines) -> list[int]:
 def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, widely: bool = True) -> SearchResult:
     """Returns the best legal choice of every config and size, and the rules that forbid the others.
 
-    widely: tries other rows per device and recomputation as well, if they could help.
+    widely: tries other rows per device and recomputation as well, if they could help; and one of several devices alone.
     """
-    result, places = SearchResult(), list(launches(machines))
+    result, places = SearchResult(machines), list(launches(machines))
     console = Console(stderr=True)
     for launch in track(places, machines.name, console=console, transient=True, disable=not console.is_terminal):
         try:
-            own = evaluate(request, launch, machines, speeds, {})
+            result.choices.append(_best_of(request, launch, machines, speeds, widely))
         except UserError as error:
             key = open_size(launch.config)
             size = f" ({key} {launch.config[_PARALLELISM][f'{_PARALLELISM}_{key}']})" if key else ""
@@ -162,13 +167,35 @@ def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, wide
             lines = [line.strip() for line in str(error).splitlines()]
             rule = lines[1] if len(lines) > 1 else lines[0].partition(": ")[2] or lines[0]
             result.illegal[f"{launch.where}{size}"] = rule
-            continue
-        choices = [own]
-        for changes in _other_keys(request, own) if widely else ():
-            with contextlib.suppress(UserError):
-                choices.append(evaluate(request, launch, machines, speeds, changes))
-        result.choices.append(best(choices))
+    one = replace(machines, per_machine=1, machines=1)
+    alone = next((x for x in launches(one) if x.config["distributed_type"] == "NO"), None)
+    if widely and machines.count > 1 and alone is not None:
+        with contextlib.suppress(UserError):
+            result.alone = _best_of(request, alone, one, speeds, widely)
     return result
+
+
+def _best_of(request: PlanRequest, launch: Launch, machines: Machines, speeds: Speeds | None, widely: bool) -> Choice:
+    """Returns the best choice of one launch. Raises UserError if a rule forbids it."""
+    own = evaluate(request, launch, machines, speeds, {})
+    choices = [own]
+    for changes in _other_keys(request, own) if widely else ():
+        with contextlib.suppress(UserError):
+            choices.append(evaluate(request, launch, machines, speeds, changes))
+    return best(choices)
+
+
+def with_faster(choices: Sequence[Choice], known: Sequence[Choice]) -> list[Choice]:
+    """Returns the choices, each with the fastest of `known` on fewer of the same devices that is at least as fast."""
+
+    def beats(other: Choice, one: Choice) -> bool:
+        if other.step is None or one.step is None or other.verdict == "no":
+            return False
+        fewer = other.machines.key == one.machines.key and other.machines.count < one.machines.count
+        return fewer and other.step.seconds <= one.step.seconds
+
+    faster = [[other for other in known if beats(other, one)] for one in choices]
+    return [replace(one, faster=best(others) if others else None) for one, others in zip(choices, faster, strict=True)]
 
 
 def _other_keys(request: PlanRequest, own: Choice) -> list[dict[str, Any]]:
@@ -195,6 +222,14 @@ def drops(recipe: Recipe, config: PretrainedConfig) -> bool:
 def best(choices: Sequence[Choice]) -> Choice:
     """Returns the fastest of those that fit best; of equals the first."""
     return min(choices, key=lambda one: (*one.place_in_order, one.step.seconds if one.step else 0.0, one.peak))
+
+
+def answers(choices: Sequence[Choice]) -> list[Choice]:
+    """Returns the first choice of each kind of machines."""
+    first: dict[str, Choice] = {}
+    for one in choices:
+        first.setdefault(one.machines.name, one)
+    return list(first.values())
 
 
 def as_lines(values: dict[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from finetune.engine.compatibility import check_products
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
-from finetune.plan.answer import SHOWN, as_dicts, assumptions, show
+from finetune.plan.answer import SHOWN, as_dicts, assumptions, refused, show, why
 from finetune.plan.command import (
     PlanOptions,
     PlanRequest,
@@ -32,7 +32,7 @@ from finetune.plan.command import (
 )
 from finetune.plan.memory import Place, estimate_memory
 from finetune.plan.memory_page import write_page
-from finetune.plan.search import Choice, SearchResult, config_folder, launches, spot_loss, verdict
+from finetune.plan.search import Choice, SearchResult, answers, config_folder, launches, spot_loss, verdict
 from finetune.plan.tables import parse_machines, read_prices
 from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
@@ -58,7 +58,7 @@ def found(planned: dict[str, Any], recipe: dict[str, Any], write_recipe: Any) ->
 def test_every_config_is_planned_or_refused_with_its_rule(found: Any, planned: dict[str, Any]) -> None:
     shipped = {path.stem for path in Path("accelerate_configs").glob("*.yaml")}
     named = {one.config for one in found[1]} | {name.split()[0] for name in planned["illegal"]}
-    assert named == shipped - {"pp_dp", "fsdp2_tp", "fsdp2_cp"}  # of four devices
+    assert named == shipped - {"pp_dp", "fsdp2_tp", "fsdp2_cp", "single"}  # of four devices, and of one
     assert "experts" in planned["illegal"]["ep (ep_size 2)"]
 
 
@@ -80,8 +80,10 @@ def test_for_people_in_eighty_columns(found: tuple[PlanRequest, list[Choice]]) -
     for shown in ([changed, *choices[1:]], [changed, elsewhere, *choices[2:]]):
         console = Console(file=io.StringIO(), width=80)
         illegal = {f"ep (ep_size {n})": f"`ep_size: {n}`: no experts" for n in (2, 4)} | {"pp (pp_size 2)": "too few"}
-        show(console, request, shown, [SearchResult([], illegal)])
-        lines = console.file.getvalue().splitlines()
+        machines = {one.machines.name: one.machines for one in shown}.values()
+        results = [SearchResult(one, [x for x in shown if x.machines == one], illegal) for one in machines]
+        show(console, request, shown, results, verbose=True)
+        lines = [line for line in console.file.getvalue().splitlines() if line.strip()]
         heading = next(i for i, line in enumerate(lines) if line.startswith("config"))
         table = [line.split() for line in lines[heading + 1 : heading + 1 + min(SHOWN, len(shown))]]
         assert [row[0] for row in table] == [one.config for one in shown[:SHOWN]]  # a line each
@@ -92,8 +94,51 @@ def test_for_people_in_eighty_columns(found: tuple[PlanRequest, list[Choice]]) -
             "not possible: pp (pp_size 2): too few",
         ]
         assert "with a: batch.rows_per_device: 2" in lines
-        named = {one.config: one.sizes.split()[0] for one in shown[:SHOWN] if one.sizes}
+        named = {one.config: one.sizes.split()[0] for one in shown if one.sizes}
         assert f"sizes: {', '.join(f'{config} {size}' for config, size in named.items())}" in lines
+
+
+def test_each_kind_of_machines_is_answered_before_the_rest(found: tuple[PlanRequest, list[Choice]]) -> None:
+    request, choices = found
+    big, small, none = (parse_machines(text, 1, request.hardware) for text in ("2xH100-80", "1x4090", "2xV100-16"))
+    hopeless = dataclasses.replace(choices[0], machines=small, verdict="no", peak=30 * GIB)
+    worse = dataclasses.replace(hopeless, peak=40 * GIB)
+    every = [*choices, worse, hopeless]
+    first = ranked(every, PlanOptions(()))
+    assert [one.machines.name for one in answers(first)] == ["2 H100-80", "1 4090-24"]
+    assert answers(first)[1] is hopeless  # the least is missing
+    results = [SearchResult(big, list(choices)), SearchResult(small, [worse, hopeless])]
+    results.append(SearchResult(none, [], {"ddp": "no products of bf16"}))
+    shown = [first[0], hopeless, *(one for one in first[1:] if one is not hopeless)]
+    console = Console(file=io.StringIO(), width=100)
+    show(console, request, shown, results)
+    text = console.file.getvalue()
+    table = text[text.index("\nconfig ") :].splitlines()[2:5]
+    assert [re.findall(r"\d [A-Z\d]+-\d+", line)[0] for line in table] == ["2 H100-80", "1 4090-24", "2 V100-16"]
+    assert f"{hopeless.name}: 6.4 GiB more than the 23.6 of a device" in text
+    assert "2 V100-16: no products of bf16" in text
+    assert "40.0" not in text  # what does not fit is behind -v
+    assert "-v shows" in text
+    assert refused(results)[0]["on"] == "2 V100-16"
+    show(console, request, shown, results, verbose=True)
+    assert "40.0" in console.file.getvalue()
+
+
+def test_every_device_that_was_asked_for_has_an_answer(recipe: dict[str, Any], write_recipe: Any) -> None:
+    """A small model is not faster on more devices, which is said."""
+    on = ("2x4090", "1x4090", "1x4090", "4x4090")
+    request, choices, results = plan(write_recipe(recipe), SHORT, PlanOptions(on))
+    assert sorted(one.machines.count for one in answers(choices)) == [1, 2, 4]
+    assert [one["is_answer"] for one in as_dicts(request, choices)] == [True] * 3 + [False] * (len(choices) - 3)
+    assert all(one.config != "single" for one in choices if one.machines.count > 1)
+    assert results[0].alone is not None
+    for one in choices:
+        if one.faster is not None:
+            assert one.step is not None
+            assert one.faster.step is not None
+            assert one.faster.step.seconds <= one.step.seconds
+            assert f"not faster than {one.faster.config} on" in why(request, one)
+    assert any(one.faster for one in answers(choices))
 
 
 def test_what_changes_no_result_is_all_that_may_differ(found: tuple[PlanRequest, list[Choice]]) -> None:
@@ -117,7 +162,9 @@ def test_over_budget_or_late_comes_after_what_is_not(found: tuple[PlanRequest, l
     cheap, dear = found[1][0], dataclasses.replace(found[1][0], price=1e6, hours=100.0, step=None)
     assert ranked([dear, cheap], PlanOptions((), budget=50.0))[0] is cheap
     assert ranked([dear, cheap], PlanOptions((), deadline="12h"))[0] is cheap
-    assert ranked([cheap, dear], PlanOptions(()))[0] is dear  # without a step's time it is first
+    unknown = dataclasses.replace(cheap, per_million=None)
+    assert ranked([dear, cheap], PlanOptions(()))[0] is cheap  # a step whose time is known
+    assert ranked([unknown, cheap], PlanOptions((), by="price"))[0] is cheap
 
 
 def test_never_fits_within_the_margin() -> None:
@@ -164,7 +211,6 @@ def test_a_config_is_searched_by_what_it_says_not_by_its_name(tmp_path: Path, mo
         ("b", "replicate 2 x shard 2"),
         ("c", "shard 4"),
         ("d", "shard 2 x tensor 2"),
-        ("single", "one process"),
     ]
     alone = [one.where for one in launches(parse_machines("1xH100-80", 1, hardware))]
     assert alone == ["c", "single"]
@@ -182,7 +228,6 @@ def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> 
     request, choices = found
     assert request.shapes_from == "its config.json"
     of_config = {one.config: " ".join(assumptions(request, one)) for one in choices}
-    assert of_config["single"] == ""
     assert "collectives reach 75% of nvlink4's 450 GB/s" in of_config["fsdp2"]
     assert "fsdp2: communication is hidden by up to 90% of compute" in of_config["fsdp2"]
     assert "pipelines" in of_config["pp"]
