@@ -49,6 +49,8 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
             "phases_gib": {name: round(size / GIB, 3) for name, size in one.memory.phases.items()},
             "rank": one.memory.rank,
             "host_gib": round(one.memory.host / GIB, 3),
+            "host_need_gib": round(one.host_need, 3),
+            "host_has_gib": one.host_has,
             "disk_gib": round(one.memory.disk / GIB, 3),
             "host_after_gib": {name: round(size / GIB, 3) for name, size in one.memory.after.items()},
             "step_s": one.step and one.step.seconds,
@@ -77,12 +79,18 @@ def why(request: PlanRequest, one: Choice) -> str:
             f"the state kept {phase} alone is {-one.free:.1f} GiB more than the {device:.1f} of a device: no step "
             "weighed"
         )
-    if one.verdict == "no":
+    if one.host_missing:
+        room = f"needs {one.host_need:.0f} GiB of host memory on each machine, which has {one.host_has:.0f}"
+        room += f", and {-one.free:.1f} GiB more than the {device:.1f} of a device" if one.free < 0 else ""
+    elif one.verdict == "no":
         room = f"{-one.free:.1f} GiB more than the {device:.1f} of a device, in {phase}"
     else:
         margin = request.hardware.reserve.margin * device
         room = f"{one.free:.1f} of {device:.1f} GiB free, least in {phase}"
-        room += f"; fewer than the margin of {margin:.1f}" if one.verdict == "tight" else ""
+        room += f"; fewer than the margin of {margin:.1f}" if one.free < margin else ""
+        has = "not known to be there" if one.host_has is None else f"of {one.host_has:.0f}"
+        needs = one.memory.host > 0 or (one.verdict == "tight" and one.free >= margin)
+        room += f"; needs {one.host_need:.0f} GiB of host memory on each machine, {has}" if needs else ""
     if one.step is None:
         key, precision = one.machines.key, request.recipe.train.precision
         reason = "no finished run on such a device" if key == CPU else f"the table has no speed of {key} in {precision}"
@@ -278,7 +286,8 @@ def _table(choices: Sequence[Choice], letters: dict[str, str], results: Sequence
     """Returns a line for each choice, and for each kind of machines without one. Columns without any number are left
     out."""
     several = len(results) > 1
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0 if several else 1))
+    narrow = several or any(one.memory.host for one in choices)  # 80 columns
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0 if narrow else 1))
     currencies = {one.currency for one in choices if one.price is not None}
     currency = currencies.pop() if len(currencies) == 1 else None
     sizes = ["x".join(re.findall(r"\d+", one.sizes)) for one in choices]  # `4x2`
@@ -287,7 +296,8 @@ def _table(choices: Sequence[Choice], letters: dict[str, str], results: Sequence
         "on": [one.machines.name if several else "" for one in choices],
         "verdict": [f"[{_COLOURS[one.verdict]}]{one.verdict}[/]" for one in choices],
         "peak GiB": [f"{'> ' if one.memory.at_least else ''}{one.peak / GIB:.1f}" for one in choices],
-        "free": [f"{one.free:+.1f}" for one in choices],
+        "free": ["" if several else f"{one.free:+.1f}" for one in choices],
+        "host": [f"{one.host_need:.0f}" if one.memory.host or one.host_missing else "" for one in choices],
         "step s": [f"{one.step.seconds:.3g}" if one.step else "?" for one in choices],
         "tok/s": [f"{one.tokens_per_s:,.0f}" if one.tokens_per_s else "?" for one in choices],
         "hours": [f"{one.hours:.2f}" if one.hours else "?" for one in choices],
@@ -321,6 +331,8 @@ def _against(first: Choice, second: Choice) -> str:
     if first.verdict != second.verdict:
         reason = f"which is `{second.verdict}` ({second.free:+.1f} GiB free)"
         return f"before {second.name}, {reason}"
+    if first.verdict == "no":
+        return f"before {second.name}: of memory less is missing ({less:+.1f} GiB on a device)"
     if first.step is None or second.step is None:
         return f"before {second.name}: {less:.1f} GiB less on a device"
     if second.step.seconds < 1.005 * first.step.seconds:
@@ -371,6 +383,15 @@ def rests_on(request: PlanRequest, choices: Sequence[Choice]) -> list[str]:
         lines.append(
             f"on top of tensors: {reserve.context_gib} GiB of context, {reserve.collectives_gib} of communicators, "
             f"{reserve.gaps:.0%} of gaps ({reserve.source}, {reserve.date})"
+        )
+    if any(one.memory.host for one in choices):
+        has = {one.machines.name: one.host_has for one in choices}
+        known = [f"{name} {gib:.0f} GiB" for name, gib in has.items() if gib is not None]
+        unknown = [name for name, gib in has.items() if gib is None]
+        lines.append(
+            f"host memory of each machine: {', '.join([*known, *(f'{name} not known' for name in unknown)])}"
+            f"{' (--host-memory)' if unknown else ''}; {request.hardware.host.process_gib:g} GiB of it for each "
+            "process beside its tensors, an assumption"
         )
     lines += [f"speeds: {source}" for source in dict.fromkeys(one.step.source for one in choices if one.step)]
     if any(one.launch.offloads_optimizer and one.step and one.machines.key != CPU for one in choices[:SHOWN]):

@@ -76,6 +76,7 @@ class PlanOptions:
     prices: Path | None = None
     as_json: bool = False
     verbose: bool = False
+    host_memory: str | None = None
 
 
 def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> list[Choice]:
@@ -88,6 +89,8 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
         raise UserError(f"--budget {options.budget}: expected a price above 0")
     if options.deadline:
         hours_of(options.deadline)
+    if options.host_memory and all(one.key == CPU for one in machines_of(options)):
+        raise UserError("--host-memory: on processors memory is this machine's: remove it")
     if options.sweep or options.memory:
         what_if(path, overrides, options, console)
         return []
@@ -145,7 +148,8 @@ def ask(recipe: Recipe, path: str, options: PlanOptions, machines: Sequence[Mach
 
     shapes = shapes_of(recipe, config, all(one.key == CPU for one in machines))
     tables = read_hardware(options.hardware), read_prices(options.prices)
-    return PlanRequest(recipe, path, config, shapes, repack(recipe), *tables, shapes_from, options.spot, repack)
+    host = size_of("--host-memory", options.host_memory) if options.host_memory else None
+    return PlanRequest(recipe, path, config, shapes, repack(recipe), *tables, shapes_from, options.spot, repack, host)
 
 
 def shapes_of(recipe: Recipe, config: PretrainedConfig, on_cpu: bool) -> dict[bool, Shape]:
@@ -239,7 +243,7 @@ def what_if(path: Path, overrides: Sequence[str], options: PlanOptions, console:
         last = f"largest {key} that fits, of these: {max(fitting) if fitting else 'none'}"
     else:
         assert options.memory
-        gib = memory_of(options.memory)
+        gib = size_of("--memory", options.memory)
         request = ask(load_recipe(path, overrides), str(path), options, machines)
         for one in machines:
             smaller = replace(one, device=one.device.model_copy(update={"memory_gib": gib}))
@@ -279,15 +283,15 @@ def values_of(text: str) -> tuple[str, list[int]]:
     return match[1], values
 
 
-def memory_of(text: str) -> float:
+def size_of(option: str, text: str) -> float:
     """Returns GiB; GB are 10^9 bytes. Raises UserError.
 
-    >>> memory_of("24GiB"), round(memory_of("24GB"), 2)
+    >>> size_of("--memory", "24GiB"), round(size_of("--memory", "24GB"), 2)
     (24.0, 22.35)
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text.strip())
     if match is None or not float(match[1]):
-        raise UserError(f"--memory {text}: expected a size with its unit, such as 24GB or 22.5GiB")
+        raise UserError(f"{option} {text}: expected a size with its unit, such as 24GB or 22.5GiB")
     return float(match[1]) * (1e9 / GIB if match[2] == "GB" else 1.0)
 
 

@@ -51,6 +51,7 @@ class PlanRequest:
     shapes_from: str = "its config.json"
     spot: bool = False
     repack: Callable[[Recipe], RowFacts] | None = None  # the rows of other lengths
+    host_gib: float | None = None  # host memory of each machine; None: as the tables say
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Choice:
     price: float | None  # of the run; None: hours or prices are not known
     per_million: float | None  # supervised tokens
     currency: str | None
+    host_need: float = 0.0  # GiB of host memory on each machine
+    host_has: float | None = None  # None: not known
     faster: Choice | None = None  # on fewer of these devices, if that is known
 
     @property
@@ -90,12 +93,18 @@ class Choice:
     def place_in_order(self) -> tuple[int, bool, float]:
         """Smaller is better: by verdict; of those that do not fit by what is missing, last those without an estimate of
         a step."""
-        return ORDER.index(self.verdict), self.memory.at_least, -self.free if self.verdict == "no" else 0.0
+        missing = max(0.0, -self.free) + self.host_missing
+        return ORDER.index(self.verdict), self.memory.at_least, missing if self.verdict == "no" else 0.0
 
     @property
     def free(self) -> float:
         """GiB that stay free on the fullest device; negative if too few."""
         return self.machines.device.gib - self.peak / GIB
+
+    @property
+    def host_missing(self) -> float:
+        """GiB of host memory that a machine has too few; 0 if it is not known what it has."""
+        return 0.0 if self.host_has is None else max(0.0, self.host_need - self.host_has)
 
 
 @dataclass
@@ -265,12 +274,13 @@ def evaluate(
     batch = heaviest(recipe, request.rows)
     most = int(machines.device.gib * GIB)
     memory = estimate_memory(recipe, request.config, place, batch, micro_batches, most)
+    need, has = host_need(request, memory, place), host_memory(request, machines)
     peak = memory.tensors + (0 if device == "cpu" else request.hardware.reserve.bytes(memory.tensors, launch.processes))
     step = None
     if speeds is not None and not memory.at_least:
         shape = request.shapes[recipe.train.activation_checkpointing is True]
-        place = (launch, machines, request.hardware, request.rows, batch)
-        step = Job(recipe, request.config, shape, *place, speeds, micro_batches).time()
+        at = (launch, machines, request.hardware, request.rows, batch)
+        step = Job(recipe, request.config, shape, *at, speeds, micro_batches).time()
     tokens = request.rows.tokens_per_row * recipe.batch.rows
     steps = run_length(recipe, request.rows.rows)[0] if request.rows.rows or recipe.train.max_steps else None
     hours = step.seconds * steps / 3600 if step and steps else None
@@ -283,22 +293,44 @@ def evaluate(
         batch,
         memory,
         peak,
-        verdict(peak, machines, request.hardware),
+        verdict(peak, machines, request.hardware, need, has),
         step,
         tokens / step.seconds if step else None,
         hours,
         rate[0] * hours if rate and hours else None,
         rate[0] * step.seconds / 3600 / supervised * 1e6 if rate and step else None,
         rate[1] if rate else None,
+        need,
+        has,
     )
 
 
-def verdict(peak: int, machines: Machines, hardware: Hardware) -> Verdict:
-    """Returns `fits` only if the margin stays free."""
-    free = machines.device.gib - peak / GIB
-    if free < 0:
+def host_need(request: PlanRequest, memory: Memory, place: Place) -> float:
+    """Returns GiB of host memory on each machine: offloaded tensors and rank 0's result, or the weights that it reads;
+    and what processes need without tensors. Nothing if the processors are the devices."""
+    if place.device == "cpu":
+        return 0.0
+    tensors = max(memory.host + memory.after.get("save", 0), memory.reading) / GIB
+    return tensors + place.per_host * request.hardware.host.process_gib
+
+
+def host_memory(request: PlanRequest, machines: Machines) -> float | None:
+    """Returns GiB of host memory of each machine: as was asked for, of the device's table, or of the cheapest offer."""
+    if machines.key == CPU or request.host_gib or machines.device.host_gib:
+        return None if machines.key == CPU else request.host_gib or machines.device.host_gib
+    offer = cheapest(request.prices, machines, request.spot)
+    return offer[0].host_gib * machines.per_machine if offer and offer[0].host_gib else None
+
+
+def verdict(
+    peak: int, machines: Machines, hardware: Hardware, host_need: float = 0.0, host_has: float | None = None
+) -> Verdict:
+    """Returns `fits` only if the margin stays free, on devices and on their machines. host_*: GiB of a machine."""
+    shares = [1 - peak / GIB / machines.device.gib]  # free
+    shares += [] if host_has is None else [1 - host_need / host_has]
+    if min(shares) < 0:
         return "no"
-    return "fits" if free >= hardware.reserve.margin * machines.device.gib else "tight"
+    return "fits" if min(shares) >= hardware.reserve.margin else "tight"
 
 
 def heaviest(recipe: Recipe, rows: RowFacts) -> HeaviestBatch:

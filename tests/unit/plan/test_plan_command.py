@@ -23,16 +23,25 @@ from finetune.plan.command import (
     PlanOptions,
     PlanRequest,
     hours_of,
-    memory_of,
     plan,
     ranked,
     run,
+    size_of,
     values_of,
     write_config,
 )
 from finetune.plan.memory import Place, estimate_memory
 from finetune.plan.memory_page import write_page
-from finetune.plan.search import Choice, SearchResult, answers, config_folder, launches, spot_loss, verdict
+from finetune.plan.search import (
+    Choice,
+    SearchResult,
+    answers,
+    config_folder,
+    host_memory,
+    launches,
+    spot_loss,
+    verdict,
+)
 from finetune.plan.tables import parse_machines, read_prices
 from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
@@ -87,7 +96,7 @@ def test_for_people_in_eighty_columns(found: tuple[PlanRequest, list[Choice]]) -
         heading = next(i for i, line in enumerate(lines) if line.startswith("config"))
         table = [line.split() for line in lines[heading + 1 : heading + 1 + min(SHOWN, len(shown))]]
         assert [row[0] for row in table] == [one.config for one in shown[:SHOWN]]  # a line each
-        assert "\N{HORIZONTAL ELLIPSIS}" not in "".join(lines)
+        assert [line for line in lines if "\N{HORIZONTAL ELLIPSIS}" in line] == []
         assert table[0][-1] == "a"
         assert lines[-2:] == [
             "not possible: ep (ep_size 2), ep (ep_size 4): `ep_size: 2`: no experts",
@@ -176,6 +185,28 @@ def test_never_fits_within_the_margin() -> None:
         assert verdict(int(peak * GIB), machines, hardware) == expected
 
 
+def test_the_verdict_counts_host_memory(found: tuple[PlanRequest, list[Choice]]) -> None:
+    request, choices = found
+    one = next(choice for choice in choices if choice.config == "fsdp2_offload")
+    process = request.hardware.host.process_gib
+    assert one.memory.host > 0
+    assert one.host_need == pytest.approx((one.memory.host + one.memory.after["save"]) / GIB + 2 * process)
+    assert one.host_has == 450  # of the cheapest offer, for two devices
+    assert "GiB of host memory on each machine, of 450" in why(request, one)
+    elsewhere, hardware = parse_machines("2x4090", 1, request.hardware), request.hardware
+    assert host_memory(request, elsewhere) is None
+    assert host_memory(dataclasses.replace(request, host_gib=64.0), one.machines) == 64
+    for need, expected in ((50.0, "fits"), (60.0, "tight"), (70.0, "no")):
+        assert verdict(GIB, one.machines, hardware, need, 64.0) == expected
+        assert verdict(GIB, one.machines, hardware, need, None) == "fits"
+    short = dataclasses.replace(one, verdict="no", host_need=70.0, host_has=64.0)
+    assert short.host_missing == 6
+    assert why(request, short).startswith("needs 70 GiB of host memory on each machine, which has 64")
+    unknown = dataclasses.replace(one, host_has=None)
+    assert "not known to be there" in why(request, unknown)
+    assert ranked([short, unknown], PlanOptions(()))[0] is unknown
+
+
 def test_a_step_is_not_weighed_where_what_is_kept_is_too_much(found: tuple[PlanRequest, list[Choice]]) -> None:
     request, (one, *_) = found
     place = Place(one.launch, 2)
@@ -249,6 +280,8 @@ def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> 
         (PlanOptions(("2xH100",), by="luck"), "time or price"),
         (PlanOptions(("2xH100",), budget=-1.0), "above 0"),
         (PlanOptions(("2xH100",), deadline="12"), "12h, 90m or 2d"),
+        (PlanOptions(("2xH100",), host_memory="128"), "--host-memory 128: expected a size with its unit"),
+        (PlanOptions(("2xcpu",), host_memory="128GB"), "memory is this machine's"),
     ],
 )
 def test_bad_input_says_what_to_give(
@@ -304,14 +337,14 @@ def test_check_prints_the_estimate_for_its_config(recipe: dict[str, Any], write_
 
 def test_deadlines_sizes_and_sweeps_are_read() -> None:
     assert [hours_of(text) for text in ("90m", "12h", "2d")] == [1.5, 12.0, 48.0]
-    assert (memory_of("24GiB"), round(memory_of("24GB"), 2)) == (24.0, 22.35)
+    assert (size_of("--memory", "24GiB"), round(size_of("--memory", "24GB"), 2)) == (24.0, 22.35)
     assert values_of("data.max_length=1024..5000") == ("data.max_length", [1024, 2048, 4096, 5000])
     assert values_of("lora.rank=8,16") == ("lora.rank", [8, 16])
     for wrong in ("data.max_length", "data.max_length=0..3", "lora.rank=8;9"):
         with pytest.raises(UserError, match="--sweep"):
             values_of(wrong)
     with pytest.raises(UserError, match="--memory 24"):
-        memory_of("24")
+        size_of("--memory", "24")
 
 
 def test_a_sweep_and_a_smaller_device(recipe: dict[str, Any], write_recipe: Any, capsys: Any) -> None:
