@@ -47,6 +47,7 @@ from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
 
 KEYS = {"config", "processes", "verdict", "peak_gib", "tensors_gib", "step_s", "tokens_per_s", "price", "why"}
+FREE = ("batch.rows_per_device", "train.activation_checkpointing")
 SHORT = ("train.max_steps=60", "schedule.warmup_steps=6", "train.precision=bf16", "data.max_length=64", "batch.rows=4")
 
 
@@ -151,8 +152,7 @@ def test_every_device_that_was_asked_for_has_an_answer(recipe: dict[str, Any], w
 
 
 def test_what_changes_no_result_is_all_that_may_differ(found: tuple[PlanRequest, list[Choice]]) -> None:
-    free = {"batch.rows_per_device", "train.activation_checkpointing"}
-    assert all(set(one.changes) <= free for one in found[1])
+    assert all(set(one.changes) <= set(FREE) for one in found[1])
 
 
 def test_the_written_config_is_one_that_accelerate_reads(
@@ -353,6 +353,16 @@ def test_a_sweep_and_a_smaller_device(recipe: dict[str, Any], write_recipe: Any,
     lines = json.loads(capsys.readouterr().out)
     assert [line["data.max_length"] for line in lines] == [32, 64]
     assert {line["verdict"] for line in lines} == {"fits"}
-    run(path, SHORT, PlanOptions(on, memory="1.1GiB", as_json=True), Console())
-    lines = json.loads(capsys.readouterr().out)
-    assert lines[0]["change"] == "no change (as it is)"
+    long = (*SHORT, "data.max_length=16384", "batch.rows_per_device=4", "train.activation_checkpointing=false")
+    run(path, long, PlanOptions(on, memory="8GiB", as_json=True), Console())
+    first, *lines = json.loads(capsys.readouterr().out)
+    assert (first["change"], first["saves_gib"], first["config"]) == ("no change", 0, "single")
+    assert [line["change"].split(":")[0] for line in lines[:2]] == list(FREE)
+    for line in lines:
+        assert line["verdict"] == "fits"
+        assert line["saves_gib"] == pytest.approx(first["peak_gib"] - line["peak_gib"], abs=0.002)
+        assert line["saves_gib"] > 0.01 * line["peak_gib"]
+    assert len({line["change"] for line in lines}) == len(lines)
+    assert not any("paged" in line["change"] or "qlora" in line["change"] for line in lines)
+    run(path, long, PlanOptions(on, memory="0.5GiB"), Console())
+    assert "no setting makes this fit in 0.5GiB" in capsys.readouterr().out
