@@ -108,6 +108,10 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Find changes that fit into this memory of a device: 24GB.")
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Count on this host memory of a machine: 128GB. Default: its offer's."),
+    ] = None,
     hardware: Annotated[
         Path | None, typer.Option(help="Read your own devices from here. Default: hardware.yaml, if it exists.")
     ] = None,
@@ -116,6 +120,9 @@ def plan(
     ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Compare predictions with runs; RECIPE ... are run directories.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show also what does not fit, and the rules that forbid places.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -139,7 +146,7 @@ def plan(
         print(comparisons_json(comparisons) if as_json else table(comparisons))
         return
     ranking, files = (nodes, budget, deadline, by, spot), (hardware, prices)
-    options = PlanOptions(tuple(on or ()), *ranking, write, html, sweep, memory, *files, as_json)
+    options = PlanOptions(tuple(on or ()), *ranking, write, html, sweep, memory, *files, as_json, verbose, host_memory)
     run(recipe, overrides or (), options, Console())
 
 
