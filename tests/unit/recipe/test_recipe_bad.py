@@ -220,6 +220,22 @@ CASES = [
     Bad("no end", [":7: train: give `epochs` or `max_steps`: the run needs an end"], {7: "train: {precision: fp32}"}),
     # --- rules across sections ---
     Bad(
+        "a rate that no weight survives",
+        [
+            ":6: optimizer.lr: a step of `adamw` moves each weight by up to the rate, and weights are far below 50: "
+            "usual under `mode: full` is 1e-5 to 1e-4"
+        ],
+        {6: "optimizer: {lr: 50}"},
+    ),
+    Bad(
+        "a rate of one for adapters under muon",
+        [
+            ":6: optimizer.lr: a step of `muon` moves each weight by up to the rate, and weights are far below 1: "
+            "usual under `mode: lora` is 1e-4 to 1e-3"
+        ],
+        {3: "mode: lora", 6: "optimizer: {name: muon, lr: 1}", 8: LORA},
+    ),
+    Bad(
         "lora without its section",
         [":3: mode: `mode: lora` needs a `lora:` section, such as `lora: {rank: 16, alpha: 32}`"],
         {3: "mode: lora"},

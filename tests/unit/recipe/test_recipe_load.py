@@ -48,8 +48,8 @@ def write(path: Path, text: str) -> Path:
     ],
 )
 def test_numbers(written: str, value: float, recipe: Path):
-    assert load_recipe(write(recipe, GOOD.replace("1e-4", written))).optimizer.lr == value
-    loaded = load_recipe(recipe, [f"optimizer.lr={written}"]).optimizer.lr
+    assert load_recipe(write(recipe, GOOD.replace("lr: 1e-4", f"name: sgd, lr: {written}"))).optimizer.lr == value
+    loaded = load_recipe(recipe, ["optimizer.name=sgd", f"optimizer.lr={written}"]).optimizer.lr
     assert (loaded, type(loaded)) == (value, float)
 
 
@@ -122,7 +122,7 @@ def test_problems_below_name_the_file_that_has_them(recipe: Path):
         ("evaluate.answer=#### (.+)", "#### (.+)"),
         ("evaluate.answer=a: (b)", "a: (b)"),
         ("batch.rows=16", 16),
-        ("optimizer.lr=3", 3.0),
+        ("optimizer.weight_decay=3", 3.0),
         ("optimizer.betas=[0.9, 0.99]", (0.9, 0.99)),
         ("train.compile=true", True),
         ("train.max_steps=7", 7),
@@ -216,6 +216,10 @@ def test_what_a_url_holds_is_in_no_recipe_that_is_written_down(tmp_path):
         assert "https://host/a.jsonl?..." in written
         assert "me:pass" not in written
         assert "signature" not in written
+
+
+def test_sgd_takes_any_rate(recipe: Path):
+    assert load_recipe(recipe, ["optimizer.name=sgd", "optimizer.lr=50"]).optimizer.lr == 50
 
 
 BASE = (
