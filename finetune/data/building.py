@@ -190,7 +190,7 @@ def build_part(
     """
     data = build.recipe.data
     if build.recipe.objective.name == "kto":
-        per_row = 2 if build.opened.source.format == "preference" else 1
+        per_row = 2 if build.opened.source.format in ("preference", "comparison") else 1
         untrained = write_with_mismatched(
             writer, lambda answers: _write(answers, build, items), data.max_length, per_row
         )

@@ -182,7 +182,7 @@ class Quantization(Section):
 
 
 Answers = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
-Format = Literal["auto", Answers, "preference", "ranked", "unpaired", "classification"]
+Format = Literal["auto", Answers, "preference", "comparison", "ranked", "unpaired", "classification"]
 
 
 class Source(Section):
@@ -332,7 +332,7 @@ class RowKind(NamedTuple):
 
 
 _ANSWERS = RowKind(get_args(Answers))
-_PAIRS = RowKind(("preference", "ranked"), ("chosen", "rejected"))
+_PAIRS = RowKind(("preference", "comparison", "ranked"), ("chosen", "rejected"))
 ROW_KINDS: dict[str, RowKind] = {
     "sft": _ANSWERS,
     "focal": _ANSWERS,
@@ -341,7 +341,7 @@ ROW_KINDS: dict[str, RowKind] = {
     "orpo": _PAIRS,
     "reward": _PAIRS._replace(columns=("margin",)),
     # A pair gives a good and a bad answer.
-    "kto": RowKind(("unpaired", "preference"), ("answer", "another row's answer"), ("label",)),
+    "kto": RowKind(("unpaired", "preference", "comparison"), ("answer", "another row's answer"), ("label",)),
     "classify": RowKind(("classification",), columns=("label",)),
 }
 # Objectives whose model has a head of scores in place of an LM head, with its description for the model card.

@@ -30,7 +30,8 @@ SLACK = 2  # times the longest estimate: other languages and vocabularies need t
 TEMPLATE_TOKENS = 16  # about, for a chat template around an answer
 LONGEST = 4096  # tokens of a packed sequence, as in recipes/base; or the model's context, if that is shorter
 GOAL_STEPS = 100  # twice the number below which `check` warns
-OBJECTIVES = {"preference": "dpo", "ranked": "dpo", "unpaired": "kto", "classification": "classify"}
+OBJECTIVES = {"preference": "dpo", "comparison": "dpo", "ranked": "dpo", "unpaired": "kto"}
+OBJECTIVES["classification"] = "classify"
 
 
 @dataclass(frozen=True)
