@@ -131,7 +131,7 @@ def preference(row: Row) -> Preference:
 
 
 # Spellings of `winner`, in lower case. No numbers: 1 is the first answer if they count from 1, the second from 0.
-_WINNERS = {
+WINNERS = {
     **dict.fromkeys(("a", "answer_a", "response_a", "model_a", "output_a", "left", "first", "chosen_a"), "a"),
     **dict.fromkeys(("b", "answer_b", "response_b", "model_b", "output_b", "right", "second", "chosen_b"), "b"),
 }
@@ -145,7 +145,7 @@ def comparison(row: Row) -> Preference:
         raise (BadRow if winner is None or winner in (0, 1, 2) else Misfit)(f"`winner` is {shown(winner)}; {_A_OR_B}")
     if winner.strip().lower().startswith("tie"):
         raise BadRow(f"`winner` is {shown(winner)}, so there is nothing to prefer")
-    if (side := _WINNERS.get(winner.strip().lower().replace(" ", "_"))) is None:
+    if (side := WINNERS.get(winner.strip().lower().replace(" ", "_"))) is None:
         raise BadRow(f"`winner` is {shown(winner)}; {_A_OR_B}")
     chosen, rejected = (first, second) if side == "a" else (second, first)
     return preference({**row, "chosen": chosen, "rejected": rejected})
