@@ -25,6 +25,7 @@ import yaml
 
 from finetune.engine.parallelism import Parallelism, read_parallelism
 from finetune.errors import UserError
+from finetune.shipped import here_or_shipped
 
 Kind = Literal["replicated", "fsdp2", "zero"]
 
@@ -161,7 +162,7 @@ def kind_of(distributed_type: str | None) -> Kind:
 
 def _load_config(path: str) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        config = yaml.safe_load(here_or_shipped(Path(path)).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

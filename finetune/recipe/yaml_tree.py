@@ -18,6 +18,7 @@ import yaml
 
 from finetune.errors import UserError
 from finetune.recipe.shorthands import expand
+from finetune.shipped import here_or_shipped
 
 Key = tuple[str | int, ...]  # path to a value: ("data", "train", 0, "path")
 
@@ -137,7 +138,7 @@ class Tree:
 
 def read(path: Path) -> Tree:
     """Reads a recipe file and those it `extends`; the extending file's values win. Raises RecipeError."""
-    return _read(path, ())
+    return _read(here_or_shipped(path), ())
 
 
 def _read(path: Path, parents: tuple[Path, ...]) -> Tree:

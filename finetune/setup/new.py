@@ -38,6 +38,7 @@ from finetune.setup.row_fit import (
     read_source,
     token_lengths,
 )
+from finetune.shipped import SHIPPED
 from finetune.utils import write_atomically
 
 
@@ -105,15 +106,10 @@ def write_new(options: NewOptions, console: Console) -> Path:
 
 
 def _base_folder(folder: Path) -> Path:
-    """Returns recipes/base of the repository around the recipe, around the current folder, or of this installation.
-
-    Raises UserError if there is none.
-    """
+    """Returns recipes/base of the repository around the recipe or around the current folder, else of the package."""
     around = [*folder.resolve().parents, folder.resolve(), *Path.cwd().parents, Path.cwd()]
-    for parent in (*reversed(around), Path(__file__).resolve().parents[2]):
-        if (parent / "recipes" / "base" / "lora.yaml").is_file():
-            return parent / "recipes" / "base"
-    raise UserError("recipes/base, which the recipe would extend, is not here: run this in a clone of the repository")
+    bases = (parent / "recipes" / "base" for parent in (*reversed(around), SHIPPED))
+    return next((base for base in bases if (base / "lora.yaml").is_file()), SHIPPED / "recipes" / "base")
 
 
 def _tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase | None, str]:
