@@ -26,12 +26,14 @@ class RoleChoice:
     reason: str
     doubts: tuple[str, ...] = ()  # why this is a guess; empty if it is none
 
+    @property
+    def fields(self) -> dict[str, str]:
+        """Returns the column of each required field, and of those that `columns` names."""
+        return {**{name: name for name in FORMATS[self.format].required}, **(self.columns or {})}
+
     def option(self) -> str:
         """Returns the options of `new` that state this choice: --columns prompt=a,completion=b."""
-        required = FORMATS[self.format].required
-        fields = {name: name for name in (*required, *(("prompt",) if "prompt" in FORMATS[self.format].fields else ()))}
-        fields = {**(fields if self.columns is None else {}), **(self.columns or {})}
-        pairs = shlex.quote(",".join(f"{field}={column}" for field, column in fields.items()))
+        pairs = shlex.quote(",".join(f"{field}={column}" for field, column in self.fields.items()))
         return f"--columns {pairs} --format {self.format}"
 
 

@@ -18,8 +18,10 @@ from rich.console import Console
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
-from finetune.setup.new import NewOptions, write_new
-from finetune.setup.row_fit import GOAL_STEPS, ExampleLengths, RowsFound, fit_rows
+from finetune.setup.new import write_new
+from finetune.setup.new_options import NewOptions
+from finetune.setup.row_fit import GOAL_STEPS, ExampleLengths, fit_rows
+from finetune.setup.rows import RowsFound
 
 
 def words(drawn: random.Random, least: int, most: int) -> str:
@@ -73,7 +75,7 @@ def test_what_is_written_passes_check(made: Path, tmp_path: Path, kind: str) -> 
     assert recipe.objective.name == {"pairs": "dpo", "marked": "kto", "classes": "classify"}.get(kind, "sft")
     if kind == "other names":
         assert recipe.data.train[0].columns == {"prompt": "frage", "completion": "antwort"}
-        assert "`frage` is taken for the question" in " ".join(printed.replace("│", " ").split())
+        assert "`frage` is the prompt" in " ".join(printed.replace("│", " ").split())
     if kind != "few":
         assert report.facts["steps"] >= 0.9 * GOAL_STEPS
         assert "held out" in printed
