@@ -48,7 +48,7 @@ class Column:
     def about(self) -> str:
         """Describes the content: `T-1001` and others."""
         values = ", ".join(repr(value[:40]) for value in self.distinct[:2])
-        kinds = {"number": "numbers", "date": "dates", "id": "ids", "choice": "a few values", "text": "text"}
+        kinds = {"number": "numbers", "date": "dates", "id": "ids", "choice": "a few values", "truth": "true or false"}
         if self.kind == "constant":
             return f"nearly always {values.split(', ')[0]}"
         return f"{kinds.get(self.kind, self.kind)}, such as {values}" if values else kinds.get(self.kind, self.kind)

@@ -52,9 +52,13 @@ def choose_columns(
             return _as_told(rows, format, {})
         detected = detect_format(rows, columns)
     except UserError:
-        if columns:
-            raise
-        guess = _by_roles(rows, table, format)
+        guess = _by_roles(rows, table, format) if not columns else None
+        if guess is None and (json := [one.name for one in table.values() if one.kind == "json"]):
+            raise UserError(
+                f"{names(json)} holds JSON as text, and a format expects its lists: save the rows as JSON lines, with "
+                "the lists in them (pandas: `df[column].map(json.loads)`, then `df.to_json(path, orient='records', "
+                "lines=True)`)"
+            ) from None
         if guess is None:
             raise
         return guess
@@ -62,7 +66,8 @@ def choose_columns(
     if columns:
         return chosen
     doubts = tuple(_doubts(rows, table, chosen))
-    if doubts and (better := _by_roles(rows, table, None)) is not None and not better.doubts:
+    better = _by_roles(rows, table, None) if doubts else None
+    if better is not None and (not better.doubts or not all(table[name].is_text for name in chosen.fields.values())):
         return better
     return RoleChoice(chosen.format, chosen.columns, chosen.reason, doubts)
 
