@@ -188,7 +188,7 @@ Format = Literal["auto", Answers, "preference", "comparison", "ranked", "unpaire
 class Source(Section):
     """One dataset: a file, a glob, a folder of files, a URL (s3://, gs://, https://, ...), or a hub id.
 
-    Files: json, jsonl, csv, parquet, arrow, txt; compressed ones (.gz, .bz2, .xz, .zst) as well.
+    Files: json, jsonl, csv, parquet, arrow, xlsx, txt, md; compressed ones (.gz, .bz2, .xz, .zst) as well.
     """
 
     path: Annotated[str, Field(min_length=1)]
@@ -207,7 +207,7 @@ class Source(Section):
     # trained on twice.
     max_epochs: Positive | None = None
     limit: Count | None = None  # use only the first rows of the source
-    # Row of a txt file: a line that is not blank, lines up to a blank one, or the whole file. null: line
+    # Row of a text: a line that is not blank, lines up to a blank one, or the whole file. null: line, of md files: file
     text_unit: Literal["line", "paragraph", "file"] | None = None
 
     @field_serializer("path")
