@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +12,27 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text as StyledText
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.renderer import Renderer
-from finetune.data.samples import BadRow, Labelled, Ranked, Sample
+from finetune.data.chat.template import Span
+from finetune.data.samples import (
+    BadRow,
+    Ids,
+    Labelled,
+    Message,
+    Preference,
+    PromptCompletion,
+    Ranked,
+    Sample,
+    Text,
+)
 from finetune.errors import UserError
 from finetune.models.base_config import NO_FOLDER, is_missing_folder, without_weights
 from finetune.models.config import model_config
 from finetune.models.tokenizer import load_tokenizer
-from finetune.recipe import load_recipe
+from finetune.recipe import Recipe, load_recipe
 from finetune.recipe.schema import MODES, RUN_NAME, Model
 from finetune.setup.new_options import NewOptions, parse_columns
 from finetune.setup.recipe_text import NewRecipe, question, recipe_text, with_overrides
@@ -73,8 +84,13 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
         parameters = sum(parameter.numel() for parameter in without_weights(config).parameters())
     fit = fit_rows(lengths, rows, min(context or LONGEST, LONGEST))
     recipe = NewRecipe(options, name, path, base, rows, lengths, fit, template, parameters)
-    _write(recipe)
-    _show(recipe, problem, renderer, console)
+    if fit.overlong == len(lengths.examples) and fit.overlong and rows.format not in ("text", "tokens"):
+        raise UserError(
+            f"{options.data}: every example is longer than {fit.max_length:,} tokens, the shortest "
+            f"{int(lengths.examples.min()):,}: use a model with a longer context, or shorter rows"
+        )
+    loaded = _write(recipe)
+    _show(recipe, loaded, problem, renderer, console)
     return path
 
 
@@ -104,8 +120,8 @@ def _confirmed(sample: TableSample, choice: RoleChoice, console: Console, ask: A
     return choose_columns(sample.rows, None, parse_columns(answer))
 
 
-def _write(recipe: NewRecipe) -> None:
-    """Writes the recipe, which loads. Raises UserError, and then leaves no file."""
+def _write(recipe: NewRecipe) -> Recipe:
+    """Writes the recipe and loads it. Raises UserError, and then leaves no file."""
     path, overrides = recipe.path, recipe.options.overrides
     path.parent.mkdir(parents=True, exist_ok=True)
     text = recipe_text(recipe)
@@ -114,10 +130,11 @@ def _write(recipe: NewRecipe) -> None:
         loaded = load_recipe(path, overrides)
         if overrides:
             write_atomically(path, with_overrides(text, loaded, overrides))
-            load_recipe(path)
+            loaded = load_recipe(path)
     except UserError:
         path.unlink()
         raise
+    return loaded
 
 
 def _base_folder(folder: Path) -> Path:
@@ -148,7 +165,7 @@ def _tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase | None, str]:
 # --- the terminal
 
 
-def _show(recipe: NewRecipe, problem: str, renderer: Renderer | None, console: Console) -> None:
+def _show(recipe: NewRecipe, loaded: Recipe, problem: str, renderer: Renderer | None, console: Console) -> None:
     """Prints the reasons, one row, notes and the next commands. problem: why the tokenizer is missing."""
     rows, lengths, fit = recipe.rows, recipe.lengths, recipe.fit
     about = "about " if lengths.is_estimate else ""
@@ -166,37 +183,59 @@ def _show(recipe: NewRecipe, problem: str, renderer: Renderer | None, console: C
     }.items():
         table.add_row(name, escape(value))
     console.print(table)
-    _show_row(rows.samples[0], renderer, console)
+    _show_row(rows, renderer, console)
     bad = lengths.bad
     notes = [f"{len(bad):,} rows cannot be used and are skipped, such as {bad[0]}"] if bad else []
     if problem:
         estimate = f"lengths are estimated from characters, {CHARACTERS_PER_TOKEN} a token"
         notes.insert(0, f"{recipe.options.model}: {problem}; {estimate}. `check` counts them once the model is there")
     path, asked = shlex.quote(str(recipe.path)), question(rows)
-    use = f"generate runs/{recipe.name} {shlex.quote(asked or 'Once upon a time')}"
+    run = shlex.quote(f"{loaded.run.dir}/{loaded.run.name}")
+    use = f"generate {run} {shlex.quote(asked or 'Once upon a time')}" + (" --image FILE" if rows.has_images else "")
     if rows.objective == "classify":
-        use = f"score runs/{recipe.name} --data {shlex.quote(rows.items[0][0])}"
+        use = f"score {run} --data {shlex.quote(rows.items[0][0])}"
     commands = [f"  python -m finetune {command}" for command in (f"check {path}", f"launch {path}", use)]
     for line in (*(f"note: {note}" for note in notes), f"\nwritten: {recipe.path}. Next:\n", *commands):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-def _show_row(sample: Sample, renderer: Renderer | None, console: Console) -> None:
-    """Prints the first row as the model sees it, its trained part green and in brackets."""
-    while isinstance(sample, Labelled | Ranked):
-        sample = sample.sample if isinstance(sample, Labelled) else sample.answers[0]
-    if renderer is None:
-        return
-    try:
-        parts = renderer.draw(sample)[0]
-    except BadRow:
-        return
-    console.print("the first row, what is trained on in ⟦ ⟧:", highlight=False)
-    for part in parts:
-        shown, last = Text(), 0
-        for begin, end in part.spans:
-            shown.append(part.text[last:begin]).append(f"⟦{part.text[begin:end]}⟧", style="green")
+def _show_row(rows: RowsFound, renderer: Renderer | None, console: Console) -> None:
+    """Prints the first row as the model sees it, its trained part green and in brackets; its messages if there is no
+    tokenizer."""
+    drawn = next(filter(None, (_drawn(sample, renderer, rows.items[0][0]) for sample in rows.samples[:20])), ())
+    if drawn:
+        console.print("the first row, what is trained on in ⟦ ⟧:", highlight=False)
+    for text, spans in drawn:
+        shown, last = StyledText(), 0
+        for begin, end in spans:
+            shown.append(text[last:begin]).append(f"⟦{text[begin:end]}⟧", style="green")
             last = end
-        shown.append(part.text[last:])
+        shown.append(text[last:])
         shown.truncate(_SHOWN)
         console.print(shown, soft_wrap=True)
+
+
+def _drawn(sample: Sample, renderer: Renderer | None, data_file: str) -> list[tuple[str, Sequence[Span]]]:
+    """Returns the texts of a sample and their trained spans, of characters; none if it cannot be rendered."""
+    while isinstance(sample, Labelled | Ranked):
+        sample = sample.sample if isinstance(sample, Labelled) else sample.answers[0]
+    if renderer is not None:
+        try:
+            return [(part.text, part.spans) for part in renderer.draw(sample, data_file)[0]]
+        except BadRow:
+            return []
+    if isinstance(sample, Text | Ids):
+        return [(sample.text, [(0, len(sample.text))])] if isinstance(sample, Text) else []
+    answers = [sample.chosen, sample.rejected] if isinstance(sample, Preference) else [sample]
+    chats = [one.as_conversation() if isinstance(one, PromptCompletion) else one for one in answers]
+    return [_messages_drawn(chat.messages) for chat in chats]
+
+
+def _messages_drawn(messages: Sequence[Message]) -> tuple[str, Sequence[Span]]:
+    text, spans = "", []
+    for message in messages:
+        text += f"{message.role}: "
+        if message.role == "assistant" and message.train:
+            spans.append((len(text), len(text) + len(message.content)))
+        text += f"{message.content}\n"
+    return text.rstrip("\n"), spans

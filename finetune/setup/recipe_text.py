@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 
 from finetune.data.chat.template_choice import built_in_templates
-from finetune.data.samples import Conversation, Labelled, Preference, PromptCompletion, Ranked, Sample
+from finetune.data.samples import IMAGE, Conversation, Labelled, Preference, PromptCompletion, Ranked, Sample
 from finetune.recipe import Recipe
 from finetune.setup.new_options import NewOptions
 from finetune.setup.row_fit import GOAL_STEPS, LONGEST, SLACK, ExampleLengths, Fit
@@ -63,7 +63,7 @@ def recipe_text(recipe: NewRecipe) -> str:
         f"{about}{lengths.total:,} tokens.",
         "#",
         f"# Launch:  python -m finetune launch {shlex.quote(str(recipe.path))}",
-        f"# Format:  {rows.reason}",
+        f"# Format:  {' '.join(rows.reason.split())}",
         f"extends: {_flow(extends.as_posix())}",
         f"run: {_flow({'name': recipe.name})}",
         f"model: {_flow(model)}" + _template_comment(recipe),
@@ -179,7 +179,7 @@ def with_overrides(text: str, recipe: Recipe, overrides: Sequence[str]) -> str:
     recipe: the text, loaded with them; keys that gave way to an override are left out.
     """
     given, values = yaml.safe_load(text), recipe.model_dump(mode="json", exclude_unset=True)
-    wanted = {section: _present(value, values[section]) for section, value in given.items() if section != "extends"}
+    wanted = {section: _kept(value, values[section]) for section, value in given.items() if section != "extends"}
     for override in overrides:
         section, *keys = override.partition("=")[0].strip().split(".")
         if keys:
@@ -193,8 +193,8 @@ def with_overrides(text: str, recipe: Recipe, overrides: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _present(given: Any, values: Any) -> Any:
-    return {key: values[key] for key in given if key in values} if isinstance(given, dict) else values
+def _kept(given: Any, values: Any) -> Any:
+    return {key: value for key, value in given.items() if key in values} if isinstance(given, dict) else given
 
 
 def _replaced(lines: list[str], section: str, before: Any, value: Any) -> list[str]:
@@ -220,7 +220,8 @@ def _replaced(lines: list[str], section: str, before: Any, value: Any) -> list[s
 
 def question(rows: RowsFound) -> str | None:
     """Returns the first short question of the rows, else the shortest; None if they have none."""
-    questions = [" ".join(text.split()) for sample in rows.samples[:100] if (text := _prompt(sample))]
+    prompts = (text.replace(IMAGE, "") for sample in rows.samples[:100] if (text := _prompt(sample)))
+    questions = [" ".join(text.split()) for text in prompts if text.strip()]
     short = (text for text in questions if 10 <= len(text) <= 100)
     return next(short, min(questions, key=len)[:200]) if questions else None
 
