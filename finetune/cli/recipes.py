@@ -16,6 +16,7 @@ from finetune.errors import UserError
 
 
 def new(
+    overrides: Overrides = None,
     model: Annotated[str | None, typer.Option(help="Train this model: hub id or local folder.")] = None,
     data: Annotated[str | None, typer.Option(help="Train on this file, folder, URL or dataset of the hub.")] = None,
     mode: Annotated[str | None, typer.Option(help="Train by full, lora or qlora.")] = None,
@@ -24,10 +25,16 @@ def new(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write this recipe. Default: NAME.yaml in this folder."),
     ] = None,
+    format: Annotated[str | None, typer.Option(help="Read rows of this format. Default: by the rows.")] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(metavar="FIELD=COLUMN,...", help="Read these columns: prompt=question,completion=answer."),
+    ] = None,
 ) -> None:
     """Write a recipe that fits a model and your rows; asks for missing options.
 
-    Chooses format, objective, length, batch, steps, warm-up and evaluation by the rows, with the reasons as comments.
+    Chooses format, columns, objective, length, batch, steps, warm-up and evaluation by the rows, with the reasons as
+    comments, and shows one row. Columns that are a guess are asked about, or refused without a terminal.
 
     Example: [bold]python -m finetune new --model HuggingFaceTB/SmolLM2-135M --data faq.csv --mode lora[/bold]
     """
@@ -36,9 +43,12 @@ def new(
     model = model or _answer("--model", "Model (hub id or folder)")
     data = data or _answer("--data", "Data (file, folder, URL or dataset of the hub)")
     mode = mode or _answer("--mode", f"Mode ({', '.join(MODES)})", "lora")
-    from finetune.setup.new import NewOptions, write_new
+    from finetune.setup.new import write_new
+    from finetune.setup.new_options import NewOptions, parse_columns
 
-    write_new(NewOptions(model, data, mode, name, output), Console())
+    read = parse_columns(columns) if columns else None
+    ask = (lambda question, default: typer.prompt(question, default=default)) if sys.stdin.isatty() else None
+    write_new(NewOptions(model, data, mode, name, output, format, read, tuple(overrides or ())), Console(), ask)
 
 
 def _answer(option: str, question: str, default: str | None = None) -> str:
