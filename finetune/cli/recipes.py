@@ -36,6 +36,10 @@ def new(
     model = model or _answer("--model", "Model (hub id or folder)")
     data = data or _answer("--data", "Data (file, folder, URL or dataset of the hub)")
     mode = mode or _answer("--mode", f"Mode ({', '.join(MODES)})", "lora")
+    from finetune.data.sources.hub import is_hub_dataset, is_hub_model, offline_without_hub
+
+    if is_hub_model(model) or is_hub_dataset(data):
+        offline_without_hub()
     from finetune.setup.new import NewOptions, write_new
 
     write_new(NewOptions(model, data, mode, name, output), Console())
@@ -169,9 +173,11 @@ def inspect(
 
     Example: [bold]python -m finetune inspect recipes/quickstart/full.yaml --rows 2[/bold]
     """
+    from finetune.data.sources.hub import check_hub
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
+    check_hub(loaded)
     from finetune.view.inspect import InspectOptions, inspect
 
     options = InspectOptions(rows, tuple(row or ()), packed, on_eval, totals, tokens, full, html, as_json)
@@ -186,9 +192,11 @@ def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = F
 
     Example: [bold]python -m finetune prepare recipes/quickstart/full.yaml[/bold]
     """
+    from finetune.data.sources.hub import check_hub
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
+    check_hub(loaded)
     from finetune.setup.prepare_data import prepare as run
     from finetune.setup.prepare_data import show_prepared
 
