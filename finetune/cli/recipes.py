@@ -24,13 +24,29 @@ def new(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write this recipe. Default: NAME.yaml in this folder."),
     ] = None,
+    other: Annotated[
+        str | None,
+        typer.Option("--from", metavar="CONFIG", help="Convert a config of TRL, axolotl, LLaMA-Factory or Unsloth."),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices that the config of --from ran on, for the rows of a step.")
+    ] = None,
 ) -> None:
     """Write a recipe that fits a model and your rows; asks for missing options.
 
     Chooses format, objective, length, batch, steps, warm-up and evaluation by the rows, with the reasons as comments.
 
     Example: [bold]python -m finetune new --model HuggingFaceTB/SmolLM2-135M --data faq.csv --mode lora[/bold]
+
+    From another tool: [bold]python -m finetune new --from axolotl.yaml --devices 4[/bold]
     """
+    if other is not None:
+        if given := [f"--{key}" for key, value in (("model", model), ("data", data), ("mode", mode)) if value]:
+            raise UserError(f"new: {given[0]} is not used with --from, which has a config of its own")
+        from finetune.setup.other_tools import write_converted
+
+        write_converted(other, output, name, devices, (), Console())
+        return
     from finetune.recipe.schema import MODES  # light: an answer that is missing costs no imports
 
     model = model or _answer("--model", "Model (hub id or folder)")
