@@ -87,7 +87,7 @@ class Conversion:
         for name, value in self.theirs.items():
             if name in self._read or value in _NOT_SET or value in ([], {}):
                 continue
-            reason = FOREIGN_KEYS.get(name, f"is not known as a key of {self.tool}")
+            reason = FOREIGN_KEYS.get(name, "no counterpart is known")
             self.leave(name, reason if " " in reason else f"set `{reason}`, if it is meant")
 
     def value(self, key: str) -> Any:

@@ -14,10 +14,12 @@ from finetune.recipe import load_recipe
 from finetune.recipe.yaml_tree import read
 from finetune.setup.conversion import Conversion
 from finetune.setup.foreign_axolotl import convert_axolotl
+from finetune.setup.foreign_llama_factory import convert_llama_factory
 from finetune.utils import write_atomically
 
 _CONVERTERS: dict[str, Callable[[Conversion], None]] = {
     "axolotl": convert_axolotl,
+    "LLaMA-Factory": convert_llama_factory,
 }
 
 
@@ -57,6 +59,8 @@ def _tool_of(origin: str, theirs: dict[str, Any]) -> str:
     """Returns the tool that has such keys. Raises UserError if there is none."""
     if "base_model" in theirs:
         return "axolotl"
+    if {"stage", "finetuning_type"} & theirs.keys():
+        return "LLaMA-Factory"
     raise UserError(
         f"{origin}: not a config of axolotl (`base_model`), LLaMA-Factory (`stage`, `finetuning_type`), TRL "
         "(`model_name_or_path`) or Unsloth (`model_name`, `max_seq_length`)"

@@ -6,6 +6,7 @@ The YAMLs are our own, with the keys of the public example configs of each tool.
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,190 @@ def test_axolotl_preferences(
     assert "--config-file accelerate_configs/fsdp2_offload.yaml" in printed
 
 
+# --- LLaMA-Factory
+
+FACTORY = """
+### model
+model_name_or_path: org/qwen
+trust_remote_code: true
+### method
+stage: {stage}
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: {targets}
+{extra}
+### dataset
+dataset: {dataset}
+template: {template}
+cutoff_len: 2048
+max_samples: 1000
+preprocessing_num_workers: 16
+### output
+output_dir: saves/qwen3-4b/lora/sft
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+report_to: none
+### train
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+"""
+DATASETS = {
+    "plain": {"file_name": "plain.json"},
+    "renamed": {
+        "hf_hub_url": "org/renamed",
+        "subset": "en",
+        "num_samples": 50,
+        "columns": {"prompt": "question", "query": "context", "response": "reply", "system": "sys", "history": "past"},
+    },
+    "talks": {"file_name": "talks.json", "formatting": "sharegpt", "columns": {"messages": "talk", "tools": "tools"}},
+    "chats": {
+        "file_name": "chats.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+    "pairs": {
+        "file_name": "pairs.json",
+        "formatting": "sharegpt",
+        "ranking": True,
+        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+    },
+    "texts": {
+        "file_name": "texts.json",
+        "ranking": True,
+        "columns": {"prompt": "instruction", "query": "input", "chosen": "better", "rejected": "worse"},
+    },
+    "pictures": {
+        "file_name": "pictures.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "images": "images"},
+        "tags": {"role_tag": "role", "content_tag": "content"},
+    },
+    "marked": {"file_name": "marked.json", "columns": {"prompt": "q", "response": "a", "kto_tag": "kto_tag"}},
+    "pages": {"file_name": "pages.jsonl", "columns": {"prompt": "content"}},
+}
+
+
+def factory(
+    stage: str = "sft", dataset: str = "plain", extra: str = "", targets: str = "all", template: str = "x"
+) -> str:
+    Path("data").mkdir(exist_ok=True)
+    Path("data/dataset_info.json").write_text(json.dumps(DATASETS), encoding="utf-8")
+    return FACTORY.format(stage=stage, dataset=dataset, extra=extra, targets=targets, template=template)
+
+
+def test_llama_factory_sft(convert: Convert) -> None:
+    recipe, printed, text = convert(factory(dataset="plain,renamed, talks,chats", template="qwen3_nothink"), devices=2)
+    # alpha is twice the rank, and dropout 0, if left out
+    assert values(recipe, "mode", "lora.rank", "lora.alpha", "lora.dropout", "lora.targets") == [
+        *("lora", 8, 16.0, 0.0, "all-linear")
+    ]
+    sources = [(one.path, one.config, one.format, one.columns, one.limit) for one in recipe.data.train]
+    assert sources == [
+        ("data/plain.json", None, "alpaca", None, 1000),
+        (
+            *("org/renamed", "en", "alpaca"),
+            {"instruction": "question", "input": "context", "output": "reply", "history": "past", "system": "sys"},
+            50,
+        ),
+        ("data/talks.json", None, "sharegpt", {"conversations": "talk"}, 1000),
+        ("data/chats.json", None, "messages", None, 1000),
+    ]
+    assert values(recipe, "batch.rows", "batch.rows_per_device", "optimizer.lr", "train.epochs") == [16, 1, 1e-4, 3]
+    assert values(recipe, "data.overlong", "data.packing", "data.max_length") == ["truncate", False, 2048]
+    assert values(recipe, "schedule.warmup_ratio", "checkpoint.every_steps", "run.name") == [0.1, 500, "sft"]
+    # It recomputes activations unless told otherwise.
+    assert values(recipe, "train.activation_checkpointing", "model.trust_remote_code") == [True, True]
+    assert "the tokenizer's own, in place of LLaMA-Factory's qwen3_nothink" in text
+    assert "preprocessing_num_workers: rows are tokenized once" in printed
+
+
+def test_llama_factory_qlora_with_neat_packing_and_zero3(convert: Convert) -> None:
+    extra = "quantization_bit: 4\ndouble_quantization: false\nneat_packing: true\nmask_history: true\nval_size: 0.1\n"
+    extra += "eval_strategy: steps\neval_steps: 50\ndeepspeed: examples/deepspeed/ds_z3_config.json"
+    recipe, printed, _ = convert(factory(extra=extra, targets="q_proj,v_proj", template="llama3"))
+    assert recipe.quantization is not None
+    assert (recipe.mode, recipe.quantization.type, recipe.quantization.double_quant) == ("qlora", "nf4", False)
+    assert values(recipe, "lora.targets", "data.packing", "model.chat_template") == [
+        ("q_proj", "v_proj"),
+        True,
+        "llama3",
+    ]
+    assert values(recipe, "objective.train_on", "data.eval.share", "evaluate.every_steps") == [
+        "last_assistant",
+        0.1,
+        50,
+    ]
+    assert "--config-file accelerate_configs/zero3.yaml" in printed
+
+
+@pytest.mark.parametrize(
+    ("stage", "dataset", "extra", "expected", "rows"),
+    [
+        (
+            "dpo",
+            "pairs",
+            "pref_beta: 0.2\npref_ftx: 0.5",
+            {"name": "dpo", "beta": 0.2, "sft_weight": 0.5},
+            ("preference", None),
+        ),
+        ("dpo", "pairs", "pref_loss: simpo\nsimpo_gamma: 0.7", {"loss": "simpo", "margin": 0.7}, ("preference", None)),
+        (
+            "dpo",
+            "texts",
+            "pref_loss: orpo",
+            {"name": "orpo", "beta": 0.1},
+            ("preference", {"chosen": "better", "rejected": "worse", "prompt": "instruction"}),
+        ),
+        (
+            "kto",
+            "marked",
+            "kto_chosen_weight: 0.5",
+            {"name": "kto", "desirable_weight": 0.5, "undesirable_weight": 1.0, "reference": "adapters_off"},
+            ("unpaired", {"label": "kto_tag", "prompt": "q", "completion": "a"}),
+        ),
+        ("rm", "pairs", "", {"name": "reward"}, ("preference", None)),
+        ("pt", "pages", "", {"name": "sft"}, ("text", {"text": "content"})),
+    ],
+    ids=["dpo", "simpo", "orpo", "kto", "reward", "pre-training"],
+)
+def test_llama_factory_stages(
+    convert: Convert, stage: str, dataset: str, extra: str, expected: dict[str, Any], rows: tuple[str, Any]
+) -> None:
+    recipe, printed, _ = convert(factory(stage, dataset, extra))
+    assert {key: getattr(recipe.objective, key) for key in expected} == expected
+    assert (recipe.data.train[0].format, recipe.data.train[0].columns) == rows
+    assert values(recipe, "data.packing", "data.overlong") == [stage == "pt", "split" if stage == "pt" else "drop"]
+    assert ("`input` is not read: join it to `instruction`" in printed) == (dataset == "texts")
+
+
+def test_llama_factory_pictures(convert: Convert) -> None:
+    recipe, _, _ = convert(factory(dataset="pictures", extra="image_max_pixels: 262144\nfreeze_vision_tower: false"))
+    assert recipe.data.image is not None
+    assert (recipe.data.image.max_pixels, recipe.model.train) == (262144, ("language", "vision"))
+    assert (recipe.data.train[0].format, recipe.data.train[0].columns) == ("messages", None)
+
+
+def test_llama_factory_full_without_its_table_of_datasets(convert: Convert) -> None:
+    config = FACTORY.format(stage="sft", dataset="mine", extra="", targets="all", template="default")
+    recipe, printed, _ = convert(config.replace("finetuning_type: lora", "finetuning_type: full\npure_bf16: true"))
+    assert (recipe.mode, recipe.lora, recipe.train.precision) == ("full", None, "bf16_true")
+    assert "data.train: data/dataset_info.json is not here; give `path`, `format` and `columns`" in printed
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"dataset_info\.json: cannot be read"):
+        convert(config)
+
+
 def test_what_has_no_equal_is_to_do(convert: Convert) -> None:
     config = AXOLOTL_LORA.replace("adamw_bnb_8bit", "lion_8bit").replace("cosine", "rex")
     config = config.replace("type: alpaca", "type: context_qa") + "neftune_noise_alpha: 5\nunheard_of: 1\n"
@@ -253,7 +438,7 @@ def test_what_has_no_equal_is_to_do(convert: Convert) -> None:
     assert "optimizer.name: lion_8bit is not offered" in printed
     assert "data.train: `type: context_qa` has no counterpart" in printed
     assert "neftune_noise_alpha: noise on embeddings is not offered" in printed
-    assert "unheard_of: is not known as a key of axolotl" in printed
+    assert "unheard_of: no counterpart is known" in printed
 
 
 def test_names_devices_and_overrides_of_the_command_line(convert: Convert) -> None:
