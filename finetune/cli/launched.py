@@ -26,9 +26,11 @@ def _launched(recipe: Path, overrides: list[str] | None) -> Iterator[tuple[Recip
     from finetune.training.signals import listening
 
     with listening() as stop:  # before the slow imports
+        from finetune.data.sources.hub import check_hub
         from finetune.recipe import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
+        check_hub(loaded)
         large_pages()
         growing_segments()
         import finetune.training.run  # noqa: F401  (both commands import it)
