@@ -12,7 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from finetune.engine.hardware import CPU, GIB
+from finetune.models.attention import attention_for
 from finetune.plan.lengths import ROWS_KEPT
+from finetune.plan.micro_batch import kernels_at
 from finetune.plan.search import (
     RESUME_S,
     SAVE_S,
@@ -148,8 +150,13 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
         return lines
     if machines.device.memory_gib is None:
         lines.append(f"{machines.key} has the memory of its data sheet; what torch reports differs by a little")
-    if (machines.device.capability or (0, 0)) < (8, 0):
-        lines.append(f"attention keeps on {machines.key} what FlashAttention's kernels keep, which it may not have")
+    device, efficiency = machines.device, hardware.efficiency
+    if not device.has_flash_kernels:
+        choice = attention_for(request.recipe, request.config, "cuda", kernels_at("cuda", device.kernels))
+        speed = f"{efficiency.flex:.0%} of a flash kernel's speed ({efficiency.flex_source})"
+        lines.append(f"attention on {machines.key} ({choice.reason}) has {speed} and keeps as many bytes")
+    elif device.capability is None:
+        lines.append(f"{machines.key} has the attention kernels of a card of capability 9.0")
     if one.step is not None and one.launch.processes > 1:
         names = [machines.device.link, *([machines.device.network] if machines.machines > 1 else [])]
         links = ((name, hardware.links[name]) for name in names)

@@ -30,7 +30,7 @@ from finetune.plan.command import (
     values_of,
     write_config,
 )
-from finetune.plan.memory import Place, estimate_memory
+from finetune.plan.memory import Place, estimate_memory, how_of
 from finetune.plan.memory_page import write_page
 from finetune.plan.search import (
     Choice,
@@ -42,6 +42,8 @@ from finetune.plan.search import (
     spot_loss,
     verdict,
 )
+from finetune.plan.shapes import costs_at
+from finetune.plan.speed import table_speeds
 from finetune.plan.tables import parse_machines, read_prices
 from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
@@ -270,6 +272,28 @@ def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> 
     assert "V100-16 has the memory of its data sheet" in " ".join(
         assumptions(request, dataclasses.replace(choices[0], machines=parse_machines("V100-16", 1, request.hardware)))
     )
+
+
+def test_a_device_is_planned_with_the_attention_that_a_run_has_there(recipe: dict[str, Any], write_recipe: Any) -> None:
+    """AMD's cards, and NVIDIA's before Ampere, have none of torch's flash kernels."""
+    path, on = write_recipe(recipe), PlanOptions(("1xMI300X", "1xH100-80"))
+    request, choices, _ = plan(path, SHORT, on)
+    amd, hopper = (next(one for one in choices if one.machines.key[0] == key) for key in "MH")
+    flex = request.hardware.efficiency.flex
+    assert amd.machines.device.kernels is None
+    assert hopper.machines.device.has_flash_kernels
+    assert "a kernel compiled for the documents' mask; not varlen" in assumptions(request, amd)[-1]
+    speeds = [table_speeds(request.recipe, one.machines, request.hardware) for one in (amd, hopper)]
+    shares = [request.hardware.shares(one.machines.key) for one in (amd, hopper)]
+    for speed, share, one, factor in zip(speeds, shares, (amd, hopper), (flex, 1.0), strict=True):
+        assert speed
+        assert speed.attention == pytest.approx((one.machines.device.bf16 or 0) * 1e12 * share.attention * factor)
+    assert amd.memory.tensors == pytest.approx(hopper.memory.tensors, rel=0.02)
+    with pytest.raises(UserError, match=r"`varlen` does not fit .* need an NVIDIA GPU"):
+        plan(path, (*SHORT, "model.attention=varlen"), PlanOptions(("1xMI300X",)))
+    costs = costs_at(request.recipe, request.config, amd.launch, "cuda")
+    hows = [how_of(costs, capability, 1).capability for capability in ((8, 6), (9, 0), (7, 5), None)]
+    assert hows == [(9, 0), (9, 0), (7, 5), None]  # one kernel from Ampere on
 
 
 @pytest.mark.parametrize(
