@@ -177,11 +177,11 @@ def show(
 ) -> None:
     """Prints a table that begins with the best choice of each kind of machines, their reasons, and the sources of the
     numbers. verbose: with places that do not fit, and the rules that forbid others."""
-    first, shown = answers(choices), _shown(choices, verbose)
+    first, shown = answers(choices), in_table(choices, verbose)
     # The letter that stands in the table for each changed key that not all choices have.
     changed = dict.fromkeys(line for one in shown for line in _own_changes(one, shown))
     letters = dict(zip(changed, string.ascii_lowercase, strict=False))
-    for line in _heading(request, shown, results):
+    for line in facts(request, shown, results):
         print_line(console, line, highlight=False, markup=False)
     console.print(_table(shown, letters, results))
     sizes = {one.config: re.sub(r" \d+", "", one.sizes) for one in shown if one.sizes}
@@ -205,7 +205,7 @@ def show(
         print_line(console, line, highlight=False, markup=False, style="dim")
 
 
-def _shown(choices: Sequence[Choice], verbose: bool) -> Sequence[Choice]:
+def in_table(choices: Sequence[Choice], verbose: bool = False) -> Sequence[Choice]:
     """Returns the choices of the table: the answers, then what fits, up to a number of lines."""
     if verbose:
         return choices
@@ -239,7 +239,7 @@ def _pictures(one: Choice) -> Table:
     return grid
 
 
-def _heading(request: PlanRequest, choices: Sequence[Choice], results: Sequence[SearchResult]) -> list[str]:
+def facts(request: PlanRequest, choices: Sequence[Choice], results: Sequence[SearchResult]) -> list[str]:
     """Returns facts of the run, then devices and changed keys that all choices have."""
     recipe, rows, shape = request.recipe, request.rows, request.shapes[False]
     lines = [

@@ -21,7 +21,7 @@ from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.errors import UserError
 from finetune.models.base_config import base_config
 from finetune.models.config import training_config, without_dropout
-from finetune.plan.answer import as_dicts, price_lines, refused, rests_on, show
+from finetune.plan.answer import as_dicts, refused, show
 from finetune.plan.finished_runs import speeds_here
 from finetune.plan.lengths import Lengths, RowFacts, read_lengths, widest
 from finetune.plan.memory_page import write_page
@@ -101,8 +101,7 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
         show(console, request, choices, results, options.verbose)
     notes: list[str] = []
     if options.html:
-        lines = [f"lengths: {request.rows.source}", *price_lines(request, choices[0]), *rests_on(request, choices)]
-        write_page(options.html, request, choices, lines)
+        write_page(options.html, request, choices, results)
         notes.append(f"wrote {options.html}")
     if options.write:
         notes += write_config(request, choices[0], Path())

@@ -319,13 +319,19 @@ def test_the_page_draws_every_phase_and_asks_for_nothing(
     found: tuple[PlanRequest, list[Choice]], tmp_path: Path
 ) -> None:
     request, choices = found
-    write_page(tmp_path / "plan.html", request, choices, ["a <line>"])
+    machines = choices[0].machines
+    none = SearchResult(parse_machines("2xV100-16", 1, request.hardware), [], {"ddp": "a <rule>"})
+    write_page(tmp_path / "plan.html", request, choices, [SearchResult(machines, choices), none])
     page = (tmp_path / "plan.html").read_text()
     assert page.count("<figure>") == 6
     assert all(f">{phase}</text>" in page for phase in choices[0].memory.phases)
-    assert "a &lt;line&gt;" in page
+    assert "a &lt;rule&gt;" in page
+    assert page.count('<th scope="row">') == min(len(choices), SHOWN)
+    assert page.count('<tr class="answer">') == 1
+    assert f'<td class="n">{choices[0].price or 0:,.2f} USD</td>' in page
+    assert f'<td class="n">{choices[0].hours or 0:.2f}</td>' in page
     assert "<script" not in page
-    assert "https:" not in page
+    assert not re.search(r'(src|href)=|url\(', page)  # sources are text
 
 
 SCALED = ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: fp8, compute: scaled}")
