@@ -91,6 +91,8 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
         hours_of(options.deadline)
     if options.host_memory and all(one.key == CPU for one in machines_of(options)):
         raise UserError("--host-memory: on processors memory is this machine's: remove it")
+    if options.verbose and (options.as_json or options.sweep or options.memory):
+        raise UserError("-v: --json has all places anyway, and --sweep and --memory show the best alone: leave it out")
     if options.sweep or options.memory:
         what_if(path, overrides, options, console)
         return []

@@ -306,6 +306,7 @@ def test_a_device_is_planned_with_the_attention_that_a_run_has_there(recipe: dic
         (PlanOptions(("2xH100",), deadline="12"), "12h, 90m or 2d"),
         (PlanOptions(("2xH100",), host_memory="128"), "--host-memory 128: expected a size with its unit"),
         (PlanOptions(("2xcpu",), host_memory="128GB"), "memory is this machine's"),
+        (PlanOptions(("2xH100",), as_json=True, verbose=True), "--json has all places anyway"),
     ],
 )
 def test_bad_input_says_what_to_give(
@@ -331,7 +332,7 @@ def test_the_page_draws_every_phase_and_asks_for_nothing(
     assert f'<td class="n">{choices[0].price or 0:,.2f} USD</td>' in page
     assert f'<td class="n">{choices[0].hours or 0:.2f}</td>' in page
     assert "<script" not in page
-    assert not re.search(r'(src|href)=|url\(', page)  # sources are text
+    assert not re.search(r"(src|href)=|url\(", page)  # sources are text
 
 
 SCALED = ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: fp8, compute: scaled}")
