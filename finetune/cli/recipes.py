@@ -30,6 +30,13 @@ def new(
         str | None,
         typer.Option(metavar="FIELD=COLUMN,...", help="Read these columns: prompt=question,completion=answer."),
     ] = None,
+    other: Annotated[
+        str | None,
+        typer.Option("--from", metavar="CONFIG", help="Convert a config of TRL, axolotl, LLaMA-Factory or Unsloth."),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices that the config of --from ran on, for the rows of a step.")
+    ] = None,
 ) -> None:
     """Write a recipe that fits a model and your rows; asks for missing options.
 
@@ -37,12 +44,26 @@ def new(
     comments, and shows one row. Columns that are a guess are asked about, or refused without a terminal.
 
     Example: [bold]python -m finetune new --model HuggingFaceTB/SmolLM2-135M --data faq.csv --mode lora[/bold]
+
+    From another tool: [bold]python -m finetune new --from axolotl.yaml --devices 4[/bold]
     """
+    if other is not None:
+        own = {"model": model, "data": data, "mode": mode, "format": format, "columns": columns}
+        if given := [f"--{key}" for key, value in own.items() if value]:
+            raise UserError(f"new: {given[0]} is not used with --from, which has a config of its own")
+        from finetune.setup.other_tools import write_converted
+
+        write_converted(other, output, name, devices, tuple(overrides or ()), Console())
+        return
     from finetune.recipe.schema import MODES  # light: an answer that is missing costs no imports
 
     model = model or _answer("--model", "Model (hub id or folder)")
     data = data or _answer("--data", "Data (file, folder, URL or dataset of the hub)")
     mode = mode or _answer("--mode", f"Mode ({', '.join(MODES)})", "lora")
+    from finetune.data.sources.hub import is_hub_dataset, is_hub_model, offline_without_hub
+
+    if is_hub_model(model) or is_hub_dataset(data):
+        offline_without_hub()
     from finetune.setup.new import write_new
     from finetune.setup.new_options import NewOptions, parse_columns
 
@@ -118,6 +139,10 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Find changes that fit into this memory of a device: 24GB.")
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Count on this host memory of a machine: 128GB. Default: its offer's."),
+    ] = None,
     hardware: Annotated[
         Path | None, typer.Option(help="Read your own devices from here. Default: hardware.yaml, if it exists.")
     ] = None,
@@ -126,6 +151,9 @@ def plan(
     ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Compare predictions with runs; RECIPE ... are run directories.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show also what does not fit, and the rules that forbid places.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -149,7 +177,7 @@ def plan(
         print(comparisons_json(comparisons) if as_json else table(comparisons))
         return
     ranking, files = (nodes, budget, deadline, by, spot), (hardware, prices)
-    options = PlanOptions(tuple(on or ()), *ranking, write, html, sweep, memory, *files, as_json)
+    options = PlanOptions(tuple(on or ()), *ranking, write, html, sweep, memory, *files, as_json, verbose, host_memory)
     run(recipe, overrides or (), options, Console())
 
 
@@ -179,9 +207,11 @@ def inspect(
 
     Example: [bold]python -m finetune inspect recipes/quickstart/full.yaml --rows 2[/bold]
     """
+    from finetune.data.sources.hub import check_hub
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
+    check_hub(loaded)
     from finetune.view.inspect import InspectOptions, inspect
 
     options = InspectOptions(rows, tuple(row or ()), packed, on_eval, totals, tokens, full, html, as_json)
@@ -196,9 +226,11 @@ def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = F
 
     Example: [bold]python -m finetune prepare recipes/quickstart/full.yaml[/bold]
     """
+    from finetune.data.sources.hub import check_hub
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
+    check_hub(loaded)
     from finetune.setup.prepare_data import prepare as run
     from finetune.setup.prepare_data import show_prepared
 

@@ -30,6 +30,9 @@ from finetune.shipped import here_or_shipped
 Kind = Literal["replicated", "fsdp2", "zero"]
 
 TIMEOUT_VARIABLE = "FINETUNE_TIMEOUT_S"
+PROCESSES_VARIABLE = (
+    "FINETUNE_PROCESSES"  # of a job that `launch --on` wrote: a launcher can miss the others in silence
+)
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for gloo (torch/distributed/constants.py); with NCCL it would be 600
 _VISIBLE_AFTER_S = 5.0  # for a file created by another machine
 _KINDS: dict[str, Kind] = {"FSDP": "fsdp2", "DEEPSPEED": "zero"}  # by accelerate's `distributed_type`
@@ -149,6 +152,12 @@ def check_started(launch: Launch, world_size: int, kind: str) -> None:
             f"{launch.name} asks for {launch.processes} processes, but {world_size} "
             f"{'is' if world_size == 1 else 'are'} running: each would train alone. "
             "Use one of accelerate_configs/ and set the size with `accelerate launch --num_processes N`"
+        )
+    expected = os.environ.get(PROCESSES_VARIABLE, "")
+    if expected and expected != str(world_size):
+        raise UserError(
+            f"{PROCESSES_VARIABLE}={expected}, but {world_size} {'is' if world_size == 1 else 'are'} running: the "
+            "launchers of this job did not find each other, or it has other sizes than it was written for"
         )
     if kind != launch.kind:
         raise UserError(

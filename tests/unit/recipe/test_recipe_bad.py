@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.recipe import RecipeError, divisibility_message, load_recipe
+from finetune.recipe import Recipe, RecipeError, divisibility_message, load_recipe
 
 GOOD = (
     "run: {name: a}",  # 1
@@ -70,10 +70,50 @@ CASES = [
         {6: "optimizer: {learning_rate: 1e-4}"},
     ),
     Bad(
+        "keys of other tools, with a place and without one",
+        [
+            ":8: sample_packing: unknown key; did you mean `data.packing`?",
+            ":9: lora_r: unknown key; did you mean `lora.rank`?",
+            ":10: load_in_4bit: unknown key; set `mode: qlora` and `quantization: {type: nf4}`",
+            ":11: chat_template_kwargs: unknown key; did you mean `model.chat_template_arguments`?",
+        ],
+        {8: "sample_packing: true", 9: "lora_r: 8", 10: "load_in_4bit: true", 11: "chat_template_kwargs: {a: 1}"},
+    ),
+    Bad(
+        "keys of other tools in a source",
+        [
+            ":4: data.train[0].type: unknown key; did you mean `format`?",
+            ":4: data.train[0].field_messages: unknown key; set `columns: {messages: ...}`",
+        ],
+        {4: "data: {train: [{path: a.jsonl, type: alpaca, field_messages: turns}], max_length: 64}"},
+    ),
+    Bad(
+        "no section is suggested for a value, and nothing that is not alike",
+        [
+            f":8: trainer: unknown key; valid here: {', '.join([*Recipe.model_fields, 'extends'])}",
+            ":9: loras: unknown key; did you mean `lora`?",
+        ],
+        {8: "trainer: fast", 9: "loras: {rank: 8}"},
+    ),
+    Bad(
+        "another name for the loss",
+        [
+            ":8: objective.name: expected 'sft', 'focal', 'dpo', 'kto', 'orpo', 'reward', 'classify' or 'distill', got "
+            '"simpo" (text); set `dpo` and `objective.loss: simpo`'
+        ],
+        {8: "objective: {name: simpo}"},
+    ),
+    Bad(
+        "a name in place of a section",
+        [':6: optimizer: expected a section, got "adamw_torch" (text); did you mean `optimizer.name`?'],
+        {6: "optimizer: adamw_torch"},
+    ),
+    Bad(
         "accumulation is not a choice",
         [
             ":5: batch.gradient_accumulation_steps: unknown key; accumulation follows from `batch.rows`, "
-            "`batch.rows_per_device` and the number of processes"
+            "`batch.rows_per_device` and the number of processes; `batch.rows` is micro-batch x "
+            "accumulation x processes"
         ],
         {5: "batch: {rows: 8, gradient_accumulation_steps: 4}"},
     ),
