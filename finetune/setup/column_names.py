@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterable
 
 
 def _votes(**words: str) -> dict[str, int]:
@@ -46,7 +47,8 @@ _ROLES: dict[str, dict[str, int]] = {
     "label": _votes(sure="label class category sentiment intent kategorie klasse categorie categoria 标签 类别"),
     "context": _votes(
         sure="context passage background kontext contexte contexto 上下文",
-        half="input eingabe entree entrada 输入 document",
+        half="""input eingabe entree entrada 输入 document title subject betreff titel titre titulo reasoning thought
+        thinking cot rationale explanation""",
     ),
 }
 _OPPOSITE = {"prompt": "completion", "completion": "prompt"}
@@ -70,6 +72,9 @@ _ABOUT = _words_of(
 _INSTRUCTIONS = _words_of("instruction anweisung consigne instruccion 指令")
 _OPTIONS = _words_of("option options choice choices alternatives")
 _SIDES = {"a": "a", "b": "b", "1": "a", "2": "b", "left": "a", "right": "b", "first": "a", "second": "b"}
+
+
+_SPEAKERS = _words_of("user human customer client assistant gpt bot agent system tool kunde support")
 
 
 def words(name: str) -> list[str]:
@@ -104,6 +109,11 @@ def side(name: str) -> str | None:
 def may_be_people(name: str) -> bool:
     """Returns whether a name stands for people, who are named or speak in the column."""
     return set(words(name)) <= _PEOPLE
+
+
+def are_speakers(values: Iterable[str]) -> bool:
+    """Returns whether values are roles of a conversation: the rows are its messages then."""
+    return {value.strip().lower() for value in values} <= _SPEAKERS
 
 
 def is_instruction(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,28 +12,16 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text as StyledText
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.renderer import Renderer
-from finetune.data.chat.template import Span
-from finetune.data.samples import (
-    BadRow,
-    Ids,
-    Labelled,
-    Message,
-    Preference,
-    PromptCompletion,
-    Ranked,
-    Sample,
-    Text,
-)
 from finetune.errors import UserError
 from finetune.models.base_config import NO_FOLDER, is_missing_folder, without_weights
 from finetune.models.config import model_config
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe, load_recipe
 from finetune.recipe.schema import MODES, RUN_NAME, Model
+from finetune.setup.first_row import show_first_row
 from finetune.setup.new_options import NewOptions, parse_columns
 from finetune.setup.recipe_text import NewRecipe, question, recipe_text, with_overrides
 from finetune.setup.roles import RoleChoice, choose_columns, columns_shown, refusal
@@ -51,7 +39,6 @@ from finetune.shipped import SHIPPED
 from finetune.utils import write_atomically
 
 Ask = Callable[[str, str], str]  # (question, default) -> answer
-_SHOWN = 1200  # characters of a rendered row
 
 
 def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> Path:
@@ -183,7 +170,7 @@ def _show(recipe: NewRecipe, loaded: Recipe, problem: str, renderer: Renderer | 
     }.items():
         table.add_row(name, escape(value))
     console.print(table)
-    _show_row(rows, renderer, console)
+    show_first_row(rows, renderer, console)
     bad = lengths.bad
     notes = [f"{len(bad):,} rows cannot be used and are skipped, such as {bad[0]}"] if bad else []
     if problem:
@@ -197,45 +184,3 @@ def _show(recipe: NewRecipe, loaded: Recipe, problem: str, renderer: Renderer | 
     commands = [f"  python -m finetune {command}" for command in (f"check {path}", f"launch {path}", use)]
     for line in (*(f"note: {note}" for note in notes), f"\nwritten: {recipe.path}. Next:\n", *commands):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-
-def _show_row(rows: RowsFound, renderer: Renderer | None, console: Console) -> None:
-    """Prints the first row as the model sees it, its trained part green and in brackets; its messages if there is no
-    tokenizer."""
-    drawn = next(filter(None, (_drawn(sample, renderer, rows.items[0][0]) for sample in rows.samples[:20])), ())
-    if drawn:
-        console.print("the first row, what is trained on in ⟦ ⟧:", highlight=False)
-    for text, spans in drawn:
-        shown, last = StyledText(), 0
-        for begin, end in spans:
-            shown.append(text[last:begin]).append(f"⟦{text[begin:end]}⟧", style="green")
-            last = end
-        shown.append(text[last:])
-        shown.truncate(_SHOWN)
-        console.print(shown, soft_wrap=True)
-
-
-def _drawn(sample: Sample, renderer: Renderer | None, data_file: str) -> list[tuple[str, Sequence[Span]]]:
-    """Returns the texts of a sample and their trained spans, of characters; none if it cannot be rendered."""
-    while isinstance(sample, Labelled | Ranked):
-        sample = sample.sample if isinstance(sample, Labelled) else sample.answers[0]
-    if renderer is not None:
-        try:
-            return [(part.text, part.spans) for part in renderer.draw(sample, data_file)[0]]
-        except BadRow:
-            return []
-    if isinstance(sample, Text | Ids):
-        return [(sample.text, [(0, len(sample.text))])] if isinstance(sample, Text) else []
-    answers = [sample.chosen, sample.rejected] if isinstance(sample, Preference) else [sample]
-    chats = [one.as_conversation() if isinstance(one, PromptCompletion) else one for one in answers]
-    return [_messages_drawn(chat.messages) for chat in chats]
-
-
-def _messages_drawn(messages: Sequence[Message]) -> tuple[str, Sequence[Span]]:
-    text, spans = "", []
-    for message in messages:
-        text += f"{message.role}: "
-        if message.role == "assistant" and message.train:
-            spans.append((len(text), len(text) + len(message.content)))
-        text += f"{message.content}\n"
-    return text.rstrip("\n"), spans

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from finetune.data.formats.converters import FORMATS, WINNERS, check_columns
 from finetune.data.formats.detect import detect_format, parse_row
 from finetune.data.formats.values import Row, names
 from finetune.data.samples import BadRow
 from finetune.errors import UserError
-from finetune.setup.column_names import best_role, is_instruction, is_options, may_be_people, score, side, words
+from finetune.setup.column_names import (
+    are_speakers,
+    best_role,
+    is_instruction,
+    is_options,
+    may_be_people,
+    score,
+    side,
+    words,
+)
 from finetune.setup.columns import NEARLY_ALL, Column, columns_of_table
 
 SHOWN_COLUMNS = 12  # in a question or message
@@ -111,17 +120,20 @@ def _doubts(rows: Sequence[Row], table: Mapping[str, Column], chosen: RoleChoice
     """Yields what speaks against a choice by names: content that is no text, columns that should not be left out."""
     if chosen.format not in _TRAINED:
         return
-    fields = [(chosen.columns or {}).get(field, field) if field else None for field in _TRAINED[chosen.format]]
+    fields = [(chosen.columns or {}).get(field or "", field) for field in _TRAINED[chosen.format]]
     asked, answered = (table.get(field) if field else None for field in fields)
     if asked is not None and asked.kind in ("id", "number", "date", "truth", "empty"):
         yield f"`{asked.name}` holds {asked.about}"
     if asked is not None and asked.kind == "constant" and chosen.format != "alpaca":
         yield f"`{asked.name}` is {asked.about}"
-    if answered is not None and answered.kind in ("id", "constant", "empty", "json"):
+    if answered is not None and answered.kind in ("id", "constant", "empty"):
         yield f"`{answered.name}` holds {answered.about}"
     if asked and answered and sum(row.get(asked.name) == row.get(answered.name) for row in rows) > len(rows) / 2:
         yield f"`{asked.name}` and `{answered.name}` are the same"
     left = [table[name] for name in unused_columns(rows, chosen)]
+    if speakers := [one.name for one in left if one.kind == "choice" and are_speakers(one.distinct)]:
+        yield f"{names(speakers)} says who speaks, so each row is a message: a row has to hold a whole conversation"
+        return
     options = [one for one in left if one.is_text and (len(one.name) == 1 or side(one.name))]
     options += [one for one in left if one.kind == "list" and is_options(one.name)]
     if len(options) > 1 or any(one.kind == "list" for one in options):
@@ -129,10 +141,13 @@ def _doubts(rows: Sequence[Row], table: Mapping[str, Column], chosen: RoleChoice
         return
     for one in left:
         role = _role_of(one)
-        is_another = role in ("completion", "chosen", "rejected", "context", "prompt")
-        if one.is_text and (is_another or (chosen.format == "text" and one.sentences > 0.5)):
+        is_lost = one.is_text and role in ("completion", "chosen", "rejected", "context", "prompt")
+        if chosen.format == "text":
+            is_answer = role == "completion" and one.kind not in ("id", "constant", "empty")
+            is_lost = is_lost or is_answer or (one.is_text and one.sentences > 0.5)
+        if is_lost:
             yield f"`{one.name}` would be left out ({one.about})"
-        elif one.kind in ("truth", "choice") and role == "label":
+        elif role == "label" and one.kind in (("truth", "choice") if chosen.format == "text" else ("truth",)):
             yield f"`{one.name}` would be left out ({one.about}), and may be what is to be learned, or mark bad answers"
 
 
@@ -148,7 +163,7 @@ def _by_roles(rows: Sequence[Row], table: Mapping[str, Column], format: str | No
     for find in finders:
         choice = find(rows, table)
         if choice is not None and (format is None or choice.format == format):
-            return choice
+            return replace(choice, doubts=tuple(dict.fromkeys((*choice.doubts, *_doubts(rows, table, choice)))))
     return None
 
 
@@ -223,7 +238,7 @@ def _classes(rows: Sequence[Row], table: Mapping[str, Column]) -> RoleChoice | N
 def _answers(rows: Sequence[Row], table: Mapping[str, Column]) -> RoleChoice | None:
     """Finds prompt and completion, or an instruction with its input: by names, else the first text and the longest of
     the others, which is a guess."""
-    completion, doubts = _best(table, "completion", set(), ("text", "number", "date", "choice"))
+    completion, doubts = _best(table, "completion", set(), ("text", "number", "date", "choice", "json"))
     if completion is not None and completion.kind != "text" and score(completion.name, "completion") < 3:
         completion = None
     taken = {completion.name} if completion else set()
@@ -249,8 +264,7 @@ def _answers(rows: Sequence[Row], table: Mapping[str, Column]) -> RoleChoice | N
         system = [one.name for one in table.values() if "system" in words(one.name) and one.kind != "id"]
         columns = {"system": system[0], **columns}
     doubts = guesses or [*doubts, *more]
-    choice = RoleChoice(format, columns, _described(columns))
-    return RoleChoice(format, columns, choice.reason, tuple(dict.fromkeys((*doubts, *_doubts(rows, table, choice)))))
+    return RoleChoice(format, columns, _described(columns), tuple(doubts))
 
 
 def _documents(rows: Sequence[Row], table: Mapping[str, Column]) -> RoleChoice | None:
@@ -264,8 +278,7 @@ def _documents(rows: Sequence[Row], table: Mapping[str, Column]) -> RoleChoice |
         if score(best.name, "text") >= 3
         else [f"`{best.name}` is the only text, and its name does not say what it is"]
     )
-    choice = RoleChoice("text", columns, _described(columns))
-    return RoleChoice("text", columns, choice.reason, (*doubts, *_doubts(rows, table, choice)))
+    return RoleChoice("text", columns, _described(columns), tuple(doubts))
 
 
 # --- names

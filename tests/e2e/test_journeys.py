@@ -1,4 +1,4 @@
-"""From a file as people have it to a trained model, by the commands that a person types: new, check, train."""
+"""From a file as people have it to an answer, by the commands that a person types: new, check, train, generate."""
 
 from __future__ import annotations
 
@@ -193,13 +193,16 @@ def test_from_file_to_check(
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in WHOLE else [pytest.mark.long]) for name in JOURNEYS]
 )
-def test_from_file_to_a_trained_model(name: str, made: Path, tmp_path: Path) -> None:
+def test_from_file_to_an_answer(name: str, made: Path, tmp_path: Path) -> None:
     journey, path = JOURNEYS[name], tmp_path / "recipe.yaml"
     model = model_of(journey, made, tmp_path)
-    short = ("train.max_steps=2", "train.precision=fp32", "evaluate.generate=1", "evaluate.max_new_tokens=4")
+    short = ("train.max_steps=2", "train.precision=fp32", "evaluate.max_new_tokens=4")
     for command in (new_arguments(journey, model, tmp_path), ["check", path], ["train", path, *short]):
         done = finetune(*command)
         assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / load_recipe(path).run.name
+    picture = ["--image", tmp_path / "0.png"] if journey.sees else []
+    done = finetune("generate", run, "river stone?", "--max-new-tokens", 4, *picture)
+    assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(run) if "loss" in line] == [1, 2]
     assert (run / "model" / "adapter_model.safetensors").is_file()

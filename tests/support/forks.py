@@ -12,6 +12,7 @@ Run as a program this is the server: a request a line on its standard input, an 
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread
 import contextlib
 import ctypes
 import hashlib
@@ -287,6 +288,7 @@ def _run_program(program: list[str]) -> int:
         status = done.code if isinstance(done.code, int) else int(done.code is not None)
         if isinstance(done.code, str):
             print(done.code, file=sys.stderr)
+    concurrent.futures.thread._python_exit()  # what Python's own exit calls first: idle threads of pools end
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
