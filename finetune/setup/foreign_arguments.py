@@ -50,8 +50,8 @@ def convert_model(c: Conversion, *names: str) -> None:
         c.set("model.tokenizer", tokenizer)
     if c.is_on("trust_remote_code"):
         c.set("model.trust_remote_code", True)
-    if added := c.take("add_tokens", "add_special_tokens", "tokens"):
-        c.set("tokens.add", _listed(added))
+    if added := c.listed("add_tokens", "add_special_tokens", "tokens"):
+        c.set("tokens.add", added)
 
 
 def convert_adapters(
@@ -62,20 +62,15 @@ def convert_adapters(
     c.set("lora.rank", int(rank))
     c.set("lora.alpha", alpha)
     c.set("lora.dropout", dropout)
-    c.set("lora.targets", targets if targets == "all-linear" else _listed(targets), comment)
+    c.set("lora.targets", targets, comment)
     if c.is_on("use_rslora", "peft_use_rslora"):
         c.set("lora.rslora", True)
     if c.is_on("use_dora", "peft_use_dora"):
         c.set("lora.dora", True)
-    if saved := c.take("lora_modules_to_save", "modules_to_save", "additional_target"):
-        c.set("lora.modules_to_save", _listed(saved))
+    if saved := c.listed("lora_modules_to_save", "modules_to_save", "additional_target"):
+        c.set("lora.modules_to_save", saved)
     if bits:
         c.set("quantization.type", bits, "8-bit integers there; 8-bit floats here" if bits == "fp8" else "")
-
-
-def _listed(value: Any) -> list[Any]:
-    """Returns names that are a list, or text with commas."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)
 
 
 def convert_batch(c: Conversion, micro: int, accumulation: int = 1) -> None:
@@ -120,8 +115,7 @@ def convert_schedule(c: Conversion, name: str, ratio: float = 0.0, steps: int = 
     ours = _SCHEDULES.get(given)
     nearest = "" if ours else f"{TODO}{given} is not offered; this comes nearest"
     c.set("schedule.name", ours or "cosine", nearest)
-    further = c.take("lr_scheduler_kwargs", default={})
-    further = json.loads(further) if isinstance(further, str) else further
+    further = c.table("lr_scheduler_kwargs")
     least = c.number("cosine_min_lr_ratio", default=further.get("min_lr_rate"))
     if least is None and further.get("min_lr"):
         least = round(float(further["min_lr"]) / c.value("optimizer.lr"), 6)
@@ -226,8 +220,7 @@ def convert_checkpoints(c: Conversion, every_steps: int | None) -> None:
 
 def convert_tracking(c: Conversion, project: str = "huggingface") -> None:
     """Trackers. project: the tool's default at W&B and Trackio."""
-    given = c.take("report_to", default=())
-    trackers = {part.strip() for part in given.split(",")} if isinstance(given, str) else set(given)
+    trackers = set(map(str, c.listed("report_to")))
     name, entity = c.take("wandb_project"), c.take("wandb_entity")
     if name or c.is_on("use_wandb", "enable_wandb") or trackers & {"wandb", "all"}:
         c.set("tracking.wandb", {"project": str(name or project)} | ({"entity": entity} if entity else {}))
@@ -241,7 +234,7 @@ def convert_tracking(c: Conversion, project: str = "huggingface") -> None:
 
 def convert_launch(c: Conversion) -> None:
     """Chooses the accelerate config for what their config says about devices."""
-    deepspeed, fsdp, further = c.take("deepspeed"), c.take("fsdp"), c.take("fsdp_config", default={})
+    deepspeed, fsdp, further = c.take("deepspeed"), c.take("fsdp"), c.take("fsdp_config")
     c.take("fsdp_version", "ddp_timeout", "ddp_find_unused_parameters", "accelerator_config")
     if deepspeed:
         text = Path(deepspeed).name.lower() if isinstance(deepspeed, str) else json.dumps(deepspeed)

@@ -90,7 +90,7 @@ def convert_axolotl(c: Conversion) -> None:
 
 
 def _template(c: Conversion) -> None:
-    name, jinja = c.take("chat_template"), c.take("chat_template_jinja")
+    name, jinja = c.word("chat_template"), c.word("chat_template_jinja")
     if jinja and Path(str(jinja)).suffix in (".jinja", ".jinja2"):
         c.set("model.chat_template", str(jinja))
     elif jinja:
@@ -100,7 +100,7 @@ def _template(c: Conversion) -> None:
             c.set("model.chat_template", _TEMPLATES[name])
     elif name:
         c.set("model.chat_template", None, f"the tokenizer's own, in place of axolotl's {name}")
-    if arguments := c.take("chat_template_kwargs"):
+    if arguments := c.table("chat_template_kwargs"):
         c.set("model.chat_template_arguments", arguments)
 
 
@@ -111,10 +111,10 @@ def _adapters(c: Conversion) -> None:
         return
     if adapter not in ("lora", "qlora"):
         c.leave("adapter", f"{adapter} is not offered; `mode` has full, lora and qlora")
-    named, comment = c.take("lora_target_modules"), ""
-    targets: Any = "all-linear" if c.is_on("lora_target_linear") or named in (None, "all-linear") else named
-    if isinstance(named, str) and any(sign in named for sign in "()|\\*"):
-        targets, comment = "all-linear", f"{TODO}list the modules that {named} fits"
+    named, comment = c.listed("lora_target_modules"), ""
+    targets: Any = "all-linear" if c.is_on("lora_target_linear") or named in ([], ["all-linear"]) else named
+    if any(sign in str(name) for name in named for sign in "()|\\*"):
+        targets, comment = "all-linear", f"{TODO}list the modules that {','.join(map(str, named))} fits"
     bits = "nf4" if four or adapter == "qlora" else "fp8" if eight else None
     rank = c.number("lora_r", default=8)
     convert_adapters(
@@ -130,8 +130,7 @@ def _adapters(c: Conversion) -> None:
 
 def _objective(c: Conversion) -> None:
     rl = c.take("rl") or ("reward" if c.is_on("reward_model") else "sft")
-    losses = c.take("dpo_loss_type", default=["ipo"] if rl == "ipo" else ["sigmoid"])
-    losses = [losses] if isinstance(losses, str) else list(losses)
+    losses = c.listed("dpo_loss_type") or ["ipo" if rl == "ipo" else "sigmoid"]
     names = {"sft": "sft", "reward": "reward", "dpo": "dpo", "ipo": "dpo", "simpo": "dpo", "orpo": "orpo", "kto": "kto"}
     name = names.get(str(rl))
     if name is None:
@@ -144,7 +143,7 @@ def _objective(c: Conversion) -> None:
     if name == "dpo":
         c.set("objective.loss", "simpo" if rl == "simpo" else losses[0])
         if "sft" in losses[1:]:
-            weights = c.take("dpo_loss_weights", default=[1.0] * len(losses))
+            weights = c.listed("dpo_loss_weights") or [1.0] * len(losses)
             c.set("objective.sft_weight", float(weights[losses.index("sft")]))
     if name != "reward":
         c.copy("objective.beta", "orpo_alpha" if rl == "orpo" else "rl_beta", default=0.1)
@@ -161,13 +160,12 @@ def _objective(c: Conversion) -> None:
 
 
 def _data(c: Conversion) -> None:
-    pretraining = c.take("pretraining_dataset", default=[])
-    pretraining = [{"path": pretraining}] if isinstance(pretraining, str) else pretraining
-    pretraining = [{"type": "pretrain", **one} for one in pretraining]
-    c.sources["train"] = _sources(c, [*c.take("datasets", default=[]), *pretraining])
+    pretraining = c.listed("pretraining_dataset")
+    pretraining = [{"type": "pretrain", **(one if isinstance(one, dict) else {"path": one})} for one in pretraining]
+    c.sources["train"] = _sources(c, [*c.listed("datasets"), *pretraining])
     if not c.sources["train"]:
         c.sources["train"] = [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")]
-    if tests := c.take("test_datasets"):
+    if tests := c.listed("test_datasets"):
         c.sources["eval"] = _sources(c, tests)
     held_out = c.number("val_set_size")
     if held_out and 0 < held_out < 1:
@@ -187,7 +185,7 @@ def _sources(c: Conversion, theirs: list[Any]) -> list[tuple[dict[str, Any], str
     """Returns a recipe's sources, one for each file, with comments."""
     sources = []
     for one in theirs:
-        one = {"path": one} if isinstance(one, str) else one
+        one = one if isinstance(one, dict) else {"path": str(one)}
         source, comment = _rows(c, one)
         files = one.get("data_files") or [None]
         for file in [files] if isinstance(files, str) else files:
