@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,43 @@ _SCHEDULES = {
     "polynomial": "linear",  # power 1, its default
 }
 _COMPARING = ("dpo", "kto", "orpo", "reward")
+
+
+@dataclass(frozen=True)
+class ToolDefaults:
+    """A tool's values of what is left out."""
+
+    micro: int = 8  # rows of a device in one forward
+    accumulation: int = 1
+    optimizer: str = "adamw_torch_fused"
+    lr: float | None = None
+    weight_decay: float = 0.0
+    schedule: str = "linear"
+    warmup_ratio: float = 0.0
+    warmup_steps: int = 0
+    epochs: float = 3.0
+    precision: str = "bf16"
+    checkpointing: bool = True
+    save_steps: int | None = 500  # None: only the result
+    project: str = "huggingface"  # at W&B and Trackio
+
+
+def convert_training(c: Conversion, defaults: ToolDefaults, keeps_16_bits: bool = False) -> None:
+    """Converts all but run, model, adapters, objective and data, which precede.
+
+    keeps_16_bits: whether trained weights are in 16 bits there, unless ZeRO or FSDP has copies in fp32.
+    """
+    _batch(c, defaults.micro, defaults.accumulation)
+    _optimizer(c, defaults)
+    _schedule(c, defaults)
+    _length(c, defaults.epochs)
+    _launch(c)
+    _precision(c, defaults.precision, keeps_16_bits and c.launch is None)
+    _memory(c, defaults.checkpointing)
+    _evaluation(c)
+    _checkpoints(c, defaults.save_steps)
+    _tracking(c, defaults.project)
+    _reference(c)
 
 
 def convert_run(c: Conversion, seed: int = 42) -> None:
@@ -73,8 +111,8 @@ def convert_adapters(
         c.set("quantization.type", bits, "8-bit integers there; 8-bit floats here" if bits == "fp8" else "")
 
 
-def convert_batch(c: Conversion, micro: int, accumulation: int = 1) -> None:
-    """The step's rows over all devices; micro, accumulation: the tool's defaults."""
+def _batch(c: Conversion, micro: int, accumulation: int) -> None:
+    """Rows of a step over all devices; micro, accumulation: the tool's defaults."""
     micro = int(c.number("per_device_train_batch_size", "micro_batch_size", default=micro))
     if "batch_size" in c.theirs and c.tool == "axolotl":
         accumulation = max(1, int(c.number("batch_size")) // micro)
@@ -86,19 +124,18 @@ def convert_batch(c: Conversion, micro: int, accumulation: int = 1) -> None:
     c.set("batch.rows_per_device", micro)
 
 
-def convert_optimizer(c: Conversion, name: str, lr: float | None, weight_decay: float = 0.0) -> None:
-    """The optimizer; arguments: the tool's defaults."""
-    given = str(c.take("optim", "optimizer", default=name))
+def _optimizer(c: Conversion, defaults: ToolDefaults) -> None:
+    given = str(c.take("optim", "optimizer", default=defaults.optimizer))
     ours = "muon" if c.is_on("use_muon") else _OPTIMIZERS.get(given)
     unknown = f"{TODO}{given} is not offered; another optimizer needs another learning rate"
     if ours != "adamw":
         c.set("optimizer.name", ours or "adamw", "" if ours else unknown)
-    rate = c.number("learning_rate", default=lr)
+    rate = c.number("learning_rate", default=defaults.lr)
     if rate is None:
         c.set("optimizer.lr", 2e-5, f"{TODO}no learning rate is given")
     else:
         c.set("optimizer.lr", float(rate), "" if "learning_rate" in c.theirs else f"the default of {c.tool}")
-    c.copy("optimizer.weight_decay", "weight_decay", default=weight_decay)
+    c.copy("optimizer.weight_decay", "weight_decay", default=defaults.weight_decay)
     betas = [float(c.number(f"adam_beta{i}", default=default)) for i, default in ((1, 0.9), (2, 0.999))]
     c.set("optimizer.betas", betas)
     c.copy("optimizer.eps", "adam_epsilon", default=1e-8)
@@ -109,9 +146,10 @@ def convert_optimizer(c: Conversion, name: str, lr: float | None, weight_decay: 
         c.set("optimizer.momentum", 0.0)
 
 
-def convert_schedule(c: Conversion, name: str, ratio: float = 0.0, steps: int = 0) -> None:
-    """Decay and warm-up; arguments: the tool's defaults."""
-    given = str(c.take("lr_scheduler_type", "lr_scheduler", default=name))
+def _schedule(c: Conversion, defaults: ToolDefaults) -> None:
+    """Decay and warm-up."""
+    ratio, steps = defaults.warmup_ratio, defaults.warmup_steps
+    given = str(c.take("lr_scheduler_type", "lr_scheduler", default=defaults.schedule))
     ours = _SCHEDULES.get(given)
     nearest = "" if ours else f"{TODO}{given} is not offered; this comes nearest"
     c.set("schedule.name", ours or "cosine", nearest)
@@ -134,7 +172,7 @@ def convert_schedule(c: Conversion, name: str, ratio: float = 0.0, steps: int = 
         c.set("schedule.warmup_ratio", float(share or ratio), "" if share else f"the default of {c.tool}")
 
 
-def convert_length(c: Conversion, epochs: float) -> None:
+def _length(c: Conversion, epochs: float) -> None:
     """End of the run. epochs: the tool's default."""
     passes, most = c.number("num_train_epochs", "num_epochs", default=epochs), c.number("max_steps", default=-1)
     if most and most > 0:
@@ -143,7 +181,7 @@ def convert_length(c: Conversion, epochs: float) -> None:
         c.set("train.epochs", passes)
 
 
-def convert_memory(c: Conversion, checkpointing: bool) -> None:
+def _memory(c: Conversion, checkpointing: bool) -> None:
     """Recomputation, offloading and compilation. checkpointing: the tool's default."""
     given = c.take("gradient_checkpointing", "use_gradient_checkpointing", default=checkpointing)
     c.take("gradient_checkpointing_kwargs", "use_reentrant_gc")
@@ -157,7 +195,7 @@ def convert_memory(c: Conversion, checkpointing: bool) -> None:
         c.set("model.cross_entropy", "auto", "`liger` takes its kernels and needs them installed")
 
 
-def convert_precision(c: Conversion, default: str, keeps_16_bits: bool = False) -> None:
+def _precision(c: Conversion, default: str, keeps_16_bits: bool) -> None:
     """Precision. default: the tool's; keeps_16_bits: whether trained weights stay in 16 bits there."""
     bf16, fp16 = c.take("bf16"), c.is_on("fp16")
     given = "fp16" if fp16 else "bf16" if bf16 in (True, "auto", "true", "full") else default
@@ -173,7 +211,7 @@ def convert_precision(c: Conversion, default: str, keeps_16_bits: bool = False) 
         c.leave("fp8", "set `train.precision: fp8`, which is for `mode: full`, on Hopper and later")
 
 
-def convert_evaluation(c: Conversion) -> None:
+def _evaluation(c: Conversion) -> None:
     """When to evaluate, stop and keep the best; after the data."""
     if "eval" not in c.sources and not c.value("data.eval"):
         for name in (
@@ -206,7 +244,7 @@ def convert_evaluation(c: Conversion) -> None:
         c.set("train.result", "best")
 
 
-def convert_checkpoints(c: Conversion, every_steps: int | None) -> None:
+def _checkpoints(c: Conversion, every_steps: int | None) -> None:
     """When to save. every_steps: the tool's default; None: only the result."""
     every = c.number("save_steps", default=None if c.take("saves_per_epoch") else every_steps)
     strategy = c.take("save_strategy", default="steps")
@@ -218,7 +256,7 @@ def convert_checkpoints(c: Conversion, every_steps: int | None) -> None:
         c.set("checkpoint.keep", max(1, int(keep)))
 
 
-def convert_tracking(c: Conversion, project: str = "huggingface") -> None:
+def _tracking(c: Conversion, project: str) -> None:
     """Trackers. project: the tool's default at W&B and Trackio."""
     trackers = set(map(str, c.listed("report_to")))
     name, entity = c.take("wandb_project"), c.take("wandb_entity")
@@ -232,7 +270,7 @@ def convert_tracking(c: Conversion, project: str = "huggingface") -> None:
         c.leave("report_to", f"there is no tracker {', '.join(sorted(others))}; metrics.jsonl is always written")
 
 
-def convert_launch(c: Conversion) -> None:
+def _launch(c: Conversion) -> None:
     """Chooses the accelerate config for what their config says about devices."""
     deepspeed, fsdp, further = c.take("deepspeed"), c.take("fsdp"), c.take("fsdp_config")
     c.take("fsdp_version", "ddp_timeout", "ddp_find_unused_parameters", "accelerator_config")
@@ -255,7 +293,7 @@ def _setting(settings: Any, name: str) -> Any:
     return (settings.get(name) or settings.get(f"fsdp_{name}")) if isinstance(settings, dict) else None
 
 
-def convert_reference(c: Conversion) -> None:
+def _reference(c: Conversion) -> None:
     """Reference and dropout of an objective that compares answers; after objective and adapters."""
     name = c.value("objective.name")
     if name in ("dpo", "kto") and c.value("objective.loss") != "simpo":

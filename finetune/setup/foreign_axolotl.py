@@ -8,20 +8,11 @@ from typing import Any
 
 from finetune.setup.conversion import TODO, Conversion
 from finetune.setup.foreign_arguments import (
+    ToolDefaults,
     convert_adapters,
-    convert_batch,
-    convert_checkpoints,
-    convert_evaluation,
-    convert_launch,
-    convert_length,
-    convert_memory,
     convert_model,
-    convert_optimizer,
-    convert_precision,
-    convert_reference,
     convert_run,
-    convert_schedule,
-    convert_tracking,
+    convert_training,
 )
 
 Format = tuple[str, dict[str, str]]  # of the rows, and its columns: field -> column
@@ -65,6 +56,9 @@ _TEMPLATES = {
     "mistral_v3_tekken": "mistral-tekken",
     **dict.fromkeys(("tokenizer_default", "tokenizer_default_fallback_chatml"), None),
 }
+_DEFAULTS = ToolDefaults(
+    micro=1, schedule="cosine", warmup_ratio=0.03, epochs=1.0, checkpointing=False, save_steps=None
+)
 _OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 
 
@@ -76,17 +70,7 @@ def convert_axolotl(c: Conversion) -> None:
     _adapters(c)
     _objective(c)
     _data(c)
-    convert_batch(c, micro=1)
-    convert_optimizer(c, "adamw_torch_fused", lr=None)
-    convert_schedule(c, "cosine", ratio=0.03)
-    convert_length(c, epochs=1)
-    convert_launch(c)
-    convert_precision(c, "bf16", keeps_16_bits=c.launch is None)
-    convert_memory(c, checkpointing=False)
-    convert_evaluation(c)
-    convert_checkpoints(c, None)
-    convert_tracking(c)
-    convert_reference(c)
+    convert_training(c, _DEFAULTS, keeps_16_bits=True)
 
 
 def _template(c: Conversion) -> None:

@@ -10,20 +10,11 @@ from typing import Any
 from finetune.errors import UserError
 from finetune.setup.conversion import TODO, Conversion
 from finetune.setup.foreign_arguments import (
+    ToolDefaults,
     convert_adapters,
-    convert_batch,
-    convert_checkpoints,
-    convert_evaluation,
-    convert_launch,
-    convert_length,
-    convert_memory,
     convert_model,
-    convert_optimizer,
-    convert_precision,
-    convert_reference,
     convert_run,
-    convert_schedule,
-    convert_tracking,
+    convert_training,
 )
 
 _TEMPLATES = {
@@ -41,17 +32,7 @@ def convert_llama_factory(c: Conversion) -> None:
     _adapters(c)
     _objective(c)
     _data(c)
-    convert_batch(c, micro=8)
-    convert_optimizer(c, "adamw_torch_fused", lr=5e-5)
-    convert_schedule(c, "linear")
-    convert_length(c, epochs=3)
-    convert_launch(c)
-    convert_precision(c, "bf16")
-    convert_memory(c, checkpointing=True)
-    convert_evaluation(c)
-    convert_checkpoints(c, 500)
-    convert_tracking(c)
-    convert_reference(c)
+    convert_training(c, ToolDefaults(lr=5e-5))
 
 
 def _template(c: Conversion) -> None:

@@ -9,20 +9,11 @@ from typing import Any
 
 from finetune.setup.conversion import TODO, Conversion
 from finetune.setup.foreign_arguments import (
+    ToolDefaults,
     convert_adapters,
-    convert_batch,
-    convert_checkpoints,
-    convert_evaluation,
-    convert_launch,
-    convert_length,
-    convert_memory,
     convert_model,
-    convert_optimizer,
-    convert_precision,
-    convert_reference,
     convert_run,
-    convert_schedule,
-    convert_tracking,
+    convert_training,
 )
 
 COMMAND = "trl"  # key of the word after `trl`, such as dpo
@@ -57,20 +48,10 @@ def convert_trl(c: Conversion) -> None:
     _adapters(c)
     _objective(c, trainer)
     _data(c, trainer)
-    convert_batch(c, micro=8)
-    convert_optimizer(c, "adamw_torch_fused", lr=_RATES.get(trainer, 2e-5))
-    convert_schedule(c, "linear")
-    convert_length(c, epochs=3)
-    convert_launch(c)
-    c.launch = _LAUNCHES.get(str(c.take("accelerate_config")), c.launch)
+    c.launch = _LAUNCHES.get(str(c.take("accelerate_config")))
+    precision = "fp32" if c.theirs.get("bf16") is False else "bf16"
     in_16_bits = str(dtype) in ("bfloat16", "torch.bfloat16", "auto")
-    is_off = c.theirs.get("bf16") is False
-    convert_precision(c, "fp32" if is_off else "bf16", keeps_16_bits=in_16_bits and c.launch is None)
-    convert_memory(c, checkpointing=True)
-    convert_evaluation(c)
-    convert_checkpoints(c, 500)
-    convert_tracking(c)
-    convert_reference(c)
+    convert_training(c, ToolDefaults(lr=_RATES.get(trainer, 2e-5), precision=precision), in_16_bits)
 
 
 def _trainer(c: Conversion) -> str:

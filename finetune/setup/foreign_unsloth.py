@@ -10,23 +10,27 @@ from typing import Any
 
 from finetune.setup.conversion import TODO, Conversion
 from finetune.setup.foreign_arguments import (
+    ToolDefaults,
     convert_adapters,
-    convert_batch,
-    convert_checkpoints,
-    convert_evaluation,
-    convert_launch,
-    convert_length,
-    convert_memory,
     convert_model,
-    convert_optimizer,
-    convert_precision,
     convert_run,
-    convert_schedule,
-    convert_tracking,
+    convert_training,
 )
 
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _SECTIONS = ("data", "training", "lora", "logging")  # of its command line's config
+_OF_SCRIPTS = ToolDefaults(
+    micro=4, accumulation=2, optimizer="adamw_8bit", lr=5e-5, weight_decay=0.001, warmup_ratio=0.1
+)
+_OF_CONFIGS = ToolDefaults(
+    micro=2,
+    accumulation=4,
+    optimizer="adamw_8bit",
+    lr=2e-4,
+    weight_decay=0.01,
+    warmup_steps=5,
+    project="unsloth-training",
+)
 _FORMATS = {"alpaca": "alpaca", "chatml": "messages", "sharegpt": "sharegpt"}
 
 
@@ -52,19 +56,7 @@ def convert_unsloth(c: Conversion) -> None:
     _data(c)
     if "batch_size" in c.theirs:
         c.theirs["per_device_train_batch_size"] = c.take("batch_size")
-    convert_batch(c, *((2, 4) if is_nested else (4, 2)))
-    convert_optimizer(c, "adamw_8bit", *((2e-4, 0.01) if is_nested else (5e-5, 0.001)))
-    if is_nested:
-        convert_schedule(c, "linear", steps=5)
-    else:
-        convert_schedule(c, "linear", ratio=0.1)
-    convert_length(c, epochs=3)
-    convert_launch(c)
-    convert_precision(c, "bf16", keeps_16_bits=True)
-    convert_memory(c, checkpointing=True)
-    convert_evaluation(c)
-    convert_checkpoints(c, 500)
-    convert_tracking(c, project="unsloth-training" if is_nested else "huggingface")
+    convert_training(c, _OF_CONFIGS if is_nested else _OF_SCRIPTS, keeps_16_bits=True)
 
 
 def _adapters(c: Conversion, rank: int) -> None:
