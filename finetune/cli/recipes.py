@@ -16,6 +16,7 @@ from finetune.errors import UserError
 
 
 def new(
+    overrides: Overrides = None,
     model: Annotated[str | None, typer.Option(help="Train this model: hub id or local folder.")] = None,
     data: Annotated[str | None, typer.Option(help="Train on this file, folder, URL or dataset of the hub.")] = None,
     mode: Annotated[str | None, typer.Option(help="Train by full, lora or qlora.")] = None,
@@ -23,6 +24,11 @@ def new(
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write this recipe. Default: NAME.yaml in this folder."),
+    ] = None,
+    format: Annotated[str | None, typer.Option(help="Read rows of this format. Default: by the rows.")] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(metavar="FIELD=COLUMN,...", help="Read these columns: prompt=question,completion=answer."),
     ] = None,
     other: Annotated[
         str | None,
@@ -34,18 +40,20 @@ def new(
 ) -> None:
     """Write a recipe that fits a model and your rows; asks for missing options.
 
-    Chooses format, objective, length, batch, steps, warm-up and evaluation by the rows, with the reasons as comments.
+    Chooses format, columns, objective, length, batch, steps, warm-up and evaluation by the rows, with the reasons as
+    comments, and shows one row. Columns that are a guess are asked about, or refused without a terminal.
 
     Example: [bold]python -m finetune new --model HuggingFaceTB/SmolLM2-135M --data faq.csv --mode lora[/bold]
 
     From another tool: [bold]python -m finetune new --from axolotl.yaml --devices 4[/bold]
     """
     if other is not None:
-        if given := [f"--{key}" for key, value in (("model", model), ("data", data), ("mode", mode)) if value]:
+        own = {"model": model, "data": data, "mode": mode, "format": format, "columns": columns}
+        if given := [f"--{key}" for key, value in own.items() if value]:
             raise UserError(f"new: {given[0]} is not used with --from, which has a config of its own")
         from finetune.setup.other_tools import write_converted
 
-        write_converted(other, output, name, devices, (), Console())
+        write_converted(other, output, name, devices, tuple(overrides or ()), Console())
         return
     if devices is not None:
         raise UserError("new: --devices is only for --from")
@@ -58,9 +66,12 @@ def new(
 
     if is_hub_model(model) or is_hub_dataset(data):
         offline_without_hub()
-    from finetune.setup.new import NewOptions, write_new
+    from finetune.setup.new import write_new
+    from finetune.setup.new_options import NewOptions, parse_columns
 
-    write_new(NewOptions(model, data, mode, name, output), Console())
+    read = parse_columns(columns) if columns else None
+    ask = (lambda question, default: typer.prompt(question, default=default)) if sys.stdin.isatty() else None
+    write_new(NewOptions(model, data, mode, name, output, format, read, tuple(overrides or ())), Console(), ask)
 
 
 def _answer(option: str, question: str, default: str | None = None) -> str:
@@ -130,6 +141,10 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Find changes that fit into this memory of a device: 24GB.")
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Count on this host memory of a machine: 128GB. Default: its offer's."),
+    ] = None,
     hardware: Annotated[
         Path | None, typer.Option(help="Read your own devices from here. Default: hardware.yaml, if it exists.")
     ] = None,
@@ -138,6 +153,9 @@ def plan(
     ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="Compare predictions with runs; RECIPE ... are run directories.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show also what does not fit, and the rules that forbid places.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -161,7 +179,7 @@ def plan(
         print(comparisons_json(comparisons) if as_json else table(comparisons))
         return
     ranking, files = (nodes, budget, deadline, by, spot), (hardware, prices)
-    options = PlanOptions(tuple(on or ()), *ranking, write, html, sweep, memory, *files, as_json)
+    options = PlanOptions(tuple(on or ()), *ranking, write, html, sweep, memory, *files, as_json, verbose, host_memory)
     run(recipe, overrides or (), options, Console())
 
 

@@ -44,6 +44,7 @@ class Device(Section):
     bandwidth_gb_s: Positive
     link: Text  # between the devices of a machine; a row of `links`
     network: Text = "ethernet"  # between machines
+    host_gib: Positive | None = None  # host memory of a machine with such devices; None: not known
     source: Text
 
     @property
@@ -100,6 +101,7 @@ class HostSpec(Section):
     adamw_per_core: Positive  # parameters per second
     cores_per_device: Positive
     disk_gb_s: Positive  # per machine
+    process_gib: Positive  # of a process without its tensors
 
     def link_of(self, link: str) -> str:
         return self.links.get(link, link)

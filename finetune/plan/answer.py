@@ -19,10 +19,12 @@ from finetune.plan.search import (
     Choice,
     PlanRequest,
     SearchResult,
+    answers,
     as_lines,
     cheapest,
     spot_loss,
 )
+from finetune.plan.speed import StepTime
 from finetune.training.run_plan import FEW_STEPS, run_length
 from finetune.utils import print_line
 
@@ -33,6 +35,7 @@ _COLOURS = {"fits": "green", "tight": "yellow", "no": "red"}
 
 def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, Any]]:
     """Returns an object for each choice, see docs/reference/plan.md; None for numbers that are not known."""
+    first = answers(choices)
     return [
         {
             "config": one.config,
@@ -46,6 +49,8 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
             "phases_gib": {name: round(size / GIB, 3) for name, size in one.memory.phases.items()},
             "rank": one.memory.rank,
             "host_gib": round(one.memory.host / GIB, 3),
+            "host_need_gib": round(one.host_need, 3),
+            "host_has_gib": one.host_has,
             "disk_gib": round(one.memory.disk / GIB, 3),
             "host_after_gib": {name: round(size / GIB, 3) for name, size in one.memory.after.items()},
             "step_s": one.step and one.step.seconds,
@@ -58,6 +63,7 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
             "currency": one.currency,
             "changes": one.changes,
             "why": why(request, one),
+            "is_answer": any(one is other for other in first),
             "assumed": assumptions(request, one),
         }
         for one in choices
@@ -73,16 +79,54 @@ def why(request: PlanRequest, one: Choice) -> str:
             f"the state kept {phase} alone is {-one.free:.1f} GiB more than the {device:.1f} of a device: no step "
             "weighed"
         )
-    if one.verdict == "no":
+    if one.host_missing:
+        room = f"needs {one.host_need:.0f} GiB of host memory on each machine, which has {one.host_has:.0f}"
+        room += f", and {-one.free:.1f} GiB more than the {device:.1f} of a device" if one.free < 0 else ""
+    elif one.verdict == "no":
         room = f"{-one.free:.1f} GiB more than the {device:.1f} of a device, in {phase}"
     else:
         margin = request.hardware.reserve.margin * device
         room = f"{one.free:.1f} of {device:.1f} GiB free, least in {phase}"
-        room += f"; fewer than the margin of {margin:.1f}" if one.verdict == "tight" else ""
+        room += f"; fewer than the margin of {margin:.1f}" if one.free < margin else ""
+        has = "not known to be there" if one.host_has is None else f"of {one.host_has:.0f}"
+        needs = one.memory.host > 0 or (one.verdict == "tight" and one.free >= margin)
+        room += f"; needs {one.host_need:.0f} GiB of host memory on each machine, {has}" if needs else ""
     if one.step is None:
-        return f"{room}; time not known: no finished run on such a device"
+        key, precision = one.machines.key, request.recipe.train.precision
+        reason = "no finished run on such a device" if key == CPU else f"the table has no speed of {key} in {precision}"
+        return f"{room}; time not known: {reason}"
     share = one.step.parts[one.step.limit] / one.step.seconds
-    return f"{room}; limited by {one.step.limit} ({share:.0%} of a step)"
+    return f"{room}; limited by {one.step.limit} ({share:.0%} of a step){_not_faster(one)}"
+
+
+def _not_faster(one: Choice) -> str:
+    """Returns why more devices are not faster than fewer, or ""."""
+    if one.faster is None or one.faster.step is None or one.step is None:
+        return ""
+    part, more = _difference(one.faster.step, one.step)
+    fewer = f"{one.faster.config} on {one.faster.machines.name}"
+    return f"; not faster than {fewer} ({one.faster.step.seconds:.3g} s a step): {more:.3g} s more of {part}"
+
+
+def _difference(one: StepTime, other: StepTime) -> tuple[str, float]:
+    """Returns the part of a step that the other has most of in addition, and its seconds."""
+    gains = {name: other.parts.get(name, 0.0) - one.parts.get(name, 0.0) for name in (*one.parts, *other.parts)}
+    part = max(gains, key=lambda name: gains[name])
+    return part, gains[part]
+
+
+def refused(results: Sequence[SearchResult]) -> list[dict[str, Any]]:
+    """Returns an object for each kind of machines on which no config can run, with the rules."""
+    none = [result for result in results if not result.choices]
+    return [
+        {
+            "config": None,
+            "on": result.machines.name,
+            "verdict": "no",
+            "why": "; ".join(dict.fromkeys(result.illegal.values())),
+        }
+        for result in none
+    ]
 
 
 def assumptions(request: PlanRequest, one: Choice) -> list[str]:
@@ -117,27 +161,66 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
 # --- for people
 
 
-def show(console: Console, request: PlanRequest, choices: Sequence[Choice], results: Sequence[SearchResult]) -> None:
-    """Prints the table of the best choices, the reasons for the first, and the sources of the numbers."""
-    shown, first = choices[:SHOWN], choices[0]
+def show(
+    console: Console,
+    request: PlanRequest,
+    choices: Sequence[Choice],
+    results: Sequence[SearchResult],
+    verbose: bool = False,
+) -> None:
+    """Prints a table that begins with the best choice of each kind of machines, their reasons, and the sources of the
+    numbers. verbose: with places that do not fit, and the rules that forbid others."""
+    first, shown = answers(choices), _shown(choices, verbose)
     # The letter that stands in the table for each changed key that not all choices have.
     changed = dict.fromkeys(line for one in shown for line in _own_changes(one, shown))
     letters = dict(zip(changed, string.ascii_lowercase, strict=False))
-    for line in _heading(request, shown):
+    for line in _heading(request, shown, results):
         print_line(console, line, highlight=False, markup=False)
-    console.print(_table(shown, letters))
+    console.print(_table(shown, letters, results))
     sizes = {one.config: re.sub(r" \d+", "", one.sizes) for one in shown if one.sizes}
     notes = [f"sizes: {', '.join(f'{config} {names}' for config, names in sizes.items())}"] if sizes else []
     notes += [f"with {letter}: {line}" for line, letter in letters.items()]
-    notes += [f"{len(choices) - SHOWN} more with --json"] if len(choices) > SHOWN else []
-    for line in notes:
+    for line in [*notes, *([] if verbose else _hidden(choices, shown, results))]:
         print_line(console, line, highlight=False, markup=False, style="dim")
-    print_line(console, f"\n[bold]{first.name}[/bold]: {escape(why(request, first))}", highlight=False)
-    if len(choices) > 1:
-        print_line(console, _against(*choices[:2]), highlight=False, markup=False)
-    phases = {name: (f"{size / GIB:.2f}", size / GIB) for name, size in first.memory.phases.items()}
-    pictures = [_bars(f"GiB of tensors, rank {first.memory.rank}", phases)]
-    if step := first.step:
+    console.print()
+    for one in first:
+        print_line(console, f"[bold]{one.name}[/bold]: {escape(why(request, one))}", highlight=False)
+        second = next((other for other in choices if other.machines == one.machines and other is not one), None)
+        if one is first[0] and second is not None:
+            print_line(console, _against(one, second), highlight=False, markup=False)
+    for line in refused(results):
+        print_line(console, f"[bold]{line['on']}[/bold]: {escape(line['why'])}", highlight=False)
+    console.print()
+    console.print(_pictures(first[0]))
+    console.print()
+    notes = [*_host_notes(first[0]), *price_lines(request, first[0]), *rests_on(request, shown)]
+    for line in [*notes, *(_forbidden(results) if verbose else ())]:
+        print_line(console, line, highlight=False, markup=False, style="dim")
+
+
+def _shown(choices: Sequence[Choice], verbose: bool) -> Sequence[Choice]:
+    """Returns the choices of the table: the answers, then what fits, up to a number of lines."""
+    if verbose:
+        return choices
+    first = answers(choices)
+    others = [one for one in choices[len(first) :] if one.verdict != "no"]
+    return [*first, *others[: max(0, SHOWN - len(first))]]
+
+
+def _hidden(choices: Sequence[Choice], shown: Sequence[Choice], results: Sequence[SearchResult]) -> list[str]:
+    """Returns a line that counts what the table leaves out; none if it leaves out nothing."""
+    left = [one for one in choices if all(one is not other for other in shown)]
+    fit, names = sum(one.verdict != "no" for one in left), {name for result in results for name in result.illegal}
+    counts = {"more": fit, "that do not fit": len(left) - fit, "not possible": len(names)}
+    parts = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return [f"-v shows {parts}"] if parts else []
+
+
+def _pictures(one: Choice) -> Table:
+    """Returns bars of memory by phase and, if it is known, of a step's time by part."""
+    phases = {name: (f"{size / GIB:.2f}", size / GIB) for name, size in one.memory.phases.items()}
+    pictures = [_bars(f"GiB of tensors, rank {one.memory.rank}", phases)]
+    if step := one.step:
         scale, unit = (1000, "ms") if step.seconds < 10 else (1, "s")
         times = {
             name: (f"{scale * seconds:,.1f} {unit} {seconds / step.seconds:4.0%}", seconds)
@@ -146,15 +229,10 @@ def show(console: Console, request: PlanRequest, choices: Sequence[Choice], resu
         pictures.append(_bars(f"a step, {step.seconds:.3g} s", times))
     grid = Table.grid(padding=(0, 3, 0, 0))
     grid.add_row(*pictures)
-    console.print()
-    console.print(grid)
-    console.print()
-    notes = [*_host_notes(first), *price_lines(request, first), *rests_on(request, choices), *_forbidden(results)]
-    for line in notes:
-        print_line(console, line, highlight=False, markup=False, style="dim")
+    return grid
 
 
-def _heading(request: PlanRequest, choices: Sequence[Choice]) -> list[str]:
+def _heading(request: PlanRequest, choices: Sequence[Choice], results: Sequence[SearchResult]) -> list[str]:
     """Returns facts of the run, then devices and changed keys that all choices have."""
     recipe, rows, shape = request.recipe, request.rows, request.shapes[False]
     lines = [
@@ -173,8 +251,7 @@ def _heading(request: PlanRequest, choices: Sequence[Choice]) -> list[str]:
         if steps < FEW_STEPS:
             few = f"only {steps} steps, and below about {FEW_STEPS} a run learns little"
             lines.append(f"note: {few}: a smaller batch.rows")
-    devices = {one.machines.name for one in choices}
-    lines += [f"on {name}" for name in devices if len(devices) == 1]
+    lines += [f"on {result.machines.name}" for result in results if len(results) == 1]
     shared = {key: value for key, value in choices[0].changes.items() if _all_have(choices, key)}
     return [*lines, *(f"all with {line}" for line in as_lines(shared))]
 
@@ -205,10 +282,12 @@ def _own_changes(one: Choice, choices: Sequence[Choice]) -> list[str]:
     return as_lines({key: value for key, value in one.changes.items() if not _all_have(choices, key)})
 
 
-def _table(choices: Sequence[Choice], letters: dict[str, str]) -> Table:
-    """Returns a line for each choice. Columns without any number are left out."""
-    several = len({one.machines.name for one in choices}) > 1
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0 if several else 1))
+def _table(choices: Sequence[Choice], letters: dict[str, str], results: Sequence[SearchResult]) -> Table:
+    """Returns a line for each choice, and for each kind of machines without one. Columns without any number are left
+    out."""
+    several = len(results) > 1
+    narrow = several or any(one.memory.host for one in choices)  # 80 columns
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0 if narrow else 1))
     currencies = {one.currency for one in choices if one.price is not None}
     currency = currencies.pop() if len(currencies) == 1 else None
     sizes = ["x".join(re.findall(r"\d+", one.sizes)) for one in choices]  # `4x2`
@@ -217,7 +296,8 @@ def _table(choices: Sequence[Choice], letters: dict[str, str]) -> Table:
         "on": [one.machines.name if several else "" for one in choices],
         "verdict": [f"[{_COLOURS[one.verdict]}]{one.verdict}[/]" for one in choices],
         "peak GiB": [f"{'> ' if one.memory.at_least else ''}{one.peak / GIB:.1f}" for one in choices],
-        "free": [f"{one.free:+.1f}" for one in choices],
+        "free": ["" if several else f"{one.free:+.1f}" for one in choices],
+        "host": [f"{one.host_need:.0f}" if one.memory.host or one.host_missing else "" for one in choices],
         "step s": [f"{one.step.seconds:.3g}" if one.step else "?" for one in choices],
         "tok/s": [f"{one.tokens_per_s:,.0f}" if one.tokens_per_s else "?" for one in choices],
         "hours": [f"{one.hours:.2f}" if one.hours else "?" for one in choices],
@@ -231,7 +311,16 @@ def _table(choices: Sequence[Choice], letters: dict[str, str]) -> Table:
     for title in shown:
         is_text = title in ("config", "on", "verdict", "with")
         table.add_column(title, justify="left" if is_text else "right", no_wrap=is_text)
-    for row in zip(*shown.values(), strict=True):
+    rows, first = list(zip(*shown.values(), strict=True)), len(answers(choices))
+    cells = {"config": "-", "on": "", "verdict": f"[{_COLOURS['no']}]no[/]"}
+    without = [{**cells, "on": line["on"]} for line in refused(results)]
+    for row in rows[:first]:
+        table.add_row(*row)
+    for line in without:
+        table.add_row(*(line.get(title, "") for title in shown))
+    if several and rows[first:]:
+        table.add_row()
+    for row in rows[first:]:
         table.add_row(*row)
     return table
 
@@ -242,15 +331,15 @@ def _against(first: Choice, second: Choice) -> str:
     if first.verdict != second.verdict:
         reason = f"which is `{second.verdict}` ({second.free:+.1f} GiB free)"
         return f"before {second.name}, {reason}"
+    if first.verdict == "no":
+        return f"before {second.name}: of memory less is missing ({less:+.1f} GiB on a device)"
     if first.step is None or second.step is None:
         return f"before {second.name}: {less:.1f} GiB less on a device"
     if second.step.seconds < 1.005 * first.step.seconds:
         return f"before {second.name}: as fast by the formula, {less:+.1f} GiB there"
-    names = {*first.step.parts, *second.step.parts}
-    gains = {name: second.step.parts.get(name, 0) - first.step.parts.get(name, 0) for name in names}
-    part = max(gains, key=lambda name: gains[name])
+    part, gain = _difference(first.step, second.step)
     faster = second.step.seconds / first.step.seconds - 1
-    return f"before {second.name}: {faster:.0%} faster, most of it by {part} ({gains[part]:.3g} s a step)"
+    return f"before {second.name}: {faster:.0%} faster, most of it by {part} ({gain:.3g} s a step)"
 
 
 def _bars(title: str, values: dict[str, tuple[str, float]]) -> Table:
@@ -294,6 +383,15 @@ def rests_on(request: PlanRequest, choices: Sequence[Choice]) -> list[str]:
         lines.append(
             f"on top of tensors: {reserve.context_gib} GiB of context, {reserve.collectives_gib} of communicators, "
             f"{reserve.gaps:.0%} of gaps ({reserve.source}, {reserve.date})"
+        )
+    if any(one.memory.host for one in choices):
+        has = {one.machines.name: one.host_has for one in choices}
+        known = [f"{name} {gib:.0f} GiB" for name, gib in has.items() if gib is not None]
+        unknown = [name for name, gib in has.items() if gib is None]
+        lines.append(
+            f"host memory of each machine: {', '.join([*known, *(f'{name} not known' for name in unknown)])}"
+            f"{' (--host-memory)' if unknown else ''}; {request.hardware.host.process_gib:g} GiB of it for each "
+            "process beside its tensors, an assumption"
         )
     lines += [f"speeds: {source}" for source in dict.fromkeys(one.step.source for one in choices if one.step)]
     if any(one.launch.offloads_optimizer and one.step and one.machines.key != CPU for one in choices[:SHOWN]):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,23 @@ from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.errors import UserError
 from finetune.models.base_config import base_config
 from finetune.models.config import training_config, without_dropout
-from finetune.plan.answer import as_dicts, price_lines, rests_on, show
+from finetune.plan.answer import as_dicts, price_lines, refused, rests_on, show
 from finetune.plan.finished_runs import speeds_here
 from finetune.plan.lengths import Lengths, RowFacts, read_lengths, widest
 from finetune.plan.memory_page import write_page
-from finetune.plan.search import Choice, PlanRequest, SearchResult, as_lines, best, changed, drops, search, value_of
+from finetune.plan.search import (
+    Choice,
+    PlanRequest,
+    SearchResult,
+    answers,
+    as_lines,
+    best,
+    changed,
+    drops,
+    search,
+    value_of,
+    with_faster,
+)
 from finetune.plan.shapes import shapes_of as weights_of
 from finetune.plan.speed import Shape
 from finetune.plan.tables import Machines, parse_machines, read_prices, shapes_source, shipped_config
@@ -32,19 +46,18 @@ from finetune.utils import print_line, write_atomically
 
 _MAX_VALUES = 16  # of --sweep
 # Changes with which a recipe may fit, the cheapest first: those that keep the result, then those that do not.
+_SAME = {"batch.rows_per_device": 1, "train.activation_checkpointing": True, "train.activation_offload": True}
 _CHANGES: tuple[tuple[dict[str, Any], str], ...] = (
-    ({}, "as it is"),
-    ({"batch.rows_per_device": 1}, "same result"),
-    ({"train.activation_checkpointing": True}, "same result"),
-    ({"batch.rows_per_device": 1, "train.activation_checkpointing": True}, "same result"),
-    (
-        {"batch.rows_per_device": 1, "train.activation_checkpointing": True, "train.activation_offload": True},
-        "same result",
-    ),
+    *(({key: value}, "same result") for key, value in _SAME.items()),
+    ({key: _SAME[key] for key in ("batch.rows_per_device", "train.activation_checkpointing")}, "same result"),
+    (_SAME, "same result"),
     ({"optimizer.name": "adamw_8bit"}, "another result: optimizer state in 8 bits"),
+    ({"train.precision": "bf16_true"}, "another result: weights and optimizer state in bf16"),
+    ({"mode": "qlora", "quantization": "{type: nf4}"}, "another result: frozen weights in 4 bits"),
     ({"data.max_length": 0.5}, "another result: longer examples follow data.overlong"),
     ({"data.max_length": 0.25}, "another result: longer examples follow data.overlong"),
 )
+_SAVING = 0.01  # of the peak: less is no saving
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,8 @@ class PlanOptions:
     hardware: Path | None = None
     prices: Path | None = None
     as_json: bool = False
+    verbose: bool = False
+    host_memory: str | None = None
 
 
 def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> list[Choice]:
@@ -74,14 +89,16 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
         raise UserError(f"--budget {options.budget}: expected a price above 0")
     if options.deadline:
         hours_of(options.deadline)
+    if options.host_memory and all(one.key == CPU for one in machines_of(options)):
+        raise UserError("--host-memory: on processors memory is this machine's: remove it")
     if options.sweep or options.memory:
         what_if(path, overrides, options, console)
         return []
     request, choices, results = plan(path, overrides, options)
     if options.as_json:
-        print(json.dumps(as_dicts(request, choices), indent=1))
+        print(json.dumps([*as_dicts(request, choices), *refused(results)], indent=1))
     else:
-        show(console, request, choices, results)
+        show(console, request, choices, results, options.verbose)
     notes: list[str] = []
     if options.html:
         lines = [f"lengths: {request.rows.source}", *price_lines(request, choices[0]), *rests_on(request, choices)]
@@ -97,21 +114,28 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
 def plan(
     path: Path, overrides: Sequence[str], options: PlanOptions
 ) -> tuple[PlanRequest, list[Choice], list[SearchResult]]:
-    """Returns the request, the choices in order of rank, and the result of the search on each kind of devices. Raises
-    UserError."""
+    """Returns the request, the choices, and the result of the search on each kind of devices. Raises UserError.
+
+    Choices are in order of rank, but the best of each kind of devices comes before all others.
+    """
     machines = machines_of(options)
     request = ask(load_recipe(path, overrides), str(path), options, machines)
     results = [search(request, one, speeds_here(request.recipe, one, request.hardware)) for one in machines]
-    choices = ranked([choice for result in results for choice in result.choices], options)
-    if not choices:
+    found = [choice for result in results for choice in result.choices]
+    if not found:
         rules = "\n".join(f"  {name}: {rule}" for result in results for name, rule in result.illegal.items())
         raise UserError(f"{path}: no config can run it on {', '.join(options.on)}:\n{rules}")
-    return request, choices, results
+    ones = [best(result.choices) for result in results if result.choices]
+    alone = [result.alone for result in results if result.alone is not None]
+    choices = ranked(with_faster(found, [*ones, *alone]), options)
+    first = answers(choices)
+    return request, [*first, *(one for one in choices if all(one is not other for other in first))], results
 
 
 def machines_of(options: PlanOptions) -> list[Machines]:
     hardware = read_hardware(options.hardware)
-    return [parse_machines(text, options.nodes, hardware) for text in options.on]
+    machines = [parse_machines(text, options.nodes, hardware) for text in options.on]
+    return list({one.name: one for one in machines}.values())
 
 
 def ask(recipe: Recipe, path: str, options: PlanOptions, machines: Sequence[Machines]) -> PlanRequest:
@@ -124,7 +148,8 @@ def ask(recipe: Recipe, path: str, options: PlanOptions, machines: Sequence[Mach
 
     shapes = shapes_of(recipe, config, all(one.key == CPU for one in machines))
     tables = read_hardware(options.hardware), read_prices(options.prices)
-    return PlanRequest(recipe, path, config, shapes, repack(recipe), *tables, shapes_from, options.spot, repack)
+    host = size_of("--host-memory", options.host_memory) if options.host_memory else None
+    return PlanRequest(recipe, path, config, shapes, repack(recipe), *tables, shapes_from, options.spot, repack, host)
 
 
 def shapes_of(recipe: Recipe, config: PretrainedConfig, on_cpu: bool) -> dict[bool, Shape]:
@@ -162,8 +187,8 @@ def ranked(choices: Sequence[Choice], options: PlanOptions) -> list[Choice]:
     def key(one: Choice) -> tuple[Any, ...]:
         too_late = most_hours is not None and (one.hours is None or one.hours > most_hours)
         too_dear = options.budget is not None and (one.price is None or one.price > options.budget)
-        seconds = one.step.seconds if one.step else 0.0
-        cost = one.per_million or 0.0
+        seconds = one.step.seconds if one.step else math.inf
+        cost = math.inf if one.per_million is None else one.per_million
         order = (cost, seconds) if options.by == "price" else (seconds, cost)
         return *one.place_in_order, too_late or too_dear, *order, one.peak
 
@@ -216,24 +241,33 @@ def what_if(path: Path, overrides: Sequence[str], options: PlanOptions, console:
             lines.append({key: value, **(as_dicts(request, [best(choices)])[0] if choices else refusal)})
         fitting = [line[key] for line in lines if line.get("verdict") == "fits"]
         last = f"largest {key} that fits, of these: {max(fitting) if fitting else 'none'}"
+        titles = (key, "config", "verdict", "peak_gib", "step_s", "price")
     else:
         assert options.memory
-        gib = memory_of(options.memory)
-        request = ask(load_recipe(path, overrides), str(path), options, machines)
+        gib = size_of("--memory", options.memory)
+
+        def remake(changes: dict[str, Any]) -> PlanRequest:
+            texts = [f"{key}={value}" for key, value in changes.items()]
+            return ask(load_recipe(path, [*overrides, *texts]), str(path), options, machines)
+
+        request = remake({})
         for one in machines:
             smaller = replace(one, device=one.device.model_copy(update={"memory_gib": gib}))
-            lines += [
-                {"change": change, **as_dicts(request, [choice])[0]} for change, choice in to_fit(request, smaller)
-            ]
-        last = "" if lines else f"no setting makes this fit in {options.memory}; use a smaller model or more devices"
+            for change, saved, choice in to_fit(request, smaller, remake):
+                facts = {"change": change, "saves_gib": saved, **as_dicts(request, [choice])[0]}
+                lines.append({**facts, "config": f"{choice.config} {choice.sizes}".strip()})
+        fits = any(line["verdict"] != "no" for line in lines)
+        last = "" if fits else f"no setting makes this fit in {options.memory}; use a smaller model or more devices"
+        several = ("on",) if len(machines) > 1 else ()
+        titles = ("change", *several, "config", "verdict", "peak_gib", "saves_gib", "step_s", "price")
     if options.as_json:
         print(json.dumps(lines, indent=1))
         return
-    table, first = Table(box=None, pad_edge=False), next(iter(lines[0])) if lines else ""
-    for title in (first, "config", "verdict", "peak GiB", "step s", "price"):
-        table.add_column(title)
+    table = Table(box=None, pad_edge=False)
+    for title in titles:
+        table.add_column(title.replace("_gib", " GiB").replace("_s", " s"))
     for line in lines:
-        values = [line.get(name) for name in (first, "config", "verdict", "peak_gib", "step_s", "price")]
+        values = [line.get(name) for name in titles]
         table.add_row(*("?" if x is None else f"{x:.3g}" if isinstance(x, float) else str(x) for x in values))
     console.print(table)
     print_line(console, last, highlight=False)
@@ -258,32 +292,85 @@ def values_of(text: str) -> tuple[str, list[int]]:
     return match[1], values
 
 
-def memory_of(text: str) -> float:
+def size_of(option: str, text: str) -> float:
     """Returns GiB; GB are 10^9 bytes. Raises UserError.
 
-    >>> memory_of("24GiB"), round(memory_of("24GB"), 2)
+    >>> size_of("--memory", "24GiB"), round(size_of("--memory", "24GB"), 2)
     (24.0, 22.35)
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text.strip())
     if match is None or not float(match[1]):
-        raise UserError(f"--memory {text}: expected a size with its unit, such as 24GB or 22.5GiB")
+        raise UserError(f"{option} {text}: expected a size with its unit, such as 24GB or 22.5GiB")
     return float(match[1]) * (1e9 / GIB if match[2] == "GB" else 1.0)
 
 
-def to_fit(request: PlanRequest, machines: Machines) -> list[tuple[str, Choice]]:
-    """Returns the changes with which the recipe fits, each with its best choice: cheapest first, none needless."""
-    recipe, fitting = request.recipe, []
-    speeds = speeds_here(recipe, machines, request.hardware)
+def to_fit(
+    request: PlanRequest, machines: Machines, remake: Callable[[dict[str, Any]], PlanRequest]
+) -> list[tuple[str, float | None, Choice]]:
+    """Returns (change, GiB that it saves on a device, its best place): the recipe as it is, then what saves anything.
+
+    If something fits, those that do not are left out. remake: reads the recipe with other values.
+    """
+    speeds = speeds_here(request.recipe, machines, request.hardware)
+    before = {(one.config, one.sizes): one for one in search(request, machines, speeds, widely=False).choices}
+    if not before:
+        return []
+    found: list[tuple[dict[str, Any], str, float | None, Choice]] = []
     for changes, cost in _CHANGES:
-        if length := changes.get("data.max_length"):
-            changes = {"data.max_length": int(recipe.data.max_length * length)}
-        is_needless = len(changes) == 1 and any(value_of(recipe, key) == value for key, value in changes.items())
-        if is_needless or ("optimizer.name" in changes and recipe.optimizer.name != "adamw"):
+        if not (effective := _effective(request.recipe, changes)):
             continue
-        other = replace(request, recipe=changed(recipe, changes))
-        if length and other.repack is not None:
-            other = replace(other, rows=other.repack(other.recipe))
-        choices = [one for one in search(other, machines, speeds, widely=False).choices if one.verdict == "fits"]
-        if choices:
-            fitting.append((f"{', '.join(as_lines(changes)) or 'no change'} ({cost})", best(choices)))
-    return fitting
+        with contextlib.suppress(UserError):  # a rule forbids it
+            other = _with_changes(request, effective, remake)
+            after = search(other, machines, speeds, widely=False).choices
+            saving = [(_saved(before.get((one.config, one.sizes)), one), one) for one in after]
+            saving = [
+                (saved, one)
+                for saved, one in saving
+                if (one.verdict != "no" if saved is None else saved > _SAVING * one.peak / GIB)
+            ]
+            if saving and not _repeats(effective, chosen := best([one for _, one in saving]), found):
+                found.append((effective, cost, next(saved for saved, one in saving if one is chosen), chosen))
+    lines = [(f"{', '.join(as_lines(changes))} ({cost})", saved, one) for changes, cost, saved, one in found]
+    lines.insert(0, ("no change", 0.0, best(list(before.values()))))
+    fitting = [line for line in lines if line[2].verdict != "no"]
+    return fitting or lines
+
+
+def _effective(recipe: Recipe, changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the changes that change this recipe; {} if they do not apply to it."""
+    if "mode" in changes:
+        return changes if recipe.mode == "lora" else {}
+    if "optimizer.name" in changes and recipe.optimizer.name != "adamw":
+        return {}
+    if "train.precision" in changes and (recipe.mode != "full" or recipe.train.precision != "bf16"):
+        return {}
+    if length := changes.get("data.max_length"):
+        changes = {"data.max_length": int(recipe.data.max_length * length)}
+    return {key: value for key, value in changes.items() if value_of(recipe, key) != value}
+
+
+def _with_changes(
+    request: PlanRequest, changes: dict[str, Any], remake: Callable[[dict[str, Any]], PlanRequest]
+) -> PlanRequest:
+    """Returns the request of a changed recipe. Raises UserError if no such recipe can be."""
+    if "mode" in changes:  # another model
+        return remake(changes)
+    other = replace(request, recipe=changed(request.recipe, changes))
+    if "data.max_length" in changes and other.repack is not None:
+        other = replace(other, rows=other.repack(other.recipe))
+    return other
+
+
+def _saved(before: Choice | None, after: Choice) -> float | None:
+    """Returns GiB; None if the peak of one of them is not known."""
+    if before is None or before.memory.at_least or after.memory.at_least:
+        return None
+    return (before.peak - after.peak) / GIB
+
+
+def _repeats(
+    changes: dict[str, Any], one: Choice, found: Sequence[tuple[dict[str, Any], str, float | None, Choice]]
+) -> bool:
+    """Returns whether fewer of these changes, or the same ones, save as much."""
+    fewer = [other for less, _, _, other in found if less.items() <= changes.items()]
+    return any(other.config == one.config and other.peak <= (1 + _SAVING) * one.peak for other in fewer)

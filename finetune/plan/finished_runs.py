@@ -18,7 +18,13 @@ from finetune.tracking.metrics import read_status
 from finetune.training.run_plan import processor
 
 _FEWEST, _MOST = 5, 20  # measured steps of a run that counts; runs
-_OTHERS = ("optimizer", "communication", "bubble", "data")  # parts of a predicted step that are not compute
+_OTHERS = (
+    "optimizer",
+    "communication",
+    "host transfers",
+    "bubble",
+    "data",
+)  # parts of a predicted step that are not compute
 
 
 def speeds_here(recipe: Recipe, machines: Machines, hardware: Hardware, without: Path | None = None) -> Speeds | None:
@@ -89,7 +95,7 @@ def phases_of_time(predicted: dict[str, float], measured: dict[str, float]) -> d
     A backend that hides its waits has them in forward and backward, so predicted waits are added to compute.
     """
     compute = sum(seconds for name, seconds in predicted.items() if name not in _OTHERS)
-    waits = sum(predicted.get(name, 0.0) for name in ("communication", "bubble"))
+    waits = sum(predicted.get(name, 0.0) for name in ("communication", "host transfers", "bubble"))
     took = sum(measured.get(name, 0.0) for name in ("forward", "backward", "other"))
     phases = {"optimizer": (predicted.get("optimizer", 0.0), measured.get("optimizer", 0.0))}
     if "communication" in measured:

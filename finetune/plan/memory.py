@@ -52,6 +52,7 @@ class Memory:
     host: int  # bytes of offloaded tensors in its machine's memory, of all processes there
     disk: int = 0  # bytes on the disks of its machine: NVMe offload
     after: dict[str, int] = field(default_factory=dict)  # bytes in the host's memory of one process: save, merge
+    reading: int = 0  # bytes in the host's memory of rank 0 while it reads weights for all
     at_least: bool = False  # a step takes more: the persistent bytes exceed the device, so no step was weighed
 
     @property
@@ -84,10 +85,13 @@ def estimate_memory(
         sizes = [4 * (weight.packed or weight.numel) for weight in weights]
         merged = max(3 * max(sizes), sum(sizes) if sum(sizes) <= WHOLE_BYTES else 0)
         after = {"save": sum(weight.bytes for weight in weights if weight.trains), "merge": merged}
+    reads = place.launch.kind == "fsdp2" or place.launch.parallelism.tensor > 1  # and has copies in the trained type
+    reading = sum(weight.bytes for weight in weights if weight.trains) if reads else 0
     for rank in different_ranks(place.launch.parallelism):
         phases, state = phases_of(costs, config, rank, place.capability, batch, micro_batches, most)
         host, disk = state.host * place.per_host, state.disk * place.per_host
-        memories.append(Memory(rank, phases, state.persistent, host, disk, after, at_least=list(phases) == [KEPT]))
+        at_least = list(phases) == [KEPT]
+        memories.append(Memory(rank, phases, state.persistent, host, disk, after, reading, at_least))
         if memories[-1].at_least:
             return memories[-1]
     return max(memories, key=lambda memory: memory.tensors)

@@ -137,9 +137,7 @@ def show_runs(console: Console, folder: Path, runs: list[RunInfo]) -> None:
     for run in runs:
         if run.silent_s is not None:
             since = _duration(run.silent_s / 3600)
-            print_line(
-                console, f"{run.folder}: has written nothing for {since}: if it was killed, launch it again"
-            )
+            print_line(console, f"{run.folder}: has written nothing for {since}: if it was killed, launch it again")
 
 
 def _evaluation(run: RunInfo) -> str:

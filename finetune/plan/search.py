@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from finetune.plan.memory import HeaviestBatch, Memory, Place, estimate_memory
 from finetune.plan.speed import Job, Shape, Speeds, StepTime
 from finetune.plan.tables import Amount, Machines, Price, Prices
 from finetune.recipe import Recipe
+from finetune.shipped import SHIPPED
 from finetune.training.run_plan import run_length
 from finetune.utils import divisors
 
@@ -51,6 +52,7 @@ class PlanRequest:
     shapes_from: str = "its config.json"
     spot: bool = False
     repack: Callable[[Recipe], RowFacts] | None = None  # the rows of other lengths
+    host_gib: float | None = None  # host memory of each machine; None: as the tables say
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ class Choice:
     price: float | None  # of the run; None: hours or prices are not known
     per_million: float | None  # supervised tokens
     currency: str | None
+    host_need: float = 0.0  # GiB of host memory on each machine
+    host_has: float | None = None  # None: not known
+    faster: Choice | None = None  # on fewer of these devices, if that is known
 
     @property
     def config(self) -> str:
@@ -86,45 +91,53 @@ class Choice:
         return f"{self.config}{sizes} on {self.machines.name}{changes}"
 
     @property
-    def place_in_order(self) -> tuple[int, bool]:
-        """Smaller is better: by verdict, last those without an estimate of a step."""
-        return ORDER.index(self.verdict), self.memory.at_least
+    def place_in_order(self) -> tuple[int, bool, float]:
+        """Smaller is better: by verdict; of those that do not fit by what is missing, last those without an estimate of
+        a step."""
+        missing = max(0.0, -self.free) + self.host_missing
+        return ORDER.index(self.verdict), self.memory.at_least, missing if self.verdict == "no" else 0.0
 
     @property
     def free(self) -> float:
         """GiB that stay free on the fullest device; negative if too few."""
         return self.machines.device.gib - self.peak / GIB
 
+    @property
+    def host_missing(self) -> float:
+        """GiB of host memory that a machine has too few; 0 if it is not known what it has."""
+        return 0.0 if self.host_has is None else max(0.0, self.host_need - self.host_has)
+
 
 @dataclass
 class SearchResult:
+    """All that was tried on one kind of machines."""
+
+    machines: Machines
     choices: list[Choice] = field(default_factory=list)
     illegal: dict[str, str] = field(default_factory=dict)  # config and sizes, and the rule
+    alone: Choice | None = None  # on one of several devices
 
 
 def config_folder() -> Path:
-    """Returns accelerate_configs/ of the current folder, else of the checkout that this package is in."""
-    for folder in (Path("accelerate_configs"), Path(__file__).parents[2] / "accelerate_configs"):
-        if (folder / "single.yaml").is_file():
-            return folder
-    raise UserError("no folder accelerate_configs here: run `plan` in the checkout, or copy it from there")
+    """Returns accelerate_configs/ of the current folder, else those that come with the package."""
+    own = Path("accelerate_configs")
+    return own if (own / "single.yaml").is_file() else SHIPPED / "accelerate_configs"
 
 
 def launches(machines: Machines) -> Iterator[Launch]:
-    """Yields every config, with every size of its dimension that the devices allow."""
+    """Yields every config that uses all devices, with every size of its dimension that they allow."""
     for path in sorted(config_folder().glob("*.yaml")):
         as_written = read_config_file(str(path))
         alone = as_written.config["distributed_type"] == "NO"
-        if machines.count == 1 and not (alone or as_written.offloads_optimizer):
+        if alone != (machines.count == 1) and not (machines.count == 1 and as_written.offloads_optimizer):
             continue
-        processes = 1 if alone else machines.count
         if (key := open_size(as_written.config)) is None:
-            yield Launch(as_written.kind, processes, str(path), as_written.config)
+            yield Launch(as_written.kind, machines.count, str(path), as_written.config)
             continue
         for size in _sizes(key, as_written, machines):
             config = copy.deepcopy(as_written.config)
             config[_PARALLELISM][f"{_PARALLELISM}_{key}"] = size
-            yield Launch(as_written.kind, processes, str(path), config)
+            yield Launch(as_written.kind, machines.count, str(path), config)
 
 
 def open_size(config: dict[str, Any]) -> str | None:
@@ -148,13 +161,13 @@ def _sizes(key: str, as_written: Launch, machines: Machines) -> list[int]:
 def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, widely: bool = True) -> SearchResult:
     """Returns the best legal choice of every config and size, and the rules that forbid the others.
 
-    widely: tries other rows per device and recomputation as well, if they could help.
+    widely: tries other rows per device and recomputation as well, if they could help; and one of several devices alone.
     """
-    result, places = SearchResult(), list(launches(machines))
+    result, places = SearchResult(machines), list(launches(machines))
     console = Console(stderr=True)
     for launch in track(places, machines.name, console=console, transient=True, disable=not console.is_terminal):
         try:
-            own = evaluate(request, launch, machines, speeds, {})
+            result.choices.append(_best_of(request, launch, machines, speeds, widely))
         except UserError as error:
             key = open_size(launch.config)
             size = f" ({key} {launch.config[_PARALLELISM][f'{_PARALLELISM}_{key}']})" if key else ""
@@ -162,13 +175,35 @@ def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, wide
             lines = [line.strip() for line in str(error).splitlines()]
             rule = lines[1] if len(lines) > 1 else lines[0].partition(": ")[2] or lines[0]
             result.illegal[f"{launch.where}{size}"] = rule
-            continue
-        choices = [own]
-        for changes in _other_keys(request, own) if widely else ():
-            with contextlib.suppress(UserError):
-                choices.append(evaluate(request, launch, machines, speeds, changes))
-        result.choices.append(best(choices))
+    one = replace(machines, per_machine=1, machines=1)
+    alone = next((x for x in launches(one) if x.config["distributed_type"] == "NO"), None)
+    if widely and machines.count > 1 and alone is not None:
+        with contextlib.suppress(UserError):
+            result.alone = _best_of(request, alone, one, speeds, widely)
     return result
+
+
+def _best_of(request: PlanRequest, launch: Launch, machines: Machines, speeds: Speeds | None, widely: bool) -> Choice:
+    """Returns the best choice of one launch. Raises UserError if a rule forbids it."""
+    own = evaluate(request, launch, machines, speeds, {})
+    choices = [own]
+    for changes in _other_keys(request, own) if widely else ():
+        with contextlib.suppress(UserError):
+            choices.append(evaluate(request, launch, machines, speeds, changes))
+    return best(choices)
+
+
+def with_faster(choices: Sequence[Choice], known: Sequence[Choice]) -> list[Choice]:
+    """Returns the choices, each with the fastest of `known` on fewer of the same devices that is at least as fast."""
+
+    def beats(other: Choice, one: Choice) -> bool:
+        if other.step is None or one.step is None or other.verdict == "no":
+            return False
+        fewer = other.machines.key == one.machines.key and other.machines.count < one.machines.count
+        return fewer and other.step.seconds <= one.step.seconds
+
+    faster = [[other for other in known if beats(other, one)] for one in choices]
+    return [replace(one, faster=best(others) if others else None) for one, others in zip(choices, faster, strict=True)]
 
 
 def _other_keys(request: PlanRequest, own: Choice) -> list[dict[str, Any]]:
@@ -195,6 +230,14 @@ def drops(recipe: Recipe, config: PretrainedConfig) -> bool:
 def best(choices: Sequence[Choice]) -> Choice:
     """Returns the fastest of those that fit best; of equals the first."""
     return min(choices, key=lambda one: (*one.place_in_order, one.step.seconds if one.step else 0.0, one.peak))
+
+
+def answers(choices: Sequence[Choice]) -> list[Choice]:
+    """Returns the first choice of each kind of machines."""
+    first: dict[str, Choice] = {}
+    for one in choices:
+        first.setdefault(one.machines.name, one)
+    return list(first.values())
 
 
 def as_lines(values: dict[str, Any]) -> list[str]:
@@ -230,12 +273,13 @@ def evaluate(
     batch = heaviest(recipe, request.rows)
     most = int(machines.device.gib * GIB)
     memory = estimate_memory(recipe, request.config, place, batch, micro_batches, most)
+    need, has = host_need(request, memory, place), host_memory(request, machines)
     peak = memory.tensors + (0 if device == "cpu" else request.hardware.reserve.bytes(memory.tensors, launch.processes))
     step = None
     if speeds is not None and not memory.at_least:
         shape = request.shapes[recipe.train.activation_checkpointing is True]
-        place = (launch, machines, request.hardware, request.rows, batch)
-        step = Job(recipe, request.config, shape, *place, speeds, micro_batches).time()
+        at = (launch, machines, request.hardware, request.rows, batch)
+        step = Job(recipe, request.config, shape, *at, speeds, micro_batches).time()
     tokens = request.rows.tokens_per_row * recipe.batch.rows
     steps = run_length(recipe, request.rows.rows)[0] if request.rows.rows or recipe.train.max_steps else None
     hours = step.seconds * steps / 3600 if step and steps else None
@@ -248,22 +292,44 @@ def evaluate(
         batch,
         memory,
         peak,
-        verdict(peak, machines, request.hardware),
+        verdict(peak, machines, request.hardware, need, has),
         step,
         tokens / step.seconds if step else None,
         hours,
         rate[0] * hours if rate and hours else None,
         rate[0] * step.seconds / 3600 / supervised * 1e6 if rate and step else None,
         rate[1] if rate else None,
+        need,
+        has,
     )
 
 
-def verdict(peak: int, machines: Machines, hardware: Hardware) -> Verdict:
-    """Returns `fits` only if the margin stays free."""
-    free = machines.device.gib - peak / GIB
-    if free < 0:
+def host_need(request: PlanRequest, memory: Memory, place: Place) -> float:
+    """Returns GiB of host memory on each machine: offloaded tensors and rank 0's result, or the weights that it reads;
+    and what processes need without tensors. Nothing if the processors are the devices."""
+    if place.device == "cpu":
+        return 0.0
+    tensors = max(memory.host + memory.after.get("save", 0), memory.reading) / GIB
+    return tensors + place.per_host * request.hardware.host.process_gib
+
+
+def host_memory(request: PlanRequest, machines: Machines) -> float | None:
+    """Returns GiB of host memory of each machine: as was asked for, of the device's table, or of the cheapest offer."""
+    if machines.key == CPU or request.host_gib or machines.device.host_gib:
+        return None if machines.key == CPU else request.host_gib or machines.device.host_gib
+    offer = cheapest(request.prices, machines, request.spot)
+    return offer[0].host_gib * machines.per_machine if offer and offer[0].host_gib else None
+
+
+def verdict(
+    peak: int, machines: Machines, hardware: Hardware, host_need: float = 0.0, host_has: float | None = None
+) -> Verdict:
+    """Returns `fits` only if the margin stays free, on devices and on their machines. host_*: GiB of a machine."""
+    shares = [1 - peak / GIB / machines.device.gib]  # free
+    shares += [] if host_has is None else [1 - host_need / host_has]
+    if min(shares) < 0:
         return "no"
-    return "fits" if free >= hardware.reserve.margin * machines.device.gib else "tight"
+    return "fits" if min(shares) >= hardware.reserve.margin else "tight"
 
 
 def heaviest(recipe: Recipe, rows: RowFacts) -> HeaviestBatch:

@@ -6,6 +6,7 @@
     unpacking             4-bit weights, and fp32 weights that are cast for each forward
     optimizer             bytes of weights, gradients and moments; on the host's processors under offload
     communication         the part that compute does not hide, by link
+    host transfers        the same of weights, gradients and activations that are kept in the host's memory
     bubble                stages of a pipeline that wait for its first and last micro-batches
     data                  wait for rows, which a thread prepares during the step: as in finished runs, if any
 
@@ -251,7 +252,13 @@ class Job:
     def work(self) -> tuple[Work, float, bool]:
         """Returns the work of one micro-batch on the rank with most, its share of the layers, and whether it has the
         head."""
-        sizes, how = self.launch.parallelism, how_of(self.costs, (9, 0), self.micro_batches)
+        sizes, costs = self.launch.parallelism, self.costs
+        if costs.is_away and self.launch.processes == 1:
+            # What `single` computes: copies of weights around gathers cost the casts that FSDP2 saves, or more.
+            alone = Launch("replicated", 1)
+            costs = costs_at(self.recipe, self.config, alone, costs.device)
+        how = how_of(costs, (9, 0), self.micro_batches)
+        how = replace(how, gpu_autocast=self.recipe.mode == "qlora" and costs.device != "cpu")
         parts = timeline_of(self.recipe, self.config, of_rank(self.batch, sizes), how)
         shapes, kinds = self.costs.shapes, shortened(self.config)[1]
         larger = self.row_tokens / self.micro_batches / sum(self.batch.documents)
@@ -309,12 +316,8 @@ class Job:
         compute["launches"] = max(0.0, of_host - busy) if speeds.beside_host else of_host
         compute = {name: seconds / speeds.level.compute for name, seconds in compute.items()}
         busy = sum(compute.values())
-        traffic = list(self._traffic())
-        overlapping = sum(seconds for seconds, overlaps in traffic if overlaps)
-        alone = sum(seconds for seconds, overlaps in traffic if not overlaps)
-        hidden = busy * self.costs.hides if speeds.beside_host else 0.0
         optimizer = self._optimizer() / speeds.level.optimizer
-        parts = {**compute, "optimizer": optimizer, "communication": max(0.0, overlapping - hidden) + alone}
+        parts = {**compute, "optimizer": optimizer, **self._waits(busy)}
         if sizes.pipeline > 1:
             waiting = (sizes.pipeline - 1) / (micro_batches * sizes.stages_per_rank)
             parts["bubble"] = busy * waiting / (3 if sizes.schedule == "zero_bubble" else 1)
@@ -322,13 +325,23 @@ class Job:
         positive = {name: seconds for name, seconds in parts.items() if seconds}
         return StepTime(positive, self.costs.hides, speeds.source, speeds.knows_data_wait)
 
+    def _waits(self, busy: float) -> dict[str, float]:
+        """Returns the seconds in which compute waits for other ranks, and for the host's memory. busy: of compute."""
+        hidden = busy * self.costs.hides if self.speeds.beside_host else 0.0
+        others, host = list(self._traffic()), list(self._host_traffic())
+        overlapping, of_host = (sum(seconds for seconds, overlaps in x if overlaps) for x in (others, host))
+        alone, of_host_alone = (sum(seconds for seconds, overlaps in x if not overlaps) for x in (others, host))
+        left, left_of_host = max(0.0, overlapping - hidden), max(0.0, of_host - max(0.0, hidden - overlapping))
+        return {"communication": left + alone, "host transfers": left_of_host + of_host_alone}
+
     def _optimizer(self) -> float:
         sizes, launch, speeds = self.launch.parallelism, self.launch, self.speeds
         owned, host = self.shape.trained / self.costs.owners, self.hardware.host
         if self.costs.is_away:
-            moved = _seconds(self.host_link, 8 * owned)  # gradients down, weights up
             on_disk = 24 * owned * self.machines.per_machine / (host.disk_gb_s * 1e9) if launch.uses_nvme else 0.0
-            return owned / (host.adamw_per_core * host.cores_per_device) + moved + on_disk
+            # The processor is limited by its memory: an addition reads and writes 12 bytes.
+            added = self.costs.host_additions(self.shape, self.micro_batches) * 12 / _BYTES_OF_ADAMW
+            return (owned + added) / (host.adamw_per_core * host.cores_per_device) + on_disk
         if speeds.step_elements is not None:
             tensors = self.shape.tensors / sizes.pipeline * _OF_STEPPED * speeds.operator_s
             return owned / speeds.step_elements + tensors
@@ -336,16 +349,20 @@ class Job:
         return owned * each / speeds.bandwidth(1e9)
 
     def _traffic(self) -> Iterator[tuple[float, bool]]:
-        """Yields (seconds, whether compute may overlap) of each transfer of a rank in a step."""
+        """Yields (seconds, whether compute may overlap) of each transfer of a rank to others in a step."""
         device, shape = self.machines.device, self.shape
         rows = self.costs.transfers_of_rows(shape, self.micro_batches, self.row_tokens)
         for one in (*self.costs.transfers_of_weights(shape, self.micro_batches), *rows):
-            link = self.host_link
-            if one.ranks:
-                link = self.hardware.links[device.network if one.ranks > self.machines.per_machine else device.link]
+            link = self.hardware.links[device.network if one.ranks > self.machines.per_machine else device.link]
             # An engine's copies, which a device hides during the collective.
             copies = 0.0 if self.speeds.beside_host else one.copied / self.speeds.bandwidth(_FRESH)
             yield _seconds(link, one.moved, one.collectives, copies), one.overlaps
+
+    def _host_traffic(self) -> Iterator[tuple[float, bool]]:
+        """Yields the same of transfers to and from the host's memory."""
+        shape = self.shape
+        for one in self.costs.transfers_to_host(shape, self.micro_batches):
+            yield _seconds(self.host_link, one.moved), one.overlaps
         if self.recipe.train.activation_offload and self.machines.key != CPU:
             element = 4 if self.recipe.train.precision == "fp32" else 2
             moved = 2 * self.row_tokens / self.launch.parallelism.tokens * shape.hidden * element

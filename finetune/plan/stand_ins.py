@@ -15,8 +15,12 @@ from finetune.engine import tensor_parallel
 
 
 @contextlib.contextmanager
-def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool) -> Iterator[None]:
-    """Replaces functions of libraries within. keeps_inputs_alone: of linear layers, as under ZeRO-3."""
+def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, gpu_autocast: bool = False) -> Iterator[None]:
+    """Replaces functions of libraries within. keeps_inputs_alone: of linear layers, as under ZeRO-3; gpu_autocast: the
+    CPU's autocast answers for the one of CUDA."""
+    is_enabled: Any = torch.is_autocast_enabled
+    if gpu_autocast:
+        torch.is_autocast_enabled = lambda device="cpu": is_enabled(device)
     # Grouped products call these two of their module, and nothing public chooses between them.
     can_use, grouped, linear = moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear
     collectives: Any = tensor_parallel.dist
@@ -34,7 +38,7 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool) -> Iterator[None]:
         yield
     finally:
         moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear = can_use, grouped, linear
-        tensor_parallel.dist = collectives
+        tensor_parallel.dist, torch.is_autocast_enabled = collectives, is_enabled
 
 
 class _OneRank:

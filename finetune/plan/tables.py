@@ -44,6 +44,7 @@ class Price(Section):
     on_demand: Amount | None = None
     spot: Amount | None = None
     losses_per_hour: Positive | None = None  # times that a spot machine is taken away
+    host_gib: Positive | None = None  # host memory of its machine for each device; None: not published
     date: Day
     source: Text
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from finetune.recipe.foreign_keys import FOREIGN_FORMATS, FOREIGN_KEYS, FOREIGN_SOURCE_KEYS, FOREIGN_VALUES
 from finetune.recipe.rules import Finding, broken_rules
 from finetune.recipe.schema import CHECKPOINT_NAME, RUN_NAME, RUN_NAME_WITH_VALUES, Recipe
+from finetune.recipe.shorthands import SHORTHANDS
 from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dotted, dump, override, read
 
 MAX_PROBLEMS = 50  # that are described
@@ -155,6 +156,8 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     expected = list(dict.fromkeys(_expected(detail) for detail in group))
+    if key in SHORTHANDS and not first["type"].startswith("too_"):
+        expected.append(SHORTHANDS[key].expected)  # pyright: ignore[reportArgumentType]
     given = _value_at(values, key)
     message = f"expected {' or '.join(expected)}, got {_shown(given)}"
     if first["type"] == "literal_error" and isinstance(given, str):

@@ -96,10 +96,10 @@ class Conversion:
     def override(self, text: str) -> None:
         """Applies `section.key=value` in place of what was converted. Raises UserError for a key of another depth."""
         key, equals, value = text.partition("=")
-        if not equals or (key.count(".") != 1 and key != "mode") or key == "data.train":
+        if not equals or (key.count(".") != 1 and key != "mode"):
             raise UserError(f"{text!r}: expected section.key=value, such as optimizer.lr=1e-4")
-        if key == "data.eval":
-            self.sources.pop("eval", None)
+        if key in ("data.train", "data.eval"):
+            self.sources.pop(key.partition(".")[2], None)
         self.set(key, scalar(value), "from the command line")
         unused = {"full": ("lora", "quantization"), "lora": ("quantization",)}.get(value, ()) if key == "mode" else ()
         self.keys = {name: one for name, one in self.keys.items() if name.partition(".")[0] not in unused}

@@ -271,7 +271,7 @@ BAD_DATA: list[tuple[str, str, str | bytes, str, str]] = [
     ("column twice", "x.csv", "text,text\na,b\n", "text", ":1: the header has `text` twice"),
     ("empty file", "x.jsonl", "", "messages", ": the file has no rows"),
     ("not parquet", "x.parquet", "PAR?", "text", ": not a readable parquet file"),
-    ("unknown kind", "x.xlsx", "", "text", ": `.xlsx` is not a kind of file that is read"),
+    ("unknown kind", "x.xls", "", "text", ": `.xls` is not a kind of file that is read"),
     ("too long", "x.jsonl", _GOOD + _turns(("user", "w " * 99), ("assistant", "y")), "messages", ":2: 20"),
     ("all too long", "x.txt", "word " * 999 + "\n", "text", ": none of its 1 rows can be trained on"),
 ]

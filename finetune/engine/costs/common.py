@@ -251,6 +251,14 @@ class Costs(abc.ABC):
     def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
         """Yields the transfers that keep the ranks' weights equal."""
 
+    def transfers_to_host(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
+        """Yields the transfers between a device and the host's memory, if the optimizer is there."""
+        yield from ()
+
+    def host_additions(self, model: ModelSize, micro_batches: int) -> float:
+        """Returns the elements of gradients that a rank's processor adds up in a step."""
+        return 0.0
+
     def replicas(self, model: ModelSize) -> Iterator[Transfer]:
         """Yields the all-reduces of DDP's buckets."""
         trained = 4 * model.trained / (self.sizes.tensor * self.sizes.pipeline)

@@ -181,6 +181,20 @@ class ZeroCosts(Costs):
         yield Transfer("all-gather", one_way(ranks, gathered), 2 * times * units, ranks, copied=gathered * COPIES)
         yield Transfer("reduce-scatter", times * one_way(ranks, trained), times * units, ranks, copied=copied)
 
+    def transfers_to_host(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
+        """Yields transfers. Gradients travel down with each micro-batch, and up again to be added on the device.
+        Stepped weights travel up once a step, those that stage 3 keeps in the host's memory for each gather."""
+        if not self.is_away:
+            return
+        trained = 4 * model.trained / self.owners
+        yield Transfer("host", 2 * micro_batches * trained, 0, 0)
+        if self.stage == 3 and self.launch.deepspeed.get("offload_param_device") in ("cpu", "nvme"):
+            gathers = 3 if self.recipe.train.activation_checkpointing else 2
+            own = model.parameters * self.weight_bytes() / self.owners
+            yield Transfer("host", micro_batches * gathers * own, 0, 0)
+        else:
+            yield Transfer("host", trained, 0, 0, overlaps=False)
+
 
 def _touched(group: Sequence[Weight], begin: int, end: int) -> int:
     """Returns the elements of weights, kept whole, and of padding that overlap a range of a flat group."""

@@ -142,10 +142,21 @@ class ShardedCosts(Costs):
         if self.is_fsdp and sizes.replicate > 1:
             shard = times * 4 * share * (layers / group + ends / ranks)
             yield Transfer("all-reduce", all_reduce(sizes.replicate, shard), units * times, sizes.processes)
-        if self.is_fsdp and self.is_away:
-            yield Transfer("host", times * 2 * (layers / group + ends / ranks) * each, 0, 0)
         if not self.is_fsdp:
             yield from self.replicas(model)
+
+    def transfers_to_host(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
+        """Yields transfers. Shards travel for each gather in the type in which they are kept. Gradients of the first
+        micro-batch travel beside the backward; the processor adds later ones to them, and waits for these (torch's
+        `foreach_reduce`)."""
+        if self.is_fsdp and self.is_away:
+            own, gradients = model.parameters / self.owners, 4 * model.trained / self.owners
+            yield Transfer("host", 2 * micro_batches * own * super().weight_bytes() + gradients, 0, 0)
+            if micro_batches > 1:
+                yield Transfer("host", (micro_batches - 1) * gradients, 0, 0, overlaps=False)
+
+    def host_additions(self, model: ModelSize, micro_batches: int) -> float:
+        return (micro_batches - 1) * model.trained / self.owners if self.is_fsdp and self.is_away else 0.0
 
 
 def _gathered(unit: Sequence[Weight], cast: int | None, ranks: int) -> int:

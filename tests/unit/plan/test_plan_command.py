@@ -18,26 +18,36 @@ from finetune.engine.compatibility import check_products
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
-from finetune.plan.answer import SHOWN, as_dicts, assumptions, show
+from finetune.plan.answer import SHOWN, as_dicts, assumptions, refused, show, why
 from finetune.plan.command import (
     PlanOptions,
     PlanRequest,
     hours_of,
-    memory_of,
     plan,
     ranked,
     run,
+    size_of,
     values_of,
     write_config,
 )
 from finetune.plan.memory import Place, estimate_memory
 from finetune.plan.memory_page import write_page
-from finetune.plan.search import Choice, SearchResult, config_folder, launches, spot_loss, verdict
+from finetune.plan.search import (
+    Choice,
+    SearchResult,
+    answers,
+    config_folder,
+    host_memory,
+    launches,
+    spot_loss,
+    verdict,
+)
 from finetune.plan.tables import parse_machines, read_prices
 from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
 
 KEYS = {"config", "processes", "verdict", "peak_gib", "tensors_gib", "step_s", "tokens_per_s", "price", "why"}
+FREE = ("batch.rows_per_device", "train.activation_checkpointing")
 SHORT = ("train.max_steps=60", "schedule.warmup_steps=6", "train.precision=bf16", "data.max_length=64", "batch.rows=4")
 
 
@@ -58,7 +68,7 @@ def found(planned: dict[str, Any], recipe: dict[str, Any], write_recipe: Any) ->
 def test_every_config_is_planned_or_refused_with_its_rule(found: Any, planned: dict[str, Any]) -> None:
     shipped = {path.stem for path in Path("accelerate_configs").glob("*.yaml")}
     named = {one.config for one in found[1]} | {name.split()[0] for name in planned["illegal"]}
-    assert named == shipped - {"pp_dp", "fsdp2_tp", "fsdp2_cp"}  # of four devices
+    assert named == shipped - {"pp_dp", "fsdp2_tp", "fsdp2_cp", "single"}  # of four devices, and of one
     assert "experts" in planned["illegal"]["ep (ep_size 2)"]
 
 
@@ -80,25 +90,69 @@ def test_for_people_in_eighty_columns(found: tuple[PlanRequest, list[Choice]]) -
     for shown in ([changed, *choices[1:]], [changed, elsewhere, *choices[2:]]):
         console = Console(file=io.StringIO(), width=80)
         illegal = {f"ep (ep_size {n})": f"`ep_size: {n}`: no experts" for n in (2, 4)} | {"pp (pp_size 2)": "too few"}
-        show(console, request, shown, [SearchResult([], illegal)])
-        lines = console.file.getvalue().splitlines()
+        machines = {one.machines.name: one.machines for one in shown}.values()
+        results = [SearchResult(one, [x for x in shown if x.machines == one], illegal) for one in machines]
+        show(console, request, shown, results, verbose=True)
+        lines = [line for line in console.file.getvalue().splitlines() if line.strip()]
         heading = next(i for i, line in enumerate(lines) if line.startswith("config"))
         table = [line.split() for line in lines[heading + 1 : heading + 1 + min(SHOWN, len(shown))]]
         assert [row[0] for row in table] == [one.config for one in shown[:SHOWN]]  # a line each
-        assert "\N{HORIZONTAL ELLIPSIS}" not in "".join(lines)
+        assert [line for line in lines if "\N{HORIZONTAL ELLIPSIS}" in line] == []
         assert table[0][-1] == "a"
         assert lines[-2:] == [
             "not possible: ep (ep_size 2), ep (ep_size 4): `ep_size: 2`: no experts",
             "not possible: pp (pp_size 2): too few",
         ]
         assert "with a: batch.rows_per_device: 2" in lines
-        named = {one.config: one.sizes.split()[0] for one in shown[:SHOWN] if one.sizes}
+        named = {one.config: one.sizes.split()[0] for one in shown if one.sizes}
         assert f"sizes: {', '.join(f'{config} {size}' for config, size in named.items())}" in lines
 
 
+def test_each_kind_of_machines_is_answered_before_the_rest(found: tuple[PlanRequest, list[Choice]]) -> None:
+    request, choices = found
+    big, small, none = (parse_machines(text, 1, request.hardware) for text in ("2xH100-80", "1x4090", "2xV100-16"))
+    hopeless = dataclasses.replace(choices[0], machines=small, verdict="no", peak=30 * GIB)
+    worse = dataclasses.replace(hopeless, peak=40 * GIB)
+    every = [*choices, worse, hopeless]
+    first = ranked(every, PlanOptions(()))
+    assert [one.machines.name for one in answers(first)] == ["2 H100-80", "1 4090-24"]
+    assert answers(first)[1] is hopeless  # the least is missing
+    results = [SearchResult(big, list(choices)), SearchResult(small, [worse, hopeless])]
+    results.append(SearchResult(none, [], {"ddp": "no products of bf16"}))
+    shown = [first[0], hopeless, *(one for one in first[1:] if one is not hopeless)]
+    console = Console(file=io.StringIO(), width=100)
+    show(console, request, shown, results)
+    text = console.file.getvalue()
+    table = text[text.index("\nconfig ") :].splitlines()[2:5]
+    assert [re.findall(r"\d [A-Z\d]+-\d+", line)[0] for line in table] == ["2 H100-80", "1 4090-24", "2 V100-16"]
+    assert f"{hopeless.name}: 6.4 GiB more than the 23.6 of a device" in text
+    assert "2 V100-16: no products of bf16" in text
+    assert "40.0" not in text  # what does not fit is behind -v
+    assert "-v shows" in text
+    assert refused(results)[0]["on"] == "2 V100-16"
+    show(console, request, shown, results, verbose=True)
+    assert "40.0" in console.file.getvalue()
+
+
+def test_every_device_that_was_asked_for_has_an_answer(recipe: dict[str, Any], write_recipe: Any) -> None:
+    """A small model is not faster on more devices, which is said."""
+    on = ("2x4090", "1x4090", "1x4090", "4x4090")
+    request, choices, results = plan(write_recipe(recipe), SHORT, PlanOptions(on))
+    assert sorted(one.machines.count for one in answers(choices)) == [1, 2, 4]
+    assert [one["is_answer"] for one in as_dicts(request, choices)] == [True] * 3 + [False] * (len(choices) - 3)
+    assert all(one.config != "single" for one in choices if one.machines.count > 1)
+    assert results[0].alone is not None
+    for one in choices:
+        if one.faster is not None:
+            assert one.step is not None
+            assert one.faster.step is not None
+            assert one.faster.step.seconds <= one.step.seconds
+            assert f"not faster than {one.faster.config} on" in why(request, one)
+    assert any(one.faster for one in answers(choices))
+
+
 def test_what_changes_no_result_is_all_that_may_differ(found: tuple[PlanRequest, list[Choice]]) -> None:
-    free = {"batch.rows_per_device", "train.activation_checkpointing"}
-    assert all(set(one.changes) <= free for one in found[1])
+    assert all(set(one.changes) <= set(FREE) for one in found[1])
 
 
 def test_the_written_config_is_one_that_accelerate_reads(
@@ -117,7 +171,9 @@ def test_over_budget_or_late_comes_after_what_is_not(found: tuple[PlanRequest, l
     cheap, dear = found[1][0], dataclasses.replace(found[1][0], price=1e6, hours=100.0, step=None)
     assert ranked([dear, cheap], PlanOptions((), budget=50.0))[0] is cheap
     assert ranked([dear, cheap], PlanOptions((), deadline="12h"))[0] is cheap
-    assert ranked([cheap, dear], PlanOptions(()))[0] is dear  # without a step's time it is first
+    unknown = dataclasses.replace(cheap, per_million=None)
+    assert ranked([dear, cheap], PlanOptions(()))[0] is cheap  # a step whose time is known
+    assert ranked([unknown, cheap], PlanOptions((), by="price"))[0] is cheap
 
 
 def test_never_fits_within_the_margin() -> None:
@@ -127,6 +183,28 @@ def test_never_fits_within_the_margin() -> None:
     margin = hardware.reserve.margin * device
     for peak, expected in ((device - margin - 0.01, "fits"), (device - margin + 0.01, "tight"), (device + 0.01, "no")):
         assert verdict(int(peak * GIB), machines, hardware) == expected
+
+
+def test_the_verdict_counts_host_memory(found: tuple[PlanRequest, list[Choice]]) -> None:
+    request, choices = found
+    one = next(choice for choice in choices if choice.config == "fsdp2_offload")
+    process = request.hardware.host.process_gib
+    assert one.memory.host > 0
+    assert one.host_need == pytest.approx((one.memory.host + one.memory.after["save"]) / GIB + 2 * process)
+    assert one.host_has == 450  # of the cheapest offer, for two devices
+    assert "GiB of host memory on each machine, of 450" in why(request, one)
+    elsewhere, hardware = parse_machines("2x4090", 1, request.hardware), request.hardware
+    assert host_memory(request, elsewhere) is None
+    assert host_memory(dataclasses.replace(request, host_gib=64.0), one.machines) == 64
+    for need, expected in ((50.0, "fits"), (60.0, "tight"), (70.0, "no")):
+        assert verdict(GIB, one.machines, hardware, need, 64.0) == expected
+        assert verdict(GIB, one.machines, hardware, need, None) == "fits"
+    short = dataclasses.replace(one, verdict="no", host_need=70.0, host_has=64.0)
+    assert short.host_missing == 6
+    assert why(request, short).startswith("needs 70 GiB of host memory on each machine, which has 64")
+    unknown = dataclasses.replace(one, host_has=None)
+    assert "not known to be there" in why(request, unknown)
+    assert ranked([short, unknown], PlanOptions(()))[0] is unknown
 
 
 def test_a_step_is_not_weighed_where_what_is_kept_is_too_much(found: tuple[PlanRequest, list[Choice]]) -> None:
@@ -164,7 +242,6 @@ def test_a_config_is_searched_by_what_it_says_not_by_its_name(tmp_path: Path, mo
         ("b", "replicate 2 x shard 2"),
         ("c", "shard 4"),
         ("d", "shard 2 x tensor 2"),
-        ("single", "one process"),
     ]
     alone = [one.where for one in launches(parse_machines("1xH100-80", 1, hardware))]
     assert alone == ["c", "single"]
@@ -182,7 +259,6 @@ def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> 
     request, choices = found
     assert request.shapes_from == "its config.json"
     of_config = {one.config: " ".join(assumptions(request, one)) for one in choices}
-    assert of_config["single"] == ""
     assert "collectives reach 75% of nvlink4's 450 GB/s" in of_config["fsdp2"]
     assert "fsdp2: communication is hidden by up to 90% of compute" in of_config["fsdp2"]
     assert "pipelines" in of_config["pp"]
@@ -204,6 +280,8 @@ def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> 
         (PlanOptions(("2xH100",), by="luck"), "time or price"),
         (PlanOptions(("2xH100",), budget=-1.0), "above 0"),
         (PlanOptions(("2xH100",), deadline="12"), "12h, 90m or 2d"),
+        (PlanOptions(("2xH100",), host_memory="128"), "--host-memory 128: expected a size with its unit"),
+        (PlanOptions(("2xcpu",), host_memory="128GB"), "memory is this machine's"),
     ],
 )
 def test_bad_input_says_what_to_give(
@@ -259,14 +337,14 @@ def test_check_prints_the_estimate_for_its_config(recipe: dict[str, Any], write_
 
 def test_deadlines_sizes_and_sweeps_are_read() -> None:
     assert [hours_of(text) for text in ("90m", "12h", "2d")] == [1.5, 12.0, 48.0]
-    assert (memory_of("24GiB"), round(memory_of("24GB"), 2)) == (24.0, 22.35)
+    assert (size_of("--memory", "24GiB"), round(size_of("--memory", "24GB"), 2)) == (24.0, 22.35)
     assert values_of("data.max_length=1024..5000") == ("data.max_length", [1024, 2048, 4096, 5000])
     assert values_of("lora.rank=8,16") == ("lora.rank", [8, 16])
     for wrong in ("data.max_length", "data.max_length=0..3", "lora.rank=8;9"):
         with pytest.raises(UserError, match="--sweep"):
             values_of(wrong)
     with pytest.raises(UserError, match="--memory 24"):
-        memory_of("24")
+        size_of("--memory", "24")
 
 
 def test_a_sweep_and_a_smaller_device(recipe: dict[str, Any], write_recipe: Any, capsys: Any) -> None:
@@ -275,6 +353,16 @@ def test_a_sweep_and_a_smaller_device(recipe: dict[str, Any], write_recipe: Any,
     lines = json.loads(capsys.readouterr().out)
     assert [line["data.max_length"] for line in lines] == [32, 64]
     assert {line["verdict"] for line in lines} == {"fits"}
-    run(path, SHORT, PlanOptions(on, memory="1.1GiB", as_json=True), Console())
-    lines = json.loads(capsys.readouterr().out)
-    assert lines[0]["change"] == "no change (as it is)"
+    long = (*SHORT, "data.max_length=16384", "batch.rows_per_device=4", "train.activation_checkpointing=false")
+    run(path, long, PlanOptions(on, memory="8GiB", as_json=True), Console())
+    first, *lines = json.loads(capsys.readouterr().out)
+    assert (first["change"], first["saves_gib"], first["config"]) == ("no change", 0, "single")
+    assert [line["change"].split(":")[0] for line in lines[:2]] == list(FREE)
+    for line in lines:
+        assert line["verdict"] == "fits"
+        assert line["saves_gib"] == pytest.approx(first["peak_gib"] - line["peak_gib"], abs=0.002)
+        assert line["saves_gib"] > 0.01 * line["peak_gib"]
+    assert len({line["change"] for line in lines}) == len(lines)
+    assert not any("paged" in line["change"] or "qlora" in line["change"] for line in lines)
+    run(path, long, PlanOptions(on, memory="0.5GiB"), Console())
+    assert "no setting makes this fit in 0.5GiB" in capsys.readouterr().out

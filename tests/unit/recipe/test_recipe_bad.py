@@ -23,6 +23,7 @@ GOOD = (
     "train: {epochs: 1}",  # 7
 )
 EVAL = "data: {train: [{path: a.jsonl, format: messages}], eval: [{path: b.jsonl, format: messages}], max_length: 64}"
+SHORT = "data: {max_length: 64, train: %s}"
 LORA = "lora: {rank: 16, alpha: 32}"
 PAIRS = "data: {train: [{path: a.jsonl, format: preference}], max_length: 64}"
 
@@ -158,7 +159,7 @@ CASES = [
     ),
     Bad(
         "a list",
-        [":4: data.train: expected a list, got a section"],
+        [":4: data.train: expected a list or a path, got a section"],
         {4: "data: {train: {path: a.jsonl, format: messages}, max_length: 64}"},
     ),
     Bad("a section", [":5: batch: expected a section, got 8"], {5: "batch: 8"}),
@@ -228,13 +229,41 @@ CASES = [
     Bad("a choice, not even text", [":3: mode: expected 'full', 'lora' or 'qlora', got 3"], {3: "mode: 3"}),
     Bad(
         "one of two types",
-        [":8: lora.targets: expected 'all-linear' or a list, got \"all-liner\" (text); did you mean `all-linear`?"],
+        [
+            ":8: lora.targets: expected 'all-linear' or a list or names with commas, got \"all-liner\" (text); did you "
+            "mean `all-linear`?"
+        ],
         {3: "mode: lora", 8: "lora: {targets: all-liner}"},
     ),
     Bad(
         "one of two types: the branch that came further is the one meant",
         [":8: lora.targets[1]: expected text, got 3; quote it"],
         {3: "mode: lora", 8: "lora: {targets: [q_proj, 3]}"},
+    ),
+    # --- short forms ---
+    Bad("an empty path", [':4: data.train[0].path: expected non-empty text, got "" (text)'], {4: SHORT % '""'}),
+    Bad("no path in a list", [":4: data.train[1]: expected a section, got 5"], {4: SHORT % "[a.jsonl, 5]"}),
+    Bad("a whole share", [":4: data.eval.share: expected a number < 1, got 1.5"], {4: SHORT % "a.jsonl, eval: 1.5"}),
+    Bad(
+        "no share, no path",
+        [":4: data.eval: expected a section or a list or a path or a share, got true"],
+        {4: SHORT % "a.jsonl, eval: true"},
+    ),
+    Bad(
+        "no project",
+        [":8: tracking.wandb: expected a section or true or a project's name, got 5"],
+        {8: "tracking: {wandb: 5}"},
+    ),
+    Bad(
+        "a name that is nothing",
+        [":8: lora.targets: expected 'all-linear' or at least 1 item or names with commas, got a list of 0"],
+        {3: "mode: lora", 8: "lora: {targets: ','}"},
+    ),
+    Bad(
+        "a key of no tracker",
+        ["command line, 'tracking.wandb.projct=x': tracking.wandb.projct: unknown key; did you mean `project`?"],
+        {8: "tracking: {wandb: true}"},
+        overrides=["tracking.wandb.projct=x"],
     ),
     # --- a section's own rules ---
     Bad(
@@ -259,6 +288,22 @@ CASES = [
     ),
     Bad("no end", [":7: train: give `epochs` or `max_steps`: the run needs an end"], {7: "train: {precision: fp32}"}),
     # --- rules across sections ---
+    Bad(
+        "a rate that no weight survives",
+        [
+            ":6: optimizer.lr: a step of `adamw` moves each weight by up to the rate, and weights are far below 50: "
+            "usual under `mode: full` is 1e-5 to 1e-4"
+        ],
+        {6: "optimizer: {lr: 50}"},
+    ),
+    Bad(
+        "a rate of one for adapters under muon",
+        [
+            ":6: optimizer.lr: a step of `muon` moves each weight by up to the rate, and weights are far below 1: "
+            "usual under `mode: lora` is 1e-4 to 1e-3"
+        ],
+        {3: "mode: lora", 6: "optimizer: {name: muon, lr: 1}", 8: LORA},
+    ),
     Bad(
         "lora without its section",
         [":3: mode: `mode: lora` needs a `lora:` section, such as `lora: {rank: 16, alpha: 32}`"],
@@ -776,7 +821,7 @@ CASES = [
         "an objective that does not take the format",
         [
             ":4: data.train[0].format: rows of format `messages` are not for `objective.name: dpo`, which takes "
-            "`preference` or `ranked`: set `objective.name` to sft or focal or distill"
+            "`preference` or `comparison` or `ranked`: set `objective.name` to sft or focal or distill"
         ],
         {8: "objective: {name: dpo}"},
     ),

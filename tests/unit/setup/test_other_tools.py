@@ -680,6 +680,8 @@ def test_names_devices_and_overrides_of_the_command_line(convert: Convert) -> No
     recipe, _, text = convert(AXOLOTL_LORA, 4, "mine", "optimizer.lr=1e-4", "mode=lora", "data.max_length=512")
     assert values(recipe, "run.name", "batch.rows", "optimizer.lr", "data.max_length") == ["mine", 32, 1e-4, 512]
     assert "lr: 0.0001  # from the command line" in text
+    recipe, _, _ = convert(AXOLOTL_LORA, 4, None, "data.train=mine.jsonl", "data.eval=0.2")
+    assert (recipe.data.train[0].path, recipe.data.eval.share) == ("mine.jsonl", 0.2)  # type: ignore[union-attr]
     with pytest.raises(UserError, match=r"expected section.key=value"):
         convert(AXOLOTL_LORA, 4, "mine", "lr")
 

@@ -1,0 +1,84 @@
+"""Times that `plan` shows obey physics, over recipes and the devices of the table: keeping weights elsewhere is never
+faster, and more devices that are not faster have a reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from finetune.engine.hardware import shipped_hardware
+from finetune.errors import UserError
+from finetune.plan.answer import why
+from finetune.plan.command import PlanOptions, ask
+from finetune.plan.finished_runs import speeds_here
+from finetune.plan.search import Choice, PlanRequest, best, evaluate, launches, with_faster
+from finetune.plan.tables import Machines, parse_machines
+from finetune.recipe import load_recipe
+
+# The same without what is kept in the host's memory; "single" on one device.
+WITHOUT = {"fsdp2_offload": "fsdp2", "zero2_offload": "zero2", "zero3_offload": "zero3", "zero3_nvme": "zero3_offload"}
+CONFIGS = {*WITHOUT, *WITHOUT.values(), "single", "ddp"}
+COUNTS = (1, 2, 8)
+SHIPPED = [
+    path
+    for path in sorted((ROOT / "recipes").rglob("*.yaml"))
+    if path.parent.name not in ("base", "tasks", "quickstart")
+]
+SAMPLE = ("smollm2-135m/full.yaml", "llama3.1-8b/qlora.yaml")
+RECIPES = [
+    pytest.param(path, id=name, marks=() if name in SAMPLE else pytest.mark.long)
+    for path in SHIPPED
+    for name in [str(path.relative_to(ROOT / "recipes"))]
+    if not (load_recipe(path).model.name or "").startswith("runs/")  # a model that is made first
+]
+
+
+def places(request: PlanRequest, machines: Machines) -> list[Choice]:
+    """Returns the places that `check` allows, as the recipe is."""
+    speeds, choices = speeds_here(request.recipe, machines, request.hardware), list[Choice]()
+    for launch in launches(machines):
+        if launch.where in CONFIGS:
+            try:
+                choices.append(evaluate(request, launch, machines, speeds, {}))
+            except UserError:
+                assert machines.count > 1 or launch.where != "single"
+    return choices
+
+
+@pytest.mark.parametrize("path", RECIPES)
+def test_times_obey_physics(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    hardware = shipped_hardware()
+    fewest = [parse_machines(key, 1, hardware) for key in hardware.devices]
+    request = ask(load_recipe(path), str(path), PlanOptions(()), fewest)
+    compared = 0
+    for key in hardware.devices:
+        by_count = {count: places(request, parse_machines(f"{count}x{key}", 1, hardware)) for count in COUNTS}
+        assert by_count[1]
+        for count, choices in by_count.items():
+            compared += check_offload({one.config: one for one in choices}, count)
+        answers = [best(choices) for choices in by_count.values() if choices]
+        for fewer, one in zip(answers, with_faster(answers, answers)[1:], strict=False):
+            if fewer.verdict != "no" and fewer.step and one.step and fewer.step.seconds <= one.step.seconds:
+                named = re.search(r"; not faster than \w+ on .* \(.* s a step\): .* s more of (.*)", why(request, one))
+                assert named, one.name
+                assert named[1] in ("communication", "launches", "optimizer", "host transfers"), one.name
+    assert compared > len(hardware.devices) or request.recipe.train.precision == "fp8"
+
+
+def check_offload(choices: dict[str, Choice], count: int) -> int:
+    """Returns the number of pairs that were compared."""
+    pairs = [
+        (one, choices[without])
+        for name, one in choices.items()
+        if (without := "single" if count == 1 else WITHOUT.get(name)) in choices and one.config in WITHOUT
+    ]
+    pairs = [(one, other) for one, other in pairs if one.step and other.step and other.verdict != "no"]
+    for one, other in pairs:
+        assert one.step
+        assert other.step
+        assert one.step.seconds > other.step.seconds, (one.name, one.step.parts, other.step.parts)
+    return len(pairs)
