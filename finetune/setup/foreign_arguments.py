@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.recipe.foreign_keys import FOREIGN_KEYS
 from finetune.setup.conversion import TODO, Conversion, run_name
 
 _OPTIMIZERS = {
@@ -88,7 +89,10 @@ def convert_model(c: Conversion, *names: str) -> None:
         c.set("model.tokenizer", tokenizer)
     if c.is_on("trust_remote_code"):
         c.set("model.trust_remote_code", True)
-    if added := c.listed("add_tokens", "add_special_tokens", "tokens"):
+    added = c.listed("add_tokens", "add_special_tokens", "tokens")
+    if any(isinstance(token, dict) for token in added):  # axolotl's older form of `special_tokens`
+        c.leave("tokens", FOREIGN_KEYS["special_tokens"])
+    elif added:
         c.set("tokens.add", added)
 
 

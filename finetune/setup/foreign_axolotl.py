@@ -3,6 +3,7 @@ rows: docs/dataset-formats and src/axolotl/prompt_strategies."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,7 @@ def _adapters(c: Conversion) -> None:
         return
     if adapter not in ("lora", "qlora"):
         c.leave("adapter", f"{adapter} is not offered; `mode` has full, lora and qlora")
-    named, comment = c.listed("lora_target_modules"), ""
-    targets: Any = "all-linear" if c.is_on("lora_target_linear") or named in ([], ["all-linear"]) else named
-    if any(sign in str(name) for name in named for sign in "()|\\*"):
-        targets, comment = "all-linear", f"{TODO}list the modules that {','.join(map(str, named))} fits"
+    targets, comment = ("all-linear", "") if c.is_on("lora_target_linear") else _targets(c)
     bits = "nf4" if four or adapter == "qlora" else "fp8" if eight else None
     rank = c.number("lora_r", default=8)
     convert_adapters(
@@ -110,6 +108,23 @@ def _adapters(c: Conversion) -> None:
         comment=comment,
         bits=bits,
     )
+
+
+# A regular expression that takes the same modules of every layer, such as `model.layers.[\d]+.mlp.(up|down)_proj`.
+_OF_ALL_LAYERS = re.compile(r".*layers\\?\.(?:\[\\d\]|\\d)\+.*\.\(((?:\w+\|)*\w+)\)_proj")
+
+
+def _targets(c: Conversion) -> tuple[Any, str]:
+    """Returns the modules of adapters, and a comment."""
+    named = c.listed("lora_target_modules")
+    if named in ([], ["all-linear"]):
+        return "all-linear", ""
+    text = ",".join(map(str, named))
+    if match := _OF_ALL_LAYERS.fullmatch(text):
+        return [f"{name}_proj" for name in match[1].split("|")], "of each layer"
+    if any(sign in text for sign in "()|\\*"):
+        return "all-linear", f"{TODO}list the modules that lora_target_modules fits"
+    return named, ""
 
 
 def _objective(c: Conversion) -> None:
@@ -161,6 +176,9 @@ def _data(c: Conversion) -> None:
     strategy = str(c.take("excess_length_strategy", default="drop"))
     c.set("data.overlong", "split" if kinds == {"text"} else _OVERLONG.get(strategy, "drop"))
     c.set("data.packing", c.is_on("sample_packing") or bool(pretraining))
+    if c.take("processor_type"):
+        c.set("data.image", {}, "pictures in the rows")
+        c.take("skip_prepare_dataset", "remove_unused_columns")
     if pretraining or c.is_on("streaming"):
         c.set("data.streaming", True)
 
@@ -256,6 +274,8 @@ def _of_answers(objective: str, kind: Any, one: dict[str, Any]) -> tuple[str | N
         columns = {"prompt": one.get("field_messages") or "messages"}
         columns |= {name: one[f"field_{name}"] for name in ("chosen", "rejected") if one.get(f"field_{name}")}
         return format, {name: column for name, column in columns.items() if name != column}, ""
+    if name == "bradley_terry":
+        return format, {"prompt": "input"}, ""
     known = (_MARKED if objective == "kto" else _PAIRS).get(variant)
     if known is None:
         return format, {}, f"{TODO}`type: {kind}` has no counterpart; give `columns`"

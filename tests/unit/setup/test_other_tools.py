@@ -648,6 +648,25 @@ def test_unsloth_config_of_its_command_line(convert: Convert) -> None:
 # --- all
 
 
+@pytest.mark.parametrize(
+    ("written", "targets", "is_open"),
+    [
+        (
+            "model.language_model.layers.[\\d]+.(mlp|self_attn).(up|down|q)_proj",
+            ("up_proj", "down_proj", "q_proj"),
+            False,
+        ),
+        (".*\\.layers\\.(3|7)\\.self_attn\\.(q|k)_proj|.*\\.mlp\\.(up|down)_proj", "all-linear", True),
+        ("q_proj,v_proj", ("q_proj", "v_proj"), False),
+    ],
+)
+def test_targets_by_a_regular_expression(convert: Convert, written: str, targets: Any, is_open: bool) -> None:
+    config = AXOLOTL_LORA.replace("lora_target_linear: true", f"lora_target_modules: '{written}'")
+    recipe, printed, _ = convert(config)
+    assert recipe.lora is not None
+    assert (recipe.lora.targets, "lora.targets: list the modules" in printed) == (targets, is_open)
+
+
 def test_what_has_no_equal_is_to_do(convert: Convert) -> None:
     config = AXOLOTL_LORA.replace("adamw_bnb_8bit", "lion_8bit").replace("cosine", "rex")
     config = config.replace("type: alpaca", "type: context_qa") + "neftune_noise_alpha: 5\nunheard_of: 1\n"
