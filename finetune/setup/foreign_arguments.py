@@ -310,8 +310,8 @@ def _reference(c: Conversion) -> None:
             c.set("objective.dropout", True)
         elif c.value("lora.dropout"):
             c.set("lora.dropout", 0.0, f"{c.value('lora.dropout')} there, where disable_dropout turns it off")
-        c.set("data.packing", False, "one pair of answers a row, as there")
-        c.set("data.overlong", "drop", "a pair whose answers do not fit is left out, and counted")
+        c.set("data.packing", False, "one example a row, as there")
+        c.set("data.overlong", "drop", "examples that do not fit are left out whole, and counted")
 
 
 def _is_base_of_adapters(c: Conversion) -> bool:
