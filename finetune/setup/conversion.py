@@ -1,4 +1,4 @@
-"""A config of another tool on its way to a recipe: what was read of it, the recipe's keys, and what has no place."""
+"""A config of another tool on its way to a recipe: keys that were read of it, the recipe's, and those without a place."""
 
 from __future__ import annotations
 

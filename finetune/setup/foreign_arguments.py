@@ -1,4 +1,4 @@
-"""What TRL, axolotl, LLaMA-Factory and Unsloth share: transformers' `TrainingArguments`, peft and bitsandbytes.
+"""Arguments that TRL, axolotl, LLaMA-Factory and Unsloth share: those of transformers' trainer, peft and bitsandbytes.
 
 axolotl renames some of them. Defaults are those of https://github.com/huggingface/transformers,
 src/transformers/training_args.py; each tool's own are given by its module.
@@ -34,7 +34,7 @@ _COMPARING = ("dpo", "kto", "orpo", "reward")
 
 @dataclass(frozen=True)
 class ToolDefaults:
-    """A tool's values of what is left out."""
+    """Values that a tool takes for keys that are left out."""
 
     micro: int = 8  # rows of a device in one forward
     accumulation: int = 1
@@ -77,12 +77,12 @@ def convert_run(c: Conversion, seed: int = 42) -> None:
 
 
 def convert_model(c: Conversion, *names: str) -> None:
-    """Names, revision, tokenizer and attention of the model; names: the tool's keys of its id or folder."""
+    """Name, revision, tokenizer and added tokens of the model; names: the tool's keys of its id or folder."""
     name = str(c.take(*names, default="org/model"))
     plain = re.sub(r"(-unsloth)?-bnb-4bit$", "", name)
     comment = f"{name} is quantized already; this is taken for the model before" if plain != name else ""
     c.set("model.name", plain, f"{TODO}no model is named" if name == "org/model" else comment)
-    if (revision := c.take("model_revision", "revision_of_model", "revision")) not in (None, "main"):
+    if (revision := c.take("model_revision", "revision")) not in (None, "main"):
         c.set("model.revision", revision)
     tokenizer = c.take("tokenizer_config", "tokenizer_name", "tokenizer_name_or_path")
     if tokenizer not in (None, name):
@@ -216,7 +216,7 @@ def _precision(c: Conversion, default: str, keeps_16_bits: bool) -> None:
 
 
 def _evaluation(c: Conversion) -> None:
-    """When to evaluate, stop and keep the best; after the data."""
+    """Intervals of evaluation, early stopping and the best checkpoint; after the data."""
     if "eval" not in c.sources and not c.value("data.eval"):
         for name in (
             "eval_steps",
@@ -249,7 +249,7 @@ def _evaluation(c: Conversion) -> None:
 
 
 def _checkpoints(c: Conversion, every_steps: int | None) -> None:
-    """When to save. every_steps: the tool's default; None: only the result."""
+    """Intervals of checkpoints. every_steps: the tool's default; None: only the result."""
     every = c.number("save_steps", default=None if c.take("saves_per_epoch") else every_steps)
     strategy = c.take("save_strategy", default="steps")
     if isinstance(every, int) and every > 0 and strategy == "steps":
@@ -309,7 +309,7 @@ def _reference(c: Conversion) -> None:
         if not c.is_on("disable_dropout", default=True):
             c.set("objective.dropout", True)
         elif c.value("lora.dropout"):
-            c.set("lora.dropout", 0.0, f"{c.value('lora.dropout')} there, where disable_dropout turns it off")
+            c.set("lora.dropout", 0.0, f"{c.value('lora.dropout')} there, but disable_dropout turns it off")
         c.set("data.packing", False, "one example a row, as there")
         c.set("data.overlong", "drop", "examples that do not fit are left out whole, and counted")
 

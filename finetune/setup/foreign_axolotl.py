@@ -241,7 +241,7 @@ def _of_type(objective: str, kind: Any, one: dict[str, Any]) -> tuple[str | None
 
 
 def _of_turns(one: dict[str, Any]) -> tuple[str | None, dict[str, str], str]:
-    """The same for `type: chat_template`."""
+    """Returns the same for `type: chat_template`."""
     names = one.get("message_property_mappings") or {}
     role = names.get("role") or one.get("message_field_role") or "role"
     content = names.get("content") or one.get("message_field_content") or "content"
@@ -262,7 +262,7 @@ def _of_turns(one: dict[str, Any]) -> tuple[str | None, dict[str, str], str]:
 
 
 def _of_answers(objective: str, kind: Any, one: dict[str, Any]) -> tuple[str | None, dict[str, str], str]:
-    """The same for pairs of answers, and for marked ones."""
+    """Returns the same for pairs of answers, and for marked ones."""
     format = "unpaired" if objective == "kto" else "preference"
     if isinstance(kind, dict):
         fields = ("prompt", "system", "completion", "label") if objective == "kto" else ("prompt", "system", "chosen")

@@ -239,7 +239,7 @@ def test_axolotl_preferences(
     assert (source.split, source.format) == ("train_prefs", "unpaired" if rl == "kto" else "preference")
     assert columns.items() <= (source.columns or {}).items()
     assert values(recipe, "mode", "lora.targets", "lora.dropout") == ["qlora", ("q_proj", "v_proj"), 0.0]
-    assert "0.05 there, where disable_dropout turns it off" in text
+    assert "0.05 there, but disable_dropout turns it off" in text
     assert values(recipe, "data.packing", "train.max_steps", "train.epochs") == [False, 100, None]
     assert values(recipe, "schedule.name", "schedule.warmup_steps") == ["linear", 20]
     assert "--config-file accelerate_configs/fsdp2_offload.yaml" in printed
