@@ -55,6 +55,8 @@ def new(
 
         write_converted(other, output, name, devices, tuple(overrides or ()), Console())
         return
+    if devices is not None:
+        raise UserError("new: --devices is only for --from")
     from finetune.recipe.schema import MODES  # light: an answer that is missing costs no imports
 
     model = model or _answer("--model", "Model (hub id or folder)")
