@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from finetune.doctor.diagnosis import Diagnosis, Host
+from finetune.doctor.diagnosis import DEFAULT_PORT, Diagnosis, Host
 from finetune.engine.launch import TIMEOUT_VARIABLE, collective_timeout
 from finetune.utils import print_line, readable_bytes
 
@@ -77,6 +77,22 @@ def _of_machine(diagnosis: Diagnosis, host: Host) -> Iterator[str]:
     for port in host.rdma:
         if "ACTIVE" not in port.state:
             yield f"{host.name}: {port.name} is not active ({port.state}): NCCL uses slower paths"
+    if host.unused:
+        needs = "a torch for GPUs" if host.torch_build == "CPU" else f"a driver for {host.torch_build}"
+        yield (
+            f"{host.name} has {len(host.unused)} x {host.unused[0]} (driver {host.driver}) that torch, built for "
+            f"{host.torch_build}, cannot use: install {needs}, or the run takes the CPU"
+        )
+    if host.outside:
+        yield (
+            f"{host.name} lacks, or has in another version: {', '.join(host.outside)}. Install them with pip, "
+            "`-c constraints.txt` for the versions that the tests ran with"
+        )
+    if host.port_is_taken:
+        yield (
+            f"{host.name}: port {DEFAULT_PORT} is taken, which launchers use unless told otherwise: give "
+            "--main_process_port (torchrun: --master_port) another one, on one machine 0"
+        )
     variable = "GLOO_SOCKET_IFNAME" if diagnosis.hosts[0].device == "cpu" else "NCCL_SOCKET_IFNAME"
     networks = [interface.name for interface in host.interfaces if interface.address]
     if diagnosis.nodes > 1 and len(networks) > 1 and variable not in host.variables:
@@ -181,7 +197,8 @@ def show_diagnosis(console: Console, diagnosis: Diagnosis, advice: list[str]) ->
         speeds = (f"{speed / 1e6:,.0f} MB/s" for speed in (disk.write, disk.read))
         disks.append((disk.folder, readable_bytes(disk.free), *speeds))
     show("disks of rank 0", ("folder", "free", "write", "read"), disks)
-    lines = ["versions: " + ", ".join(f"{name} {version}" for name, version in hosts[0].versions.items())]
+    known = {**hosts[0].versions, **({"driver": hosts[0].driver} if hosts[0].driver else {})}
+    lines = ["versions: " + ", ".join(f"{name} {version}" for name, version in known.items())]
     if any(host.tf32 is False for host in hosts):
         lines.append("TF32 is off: train.precision: fp32 runs without tensor cores")
     lines += [f"{name}={escape(value)}" for name, value in hosts[0].variables.items()]

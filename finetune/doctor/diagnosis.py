@@ -17,7 +17,9 @@ from typing import Any
 
 import psutil
 import torch
+from torch.cuda import nccl
 
+from finetune.doctor.gpu import missing_requirements
 from finetune.engine.launch import hosts_without_shared_folder
 from finetune.engine.links import LaunchGroup, Links, measure_links
 from finetune.errors import UserError
@@ -60,6 +62,7 @@ def diagnose(group: LaunchGroup, folders: list[Path]) -> Diagnosis:
     return Diagnosis(hosts, links, disks, {folder: names for folder, names in missing.items() if names})
 
 
+DEFAULT_PORT = 29500  # of accelerate's and torch's launchers
 # Prefixes of variables that change how ranks find and reach each other.
 _REPORTED_VARIABLES = (
     "NCCL_",
@@ -117,6 +120,11 @@ class Host:
     rdma: list[Rdma]
     variables: dict[str, str]
     versions: dict[str, str]
+    driver: str | None = None  # of NVIDIA's GPUs
+    unused: tuple[str, ...] = ()  # GPUs of this machine that torch cannot use
+    torch_build: str = "CPU"  # what this torch was built for: CPU, CUDA 13.0 or ROCm 7.0
+    outside: tuple[str, ...] = ()  # requirements of finetune that this Python lacks or has in another version
+    portis_taken: bool = False  # that launchers take unless they are given another
 
 
 def inspect_host(rank: int, node: int, device: torch.device) -> Host:
@@ -139,6 +147,8 @@ def inspect_host(rank: int, node: int, device: torch.device) -> Host:
         address = next((a for a in addresses.get(name, []) if a.family == socket.AF_INET), None)
         network = str(ip_network(f"{address.address}/{address.netmask}", strict=False)) if address else None
         interfaces.append(Interface(name, address.address if address else None, network, stats.speed, stats.mtu))
+    driver, gpus = nvidia_gpus()
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     return Host(
         rank=rank,
         node=node,
@@ -155,8 +165,33 @@ def inspect_host(rank: int, node: int, device: torch.device) -> Host:
         interfaces=interfaces,
         rdma=rdma_ports(Path("/sys/class/infiniband")),
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED_VARIABLES)},
-        versions=versions(),
+        versions=versions() | ({"NCCL": ".".join(map(str, nccl.version()))} if cuda and torch.version.cuda else {}),
+        driver=driver,
+        unused=() if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "" else gpus,
+        torch_build=f"ROCm {torch.version.hip}" if torch.version.hip else build,
+        outside=tuple(missing_requirements()),
+        portis_taken=os.environ.get("MASTER_PORT") != str(DEFAULT_PORT) and is_taken(DEFAULT_PORT),
     )
+
+
+def nvidia_gpus() -> tuple[str | None, tuple[str, ...]]:
+    """Returns the version of NVIDIA's driver and its GPUs as nvidia-smi knows them, whatever torch can use."""
+    if not shutil.which("nvidia-smi"):
+        return None, ()
+    query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    rows = [line.partition(", ") for line in done.stdout.splitlines() if ", " in line] if done.returncode == 0 else []
+    return (rows[0][0] if rows else None), tuple(name for _, _, name in rows)
+
+
+def is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was closed just now is free
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
 
 
 def rdma_ports(folder: Path) -> list[Rdma]:

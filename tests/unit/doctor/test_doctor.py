@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,18 @@ import torch
 from conftest import finetune
 
 from finetune.doctor.advice import advice
-from finetune.doctor.diagnosis import Diagnosis, Disk, Host, Interface, Rdma, diagnose, rdma_ports
+from finetune.doctor.diagnosis import (
+    Diagnosis,
+    Disk,
+    Host,
+    Interface,
+    Rdma,
+    diagnose,
+    inspect_host,
+    is_taken,
+    nvidia_gpus,
+    rdma_ports,
+)
 from finetune.engine.links import LaunchGroup, Links, Pair, chosen_pairs, measure_links
 
 ALONE = LaunchGroup(0, 1, 0, torch.device("cpu"))
@@ -71,6 +83,13 @@ AILING: list[tuple[str, Diagnosis, str]] = [
         diagnosis({"versions": {"torch": "2.12.0"}}),
         "torch differs: 2.12.0 on rank 0, 2.13.0 on rank 1",
     ),
+    (
+        "gpus_that_torch_cannot_use",
+        diagnosis(hosts=[host(0, **CPU, unused=("H100",) * 8, driver="470.1")], links=None),
+        "has 8 x H100 (driver 470.1) that torch, built for CPU, cannot use: install a torch for GPUs",
+    ),
+    ("packages", diagnosis({"outside": ("peft<1,>=0.20",)}), "has in another version: peft<1,>=0.20. Install"),
+    ("port", diagnosis({"port_is_taken": True}), "port 29500 is taken"),
     ("devices_differ", diagnosis({"device": "A100"}), "devices differ (A100, H100)"),
     ("tf32_on", diagnosis({"tf32": True}), "TF32 is on for rank 0"),
     ("threads_unset", diagnosis(CPU, CPU, CPU, CPU), "2 processes share 64 cores: set OMP_NUM_THREADS=32"),
@@ -105,6 +124,22 @@ def test_nothing_to_change() -> None:
 def test_each_problem_gives_one_advice(found: Diagnosis, fragment: str) -> None:
     (line,) = advice(found)
     assert fragment in line
+
+
+def test_what_this_machine_has_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """GPUs by nvidia-smi, which need not be GPUs that torch can use; a port by binding it."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '550.54, NVIDIA L4'\necho '550.54, NVIDIA L4'\n", encoding="utf-8")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert nvidia_gpus() == ("550.54", ("NVIDIA L4", "NVIDIA L4"))
+    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n", encoding="utf-8")
+    assert nvidia_gpus() == (None, ())
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        assert is_taken(taken.getsockname()[1])
+    assert inspect_host(0, 0, torch.device("cpu")).outside == ()
 
 
 def test_one_machine_needs_no_network() -> None:
