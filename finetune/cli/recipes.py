@@ -55,6 +55,8 @@ def new(
 
         write_converted(other, output, name, devices, tuple(overrides or ()), Console())
         return
+    if devices is not None:
+        raise UserError("new: --devices is only for --from")
     from finetune.recipe.schema import MODES  # light: an answer that is missing costs no imports
 
     model = model or _answer("--model", "Model (hub id or folder)")
@@ -131,7 +133,9 @@ def plan(
     deadline: Annotated[str | None, typer.Option(help="Rank runs that take longer last: 90m, 12h, 2d.")] = None,
     spot: Annotated[bool, typer.Option("--spot", help="Use prices of spot machines, and count their losses.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the accelerate config of the best choice.")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with a picture of memory.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page: table, price, memory by phase.")
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(metavar="KEY=FIRST..LAST", help="Try other values of a key: data.max_length=2048..131072."),
@@ -141,7 +145,7 @@ def plan(
     ] = None,
     host_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Count on this host memory of a machine: 128GB. Default: its offer's."),
+        typer.Option(metavar="SIZE", help="Count on this memory of each machine: 128GB. Default: of the tables."),
     ] = None,
     hardware: Annotated[
         Path | None, typer.Option(help="Read your own devices from here. Default: hardware.yaml, if it exists.")

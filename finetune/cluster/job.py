@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from finetune.recipe import Recipe
 
 MARGIN = 1.3  # of the time limit over the expected hours
 _START_HOURS = 0.25  # assumed: images, imports, reading the model
+_HOST_GIB, _HOST_MARGIN = 8, 1.25  # asked for beyond what `plan` counts: page cache of rows and weights, an assumption
 STOP_BEFORE_S = 300  # the run is told to save this long before the time limit
 
 
@@ -50,6 +51,7 @@ class ClusterJob:
     machines: Machines
     gpu: str | None  # the target's name of the devices of a machine
     hours: float  # time limit
+    host_gib: int  # memory of a machine to ask for
     expects: tuple[str, ...]  # lines about memory, time and price
     options: JobOptions
 
@@ -98,8 +100,9 @@ def plan_job(path: Path, overrides: Sequence[str], target: Target, options: JobO
     if target.alone and machines.machines > 1:
         raise UserError(f"{target.title}: {target.alone}: expected --devices {machines.per_machine}x{machines.key}")
     on = (f"{machines.per_machine}x{machines.key}",)
-    request, choices, _ = plan(path, overrides, PlanOptions(on=on, nodes=machines.machines))
-    choice = _chosen(request, choices, options)
+    request, choices, results = plan(path, overrides, PlanOptions(on=on, nodes=machines.machines))
+    rules = {name: rule for result in results for name, rule in result.illegal.items()}
+    choice = _chosen(request, choices, options, machines, rules)
     if options.hours is None and choice.hours is None:
         raise UserError(
             f"{path}: `plan` knows no time on {machines.name}, or not how many rows there are: set the time limit, "
@@ -119,6 +122,7 @@ def plan_job(path: Path, overrides: Sequence[str], target: Target, options: JobO
         machines=machines,
         gpu=gpu,
         hours=limit,
+        host_gib=math.ceil(choice.host_need * _HOST_MARGIN) + _HOST_GIB,
         expects=_expects(request, choice),
         options=options,
     )
@@ -135,16 +139,24 @@ def devices_of(text: str) -> Machines:
         raise UserError(str(error).replace(f"--on {rest}", f"--devices {text}")) from None
 
 
-def _chosen(request: PlanRequest, choices: Sequence[Choice], options: JobOptions) -> Choice:
-    """Returns the best choice, or the best of the config that was asked for. Raises UserError if it does not fit."""
+def _chosen(
+    request: PlanRequest,
+    choices: Sequence[Choice],
+    options: JobOptions,
+    machines: Machines,
+    rules: Mapping[str, str],
+) -> Choice:
+    """Returns the best choice, or the best of the config that was asked for. Raises UserError if it does not fit.
+
+    rules: that forbid configs, by name and sizes.
+    """
     if options.config_file is not None:
         name = read_config_file(str(options.config_file)).where
         choices = [one for one in choices if one.config == name]
         if not choices:
-            raise UserError(
-                f"--config-file {options.config_file}: `plan` has no such config for {options.devices}: see "
-                f"`python -m finetune plan {request.path} --on {options.devices.rpartition('x')[2]} -v`"
-            )
+            why = [rule for place, rule in rules.items() if place.partition(" ")[0] == name]
+            reason = why[0] if why else "`plan` does not know this config; leave it out, or edit the job"
+            raise UserError(f"--config-file {options.config_file}: cannot run it on {machines.name}: {reason}")
     one = choices[0]
     if one.verdict == "no":
         raise UserError(

@@ -17,6 +17,7 @@ from finetune.cluster.job import STOP_BEFORE_S, ClusterJob, JobOptions, plan_job
 from finetune.cluster.targets import SHARED, Target, target_of
 from finetune.errors import UserError
 from finetune.recipe import Recipe
+from finetune.shipped import SHIPPED
 from finetune.utils import write_atomically
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -107,7 +108,8 @@ def _advice(target: Target, job: ClusterJob, recipe: Recipe) -> list[str]:
             raise UserError(
                 f"run.dir: {recipe.run.dir} is lost with the container: write run.dir=runs, which is {SHARED}/runs"
             )
-        read = [path for path in (job.recipe, *_local_files(recipe)) if Path(path).exists()]
+        own = [] if (SHIPPED / job.recipe).is_file() else [job.recipe]
+        read = [path for path in (*own, *_local_files(recipe)) if Path(path).exists()]
         if read:
             lines.append(f"the volume {job.options.shared} must hold, as here: {', '.join(read)}")
     if job.options.secret is None and not Path(recipe.model.name or "").exists():
@@ -116,6 +118,7 @@ def _advice(target: Target, job: ClusterJob, recipe: Recipe) -> list[str]:
 
 
 def _local_files(recipe: Recipe) -> list[str]:
-    """Returns the files and folders of this machine that a recipe names."""
-    sources = [*recipe.data.train, *recipe.data.eval]
-    return [*dict.fromkeys(str(path) for source in sources if (path := getattr(source, "path", None)))]
+    """Returns the model and the sources that a recipe names, of which some lie on this machine."""
+    held_out = recipe.data.eval if isinstance(recipe.data.eval, tuple) else ()
+    paths = [source.path for source in (*recipe.data.train, *held_out)]
+    return [*dict.fromkeys([recipe.model.name or "", *paths])]

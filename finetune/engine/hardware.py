@@ -33,7 +33,8 @@ class Device(Section):
     name: Text
     also: Names | tuple[()] = ()  # further names in `--on`
     cuda_name: str | None = None  # regular expression for torch.cuda.get_device_name()
-    capability: Annotated[tuple[int, int], Field(strict=False)] | None = None  # of CUDA; None: unknown, or not CUDA
+    capability: Annotated[tuple[int, int], Field(strict=False)] | None = None  # of CUDA; None: unknown, or AMD
+    amd: bool = False  # torch calls it `cuda`, without the attention kernels of NVIDIA
     fp32: Positive
     tf32: Positive | None = None
     fp16: Positive | None = None
@@ -50,6 +51,15 @@ class Device(Section):
     @property
     def gib(self) -> float:
         return self.memory_gib or self.memory_gb * 1e9 / GIB
+
+    @property
+    def kernels(self) -> tuple[int, int] | None:
+        """Returns the capability that attention kernels depend on, None on AMD; Hopper's if it is not known."""
+        return None if self.amd else self.capability or (9, 0)
+
+    @property
+    def has_flash_kernels(self) -> bool:
+        return self.kernels is not None and self.kernels >= (8, 0)
 
 
 class Link(Section):
@@ -71,6 +81,8 @@ class Efficiency(Section):
     date: Day
     source: Text
     operator_us: Positive  # for the host to start an operator
+    flex: Share  # of the speed of flash kernels that FlexAttention reaches
+    flex_source: Text
     ampere: Shares
     hopper: Shares
     default: Shares

@@ -25,6 +25,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
+from finetune.data.sources.hub import offline_without_hub
 from finetune.errors import UserError
 from finetune.export.merging import FittingAdapter, Patch, adapter_patches, check_shapes, read_lora
 from finetune.export.trained import Trained
@@ -58,6 +59,7 @@ def find_base(name: str, revision: str | None) -> Base:
     """Returns the files of a hub id or a local folder. Raises UserError if it is missing or has no safetensors."""
     folder, commit = Path(name), None
     if not folder.is_dir():
+        offline_without_hub()
         try:
             patterns = ["*.json", "*.safetensors", "*.py", "*.jinja", "*.model"]
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from finetune.data.sources.hub import is_hub_model, offline_without_hub
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 
@@ -27,6 +28,8 @@ def load_auto(auto: Any, name: str | Path, trusted: bool | None = None, **argume
     """Returns `auto.from_pretrained(name, ...)`. trusted: whether code in its repository may run; None: as the recipe
     of the run that the folder belongs to says. Raises UserError for a model that needs code that is not trusted."""
     trusted = trusts_code(Path(name)) if trusted is None else trusted
+    if is_hub_model(str(name)):
+        offline_without_hub()
     try:
         return auto.from_pretrained(name, trust_remote_code=trusted, **arguments)
     except ValueError as error:

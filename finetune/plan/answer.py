@@ -12,7 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from finetune.engine.hardware import CPU, GIB
+from finetune.models.attention import attention_for
 from finetune.plan.lengths import ROWS_KEPT
+from finetune.plan.micro_batch import kernels_at
 from finetune.plan.search import (
     RESUME_S,
     SAVE_S,
@@ -148,8 +150,13 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
         return lines
     if machines.device.memory_gib is None:
         lines.append(f"{machines.key} has the memory of its data sheet; what torch reports differs by a little")
-    if (machines.device.capability or (0, 0)) < (8, 0):
-        lines.append(f"attention keeps on {machines.key} what FlashAttention's kernels keep, which it may not have")
+    device, efficiency = machines.device, hardware.efficiency
+    if not device.has_flash_kernels:
+        choice = attention_for(request.recipe, request.config, "cuda", kernels_at("cuda", device.kernels))
+        speed = f"{efficiency.flex:.0%} of a flash kernel's speed ({efficiency.flex_source})"
+        lines.append(f"attention on {machines.key} ({choice.reason}) has {speed} and keeps as many bytes")
+    elif device.capability is None:
+        lines.append(f"{machines.key} has the attention kernels of a card of capability 9.0")
     if one.step is not None and one.launch.processes > 1:
         names = [machines.device.link, *([machines.device.network] if machines.machines > 1 else [])]
         links = ((name, hardware.links[name]) for name in names)
@@ -170,11 +177,11 @@ def show(
 ) -> None:
     """Prints a table that begins with the best choice of each kind of machines, their reasons, and the sources of the
     numbers. verbose: with places that do not fit, and the rules that forbid others."""
-    first, shown = answers(choices), _shown(choices, verbose)
+    first, shown = answers(choices), in_table(choices, verbose)
     # The letter that stands in the table for each changed key that not all choices have.
     changed = dict.fromkeys(line for one in shown for line in _own_changes(one, shown))
     letters = dict(zip(changed, string.ascii_lowercase, strict=False))
-    for line in _heading(request, shown, results):
+    for line in facts(request, shown, results):
         print_line(console, line, highlight=False, markup=False)
     console.print(_table(shown, letters, results))
     sizes = {one.config: re.sub(r" \d+", "", one.sizes) for one in shown if one.sizes}
@@ -198,7 +205,7 @@ def show(
         print_line(console, line, highlight=False, markup=False, style="dim")
 
 
-def _shown(choices: Sequence[Choice], verbose: bool) -> Sequence[Choice]:
+def in_table(choices: Sequence[Choice], verbose: bool = False) -> Sequence[Choice]:
     """Returns the choices of the table: the answers, then what fits, up to a number of lines."""
     if verbose:
         return choices
@@ -232,7 +239,7 @@ def _pictures(one: Choice) -> Table:
     return grid
 
 
-def _heading(request: PlanRequest, choices: Sequence[Choice], results: Sequence[SearchResult]) -> list[str]:
+def facts(request: PlanRequest, choices: Sequence[Choice], results: Sequence[SearchResult]) -> list[str]:
     """Returns facts of the run, then devices and changed keys that all choices have."""
     recipe, rows, shape = request.recipe, request.rows, request.shapes[False]
     lines = [

@@ -21,7 +21,7 @@ from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.errors import UserError
 from finetune.models.base_config import base_config
 from finetune.models.config import training_config, without_dropout
-from finetune.plan.answer import as_dicts, price_lines, refused, rests_on, show
+from finetune.plan.answer import as_dicts, refused, show
 from finetune.plan.finished_runs import speeds_here
 from finetune.plan.lengths import Lengths, RowFacts, read_lengths, widest
 from finetune.plan.memory_page import write_page
@@ -91,6 +91,8 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
         hours_of(options.deadline)
     if options.host_memory and all(one.key == CPU for one in machines_of(options)):
         raise UserError("--host-memory: on processors memory is this machine's: remove it")
+    if options.verbose and (options.as_json or options.sweep or options.memory):
+        raise UserError("-v: --json has all places anyway, and --sweep and --memory show the best alone: leave it out")
     if options.sweep or options.memory:
         what_if(path, overrides, options, console)
         return []
@@ -101,8 +103,7 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
         show(console, request, choices, results, options.verbose)
     notes: list[str] = []
     if options.html:
-        lines = [f"lengths: {request.rows.source}", *price_lines(request, choices[0]), *rests_on(request, choices)]
-        write_page(options.html, request, choices, lines)
+        write_page(options.html, request, choices, results)
         notes.append(f"wrote {options.html}")
     if options.write:
         notes += write_config(request, choices[0], Path())

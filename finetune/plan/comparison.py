@@ -28,6 +28,7 @@ from finetune.engine.costs.common import different_ranks
 from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
+from finetune.models.attention import Kernels
 from finetune.models.config import training_config
 from finetune.models.trials import FAILURES, quietly
 from finetune.plan.finished_runs import device_key, phases_of_time, read_plan, speeds_here
@@ -80,8 +81,7 @@ class Launched:
             states = [costs.state(rank) for rank in different_ranks(self.launch.parallelism)]
             kept = max(states, key=lambda state: state.device_bytes).persistent
             return {"memory_bytes": {name: kept[part] for name, part in STATE.items()}}
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-        place = Place(self.launch, self.per_machine, "cuda", capability)
+        place = Place(self.launch, self.per_machine, "cuda", _capability())
         batch = heaviest(self.recipe, self.rows)
         memory = estimate_memory(self.recipe, self.config, place, batch, self.micro_batches)
         of_state = {name: memory.persistent[part] for name, part in STATE.items()}
@@ -89,7 +89,7 @@ class Launched:
 
     def rows_that_fit(self, free_bytes: int) -> int:
         """Returns how many rows of a micro-batch are expected to fit, by a line through the peaks of one and two."""
-        place = Place(self.launch, self.per_machine, "cuda", torch.cuda.get_device_capability())
+        place = Place(self.launch, self.per_machine, "cuda", _capability())
         peaks = []
         for count in (1, 2):
             batch = self.recipe.batch.model_copy(update={"rows_per_device": count})
@@ -125,6 +125,11 @@ class Launched:
             "speeds": step.source,
             "level": {"compute": speeds.level.compute, "optimizer": speeds.level.optimizer},
         }
+
+
+def _capability() -> tuple[int, int] | None:
+    """Returns the capability of this machine's device, None on AMD; Hopper's without a device."""
+    return Kernels.here().capability if torch.cuda.is_available() else (9, 0)
 
 
 def predict_run(prepared: Prepared, engine: Engine) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Place:
     launch: Launch  # of an accelerate config, as `engine.launch.read_config_file` reads it
     per_host: int  # processes on each machine
     device: str = "cuda"  # or cpu: a rehearsal
-    capability: tuple[int, int] = (9, 0)  # of the CUDA device: attention kernels depend on it
+    capability: tuple[int, int] | None = (9, 0)  # of the CUDA device: attention kernels depend on it; None: AMD
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ def estimate_memory(
     return max(memories, key=lambda memory: memory.tensors)
 
 
-def how_of(costs: Costs, capability: tuple[int, int], micro_batches: int) -> How:
+def how_of(costs: Costs, capability: tuple[int, int] | None, micro_batches: int) -> How:
+    if capability and capability >= (8, 0) and costs.recipe.model.attention != "flash_attention_3":
+        capability = (9, 0)  # the same kernel from 8.0 on: one timeline for all
     return How(
         device=costs.device,
         capability=capability,
@@ -140,7 +142,7 @@ def phases_of(
     costs: Costs,
     config: PretrainedConfig,
     rank: int,
-    capability: tuple[int, int],
+    capability: tuple[int, int] | None,
     batch: HeaviestBatch,
     micro_batches: int,
     most: int | None = None,

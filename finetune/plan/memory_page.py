@@ -1,4 +1,5 @@
-"""`plan --html`: memory over the phases of a run for the best places, as one page without scripts or requests."""
+"""`plan --html`: a table of places with hours and price, and memory over the phases of the best, as one page without
+scripts or requests."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from finetune.engine.hardware import GIB
-from finetune.plan.search import Choice, PlanRequest
+from finetune.plan.answer import facts, in_table, price_lines, refused, rests_on, why
+from finetune.plan.search import Choice, PlanRequest, SearchResult, answers, as_lines
 from finetune.utils import write_atomically
 from finetune.view.web_page import render
 
 SHOWN = 6  # pictures
+_NUMBERS = ("hours", "price", "a million tokens", "peak GiB", "free", "host GiB", "step s", "tokens/s")
 _WIDTH, _ROW, _LEFT = 480, 24, 104  # SVG units
 _STYLE = """
 rect.kept { fill: var(--edge); }
@@ -22,6 +25,12 @@ svg rect.reserve { fill: var(--chip-line); }
 .k0 { background: var(--edge); } .k1 { background: var(--bar); } .k2 { background: var(--chip-line); }
 .k3 { background: var(--over); }
 p, figcaption { overflow-wrap: anywhere; }
+tr.answer > * { font-weight: 650; }
+tbody th { min-width: 9rem; } td.n { white-space: nowrap; }
+tbody th span { display: block; font-weight: 400; font-size: 0.92em; color: var(--soft); }
+td.on { white-space: nowrap; }
+.verdict { font-weight: 650; } .fits { color: #2e7d32; } .tight { color: var(--chip); } .no { color: #c0392b; }
+@media (prefers-color-scheme: dark) { .fits { color: #7bc47f; } .no { color: #ec8a7d; } }
 figure { min-width: 0; }
 .lines p { margin-top: 0.5rem; max-width: 60rem; }
 @media (max-width: 46rem) {
@@ -30,12 +39,41 @@ figure { min-width: 0; }
 """
 
 
-def write_page(path: Path, request: PlanRequest, choices: Sequence[Choice], lines: Sequence[str]) -> None:
-    """lines: notes on all choices."""
-    figures = [_figure(request, one) for one in choices[:SHOWN]]
+def write_page(path: Path, request: PlanRequest, choices: Sequence[Choice], results: Sequence[SearchResult]) -> None:
+    """choices: those of `plan`; results: of the search on each kind of machines."""
+    shown, first = in_table(choices), answers(choices)
+    rows = [_row(one, any(one is other for other in first)) for one in shown]
+    empty = [title for title in _NUMBERS if all(row[title] == "" for row in rows)]
+    values = {
+        "facts": facts(request, shown, results),
+        "titles": [title for title in _NUMBERS if title not in empty],
+        "rows": rows,
+        "reasons": [
+            *({"name": one.name, "why": why(request, one)} for one in first),
+            *({"name": line["on"], "why": line["why"]} for line in refused(results)),
+        ],
+        "figures": [_figure(request, one) for one in shown[:SHOWN]],
+        "lines": [*price_lines(request, choices[0]), *rests_on(request, shown)],
+    }
     names = {"eyebrow": "Plan", "heading": request.path, "width": _WIDTH, "left": _LEFT}
-    title = f"{request.path}: plan"
-    write_atomically(path, render("plan.html.jinja", title, _STYLE, figures=figures, lines=lines, **names))
+    write_atomically(path, render("plan.html.jinja", f"{request.path}: plan", _STYLE, **values, **names))
+
+
+def _row(one: Choice, is_answer: bool) -> dict[str, Any]:
+    """Returns the cells of a place; "" for numbers that are not known."""
+    price = [f"{value:,.2f} {one.currency}" if value is not None else "" for value in (one.price, one.per_million)]
+    cells = (
+        f"{one.hours:.2f}" if one.hours else "",
+        *price,
+        f"{'> ' if one.memory.at_least else ''}{one.peak / GIB:.1f}",
+        f"{one.free:+.1f}",
+        f"{one.host_need:.0f}" if one.memory.host or one.host_missing else "",
+        f"{one.step.seconds:.3g}" if one.step else "",
+        f"{one.tokens_per_s:,.0f}" if one.tokens_per_s else "",
+    )
+    changes = ", ".join(as_lines(one.changes))
+    names = {"config": f"{one.config} {one.sizes}".strip(), "changes": changes, "on": one.machines.name}
+    return {**names, "verdict": one.verdict, "is_answer": is_answer, **dict(zip(_NUMBERS, cells, strict=True))}
 
 
 def _figure(request: PlanRequest, one: Choice) -> dict[str, Any]:
@@ -54,6 +92,7 @@ def _figure(request: PlanRequest, one: Choice) -> dict[str, Any]:
         ends = {"end": f"{x + 5:.1f}", "total": f"{whole + reserve:.1f}"}
         rows.append({"phase": phase, "y": i * _ROW + 2, "height": _ROW - 6, "bars": bars, **ends})
     step = f"{one.step.seconds:.3g} s a step" if one.step else "time not known"
-    summary = f"{one.verdict}, {one.free:+.1f} GiB free, {step}"
+    host = f", {one.host_missing:.0f} GiB of host memory missing" if one.host_missing else ""
+    summary = f"{one.verdict}, {one.free:+.1f} GiB free{host}, {step}"
     sizes = {"height": _ROW * len(rows), "device": f"{_LEFT + device * scale:.1f}"}
     return {"name": one.name, "summary": summary, "rows": rows, **sizes}

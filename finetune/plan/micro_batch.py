@@ -50,7 +50,7 @@ class How:
     """Properties of an engine and a device that forward and backward depend on."""
 
     device: str = "cuda"
-    capability: tuple[int, int] = (9, 0)
+    capability: tuple[int, int] | None = (9, 0)  # None: AMD
     casts_weights: bool = False  # gathered in the compute type (FSDP2)
     keeps_inputs_alone: bool = False  # linear layers without casts of their weights (ZeRO-3)
     gradients_there: bool = False  # of an earlier micro-batch, which are added to
@@ -93,11 +93,18 @@ def short_model(config: PretrainedConfig) -> PretrainedConfig:
     return with_layers(config, [*map(kinds.index, range(count)), 0]) if count < len(kinds) else short
 
 
+def kernels_at(device: str, capability: tuple[int, int] | None) -> Kernels:
+    """Returns the kernels of a device that this machine need not have: as `Kernels.here` on it, without packages that
+    only some install."""
+    if device != "cuda":
+        return Kernels()
+    return Kernels(capability, flash_kernels=capability is not None, triton=True, no_flash_3=None)
+
+
 def attention_at(recipe: Recipe, config: PretrainedConfig, how: How) -> AttentionChoice:
     """Returns the attention of a run on such a device, which this machine need not have, for fake tensors."""
-    on_gpu = Kernels(how.capability, flash_kernels=True, triton=True, no_flash_3=None)
     eager = recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": False})})
-    choice = attention_for(eager, config, how.device, on_gpu if how.device == "cuda" else Kernels())
+    choice = attention_for(eager, config, how.device, kernels_at(how.device, how.capability))
     if choice.implementation == kernels.VARLEN:
         return replace(choice, prepare=partial(kernels.prepare_varlen, device="cpu"))
     if choice.implementation == kernels.FLEX:  # it keeps the same tensors as a kernel for each document

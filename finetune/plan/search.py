@@ -269,7 +269,7 @@ def evaluate(
     if (capability := machines.device.capability) is not None:
         check_products(recipe, machines.device.name, capability)
     device = "cpu" if machines.key == CPU else "cuda"
-    place = Place(launch, min(launch.processes, machines.per_machine), device)
+    place = Place(launch, min(launch.processes, machines.per_machine), device, machines.device.kernels)
     batch = heaviest(recipe, request.rows)
     most = int(machines.device.gib * GIB)
     memory = estimate_memory(recipe, request.config, place, batch, micro_batches, most)

@@ -199,11 +199,12 @@ def table_speeds(recipe: Recipe, machines: Machines, hardware: Hardware) -> Spee
     if peak is None or machines.key == CPU:
         return None
     efficiency = hardware.efficiency
+    attention = shares.attention * (1.0 if device.has_flash_kernels else efficiency.flex)
     of_device = any(machines.key in keys for keys in efficiency.by_device.values())
     assumed = "" if of_device else f"; it has no {device.name}, whose shares are assumed"
     return Speeds(
         peak * 1e12 * shares.products,
-        peak * 1e12 * shares.attention,
+        peak * 1e12 * attention,
         ((1.0, device.bandwidth_gb_s * 1e9 * shares.memory),),
         f"shipped table ({efficiency.date}), fitted to {efficiency.source}{assumed}",
         efficiency.operator_us * 1e-6,
@@ -257,7 +258,7 @@ class Job:
             # What `single` computes: copies of weights around gathers cost the casts that FSDP2 saves, or more.
             alone = Launch("replicated", 1)
             costs = costs_at(self.recipe, self.config, alone, costs.device)
-        how = how_of(costs, (9, 0), self.micro_batches)
+        how = how_of(costs, self.machines.device.kernels, self.micro_batches)
         how = replace(how, gpu_autocast=self.recipe.mode == "qlora" and costs.device != "cpu")
         parts = timeline_of(self.recipe, self.config, of_rank(self.batch, sizes), how)
         shapes, kinds = self.costs.shapes, shortened(self.config)[1]

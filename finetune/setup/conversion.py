@@ -1,7 +1,8 @@
-"""A config of another tool on its way to a recipe: what was read of it, the recipe's keys, and what has no place."""
+"""A config of another tool on its way to a recipe: keys that were read of it, the recipe's, and those without a place."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,15 +44,43 @@ class Conversion:
         value = self.take(*names, default=default)
         return value is True or (isinstance(value, str) and value.lower() in ("true", "yes", "on", "1", "unsloth"))
 
+    def word(self, *names: str, default: str | None = None) -> str | None:
+        """Returns text, or a scalar as text."""
+        value = self.take(*names, default=default)
+        if isinstance(value, list | dict):
+            self.leave(names[0], "is not text")
+            return default
+        return None if value is None else str(value)
+
+    def listed(self, *names: str) -> list[Any]:
+        """Returns a list, also from text with commas, or from one value."""
+        value = self.take(*names, default=[])
+        if isinstance(value, str):
+            return [part.strip() for part in value.split(",") if part.strip()]
+        return value if isinstance(value, list) else [value] if value not in (False, {}) else []
+
+    def table(self, *names: str) -> dict[str, Any]:
+        """Returns a mapping, also from text in JSON; empty if there is none."""
+        value = self.take(*names, default={})
+        try:
+            value = json.loads(value) if isinstance(value, str) else value
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            self.leave(names[0], "is not a mapping of settings")
+            return {}
+        return value
+
     def number(self, *names: str, default: float | None = None) -> Any:
         """Returns a number, also from text such as `1e-4`; None if it is neither given nor has a default."""
         value = self.take(*names, default=default)
-        if isinstance(value, str):
-            try:
-                value = float(value)
-            except ValueError:
-                self.leave(names[0], f"{value!r} is not a number")
-                return default
+        try:
+            value = float(value) if isinstance(value, str) else value
+        except ValueError:
+            value = str(value)
+        if isinstance(value, str | list | dict | bool):
+            self.leave(names[0], f"{value!r} is not a number")
+            return default
         is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
         return int(value) if is_whole and value != 0 else value
 
@@ -67,11 +96,11 @@ class Conversion:
     def override(self, text: str) -> None:
         """Applies `section.key=value` in place of what was converted. Raises UserError for a key of another depth."""
         key, equals, value = text.partition("=")
-        if not equals or (key.count(".") != 1 and key != "mode") or key == "data.train":
+        if not equals or (key.count(".") != 1 and key != "mode"):
             raise UserError(f"{text!r}: expected section.key=value, such as optimizer.lr=1e-4")
-        if key == "data.eval":
-            self.sources.pop("eval", None)
-        self.set(key, _scalar(value), "from the command line")
+        if key in ("data.train", "data.eval"):
+            self.sources.pop(key.partition(".")[2], None)
+        self.set(key, scalar(value), "from the command line")
         unused = {"full": ("lora", "quantization"), "lora": ("quantization",)}.get(value, ()) if key == "mode" else ()
         self.keys = {name: one for name, one in self.keys.items() if name.partition(".")[0] not in unused}
 
@@ -122,7 +151,7 @@ class Conversion:
         return [f"{section}:", *lines] if lines else []
 
 
-def _scalar(text: str) -> Any:
+def scalar(text: str) -> Any:
     """Returns a value of the command line as YAML reads it, with numbers such as `1e-4`."""
     try:
         return float(text) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text) else yaml.safe_load(text)

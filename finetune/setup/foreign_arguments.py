@@ -1,4 +1,4 @@
-"""What TRL, axolotl, LLaMA-Factory and Unsloth share: transformers' `TrainingArguments`, peft and bitsandbytes.
+"""Arguments that TRL, axolotl, LLaMA-Factory and Unsloth share: those of transformers' trainer, peft and bitsandbytes.
 
 axolotl renames some of them. Defaults are those of https://github.com/huggingface/transformers,
 src/transformers/training_args.py; each tool's own are given by its module.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.recipe.foreign_keys import FOREIGN_KEYS
 from finetune.setup.conversion import TODO, Conversion, run_name
 
 _OPTIMIZERS = {
@@ -30,6 +32,43 @@ _SCHEDULES = {
 _COMPARING = ("dpo", "kto", "orpo", "reward")
 
 
+@dataclass(frozen=True)
+class ToolDefaults:
+    """Values that a tool takes for keys that are left out."""
+
+    micro: int = 8  # rows of a device in one forward
+    accumulation: int = 1
+    optimizer: str = "adamw_torch_fused"
+    lr: float | None = None
+    weight_decay: float = 0.0
+    schedule: str = "linear"
+    warmup_ratio: float = 0.0
+    warmup_steps: int = 0
+    epochs: float = 3.0
+    precision: str = "bf16"
+    checkpointing: bool = True
+    save_steps: int | None = 500  # None: only the result
+    project: str = "huggingface"  # at W&B and Trackio
+
+
+def convert_training(c: Conversion, defaults: ToolDefaults, keeps_16_bits: bool = False) -> None:
+    """Converts all but run, model, adapters, objective and data, which precede.
+
+    keeps_16_bits: whether trained weights are in 16 bits there, unless ZeRO or FSDP has copies in fp32.
+    """
+    _batch(c, defaults.micro, defaults.accumulation)
+    _optimizer(c, defaults)
+    _schedule(c, defaults)
+    _length(c, defaults.epochs)
+    _launch(c)
+    _precision(c, defaults.precision, keeps_16_bits and c.launch is None)
+    _memory(c, defaults.checkpointing)
+    _evaluation(c)
+    _checkpoints(c, defaults.save_steps)
+    _tracking(c, defaults.project)
+    _reference(c)
+
+
 def convert_run(c: Conversion, seed: int = 42) -> None:
     name = c.take("run_name", "wandb_name") or c.take("output_dir") or c.take("base_model", "model_name_or_path")
     c.take("output_dir", "overwrite_output_dir", "do_train")
@@ -38,20 +77,23 @@ def convert_run(c: Conversion, seed: int = 42) -> None:
 
 
 def convert_model(c: Conversion, *names: str) -> None:
-    """Names, revision, tokenizer and attention of the model; names: the tool's keys of its id or folder."""
+    """Name, revision, tokenizer and added tokens of the model; names: the tool's keys of its id or folder."""
     name = str(c.take(*names, default="org/model"))
     plain = re.sub(r"(-unsloth)?-bnb-4bit$", "", name)
     comment = f"{name} is quantized already; this is taken for the model before" if plain != name else ""
     c.set("model.name", plain, f"{TODO}no model is named" if name == "org/model" else comment)
-    if (revision := c.take("model_revision", "revision_of_model", "revision")) not in (None, "main"):
+    if (revision := c.take("model_revision", "revision")) not in (None, "main"):
         c.set("model.revision", revision)
     tokenizer = c.take("tokenizer_config", "tokenizer_name", "tokenizer_name_or_path")
     if tokenizer not in (None, name):
         c.set("model.tokenizer", tokenizer)
     if c.is_on("trust_remote_code"):
         c.set("model.trust_remote_code", True)
-    if added := c.take("add_tokens", "add_special_tokens", "tokens"):
-        c.set("tokens.add", _listed(added))
+    added = c.listed("add_tokens", "add_special_tokens", "tokens")
+    if any(isinstance(token, dict) for token in added):  # axolotl's older form of `special_tokens`
+        c.leave("tokens", FOREIGN_KEYS["special_tokens"])
+    elif added:
+        c.set("tokens.add", added)
 
 
 def convert_adapters(
@@ -62,24 +104,19 @@ def convert_adapters(
     c.set("lora.rank", int(rank))
     c.set("lora.alpha", alpha)
     c.set("lora.dropout", dropout)
-    c.set("lora.targets", targets if targets == "all-linear" else _listed(targets), comment)
+    c.set("lora.targets", targets, comment)
     if c.is_on("use_rslora", "peft_use_rslora"):
         c.set("lora.rslora", True)
     if c.is_on("use_dora", "peft_use_dora"):
         c.set("lora.dora", True)
-    if saved := c.take("lora_modules_to_save", "modules_to_save", "additional_target"):
-        c.set("lora.modules_to_save", _listed(saved))
+    if saved := c.listed("lora_modules_to_save", "modules_to_save", "additional_target"):
+        c.set("lora.modules_to_save", saved)
     if bits:
         c.set("quantization.type", bits, "8-bit integers there; 8-bit floats here" if bits == "fp8" else "")
 
 
-def _listed(value: Any) -> list[Any]:
-    """Returns names that are a list, or text with commas."""
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)
-
-
-def convert_batch(c: Conversion, micro: int, accumulation: int = 1) -> None:
-    """The step's rows over all devices; micro, accumulation: the tool's defaults."""
+def _batch(c: Conversion, micro: int, accumulation: int) -> None:
+    """Rows of a step over all devices; micro, accumulation: the tool's defaults."""
     micro = int(c.number("per_device_train_batch_size", "micro_batch_size", default=micro))
     if "batch_size" in c.theirs and c.tool == "axolotl":
         accumulation = max(1, int(c.number("batch_size")) // micro)
@@ -91,19 +128,18 @@ def convert_batch(c: Conversion, micro: int, accumulation: int = 1) -> None:
     c.set("batch.rows_per_device", micro)
 
 
-def convert_optimizer(c: Conversion, name: str, lr: float | None, weight_decay: float = 0.0) -> None:
-    """The optimizer; arguments: the tool's defaults."""
-    given = str(c.take("optim", "optimizer", default=name))
+def _optimizer(c: Conversion, defaults: ToolDefaults) -> None:
+    given = str(c.take("optim", "optimizer", default=defaults.optimizer))
     ours = "muon" if c.is_on("use_muon") else _OPTIMIZERS.get(given)
     unknown = f"{TODO}{given} is not offered; another optimizer needs another learning rate"
     if ours != "adamw":
         c.set("optimizer.name", ours or "adamw", "" if ours else unknown)
-    rate = c.number("learning_rate", default=lr)
+    rate = c.number("learning_rate", default=defaults.lr)
     if rate is None:
         c.set("optimizer.lr", 2e-5, f"{TODO}no learning rate is given")
     else:
         c.set("optimizer.lr", float(rate), "" if "learning_rate" in c.theirs else f"the default of {c.tool}")
-    c.copy("optimizer.weight_decay", "weight_decay", default=weight_decay)
+    c.copy("optimizer.weight_decay", "weight_decay", default=defaults.weight_decay)
     betas = [float(c.number(f"adam_beta{i}", default=default)) for i, default in ((1, 0.9), (2, 0.999))]
     c.set("optimizer.betas", betas)
     c.copy("optimizer.eps", "adam_epsilon", default=1e-8)
@@ -114,14 +150,14 @@ def convert_optimizer(c: Conversion, name: str, lr: float | None, weight_decay: 
         c.set("optimizer.momentum", 0.0)
 
 
-def convert_schedule(c: Conversion, name: str, ratio: float = 0.0, steps: int = 0) -> None:
-    """Decay and warm-up; arguments: the tool's defaults."""
-    given = str(c.take("lr_scheduler_type", "lr_scheduler", default=name))
+def _schedule(c: Conversion, defaults: ToolDefaults) -> None:
+    """Decay and warm-up."""
+    ratio, steps = defaults.warmup_ratio, defaults.warmup_steps
+    given = str(c.take("lr_scheduler_type", "lr_scheduler", default=defaults.schedule))
     ours = _SCHEDULES.get(given)
     nearest = "" if ours else f"{TODO}{given} is not offered; this comes nearest"
     c.set("schedule.name", ours or "cosine", nearest)
-    further = c.take("lr_scheduler_kwargs", default={})
-    further = json.loads(further) if isinstance(further, str) else further
+    further = c.table("lr_scheduler_kwargs")
     least = c.number("cosine_min_lr_ratio", default=further.get("min_lr_rate"))
     if least is None and further.get("min_lr"):
         least = round(float(further["min_lr"]) / c.value("optimizer.lr"), 6)
@@ -140,7 +176,7 @@ def convert_schedule(c: Conversion, name: str, ratio: float = 0.0, steps: int = 
         c.set("schedule.warmup_ratio", float(share or ratio), "" if share else f"the default of {c.tool}")
 
 
-def convert_length(c: Conversion, epochs: float) -> None:
+def _length(c: Conversion, epochs: float) -> None:
     """End of the run. epochs: the tool's default."""
     passes, most = c.number("num_train_epochs", "num_epochs", default=epochs), c.number("max_steps", default=-1)
     if most and most > 0:
@@ -149,7 +185,7 @@ def convert_length(c: Conversion, epochs: float) -> None:
         c.set("train.epochs", passes)
 
 
-def convert_memory(c: Conversion, checkpointing: bool) -> None:
+def _memory(c: Conversion, checkpointing: bool) -> None:
     """Recomputation, offloading and compilation. checkpointing: the tool's default."""
     given = c.take("gradient_checkpointing", "use_gradient_checkpointing", default=checkpointing)
     c.take("gradient_checkpointing_kwargs", "use_reentrant_gc")
@@ -163,7 +199,7 @@ def convert_memory(c: Conversion, checkpointing: bool) -> None:
         c.set("model.cross_entropy", "auto", "`liger` takes its kernels and needs them installed")
 
 
-def convert_precision(c: Conversion, default: str, keeps_16_bits: bool = False) -> None:
+def _precision(c: Conversion, default: str, keeps_16_bits: bool) -> None:
     """Precision. default: the tool's; keeps_16_bits: whether trained weights stay in 16 bits there."""
     bf16, fp16 = c.take("bf16"), c.is_on("fp16")
     given = "fp16" if fp16 else "bf16" if bf16 in (True, "auto", "true", "full") else default
@@ -179,8 +215,8 @@ def convert_precision(c: Conversion, default: str, keeps_16_bits: bool = False) 
         c.leave("fp8", "set `train.precision: fp8`, which is for `mode: full`, on Hopper and later")
 
 
-def convert_evaluation(c: Conversion) -> None:
-    """When to evaluate, stop and keep the best; after the data."""
+def _evaluation(c: Conversion) -> None:
+    """Intervals of evaluation, early stopping and the best checkpoint; after the data."""
     if "eval" not in c.sources and not c.value("data.eval"):
         for name in (
             "eval_steps",
@@ -212,8 +248,8 @@ def convert_evaluation(c: Conversion) -> None:
         c.set("train.result", "best")
 
 
-def convert_checkpoints(c: Conversion, every_steps: int | None) -> None:
-    """When to save. every_steps: the tool's default; None: only the result."""
+def _checkpoints(c: Conversion, every_steps: int | None) -> None:
+    """Intervals of checkpoints. every_steps: the tool's default; None: only the result."""
     every = c.number("save_steps", default=None if c.take("saves_per_epoch") else every_steps)
     strategy = c.take("save_strategy", default="steps")
     if isinstance(every, int) and every > 0 and strategy == "steps":
@@ -224,10 +260,9 @@ def convert_checkpoints(c: Conversion, every_steps: int | None) -> None:
         c.set("checkpoint.keep", max(1, int(keep)))
 
 
-def convert_tracking(c: Conversion, project: str = "huggingface") -> None:
+def _tracking(c: Conversion, project: str) -> None:
     """Trackers. project: the tool's default at W&B and Trackio."""
-    given = c.take("report_to", default=())
-    trackers = {part.strip() for part in given.split(",")} if isinstance(given, str) else set(given)
+    trackers = set(map(str, c.listed("report_to")))
     name, entity = c.take("wandb_project"), c.take("wandb_entity")
     if name or c.is_on("use_wandb", "enable_wandb") or trackers & {"wandb", "all"}:
         c.set("tracking.wandb", {"project": str(name or project)} | ({"entity": entity} if entity else {}))
@@ -239,9 +274,9 @@ def convert_tracking(c: Conversion, project: str = "huggingface") -> None:
         c.leave("report_to", f"there is no tracker {', '.join(sorted(others))}; metrics.jsonl is always written")
 
 
-def convert_launch(c: Conversion) -> None:
+def _launch(c: Conversion) -> None:
     """Chooses the accelerate config for what their config says about devices."""
-    deepspeed, fsdp, further = c.take("deepspeed"), c.take("fsdp"), c.take("fsdp_config", default={})
+    deepspeed, fsdp, further = c.take("deepspeed"), c.take("fsdp"), c.take("fsdp_config")
     c.take("fsdp_version", "ddp_timeout", "ddp_find_unused_parameters", "accelerator_config")
     if deepspeed:
         text = Path(deepspeed).name.lower() if isinstance(deepspeed, str) else json.dumps(deepspeed)
@@ -262,7 +297,7 @@ def _setting(settings: Any, name: str) -> Any:
     return (settings.get(name) or settings.get(f"fsdp_{name}")) if isinstance(settings, dict) else None
 
 
-def convert_reference(c: Conversion) -> None:
+def _reference(c: Conversion) -> None:
     """Reference and dropout of an objective that compares answers; after objective and adapters."""
     name = c.value("objective.name")
     if name in ("dpo", "kto") and c.value("objective.loss") != "simpo":
@@ -274,9 +309,9 @@ def convert_reference(c: Conversion) -> None:
         if not c.is_on("disable_dropout", default=True):
             c.set("objective.dropout", True)
         elif c.value("lora.dropout"):
-            c.set("lora.dropout", 0.0, f"{c.value('lora.dropout')} there, where disable_dropout turns it off")
-        c.set("data.packing", False, "one pair of answers a row, as there")
-        c.set("data.overlong", "drop", "a pair whose answers do not fit is left out, and counted")
+            c.set("lora.dropout", 0.0, f"{c.value('lora.dropout')} there, but disable_dropout turns it off")
+        c.set("data.packing", False, "one example a row, as there")
+        c.set("data.overlong", "drop", "examples that do not fit are left out whole, and counted")
 
 
 def _is_base_of_adapters(c: Conversion) -> bool:

@@ -3,25 +3,17 @@ rows: docs/dataset-formats and src/axolotl/prompt_strategies."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from finetune.setup.conversion import TODO, Conversion
 from finetune.setup.foreign_arguments import (
+    ToolDefaults,
     convert_adapters,
-    convert_batch,
-    convert_checkpoints,
-    convert_evaluation,
-    convert_launch,
-    convert_length,
-    convert_memory,
     convert_model,
-    convert_optimizer,
-    convert_precision,
-    convert_reference,
     convert_run,
-    convert_schedule,
-    convert_tracking,
+    convert_training,
 )
 
 Format = tuple[str, dict[str, str]]  # of the rows, and its columns: field -> column
@@ -65,6 +57,9 @@ _TEMPLATES = {
     "mistral_v3_tekken": "mistral-tekken",
     **dict.fromkeys(("tokenizer_default", "tokenizer_default_fallback_chatml"), None),
 }
+_DEFAULTS = ToolDefaults(
+    micro=1, schedule="cosine", warmup_ratio=0.03, epochs=1.0, checkpointing=False, save_steps=None
+)
 _OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 
 
@@ -76,21 +71,11 @@ def convert_axolotl(c: Conversion) -> None:
     _adapters(c)
     _objective(c)
     _data(c)
-    convert_batch(c, micro=1)
-    convert_optimizer(c, "adamw_torch_fused", lr=None)
-    convert_schedule(c, "cosine", ratio=0.03)
-    convert_length(c, epochs=1)
-    convert_launch(c)
-    convert_precision(c, "bf16", keeps_16_bits=c.launch is None)
-    convert_memory(c, checkpointing=False)
-    convert_evaluation(c)
-    convert_checkpoints(c, None)
-    convert_tracking(c)
-    convert_reference(c)
+    convert_training(c, _DEFAULTS, keeps_16_bits=True)
 
 
 def _template(c: Conversion) -> None:
-    name, jinja = c.take("chat_template"), c.take("chat_template_jinja")
+    name, jinja = c.word("chat_template"), c.word("chat_template_jinja")
     if jinja and Path(str(jinja)).suffix in (".jinja", ".jinja2"):
         c.set("model.chat_template", str(jinja))
     elif jinja:
@@ -100,7 +85,7 @@ def _template(c: Conversion) -> None:
             c.set("model.chat_template", _TEMPLATES[name])
     elif name:
         c.set("model.chat_template", None, f"the tokenizer's own, in place of axolotl's {name}")
-    if arguments := c.take("chat_template_kwargs"):
+    if arguments := c.table("chat_template_kwargs"):
         c.set("model.chat_template_arguments", arguments)
 
 
@@ -111,10 +96,7 @@ def _adapters(c: Conversion) -> None:
         return
     if adapter not in ("lora", "qlora"):
         c.leave("adapter", f"{adapter} is not offered; `mode` has full, lora and qlora")
-    named, comment = c.take("lora_target_modules"), ""
-    targets: Any = "all-linear" if c.is_on("lora_target_linear") or named in (None, "all-linear") else named
-    if isinstance(named, str) and any(sign in named for sign in "()|\\*"):
-        targets, comment = "all-linear", f"{TODO}list the modules that {named} fits"
+    targets, comment = ("all-linear", "") if c.is_on("lora_target_linear") else _targets(c)
     bits = "nf4" if four or adapter == "qlora" else "fp8" if eight else None
     rank = c.number("lora_r", default=8)
     convert_adapters(
@@ -128,10 +110,26 @@ def _adapters(c: Conversion) -> None:
     )
 
 
+# A regular expression that takes the same modules of every layer, such as `model.layers.[\d]+.mlp.(up|down)_proj`.
+_OF_ALL_LAYERS = re.compile(r".*layers\\?\.(?:\[\\d\]|\\d)\+.*\.\(((?:\w+\|)*\w+)\)_proj")
+
+
+def _targets(c: Conversion) -> tuple[Any, str]:
+    """Returns the modules of adapters, and a comment."""
+    named = c.listed("lora_target_modules")
+    if named in ([], ["all-linear"]):
+        return "all-linear", ""
+    text = ",".join(map(str, named))
+    if match := _OF_ALL_LAYERS.fullmatch(text):
+        return [f"{name}_proj" for name in match[1].split("|")], "of each layer"
+    if any(sign in text for sign in "()|\\*"):
+        return "all-linear", f"{TODO}list the modules that lora_target_modules fits"
+    return named, ""
+
+
 def _objective(c: Conversion) -> None:
     rl = c.take("rl") or ("reward" if c.is_on("reward_model") else "sft")
-    losses = c.take("dpo_loss_type", default=["ipo"] if rl == "ipo" else ["sigmoid"])
-    losses = [losses] if isinstance(losses, str) else list(losses)
+    losses = c.listed("dpo_loss_type") or ["ipo" if rl == "ipo" else "sigmoid"]
     names = {"sft": "sft", "reward": "reward", "dpo": "dpo", "ipo": "dpo", "simpo": "dpo", "orpo": "orpo", "kto": "kto"}
     name = names.get(str(rl))
     if name is None:
@@ -144,7 +142,7 @@ def _objective(c: Conversion) -> None:
     if name == "dpo":
         c.set("objective.loss", "simpo" if rl == "simpo" else losses[0])
         if "sft" in losses[1:]:
-            weights = c.take("dpo_loss_weights", default=[1.0] * len(losses))
+            weights = c.listed("dpo_loss_weights") or [1.0] * len(losses)
             c.set("objective.sft_weight", float(weights[losses.index("sft")]))
     if name != "reward":
         c.copy("objective.beta", "orpo_alpha" if rl == "orpo" else "rl_beta", default=0.1)
@@ -161,13 +159,12 @@ def _objective(c: Conversion) -> None:
 
 
 def _data(c: Conversion) -> None:
-    pretraining = c.take("pretraining_dataset", default=[])
-    pretraining = [{"path": pretraining}] if isinstance(pretraining, str) else pretraining
-    pretraining = [{"type": "pretrain", **one} for one in pretraining]
-    c.sources["train"] = _sources(c, [*c.take("datasets", default=[]), *pretraining])
+    pretraining = c.listed("pretraining_dataset")
+    pretraining = [{"type": "pretrain", **(one if isinstance(one, dict) else {"path": one})} for one in pretraining]
+    c.sources["train"] = _sources(c, [*c.listed("datasets"), *pretraining])
     if not c.sources["train"]:
         c.sources["train"] = [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")]
-    if tests := c.take("test_datasets"):
+    if tests := c.listed("test_datasets"):
         c.sources["eval"] = _sources(c, tests)
     held_out = c.number("val_set_size")
     if held_out and 0 < held_out < 1:
@@ -179,6 +176,9 @@ def _data(c: Conversion) -> None:
     strategy = str(c.take("excess_length_strategy", default="drop"))
     c.set("data.overlong", "split" if kinds == {"text"} else _OVERLONG.get(strategy, "drop"))
     c.set("data.packing", c.is_on("sample_packing") or bool(pretraining))
+    if c.take("processor_type"):
+        c.set("data.image", {}, "pictures in the rows")
+        c.take("skip_prepare_dataset", "remove_unused_columns")
     if pretraining or c.is_on("streaming"):
         c.set("data.streaming", True)
 
@@ -187,7 +187,7 @@ def _sources(c: Conversion, theirs: list[Any]) -> list[tuple[dict[str, Any], str
     """Returns a recipe's sources, one for each file, with comments."""
     sources = []
     for one in theirs:
-        one = {"path": one} if isinstance(one, str) else one
+        one = one if isinstance(one, dict) else {"path": str(one)}
         source, comment = _rows(c, one)
         files = one.get("data_files") or [None]
         for file in [files] if isinstance(files, str) else files:
@@ -241,7 +241,7 @@ def _of_type(objective: str, kind: Any, one: dict[str, Any]) -> tuple[str | None
 
 
 def _of_turns(one: dict[str, Any]) -> tuple[str | None, dict[str, str], str]:
-    """The same for `type: chat_template`."""
+    """Returns the same for `type: chat_template`."""
     names = one.get("message_property_mappings") or {}
     role = names.get("role") or one.get("message_field_role") or "role"
     content = names.get("content") or one.get("message_field_content") or "content"
@@ -262,7 +262,7 @@ def _of_turns(one: dict[str, Any]) -> tuple[str | None, dict[str, str], str]:
 
 
 def _of_answers(objective: str, kind: Any, one: dict[str, Any]) -> tuple[str | None, dict[str, str], str]:
-    """The same for pairs of answers, and for marked ones."""
+    """Returns the same for pairs of answers, and for marked ones."""
     format = "unpaired" if objective == "kto" else "preference"
     if isinstance(kind, dict):
         fields = ("prompt", "system", "completion", "label") if objective == "kto" else ("prompt", "system", "chosen")
@@ -274,6 +274,8 @@ def _of_answers(objective: str, kind: Any, one: dict[str, Any]) -> tuple[str | N
         columns = {"prompt": one.get("field_messages") or "messages"}
         columns |= {name: one[f"field_{name}"] for name in ("chosen", "rejected") if one.get(f"field_{name}")}
         return format, {name: column for name, column in columns.items() if name != column}, ""
+    if name == "bradley_terry":
+        return format, {"prompt": "input"}, ""
     known = (_MARKED if objective == "kto" else _PAIRS).get(variant)
     if known is None:
         return format, {}, f"{TODO}`type: {kind}` has no counterpart; give `columns`"

@@ -10,20 +10,11 @@ from typing import Any
 from finetune.errors import UserError
 from finetune.setup.conversion import TODO, Conversion
 from finetune.setup.foreign_arguments import (
+    ToolDefaults,
     convert_adapters,
-    convert_batch,
-    convert_checkpoints,
-    convert_evaluation,
-    convert_launch,
-    convert_length,
-    convert_memory,
     convert_model,
-    convert_optimizer,
-    convert_precision,
-    convert_reference,
     convert_run,
-    convert_schedule,
-    convert_tracking,
+    convert_training,
 )
 
 _TEMPLATES = {
@@ -41,21 +32,11 @@ def convert_llama_factory(c: Conversion) -> None:
     _adapters(c)
     _objective(c)
     _data(c)
-    convert_batch(c, micro=8)
-    convert_optimizer(c, "adamw_torch_fused", lr=5e-5)
-    convert_schedule(c, "linear")
-    convert_length(c, epochs=3)
-    convert_launch(c)
-    convert_precision(c, "bf16")
-    convert_memory(c, checkpointing=True)
-    convert_evaluation(c)
-    convert_checkpoints(c, 500)
-    convert_tracking(c)
-    convert_reference(c)
+    convert_training(c, ToolDefaults(lr=5e-5))
 
 
 def _template(c: Conversion) -> None:
-    name = c.take("template")
+    name = c.word("template")
     if name in _TEMPLATES:
         c.set("model.chat_template", _TEMPLATES[name], "or null, for the tokenizer's own")
     elif name not in (None, "default", "empty"):
@@ -70,7 +51,7 @@ def _adapters(c: Conversion) -> None:
         c.set("mode", "full")
         return
     rank = c.number("lora_rank", default=8)
-    targets = c.take("lora_target", default="all")
+    targets = c.listed("lora_target")
     comment = "" if kind == "lora" else f"{TODO}{kind} is not offered; adapters come nearest"
     type = str(c.take("quantization_type", default="nf4")) if bits == 4 else "fp8" if bits == 8 else None
     if bits not in (None, 4, 8):
@@ -80,7 +61,7 @@ def _adapters(c: Conversion) -> None:
         rank=rank,
         alpha=c.number("lora_alpha", default=2 * rank),
         dropout=c.number("lora_dropout", default=0.0),
-        targets="all-linear" if targets == "all" else targets,
+        targets="all-linear" if targets in ([], ["all"]) else targets,
         comment=comment,
         bits=type,
     )
@@ -91,7 +72,7 @@ def _adapters(c: Conversion) -> None:
 
 
 def _objective(c: Conversion) -> None:
-    stage, loss = c.take("stage", default="sft"), c.take("pref_loss", default="sigmoid")
+    stage, loss = c.word("stage", default="sft"), c.word("pref_loss", default="sigmoid")
     if stage in ("pt", "sft"):
         c.set("objective.name", "sft")
         alone = "last_assistant" if c.is_on("mask_history") else "assistant"
@@ -104,9 +85,11 @@ def _objective(c: Conversion) -> None:
             c.set("objective.loss", ours)
     elif stage in ("kto", "rm"):
         c.set("objective.name", {"rm": "reward"}.get(stage, stage))
+    elif stage == "dpo":
+        c.set("objective.name", "dpo")
+        c.set("objective.loss", "sigmoid", f"{TODO}`pref_loss: {loss}` is not offered")
     else:
-        kind = f"`stage: {stage}`" if stage != "dpo" else f"`pref_loss: {loss}`"
-        c.set("objective.name", "sft", f"{TODO}{kind} is not offered")
+        c.set("objective.name", "sft", f"{TODO}`stage: {stage}` is not offered")
         return
     if stage != "rm":
         c.copy("objective.beta", "pref_beta", default=0.1)
@@ -122,11 +105,11 @@ def _objective(c: Conversion) -> None:
 
 
 def _data(c: Conversion) -> None:
-    stage, folder = c.take("stage", default="sft"), Path(str(c.take("dataset_dir", default="data")))
+    stage, folder = str(c.word("stage", default="sft")), Path(str(c.take("dataset_dir", default="data")))
     entries, limit = _entries(folder), c.number("max_samples")
     for part, key in (("train", "dataset"), ("eval", "eval_dataset")):
-        if names := _names(c, key):
-            c.sources[part] = [_source(name, folder, entries, stage, limit) for name in names]
+        if names := c.listed(key):
+            c.sources[part] = [_source(str(name), folder, entries, stage, limit) for name in names]
     c.sources.setdefault("train", [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")])
     held_out = c.number("val_size")
     if held_out and 0 < held_out < 1:
@@ -140,7 +123,7 @@ def _data(c: Conversion) -> None:
     c.set("data.packing", given or is_neat, apart)
     if c.is_on("streaming"):
         c.set("data.streaming", True)
-    if any(entries.get(name, {}).get("columns", {}).get("images") for name in _names(c, "dataset")):
+    if any(entries.get(str(name), {}).get("columns", {}).get("images") for name in c.listed("dataset")):
         _images(c)
 
 
@@ -153,12 +136,6 @@ def _images(c: Conversion) -> None:
         "vision": c.is_on("freeze_vision_tower", default=True),
     }
     c.set("model.train", [part for part, is_frozen in frozen.items() if not is_frozen])
-
-
-def _names(c: Conversion, key: str) -> list[str]:
-    """Returns the names of datasets in a key, a list or text with commas."""
-    names = c.take(key, default=())
-    return [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
 
 
 def _entries(folder: Path) -> dict[str, Any]:
@@ -220,7 +197,7 @@ def _rows(entry: dict[str, Any], stage: str) -> tuple[str, dict[str, str | None]
         return (
             "alpaca",
             {**columns, "history": theirs.get("history"), **common},
-            "an empty line before `input`, not one",
+            "`input` follows after an empty line here, there in the next line",
         )
     names = tags.get("role_tag", "from"), tags.get("content_tag", "value")
     if entry.get("formatting") == "openai" or names == ("role", "content"):

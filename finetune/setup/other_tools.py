@@ -12,14 +12,18 @@ from rich.console import Console
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 from finetune.recipe.yaml_tree import read
-from finetune.setup.conversion import Conversion
+from finetune.setup.conversion import Conversion, scalar
 from finetune.setup.foreign_axolotl import convert_axolotl
 from finetune.setup.foreign_llama_factory import convert_llama_factory
+from finetune.setup.foreign_trl import COMMAND, TRAINERS, convert_trl
+from finetune.setup.foreign_unsloth import convert_unsloth, flattened
 from finetune.utils import write_atomically
 
 _CONVERTERS: dict[str, Callable[[Conversion], None]] = {
     "axolotl": convert_axolotl,
     "LLaMA-Factory": convert_llama_factory,
+    "TRL": convert_trl,
+    "Unsloth": convert_unsloth,
 }
 
 
@@ -50,9 +54,34 @@ def write_converted(
 
 
 def _values(source: str) -> tuple[str, dict[str, Any]]:
-    """Returns a short name of the config and its values."""
-    path = Path(source)
-    return path.name, read(path).values
+    """Returns a short name of the config and its values; of words of a command line, with the file of `--config`."""
+    if " --" not in f" {source}":
+        return Path(source).name, read(Path(source)).values
+    words = shlex.split(source)
+    begin = next(i for i, word in enumerate(words) if word.startswith("--"))
+    arguments: dict[str, list[str]] = {}
+    for word in words[begin:]:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            last = arguments.setdefault(name.replace("-", "_"), [])
+            last += [value] if equals else []
+        elif not word.endswith(".py"):
+            last.append(word)
+    # `trl dpo ...`, or `accelerate launch ... trl/scripts/dpo.py ...`, whose options of the launcher come before
+    scripts = [Path(word).stem for word in words if word.endswith(".py")] or words[1:2]
+    theirs: dict[str, Any] = {COMMAND: scripts[0]} if scripts and scripts[0] in TRAINERS else {}
+    if config := arguments.pop("config", None):
+        theirs = read(Path(config[0])).values | theirs
+    for name, values in arguments.items():
+        theirs |= _argument(name, [scalar(value) for value in values])
+    return "arguments", theirs
+
+
+def _argument(name: str, values: list[Any]) -> dict[str, Any]:
+    """Returns an option with its value or values; without one it is a switch, and `no_` turns it off."""
+    if values:
+        return {name: values[0] if len(values) == 1 else values}
+    return {name.removeprefix("no_"): False} if name.startswith("no_") else {name: True}
 
 
 def _tool_of(origin: str, theirs: dict[str, Any]) -> str:
@@ -61,9 +90,14 @@ def _tool_of(origin: str, theirs: dict[str, Any]) -> str:
         return "axolotl"
     if {"stage", "finetuning_type"} & theirs.keys():
         return "LLaMA-Factory"
+    unsloth = {"model_name", "use_gradient_checkpointing", "random_state", "full_finetuning", "format_type"}
+    if unsloth & flattened(theirs).keys() or isinstance(theirs.get("training"), dict):
+        return "Unsloth"
+    if {"model_name_or_path", COMMAND} & theirs.keys():
+        return "TRL"
     raise UserError(
         f"{origin}: not a config of axolotl (`base_model`), LLaMA-Factory (`stage`, `finetuning_type`), TRL "
-        "(`model_name_or_path`) or Unsloth (`model_name`, `max_seq_length`)"
+        "(`model_name_or_path`) or Unsloth (`model_name`, `random_state`)"
     )
 
 

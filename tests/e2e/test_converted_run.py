@@ -37,11 +37,12 @@ flash_attention: true
 """
 
 
-def finetune(folder: Path, *words: object) -> str:
+def finetune(folder: Path, *words: object, status: int = 0) -> str:
+    """Runs a command; returns what it printed."""
     command = [sys.executable, "-m", "finetune", *map(str, words)]
     ended = subprocess.run(command, cwd=folder, env=dict(os.environ), capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    assert ended.returncode == status, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
 
 
 def test_axolotl_to_two_steps(made: Path, tmp_path: Path) -> None:
@@ -50,7 +51,9 @@ def test_axolotl_to_two_steps(made: Path, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(CONFIG.format(model=made / "llama", rows=path), encoding="utf-8")
     printed = finetune(tmp_path, "new", "--from", "theirs.yaml", "--name", "mine")
     assert "written: mine.yaml, from axolotl" in printed
-    finetune(tmp_path, "check", "--recipe-only", "mine.yaml")
+    assert "--model is not used with --from" in finetune(
+        *(tmp_path, "new", "--from", "theirs.yaml", "--model", "a"), status=2
+    )
     finetune(tmp_path, "train", "mine.yaml")
     lines = [json.loads(line) for line in (tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]

@@ -80,6 +80,24 @@ def test_the_cache_is_used_and_a_dataset_fails_at_once(
     assert "Retrying" not in ended.stderr
 
 
+LOADED_LATER = """
+from transformers import AutoConfig
+from finetune.export.streamed import find_base
+from finetune.models.remote_code import load_auto
+for load in (lambda: load_auto(AutoConfig, "some-org/base"), lambda: find_base("some-org/base", None)):
+    try:
+        load()
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def test_the_base_of_a_finished_run_is_one_attempt_too(run: Callable[..., Any]) -> None:
+    ended = run("-c", LOADED_LATER)
+    assert ended.stdout.split() == ["OSError", "UserError"]
+    assert "Retrying" not in ended.stderr
+
+
 def test_a_server_that_answers_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:

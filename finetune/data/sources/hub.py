@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import http.client
 import logging
@@ -88,6 +89,7 @@ def offline_without_hub() -> str | None:
     return f"{without_credentials(address)} cannot be reached ({reason})"
 
 
+@functools.cache  # one attempt for each process
 def _failure(address: str) -> str | None:
     """Returns the reason if no server answers at an address, through the proxies of the environment."""
     limit_s = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or 10)  # huggingface_hub's own

@@ -30,7 +30,7 @@ from finetune.plan.command import (
     values_of,
     write_config,
 )
-from finetune.plan.memory import Place, estimate_memory
+from finetune.plan.memory import Place, estimate_memory, how_of
 from finetune.plan.memory_page import write_page
 from finetune.plan.search import (
     Choice,
@@ -42,6 +42,8 @@ from finetune.plan.search import (
     spot_loss,
     verdict,
 )
+from finetune.plan.shapes import costs_at
+from finetune.plan.speed import table_speeds
 from finetune.plan.tables import parse_machines, read_prices
 from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
@@ -272,6 +274,28 @@ def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> 
     )
 
 
+def test_a_device_is_planned_with_the_attention_that_a_run_has_there(recipe: dict[str, Any], write_recipe: Any) -> None:
+    """AMD's cards, and NVIDIA's before Ampere, have none of torch's flash kernels."""
+    path, on = write_recipe(recipe), PlanOptions(("1xMI300X", "1xH100-80"))
+    request, choices, _ = plan(path, SHORT, on)
+    amd, hopper = (next(one for one in choices if one.machines.key[0] == key) for key in "MH")
+    flex = request.hardware.efficiency.flex
+    assert amd.machines.device.kernels is None
+    assert hopper.machines.device.has_flash_kernels
+    assert "a kernel compiled for the documents' mask; not varlen" in assumptions(request, amd)[-1]
+    speeds = [table_speeds(request.recipe, one.machines, request.hardware) for one in (amd, hopper)]
+    shares = [request.hardware.shares(one.machines.key) for one in (amd, hopper)]
+    for speed, share, one, factor in zip(speeds, shares, (amd, hopper), (flex, 1.0), strict=True):
+        assert speed
+        assert speed.attention == pytest.approx((one.machines.device.bf16 or 0) * 1e12 * share.attention * factor)
+    assert amd.memory.tensors == pytest.approx(hopper.memory.tensors, rel=0.02)
+    with pytest.raises(UserError, match=r"`varlen` does not fit .* need an NVIDIA GPU"):
+        plan(path, (*SHORT, "model.attention=varlen"), PlanOptions(("1xMI300X",)))
+    costs = costs_at(request.recipe, request.config, amd.launch, "cuda")
+    hows = [how_of(costs, capability, 1).capability for capability in ((8, 6), (9, 0), (7, 5), None)]
+    assert hows == [(9, 0), (9, 0), (7, 5), None]  # one kernel from Ampere on
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -282,6 +306,7 @@ def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> 
         (PlanOptions(("2xH100",), deadline="12"), "12h, 90m or 2d"),
         (PlanOptions(("2xH100",), host_memory="128"), "--host-memory 128: expected a size with its unit"),
         (PlanOptions(("2xcpu",), host_memory="128GB"), "memory is this machine's"),
+        (PlanOptions(("2xH100",), as_json=True, verbose=True), "--json has all places anyway"),
     ],
 )
 def test_bad_input_says_what_to_give(
@@ -295,13 +320,19 @@ def test_the_page_draws_every_phase_and_asks_for_nothing(
     found: tuple[PlanRequest, list[Choice]], tmp_path: Path
 ) -> None:
     request, choices = found
-    write_page(tmp_path / "plan.html", request, choices, ["a <line>"])
+    machines = choices[0].machines
+    none = SearchResult(parse_machines("2xV100-16", 1, request.hardware), [], {"ddp": "a <rule>"})
+    write_page(tmp_path / "plan.html", request, choices, [SearchResult(machines, choices), none])
     page = (tmp_path / "plan.html").read_text()
     assert page.count("<figure>") == 6
     assert all(f">{phase}</text>" in page for phase in choices[0].memory.phases)
-    assert "a &lt;line&gt;" in page
+    assert "a &lt;rule&gt;" in page
+    assert page.count('<th scope="row">') == min(len(choices), SHOWN)
+    assert page.count('<tr class="answer">') == 1
+    assert f'<td class="n">{choices[0].price or 0:,.2f} USD</td>' in page
+    assert f'<td class="n">{choices[0].hours or 0:.2f}</td>' in page
     assert "<script" not in page
-    assert "https:" not in page
+    assert not re.search(r"(src|href)=|url\(", page)  # sources are text
 
 
 SCALED = ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: fp8, compute: scaled}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 from finetune.errors import UserError
@@ -238,7 +239,7 @@ def test_axolotl_preferences(
     assert (source.split, source.format) == ("train_prefs", "unpaired" if rl == "kto" else "preference")
     assert columns.items() <= (source.columns or {}).items()
     assert values(recipe, "mode", "lora.targets", "lora.dropout") == ["qlora", ("q_proj", "v_proj"), 0.0]
-    assert "0.05 there, where disable_dropout turns it off" in text
+    assert "0.05 there, but disable_dropout turns it off" in text
     assert values(recipe, "data.packing", "train.max_steps", "train.epochs") == [False, 100, None]
     assert values(recipe, "schedule.name", "schedule.warmup_steps") == ["linear", 20]
     assert "--config-file accelerate_configs/fsdp2_offload.yaml" in printed
@@ -428,6 +429,244 @@ def test_llama_factory_full_without_its_table_of_datasets(convert: Convert) -> N
         convert(config)
 
 
+# --- TRL
+
+TRL_SFT = """
+model_name_or_path: org/qwen
+dataset_name: org/chats
+learning_rate: 2.0e-4
+num_train_epochs: 1
+packing: true
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+eval_strategy: steps
+eval_steps: 100
+use_peft: true
+lora_r: 32
+lora_alpha: 16
+output_dir: Qwen2-0.5B-SFT
+report_to: none
+push_to_hub: true
+"""
+
+
+def test_trl_sft(convert: Convert) -> None:
+    recipe, printed, text = convert(TRL_SFT, devices=4)
+    # peft's targets and TRL's dropout, if left out
+    assert values(recipe, "mode", "lora.rank", "lora.alpha", "lora.dropout", "lora.targets") == [
+        *("lora", 32, 16.0, 0.05, ("q_proj", "v_proj"))
+    ]
+    assert values(recipe, "batch.rows", "batch.rows_per_device", "optimizer.lr", "schedule.name") == [
+        64,
+        2,
+        2e-4,
+        "linear",
+    ]
+    assert values(recipe, "data.max_length", "data.packing", "data.overlong") == [1024, True, "truncate"]
+    assert [(one.path, one.split, one.format) for one in (*recipe.data.train, *recipe.data.eval_sources)] == [
+        ("org/chats", "train", "auto"),
+        ("org/chats", "test", "auto"),
+    ]
+    assert values(recipe, "evaluate.every_steps", "checkpoint.every_steps", "run.name") == [100, 500, "Qwen2-0.5B-SFT"]
+    assert values(recipe, "train.precision", "train.activation_checkpointing") == ["bf16", True]
+    assert values(recipe, "optimizer.betas", "optimizer.eps") == [(0.9, 0.999), 1e-8]
+    assert "unless assistant_only_loss: `all` is the same" in printed
+    assert "push_to_hub: nothing is uploaded while training" in printed
+    assert "max_length: 1024  # the default of TRL" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "trl dpo --model_name_or_path org/qwen --dataset_name org/pairs --learning_rate 5.0e-7 --max_steps 1000 "
+            "--per_device_train_batch_size 2 --gradient_accumulation_steps 8 --no_remove_unused_columns",
+            {
+                "mode": "full",
+                "objective.name": "dpo",
+                "objective.loss": "sigmoid",
+                "objective.reference": None,
+                "optimizer.lr": 5e-7,
+                "train.max_steps": 1000,
+                "train.epochs": None,
+                "batch.rows": 16,
+                "train.precision": "bf16",
+            },
+        ),
+        (
+            "accelerate launch --num_processes 2 trl/scripts/dpo.py --model_name_or_path org/qwen --dataset_name org/p "
+            "--load_in_4bit --lora_target_modules q_proj k_proj --loss_type sigmoid sft --loss_weights 1.0 0.5 "
+            "--beta=0.2",
+            {
+                "mode": "qlora",
+                "lora.targets": ("q_proj", "k_proj"),
+                "quantization.double_quant": False,
+                "lora.dropout": 0.0,
+                "objective.beta": 0.2,
+                "objective.sft_weight": 0.5,
+                "objective.reference": "adapters_off",
+                "batch.rows": 16,
+                "optimizer.lr": 1e-6,
+            },
+        ),
+        (
+            "trl kto --model_name_or_path org/qwen --dataset_name org/marked --desirable_weight 0.7 --dtype bfloat16",
+            {
+                "objective.name": "kto",
+                "objective.desirable_weight": 0.7,
+                "train.precision": "bf16_true",
+                "data.overlong": "drop",
+            },
+        ),
+        (
+            "trl reward --model_name_or_path org/qwen --dataset_name org/pairs --center_rewards_coefficient 0.01",
+            {"objective.name": "reward", "objective.centering": 0.01, "optimizer.lr": 1e-4},
+        ),
+        (
+            "python cpo.py --model_name_or_path org/qwen --dataset_name org/pairs --loss_type simpo --cpo_alpha 0.0",
+            {"objective.loss": "simpo", "objective.margin": 0.5, "objective.sft_weight": 0.0, "objective.beta": 0.1},
+        ),
+        (
+            "trl sft --model_name_or_path org/qwen --dataset_name org/t --dataset_text_field body "
+            "--completion_only_loss --lr_scheduler_type cosine_with_min_lr "
+            "--lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}' --warmup_steps 0.03 "
+            "--accelerate_config zero3 --max_grad_norm 0",
+            {
+                "objective.train_on": "assistant",
+                "schedule.name": "cosine",
+                "schedule.min_lr_ratio": 0.1,
+                "schedule.warmup_ratio": 0.03,
+                "schedule.warmup_steps": 0,
+                "optimizer.max_grad_norm": None,
+            },
+        ),
+    ],
+    ids=["dpo", "dpo qlora", "kto", "reward", "simpo", "sft"],
+)
+def test_trl_arguments(convert: Convert, words: str, expected: dict[str, Any]) -> None:
+    recipe, printed, _ = convert(words)
+    assert dict(zip(expected, values(recipe, *expected), strict=True)) == expected
+    assert ("accelerate_configs/zero3.yaml" in printed) == ("zero3" in words)
+    columns = {"text": "body"} if "body" in words else None
+    assert recipe.data.train[0].columns == columns
+
+
+def test_trl_arguments_with_a_file(convert: Convert, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(TRL_SFT, encoding="utf-8")
+    recipe, _, _ = convert("trl dpo --config config.yaml --learning_rate 1e-5 --no_packing")
+    assert values(recipe, "objective.name", "optimizer.lr", "data.packing", "lora.rank") == ["dpo", 1e-5, False, 32]
+    recipe, printed, _ = convert("trl grpo --config config.yaml --reward_funcs accuracy_reward")
+    assert "trl grpo trains on the model's own samples, which is not offered" in printed
+
+
+# --- Unsloth
+
+UNSLOTH = """
+model_name: unsloth/llama-3-8b-Instruct-bnb-4bit
+max_seq_length: 4096
+load_in_4bit: true
+r: 16
+target_modules: [q_proj, v_proj]
+lora_alpha: 16
+lora_dropout: 0
+bias: none
+use_gradient_checkpointing: unsloth
+random_state: 3407
+dataset_name: org/chats
+dataset_text_field: text
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+warmup_steps: 5
+max_steps: 60
+learning_rate: 2e-4
+optim: adamw_8bit
+weight_decay: 0.01
+lr_scheduler_type: linear
+"""
+
+
+def test_unsloth_arguments(convert: Convert) -> None:
+    recipe, printed, text = convert(UNSLOTH)
+    assert recipe.model.name == "unsloth/llama-3-8b-Instruct"
+    assert "is quantized already; this is taken for the model before" in text
+    assert values(recipe, "mode", "lora.rank", "lora.alpha", "lora.dropout", "run.seed") == [
+        "qlora",
+        16,
+        16.0,
+        0.0,
+        3407,
+    ]
+    assert values(recipe, "batch.rows", "train.max_steps", "optimizer.name", "optimizer.lr") == [
+        8,
+        60,
+        "adamw_8bit",
+        2e-4,
+    ]
+    assert values(recipe, "schedule.warmup_steps", "optimizer.weight_decay", "data.max_length") == [5, 0.01, 4096]
+    assert values(recipe, "train.activation_checkpointing", "objective.train_on") == [True, "all"]
+    assert "data.train: the format is detected" in printed
+
+
+def test_unsloth_defaults_and_full_training(convert: Convert) -> None:
+    recipe, _, _ = convert("model_name: org/m\ndataset_name: rows.jsonl\nrandom_state: 1\n")
+    assert values(recipe, "mode", "batch.rows", "optimizer.lr", "schedule.warmup_ratio") == ["qlora", 8, 5e-5, 0.1]
+    assert recipe.lora is not None
+    assert len(recipe.lora.targets) == 7
+    recipe, _, _ = convert("model_name: org/m\ndataset_name: rows.jsonl\nfull_finetuning: true\nload_in_4bit: false\n")
+    assert values(recipe, "mode", "lora", "train.precision") == ["full", None, "bf16_true"]
+
+
+UNSLOTH_CONFIG = """
+model: org/m
+data: {local_dataset: [a.jsonl, b.jsonl], format_type: sharegpt}
+training:
+  num_epochs: 2
+  batch_size: 4
+  train_on_completions: true
+  packing: true
+lora: {lora_alpha: 32, target_modules: "q_proj,v_proj"}
+logging: {enable_wandb: true}
+"""
+
+
+def test_unsloth_config_of_its_command_line(convert: Convert) -> None:
+    recipe, printed, _ = convert(UNSLOTH_CONFIG)
+    assert values(recipe, "mode", "lora.rank", "lora.alpha", "lora.targets") == [
+        "qlora",
+        64,
+        32.0,
+        ("q_proj", "v_proj"),
+    ]
+    assert [(one.path, one.format) for one in recipe.data.train] == [("a.jsonl", "sharegpt"), ("b.jsonl", "sharegpt")]
+    assert values(recipe, "batch.rows", "train.epochs", "optimizer.lr", "schedule.warmup_steps") == [16, 2, 2e-4, 5]
+    assert values(recipe, "objective.train_on", "data.packing", "run.seed") == ["assistant", True, 3407]
+    assert recipe.tracking.wandb is not None
+    assert recipe.tracking.wandb.project == "unsloth-training"
+    assert "To do" not in printed
+
+
+# --- all
+
+
+@pytest.mark.parametrize(
+    ("written", "targets", "is_open"),
+    [
+        (
+            "model.language_model.layers.[\\d]+.(mlp|self_attn).(up|down|q)_proj",
+            ("up_proj", "down_proj", "q_proj"),
+            False,
+        ),
+        (".*\\.layers\\.(3|7)\\.self_attn\\.(q|k)_proj|.*\\.mlp\\.(up|down)_proj", "all-linear", True),
+        ("q_proj,v_proj", ("q_proj", "v_proj"), False),
+    ],
+)
+def test_targets_by_a_regular_expression(convert: Convert, written: str, targets: Any, is_open: bool) -> None:
+    config = AXOLOTL_LORA.replace("lora_target_linear: true", f"lora_target_modules: '{written}'")
+    recipe, printed, _ = convert(config)
+    assert recipe.lora is not None
+    assert (recipe.lora.targets, "lora.targets: list the modules" in printed) == (targets, is_open)
+
+
 def test_what_has_no_equal_is_to_do(convert: Convert) -> None:
     config = AXOLOTL_LORA.replace("adamw_bnb_8bit", "lion_8bit").replace("cosine", "rex")
     config = config.replace("type: alpaca", "type: context_qa") + "neftune_noise_alpha: 5\nunheard_of: 1\n"
@@ -441,10 +680,27 @@ def test_what_has_no_equal_is_to_do(convert: Convert) -> None:
     assert "unheard_of: no counterpart is known" in printed
 
 
+@pytest.mark.parametrize("tool", ["axolotl", "LLaMA-Factory", "TRL", "Unsloth"])
+def test_values_of_another_kind_are_messages(convert: Convert, tool: str) -> None:
+    config = {"axolotl": AXOLOTL_LORA, "LLaMA-Factory": factory(), "TRL": TRL_SFT, "Unsloth": UNSLOTH}[tool]
+    values = yaml.safe_load(config)
+    refused = []
+    for name in (*values, "lr_scheduler_kwargs", "report_to", "deepspeed", "datasets", "chat_template", "fsdp_config"):
+        for value in ("x", [1], {"a": 1}):
+            try:
+                convert(yaml.safe_dump(values | {name: value}))
+            except UserError as error:
+                refused.append(str(error))
+    assert len(refused) < len(values)
+    assert [text for text in refused if "ours.yaml" not in text and "not a config of" not in text] == []
+
+
 def test_names_devices_and_overrides_of_the_command_line(convert: Convert) -> None:
     recipe, _, text = convert(AXOLOTL_LORA, 4, "mine", "optimizer.lr=1e-4", "mode=lora", "data.max_length=512")
     assert values(recipe, "run.name", "batch.rows", "optimizer.lr", "data.max_length") == ["mine", 32, 1e-4, 512]
     assert "lr: 0.0001  # from the command line" in text
+    recipe, _, _ = convert(AXOLOTL_LORA, 4, None, "data.train=mine.jsonl", "data.eval=0.2")
+    assert (recipe.data.train[0].path, recipe.data.eval.share) == ("mine.jsonl", 0.2)  # type: ignore[union-attr]
     with pytest.raises(UserError, match=r"expected section.key=value"):
         convert(AXOLOTL_LORA, 4, "mine", "lr")
 
