@@ -243,6 +243,7 @@ def _answers(rows: Sequence[Row], table: Mapping[str, Column]) -> RoleChoice | N
     completion, doubts = _best(table, "completion", set(), ("text", "number", "date", "choice", "json"))
     if completion is not None and completion.kind != "text" and score(completion.name, "completion") < 3:
         completion = None
+    doubts = doubts if completion is not None else []  # the guesses below say it
     taken = {completion.name} if completion else set()
     prompt, more = _best(table, "prompt", taken)
     texts = [one for one in table.values() if one.is_text and one.name not in taken]
