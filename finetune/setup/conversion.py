@@ -1,4 +1,4 @@
-"""A config of another tool on its way to a recipe: keys that were read of it, the recipe's, and those without a place."""
+"""A config of another tool on its way to a recipe: the keys that were read, the recipe's, and those without a place."""
 
 from __future__ import annotations
 

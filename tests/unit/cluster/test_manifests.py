@@ -179,11 +179,12 @@ def test_it_is_submitted_only_if_asked(
     assert "wrote job.sbatch" in capfd.readouterr().err
     tools = tmp_path / "tools"
     tools.mkdir()
-    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(tools))
     with pytest.raises(UserError, match=r"no `sbatch` here\. my-run-1\.sbatch is written: sbatch my-run-1\.sbatch"):
         launch_on("slurm", own, (), options, None, True)
     (tools / "sbatch").write_text('#!/bin/sh\necho "Submitted $1"\nexit 3\n', encoding="utf-8")
     (tools / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
     assert launch_on("slurm", own, (), options, None, True) == 3
     said = capfd.readouterr()
     assert "running sbatch my-run-1.sbatch" in said.err
