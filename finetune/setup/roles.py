@@ -122,15 +122,17 @@ def _doubts(rows: Sequence[Row], table: Mapping[str, Column], chosen: RoleChoice
         return
     fields = [(chosen.columns or {}).get(field or "", field) for field in _TRAINED[chosen.format]]
     asked, answered = (table.get(field) if field else None for field in fields)
-    if asked is not None and asked.kind in ("id", "number", "date", "truth", "empty"):
+    left = [table[name] for name in unused_columns(rows, chosen)]
+    if asked is not None and asked.kind in ("id", "number", "date", "truth") and any(one.is_text for one in left):
         yield f"`{asked.name}` holds {asked.about}"
+    if asked is not None and asked.kind == "empty":
+        yield f"`{asked.name}` is empty"
     if asked is not None and asked.kind == "constant" and chosen.format != "alpaca":
         yield f"`{asked.name}` is {asked.about}"
     if answered is not None and answered.kind in ("id", "constant", "empty"):
         yield f"`{answered.name}` holds {answered.about}"
     if asked and answered and sum(row.get(asked.name) == row.get(answered.name) for row in rows) > len(rows) / 2:
         yield f"`{asked.name}` and `{answered.name}` are the same"
-    left = [table[name] for name in unused_columns(rows, chosen)]
     if speakers := [one.name for one in left if one.kind == "choice" and are_speakers(one.distinct)]:
         yield f"{names(speakers)} says who speaks, so each row is a message: a row has to hold a whole conversation"
         return
@@ -241,9 +243,14 @@ def _answers(rows: Sequence[Row], table: Mapping[str, Column]) -> RoleChoice | N
     completion, doubts = _best(table, "completion", set(), ("text", "number", "date", "choice", "json"))
     if completion is not None and completion.kind != "text" and score(completion.name, "completion") < 3:
         completion = None
+    doubts = doubts if completion is not None else []  # the guesses below say it
     taken = {completion.name} if completion else set()
     prompt, more = _best(table, "prompt", taken)
     texts = [one for one in table.values() if one.is_text and one.name not in taken]
+    if completion is None and len(table) == 2 and len(texts) == 1 and score(texts[0].name, "text") < 3:
+        first, second = table.values()  # any content may answer the only text
+        if first is texts[0] and second.kind not in ("empty", "constant", "list", "object"):
+            completion, doubts = second, [f"no name tells the answer, and `{second.name}` holds {second.about}"]
     if len(texts) < (2 if completion is None else 1 if prompt is None else 0):
         return None
     guesses = []
@@ -263,7 +270,7 @@ def _answers(rows: Sequence[Row], table: Mapping[str, Column]) -> RoleChoice | N
     elif any("system" in words(one.name) and one.kind in ("text", "constant", "choice") for one in table.values()):
         system = [one.name for one in table.values() if "system" in words(one.name) and one.kind != "id"]
         columns = {"system": system[0], **columns}
-    doubts = guesses or [*doubts, *more]
+    doubts = [*guesses, *doubts] if guesses else [*doubts, *more]
     return RoleChoice(format, columns, _described(columns), tuple(doubts))
 
 

@@ -230,6 +230,17 @@ def test_a_guess_is_made_of_text() -> None:
     assert guess.columns == {"prompt": "message", "completion": "completion"}
 
 
+def test_a_column_that_is_named_as_the_prompt_may_hold_anything_if_no_text_is_left() -> None:
+    choice = choose_columns(rows_of({"question": DATE, "answer": NUMBER}))
+    assert (choice.format, choice.doubts) == (PAIR, ())
+
+
+def test_of_two_columns_the_one_that_is_no_text_may_be_the_answer() -> None:
+    choice = choose_columns(rows_of({"day": ASKS, "quarter": UUID}))
+    assert choice.columns == {"prompt": "day", "completion": "quarter"}
+    assert choice.doubts
+
+
 def test_what_is_given_is_certain() -> None:
     rows = rows_of(TABLES["no names"][0])
     columns = {"prompt": "column2", "completion": "column1"}
