@@ -124,7 +124,7 @@ class Host:
     unused: tuple[str, ...] = ()  # GPUs of this machine that torch cannot use
     torch_build: str = "CPU"  # what this torch was built for: CPU, CUDA 13.0 or ROCm 7.0
     outside: tuple[str, ...] = ()  # requirements of finetune that this Python lacks or has in another version
-    portis_taken: bool = False  # that launchers take unless they are given another
+    port_is_taken: bool = False  # that launchers take unless they are given another
 
 
 def inspect_host(rank: int, node: int, device: torch.device) -> Host:
@@ -170,7 +170,7 @@ def inspect_host(rank: int, node: int, device: torch.device) -> Host:
         unused=() if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "" else gpus,
         torch_build=f"ROCm {torch.version.hip}" if torch.version.hip else build,
         outside=tuple(missing_requirements()),
-        portis_taken=os.environ.get("MASTER_PORT") != str(DEFAULT_PORT) and is_taken(DEFAULT_PORT),
+        port_is_taken=os.environ.get("MASTER_PORT") != str(DEFAULT_PORT) and is_taken(DEFAULT_PORT),
     )
 
 
