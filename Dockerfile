@@ -22,8 +22,8 @@ COPY finetune finetune
 COPY accelerate_configs accelerate_configs
 COPY recipes recipes
 COPY scripts scripts
-# Editable, so that `finetune new` finds recipes/base.
-RUN pip install --no-cache-dir --constraint constraints.txt --editable .
+# As a wheel: recipes and configs are inside the package.
+RUN pip install --no-cache-dir --constraint constraints.txt .
 
 WORKDIR /work
 ENTRYPOINT ["python", "-m", "finetune"]

@@ -37,13 +37,16 @@ def train(recipe: Recipe | str | Path, *overrides: str) -> Path:
     Several processes are started by `finetune launch` or `accelerate launch`, of a script that calls this as well.
     """
     quiet_libraries()
+    from finetune.data.sources.hub import check_hub
+
+    name = "the recipe" if isinstance(recipe, Recipe) else str(recipe)
+    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, *overrides)
+    check_hub(loaded)
     from finetune.engine.start import leave_group
     from finetune.plan.comparison import predict_run
     from finetune.training.run import train as run
     from finetune.training.signals import StopRequest, listening
 
-    name = "the recipe" if isinstance(recipe, Recipe) else str(recipe)
-    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, *overrides)
     on_main = threading.current_thread() is threading.main_thread()  # the only one that may handle signals
     with listening() if on_main else contextlib.nullcontext(StopRequest()) as stop:
         folder = run(loaded, name, stop, predict=predict_run)

@@ -8,6 +8,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 environment "[dev]"
+# Tests start some fifty processes: where bytecode is not kept, each compiles torch and transformers again, 7 s.
+unset PYTHONDONTWRITEBYTECODE
 
 if [ "${1:-}" = --lowest ]; then
   shift
@@ -18,8 +20,14 @@ fi
 
 ruff check .
 ruff format --check .
-pyright
 lint-imports
+# A minute on one core, so beside the tests; it has the last word if it finds something.
+pyright >"$VIRTUAL_ENV/pyright.txt" &
+types=$!
+trap 'kill "$types" 2>/dev/null || true' EXIT
 # A file stays on one worker: what it launches once is launched once. In the order they are collected, files with
 # launches come first and the many short ones fill what is left at the end.
-exec python -m pytest -p no:randomly -n 2 --dist loadfile --no-loadscope-reorder "$@"
+status=0
+python -m pytest -p no:randomly -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+wait "$types" || { cat "$VIRTUAL_ENV/pyright.txt" && exit 1; }
+exit "$status"

@@ -40,6 +40,7 @@ class Resumed:
     changes: list[str]  # changes of the recipe and its inputs since
     notes: list[str]  # differences without effect on later steps, and settings that cannot be compared
     trackers: dict[str, str]  # run ids by tracker
+    steps: int  # length of the run that saved it
 
 
 def newest_good(engine: Engine, root: Path) -> Path | None:
@@ -120,7 +121,7 @@ def _restore(engine: Engine, folder: Path, state: dict[str, Any], changes: list[
     # Older checkpoints lack these.
     absent = {"padding_tokens": 0, "best": None, "evaluations_since_best": 0}
     progress |= {name: state.get(name, value) for name, value in absent.items()}
-    return Resumed(progress, state["metrics"], changes, notes, state["trackers"])
+    return Resumed(progress, state["metrics"], changes, notes, state["trackers"], state["steps"])
 
 
 # Location and retention of checkpoints: these may differ from those of a finished run.

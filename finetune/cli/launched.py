@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from finetune.cli.options import AsJson, ConfigFile, Overrides, RecipePath
+from finetune.errors import UserError
 from finetune.startup import growing_segments, large_pages
 
 if TYPE_CHECKING:
@@ -25,9 +26,11 @@ def _launched(recipe: Path, overrides: list[str] | None) -> Iterator[tuple[Recip
     from finetune.training.signals import listening
 
     with listening() as stop:  # before the slow imports
+        from finetune.data.sources.hub import check_hub
         from finetune.recipe import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
+        check_hub(loaded)
         large_pages()
         growing_segments()
         import finetune.training.run  # noqa: F401  (both commands import it)
@@ -79,6 +82,43 @@ def launch(
     num_processes: Annotated[
         int | None, typer.Option(min=1, help="Launch this many processes. Default: the config's.")
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="slurm|kubeflow|skypilot|hf-jobs|dstack|modal",
+            help="Print the job of a cluster instead, filled from the plan of RECIPE.",
+            rich_help_panel="On a cluster",
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="2x8xH100-80", help="Machines, GPUs of each, and their name.", rich_help_panel="On a cluster"
+        ),
+    ] = None,
+    shared: Annotated[
+        str | None,
+        typer.Option(help="Volume that holds recipe, rows and runs.", rich_help_panel="On a cluster"),
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Container image with finetune.", rich_help_panel="On a cluster")
+    ] = None,
+    secret: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Secret that the job gets, such as HF_TOKEN.", rich_help_panel="On a cluster"
+        ),
+    ] = None,
+    hours: Annotated[
+        float | None,
+        typer.Option(help="Time limit. Default: 1.3 times what `plan` expects.", rich_help_panel="On a cluster"),
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the job there.", rich_help_panel="On a cluster")
+    ] = None,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Write the job and submit it.", rich_help_panel="On a cluster")
+    ] = False,
 ) -> None:
     """Train a recipe on one process or several: accelerate launch, but Ctrl-C saves, and an error is one line each.
 
@@ -88,7 +128,24 @@ def launch(
 
     Example: [bold]python -m finetune launch --config-file accelerate_configs/ddp.yaml --num-processes 2
     recipes/quickstart/full.yaml[/bold]
+
+    A job for a cluster, with memory, hours and price from the plan; nothing is submitted without --submit:
+    [bold]python -m finetune launch RECIPE --on slurm --devices 2x8xH100-80[/bold]
     """
+    if on is not None:
+        from finetune.cluster.job import JobOptions
+        from finetune.cluster.manifest import launch_on
+
+        if words[0].startswith("-") or words[0] == "torchrun" or devices is None or num_processes is not None:
+            raise UserError(
+                f"launch --on {on}: expected RECIPE [KEY=VALUE]... --devices 2x8xH100-80: machines, GPUs of each, and "
+                "their name. The launcher and its sizes follow from them"
+            )
+        options = JobOptions(devices, shared, image, secret, hours, config_file)
+        raise SystemExit(launch_on(on, Path(words[0]), words[1:], options, write, submit))
+    given = {"--devices": devices, "--shared": shared, "--image": image, "--secret": secret, "--hours": hours}
+    if useless := [name for name, value in {**given, "--write": write, "--submit": submit or None}.items() if value]:
+        raise UserError(f"launch: {', '.join(useless)}: only with --on, for a job of a cluster")
     from finetune.training.launcher import launch as run
 
     raise SystemExit(run(words, config_file, num_processes))

@@ -16,6 +16,7 @@ from finetune.errors import UserError
 
 
 def new(
+    overrides: Overrides = None,
     model: Annotated[str | None, typer.Option(help="Train this model: hub id or local folder.")] = None,
     data: Annotated[str | None, typer.Option(help="Train on this file, folder, URL or dataset of the hub.")] = None,
     mode: Annotated[str | None, typer.Option(help="Train by full, lora or qlora.")] = None,
@@ -24,21 +25,51 @@ def new(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write this recipe. Default: NAME.yaml in this folder."),
     ] = None,
+    format: Annotated[str | None, typer.Option(help="Read rows of this format. Default: by the rows.")] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(metavar="FIELD=COLUMN,...", help="Read these columns: prompt=question,completion=answer."),
+    ] = None,
+    other: Annotated[
+        str | None,
+        typer.Option("--from", metavar="CONFIG", help="Convert a config of TRL, axolotl, LLaMA-Factory or Unsloth."),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices that the config of --from ran on, for the rows of a step.")
+    ] = None,
 ) -> None:
     """Write a recipe that fits a model and your rows; asks for missing options.
 
-    Chooses format, objective, length, batch, steps, warm-up and evaluation by the rows, with the reasons as comments.
+    Chooses format, columns, objective, length, batch, steps, warm-up and evaluation by the rows, with the reasons as
+    comments, and shows one row. Columns that are a guess are asked about, or refused without a terminal.
 
     Example: [bold]python -m finetune new --model HuggingFaceTB/SmolLM2-135M --data faq.csv --mode lora[/bold]
+
+    From another tool: [bold]python -m finetune new --from axolotl.yaml --devices 4[/bold]
     """
+    if other is not None:
+        own = {"model": model, "data": data, "mode": mode, "format": format, "columns": columns}
+        if given := [f"--{key}" for key, value in own.items() if value]:
+            raise UserError(f"new: {given[0]} is not used with --from, which has a config of its own")
+        from finetune.setup.other_tools import write_converted
+
+        write_converted(other, output, name, devices, tuple(overrides or ()), Console())
+        return
     from finetune.recipe.schema import MODES  # light: an answer that is missing costs no imports
 
     model = model or _answer("--model", "Model (hub id or folder)")
     data = data or _answer("--data", "Data (file, folder, URL or dataset of the hub)")
     mode = mode or _answer("--mode", f"Mode ({', '.join(MODES)})", "lora")
-    from finetune.setup.new import NewOptions, write_new
+    from finetune.data.sources.hub import is_hub_dataset, is_hub_model, offline_without_hub
 
-    write_new(NewOptions(model, data, mode, name, output), Console())
+    if is_hub_model(model) or is_hub_dataset(data):
+        offline_without_hub()
+    from finetune.setup.new import write_new
+    from finetune.setup.new_options import NewOptions, parse_columns
+
+    read = parse_columns(columns) if columns else None
+    ask = (lambda question, default: typer.prompt(question, default=default)) if sys.stdin.isatty() else None
+    write_new(NewOptions(model, data, mode, name, output, format, read, tuple(overrides or ())), Console(), ask)
 
 
 def _answer(option: str, question: str, default: str | None = None) -> str:
@@ -178,9 +209,11 @@ def inspect(
 
     Example: [bold]python -m finetune inspect recipes/quickstart/full.yaml --rows 2[/bold]
     """
+    from finetune.data.sources.hub import check_hub
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
+    check_hub(loaded)
     from finetune.view.inspect import InspectOptions, inspect
 
     options = InspectOptions(rows, tuple(row or ()), packed, on_eval, totals, tokens, full, html, as_json)
@@ -195,9 +228,11 @@ def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = F
 
     Example: [bold]python -m finetune prepare recipes/quickstart/full.yaml[/bold]
     """
+    from finetune.data.sources.hub import check_hub
     from finetune.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
+    check_hub(loaded)
     from finetune.setup.prepare_data import prepare as run
     from finetune.setup.prepare_data import show_prepared
 

@@ -100,8 +100,9 @@ def _open(source: Source, streaming: bool, formats: tuple[str, ...]) -> OpenedSo
     reader, name = SourceReader(source, streaming), without_credentials(source.path)
     note = None
     if reader.text_unit:
-        longer = "" if source.text_unit else "; `text_unit: paragraph` and `file` make longer ones"
-        note = f"{name}: each {reader.text_unit} of a txt file is a row{longer}"
+        is_line = reader.text_unit == "line" and not source.text_unit
+        longer = "; `text_unit: paragraph` and `file` make longer ones" if is_line else ""
+        note = f"{name}: each {reader.text_unit} of text is a row{longer}"
     if source.format != "auto":
         check_columns(source.format, source.columns)
         return OpenedSource(source, reader, note, None)
@@ -190,7 +191,7 @@ def build_part(
     """
     data = build.recipe.data
     if build.recipe.objective.name == "kto":
-        per_row = 2 if build.opened.source.format == "preference" else 1
+        per_row = 2 if build.opened.source.format in ("preference", "comparison") else 1
         untrained = write_with_mismatched(
             writer, lambda answers: _write(answers, build, items), data.max_length, per_row
         )

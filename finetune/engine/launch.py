@@ -25,10 +25,14 @@ import yaml
 
 from finetune.engine.parallelism import Parallelism, read_parallelism
 from finetune.errors import UserError
+from finetune.shipped import here_or_shipped
 
 Kind = Literal["replicated", "fsdp2", "zero"]
 
 TIMEOUT_VARIABLE = "FINETUNE_TIMEOUT_S"
+PROCESSES_VARIABLE = (
+    "FINETUNE_PROCESSES"  # of a job that `launch --on` wrote: a launcher can miss the others in silence
+)
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for gloo (torch/distributed/constants.py); with NCCL it would be 600
 _VISIBLE_AFTER_S = 5.0  # for a file created by another machine
 _KINDS: dict[str, Kind] = {"FSDP": "fsdp2", "DEEPSPEED": "zero"}  # by accelerate's `distributed_type`
@@ -149,6 +153,12 @@ def check_started(launch: Launch, world_size: int, kind: str) -> None:
             f"{'is' if world_size == 1 else 'are'} running: each would train alone. "
             "Use one of accelerate_configs/ and set the size with `accelerate launch --num_processes N`"
         )
+    expected = os.environ.get(PROCESSES_VARIABLE, "")
+    if expected and expected != str(world_size):
+        raise UserError(
+            f"{PROCESSES_VARIABLE}={expected}, but {world_size} {'is' if world_size == 1 else 'are'} running: the "
+            "launchers of this job did not find each other, or it has other sizes than it was written for"
+        )
     if kind != launch.kind:
         raise UserError(
             f"{launch.name} asks for {launch.kind}, but accelerate started {kind}: check its `distributed_type`"
@@ -161,7 +171,7 @@ def kind_of(distributed_type: str | None) -> Kind:
 
 def _load_config(path: str) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        config = yaml.safe_load(here_or_shipped(Path(path)).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -38,7 +38,7 @@ _WINDOW = 512  # rows whose sequences are scored together, the longest first
 _BATCH_TOKENS = 16_384  # per forward, padding included
 _FORMATS = {  # {is a classifier: formats}, in addition to plain texts and answers
     True: ("classification", "messages", "text", "tokens"),
-    False: ("preference", "ranked", "unpaired", "messages", "prompt_completion", "text", "tokens"),
+    False: ("preference", "comparison", "ranked", "unpaired", "messages", "prompt_completion", "text", "tokens"),
 }
 
 

@@ -27,6 +27,7 @@ from finetune.plan.memory import HeaviestBatch, Memory, Place, estimate_memory
 from finetune.plan.speed import Job, Shape, Speeds, StepTime
 from finetune.plan.tables import Amount, Machines, Price, Prices
 from finetune.recipe import Recipe
+from finetune.shipped import SHIPPED
 from finetune.training.run_plan import run_length
 from finetune.utils import divisors
 
@@ -118,11 +119,9 @@ class SearchResult:
 
 
 def config_folder() -> Path:
-    """Returns accelerate_configs/ of the current folder, else of the checkout that this package is in."""
-    for folder in (Path("accelerate_configs"), Path(__file__).parents[2] / "accelerate_configs"):
-        if (folder / "single.yaml").is_file():
-            return folder
-    raise UserError("no folder accelerate_configs here: run `plan` in the checkout, or copy it from there")
+    """Returns accelerate_configs/ of the current folder, else those that come with the package."""
+    own = Path("accelerate_configs")
+    return own if (own / "single.yaml").is_file() else SHIPPED / "accelerate_configs"
 
 
 def launches(machines: Machines) -> Iterator[Launch]:

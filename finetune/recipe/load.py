@@ -13,8 +13,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from finetune.recipe.foreign_keys import FOREIGN_FORMATS, FOREIGN_KEYS, FOREIGN_SOURCE_KEYS, FOREIGN_VALUES
 from finetune.recipe.rules import Finding, broken_rules
 from finetune.recipe.schema import CHECKPOINT_NAME, RUN_NAME, RUN_NAME_WITH_VALUES, Recipe
+from finetune.recipe.shorthands import SHORTHANDS
 from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dotted, dump, override, read
 
 MAX_PROBLEMS = 50  # that are described
@@ -143,24 +145,29 @@ def _key(loc: tuple[str | int, ...], kind: str, values: Any) -> Key:
 def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> str:
     first = group[0]
     if first["type"] == "extra_forbidden":
-        return "unknown key" + _suggest_key(key)
+        return "unknown key" + _suggest_key(key, _value_at(values, key))
     if first["type"] == "missing" and isinstance(first["loc"][-1], int):  # in a list of fixed length
         return f"expected {group[-1]['loc'][-1] + 1} items, got {_shown(_value_at(values, key))}"
     if first["type"] == "missing":
         siblings, fields = _value_at(values, key[:-1]), _fields_at(key[:-1])
         unknown = [name for name in siblings if name not in fields] if isinstance(siblings, dict) else []
-        close = difflib.get_close_matches(str(key[-1]), unknown, n=1)
+        close = difflib.get_close_matches(str(key[-1]), unknown, n=1, cutoff=_ALIKE)
         return "is missing" + (f"; `{close[0]}` looks like a misspelling of it" if close else "")
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     expected = list(dict.fromkeys(_expected(detail) for detail in group))
+    if key in SHORTHANDS and not first["type"].startswith("too_"):
+        expected.append(SHORTHANDS[key].expected)  # pyright: ignore[reportArgumentType]
     given = _value_at(values, key)
     message = f"expected {' or '.join(expected)}, got {_shown(given)}"
     if first["type"] == "literal_error" and isinstance(given, str):
-        if given in (instead := _INSTEAD_OF_VALUE.get(dotted(key), {})):
+        is_format = key[:1] == ("data",) and key[-1] == "format"
+        if given in (instead := FOREIGN_FORMATS if is_format else FOREIGN_VALUES.get(dotted(key), {})):
             return f"{message}; {instead[given]}"
         choices = [choice.strip("'") for choice in first["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         message += _did_you_mean(given, choices)
+    if first["type"] == "model_type" and isinstance(given, str) and "name" in _fields_at(key):
+        message += f"; did you mean `{dotted((*key, 'name'))}`?"
     if given is None and key in {(name,) for name, field in Recipe.model_fields.items() if not field.is_required()}:
         message += f"; `{key[0]}={{}}` on the command line sets all of it to the defaults"
     if first["type"] == "string_type" and isinstance(given, int | float):
@@ -168,67 +175,41 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
     return message
 
 
-# Names in other programs, from whose recipes and command lines people start.
-_ELSEWHERE = {
-    "learning_rate": "optimizer.lr",
-    "max_seq_length": "data.max_length",
-    "sequence_len": "data.max_length",
-    "cutoff_len": "data.max_length",
-    "num_train_epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "per_device_train_batch_size": "batch.rows_per_device",
-    "micro_batch_size": "batch.rows_per_device",
-    "model_name_or_path": "model.name",
-    "base_model": "model.name",
-    "gradient_checkpointing": "train.activation_checkpointing",
-    "lora_r": "lora.rank",
-    "r": "lora.rank",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "target_modules": "lora.targets",
-    "lr_scheduler_type": "schedule.name",
-    "attn_implementation": "model.attention",
-    "max_norm": "optimizer.max_grad_norm",
-    "save_steps": "checkpoint.every_steps",
-    "eval_steps": "evaluate.every_steps",
-}
-
-# The same, if another value or more than one key is meant.
-_INSTEAD = {
-    "bf16": "set `train.precision: bf16`",
-    "fp16": "set `train.precision: fp16`",
-    "early_stopping": "set `train.stop_when`",
-    "early_stopping_patience": "set `train.stop_when`",
-    "gradient_accumulation_steps": "accumulation follows from `batch.rows`, `batch.rows_per_device` and the number of "
-    "processes",
-    "report_to": "set `tracking`, such as `tracking: {tensorboard: true}`",
-}
-_INSTEAD["accumulation_steps"] = _INSTEAD["gradient_accumulation_steps"]
-# Values of other programs, by key.
-_INSTEAD_OF_VALUE = {
-    "schedule.name": {
-        "cosine_with_restarts": "restarts are not offered; `cosine` decays once, `wsd` at the end",
-        "cosine_with_min_lr": "set `cosine` and `schedule.min_lr_ratio`",
-        "constant_with_warmup": "set `constant` and `schedule.warmup_steps`",
-        "warmup_stable_decay": "set `wsd`",
-    }
-}
-
-
-def _suggest_key(key: Key) -> str:
-    """Suggests a key for an unknown one: in its section, elsewhere in the recipe, or from other programs."""
+def _suggest_key(key: Key, value: Any) -> str:
+    """Suggests a key for an unknown one: by a name in other tools, in its section, elsewhere in the recipe."""
     name, siblings = str(key[-1]), _fields_at(key[:-1])
-    if name in _INSTEAD:
-        return f"; {_INSTEAD[name]}"
     if name == "extends":
         return "; it belongs at the top level of a recipe"
-    if difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.7):
-        return _did_you_mean(name, siblings)
-    same_name = [dotted for dotted in _dotted_names() if dotted.rpartition(".")[2] == name]
-    elsewhere = _ELSEWHERE.get(name)
-    if elsewhere or same_name:
-        return f"; did you mean `{elsewhere or '` or `'.join(same_name)}`?"
-    return _did_you_mean(name, siblings)
+    prefix = f"{dotted(key[:-1])}." if len(key) > 1 else ""
+    is_source = len(key) == 4 and key[:1] == ("data",)
+    foreign = FOREIGN_SOURCE_KEYS.get(name) if is_source else FOREIGN_KEYS.get(name)
+    if foreign and " " in foreign:
+        return f"; {foreign}"
+    if foreign and (is_source or _may_replace(value, foreign)):
+        return f"; did you mean `{foreign}`?"
+    alike = [sibling for sibling in siblings if is_source or _may_replace(value, prefix + sibling)]
+    if close := difflib.get_close_matches(name.lower(), alike, n=1, cutoff=_ALIKE):
+        return f"; did you mean `{close[0]}`?"
+    keys = [known for known in _dotted_names() if _may_replace(value, known)]
+    if same_name := [known for known in keys if known.rpartition(".")[2] == name]:
+        return f"; did you mean `{'` or `'.join(same_name)}`?"
+    places = {known.rpartition(".")[2]: known for known in keys if "." in known}
+    places |= {other: place for other, place in FOREIGN_KEYS.items() if " " not in place}
+    if close := difflib.get_close_matches(name.lower(), places, n=1, cutoff=_NEARLY_EQUAL):
+        return f"; did you mean `{places[close[0]]}`?"
+    return f"; valid here: {', '.join(siblings)}" if siblings else ""
+
+
+# Similarity (`difflib`, 0 to 1) of a name to one that is suggested for it: beside it, and anywhere in the recipe.
+_ALIKE, _NEARLY_EQUAL = 0.7, 0.85
+
+
+def _may_replace(value: Any, known: str) -> bool:
+    """Returns whether a key of the recipe takes a value of this kind: a section is never suggested for a leaf."""
+    annotation = _annotation_at(tuple(known.split(".")))
+    is_list = typing.get_origin(annotation) is tuple or _item_of(annotation) is not None
+    is_section = _section_in(annotation) is not None and not is_list
+    return is_section or "dict[" in str(annotation) if isinstance(value, dict) else not is_section
 
 
 _EXPECTED = {
@@ -286,7 +267,7 @@ def _shown(value: Any) -> str:
 
 
 def _did_you_mean(name: str, choices: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), choices, n=1, cutoff=0.6)
     if close:
         return f"; did you mean `{close[0]}`?"
     return f"; valid here: {', '.join(choices)}" if choices else ""

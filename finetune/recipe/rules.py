@@ -178,6 +178,20 @@ def steps(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
+# Usual peak rates: Llama 2, section 3.1 (2e-5, full); QLoRA, https://arxiv.org/abs/2305.14314, table 9 (1e-4 to 2e-4).
+_USUAL_LR = {"full": "1e-5 to 1e-4", "lora": "1e-4 to 1e-3", "qlora": "1e-4 to 1e-3"}
+
+
+def learning_rate(recipe: Recipe) -> Iterator[Finding]:
+    optimizer, usual = recipe.optimizer, _USUAL_LR[recipe.mode]
+    if optimizer.name != "sgd" and optimizer.lr >= 1:  # SGD multiplies gradients, which have any size
+        yield (
+            "optimizer.lr",
+            f"a step of `{optimizer.name}` moves each weight by up to the rate, and weights are far below "
+            f"{optimizer.lr:g}: usual under `mode: {recipe.mode}` is {usual}",
+        )
+
+
 def in_backward(recipe: Recipe) -> Iterator[Finding]:
     optimizer, key = recipe.optimizer, "optimizer.in_backward"
     if not optimizer.in_backward:
@@ -388,7 +402,7 @@ def images(recipe: Recipe) -> Iterator[Finding]:
 
 
 RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
-    *(mode, precision, batch, evaluation, steps, in_backward, sources, streaming),
+    *(mode, precision, batch, evaluation, steps, learning_rate, in_backward, sources, streaming),
     *(objective_keys, reference, distillation, answers, added_tokens, tower, images),
 )
 

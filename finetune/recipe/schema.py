@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_validator
 
+from finetune.recipe.shorthands import SHORTHANDS
 from finetune.recipe.urls import without_credentials
 
 
@@ -152,9 +153,8 @@ class Lora(Section):
     rank: Count = 16
     alpha: Positive = 32.0  # the update is scaled by alpha / rank (rslora: alpha / sqrt(rank))
     dropout: Annotated[Float, Field(ge=0, lt=1)] = 0.0
-    targets: Literal["all-linear"] | Names = (
-        "all-linear"  # module names; all-linear: every linear layer but the LM head
-    )
+    # Module names, a list or text with commas (`q_proj,v_proj`); all-linear: every linear layer but the LM head
+    targets: Literal["all-linear"] | Names = "all-linear"
     rslora: bool = False  # Kalajdzievski 2023, https://arxiv.org/abs/2312.03732
     dora: bool = False  # Liu et al. 2024, https://arxiv.org/abs/2402.09353
     modules_to_save: Names | None = None  # modules trained fully in addition to the adapters, such as lm_head
@@ -182,13 +182,13 @@ class Quantization(Section):
 
 
 Answers = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
-Format = Literal["auto", Answers, "preference", "ranked", "unpaired", "classification"]
+Format = Literal["auto", Answers, "preference", "comparison", "ranked", "unpaired", "classification"]
 
 
 class Source(Section):
     """One dataset: a file, a glob, a folder of files, a URL (s3://, gs://, https://, ...), or a hub id.
 
-    Files: json, jsonl, csv, parquet, arrow, txt; compressed ones (.gz, .bz2, .xz, .zst) as well.
+    Files: json, jsonl, csv, parquet, arrow, xlsx, txt, md; compressed ones (.gz, .bz2, .xz, .zst) as well.
     """
 
     path: Annotated[str, Field(min_length=1)]
@@ -207,7 +207,7 @@ class Source(Section):
     # trained on twice.
     max_epochs: Positive | None = None
     limit: Count | None = None  # use only the first rows of the source
-    # Row of a txt file: a line that is not blank, lines up to a blank one, or the whole file. null: line
+    # Row of a text: a line that is not blank, lines up to a blank one, or the whole file. null: line, of md files: file
     text_unit: Literal["line", "paragraph", "file"] | None = None
 
     @field_serializer("path")
@@ -255,8 +255,9 @@ class Images(Section):
 class Data(Section):
     """Training and evaluation data, and how it becomes packed sequences."""
 
-    train: Annotated[Sources, Field(min_length=1)]
-    eval: HeldOut | Sources = ()  # sources, or `{share: 0.05}` of the rows of `train`
+    train: Annotated[Sources, Field(min_length=1)]  # a path is short for `[{path: ...}]`; so are paths in the list
+    # Sources, as for `train`, or `{share: 0.05}` of the rows of `train`, for which `0.05` is short
+    eval: HeldOut | Sources = ()
     max_length: Annotated[int, Field(ge=2, le=10**9)]  # tokens of a packed sequence; also the longest example
     overlong: Literal["drop", "truncate", "split", "error"] = "drop"  # examples over max_length; always counted
     packing: bool = True  # fill sequences with complete documents (best fit); false: one document per sequence
@@ -331,7 +332,7 @@ class RowKind(NamedTuple):
 
 
 _ANSWERS = RowKind(get_args(Answers))
-_PAIRS = RowKind(("preference", "ranked"), ("chosen", "rejected"))
+_PAIRS = RowKind(("preference", "comparison", "ranked"), ("chosen", "rejected"))
 ROW_KINDS: dict[str, RowKind] = {
     "sft": _ANSWERS,
     "focal": _ANSWERS,
@@ -340,7 +341,7 @@ ROW_KINDS: dict[str, RowKind] = {
     "orpo": _PAIRS,
     "reward": _PAIRS._replace(columns=("margin",)),
     # A pair gives a good and a bad answer.
-    "kto": RowKind(("unpaired", "preference"), ("answer", "another row's answer"), ("label",)),
+    "kto": RowKind(("unpaired", "preference", "comparison"), ("answer", "another row's answer"), ("label",)),
     "classify": RowKind(("classification",), columns=("label",)),
 }
 # Objectives whose model has a head of scores in place of an LM head, with its description for the model card.
@@ -618,7 +619,7 @@ class Profile(Section):
 
 
 class Wandb(Section):
-    project: str
+    project: Annotated[str, Field(min_length=1)] = "finetune"
     entity: str | None = None
     group: str | None = None
     tags: Names | None = None
@@ -629,7 +630,7 @@ class Wandb(Section):
 class Tracking(Section):
     """Trackers in addition to metrics.jsonl, which is always written."""
 
-    wandb: Wandb | None = None
+    wandb: Wandb | None = None  # `true` is short for `{}`, a name for `{project: name}`
     tensorboard: bool = False
     trackio: str | None = None  # project name
     samples: bool = False  # write samples/rank-*.jsonl: the rows of each step and process
@@ -678,6 +679,11 @@ def recipe_json_schema() -> str:
         },
         **schema["properties"],
     }
+    for (section, key), shorthand in SHORTHANDS.items():
+        properties = schema["$defs"][section.title()]["properties"]
+        described = properties[key]
+        about = {name: described.pop(name) for name in ("title", "default") if name in described}
+        properties[key] = {"anyOf": [*described.get("anyOf", [described]), *shorthand.schemas], **about}
     for section in (schema, *schema["$defs"].values()):
         section.pop("required", None)  # with `extends`, any required key may come from the base
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"

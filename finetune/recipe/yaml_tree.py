@@ -1,7 +1,8 @@
 """Reads YAML into plain values with the place (file, line) of each, resolves `extends` and applies overrides.
 
 Values follow YAML 1.2 when PyYAML's 1.1 surprises: `1e-4` is a number, `on`, `off`, `yes` and `no` are strings, `010`
-is ten. Raw dicts exist only here and in `load.py`.
+is ten. Short forms (`shorthands.py`) are replaced in each file and override, so that full ones are merged. Raw dicts
+exist only here and in `load.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import yaml
 
 from finetune.errors import UserError
+from finetune.recipe.shorthands import expand
+from finetune.shipped import here_or_shipped
 
 Key = tuple[str | int, ...]  # path to a value: ("data", "train", 0, "path")
 
@@ -135,7 +138,7 @@ class Tree:
 
 def read(path: Path) -> Tree:
     """Reads a recipe file and those it `extends`; the extending file's values win. Raises RecipeError."""
-    return _read(path, ())
+    return _read(here_or_shipped(path), ())
 
 
 def _read(path: Path, parents: tuple[Path, ...]) -> Tree:
@@ -198,6 +201,7 @@ def _parse(path: Path) -> Tree:
         raise _error(path, file, (), "is empty; copy one of the files in recipes/")
     if not isinstance(tree.values, dict):
         raise _error(path, tree.places[()], (), "expected sections (`key: value`) at the top level")
+    expand(tree.values)
     tree.places[()] = Location(str(path), 1)
     return tree
 
@@ -344,6 +348,7 @@ def override(tree: Tree, text: str, is_text: Callable[[Key], bool]) -> None:
     key = (*key, index)
     target[index] = _override_value(raw, place, key, is_text(key))
     tree.places = {old: at for old, at in tree.places.items() if old[: len(key)] != key} | {key: place}
+    expand(tree.values)
 
 
 def _index(target: Any, part: str, place: Location, key: Key) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.sources.hub import check_hub
 from finetune.errors import UserError
 from finetune.recipe import Recipe, load_recipe
 from finetune.utils import readable_bytes
@@ -66,6 +67,8 @@ def check_recipe(
         recipe = load_recipe(path, overrides)
         if recipe_only and not (config_file or num_processes):
             return report
+        if not recipe_only:
+            check_hub(recipe)
         from finetune.engine.compatibility import check_launch  # slow imports, after a recipe that loads
         from finetune.engine.launch import read_config_file
 

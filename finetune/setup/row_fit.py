@@ -3,68 +3,28 @@
 from __future__ import annotations
 
 import math
-from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.building import num_characters, read_items
-from finetune.data.chat.renderer import build_renderer
+from finetune.data.building import num_characters
+from finetune.data.chat.renderer import Renderer, build_renderer
 from finetune.data.chat.template_choice import resolve_template
 from finetune.data.formats.converters import FORMATS
-from finetune.data.formats.detect import Detected, detect_format, parse_row, question_and_answer
 from finetune.data.objective_rows import objective_rows, trained_part
 from finetune.data.packing import pack
-from finetune.data.samples import BadRow, Conversation, Labelled, Preference, Ranked, Sample
-from finetune.data.sources.source import SourceReader
-from finetune.data.tokenizing import Item, RowSettings, tokenize_chunk
+from finetune.data.tokenizing import RowSettings, tokenize_chunk
 from finetune.errors import UserError
-from finetune.recipe.schema import ObjectiveSettings, Source
+from finetune.recipe.schema import Images, Model, ObjectiveSettings
+from finetune.setup.rows import RowsFound
 
-LOOK_ROWS = 5_000  # rows read; the rest of a larger source is assumed to be similar
 CHARACTERS_PER_TOKEN = 4  # about, for English with current vocabularies, if there is no tokenizer
 SLACK = 2  # times the longest estimate: other languages and vocabularies need twice the tokens, or more
 TEMPLATE_TOKENS = 16  # about, for a chat template around an answer
 LONGEST = 4096  # tokens of a packed sequence, as in recipes/base; or the model's context, if that is shorter
 GOAL_STEPS = 100  # twice the number below which `check` warns
-OBJECTIVES = {"preference": "dpo", "ranked": "dpo", "unpaired": "kto", "classification": "classify"}
-
-
-@dataclass(frozen=True)
-class RowsFound:
-    """Rows of the data, with their format."""
-
-    format: str
-    columns: dict[str, str] | None
-    reason: str  # how the format was detected
-    count: int  # rows, bad ones included
-    bad: tuple[str, ...]
-    is_all: bool  # every row was read; else `count` is an estimate
-    samples: tuple[Sample, ...]
-    items: tuple[Item, ...]
-
-    @property
-    def objective(self) -> str:
-        return OBJECTIVES.get(self.format, "sft")
-
-    @property
-    def labels(self) -> list[str]:
-        """Returns the classes that occur, in order; for indices all up to the highest."""
-        labels = {one.label for one in self.samples if isinstance(one, Labelled)}
-        if all(isinstance(label, int) for label in labels):
-            return [str(i) for i in range(max(map(int, labels), default=0) + 1)]
-        return sorted(map(str, labels))
-
-    def check_labels(self) -> None:
-        """Raises UserError if a classifier would have a single class."""
-        if self.objective == "classify" and len(self.labels) < 2:
-            raise UserError(
-                f"{self.items[0][0]}: `label` is {self.labels[0]} in every row, and a classifier needs two labels at "
-                "least; to train on the texts themselves, rename or remove that column"
-            )
 
 
 @dataclass(frozen=True)
@@ -75,6 +35,7 @@ class ExampleLengths:
     answers: NDArray[np.int64]  # (N,) supervised tokens; for an estimate all tokens
     is_estimate: bool
     scale: float  # examples of the source per example read
+    bad: tuple[str, ...] = ()  # rows that cannot be used, of those read
 
     @property
     def longest(self) -> int:
@@ -107,62 +68,26 @@ class Fit:
         return max(5, math.ceil(self.steps / 25) * 5)
 
 
-def read_source(path: str) -> RowsFound:
-    """Returns the first rows of a source, with their format. Raises UserError if no format fits."""
-    reader = SourceReader(Source(path=path))
-    with closing(read_items(reader)) as items:
-        read = tuple(islice(items, LOOK_ROWS))
-        is_all = next(items, None) is None
-    readable = [(label, number, row) for label, number, row in read if not isinstance(row, str)]
-    if not readable:
-        raise UserError(f"{path}: no row can be read" + (f": {read[0][0]}:{read[0][1]}: {read[0][2]}" if read else ""))
-    first = readable[0][2]
-    try:
-        detected = detect_format([row for _, _, row in readable])
-    except UserError as error:
-        pair = question_and_answer(first)
-        if pair is None:
-            raise UserError(f"{readable[0][0]}:{readable[0][1]}: {error}") from None
-        question, answer = pair
-        reason = f"no format has these columns: `{question}` is taken for the question, `{answer}` for the answer"
-        detected = Detected("prompt_completion", {"prompt": question, "completion": answer}, reason)
-    samples, bad = [], []
-    for label, number, row in read:
-        try:
-            if isinstance(row, str):
-                raise BadRow(row)
-            samples.append(parse_row(row, detected.format, detected.columns))
-        except BadRow as error:
-            bad.append(f"{label}:{number}: {error}")
-    count = len(read) if is_all else max(len(read), reader.estimated_rows() or 0)
-    columns = dict(detected.columns) if detected.columns else None
-    return RowsFound(detected.format, columns, detected.reason, count, tuple(bad), is_all, tuple(samples), read)
+def row_renderer(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, template: str | None, model: Model) -> Renderer:
+    """Returns the renderer of a run on these rows. Raises UserError, also for images and a model that sees none."""
+    is_text, images = rows.objective == "classify", None
+    if rows.has_images:
+        from finetune.data.images.expansion import RowImages
+        from finetune.data.images.families import image_family
+
+        images = RowImages(image_family(model, Images(), tokenizer), Images())
+    part = trained_part(_objective(rows))
+    return build_renderer(tokenizer, resolve_template(template, tokenizer), part, is_text, images)
 
 
-def chat_template(rows: RowsFound, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """Returns the built-in template that a tokenizer without its own needs for these rows; None if it needs none."""
-    if tokenizer is None or tokenizer.chat_template:
-        return None
-    renames = rows.columns is not None and rows.format == "prompt_completion"
-    if not renames and not any(_is_chat(sample) for sample in rows.samples[:100]):
-        return None
-    return "chatml" if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys() else "plain"
-
-
-def _is_chat(sample: Sample) -> bool:
-    if isinstance(sample, Ranked):
-        return _is_chat(sample.answers[0])
-    if isinstance(sample, Preference):
-        return _is_chat(sample.chosen)
-    return _is_chat(sample.sample) if isinstance(sample, Labelled) else isinstance(sample, Conversation)
-
-
-def token_lengths(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, template: str | None) -> ExampleLengths:
-    """Tokenizes the rows as a run would. Raises UserError."""
+def _objective(rows: RowsFound) -> ObjectiveSettings:
     labels = tuple(rows.labels) if rows.objective == "classify" else None
-    objective = ObjectiveSettings(name=rows.objective, labels=labels)  # pyright: ignore[reportArgumentType]
-    is_text = objective.name == "classify"
-    renderer = build_renderer(tokenizer, resolve_template(template, tokenizer), trained_part(objective), is_text)
+    return ObjectiveSettings(name=rows.objective, labels=labels)  # pyright: ignore[reportArgumentType]
+
+
+def token_lengths(rows: RowsFound, renderer: Renderer) -> ExampleLengths:
+    """Tokenizes the rows as a run would. Raises UserError."""
+    objective = _objective(rows)
     settings = RowSettings(
         renderer, rows.format, rows.columns, 10**9, "drop", skips_bad=True, objective=objective_rows(objective)
     )
@@ -175,7 +100,7 @@ def token_lengths(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, template:
     examples = np.add.reduceat(result.arrays.lengths, begins)
     answers = np.maximum.reduceat(result.arrays.targets, begins)
     several = 2 if objective.name == "kto" else 1  # with an answer of another row
-    return ExampleLengths(several * examples, answers, False, rows.count / len(rows.items))
+    return ExampleLengths(several * examples, answers, False, rows.count / len(rows.items), tuple(result.bad_rows))
 
 
 def estimated_lengths(rows: RowsFound) -> ExampleLengths:
@@ -184,7 +109,7 @@ def estimated_lengths(rows: RowsFound) -> ExampleLengths:
     readable = [row for _, _, row in rows.items if not isinstance(row, str)]
     texts = [sum(num_characters(row[name]) for name in fields if row.get(name) is not None) for row in readable]
     tokens = np.array([text // CHARACTERS_PER_TOKEN + TEMPLATE_TOKENS for text in texts], np.int64)
-    return ExampleLengths(tokens, tokens, True, rows.count / len(rows.items))
+    return ExampleLengths(tokens, tokens, True, rows.count / len(rows.items), rows.bad)
 
 
 def fit_rows(lengths: ExampleLengths, rows: RowsFound, longest: int) -> Fit:

@@ -34,6 +34,7 @@ import psutil
 from finetune.engine.launch import read_config_file
 from finetune.errors import STOPPED_STATUS, UserError
 from finetune.recipe import load_recipe
+from finetune.shipped import here_or_shipped
 from finetune.tracking.metrics import read_status
 from finetune.training.signals import SIGNALS
 
@@ -61,6 +62,7 @@ def launch(words: Sequence[str], config_file: Path | None = None, num_processes:
         run = load_recipe(Path(arguments[0]), arguments[1:]).run
         run_dir = Path(run.dir) / run.name
     if config_file is not None:
+        config_file = here_or_shipped(config_file)
         read_config_file(str(config_file), num_processes)
     if module == TORCHRUN:
         program = [*program, *(["--config-file", str(config_file)] if config_file else [])]

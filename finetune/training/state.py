@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import yaml
 from rich.markup import escape
 
 from finetune.checkpoints.inputs import Inputs
@@ -12,6 +15,8 @@ from finetune.checkpoints.resume import check_finished, chosen, newest_good, res
 from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.recipe import Recipe
+from finetune.recipe.schema import Schedule
+from finetune.training.optim import lr_factor
 from finetune.training.run_dir import run_folder
 
 
@@ -54,8 +59,29 @@ def resumed_state(
     for folder in set_newer_aside(checkpoints, state.step) if engine.is_main else []:
         say(f"note: a checkpoint after the chosen one is now {folder}")
     say(f"resuming from {checkpoint}: step {state.step} of {steps}")
+    if change := _change_of_rate(recipe, checkpoint, state.step, resumed.steps, steps):
+        say(change)
     for change in resumed.changes:
         say(f"changed since then: {escape(change)}")
     for note in resumed.notes:
         say(f"note: {escape(note)}")
     return state, resumed.metrics, resumed.trackers
+
+
+def _change_of_rate(recipe: Recipe, checkpoint: Path, step: int, before: int, steps: int) -> str | None:
+    """Returns what another length of the run does to the learning rate from here on; None if it does nothing.
+
+    step: steps done; before, steps: length of the run that wrote the checkpoint, and of this one.
+    """
+    if before == steps or step >= steps:
+        return None
+    saved = yaml.safe_load((checkpoint / "recipe.yaml").read_text(encoding="utf-8"))
+    past = Schedule.model_validate(saved["schedule"])
+    now = lr_factor(recipe.schedule, step, steps)
+    if math.isclose(now, lr_factor(past, min(step, before - 1), before)):
+        return None
+    last = saved["optimizer"]["lr"] * lr_factor(past, step - 1, before)
+    return (
+        f"the schedule `{recipe.schedule.name}` is now that of a run of {steps} steps, not of {before}: "
+        f"step {step + 1} has a learning rate of {recipe.optimizer.lr * now:.3g}, step {step} had {last:.3g}"
+    )

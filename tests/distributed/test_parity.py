@@ -1,6 +1,6 @@
 """The promise: one recipe, the same loss at every step and the same parameters at the end, wherever it runs.
 
-The matrix of scripts/proofs/parity_matrix.py, and proof that its comparison can fail.
+Cells of the matrix of scripts/proofs/parity_matrix.py, and proof that its comparison can fail.
 """
 
 from __future__ import annotations
@@ -16,120 +16,99 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 CASE_BY_NAME = {case.name: case for case in parity.CASES}
-# Sharding code paths with nothing to share: a group of one must be the one process.
-ALONE = (("fsdp2", 1, [CASE_BY_NAME["lora"]]),)
-# For time: every case on one config at least; the script runs all of its cases on every one.
-BY_SCRIPT = {
-    *("full compile", "lora compile checkpointing"),  # inductor takes a minute of each process
-    *("full deep", "lora deep", "full deep token budget", "full deep plain head", "lora plain head"),  # schedules
-    *("full qwen3", "full qwen3_moe", "lora qwen3_moe balance", "full qwen3_moe balance unpacked"),
-    *("full mixtral bf16", "lora mixtral experts", "lora qwen3_moe experts checkpointing", "lora mistral window"),
-    *("qlora tokens", "lora mixtral tokens", "lora text part tokens"),
-    *("full plain head", "full paged_adamw", "full sgd no clip", "full checkpointing offloaded"),
-    *("full dpo", "full dpo plain head", "full deep dpo", "lora simpo"),
-    *("lora qwen3_5", "full qwen3_5 checkpointing"),
-    *(
-        "lora tied and whole head",
-        "full images",
-        "full images projector",
-        "lora images",
-        "lora images tower",
-        "qlora images",
-        "full images bf16",
-    ),
-    *("full images dpo", "full images kto", "lora images dpo adapters off"),
-    *("lora text part", "full chunked head", "full classify", "lora accumulate 1"),
-    *("full granite_hybrid", "lora granite_hybrid checkpointing selective"),
-    *(
-        "lora dpo",
-        "lora reward",
-        "lora distill",
-        "lora focal",
-        "lora chunked head",
-        "lora tied tokens",
-        "lora tokens whole",
-        "lora tokens",
-        "full focal",
-        "full text part",
-        "full checkpointing",
-    ),
-}
-ON_DDP = {
-    "full",
-    "full accumulate 1",
-    "full auto rows",
-    "full token budget",
-    "lora unpacked",
-    "qlora",
-    "full bf16",
-    "full kto",
-}
-ON_EP = {
-    *("full mixtral", "lora mixtral", "full mixtral balance", "full qwen3_moe balance checkpointing"),
-    *("full mixtral offloaded", "full orpo experts balance"),
-}
-ON_FSDP2 = (
-    {case.name for case in parity.CASES}
-    - BY_SCRIPT
-    - (ON_EP - {"full qwen3_moe balance checkpointing"})
-    - {"full accumulate 1", "full unpacked", "lora tied", "lora bf16"}
-    - {"full dpo ipo unpacked", "full orpo", "full kto", "full qwen3_5"}
-)
-BY_SCRIPT_ALONE = (
-    *(("cp", 2), ("cp", 4), ("cp_alltoall", 2), ("cp_ring", 2), ("cp_ring_of_4", 4)),
-    *(("zero3_cp", 2), ("ulysses_of_4", 4), ("cp_ulysses", 4), ("fsdp2_cp", 4)),
-    *((config, 1) for config in ("ddp", "fsdp2", "zero2", "zero3")),
-)
-SELECTED = {
-    ("ddp", 2): {*ON_DDP, "full unpacked", "lora tied", "lora bf16"},
-    ("fsdp2", 2): ON_FSDP2
-    - {"full from scratch", "lora dora", "lora mistral window", "lora dropout offloaded"}
-    - {"lora qwen3", "full auto rows", "full token budget", "full mistral window", "lora unpacked"}
-    - {"lora tied chunked head", "lora and whole head", "lora", "qlora", "full images rare"},
+Place = tuple[str, int]  # accelerate config, processes
+# The cells of the default suite. What is in neither of the next two tables runs on fsdp2, so a new case does.
+RUN: dict[Place, set[str]] = {
+    # Ranks take rows, whole parameters on each.
+    ("ddp", 2): {
+        *("full", "full accumulate 1", "full auto rows", "full unpacked", "full token budget"),
+        *("full kto", "qlora", "full bf16"),
+    },
+    # Shards decide more: a tied table and its trained copy, mixed precision, dropout, a group of one.
+    ("fsdp2", 2): {"full tied", "lora tied tokens whole", "full bf16", "lora dropout rslora"},
+    ("fsdp2", 1): {"lora"},
     ("fsdp2_offload", 2): {"full"},
+    ("hsdp", 4): {"full"},
     ("zero2", 2): {"full accumulate 1", "qlora"},
-    ("zero3", 2): {"full", "full from scratch", "lora dora", "qlora", "lora dropout offloaded"}
-    | {
-        "full images rare",
-        "lora images",
-        "full qwen3_5",
-    },  # what is in its mixers runs as often as a rank has documents
+    ("zero3", 2): {"full from scratch", "lora dora", "lora dropout offloaded", "full images rare", "full qwen3_5"},
     ("zero3_offload", 2): {"full"},
+    # Ranks share rows.
     ("pp", 2): {
-        *("full", "lora", "full token budget", "full tied", "full bf16"),
+        *("lora", "full token budget", "full tied", "full bf16"),
         *("lora and whole head", "lora tied chunked head", "full orpo"),
     },
     ("pp_dp", 4): {"full"},
-    ("pp_interleaved", 2): set(),  # in test_pipeline.py
-    ("pp_gpipe", 2): set(),
-    ("pp_zero_bubble", 2): set(),
-    ("pp_zero_bubble_2", 2): set(),
-    ("pp_4", 4): set(),
-    ("ep", 2): ON_EP - {"full qwen3_moe balance checkpointing"},
-    ("ep", 4): set(),  # one that is resumed from is in test_resume_elsewhere.py
-    ("ddp", 4): set(),
-    ("fsdp2", 4): set(),
-    ("zero3", 4): set(),
-    ("fsdp2_offload", 4): set(),
-    ("zero2", 4): set(),
-    ("zero2_offload", 2): set(),
-    ("zero2_offload", 4): set(),
-    ("zero3_offload", 4): set(),
-    # More of them is in test_context_parallel.py; the script runs them all.
-    ("ulysses", 2): {"full unpacked", "full auto rows", "full mistral window", "full dpo ipo unpacked"},
-    **{launch: set() for launch in BY_SCRIPT_ALONE},
-    ("hsdp", 4): {"full"},
-    ("tp", 2): {"full tied", "lora dropout rslora", "lora qwen3", "lora tied tokens whole"},
-    ("tp", 4): set(),
-    ("fsdp2_tp", 4): set(),  # in test_tensor_parallel.py
+    ("tp", 2): {"full tied", "lora dropout rslora"},
+    ("ulysses", 2): {"full unpacked", "full mistral window", "full dpo ipo unpacked"},
+    ("ep", 2): {"lora mixtral", "full mixtral balance", "full mixtral offloaded", "full orpo experts balance"},
 }
-LAUNCHES = (
-    *(
-        (config, processes, chosen)
-        for config, processes, cases in parity.selected([])
-        if (chosen := [c for c in cases if c.name in SELECTED.get((config, processes), {c.name})])
+# Cases left to the matrix (tests/matrices, with --all), and the tests that run the same code.
+LEFT = {
+    "tests/numerics/test_compiled.py; inductor takes a minute of each process": (
+        *("full compile", "lora compile checkpointing"),
     ),
-    *ALONE,
+    "test_pipeline.py; pp: lora, full token budget, full orpo": (
+        *("full deep", "lora deep", "full deep token budget", "full deep dpo"),
+        *("full deep plain head", "lora plain head", "full dpo plain head"),
+    ),
+    "ep: full mixtral balance, full mixtral offloaded, lora mixtral; fsdp2: full qwen3_moe balance checkpointing": (
+        *("full mixtral", "full mixtral bf16", "lora mixtral experts", "lora mixtral tokens"),
+        *("full qwen3_moe", "full qwen3_moe balance unpacked"),
+        *("lora qwen3_moe balance", "lora qwen3_moe experts checkpointing"),
+    ),
+    "zero3: full qwen3_5; tests/numerics/test_mixers.py": (
+        *("lora qwen3_5", "full qwen3_5 checkpointing"),
+        *("full granite_hybrid", "lora granite_hybrid checkpointing selective"),
+    ),
+    "test_tensor_parallel.py: qwen3, phi3 lora": ("full qwen3", "lora qwen3"),
+    "ulysses: full mistral window": ("lora mistral window",),
+    "tests/numerics/test_text_part.py; fsdp2: full tokens": (
+        "full text part",
+        "lora text part",
+        "lora text part tokens",
+    ),
+    "ddp: full accumulate 1, full unpacked (batches know no adapters)": ("lora accumulate 1", "lora unpacked"),
+    "fsdp2: lora tied tokens whole, full tokens; pp: lora tied chunked head, lora and whole head": (
+        *("lora tied", "lora tied and whole head", "lora chunked head"),
+        *("lora tokens", "lora tied tokens", "lora tokens whole", "qlora tokens"),
+    ),
+    "ddp, fsdp2 and pp: full bf16; test_resume_elsewhere.py: full bf16": ("lora bf16",),
+    "fsdp2: qlora fp8; tests/numerics/test_quantized.py": ("qlora fp8 scaled",),
+    "fsdp2: full checkpointing selective, qlora fp8; tests/numerics/test_memory.py, with dropout and in 4 bits": (
+        *("full checkpointing", "full checkpointing offloaded", "qlora checkpointing selective"),
+    ),
+    "tests/numerics/test_head.py": ("full plain head", "full chunked head", "full focal", "lora focal"),
+    "test_modes.py: adamw_8bit, paged_adamw_8bit, broken": ("full paged_adamw", "full sgd no clip"),
+    "fsdp2: lora dpo adapters off, full reward, full distill; test_resume_elsewhere.py: full dpo": (
+        *("full dpo", "lora dpo", "lora simpo", "lora reward", "lora distill", "full classify"),
+    ),
+    "fsdp2: full images tower; zero3: full images rare; fsdp2: full distill; test_distill.py; test_image_runs.py": (
+        *("full images", "full images projector", "full images bf16", "full images distill"),
+        *("lora images", "lora images tower", "qlora images"),
+        *("full images dpo", "full images kto", "lora images dpo adapters off"),
+    ),
+}
+LEFT_PLACES: dict[str, tuple[Place, ...]] = {
+    "the same config with 2 processes": tuple(
+        (config, 4) for config in ("ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload", "tp")
+    ),
+    "fsdp2 x1, and single itself": (("ddp", 1), ("zero2", 1), ("zero3", 1)),
+    "zero2 x2 and zero3_offload x2": (("zero2_offload", 2), ("zero2_offload", 4)),
+    "test_resume_elsewhere.py": (("ep", 4),),
+    "test_tensor_parallel.py": (("fsdp2_tp", 4),),
+    "test_pipeline.py, pp x2": (
+        *(("pp_interleaved", 2), ("pp_gpipe", 2), ("pp_zero_bubble", 2), ("pp_zero_bubble_2", 2), ("pp_4", 4)),
+    ),
+    "test_context_parallel.py, ulysses x2": (
+        *(("cp", 2), ("cp", 4), ("cp_alltoall", 2), ("cp_ring", 2), ("cp_ring_of_4", 4), ("zero3_cp", 2)),
+        *(("ulysses_of_4", 4), ("cp_ulysses", 4), ("fsdp2_cp", 4)),
+    ),
+}
+NAMED = {name for names in (*RUN.values(), *LEFT.values()) for name in names}
+RUN["fsdp2", 2] |= CASE_BY_NAME.keys() - NAMED
+LAUNCHES = tuple(
+    (config, processes, [case for case in parity.CASES if case.name in names])
+    for (config, processes), names in RUN.items()
 )
 
 
@@ -148,9 +127,18 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_case_is_run_on_several_processes() -> None:
-    assert {case.name for _, processes, cases in LAUNCHES if processes > 1 for case in cases} | BY_SCRIPT == set(
-        CASE_BY_NAME
+def test_every_case_runs_on_several_processes_or_is_left() -> None:
+    run = {name for (_, processes), names in RUN.items() if processes > 1 for name in names}
+    left = [name for names in LEFT.values() for name in names]
+    assert sorted({*run, *left}) == sorted(CASE_BY_NAME)
+    assert len({*left}) == len(left)
+    assert not run & {*left}
+
+
+def test_every_launch_of_the_matrix_runs_or_is_left() -> None:
+    left = [place for places in LEFT_PLACES.values() for place in places]
+    assert sorted({(config, processes) for config, processes, _ in parity.LAUNCHES} | {("fsdp2", 1)}) == sorted(
+        [*RUN, *left]
     )
 
 

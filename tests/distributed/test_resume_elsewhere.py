@@ -11,13 +11,15 @@ import torch
 from resume_matrix import Pair, Place
 from safetensors.torch import load_file
 
-SAVED: list[Place] = [("single", 1), ("tp", 2)]
+SINGLE: Place = ("single", 1)
+SAVED: list[Place] = [SINGLE, ("tp", 2)]
 RESUMED: list[Place] = [("zero3", 2)]  # for time; the script goes on everywhere
 BY_SCRIPT = {
     case.name for case in (*resume_matrix.OF_STAGES, *resume_matrix.OF_OBJECTIVES, *resume_matrix.OF_TOKENS)
 } - {"full kto"}
 BY_SCRIPT |= {"lora dpo adapters off", "full qwen3_5", "full text part", "lora text part", *parity.OF_IMAGES}
-ALONE_ONLY = {"lora dropout rslora", "full bf16"}  # saved on one process; on tensor shards by the script
+EXPERTS = [Pair(("ep", 4), SINGLE, case) for case in resume_matrix.cases(("ep", 4))]
+ALONE_ONLY = {"lora dropout rslora", "full bf16", "full dpo"}  # saved on one process; on tensor shards by the script
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +27,25 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FINETUNE_CACHE", str(folder / "cache"))
-        needed = {case.name for place in SAVED for case in resume_matrix.cases(place, place)}
-        resume_matrix.prepare(folder, SAVED, sorted(needed - BY_SCRIPT))
+        parity.prepare(folder)
+        pairs = [*EXPERTS, *(pair for place in RESUMED for pair in pairs_on(place))]
+        for place in SAVED:  # one process runs every case through: all are compared with it
+            names = {pair.case.name for pair in pairs if place in (pair.saved, SINGLE)}
+            resume_matrix.save(folder, place, sorted(names))
     return folder
+
+
+def pairs_on(place: Place) -> list[Pair]:
+    """Pairs that the default suite resumes there."""
+    every = [Pair(source, place, case) for source in SAVED for case in resume_matrix.cases(source, place)]
+    pairs = [pair for pair in every if pair.case.name not in BY_SCRIPT]
+    return [pair for pair in pairs if pair.saved == SINGLE or pair.case.name not in ALONE_ONLY]
 
 
 @pytest.mark.parametrize("place", RESUMED, ids=[f"{config} x{size}" for config, size in RESUMED])
 def test_resumes_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(saved / "cache"))
-    every = [Pair(source, place, case) for source in SAVED for case in resume_matrix.cases(source, place)]
-    pairs = [pair for pair in every if pair.case.name not in BY_SCRIPT]
-    pairs = [pair for pair in pairs if pair.saved == ("single", 1) or pair.case.name not in ALONE_ONLY]
+    pairs = pairs_on(place)
     resume_matrix.resume(saved, pairs)
     cells = [resume_matrix.compare(saved, pair) for pair in pairs]
     assert {"full", "full dpo", "full kto"} <= {pair.case.name for pair in pairs}
@@ -45,11 +55,9 @@ def test_resumes_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_experts_divided_over_ranks_resume_undivided(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(saved / "cache"))
-    divided: Place = ("ep", 4)
-    resume_matrix.save(saved, divided)
-    pairs = [Pair(divided, ("single", 1), case) for case in resume_matrix.cases(divided)]
-    resume_matrix.resume(saved, pairs)
-    cells = [resume_matrix.compare(saved, pair) for pair in pairs]
+    resume_matrix.save(saved, EXPERTS[0].saved)
+    resume_matrix.resume(saved, EXPERTS)
+    cells = [resume_matrix.compare(saved, pair) for pair in EXPERTS]
     assert [cell["case"] for cell in cells] == ["lora mixtral experts", "full mixtral balance"]
     assert [cell for cell in cells if not cell["passed"]] == []
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import yaml
+from conftest import finetune
 from transformers import AutoTokenizer
 from typer.main import get_command
 
@@ -271,7 +272,7 @@ BAD_DATA: list[tuple[str, str, str | bytes, str, str]] = [
     ("column twice", "x.csv", "text,text\na,b\n", "text", ":1: the header has `text` twice"),
     ("empty file", "x.jsonl", "", "messages", ": the file has no rows"),
     ("not parquet", "x.parquet", "PAR?", "text", ": not a readable parquet file"),
-    ("unknown kind", "x.xlsx", "", "text", ": `.xlsx` is not a kind of file that is read"),
+    ("unknown kind", "x.xls", "", "text", ": `.xls` is not a kind of file that is read"),
     ("too long", "x.jsonl", _GOOD + _turns(("user", "w " * 99), ("assistant", "y")), "messages", ":2: 20"),
     ("all too long", "x.txt", "word " * 999 + "\n", "text", ": none of its 1 rows can be trained on"),
 ]
@@ -301,14 +302,14 @@ def test_check_names_file_and_row_of_bad_data(
     assert "Traceback" not in err
 
 
-def test_bad_data_in_a_process_of_its_own(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
+def test_bad_data_outside_this_process(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(_GOOD + "{oops\n", encoding="utf-8")
     recipe["data"]["eval"][0]["path"] = str(path)
-    code, out, err = command("check", write_recipe(recipe))
-    assert (code, out) == (2, "")
-    assert err.startswith(f"{path}:2: not valid JSON")
-    assert "Traceback" not in err
+    done = finetune("check", write_recipe(recipe))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{path}:2: not valid JSON")
+    assert "Traceback" not in done.stderr
 
 
 # --- models that do not fit
@@ -602,6 +603,7 @@ def test_cache_is_listed_and_cleaned(
     assert max(map(len, narrow[:-1])) <= 80  # the last line is the folder
     assert any(str(listed[0]["tokens"]) in line.replace(",", "") for line in narrow)
     assert not any("…" in line for line in narrow)
+    monkeypatch.setenv("COLUMNS", "250")  # else a name may be cut in two
     assert "nothing to remove, all was used within 30d" in here("cache", "clean", "--yes")[1]
     code, out, err = here("cache", "clean", "--all")
     assert code == 2

@@ -18,8 +18,10 @@ from rich.console import Console
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
-from finetune.setup.new import NewOptions, write_new
-from finetune.setup.row_fit import GOAL_STEPS, ExampleLengths, RowsFound, fit_rows
+from finetune.setup.new import write_new
+from finetune.setup.new_options import NewOptions
+from finetune.setup.row_fit import GOAL_STEPS, ExampleLengths, fit_rows
+from finetune.setup.rows import RowsFound
 
 
 def words(drawn: random.Random, least: int, most: int) -> str:
@@ -42,10 +44,12 @@ def texts(folder: Path) -> Path:
     return path
 
 
-def new(model: Path | str, data: Path, mode: str = "lora", output: Path | None = None) -> str:
-    """Writes the recipe; returns what is printed."""
+def new(
+    model: Path | str, data: Path, mode: str = "lora", output: Path | None = None, ask: Any = None, **more: Any
+) -> str:
+    """Writes the recipe; returns what is printed. more: fields of the options."""
     console = Console(file=io.StringIO(), width=80)
-    write_new(NewOptions(str(model), str(data), mode, None, output), console)
+    write_new(NewOptions(str(model), str(data), mode, None, output, **more), console, ask)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -73,7 +77,7 @@ def test_what_is_written_passes_check(made: Path, tmp_path: Path, kind: str) -> 
     assert recipe.objective.name == {"pairs": "dpo", "marked": "kto", "classes": "classify"}.get(kind, "sft")
     if kind == "other names":
         assert recipe.data.train[0].columns == {"prompt": "frage", "completion": "antwort"}
-        assert "`frage` is taken for the question" in " ".join(printed.replace("│", " ").split())
+        assert "`frage` is the prompt" in " ".join(printed.replace("│", " ").split())
     if kind != "few":
         assert report.facts["steps"] >= 0.9 * GOAL_STEPS
         assert "held out" in printed
@@ -130,6 +134,98 @@ def test_mistakes_are_messages_and_leave_files_alone(made: Path, tmp_path: Path)
             new(**{"model": made / "llama", "data": data, "output": other, **changes})
         assert not other.exists()
     assert output.read_text(encoding="utf-8") == "mine"
+
+
+def tickets(folder: Path, names: tuple[str, ...], count: int = 60) -> Path:
+    """A CSV of ids, two texts and a language under other names."""
+    drawn, path = random.Random(0), folder / "tickets.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        writer.writerows(
+            (f"T-{i}", words(drawn, 3, 9) + "?", words(drawn, 5, 30), drawn.choice(("de", "en"))) for i in range(count)
+        )
+    return path
+
+
+def test_the_columns_of_tickets(made: Path, tmp_path: Path) -> None:
+    data = tickets(tmp_path, ("Ticket ID", "Customer Message", "Agent Reply", "Sprache"))
+    printed = new(made / "llama", data, output=tmp_path / "recipe.yaml")
+    (source,) = load_recipe(tmp_path / "recipe.yaml").data.train
+    assert source.columns == {"prompt": "Customer Message", "completion": "Agent Reply"}
+    assert "Ticket ID, Sprache" in " ".join(printed.replace("│", " ").split())
+    row = printed.partition("the first row, what is trained on in ⟦ ⟧:\n")[2]
+    assert re.match(r"<\|im_start\|>user\n[a-z ]+\?<\|im_end\|><\|im_start\|>assistant\n⟦[a-z ]+<\|im_end\|>⟧", row)
+    assert check_recipe(tmp_path / "recipe.yaml", ()).error is None
+
+
+def test_a_guess_is_refused_or_asked_about(made: Path, tmp_path: Path) -> None:
+    data, output = tickets(tmp_path, ("Nr", "Betreff", "Inhalt", "Sprache")), tmp_path / "recipe.yaml"
+    with pytest.raises(UserError, match="is a guess") as refused:
+        new(made / "llama", data, output=output)
+    option = re.findall(r"add: --columns (\S+) --format (\S+)", str(refused.value))
+    assert option == [("prompt=Betreff,completion=Inhalt", "prompt_completion")]
+    assert not output.exists()
+    asked: list[tuple[str, str]] = []
+
+    def answer(question: str, default: str) -> str:
+        asked.append((question, default))
+        return default if len(asked) == 1 else "text=Inhalt"
+
+    new(made / "llama", data, output=output, ask=answer)
+    assert asked == [("Columns (field=column,...)", "prompt=Betreff,completion=Inhalt")]
+    assert load_recipe(output).data.train[0].columns == {"prompt": "Betreff", "completion": "Inhalt"}
+    new(made / "llama", data, output=tmp_path / "text.yaml", ask=answer)
+    assert load_recipe(tmp_path / "text.yaml").data.train[0].format == "text"
+    told = {"prompt": "Inhalt", "completion": "Betreff"}
+    new(made / "llama", data, output=tmp_path / "told.yaml", columns=told, format="prompt_completion")
+    assert load_recipe(tmp_path / "told.yaml").data.train[0].columns == told
+
+
+def test_two_answers_are_preferences(made: Path, tmp_path: Path) -> None:
+    drawn = random.Random(0)
+    rows = [
+        {
+            "question": words(drawn, 3, 9),
+            "answer_a": words(drawn, 3, 9),
+            "answer_b": words(drawn, 10, 19),
+            "winner": "tie" if i % 9 == 0 else drawn.choice(("model_a", "model_b")),
+        }
+        for i in range(200)
+    ]
+    new(made / "llama", tiny.write_rows(tmp_path / "arena.jsonl", rows), output=tmp_path / "recipe.yaml")
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert (recipe.objective.name, recipe.data.train[0].format, recipe.data.on_bad_row) == ("dpo", "comparison", "skip")
+    assert 23 / 200 <= recipe.data.max_bad_share < 24 / 200
+    assert "# TODO: these are many" in (tmp_path / "recipe.yaml").read_text(encoding="utf-8")
+    assert check_recipe(tmp_path / "recipe.yaml", ()).error is None
+
+
+def test_overrides_are_written_in_place(made: Path, tmp_path: Path) -> None:
+    data, output = table(tmp_path, ("question", "answer")), tmp_path / "recipe.yaml"
+    chosen = ("optimizer.lr=3e-4", "data.max_length=48", "data.train.0.limit=50", "lora.rank=4", "tracking.wandb=true")
+    chosen += ("schedule.warmup_steps=5", "data.eval=[]", "run.seed=7")
+    new(made / "llama", data, output=output, overrides=chosen)
+    recipe, text = load_recipe(output), output.read_text(encoding="utf-8")
+    assert (recipe.optimizer.lr, recipe.data.max_length, recipe.data.train[0].limit) == (3e-4, 48, 50)
+    assert (recipe.lora and recipe.lora.rank, recipe.tracking.wandb and recipe.tracking.wandb.project) == (
+        4,
+        "finetune",
+    )
+    assert (recipe.schedule.warmup_steps, recipe.schedule.warmup_ratio, recipe.data.eval) == (5, None, ())
+    assert (recipe.run.seed, recipe.run.name, recipe.data.train[0].format) == (7, "table-lora", "prompt_completion")
+    assert text.count("# from the command line") >= len(chosen)
+    with pytest.raises(UserError, match=r"command line, 'optimizer\.lrr=1': optimizer\.lrr: unknown key"):
+        new(made / "llama", data, output=tmp_path / "other.yaml", overrides=("optimizer.lrr=1",))
+    assert not (tmp_path / "other.yaml").exists()
+
+
+def test_what_cannot_be_known_is_marked(tmp_path: Path) -> None:
+    rows, output = tiny.write_rows(tmp_path / "a.jsonl", tiny.conversations(30)), tmp_path / "a.yaml"
+    new("some-org/some-model", rows, output=output)
+    text = output.read_text(encoding="utf-8")
+    assert "# TODO: a base model without a chat template needs `chat_template`: chatml, gemma" in text
+    assert "TODO: `check` counts them" in text
 
 
 def test_settings_follow_the_size_of_the_data() -> None:

@@ -72,8 +72,12 @@ def test_what_may_not_change_on_resume(checkpointed: dict[str, Any], write_recip
 def test_a_longer_run_resumes_and_never_starts_over(checkpointed: dict[str, Any], write_recipe: Any) -> None:
     path, run = write_recipe(checkpointed), run_folder(checkpointed)
     train_here(path)
-    train_here(path, "train.max_steps=8")
-    assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 9))
+    said = train_here(path, "train.max_steps=8")
+    lines = [line for line in metrics(run) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    rates = " had ".join(f"{lines[i]['lr']:.3g}" for i in (6, 5)).replace(" had", ", step 6 had")
+    assert f"not of 6: step 7 has a learning rate of {rates}\n" in said
+    assert lines[6]["lr"] > lines[5]["lr"]
     train_here(path, "checkpoint.resume=never")
     assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 7))
 

@@ -50,11 +50,6 @@ def really_run(*command: object, stdin: str | None = None) -> forks.Done:
     return done
 
 
-def train(config: str, processes: int, recipe: Path, *overrides: str) -> forks.Done:
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{config}.yaml"]
-    return really_run(*launcher, "--num_processes", processes, "-m", "finetune", "train", recipe, *overrides)
-
-
 def lines_of(folder: Path) -> list[Line]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
@@ -109,13 +104,15 @@ def full_recipe(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def full_run(full_recipe: Path) -> Path:
     """On one process, by the command a person types."""
-    train("single", 1, full_recipe)
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / "single.yaml"]
+    really_run(*launcher, "--num_processes", 1, "-m", "finetune", "train", full_recipe)
     return full_recipe.parent / "runs" / "full"
 
 
 @pytest.fixture(scope="session")
 def ddp_run(full_recipe: Path) -> Path:
-    train("ddp", 2, full_recipe, "run.name=ddp")
+    done = launch("ddp", 2, "train", full_recipe, "run.name=ddp")
+    assert done.returncode == 0, done.stderr[-6000:]
     return full_recipe.parent / "runs" / "ddp"
 
 

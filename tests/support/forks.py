@@ -1,10 +1,10 @@
 """Programs in forks of a process that has imported what a run imports: a launch without seconds of imports per rank.
 
-`accelerate_launch` and `python` take and return what subprocess.run would. Each pair of config and size is launched
-once by accelerate itself, with a program that writes its environment down; the ranks find that environment, and above
-themselves a process with the launcher's command line. What differs from a launch: modules are imported already, rank 0
-keeps the address book of the group, and the first rank that fails ends the others at once. Tests of launchers, of
-signals and of what is imported start real processes.
+`accelerate_launch` and `python` take and return what subprocess.run would. For each pair of config and size,
+accelerate's own launcher, itself in a fork, starts once a program that writes its environment down; the ranks get that
+environment, and above themselves a process with the launcher's command line. What differs from a launch: modules are
+imported already, rank 0 keeps the address book of the group, and the first rank that fails ends the others at once.
+Tests of launchers, of signals and of what is imported start real processes.
 
 Run as a program this is the server: a request a line on its standard input, an exit status a line on its output.
 """
@@ -77,13 +77,13 @@ def _launch_command(config: Path, processes: int) -> list[str]:
 
 
 def _launcher_variables(config: Path, processes: int) -> list[dict[str, str]]:
-    """What `accelerate launch` adds to the environment of each rank; asked of a real one, once in a test session."""
+    """Variables that `accelerate launch` adds for each rank, read by a program that it starts, once in a session."""
     key = hashlib.sha256(f"{processes} {config.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
     file = environments_folder / f"{key}.json"
     if not file.exists():
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            command = [*_launch_command(config, processes), str(Path(__file__).resolve()), "--environment-to", folder]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+            launcher = _launch_command(config, processes)[1:]
+            done = python(*launcher, Path(__file__).resolve(), "--environment-to", folder)
             assert done.returncode == 0, done.stdout + done.stderr
             ranks = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
             added = [{k: v for k, v in rank.items() if os.environ.get(k) != v} for rank in ranks]

@@ -21,7 +21,7 @@ from finetune.recipe.load import key_is_known
 
 ROOT = Path(__file__).parents[2]
 FILES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
@@ -183,6 +183,10 @@ def test_the_site_has_every_page() -> None:
 def test_readme_is_short() -> None:
     """About nine hundred words: the rest has its page."""
     assert len(README.split()) <= 1000
+
+
+def test_what_assistants_read_is_short() -> None:
+    assert len((ROOT / "AGENTS.md").read_text(encoding="utf-8").splitlines()) <= 60
 
 
 def test_parallelism_knows_every_accelerate_config() -> None:

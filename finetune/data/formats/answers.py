@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from finetune.data.formats.messages import as_context, read_messages, to_conversation
+from finetune.data.formats.messages import as_context, read_message, read_messages, read_turn, to_conversation
 from finetune.data.formats.tools import Tool
 from finetune.data.formats.values import kind, shown
 from finetune.data.formats.values import text as text_of
@@ -45,7 +46,13 @@ def preference_of(prompt: Any, chosen: Any, rejected: Any, system: str, tools: t
 def _answer(value: Any, name: str) -> list[Message]:
     if isinstance(value, str):
         return [Message("assistant", text_of(value, f"`{name}`"))]
-    return read_messages(value, name)
+    return _messages(value, name)
+
+
+def _messages(value: Any, name: str) -> list[Message]:
+    """Reads messages, or turns of sharegpt, which LLaMA-Factory's pairs have."""
+    is_turn = isinstance(value, list) and value and isinstance(value[0], Mapping) and "from" in value[0]
+    return read_messages(value, name, read_turn if is_turn else read_message)
 
 
 def _split(
@@ -80,7 +87,7 @@ def _prompt(value: Any) -> list[Message]:
         return [Message("user", text_of(value, "`prompt`"))]
     if not isinstance(value, list):
         raise BadRow(f"`prompt` is {kind(value)}; expected text or a list of messages")
-    return read_messages(value, "prompt")
+    return _messages(value, "prompt")
 
 
 def answered(

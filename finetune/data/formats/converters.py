@@ -120,10 +120,38 @@ def preference(row: Row) -> Preference:
     """chosen and rejected, each text or messages, after `prompt` or a beginning they share; optional tools, system,
     and margin, a number: by how much the chosen one is better"""
     chosen, rejected = _field(row, "chosen"), _field(row, "rejected")
+    prompt = row.get("prompt")
+    if isinstance(chosen, Mapping) and isinstance(rejected, Mapping):  # LLaMA-Factory's, data/README.md "Preference"
+        chosen, rejected = [chosen], [rejected]
+        prompt = row["conversations"] if has_value(row.get("conversations")) else prompt
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         raise _of_two_kinds({"chosen": chosen, "rejected": rejected})
     margin = 0.0 if row.get("margin") is None else number(row["margin"], "`margin`")
-    return replace(preference_of(row.get("prompt"), chosen, rejected, *_system_and_tools(row)), margin=margin)
+    return replace(preference_of(prompt, chosen, rejected, *_system_and_tools(row)), margin=margin)
+
+
+# Spellings of `winner`, in lower case. No numbers: 1 is the first answer if they count from 1, the second from 0.
+WINNERS = {
+    **dict.fromkeys(("a", "answer_a", "response_a", "model_a", "output_a", "left", "first", "chosen_a"), "a"),
+    **dict.fromkeys(("b", "answer_b", "response_b", "model_b", "output_b", "right", "second", "chosen_b"), "b"),
+}
+
+
+def comparison(row: Row) -> Preference:
+    """answer_a and answer_b, each text or messages, after `prompt` or a beginning they share; winner: a or b; optional
+    tools, system"""
+    first, second, winner = (_field(row, name) for name in ("answer_a", "answer_b", "winner"))
+    if not isinstance(winner, str):
+        raise (BadRow if winner is None or winner in (0, 1, 2) else Misfit)(f"`winner` is {shown(winner)}; {_A_OR_B}")
+    if winner.strip().lower().startswith("tie"):
+        raise BadRow(f"`winner` is {shown(winner)}, so there is nothing to prefer")
+    if (side := WINNERS.get(winner.strip().lower().replace(" ", "_"))) is None:
+        raise BadRow(f"`winner` is {shown(winner)}; {_A_OR_B}")
+    chosen, rejected = (first, second) if side == "a" else (second, first)
+    return preference({**row, "chosen": chosen, "rejected": rejected})
+
+
+_A_OR_B = "expected a or b, for the better of `answer_a` and `answer_b`"
 
 
 def ranked(row: Row) -> Ranked:
@@ -256,10 +284,23 @@ FORMATS: dict[str, Format] = {
     "preference": Format(
         preference,
         ("chosen", "rejected"),
-        ("prompt", "margin", *CHAT),
+        ("prompt", "margin", "conversations", *CHAT),
         "a better and a worse answer",
         rank=0,
         other_names=({"prompt": "question"}, {"prompt": "input"}, {"prompt": "instruction"}),  # orca_dpo_pairs
+    ),
+    "comparison": Format(
+        comparison,
+        ("answer_a", "answer_b", "winner"),
+        ("prompt", "margin", *CHAT),
+        "two answers and the better one",
+        rank=0,
+        other_names=(
+            {"prompt": "question"},
+            {"answer_a": "response_a", "answer_b": "response_b"},
+            {"prompt": "question", "answer_a": "response_a", "answer_b": "response_b"},
+            {"answer_a": "conversation_a", "answer_b": "conversation_b"},  # lmsys/chatbot_arena_conversations
+        ),
     ),
     "ranked": Format(ranked, ("prompt", "responses", "scores"), CHAT, "answers and their scores", rank=0),
     "unpaired": Format(

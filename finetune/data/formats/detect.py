@@ -200,8 +200,12 @@ def _with_columns(columns: Columns) -> str:
 
 def question_and_answer(row: Row) -> tuple[str, str] | None:
     """Returns the columns of a table of texts that most likely hold them: the first, and the longest of the others."""
+    several_words = re.compile(r"[^\W\d].*\s.*[^\W\d]|[^\x00-\x7f]{2}", re.DOTALL)  # or a script without spaces
+    texts = {str(column): value for column, value in row.items() if isinstance(value, str)}
     texts = {
-        str(column): value for column, value in row.items() if isinstance(value, str) and re.search("[^\\W\\d]", value)
+        column: value
+        for column, value in texts.items()
+        if several_words.search(value) and not value.startswith(("[{", '{"'))
     }
     if len(texts) < 2:
         return None

@@ -76,7 +76,7 @@ HEAD_BYTES = 64  # enough to identify a file's kind
 BUFFER_BYTES = 1 << 16  # read at a time
 # Raised by the decompressors and pyarrow for bytes that are damaged or of another kind.
 DAMAGED = (EOFError, lzma.LZMAError, pyarrow.ArrowException)
-BINARY_KINDS = (".parquet", ".arrow")  # the others are text
+BINARY_KINDS = (".parquet", ".arrow", ".xlsx")  # the others are text
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ _SIGNATURES: tuple[tuple[str, re.Pattern[bytes], str], ...] = (
     ("", re.compile(rb"BZh[1-9]1AY&SY"), "it is compressed with bzip2; add .bz2 to its name"),
     ("", re.compile(rb"\xfd7zXZ\0"), "it is compressed with xz; add .xz to its name"),
     ("", re.compile(rb"\x28\xb5\x2f\xfd"), "it is compressed with zstd; add .zst to its name"),
-    ("", re.compile(rb"PK\x03\x04"), "it is a zip archive (or a spreadsheet); unpack it, or save it as csv"),
+    (".xlsx", re.compile(rb"PK\x03\x04"), "it is a zip archive (or a spreadsheet); unpack it, or name it .xlsx"),
     ("", re.compile(rb"version https://git-lfs"), "it is a pointer of Git LFS, not the data; run `git lfs pull`"),
 )
 _WEB_PAGE = re.compile(rb"\s*<(!doctype html|html)", re.IGNORECASE)
@@ -158,6 +158,12 @@ def _check_head(label: str, kind: str, head: bytes) -> None:
 def _other_kind(head: bytes, kind: str) -> str | None:
     """Returns the problem with a file of `kind` that begins so; None if the first bytes show none."""
     return next((problem for own, first, problem in _SIGNATURES if own != kind and first.match(head)), None)
+
+
+def check_unique(place: str, names: list[str]) -> None:
+    """Raises UserError for a name that two columns have."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{place} `{twice[0][:100]}` twice; rename one of the columns")
 
 
 def package_errors() -> tuple[type[BaseException], ...]:

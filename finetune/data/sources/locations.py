@@ -26,7 +26,7 @@ import filelock
 
 from finetune.data.checksums import Damaged, verify_file, write_checksum
 from finetune.data.sources.files import BINARY_KINDS, SETTLED_S, File, cache_root, file_digest, kind_of, package_errors
-from finetune.data.sources.readers import expected_kinds, is_data
+from finetune.data.sources.readers import expected_kinds, is_data, is_document
 from finetune.errors import UserError
 from finetune.recipe.urls import is_url, scrubbed, without_credentials
 
@@ -42,13 +42,21 @@ def local_files(name: str) -> list[File]:
     if path.is_dir():
         inside = sorted(_walk(path))
         files = [inner for inner in inside if is_data(inner.name)]
+        documents = [inner for inner in inside if is_document(inner.name)]
+        is_about = {inner.stem.lower() for inner in documents} <= {
+            "readme",
+            "license",
+            "changelog",
+        }  # data that is gone
+        files = files or ([] if is_about else documents)
         if not files:
             names = ", ".join(str(inner.relative_to(path)) for inner in inside[:5]) or "no files"
-            raise UserError(f"{path}: no data files in this folder (it has {names}); {expected_kinds()}")
+            kinds = expected_kinds(inner.name for inner in inside)
+            raise UserError(f"{path}: no data files in this folder (it has {names}); {kinds}")
     elif path.is_file():
-        if not is_data(path.name):
+        if not is_data(path.name) and not is_document(path.name):
             kind = path.suffix or path.name
-            raise UserError(f"{path}: `{kind}` is not a kind of file that is read; {expected_kinds()}")
+            raise UserError(f"{path}: `{kind}` is not a kind of file that is read; {expected_kinds([path.name])}")
         files = [path]
     elif path.exists():
         raise UserError(f"{path}: neither a file nor a folder; rows are read more than once, so save them to a file")
@@ -136,6 +144,8 @@ def _check_link_inside(link: Path, folder: Path) -> None:
 
 def _check_kinds(pattern: str, names: list[str]) -> None:
     """Raises UserError for a pattern that matches other kinds of file: to leave them out would lose rows silently."""
+    if all(map(is_document, names)):
+        return
     if others := [name for name in names if not is_data(name)]:
         raise UserError(
             f"{pattern}: matches {', '.join(others[:3])} too, which is not a kind of file that is read; narrow the "

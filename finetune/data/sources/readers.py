@@ -23,15 +23,18 @@ import pyarrow.parquet
 
 from finetune.data.samples import BadRow
 from finetune.data.sources.files import (
+    BUFFER_BYTES,
     COMPRESSIONS,
     File,
     LabelledRows,
     NumberedRows,
+    check_unique,
     content,
     file_rows,
     kind_of,
     seekable_content,
 )
+from finetune.data.sources.spreadsheets import xlsx
 from finetune.data.visible_text import visible
 from finetune.errors import UserError
 
@@ -286,8 +289,8 @@ def _parse_line(line: str, first: bool) -> dict[str, Any] | BadRow:
 def csv_file(file: File) -> NumberedRows:
     """Yields a row for each record below the header; its number is the line that it begins on."""
     csv.field_size_limit(LARGEST_CELL)
-    delimiter = "\t" if kind_of(file.name)[0] == ".tsv" else ","
     with content(file) as stream:
+        delimiter = "\t" if kind_of(file.name)[0] == ".tsv" else _delimiter(stream.peek(BUFFER_BYTES))
         # Signs in place of bytes that are not UTF-8: a record may span several lines, so each line must stay.
         lines = (
             raw.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape").replace("\0", _NUL_SIGN)
@@ -300,11 +303,11 @@ def csv_file(file: File) -> NumberedRows:
             header = next(reader, [])
             if any(map(undecodable, header)):
                 raise UserError(f"{file.label}:1: the header is not UTF-8; save the file as UTF-8")
-            _check_unique(f"{file.label}:1: the header has", header)
+            check_unique(f"{file.label}:1: the header has", header)
             begins = reader.line_num + 1
             for cells in reader:
                 if cells:
-                    yield begins, _csv_row(header, cells)
+                    yield begins, _csv_row(header, cells, delimiter)
                 begins = reader.line_num + 1
         except csv.Error as error:
             reason = f"{error}; quotes in a quoted cell are doubled"
@@ -316,14 +319,17 @@ def csv_file(file: File) -> NumberedRows:
             raise UserError(f"{file.label}:{begins}: not valid CSV: {reason}") from None
 
 
-def _check_unique(place: str, names: list[str]) -> None:
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"{place} `{twice[0][:100]}` twice; rename one of the columns")
+def _delimiter(head: bytes) -> str:
+    """Returns the comma, unless the header has semicolons instead, as spreadsheet programs write where 1,5 is a
+    number."""
+    header = re.sub(rb'"[^"]*"', b"", head.partition(b"\n")[0])
+    return ";" if b";" in header and b"," not in header else ","
 
 
-def _csv_row(header: list[str], cells: list[str]) -> dict[str, str] | BadRow:
+def _csv_row(header: list[str], cells: list[str], delimiter: str) -> dict[str, str] | BadRow:
     if len(cells) != len(header):
-        return BadRow(f"{len(cells)} cells in a table of {len(header)} columns; quote cells that hold a comma")
+        name = {",": "comma", ";": "semicolon", "\t": "tab"}[delimiter]
+        return BadRow(f"{len(cells)} cells in a table of {len(header)} columns; quote cells that hold a {name}")
     if len(header) > 1 and cells == header:
         return BadRow("the header is repeated, as in files that were joined; take the line out")
     for name, cell in zip(header, cells, strict=True):
@@ -342,7 +348,7 @@ ROWS_AT_ONCE = 128  # so that rows of 10 MB fit into memory
 def parquet(file: File) -> NumberedRows:
     # pre_buffer, pyarrow's default, would hold all row groups at once.
     with seekable_content(file) as stream, pyarrow.parquet.ParquetFile(stream, pre_buffer=False) as table:
-        _check_unique(f"{file.label}: the table has a column", table.schema_arrow.names)
+        check_unique(f"{file.label}: the table has a column", table.schema_arrow.names)
         yield from _table_rows(table.iter_batches(batch_size=ROWS_AT_ONCE))
 
 
@@ -352,7 +358,7 @@ def arrow(file: File) -> NumberedRows:
         is_file = stream.read(6) == b"ARROW1"
         stream.seek(0)
         with pyarrow.ipc.open_file(stream) if is_file else pyarrow.ipc.open_stream(stream) as reader:
-            _check_unique(f"{file.label}: the table has a column", reader.schema.names)
+            check_unique(f"{file.label}: the table has a column", reader.schema.names)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
             yield from _table_rows(batches)
 
@@ -390,6 +396,17 @@ READERS: dict[str, Callable[[File], NumberedRows]] = {
     ".txt": txt,
     ".parquet": parquet,
     ".arrow": arrow,
+    ".xlsx": xlsx,
+}
+# Texts that are read if they are named, or nothing else is in a folder: a README beside rows is none of them.
+DOCUMENTS = (".md", ".markdown")
+# A line that turns other kinds into these.
+_CONVERSIONS = {
+    **dict.fromkeys((".xls", ".ods", ".numbers"), "save it as .xlsx, or as CSV (UTF-8)"),
+    **dict.fromkeys((".html", ".htm"), "convert it: `pandoc -f html -t gfm --wrap=none page.html -o page.md`"),
+    **dict.fromkeys((".docx", ".odt", ".rtf", ".epub"), "convert it: `pandoc -t gfm --wrap=none book.docx -o book.md`"),
+    ".pdf": "convert it: `pdftotext -layout paper.pdf paper.txt`, and set `text_unit: file`",
+    ".zip": "unpack it",
 }
 
 
@@ -398,13 +415,25 @@ def is_data(name: str) -> bool:
     return kind_of(name)[0] in READERS
 
 
-def expected_kinds() -> str:
-    """Returns the kinds of file that are read, for messages."""
-    kinds = ", ".join(kind.lstrip(".") for kind in READERS)
-    return f"expected {kinds}, or one of them compressed ({', '.join(COMPRESSIONS)})"
+def is_document(name: str) -> bool:
+    return kind_of(name)[0] in DOCUMENTS
+
+
+def is_text(name: str) -> bool:
+    """Returns whether `text_unit` says what a row of files of this name is."""
+    return kind_of(name)[0] in (".txt", *DOCUMENTS)
+
+
+def expected_kinds(names: Iterable[str] = ()) -> str:
+    """Returns the kinds of file that are read, for messages. names: of files that are not, some of which can be
+    converted."""
+    kinds = ", ".join(kind.lstrip(".") for kind in (*READERS, DOCUMENTS[0]))
+    advice = next((advice for name in names if (advice := _CONVERSIONS.get(kind_of(name)[0]))), "")
+    return f"expected {kinds}, or one of them compressed ({', '.join(COMPRESSIONS)})" + (
+        f"; {advice}" if advice else ""
+    )
 
 
 def rows_of(file: File, text_unit: str = "line") -> LabelledRows:
     """Yields (label, number, row or BadRow) of a file. Raises UserError if the rest cannot be read."""
-    kind = kind_of(file.name)[0]
-    return file_rows(file, partial(txt, unit=text_unit) if kind == ".txt" else READERS[kind])
+    return file_rows(file, partial(txt, unit=text_unit) if is_text(file.name) else READERS[kind_of(file.name)[0]])

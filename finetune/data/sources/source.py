@@ -28,7 +28,7 @@ from finetune.data.sources.files import (
     seekable_content,
 )
 from finetune.data.sources.locations import is_saved_dataset, local_files, remote_files
-from finetune.data.sources.readers import rows_of
+from finetune.data.sources.readers import is_document, is_text, rows_of
 from finetune.errors import UserError
 from finetune.recipe.schema import Source
 from finetune.recipe.urls import is_url, without_credentials
@@ -138,8 +138,8 @@ class _Files:
         """counted: the rows may be read once just to count them."""
         self._path, self._split, self._files = without_credentials(source.path), source.split, files
         self._part = parse_split(self._path, source.split)
-        self.text_unit = source.text_unit or "line"
-        self.has_text = any(kind_of(file.name)[0] == ".txt" for file in files)
+        self.text_unit = source.text_unit or ("file" if all(is_document(file.name) for file in files) else "line")
+        self.has_text = any(is_text(file.name) for file in files)
         if source.text_unit and not self.has_text:
             raise UserError(f"{self._path}: `text_unit` is for txt files, and there is none; remove it")
         if not counted:

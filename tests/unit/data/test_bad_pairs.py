@@ -17,6 +17,7 @@ from finetune.recipe import RecipeError, load_recipe
 
 PAIR = {"prompt": "q", "chosen": "one", "rejected": "two"}
 ANSWER = {"prompt": "q", "completion": "a"}
+COMPARED = {"prompt": "q", "answer_a": "one", "answer_b": "two", "winner": "a"}
 RANKED = {"prompt": "q", "responses": ["one", "two"], "scores": [1, 0]}
 MARKED = {**ANSWER, "label": True}
 CLASS = {"text": "a", "label": "yes"}
@@ -76,6 +77,13 @@ ROWS: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "a margin of true": ("preference", {**PAIR, "margin": True}, "`margin` is True; expected a number"),
     "a picture": ("preference", {**PAIR, "images": ["a.png"]}, "the row has 1 images, but its messages 0 places"),
     "a misspelt role": ("preference", {**PAIR, "chosen": say("a", "bot"), "rejected": say("b")}, "role is 'bot'"),
+    # --- comparison
+    "no winner": ("comparison", {"prompt": "q", "answer_a": "a", "answer_b": "b"}, "no column `winner`"),
+    "a tie": ("comparison", {**COMPARED, "winner": "tie (bothbad)"}, "so there is nothing to prefer"),
+    "a winner that is no answer": ("comparison", {**COMPARED, "winner": "c"}, "`winner` is 'c'; expected a or b"),
+    "a winner of a number": ("comparison", {**COMPARED, "winner": 1}, "`winner` is 1; expected a or b, for the better"),
+    "a winner of null": ("comparison", {**COMPARED, "winner": None}, "`winner` is None; expected a or b"),
+    "equal answers of two": ("comparison", {**COMPARED, "answer_b": "one", "answer_a": "one"}, "are the same"),
     # --- ranked
     "no scores": ("ranked", {"prompt": "q", "responses": ["a", "b"]}, "no column `scores`"),
     "no responses": ("ranked", {"prompt": "q", "scores": [1, 2]}, "no column `responses`"),
@@ -162,7 +170,7 @@ def test_an_answer_that_is_too_long_takes_its_pair_along(tmp_path: Path) -> None
         (
             "dpo",
             ANSWER,
-            "`prompt_completion` are not for .*dpo`, which takes `preference` or `ranked`: set .* sft or",
+            "`prompt_completion` are not for .*dpo`, which takes `preference` or .*`ranked`: set .* sft or",
         ),
         ("kto", {"text": "a"}, "pairs.jsonl: rows of format `text` are not for `objective.name: kto`"),
     ],

@@ -361,7 +361,12 @@ BAD_FILES = {
     "text named arrow": Bad("a.arrow", LINES, ["a.arrow: not a readable arrow file"]),
     "parquet named arrow": Bad("a.arrow", PARQUET, ["a.arrow: it is a parquet file"]),
     "arrow named parquet": Bad("a.parquet", ARROW, ["a.parquet: it is an arrow file"]),
-    "a spreadsheet": Bad("a.xlsx", b"PK\3\4", ["a.xlsx: `.xlsx` is not a kind of file", "expected json, jsonl"]),
+    "a spreadsheet that is none": Bad(
+        "a.xlsx", b"PK\3\4", ["a.xlsx: not a readable spreadsheet", "Save the sheet as CSV"]
+    ),
+    "an old spreadsheet": Bad("a.xls", b"\xd0\xcf", ["`.xls` is not a kind of file", "save it as .xlsx, or as CSV"]),
+    "a web page by its name": Bad("a.html", b"<html>", ["`.html` is not a kind of file", "pandoc -f html -t gfm"]),
+    "a PDF": Bad("a.pdf", b"%PDF-1.7", ["`.pdf` is not a kind of file", "pdftotext"]),
     "a pickle": Bad("a.pkl", b"\x80", ["a.pkl: `.pkl` is not a kind of file"]),
     "no kind": Bad("data", LINES, ["data: `data` is not a kind of file"]),
     "compressed, of no kind": Bad("a.gz", gzip.compress(LINES), ["a.gz: `.gz` is not a kind of file"]),

@@ -74,6 +74,7 @@ GOOD = {
     "text": {"text": "a"},
     "tokens": {"input_ids": [5, 6, 7]},
     "preference": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "comparison": {"prompt": "q", "answer_a": "b", "answer_b": "a", "winner": "B"},
     "ranked": {"prompt": "q", "responses": ["a", "b", "c"], "scores": [0.5, 2, 2]},
     "unpaired": {"prompt": "q", "completion": "a", "label": False},
     "classification": {"text": "a", "label": "yes"},
@@ -86,6 +87,7 @@ SAMPLES: dict[str, Sample] = {
     "text": Text("a"),
     "tokens": Ids((5, 6, 7), (False, True, True)),
     "preference": Preference(PromptCompletion("q", "a"), PromptCompletion("q", "b")),
+    "comparison": Preference(PromptCompletion("q", "a"), PromptCompletion("q", "b")),
     "ranked": Ranked(tuple(PromptCompletion("q", answer) for answer in "abc"), (0.5, 2.0, 2.0)),
     "unpaired": Labelled(PromptCompletion("q", "a"), False),
     "classification": Labelled(Text("a"), "yes"),
@@ -435,6 +437,30 @@ GOOD_ROWS: dict[str, tuple[str, dict, Sample]] = {
         Ids((0, 6), (False, True)),
     ),
     "one token": ("tokens", {"input_ids": [5]}, Ids((5,), (False,))),
+    "a comparison by the name of the answer": (
+        "comparison",
+        {"prompt": "q", "answer_a": "a", "answer_b": "b", "winner": "Answer A", "margin": 2},
+        Preference(PromptCompletion("q", "a"), PromptCompletion("q", "b"), 2.0),
+    ),
+    "a comparison of whole conversations": (
+        "comparison",
+        {"answer_a": conversation("q", "b"), "answer_b": conversation("q", "a"), "winner": "model_b"},
+        Preference(Conversation((Q, A)), Conversation((Q, Message("assistant", "b")))),
+    ),
+    "a preference of LLaMA-Factory": (
+        "preference",
+        {
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
+        Preference(Conversation((Q, A)), Conversation((Q, Message("assistant", "b")))),
+    ),
+    "a preference of single messages": (
+        "preference",
+        preferred(say("assistant", "a"), say("assistant", "b"), prompt="q"),
+        Preference(Conversation((Q, A)), Conversation((Q, Message("assistant", "b")))),
+    ),
     "a preference of answers as messages": (
         "preference",
         preferred([say("assistant", "a")], [say("assistant", "b")], prompt=conversation("q", "a", "q")),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.recipe import RecipeError, divisibility_message, load_recipe
+from finetune.recipe import Recipe, RecipeError, divisibility_message, load_recipe
 
 GOOD = (
     "run: {name: a}",  # 1
@@ -23,6 +23,7 @@ GOOD = (
     "train: {epochs: 1}",  # 7
 )
 EVAL = "data: {train: [{path: a.jsonl, format: messages}], eval: [{path: b.jsonl, format: messages}], max_length: 64}"
+SHORT = "data: {max_length: 64, train: %s}"
 LORA = "lora: {rank: 16, alpha: 32}"
 PAIRS = "data: {train: [{path: a.jsonl, format: preference}], max_length: 64}"
 
@@ -69,10 +70,50 @@ CASES = [
         {6: "optimizer: {learning_rate: 1e-4}"},
     ),
     Bad(
+        "keys of other tools, with a place and without one",
+        [
+            ":8: sample_packing: unknown key; did you mean `data.packing`?",
+            ":9: lora_r: unknown key; did you mean `lora.rank`?",
+            ":10: load_in_4bit: unknown key; set `mode: qlora` and `quantization: {type: nf4}`",
+            ":11: chat_template_kwargs: unknown key; did you mean `model.chat_template_arguments`?",
+        ],
+        {8: "sample_packing: true", 9: "lora_r: 8", 10: "load_in_4bit: true", 11: "chat_template_kwargs: {a: 1}"},
+    ),
+    Bad(
+        "keys of other tools in a source",
+        [
+            ":4: data.train[0].type: unknown key; did you mean `format`?",
+            ":4: data.train[0].field_messages: unknown key; set `columns: {messages: ...}`",
+        ],
+        {4: "data: {train: [{path: a.jsonl, type: alpaca, field_messages: turns}], max_length: 64}"},
+    ),
+    Bad(
+        "no section is suggested for a value, and nothing that is not alike",
+        [
+            f":8: trainer: unknown key; valid here: {', '.join([*Recipe.model_fields, 'extends'])}",
+            ":9: loras: unknown key; did you mean `lora`?",
+        ],
+        {8: "trainer: fast", 9: "loras: {rank: 8}"},
+    ),
+    Bad(
+        "another name for the loss",
+        [
+            ":8: objective.name: expected 'sft', 'focal', 'dpo', 'kto', 'orpo', 'reward', 'classify' or 'distill', got "
+            '"simpo" (text); set `dpo` and `objective.loss: simpo`'
+        ],
+        {8: "objective: {name: simpo}"},
+    ),
+    Bad(
+        "a name in place of a section",
+        [':6: optimizer: expected a section, got "adamw_torch" (text); did you mean `optimizer.name`?'],
+        {6: "optimizer: adamw_torch"},
+    ),
+    Bad(
         "accumulation is not a choice",
         [
             ":5: batch.gradient_accumulation_steps: unknown key; accumulation follows from `batch.rows`, "
-            "`batch.rows_per_device` and the number of processes"
+            "`batch.rows_per_device` and the number of processes; `batch.rows` is micro-batch x "
+            "accumulation x processes"
         ],
         {5: "batch: {rows: 8, gradient_accumulation_steps: 4}"},
     ),
@@ -118,7 +159,7 @@ CASES = [
     ),
     Bad(
         "a list",
-        [":4: data.train: expected a list, got a section"],
+        [":4: data.train: expected a list or a path, got a section"],
         {4: "data: {train: {path: a.jsonl, format: messages}, max_length: 64}"},
     ),
     Bad("a section", [":5: batch: expected a section, got 8"], {5: "batch: 8"}),
@@ -188,13 +229,41 @@ CASES = [
     Bad("a choice, not even text", [":3: mode: expected 'full', 'lora' or 'qlora', got 3"], {3: "mode: 3"}),
     Bad(
         "one of two types",
-        [":8: lora.targets: expected 'all-linear' or a list, got \"all-liner\" (text); did you mean `all-linear`?"],
+        [
+            ":8: lora.targets: expected 'all-linear' or a list or names with commas, got \"all-liner\" (text); did you "
+            "mean `all-linear`?"
+        ],
         {3: "mode: lora", 8: "lora: {targets: all-liner}"},
     ),
     Bad(
         "one of two types: the branch that came further is the one meant",
         [":8: lora.targets[1]: expected text, got 3; quote it"],
         {3: "mode: lora", 8: "lora: {targets: [q_proj, 3]}"},
+    ),
+    # --- short forms ---
+    Bad("an empty path", [':4: data.train[0].path: expected non-empty text, got "" (text)'], {4: SHORT % '""'}),
+    Bad("no path in a list", [":4: data.train[1]: expected a section, got 5"], {4: SHORT % "[a.jsonl, 5]"}),
+    Bad("a whole share", [":4: data.eval.share: expected a number < 1, got 1.5"], {4: SHORT % "a.jsonl, eval: 1.5"}),
+    Bad(
+        "no share, no path",
+        [":4: data.eval: expected a section or a list or a path or a share, got true"],
+        {4: SHORT % "a.jsonl, eval: true"},
+    ),
+    Bad(
+        "no project",
+        [":8: tracking.wandb: expected a section or true or a project's name, got 5"],
+        {8: "tracking: {wandb: 5}"},
+    ),
+    Bad(
+        "a name that is nothing",
+        [":8: lora.targets: expected 'all-linear' or at least 1 item or names with commas, got a list of 0"],
+        {3: "mode: lora", 8: "lora: {targets: ','}"},
+    ),
+    Bad(
+        "a key of no tracker",
+        ["command line, 'tracking.wandb.projct=x': tracking.wandb.projct: unknown key; did you mean `project`?"],
+        {8: "tracking: {wandb: true}"},
+        overrides=["tracking.wandb.projct=x"],
     ),
     # --- a section's own rules ---
     Bad(
@@ -219,6 +288,22 @@ CASES = [
     ),
     Bad("no end", [":7: train: give `epochs` or `max_steps`: the run needs an end"], {7: "train: {precision: fp32}"}),
     # --- rules across sections ---
+    Bad(
+        "a rate that no weight survives",
+        [
+            ":6: optimizer.lr: a step of `adamw` moves each weight by up to the rate, and weights are far below 50: "
+            "usual under `mode: full` is 1e-5 to 1e-4"
+        ],
+        {6: "optimizer: {lr: 50}"},
+    ),
+    Bad(
+        "a rate of one for adapters under muon",
+        [
+            ":6: optimizer.lr: a step of `muon` moves each weight by up to the rate, and weights are far below 1: "
+            "usual under `mode: lora` is 1e-4 to 1e-3"
+        ],
+        {3: "mode: lora", 6: "optimizer: {name: muon, lr: 1}", 8: LORA},
+    ),
     Bad(
         "lora without its section",
         [":3: mode: `mode: lora` needs a `lora:` section, such as `lora: {rank: 16, alpha: 32}`"],
@@ -736,7 +821,7 @@ CASES = [
         "an objective that does not take the format",
         [
             ":4: data.train[0].format: rows of format `messages` are not for `objective.name: dpo`, which takes "
-            "`preference` or `ranked`: set `objective.name` to sft or focal or distill"
+            "`preference` or `comparison` or `ranked`: set `objective.name` to sft or focal or distill"
         ],
         {8: "objective: {name: dpo}"},
     ),

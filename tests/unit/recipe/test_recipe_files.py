@@ -101,6 +101,11 @@ def test_comments_name_keys_that_exist(path: Path):
     assert [key for key in named if not key_is_known(key) and not key.endswith((".yaml", ".jsonl"))] == []
 
 
+@every_file
+def test_nothing_is_sent_to_a_tracker_unless_the_user_asks(path: Path):
+    assert "tracking" not in yaml.safe_load(path.read_text())
+
+
 @every_recipe
 def test_rows_fit_common_numbers_of_processes(path: Path):
     batch = load_recipe(path).batch

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import jsonschema
 import pydantic
 import pytest
+import yaml
 
 from finetune.recipe import RecipeError, dump_recipe, load_recipe
-from finetune.recipe.load import _ELSEWHERE, key_is_known
+from finetune.recipe.foreign_keys import FOREIGN_FORMATS, FOREIGN_KEYS, FOREIGN_SOURCE_KEYS, FOREIGN_VALUES
+from finetune.recipe.load import key_is_known
+from finetune.recipe.schema import HeldOut, Source, Wandb
 
 ROOT = Path(__file__).parents[3]
 GOOD = """\
@@ -48,8 +53,8 @@ def write(path: Path, text: str) -> Path:
     ],
 )
 def test_numbers(written: str, value: float, recipe: Path):
-    assert load_recipe(write(recipe, GOOD.replace("1e-4", written))).optimizer.lr == value
-    loaded = load_recipe(recipe, [f"optimizer.lr={written}"]).optimizer.lr
+    assert load_recipe(write(recipe, GOOD.replace("lr: 1e-4", f"name: sgd, lr: {written}"))).optimizer.lr == value
+    loaded = load_recipe(recipe, ["optimizer.name=sgd", f"optimizer.lr={written}"]).optimizer.lr
     assert (loaded, type(loaded)) == (value, float)
 
 
@@ -122,7 +127,7 @@ def test_problems_below_name_the_file_that_has_them(recipe: Path):
         ("evaluate.answer=#### (.+)", "#### (.+)"),
         ("evaluate.answer=a: (b)", "a: (b)"),
         ("batch.rows=16", 16),
-        ("optimizer.lr=3", 3.0),
+        ("optimizer.weight_decay=3", 3.0),
         ("optimizer.betas=[0.9, 0.99]", (0.9, 0.99)),
         ("train.compile=true", True),
         ("train.max_steps=7", 7),
@@ -200,12 +205,31 @@ def test_key_is_known(key: str, known: bool):
 
 
 def test_advice_names_keys_that_exist():
-    assert [key for key in _ELSEWHERE.values() if not key_is_known(key)] == []
+    assert [key for key in FOREIGN_KEYS.values() if " " not in key and not key_is_known(key)] == []
+    assert [key for key in FOREIGN_SOURCE_KEYS.values() if " " not in key and key not in Source.model_fields] == []
+    assert not {name for name in FOREIGN_SOURCE_KEYS if name in Source.model_fields}
+    assert len(FOREIGN_KEYS) >= 400
+    assert [key for key in FOREIGN_VALUES if not key_is_known(key)] == []
     rules = (ROOT / "finetune/recipe/rules.py").read_text()
+    rules += "\n".join([*FOREIGN_KEYS.values(), *FOREIGN_FORMATS.values()])
+    rules += "\n".join(text for values in FOREIGN_VALUES.values() for text in values.values())
     sections = "run|model|lora|quantization|data|objective|batch|optimizer|schedule|train|evaluate|checkpoint|tracking"
     named = re.findall(rf"[`\"]((?:{sections})\.[a-z_]+)", rules)
     assert len(named) > 10
     assert [key for key in named if not key_is_known(key)] == []
+
+
+def test_every_key_of_the_table_is_answered_with_it(tmp_path):
+    names = sorted(FOREIGN_KEYS)
+    for part in range(0, len(names), 40):
+        some = names[part : part + 40]
+        path = write(tmp_path / "recipe.yaml", GOOD + "".join(f"{name}: 1\n" for name in some))
+        with pytest.raises(RecipeError) as caught:
+            load_recipe(path)
+        answers = {str(problem.key[0]): problem.message for problem in caught.value.problems}
+        for name in some:
+            text = FOREIGN_KEYS[name]
+            assert answers[name] == "unknown key; " + (text if " " in text else f"did you mean `{text}`?")
 
 
 def test_what_a_url_holds_is_in_no_recipe_that_is_written_down(tmp_path):
@@ -216,6 +240,67 @@ def test_what_a_url_holds_is_in_no_recipe_that_is_written_down(tmp_path):
         assert "https://host/a.jsonl?..." in written
         assert "me:pass" not in written
         assert "signature" not in written
+
+
+SHORT = """\
+run: {name: a}
+model: {name: org/model}
+mode: lora
+lora: {targets: "q_proj, v_proj"}
+data: {train: a.jsonl, eval: 0.1, max_length: 64}
+batch: {rows: 8}
+optimizer: {lr: 1e-4}
+train: {epochs: 1}
+tracking: {wandb: mine}
+"""
+
+
+def test_short_forms_are_full_ones(recipe: Path):
+    short, schema = load_recipe(write(recipe, SHORT)), json.loads((ROOT / "recipes/recipe.schema.json").read_text())
+    assert short.data.train == (Source(path="a.jsonl"),)
+    assert short.data.eval == HeldOut(share=0.1)
+    assert (short.tracking.wandb, short.lora and short.lora.targets) == (Wandb(project="mine"), ("q_proj", "v_proj"))
+    jsonschema.validate(yaml.safe_load(SHORT.replace("1e-4", "1.0e-4")), schema)
+    assert load_recipe(write(recipe.parent / "again.yaml", dump_recipe(short))) == short
+    for key, value in (("train", 5), ("eval", 1.5), ("train", [5]), ("eval", True)):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"data": {key: value}}, schema)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        (["data.train=b.jsonl"], "data.train", (Source(path="b.jsonl"),)),
+        (["data.train=[b.jsonl, {path: c.jsonl}]"], "data.train", (Source(path="b.jsonl"), Source(path="c.jsonl"))),
+        (["data.train.0=b.jsonl"], "data.train", (Source(path="b.jsonl"),)),
+        (["data.train.0.limit=5"], "data.train", (Source(path="a.jsonl", limit=5),)),
+        (["data.eval=0.2"], "data.eval", HeldOut(share=0.2)),
+        (["data.eval.share=0.2"], "data.eval", HeldOut(share=0.2)),
+        (["data.eval=b.jsonl"], "data.eval", (Source(path="b.jsonl"),)),
+        (["tracking.wandb=true"], "tracking.wandb", Wandb()),
+        (["tracking.wandb=other"], "tracking.wandb", Wandb(project="other")),
+        (["tracking.wandb.mode=offline"], "tracking.wandb", Wandb(project="mine", mode="offline")),
+        (["tracking.wandb=false"], "tracking.wandb", None),
+        (["lora.targets=q_proj,k_proj"], "lora.targets", ("q_proj", "k_proj")),
+        (["lora.targets.1=o_proj"], "lora.targets", ("q_proj", "o_proj")),
+    ],
+)
+def test_short_forms_and_overrides(overrides: list[str], key: str, value: object, recipe: Path):
+    loaded: object = load_recipe(write(recipe, SHORT), overrides)
+    for part in key.split("."):
+        loaded = getattr(loaded, part)
+    assert loaded == value
+
+
+def test_short_forms_are_merged_as_full_ones(recipe: Path):
+    write(recipe, SHORT)
+    mine = write(recipe.parent / "mine.yaml", "extends: recipe.yaml\ntracking: {wandb: true}\ndata: {eval: 0.3}\n")
+    merged = load_recipe(mine)
+    assert (merged.tracking.wandb, merged.data.eval) == (Wandb(project="mine"), HeldOut(share=0.3))
+
+
+def test_sgd_takes_any_rate(recipe: Path):
+    assert load_recipe(recipe, ["optimizer.name=sgd", "optimizer.lr=50"]).optimizer.lr == 50
 
 
 BASE = (

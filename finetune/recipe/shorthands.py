@@ -1,0 +1,65 @@
+"""Short forms of a recipe's values, and the full forms that they stand for: `data.train: rows.jsonl`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shorthand:
+    """A key that has short forms."""
+
+    full: Callable[[Any], Any]  # returns the full form of a short one, and any other value as it is
+    expected: str  # in messages, next to the full forms
+    schemas: tuple[dict[str, Any], ...]  # JSON Schemas of the short forms
+
+
+def _source(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+def _sources(value: Any) -> Any:
+    """`a.jsonl` and `[a.jsonl, b.jsonl]` are sources of these paths."""
+    values = [value] if isinstance(value, str) else value
+    return [_source(item) for item in values] if isinstance(values, list) else values
+
+
+def _held_out(value: Any) -> Any:
+    """`0.1` is a share of the rows of `data.train`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return {"share": value} if is_number else _sources(value)
+
+
+def _wandb(value: Any) -> Any:
+    """`true` is a project of the default name, `false` no tracking, and text the name of a project."""
+    if isinstance(value, bool):
+        return {} if value else None
+    return {"project": value} if isinstance(value, str) else value
+
+
+def _names(value: Any) -> Any:
+    """Text with a comma is a list of names."""
+    is_list = isinstance(value, str) and "," in value
+    return [name for part in value.split(",") if (name := part.strip())] if is_list else value
+
+
+_PATH = {"type": "string", "minLength": 1}
+_PATHS = {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/Source"}, _PATH]}}
+_SHARE = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+
+SHORTHANDS: dict[tuple[str, str], Shorthand] = {
+    ("data", "train"): Shorthand(_sources, "a path", (_PATH, {**_PATHS, "minItems": 1})),
+    ("data", "eval"): Shorthand(_held_out, "a path or a share", (_PATH, _PATHS, _SHARE)),
+    ("tracking", "wandb"): Shorthand(_wandb, "true or a project's name", ({"type": "boolean"}, {"type": "string"})),
+    ("lora", "targets"): Shorthand(_names, "names with commas", ({"type": "string", "pattern": ","},)),
+}
+
+
+def expand(values: dict[str, Any]) -> None:
+    """Replaces the short forms in a recipe's plain values, of any shape, by full ones."""
+    for (name, key), shorthand in SHORTHANDS.items():
+        section = values.get(name)
+        if isinstance(section, dict) and key in section:
+            section[key] = shorthand.full(section[key])

@@ -1,0 +1,463 @@
+"""Configs of other tools become recipes that load; the values that decide the maths are the tool's.
+
+The YAMLs are our own, with the keys of the public example configs of each tool.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from finetune.errors import UserError
+from finetune.recipe import Recipe, load_recipe
+from finetune.setup.other_tools import write_converted
+
+Convert = Callable[..., tuple[Recipe, str, str]]
+
+
+@pytest.fixture
+def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Convert:
+    """Converts a config; returns the recipe, what was printed, and the recipe's text."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(config: str, devices: int | None = None, name: str | None = None, *overrides: str) -> Any:
+        source = config
+        if "\n" in config:
+            source = "theirs.yaml"
+            Path(source).write_text(config, encoding="utf-8")
+        output, console = tmp_path / "ours.yaml", Console(file=io.StringIO(), width=200)
+        output.unlink(missing_ok=True)
+        write_converted(source, output, name, devices, overrides, console)
+        assert isinstance(console.file, io.StringIO)
+        return load_recipe(output), console.file.getvalue(), output.read_text(encoding="utf-8")
+
+    return run
+
+
+def values(recipe: Recipe, *keys: str) -> list[Any]:
+    """Returns values by dotted key."""
+    found = []
+    for key in keys:
+        value: Any = recipe.model_dump()
+        for part in key.split("."):
+            value = value[part]
+        found.append(value)
+    return found
+
+
+# --- axolotl
+
+AXOLOTL_LORA = """
+base_model: org/llama
+load_in_8bit: true
+load_in_4bit: false
+datasets:
+  - path: org/rows
+    type: alpaca
+dataset_prepared_path:
+val_set_size: 0.05
+output_dir: ./outputs/lora-out
+sequence_len: 4096
+sample_packing: true
+eval_sample_packing: false
+adapter: lora
+lora_model_dir:
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+lora_modules_to_save: [embed_tokens, lm_head]
+wandb_project:
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 4
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+logging_steps: 1
+attn_implementation: flash_attention_2
+warmup_ratio: 0.1
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.0
+special_tokens:
+  pad_token: <|end_of_text|>
+"""
+
+
+def test_axolotl_lora(convert: Convert) -> None:
+    recipe, printed, text = convert(AXOLOTL_LORA, devices=2)
+    assert values(recipe, "mode", "lora.rank", "lora.alpha", "lora.dropout", "lora.targets") == [
+        *("qlora", 32, 16.0, 0.05, "all-linear")
+    ]
+    assert recipe.quantization is not None
+    assert (recipe.quantization.type, recipe.lora and recipe.lora.modules_to_save) == (
+        "fp8",
+        ("embed_tokens", "lm_head"),
+    )
+    assert values(recipe, "batch.rows", "batch.rows_per_device", "train.epochs", "train.precision") == [
+        16,
+        2,
+        4,
+        "bf16",
+    ]
+    assert values(recipe, "data.max_length", "data.packing", "data.overlong") == [4096, True, "drop"]
+    assert values(recipe, "optimizer.name", "optimizer.lr", "optimizer.betas") == ["adamw_8bit", 2e-4, (0.9, 0.999)]
+    assert values(recipe, "schedule.name", "schedule.warmup_ratio", "run.seed") == ["cosine", 0.1, 42]
+    assert values(recipe, "run.name", "data.eval.share", "train.activation_checkpointing") == ["lora-out", 0.05, True]
+    assert recipe.data.train[0].format == "alpaca"
+    assert "batch:\n  rows: 16  # 2 a device x 4 accumulated x 2 devices" in text
+    for line in (
+        "saves_per_epoch: set `checkpoint.every_steps`",
+        "logging_steps: every step is written to metrics.jsonl",
+        "special_tokens: end and padding are the tokenizer's own",
+        "eval_sample_packing",
+    ):
+        assert (line in printed) == (line in text) == (line != "eval_sample_packing")  # false there: not set
+    assert "To do" not in printed
+
+
+AXOLOTL_FULL = """
+base_model: org/llama
+datasets:
+  - path: json
+    data_files: [a.jsonl, b.jsonl]
+    type: chat_template
+    field_messages: conversations
+    message_property_mappings: {role: from, content: value}
+  - {path: org/pages, type: completion, field: content}
+chat_template: llama3
+sequence_len: 8192
+excess_length_strategy: truncate
+train_on_inputs: true
+gradient_accumulation_steps: 8
+micro_batch_size: 1
+optimizer: paged_adamw_8bit
+learning_rate: 2e-5
+cosine_min_lr_ratio: 0.1
+bf16: true
+deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_params.json
+"""
+
+
+def test_axolotl_full_with_files_and_zero3(convert: Convert) -> None:
+    recipe, printed, text = convert(AXOLOTL_FULL)
+    assert values(recipe, "mode", "lora", "objective.train_on", "data.overlong") == ["full", None, "all", "truncate"]
+    sources = [(one.path, one.format, one.columns) for one in recipe.data.train]
+    assert sources == [
+        ("a.jsonl", "sharegpt", None),
+        ("b.jsonl", "sharegpt", None),
+        ("org/pages", "text", {"text": "content"}),
+    ]
+    assert values(recipe, "model.chat_template", "schedule.min_lr_ratio", "batch.rows") == ["llama3", 0.1, 8]
+    # Defaults that differ from ours are written: axolotl warms up for 3 %, and does not pack.
+    assert values(recipe, "schedule.warmup_ratio", "data.packing", "train.epochs") == [0.03, False, 1]
+    assert recipe.train.precision == "bf16"  # ZeRO keeps fp32 masters
+    assert "--config-file accelerate_configs/zero3_offload.yaml" in printed
+    assert "x 1 device (not said how many: --devices)" in text
+    recipe, printed, _ = convert(AXOLOTL_FULL.partition("deepspeed")[0])
+    assert (recipe.train.precision, "--config-file" in printed) == ("bf16_true", False)
+
+
+AXOLOTL_PAIRS = """
+base_model: org/llama-instruct
+load_in_4bit: true
+adapter: qlora
+lora_r: 8
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_modules: [q_proj, v_proj]
+rl: {rl}
+{extra}
+datasets:
+  - path: org/pairs
+    split: train_prefs
+    type: {type}
+sequence_len: 2048
+micro_batch_size: 2
+learning_rate: 0.0002
+lr_scheduler: linear
+warmup_steps: 20
+max_steps: 100
+fsdp: [full_shard, auto_wrap]
+fsdp_config: {{fsdp_offload_params: true}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("rl", "extra", "kind", "expected", "columns"),
+    [
+        (
+            "dpo",
+            "rl_beta: 0.2",
+            "chatml.intel",
+            {"name": "dpo", "loss": "sigmoid", "beta": 0.2},
+            {"prompt": "question"},
+        ),
+        ("ipo", "", "llama3.argilla", {"name": "dpo", "loss": "ipo", "beta": 0.1}, {"chosen": "chosen_response"}),
+        (
+            "simpo",
+            "simpo_gamma: 0.3\ncpo_alpha: 0.5",
+            "chatml.ultra",
+            {"name": "dpo", "loss": "simpo", "margin": 0.3, "sft_weight": 0.5, "reference": None},
+            {},
+        ),
+        ("orpo", "orpo_alpha: 0.3", "chat_template.argilla", {"name": "orpo", "beta": 0.3}, {}),
+        (
+            "kto",
+            "kto_desirable_weight: 0.2",
+            "llama3.argilla",
+            {"name": "kto", "desirable_weight": 0.2, "undesirable_weight": 1.0, "reference": "adapters_off"},
+            {"prompt": "instruction"},
+        ),
+        (
+            "dpo",
+            "dpo_loss_type: [sigmoid, sft]\ndpo_loss_weights: [1.0, 0.25]",
+            "chat_template.default",
+            {"loss": "sigmoid", "sft_weight": 0.25, "reference": "adapters_off"},
+            {"prompt": "messages"},
+        ),
+    ],
+    ids=["dpo", "ipo", "simpo", "orpo", "kto", "two losses"],
+)
+def test_axolotl_preferences(
+    convert: Convert, rl: str, extra: str, kind: str, expected: dict[str, Any], columns: dict[str, str]
+) -> None:
+    recipe, printed, text = convert(AXOLOTL_PAIRS.format(rl=rl, extra=extra, type=kind))
+    assert {key: getattr(recipe.objective, key) for key in expected} == expected
+    source = recipe.data.train[0]
+    assert (source.split, source.format) == ("train_prefs", "unpaired" if rl == "kto" else "preference")
+    assert columns.items() <= (source.columns or {}).items()
+    assert values(recipe, "mode", "lora.targets", "lora.dropout") == ["qlora", ("q_proj", "v_proj"), 0.0]
+    assert "0.05 there, where disable_dropout turns it off" in text
+    assert values(recipe, "data.packing", "train.max_steps", "train.epochs") == [False, 100, None]
+    assert values(recipe, "schedule.name", "schedule.warmup_steps") == ["linear", 20]
+    assert "--config-file accelerate_configs/fsdp2_offload.yaml" in printed
+
+
+# --- LLaMA-Factory
+
+FACTORY = """
+### model
+model_name_or_path: org/qwen
+trust_remote_code: true
+### method
+stage: {stage}
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: {targets}
+{extra}
+### dataset
+dataset: {dataset}
+template: {template}
+cutoff_len: 2048
+max_samples: 1000
+preprocessing_num_workers: 16
+### output
+output_dir: saves/qwen3-4b/lora/sft
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+report_to: none
+### train
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+"""
+DATASETS = {
+    "plain": {"file_name": "plain.json"},
+    "renamed": {
+        "hf_hub_url": "org/renamed",
+        "subset": "en",
+        "num_samples": 50,
+        "columns": {"prompt": "question", "query": "context", "response": "reply", "system": "sys", "history": "past"},
+    },
+    "talks": {"file_name": "talks.json", "formatting": "sharegpt", "columns": {"messages": "talk", "tools": "tools"}},
+    "chats": {
+        "file_name": "chats.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+    "pairs": {
+        "file_name": "pairs.json",
+        "formatting": "sharegpt",
+        "ranking": True,
+        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+    },
+    "texts": {
+        "file_name": "texts.json",
+        "ranking": True,
+        "columns": {"prompt": "instruction", "query": "input", "chosen": "better", "rejected": "worse"},
+    },
+    "pictures": {
+        "file_name": "pictures.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "images": "images"},
+        "tags": {"role_tag": "role", "content_tag": "content"},
+    },
+    "marked": {"file_name": "marked.json", "columns": {"prompt": "q", "response": "a", "kto_tag": "kto_tag"}},
+    "pages": {"file_name": "pages.jsonl", "columns": {"prompt": "content"}},
+}
+
+
+def factory(
+    stage: str = "sft", dataset: str = "plain", extra: str = "", targets: str = "all", template: str = "x"
+) -> str:
+    Path("data").mkdir(exist_ok=True)
+    Path("data/dataset_info.json").write_text(json.dumps(DATASETS), encoding="utf-8")
+    return FACTORY.format(stage=stage, dataset=dataset, extra=extra, targets=targets, template=template)
+
+
+def test_llama_factory_sft(convert: Convert) -> None:
+    recipe, printed, text = convert(factory(dataset="plain,renamed, talks,chats", template="qwen3_nothink"), devices=2)
+    # alpha is twice the rank, and dropout 0, if left out
+    assert values(recipe, "mode", "lora.rank", "lora.alpha", "lora.dropout", "lora.targets") == [
+        *("lora", 8, 16.0, 0.0, "all-linear")
+    ]
+    sources = [(one.path, one.config, one.format, one.columns, one.limit) for one in recipe.data.train]
+    assert sources == [
+        ("data/plain.json", None, "alpaca", None, 1000),
+        (
+            *("org/renamed", "en", "alpaca"),
+            {"instruction": "question", "input": "context", "output": "reply", "history": "past", "system": "sys"},
+            50,
+        ),
+        ("data/talks.json", None, "sharegpt", {"conversations": "talk"}, 1000),
+        ("data/chats.json", None, "messages", None, 1000),
+    ]
+    assert values(recipe, "batch.rows", "batch.rows_per_device", "optimizer.lr", "train.epochs") == [16, 1, 1e-4, 3]
+    assert values(recipe, "data.overlong", "data.packing", "data.max_length") == ["truncate", False, 2048]
+    assert values(recipe, "schedule.warmup_ratio", "checkpoint.every_steps", "run.name") == [0.1, 500, "sft"]
+    # It recomputes activations unless told otherwise.
+    assert values(recipe, "train.activation_checkpointing", "model.trust_remote_code") == [True, True]
+    assert "the tokenizer's own, in place of LLaMA-Factory's qwen3_nothink" in text
+    assert "preprocessing_num_workers: rows are tokenized once" in printed
+
+
+def test_llama_factory_qlora_with_neat_packing_and_zero3(convert: Convert) -> None:
+    extra = "quantization_bit: 4\ndouble_quantization: false\nneat_packing: true\nmask_history: true\nval_size: 0.1\n"
+    extra += "eval_strategy: steps\neval_steps: 50\ndeepspeed: examples/deepspeed/ds_z3_config.json"
+    recipe, printed, _ = convert(factory(extra=extra, targets="q_proj,v_proj", template="llama3"))
+    assert recipe.quantization is not None
+    assert (recipe.mode, recipe.quantization.type, recipe.quantization.double_quant) == ("qlora", "nf4", False)
+    assert values(recipe, "lora.targets", "data.packing", "model.chat_template") == [
+        ("q_proj", "v_proj"),
+        True,
+        "llama3",
+    ]
+    assert values(recipe, "objective.train_on", "data.eval.share", "evaluate.every_steps") == [
+        "last_assistant",
+        0.1,
+        50,
+    ]
+    assert "--config-file accelerate_configs/zero3.yaml" in printed
+
+
+@pytest.mark.parametrize(
+    ("stage", "dataset", "extra", "expected", "rows"),
+    [
+        (
+            "dpo",
+            "pairs",
+            "pref_beta: 0.2\npref_ftx: 0.5",
+            {"name": "dpo", "beta": 0.2, "sft_weight": 0.5},
+            ("preference", None),
+        ),
+        ("dpo", "pairs", "pref_loss: simpo\nsimpo_gamma: 0.7", {"loss": "simpo", "margin": 0.7}, ("preference", None)),
+        (
+            "dpo",
+            "texts",
+            "pref_loss: orpo",
+            {"name": "orpo", "beta": 0.1},
+            ("preference", {"chosen": "better", "rejected": "worse", "prompt": "instruction"}),
+        ),
+        (
+            "kto",
+            "marked",
+            "kto_chosen_weight: 0.5",
+            {"name": "kto", "desirable_weight": 0.5, "undesirable_weight": 1.0, "reference": "adapters_off"},
+            ("unpaired", {"label": "kto_tag", "prompt": "q", "completion": "a"}),
+        ),
+        ("rm", "pairs", "", {"name": "reward"}, ("preference", None)),
+        ("pt", "pages", "", {"name": "sft"}, ("text", {"text": "content"})),
+    ],
+    ids=["dpo", "simpo", "orpo", "kto", "reward", "pre-training"],
+)
+def test_llama_factory_stages(
+    convert: Convert, stage: str, dataset: str, extra: str, expected: dict[str, Any], rows: tuple[str, Any]
+) -> None:
+    recipe, printed, _ = convert(factory(stage, dataset, extra))
+    assert {key: getattr(recipe.objective, key) for key in expected} == expected
+    assert (recipe.data.train[0].format, recipe.data.train[0].columns) == rows
+    assert values(recipe, "data.packing", "data.overlong") == [stage == "pt", "split" if stage == "pt" else "drop"]
+    assert ("`input` is not read: join it to `instruction`" in printed) == (dataset == "texts")
+
+
+def test_llama_factory_pictures(convert: Convert) -> None:
+    recipe, _, _ = convert(factory(dataset="pictures", extra="image_max_pixels: 262144\nfreeze_vision_tower: false"))
+    assert recipe.data.image is not None
+    assert (recipe.data.image.max_pixels, recipe.model.train) == (262144, ("language", "vision"))
+    assert (recipe.data.train[0].format, recipe.data.train[0].columns) == ("messages", None)
+
+
+def test_llama_factory_full_without_its_table_of_datasets(convert: Convert) -> None:
+    config = FACTORY.format(stage="sft", dataset="mine", extra="", targets="all", template="default")
+    recipe, printed, _ = convert(config.replace("finetuning_type: lora", "finetuning_type: full\npure_bf16: true"))
+    assert (recipe.mode, recipe.lora, recipe.train.precision) == ("full", None, "bf16_true")
+    assert "data.train: data/dataset_info.json is not here; give `path`, `format` and `columns`" in printed
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"dataset_info\.json: cannot be read"):
+        convert(config)
+
+
+def test_what_has_no_equal_is_to_do(convert: Convert) -> None:
+    config = AXOLOTL_LORA.replace("adamw_bnb_8bit", "lion_8bit").replace("cosine", "rex")
+    config = config.replace("type: alpaca", "type: context_qa") + "neftune_noise_alpha: 5\nunheard_of: 1\n"
+    recipe, printed, text = convert(config)
+    assert values(recipe, "optimizer.name", "schedule.name") == ["adamw", "cosine"]
+    assert recipe.data.train[0].format == "auto"
+    assert text.count("# TODO: ") == 3
+    assert "optimizer.name: lion_8bit is not offered" in printed
+    assert "data.train: `type: context_qa` has no counterpart" in printed
+    assert "neftune_noise_alpha: noise on embeddings is not offered" in printed
+    assert "unheard_of: no counterpart is known" in printed
+
+
+def test_names_devices_and_overrides_of_the_command_line(convert: Convert) -> None:
+    recipe, _, text = convert(AXOLOTL_LORA, 4, "mine", "optimizer.lr=1e-4", "mode=lora", "data.max_length=512")
+    assert values(recipe, "run.name", "batch.rows", "optimizer.lr", "data.max_length") == ["mine", 32, 1e-4, 512]
+    assert "lr: 0.0001  # from the command line" in text
+    with pytest.raises(UserError, match=r"expected section.key=value"):
+        convert(AXOLOTL_LORA, 4, "mine", "lr")
+
+
+def test_other_files_are_refused(convert: Convert, tmp_path: Path) -> None:
+    for text, message in (
+        ("a: 1\nb: 2\n", "not a config of axolotl"),
+        ("base_model: a\n  b: 2\n", "not valid YAML"),
+        ("absent.yaml", "no such file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            convert(text)
+    (tmp_path / "ours.yaml").write_text("mine", encoding="utf-8")
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL_LORA, encoding="utf-8")
+    with pytest.raises(UserError, match="exists already and is left as it is"):
+        write_converted("theirs.yaml", tmp_path / "ours.yaml", None, None, (), Console(file=io.StringIO()))
