@@ -377,3 +377,9 @@ def _override_value(raw: str, place: Location, key: Key, is_text: bool) -> Any:
     if problems:
         raise RecipeError("command line", [Problem(place, (*key, *p.key), p.message) for p in problems])
     return tree.values
+
+
+def flow(value: Any) -> str:
+    """Returns a value as YAML in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+    return text.removesuffix("...\n").strip()

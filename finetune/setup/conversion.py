@@ -11,6 +11,7 @@ import yaml
 
 from finetune.errors import UserError
 from finetune.recipe.foreign_keys import FOREIGN_KEYS
+from finetune.recipe.yaml_tree import flow
 
 TODO = "TODO: "  # begins the comment of a value that a person has to decide
 _NOT_SET = (None, False, "", "none", "None")
@@ -157,12 +158,6 @@ def scalar(text: str) -> Any:
         return float(text) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text) else yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-
-
-def flow(value: Any) -> str:
-    """Returns a value as YAML in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
-    return text.removesuffix("...\n").strip()
 
 
 def _line(text: str, comment: str) -> str:

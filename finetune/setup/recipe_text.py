@@ -16,6 +16,7 @@ import yaml
 from finetune.data.chat.template_choice import built_in_templates
 from finetune.data.samples import IMAGE, Conversation, Labelled, Preference, PromptCompletion, Ranked, Sample
 from finetune.recipe import Recipe
+from finetune.recipe.yaml_tree import flow
 from finetune.setup.new_options import NewOptions
 from finetune.setup.row_fit import GOAL_STEPS, LONGEST, SLACK, ExampleLengths, Fit
 from finetune.setup.rows import RowsFound, conversation_of
@@ -64,16 +65,16 @@ def recipe_text(recipe: NewRecipe) -> str:
         "#",
         f"# Launch:  python -m finetune launch {shlex.quote(str(recipe.path))}",
         f"# Format:  {' '.join(rows.reason.split())}",
-        f"extends: {_flow(extends.as_posix())}",
-        f"run: {_flow({'name': recipe.name})}",
-        f"model: {_flow(model)}" + _template_comment(recipe),
+        f"extends: {flow(extends.as_posix())}",
+        f"run: {flow({'name': recipe.name})}",
+        f"model: {flow(model)}" + _template_comment(recipe),
         *_data_lines(options, rows, lengths, fit, about),
         *_objective_lines(rows, options.mode),
         f"batch: {{rows: {fit.rows}, rows_per_device: 1}}  # of about {fit.sequences:,} sequences; for "
         + processes.get(fit.rows, "1, 2, 4 or 8 processes"),
         f"optimizer: {{lr: {rate}}}" + (f"  # {reason}" if reason else ""),
         f"schedule: {{warmup_ratio: 0.1}}  # about {round(0.1 * fit.steps)} steps",
-        f"train: {_flow(train)}  # about {fit.steps:,} steps{few}",
+        f"train: {flow(train)}  # about {fit.steps:,} steps{few}",
     ]
     if fit.held_out:
         asks = question(rows) is not None and rows.objective != "classify"
@@ -81,7 +82,7 @@ def recipe_text(recipe: NewRecipe) -> str:
         if asks:
             longest_answer = int(np.percentile(lengths.answers, 99))
             evaluate["max_new_tokens"] = min(512, max(32, 1 << (longest_answer - 1).bit_length()))
-        lines.append(f"evaluate: {_flow(evaluate)}")
+        lines.append(f"evaluate: {flow(evaluate)}")
     return "\n".join([*lines, f"checkpoint: {{every_steps: {fit.interval}}}"]) + "\n"
 
 
@@ -121,7 +122,7 @@ def _data_lines(options: NewOptions, rows: RowsFound, lengths: ExampleLengths, f
     lines = [
         "data:",
         "  train:",
-        f"    - {_flow(source)}",
+        f"    - {flow(source)}",
         held_out,
         f"  max_length: {fit.max_length}  # tokens; examples have {about}{median:,} (median), {most}"
         + ("; TODO: `check` counts them" if lengths.is_estimate else ""),
@@ -157,17 +158,11 @@ def _objective_lines(rows: RowsFound, mode: str) -> list[str]:
     if rows.objective == "sft":
         return []
     if rows.objective == "classify":
-        return [f"objective: {_flow({**objective, 'labels': rows.labels})}  # those that occur"]
+        return [f"objective: {flow({**objective, 'labels': rows.labels})}  # those that occur"]
     if mode == "full":
-        return [f"objective: {_flow({**objective, 'beta': 0.1})}"]
+        return [f"objective: {flow({**objective, 'beta': 0.1})}"]
     adapters = {**objective, "beta": 0.1, "reference": "adapters_off"}
-    return [f"objective: {_flow(adapters)}  # the reference is the model without its adapters"]
-
-
-def _flow(value: Any) -> str:
-    """Returns a value as YAML in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
-    return text.removesuffix("...\n").strip()
+    return [f"objective: {flow(adapters)}  # the reference is the model without its adapters"]
 
 
 # --- overrides
@@ -202,7 +197,7 @@ def _replaced(lines: list[str], section: str, before: Any, value: Any) -> list[s
     comment = "  # from the command line"
     begin = next((i for i, line in enumerate(lines) if line.startswith(f"{section}:")), len(lines))
     if begin == len(lines) or lines[begin] != f"{section}:":
-        return [*lines[:begin], f"{section}: {_flow(value)}{comment}", *lines[begin + 1 :]]
+        return [*lines[:begin], f"{section}: {flow(value)}{comment}", *lines[begin + 1 :]]
     end = next((i for i in range(begin + 1, len(lines)) if not lines[i].startswith(" ")), len(lines))
     kept: list[str] = []
     same = {key for key in before if key in value and before[key] == value[key]}
@@ -211,7 +206,7 @@ def _replaced(lines: list[str], section: str, before: Any, value: Any) -> list[s
         if not line.startswith("   "):
             key = line.strip().partition(":")[0]
         kept += [line] if key in same else []
-    changed = [f"  {key}: {_flow(value[key])}{comment}" for key in value if key not in same]
+    changed = [f"  {key}: {flow(value[key])}{comment}" for key in value if key not in same]
     return [*lines[: begin + 1], *kept, *changed, *lines[end:]]
 
 
