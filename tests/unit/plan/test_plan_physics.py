@@ -22,6 +22,7 @@ from finetune.recipe import load_recipe
 WITHOUT = {"fsdp2_offload": "fsdp2", "zero2_offload": "zero2", "zero3_offload": "zero3", "zero3_nvme": "zero3_offload"}
 CONFIGS = {*WITHOUT, *WITHOUT.values(), "single", "ddp"}
 COUNTS = (1, 2, 8)
+TOO_LARGE = ("mistral-large-4",)  # for eight of any device
 SHIPPED = [
     path
     for path in sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -69,7 +70,7 @@ def test_times_obey_physics(path: Path, devices: tuple[str, ...], monkeypatch: p
                 named = re.search(r"; not faster than \w+ on .* \(.* s a step\): .* s more of (.*)", why(request, one))
                 assert named, one.name
                 assert named[1] in ("communication", "launches", "optimizer", "host transfers"), one.name
-    assert compared > len(devices) or request.recipe.train.precision == "fp8"
+    assert compared > len(devices) or path.parent.name in TOO_LARGE
 
 
 def check_offload(choices: dict[str, Choice], count: int) -> int:
