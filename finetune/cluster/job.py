@@ -22,6 +22,7 @@ from finetune.plan.tables import Machines, parse_machines
 from finetune.recipe import Recipe
 
 MARGIN = 1.3  # of the time limit over the expected hours
+_LEAST_HOURS = 0.5  # of a time limit: it has to leave time to save
 _START_HOURS = 0.25  # assumed: images, imports, reading the model
 _HOST_GIB, _HOST_MARGIN = 8, 1.25  # asked for beyond what `plan` counts: page cache of rows and weights, an assumption
 STOP_BEFORE_S = 300  # the run is told to save this long before the time limit
@@ -108,9 +109,9 @@ def plan_job(path: Path, overrides: Sequence[str], target: Target, options: JobO
             f"{path}: `plan` knows no time on {machines.name}, or not how many rows there are: set the time limit, "
             "--hours 12"
         )
-    if options.hours is not None and not 0.5 <= options.hours <= 24 * 30:
+    if options.hours is not None and not _LEAST_HOURS <= options.hours <= 24 * 30:
         raise UserError(f"--hours {options.hours:g}: expected half an hour to 720 hours")
-    limit = options.hours or math.ceil(((choice.hours or 0) * MARGIN + _START_HOURS) * 4) / 4
+    limit = options.hours or max(_LEAST_HOURS, math.ceil(((choice.hours or 0) * MARGIN + _START_HOURS) * 4) / 4)
     config, text = _config(choice, target)
     changes = tuple(line.replace(": ", "=") for line in as_lines(choice.changes))
     job = ClusterJob(
