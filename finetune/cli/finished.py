@@ -348,19 +348,20 @@ def report(
     watch: Annotated[bool, typer.Option("--watch", help="Serve the page on 127.0.0.1 while runs go on.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Serve --watch on this port; 0: any free one.")] = 8765,
 ) -> None:
-    """Write runs as one HTML page: curves of all metrics, last values, plan, recipes' differences, compared exports.
+    """Write runs as one HTML page: a summary, what differs, curves of all metrics, answers, compared exports, plans.
 
     Example: [bold]python -m finetune report runs/a runs/b -o page.html[/bold]
     """
+    from finetune.plan.run_list import price_so_far
     from finetune.view.report import watch as serve
     from finetune.view.report import write_report
 
     if watch and out is not None:
         raise UserError("report: --watch serves the page and writes none: leave out -o, or --watch")
     if watch:
-        serve(run_dirs, port, lambda url: print(f"{url} (Ctrl-C ends it)", flush=True))
+        serve(run_dirs, port, lambda url: print(f"{url} (Ctrl-C ends it)", flush=True), price_so_far)
     else:
-        write_report(run_dirs, out or Path("report.html"))
+        write_report(run_dirs, out or Path("report.html"), price_so_far)
         print(f"wrote {out or 'report.html'}")
 
 

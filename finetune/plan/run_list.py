@@ -57,6 +57,12 @@ def list_runs(folder: Path, prices: Path | None = None) -> list[RunInfo]:
     return [read_run(run, table) for run in sorted(folders, key=_last_written, reverse=True)]
 
 
+def price_so_far(run: Path) -> str | None:
+    """Returns the price of a run so far, with its currency; None if its device has no price."""
+    info = read_run(run, read_prices())
+    return None if info.price is None else f"{info.price:.4g} {info.currency}"
+
+
 def _last_written(run: Path) -> float:
     files = (run / name for name in ("metrics.jsonl", "status.json", "plan.json"))
     return max(file.stat().st_mtime for file in files if file.exists())

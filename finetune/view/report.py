@@ -1,4 +1,4 @@
-"""`report`: runs as one HTML page without requests or scripts, in the style of the inspect page.
+"""`report`: runs as one HTML page without requests, in the style of the inspect page; report.js draws its curves anew.
 
 Every number is from metrics.jsonl, plan.json, status.json, recipe.yaml, evaluate.json or verify.json, and every token
 from examples.json; a curve keeps its values in `data-values`. Several runs are overlaid, with the differences of their
@@ -45,9 +45,19 @@ _GROUPS: dict[str, Callable[[str], bool]] = {
     ),
     "Memory": lambda key: "memory" in key or key.endswith("_gib"),
     "Counts": lambda key: "tokens" in key,
+    "Ranks": lambda key: key in ("straggler", "rank_spread"),
 }
+_FOLDED = ("Time by phase", "Memory", "Counts", "Ranks")  # groups whose charts one opens
 Section = dict[str, Any]  # values of report.html.jinja
+PriceOf = Callable[[Path], "str | None"]
 _STYLE = """
+polyline.held-out { stroke-dasharray: 7 3; }
+#controls { display: flex; flex-wrap: wrap; gap: 0.4rem 1.4rem; margin-top: 0.8rem; font-size: 0.92rem; }
+#controls[hidden], #tip[hidden] { display: none; }
+#tip { position: fixed; left: 0; top: 0; z-index: 2; padding: 0.35rem 0.6rem; border-radius: 6px; font-size: 0.82rem; }
+#tip { background: Canvas; color: CanvasText; border: 1px solid GrayText; pointer-events: none; max-width: 90vw; }
+#tip i { display: inline-block; width: 0.7em; height: 0.7em; border-radius: 3px; margin-right: 0.4em; }
+details summary { cursor: pointer; margin-bottom: 0.6rem; }
 polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke; }
 svg line.best { stroke-dasharray: 2 3; }
 .runs { display: flex; flex-wrap: wrap; gap: 0.3rem 1.2rem; margin-top: 0.8rem; font-size: 0.92rem; }
@@ -80,6 +90,7 @@ class RunData:
     examples: list[dict[str, Any]]  # examples.json: training examples as text
     generations: list[dict[str, Any]]  # generations.jsonl: {"step": .., "columns": .., "rows": ..} of each evaluation
     problems: tuple[str, ...] = ()  # files that are missing or damaged, so the page is incomplete
+    price: str | None = None  # so far, with its currency; None: its device has no price
 
     def curve(self, key: str) -> list[tuple[int, float]]:
         return [(line["step"], line[key]) for line in self.lines if _is_number(line.get(key))]
@@ -90,7 +101,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and -_LARGEST < value < _LARGEST
 
 
-def read_run(folder: Path) -> RunData:
+def read_run(folder: Path, price: str | None = None) -> RunData:
     """Returns the readable files of a run, with notes on the others. Raises UserError if there are none."""
     if not any((folder / name).is_file() for name in _OF_A_RUN):
         raise UserError(f"{folder}: no run here (no metrics.jsonl); give a run directory, such as runs/quickstart-full")
@@ -138,6 +149,7 @@ def read_run(folder: Path) -> RunData:
         examples=read(EXAMPLES, _json, []),
         generations=[entry for entry in read(GENERATIONS, read_steps, []) if are_answers(entry.get("rows"))],
         problems=tuple(problems),
+        price=price,
     )
 
 
@@ -151,9 +163,12 @@ def _section(values: dict[str, Any], name: str) -> dict[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
-def write_report(folders: Sequence[Path], out: Path) -> None:
-    """Writes the page, atomically. Raises UserError if a folder is not a run, or the page cannot be written."""
-    whole = _bytes(render([read_run(folder) for folder in folders]))
+def write_report(folders: Sequence[Path], out: Path, price_of: PriceOf = lambda folder: None) -> None:
+    """Writes the page, atomically. Raises UserError if a folder is not a run, or the page cannot be written.
+
+    price_of: what a run has cost so far, as text.
+    """
+    whole = _bytes(render([read_run(folder, price_of(folder)) for folder in folders]))
     try:
         if out.exists() and not out.is_file():
             out.write_bytes(whole)  # a device or pipe
@@ -167,7 +182,12 @@ def _bytes(page: str) -> bytes:
     return page.encode("utf-8", "replace")  # damaged files may have half a surrogate
 
 
-def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) -> None:
+def watch(
+    folders: Sequence[Path],
+    port: int,
+    ready: Callable[[str], object],
+    price_of: PriceOf = lambda folder: None,
+) -> None:
     """Serves the page on 127.0.0.1, rendered for each request, until interrupted. Raises UserError."""
     [read_run(folder) for folder in folders]  # raises at once for a folder that is not a run
 
@@ -179,7 +199,7 @@ def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) ->
             if self.path != "/":
                 self.send_error(404)
                 return
-            body = _bytes(render([read_run(folder) for folder in folders], REFRESH_S))
+            body = _bytes(render([read_run(folder, price_of(folder)) for folder in folders], REFRESH_S))
             self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
@@ -200,6 +220,7 @@ def watch(folders: Sequence[Path], port: int, ready: Callable[[str], object]) ->
 
 def render(runs: Sequence[RunData], refresh_s: int | None = None) -> str:
     """Returns the page. refresh_s: seconds until a browser reloads it."""
+    script = (Path(__file__).parent / "report.js").read_text(encoding="utf-8")
     legend = []
     for i, run in enumerate(runs):
         status, best = run.status, f", best step {run.best_step}" if run.best_step is not None else ""
@@ -218,7 +239,9 @@ def render(runs: Sequence[RunData], refresh_s: int | None = None) -> str:
         "report.html.jinja",
         f"{title}: report",
         _STYLE + colours,
+        script,
         refresh_s=refresh_s,
+        axes=_axes(runs),
         eyebrow="Report",
         heading=title,
         runs=legend,
@@ -244,14 +267,31 @@ def _drawn(runs: Sequence[RunData]) -> list[str]:
 
 def _charts(runs: Sequence[RunData]) -> list[Section]:
     grouped: dict[str, list[Any]] = {name: [] for name in ("Training", *_GROUPS)}
-    for key in _drawn(runs):
-        grouped[next((name for name, belongs in _GROUPS.items() if belongs(key)), "Training")].append(_chart(key, runs))
-    return [{"title": name, "charts": charts} for name, charts in grouped.items() if charts]
+    drawn = _drawn(runs)
+    for key in drawn:
+        both = [key, f"eval_{key}"] if key == "loss" and f"eval_{key}" in drawn else [key]
+        if key != "eval_loss" or "loss" not in drawn:
+            name = next((name for name, belongs in _GROUPS.items() if belongs(key)), "Training")
+            grouped[name].append(_chart(both, runs))
+    shown = [{"title": name, "charts": charts, "folded": name in _FOLDED} for name, charts in grouped.items() if charts]
+    return sorted(shown, key=lambda section: section["folded"])
 
 
-def _chart(key: str, runs: Sequence[RunData]) -> dict[str, Any]:
-    """Returns a curve for each run, in SVG units, with its range and best step."""
-    curves = [run.curve(key) for run in runs]
+def _axes(runs: Sequence[RunData]) -> list[dict[str, str]]:
+    """Returns tokens and epoch of the steps of each run, by which a curve can be drawn instead."""
+    axes = []
+    for run in runs:
+        lines = [line for line in run.lines if _is_number(line.get("tokens")) and _is_number(line.get("epoch"))]
+        kept = lines[:: -(-len(lines) // POINTS) or 1] + lines[-1:]
+        columns = {f"{key}s": " ".join(json.dumps(line[key]) for line in kept) for key in ("step", "epoch")}
+        axes.append({"run": run.name, **columns, "tokens": " ".join(json.dumps(line["tokens"]) for line in kept)})
+    return axes
+
+
+def _chart(keys: Sequence[str], runs: Sequence[RunData]) -> dict[str, Any]:
+    """Returns a curve for each run and key, in SVG units, with the range and the run's best step."""
+    owners = [(i, run, key) for key in keys for i, run in enumerate(runs)]
+    curves = [run.curve(key) for _, run, key in owners]
     points = [point for curve in curves for point in curve if math.isfinite(point[1])]
     low, high = min(y for _, y in points), max(y for _, y in points)
     first, last = min(x for x, _ in points), max(x for x, _ in points)
@@ -262,7 +302,7 @@ def _chart(key: str, runs: Sequence[RunData]) -> dict[str, Any]:
         return round(across * WIDTH, 2), round(HEIGHT - up * HEIGHT, 2)
 
     drawn = []
-    for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
+    for (i, run, key), curve in zip(owners, curves, strict=True):
         if not curve:
             continue
         every = -(-len(curve) // POINTS)
@@ -272,25 +312,65 @@ def _chart(key: str, runs: Sequence[RunData]) -> dict[str, Any]:
             ((x, y),) = places
             places = [(x - 4, y), (x + 4, y)]
         best = None
-        if run.best_step is not None and first <= run.best_step <= last:
+        if key == keys[0] and run.best_step is not None and first <= run.best_step <= last:
             best = {"x": place(run.best_step, low)[0], "step": run.best_step}
         line = " ".join(f"{x},{y}" for x, y in places)
         steps, data = (" ".join(json.dumps(point[n]) for point in kept) for n in (0, 1))
-        names = {"run": run.name, "colour": _colour(i), "best": best}
+        names = {"run": run.name, "key": key, "colour": _colour(i), "best": best, "is_held_out": key != keys[0]}
         drawn.append({**names, "points": line, "steps": steps, "data": data})
-    ends = ", ".join(f"{curve[-1][1]:.5g}" for curve in curves if curve)
-    bounds = {"range": f"{low:.5g} to {high:.5g}", "first": first, "last": last}
-    return {"key": key, "ends": ends, **bounds, "curves": drawn}
+    # Which run, and which of two curves, a number belongs to is said wherever there is more than one.
+    ends = []
+    for (_, run, key), curve in zip(owners, curves, strict=True):
+        words = [*([run.name] if len(runs) > 1 else []), *([key] if len(keys) > 1 else [])]
+        ends += [" ".join([*words, f"{curve[-1][1]:.4g}"])] if curve else []
+    heights = [f"{y:.3g}" for y in (high, (low + high) / 2, low)]
+    title = " and ".join(keys)
+    return {"key": title, "ends": ", ".join(ends), "heights": heights, "first": first, "last": last, "curves": drawn}
 
 
 # --- tables
+
+
+def _summary(runs: Sequence[RunData]) -> list[Section]:
+    """Returns what one asks of a run first: how far it is, its best evaluation, how fast it was."""
+    rows: dict[str, list[Any]] = {}
+    for run in runs:
+        evaluations, losses = run.curve("eval_loss"), run.curve("loss")
+        best = min(evaluations, key=lambda point: point[1]) if evaluations else None
+        seconds = [line["step_s"] for line in run.lines if _is_number(line.get("step_s"))]
+        speeds = sorted(value for _, value in run.curve("tokens_per_s"))
+        shown = {
+            "status": run.status.get("status"),
+            "steps": f"{losses[-1][0] if losses else 0:,} of {run.status.get('steps', '?')}",
+            "best eval_loss": f"{best[1]:.4g} at step {best[0]}" if best else None,
+            "last loss": f"{losses[-1][1]:.4g}" if losses else None,
+            "tokens": f"{int(run.curve('tokens')[-1][1]):,}" if run.curve("tokens") else None,
+            "tokens per second, median": f"{speeds[len(speeds) // 2]:,.4g}" if speeds else None,
+            "time of steps": _duration(sum(seconds)) if seconds else None,
+            "price": run.price,
+        }
+        for key, value in shown.items():
+            rows.setdefault(key, []).append(value)
+    kept = [[key, *values] for key, values in rows.items() if any(value is not None for value in values)]
+    return [_table("Summary", ["", *(run.name for run in runs)], kept)]
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(3700.0), _duration(42.0)
+    ('1 h 1 min', '42 s')
+    """
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
 def _last_values(runs: Sequence[RunData]) -> list[Section]:
     rows: list[list[Any]] = []
     for key in _drawn(runs):
         curves = [run.curve(key) for run in runs]
-        rows.append([key, *(curve[-1][1] if curve else None for curve in curves)])
+        rows.append([key, *(float(f"{curve[-1][1]:.4g}") if curve else None for curve in curves)])
     return [_table("Last values", ["", *(run.name for run in runs)], rows)]
 
 
@@ -303,7 +383,8 @@ def _recipes(runs: Sequence[RunData]) -> list[Section]:
 
 def _plans(runs: Sequence[RunData]) -> list[Section]:
     settled = [{key: run.plan[key] for key in run.plan if key not in ("predicted", "measured")} for run in runs]
-    return [_table("Plan", ["", *(run.name for run in runs)], _rows(settled))]
+    rows = sorted(_rows(settled), key=lambda row: all(value == row[1] for value in row[2:]))  # what differs first
+    return [_table("Plan", ["", *(run.name for run in runs)], rows)]
 
 
 def _comparisons(runs: Sequence[RunData]) -> list[Section]:
@@ -424,13 +505,14 @@ def _answers(runs: Sequence[RunData]) -> list[Section]:
 
 
 _PARTS: dict[str, Callable[[Sequence[RunData]], list[Section]]] = {
-    "Curves": _charts,
-    "Last values": _last_values,
+    "Summary": _summary,
     "Recipes": _recipes,
+    "Curves": _charts,
+    "Answers over time": _answers,
+    "Tasks": _tasks,
+    "Exports": _exports,
+    "Examples": _examples,
+    "Last values": _last_values,
     "Plan": _plans,
     "Planned and measured": _comparisons,
-    "Tasks": _tasks,
-    "Examples": _examples,
-    "Answers over time": _answers,
-    "Exports": _exports,
 }

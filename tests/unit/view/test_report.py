@@ -89,13 +89,14 @@ def test_every_number_is_that_of_the_metrics(tmp_path: Path) -> None:
         for key in ("loss", "step_s", "eval_loss")
     }
     assert "best step 20" in text
-    assert f'<td class="n">{found["loss"][-1][1]!r}</td>' in text
+    assert row_of(text, "loss") == [f"{found['loss'][-1][1]:.4g}"]
+    assert row_of(text.replace("<wbr>", ""), "best eval_loss") == ["0.09 at step 30"]
     assert '<td class="n">0.000125</td>' in text
     assert row_of(text, "a: maths/acc") == ["50", "0.1", "–", "0.62", "0.069", "0.52", "0.05", "30", "–", "–"]
     assert row_of(text, "steps") == ["30", "30"]
     assert [row_of(text, f"a, step {step}") for step in (10, 30)] == [["so 10", "false"], ["so 30", "true"]]
     assert page.addresses == []
-    assert not {"script", "link", "iframe", "img"} & page.tags
+    assert not {"link", "iframe", "img"} & page.tags
     assert "default-src 'none'" in text
 
 
@@ -135,7 +136,7 @@ def test_long_runs_are_thinned_and_stay_small(tmp_path: Path) -> None:
 
 def test_what_a_run_is_called_is_text(tmp_path: Path) -> None:
     runs = [read_run(make_run(tmp_path / name, 0.1, note=HOSTILE + name)) for name in ("a", "b")]
-    assert "script" not in Page(render(runs)).tags
+    assert render(runs).count("<script") == 1  # its own
 
 
 def test_examples_have_their_masks(tmp_path: Path) -> None:
