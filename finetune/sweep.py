@@ -148,7 +148,9 @@ def run_trial(sweep: Sweep, trial: optuna.Trial) -> float:
         trial.study.enqueue_trial(trial.params, {"run": name})
         raise KeyboardInterrupt
     if status:
-        raise _failure(status, folder.with_name(f"{name}.log"))
+        error = _failure(status, folder.with_name(f"{name}.log"))
+        trial.set_user_attr("error", str(error))
+        raise error
     return _best(folder / "metrics.jsonl", sweep.metric)
 
 
@@ -196,8 +198,11 @@ def _failure(status: int, log: Path) -> Exception:
     return kind(f"{log}: the run ended with status {status}: {reason.removeprefix('error: ')}")
 
 
-def run_sweep(path: Path, trials: int, overrides: Sequence[str] = ()) -> optuna.Study:
-    """Begins or continues the study of a file until it has so many trials; returns it. Raises UserError."""
+def run_sweep(path: Path, trials: int, overrides: Sequence[str] = (), console: Console | None = None) -> optuna.Study:
+    """Begins or continues the study of a file until it has so many trials; returns it. Raises UserError.
+
+    console: gets a line for each trial.
+    """
     if importlib.util.find_spec("optuna") is None:
         raise UserError("a sweep needs Optuna: pip install optuna")
     import optuna
@@ -218,7 +223,8 @@ def run_sweep(path: Path, trials: int, overrides: Sequence[str] = ()) -> optuna.
             seed = len(study.trials)  # a study that continues draws no value a second time
             study.sampler = optuna.samplers.TPESampler(n_startup_trials=STARTUP_TRIALS, seed=seed)
             if (missing := trials - _num_done(study)) > 0:
-                study.optimize(lambda trial: run_trial(sweep, trial), n_trials=missing, catch=RunFailure)
+                say = [lambda _, trial: console.print(_told(trial), markup=False)] if console else []
+                study.optimize(lambda trial: run_trial(sweep, trial), missing, catch=RunFailure, callbacks=say)
     except Timeout:
         raise UserError(f"{storage}: another sweep is running: wait for it, or stop it") from None
     return study
@@ -252,6 +258,12 @@ def _num_done(study: optuna.Study) -> int:
     return len({trial.user_attrs.get("run") for trial in study.trials} - waiting - {None})
 
 
+def _told(trial: optuna.trial.FrozenTrial) -> str:
+    values = " ".join(f"{name}={value}" for name, value in trial.params.items())
+    result = trial.user_attrs.get("error", "" if trial.value is None else f"{trial.value:.5g}")
+    return f"trial {trial.number}: {trial.state.name.lower()} {result} with {values}"
+
+
 def show_trials(study: optuna.Study, console: Console) -> None:
     """Prints every trial, the best first."""
     metric = study.user_attrs["sweep"]["metric"]
@@ -274,8 +286,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of every trial")
     options = parser.parse_intermixed_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    if importlib.util.find_spec("optuna") is not None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)  # its warnings of failed trials have tracebacks
+    console = Console()
     try:
-        show_trials(run_sweep(options.sweep, options.trials, options.overrides), Console())
+        show_trials(run_sweep(options.sweep, options.trials, options.overrides, console), console)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
+import yaml
+from conftest import ROOT
 from filelock import FileLock
 
 from finetune.errors import UserError
+from finetune.recipe import load_recipe
 from finetune.sweep import main, read_sweep, run_sweep, show_trials, suggest
+from finetune.tracking.trackers import grouped
 
 SWEEP = """\
 recipe: recipes/quickstart/lora.yaml
@@ -112,3 +117,37 @@ def test_the_table_has_the_best_first(file: Path, capsys: pytest.CaptureFixture[
     show_trials(study, Console(width=120))
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
     assert [row[:2] for row in rows] == [["trial", "state"], ["1", "complete"], ["0", "complete"], ["2", "fail"]]
+
+
+def shown(name: str) -> str:
+    """A YAML file of the guide."""
+    page = (ROOT / "docs" / "guides" / "sweeps.md").read_text(encoding="utf-8")
+    found = re.search(rf"```yaml\n# {name}\n(.+?)```", page, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_guide_shows_a_sweep_that_is_read(file: Path) -> None:
+    file.write_text(shown("rates.yaml"), encoding="utf-8")
+    sweep = read_sweep(file)
+    fixed: Any = optuna.trial.FixedTrial({"optimizer.lr": 3e-4, "batch.rows": 16})
+    recipe = load_recipe(ROOT / sweep.recipe, [*sweep.overrides, *suggest(fixed, sweep)])
+    assert (recipe.run.name, recipe.batch.rows) == ("rate-0.0003-rows-16", 16)
+
+
+def test_wandb_makes_a_launch_of_the_sweep_in_the_guide() -> None:
+    """By the functions that its agent calls: none of them is documented, and they may move."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+    config = yaml.safe_load(shown("wandb-sweep.yaml"))  # with PyYAML's numbers, as W&B reads it
+    assert config["parameters"]["optimizer.lr"]["min"] == 1e-4
+    chosen = {name: {"value": value} for name, value in (("optimizer.lr", 0.00123), ("batch.rows", 32))}
+    words = create_sweep_command(config["command"])
+    assert words[:5] == ["${env}", "python", "-m", "finetune", "launch"]
+    assert words[-1] == "${args_no_hyphens}"
+    recipe = load_recipe(
+        ROOT / words[5], [*words[6:-1], *create_sweep_command_args({"args": chosen})["args_no_hyphens"]]
+    )
+    assert recipe.run.name == "wandb-0.00123-32"
+    assert (recipe.optimizer.lr, recipe.batch.rows) == (0.00123, 32)
+    assert grouped("eval_loss") == config["metric"]["name"]
