@@ -86,7 +86,8 @@ def test_a_study_is_stopped_and_continues(sweep: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_run_that_fails_ends_no_study(sweep: Path, tmp_path: Path) -> None:
     values = yaml.safe_load(sweep.read_text())
-    values["parameters"] = {"optimizer.lr": [1e-3, 1e30]}  # the second one's loss is not finite
+    values["parameters"] = {"optimizer.lr": [1e-3, 1e30]}  # with the second one the loss is not finite
+    values["overrides"] = ["optimizer={name: sgd}"]
     sweep.write_text(yaml.safe_dump(values), encoding="utf-8")
     study = optuna.create_study(sampler=optuna.samplers.GridSampler(values["parameters"], seed=0))
     study.optimize(lambda trial: run_trial(read_sweep(sweep), trial), n_trials=2, catch=RunFailure)
@@ -95,6 +96,8 @@ def test_a_run_that_fails_ends_no_study(sweep: Path, tmp_path: Path) -> None:
         1e30: TrialState.FAIL,
     }
     assert math.isfinite(study.best_value)
+    (error,) = [trial.user_attrs["error"] for trial in study.trials if "error" in trial.user_attrs]
+    assert "the run ended with status 1: the loss is not finite" in error
 
 
 @pytest.mark.long
