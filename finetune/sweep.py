@@ -268,7 +268,8 @@ def show_trials(study: optuna.Study, console: Console) -> None:
     """Prints every trial, the best first."""
     metric = study.user_attrs["sweep"]["metric"]
     sign = 1 if metric_direction(metric) == "lower" else -1
-    table = Table("trial", "state", metric, "last step", *study.user_attrs["sweep"]["parameters"], "run", box=None)
+    table = Table("trial", "state", metric, "last step", *study.user_attrs["sweep"]["parameters"], box=None)
+    table.add_column("run", overflow="fold")
     for trial in sorted(study.trials, key=lambda one: (one.state.value, sign * (one.value or 0))):
         value = "" if trial.value is None else f"{trial.value:.5g}"
         values = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.params.values()]

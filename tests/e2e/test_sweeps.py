@@ -80,7 +80,8 @@ def test_a_study_is_stopped_and_continues(sweep: Path, tmp_path: Path) -> None:
         values = [line["eval_loss"] for line in metrics(runs / trial.user_attrs["run"]) if "eval_loss" in line]
         if trial.state == TrialState.COMPLETE:
             assert trial.value == min(values)
-    assert study.best_trial.user_attrs["run"] in done.stdout.splitlines()[1]
+    (table,) = (part for part in done.stdout.split("last step") if "complete" in part and "with" not in part)
+    assert table.splitlines()[1].split()[:2] == [str(study.best_trial.number), "complete"]
 
 
 @pytest.mark.long
