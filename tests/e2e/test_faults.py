@@ -353,7 +353,7 @@ def test_an_evaluation_that_is_not_finite(saving: dict[str, Any], write_recipe: 
     saving["checkpoint"]["best"] = "eval_loss"
     path = write_recipe(saving)
     with pytest.raises(RunFailure, match="values are not finite"):  # the result's own check
-        train_here(path, "train.max_steps=1", "optimizer.lr=1e38")
+        train_here(path, "train.max_steps=1", "optimizer.name=sgd", "optimizer.lr=1e38", "optimizer.weight_decay=1000")
     assert metrics(run)[-1] == {"step": 1, "eval_loss": None}
     state = json.loads((run / "checkpoints" / "step-00000001" / "state.json").read_text())
     assert state["metrics"] == {}
