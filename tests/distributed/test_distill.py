@@ -163,8 +163,8 @@ def test_teachers_that_are_none(distilling: Path, teacher: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("config", "processes"),
     [
-        *(pytest.param(config, 2, marks=pytest.mark.long) for config in ("ddp", "ulysses", "pp")),
-        *((config, 2) for config in ("zero3", "cp")),
+        *(pytest.param(config, 2, marks=pytest.mark.long) for config in ("ddp", "ulysses", "pp", "cp")),
+        ("zero3", 2),
     ],
 )
 def test_a_teacher_on_several_processes(distilling: Path, tmp_path: Path, config: str, processes: int) -> None:

@@ -22,19 +22,19 @@ RUN: dict[Place, set[str]] = {
     # Ranks take rows, whole parameters on each.
     ("ddp", 2): {
         *("full", "full accumulate 1", "full auto rows", "full unpacked", "full token budget"),
-        *("full kto", "qlora", "full bf16"),
+        "full kto",
     },
     # Shards decide more: a tied table and its trained copy, mixed precision, dropout, a group of one.
     ("fsdp2", 2): {"full tied", "lora tied tokens whole", "full bf16", "lora dropout rslora"},
     ("fsdp2", 1): {"lora"},
     ("fsdp2_offload", 2): {"full"},
     ("hsdp", 4): {"full"},
-    ("zero2", 2): {"full accumulate 1", "qlora"},
+    ("zero2", 2): {"qlora"},
     ("zero3", 2): {"full from scratch", "lora dora", "lora dropout offloaded", "full images rare", "full qwen3_5"},
     ("zero3_offload", 2): {"full"},
     # Ranks share rows.
     ("pp", 2): {
-        *("lora", "full token budget", "full tied", "full bf16"),
+        *("lora", "full bf16"),
         *("lora and whole head", "lora tied chunked head", "full orpo"),
     },
     ("pp_dp", 4): {"full"},

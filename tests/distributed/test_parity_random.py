@@ -35,6 +35,7 @@ def test_what_a_rule_refuses_has_its_reason(folder: Path) -> None:
     assert parity_random.refusal(folder, ("fsdp2", 2), in_backward) is None
 
 
+@pytest.mark.long
 def test_one_that_fails_is_named_and_the_others_run(folder: Path) -> None:
     short = "train.max_steps=4"
     zeros = (*LORA, "lora.dora=true", "lora.targets=[lm_head, q_proj]", short)

@@ -34,6 +34,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
     assert not {"torch", "pydantic", "yaml", "typer", "finetune.api"} & set(done.stdout.split())
 
 
+@pytest.mark.long
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cells in order, in one namespace, from the folder that it lies in."""
     for name in ("recipes", "scripts"):

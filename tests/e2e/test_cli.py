@@ -523,6 +523,7 @@ def test_inspect_json_is_the_contract(
         assert labels[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>"), "the end-of-turn is trained"
 
 
+@pytest.mark.long
 def test_inspect_json_in_a_process_of_its_own(recipe: dict[str, Any], write_recipe: Any) -> None:
     """Nothing else reaches standard output."""
     code, out, _ = command("inspect", write_recipe(recipe), "--json")

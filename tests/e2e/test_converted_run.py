@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import tiny
 
 CONFIG = """
@@ -45,6 +46,7 @@ def finetune(folder: Path, *words: object, status: int = 0) -> str:
     return ended.stdout + ended.stderr
 
 
+@pytest.mark.long
 def test_axolotl_to_two_steps(made: Path, tmp_path: Path) -> None:
     rows = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(60)]
     path = tiny.write_rows(tmp_path / "rows.jsonl", rows)

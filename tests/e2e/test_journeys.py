@@ -149,7 +149,7 @@ JOURNEYS = {
     "LLaVA's pictures": Journey(llava, "sharegpt", sees=True),
     "bad rows": Journey(bad_rows, "prompt_completion", seen="4 rows cannot be used and are skipped"),
 }
-WHOLE = ("CSV with an id in front", "two answers and a winner", "bad rows")  # the others train under --all
+WHOLE = ("CSV with an id in front", "two answers and a winner")  # the others train under --all
 
 
 def model_of(journey: Journey, made: Path, folder: Path) -> Path:

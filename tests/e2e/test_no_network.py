@@ -92,6 +92,7 @@ for load in (lambda: load_auto(AutoConfig, "some-org/base"), lambda: find_base("
 """
 
 
+@pytest.mark.long
 def test_the_base_of_a_finished_run_is_one_attempt_too(run: Callable[..., Any]) -> None:
     ended = run("-c", LOADED_LATER)
     assert ended.stdout.split() == ["OSError", "UserError"]

@@ -38,6 +38,7 @@ def sweep(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_trial_that_the_pruner_gives_up_saves_and_ends(sweep: Path, tmp_path: Path) -> None:
     study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=0.0))  # no loss is good enough
     study.optimize(lambda trial: run_trial(read_sweep(sweep, f"train.max_steps={LONG}"), trial), n_trials=1)
