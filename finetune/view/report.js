@@ -30,10 +30,10 @@ function smoothed(values, share) {
   });
 }
 
-const short = (value, digits = 4) => {
-  const text = Number(value).toPrecision(digits);
-  return text.includes("e") ? text : String(Number(text));
-};
+function short(value, digits = 4) {
+  const rounded = Number(Number(value).toPrecision(digits));
+  return Math.abs(rounded) < 1 ? String(rounded) : rounded.toLocaleString("en", { maximumSignificantDigits: digits });
+}
 
 function draw(figure) {
   const by = controls.elements.by.value, share = Number(controls.elements.smooth.value);

@@ -322,8 +322,8 @@ def _chart(keys: Sequence[str], runs: Sequence[RunData]) -> dict[str, Any]:
     ends = []
     for (_, run, key), curve in zip(owners, curves, strict=True):
         words = [*([run.name] if len(runs) > 1 else []), *([key] if len(keys) > 1 else [])]
-        ends += [" ".join([*words, f"{curve[-1][1]:.4g}"])] if curve else []
-    heights = [f"{y:.3g}" for y in (high, (low + high) / 2, low)]
+        ends += [" ".join([*words, _short(curve[-1][1])])] if curve else []
+    heights = [_short(y, 3) for y in (high, (low + high) / 2, low)]
     title = " and ".join(keys)
     return {"key": title, "ends": ", ".join(ends), "heights": heights, "first": first, "last": last, "curves": drawn}
 
@@ -342,10 +342,10 @@ def _summary(runs: Sequence[RunData]) -> list[Section]:
         shown = {
             "status": run.status.get("status"),
             "steps": f"{losses[-1][0] if losses else 0:,} of {run.status.get('steps', '?')}",
-            "best eval_loss": f"{best[1]:.4g} at step {best[0]}" if best else None,
-            "last loss": f"{losses[-1][1]:.4g}" if losses else None,
+            "best eval_loss": f"{_short(best[1])} at step {best[0]}" if best else None,
+            "last loss": _short(losses[-1][1]) if losses else None,
             "tokens": f"{int(run.curve('tokens')[-1][1]):,}" if run.curve("tokens") else None,
-            "tokens per second, median": f"{speeds[len(speeds) // 2]:,.4g}" if speeds else None,
+            "tokens per second, median": _short(speeds[len(speeds) // 2]) if speeds else None,
             "time of steps": _duration(sum(seconds)) if seconds else None,
             "price": run.price,
         }
@@ -353,6 +353,14 @@ def _summary(runs: Sequence[RunData]) -> list[Section]:
             rows.setdefault(key, []).append(value)
     kept = [[key, *values] for key, values in rows.items() if any(value is not None for value in values)]
     return [_table("Summary", ["", *(run.name for run in runs)], kept)]
+
+
+def _short(value: float, digits: int = 4) -> str:
+    """
+    >>> _short(15718.3), _short(0.00012345, 3), _short(2.93e-8)
+    ('15,720', '0.000123', '2.93e-08')
+    """
+    return f"{float(f'{value:.{digits}g}'):,.10g}"
 
 
 def _duration(seconds: float) -> str:
@@ -506,9 +514,9 @@ def _answers(runs: Sequence[RunData]) -> list[Section]:
 
 _PARTS: dict[str, Callable[[Sequence[RunData]], list[Section]]] = {
     "Summary": _summary,
-    "Recipes": _recipes,
     "Curves": _charts,
     "Answers over time": _answers,
+    "Recipes": _recipes,
     "Tasks": _tasks,
     "Exports": _exports,
     "Examples": _examples,
