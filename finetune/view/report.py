@@ -1,4 +1,4 @@
-"""`report`: runs as one HTML page without requests, in the style of the inspect page; report.js draws its curves anew.
+"""`report`: runs as one HTML page without requests, in the style of the inspect page; report.js redraws its curves.
 
 Every number is from metrics.jsonl, plan.json, status.json, recipe.yaml, evaluate.json or verify.json, and every token
 from examples.json; a curve keeps its values in `data-values`. Several runs are overlaid, with the differences of their

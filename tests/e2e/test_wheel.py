@@ -75,6 +75,11 @@ def test_recipes_are_found_by_name_in_an_empty_folder(installed: dict[str, str],
 @pytest.mark.long
 def test_a_run_from_an_empty_folder(installed: dict[str, str], tmp_path: Path) -> None:
     assert "fsdp2" in started(installed, tmp_path, "plan", "recipes/llama3.1-8b/lora.yaml", "--on", "8xH100-80")
+    rows = [sys.executable, "-m", "finetune.quickstart"]
+    subprocess.run(rows, env=installed, cwd=tmp_path, check=True)
+    short = ("train.max_steps=2", "schedule.warmup_steps=1", "evaluate.every_steps=2")
+    said = started(installed, tmp_path, "launch", "recipes/quickstart/full.yaml", *short)
+    assert "saved runs/quickstart-full/model" in said
     own_rows(tmp_path)
     started(installed, tmp_path, "new", "--data", "rows.jsonl", "--model", "llama", "--mode", "lora", "--name", "own")
     few = ("train.epochs=null", "train.max_steps=2", "schedule.warmup_ratio=null", "evaluate.every_steps=2")
