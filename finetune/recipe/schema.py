@@ -457,7 +457,7 @@ class ObjectiveSettings(Section):
 class BatchSettings(Section):
     rows: Count  # global batch size: packed sequences (or examples) per optimizer step, over all processes
     # Micro-batch size; gradient accumulation follows from `rows` and the world size. auto: the largest that fits into
-    # memory, measured at the first run on a kind of hardware.
+    # memory, measured before the first step.
     rows_per_device: Count | Literal["auto"] = 1
     # With `data.packing: false`, instead of rows_per_device: a step's examples are sorted by length and divided into
     # micro-batches of at most this many tokens.

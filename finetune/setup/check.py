@@ -139,7 +139,7 @@ def _report_launch(recipe: Recipe, launch: Launch, micro_batches: int, report: C
     batch, at_once = recipe.batch, 0
     steps = f"{micro_batches} micro-batches per process and step"
     if batch.rows_per_device == "auto":
-        steps = f"at most {steps} (batch.rows_per_device: auto, measured at the first run)"
+        steps = f"at most {steps} (batch.rows_per_device: auto, measured at the start)"
     elif batch.tokens_per_device is not None:
         steps = f"at most {steps}"
     else:

@@ -1,13 +1,11 @@
-"""`batch.rows_per_device: auto`: measures the largest micro-batch that fits into memory, and caches the result.
+"""`batch.rows_per_device: auto`: the largest micro-batch that fits into memory, tried before step 1.
 
 The result is the same on every rank and does not change the maths: it only decides the number of micro-batches into
 which the sequences of a step are split.
 
-The search begins at the planner's estimate, if the command has one, and at one sequence otherwise. It steps down while
-a size does not fit, and at most doubles while the measurements so far predict that the next size fits: memory grows
-linearly in the sequences of a micro-batch, or quadratically if attention uses a mask or scores of tokens x tokens.
-A trial that runs out of memory ends a run whose ranks wait for each other inside a forward, so these begin at half the
-estimate.
+The first trial is the planner's estimate, or one from the measured memory of one sequence if the planner has none;
+while a size does not fit, the next smaller one is tried. A trial that runs out of memory ends a run whose ranks wait
+for each other inside a forward, so these take the smaller of both estimates.
 
 `MARGIN` of the memory stays free: the documents of a run's steps differ in length from those of a trial, so that
 memory is fragmented differently; communicators and libraries allocate at first use; evaluation and generation add to
@@ -17,27 +15,20 @@ allocations. 8 % is 6 GiB of an 80 GiB device; PyTorch's fragmentation alone is 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from finetune.data.batch import UNSHARDED, Batch, TokenShare, collate, token_shard
-from finetune.data.checksums import Damaged, sealed, unsealed
 from finetune.data.row_source import RowSource
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as TokenSequence
-from finetune.data.sources.files import cache_root
 from finetune.engine.base import Engine
 from finetune.engine.costs import Shard, Weight
 from finetune.errors import RunFailure, UserError
@@ -45,27 +36,11 @@ from finetune.models.parameter_roles import parameter_roles
 from finetune.objectives.forward import ForwardPass
 from finetune.recipe import Recipe
 from finetune.training.optim import state_bytes
-from finetune.training.run_plan import versions
-from finetune.utils import divisors, peak_resident_bytes, write_atomically
-
-log = logging.getLogger(__name__)
+from finetune.utils import divisors, peak_resident_bytes
 
 MARGIN = 0.08
 _GIB = 2**30
 _QUADRATIC_ATTENTION = ("eager", "sdpa")  # one call over the micro-batch: scores or a mask of tokens x tokens
-# Recipe keys without effect on a micro-batch's memory. Length and number of sequences are compared separately.
-_IGNORED_KEYS = {
-    "run": True,
-    "data": True,
-    "batch": True,
-    "schedule": True,
-    "evaluate": True,
-    "checkpoint": True,
-    "tracking": True,
-    "profile": True,
-    "optimizer": {"lr", "weight_decay", "betas", "eps", "momentum", "max_grad_norm"},
-    "train": {"epochs", "max_steps"},
-}
 
 
 @dataclass(frozen=True)
@@ -77,14 +52,13 @@ class RowsPerDevice:
 def find_rows(
     engine: Engine,
     recipe: Recipe,
-    config: PretrainedConfig,
     forward: ForwardPass,
     data: RowSource,
     memory: CudaMemory | HostMemory,
     estimate: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> RowsPerDevice:
-    """Returns the micro-batch size, cached or measured. Collective.
+    """Returns the micro-batch size. Collective.
 
     estimate: size that is expected to fit, on the main rank. Leaves weights, gradients, optimizer and random numbers as
     they were. Raises UserError and RunFailure.
@@ -92,24 +66,8 @@ def find_rows(
     heaviest = data.heaviest_row(recipe.data.max_length, forward.attention.shares_prompts)
     row = HeaviestRow(data.row(0)[0], *heaviest)
     sizes = divisors(recipe.batch.rows // engine.parallelism.data)
-    depends_on = dependencies(
-        recipe,
-        model=config.to_dict(),
-        row={"tokens": row.tokens, "supervised": row.supervised},
-        rows_per_rank=sizes[-1],
-        attention=forward.attention.implementation,
-        backend=engine.launch.backend,
-        hardware=engine.ranks.gather(memory.name),
-        versions=versions(),
-    )
-    path, limit = entry_file(depends_on), min(engine.ranks.gather(memory.limit))
-    cached: FittingSize | None = engine.ranks.gather(read_entry(path) if engine.is_main else None)[0]
-    if cached is not None and cached.required_bytes <= limit < cached.next_required_bytes:
-        say(f"batch.rows_per_device: auto: {cached.size} (cached in {path})")
-        return _with_reason(cached, limit, sizes, "cached")
-    start: int = engine.ranks.gather(estimate)[0] or 1
-    if engine.trial_is_collective:
-        start //= 2
+    limit = min(engine.ranks.gather(memory.limit))
+    start: int | None = engine.ranks.gather(estimate)[0]
     say(f"batch.rows_per_device: auto: trying micro-batches of up to {sizes[-1]} x {row.tokens:,} tokens")
     trials = Trials(engine, memory, forward, row, optimizer_bytes(engine, recipe))
 
@@ -121,68 +79,45 @@ def find_rows(
     with torch.random.fork_rng([engine.device] if engine.device.type == "cuda" else []):
         try:
             trials.begin()
-            power = 2 if forward.attention.implementation in _QUADRATIC_ATTENTION else 1
-            fitting = largest_that_fits(sizes, limit, attempt, start, power)
+            if start is None or engine.trial_is_collective:
+                power = 2 if forward.attention.implementation in _QUADRATIC_ATTENTION else 1
+                start = min(start or sizes[-1], rows_by_one(attempt, limit, power))
+            rows, required = largest_that_fits(sizes, limit, attempt, start)
         finally:
             engine.drop_gradients()
             memory.release()  # the run allocates blocks of its own sizes
             if recipe.train.compile:
                 torch.compiler.reset()  # forgets the trial sizes: the run compiles for its own
-    if engine.is_main:
-        try:
-            write_entry(path, depends_on, fitting)
-        except OSError as error:
-            log.warning("%s cannot be written (%s): the next run measures again", path, error.strerror)
-    return _with_reason(fitting, limit, sizes, "measured")
+    needs = f"{required / _GIB:.1f} of {limit / _GIB:.1f} GiB, measured"
+    if required > limit:
+        return RowsPerDevice(rows, f"auto: the smallest, although it needs {needs}")
+    what = "all of a step, no accumulation" if rows == sizes[-1] else f"tried from {start}"
+    return RowsPerDevice(rows, f"auto: {what}, {needs}")
 
 
-def _with_reason(fitting: FittingSize, limit: float, sizes: list[int], how: str) -> RowsPerDevice:
-    memory = f"{fitting.required_bytes / _GIB:.1f} of {limit / _GIB:.1f} GiB, {how}"
-    if fitting.required_bytes > limit:
-        return RowsPerDevice(fitting.size, f"auto: the smallest, although it needs {memory}")
-    what = "all of a step, no accumulation" if fitting.size == sizes[-1] else "the largest that fits"
-    return RowsPerDevice(fitting.size, f"auto: {what}, {memory}")
+def rows_by_one(attempt: Callable[[int], float], limit: float, power: int) -> int:
+    """Returns how many sequences are expected to fit, from the bytes that none and one take.
 
-
-# --- the search
-
-
-@dataclass(frozen=True)
-class FittingSize:
-    size: int
-    required_bytes: float
-    next_required_bytes: float  # lower bound for the next larger size, which was rejected; infinite if there is none
+    power: memory grows with rows ** power: linearly, or quadratically if attention uses a mask or scores of
+    tokens x tokens.
+    """
+    none, one = attempt(0), attempt(1)
+    return int(max(0.0, (limit - none) / max(1.0, one - none)) ** (1 / power))
 
 
 def largest_that_fits(
-    sizes: Sequence[int], limit: float, attempt: Callable[[int], float], start: int = 1, power: int = 1
-) -> FittingSize:
-    """Returns the largest size that needs at most `limit` bytes; the smallest of all if none does.
+    sizes: Sequence[int], limit: float, attempt: Callable[[int], float], start: int
+) -> tuple[int, float]:
+    """Returns the largest size up to `start` that takes at most `limit` bytes, or the smallest of all; and its bytes.
 
-    sizes: ascending, from 1. attempt: measures the bytes that a size needs, 0: without a micro-batch; infinite if it
-    ran out of memory. start: size to try first. power: memory grows with size ** power.
+    sizes: ascending, from 1. attempt: measures the bytes that a size needs; infinite if it ran out of memory.
     """
-    required, best, too_large = {0: attempt(0)}, 0, math.inf
-
-    def predicted(size: int) -> float:
-        return required[0] + (required[best] - required[0]) * (size / best) ** power
-
-    candidate = max(size for size in sizes if size <= max(1, start))
-    while candidate:
-        required[candidate] = attempt(candidate)
-        if required[candidate] <= limit:
-            best = candidate
-        else:
-            too_large = candidate
-        untried = [size for size in sizes if best < size < too_large]
-        if best:
-            untried = [size for size in untried if size <= max(2 * best, untried[0]) and predicted(size) <= limit]
-        candidate = max(untried, default=0)
-    if not best:
-        return FittingSize(1, required[1], math.inf)
-    above = next((size for size in sizes if size > best), None)
-    after = math.inf if above is None else required[above] if above in required else predicted(above)
-    return FittingSize(best, required[best], after)
+    size, required = 1, math.inf
+    for size in reversed([size for size in sizes if size <= max(1, start)]):
+        required = attempt(size)
+        if required <= limit:
+            break
+    return size, required
 
 
 # --- the trials
@@ -275,38 +210,6 @@ def optimizer_bytes(engine: Engine, recipe: Recipe) -> int:
     return state_bytes(recipe.optimizer, list(stepped.values()), engine.device.type)[0]
 
 
-# --- the cache
-
-
-def dependencies(recipe: Recipe, **others: Any) -> dict[str, Any]:
-    """Returns all dependencies of a result, as plain values."""
-    # pydantic's stubs do not accept nested names from a variable.
-    return {"recipe": recipe.model_dump(mode="json", exclude=_IGNORED_KEYS), **others}  # pyright: ignore[reportArgumentType]
-
-
-def entry_file(depends_on: dict[str, Any]) -> Path:
-    text = json.dumps(depends_on, sort_keys=True, default=str)
-    return cache_root() / "rows_per_device" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-
-
-def read_entry(path: Path) -> FittingSize | None:
-    """Returns None if the file is missing, unreadable or damaged."""
-    try:
-        entry = unsealed(path)
-        after = entry["next_needs_bytes"]
-        return FittingSize(int(entry["rows"]), float(entry["needs_bytes"]), math.inf if after is None else float(after))
-    except (OSError, Damaged):
-        return None
-
-
-def write_entry(path: Path, depends_on: dict[str, Any], fitting: FittingSize) -> None:
-    """Writes a file that is complete or absent. Raises OSError."""
-    after = fitting.next_required_bytes if math.isfinite(fitting.next_required_bytes) else None
-    entry = {"rows": fitting.size, "needs_bytes": fitting.required_bytes, "next_needs_bytes": after, "of": depends_on}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, sealed(json.loads(json.dumps(entry, default=str))), shared=True)
-
-
 # --- the memory limit of this process, and its peak during a call
 
 _CGROUPS = (  # (limit, used, key of reclaimable memory in memory.stat), of version 2 and 1
@@ -327,7 +230,7 @@ def memory_of(engine: Engine) -> CudaMemory | HostMemory:
 class CudaMemory:
     """Memory that PyTorch's allocator reserves on the device, including fragmentation.
 
-    A result is valid for hardware of the same `name` only; `limit` is the number of bytes that this process may use.
+    name: for messages; limit: bytes that this process may use.
     """
 
     def __init__(self, device: torch.device):

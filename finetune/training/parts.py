@@ -111,7 +111,7 @@ def rows_per_device(
         return RowsPerDevice(recipe.batch.rows_per_device, "asked for in the recipe")
     if not forward.attention.isolates_documents:
         return RowsPerDevice(1, f"auto: {forward.attention.reason}")
-    return find_rows(engine, recipe, prepared.config, forward, prepared.training, memory_of(engine), estimate, say)
+    return find_rows(engine, recipe, forward, prepared.training, memory_of(engine), estimate, say)
 
 
 def make_plan(

@@ -408,7 +408,7 @@ def test_check_of_rows_per_device_auto(here: Callable[..., Outcome], recipe: dic
     assert (code, err) == (0, "")
     assert json.loads(out)[0]["launch"] == (
         "zero3, 2 processes, at most 4 micro-batches per process and step (batch.rows_per_device: auto, measured at "
-        "the first run)"
+        "the start)"
     )
 
 

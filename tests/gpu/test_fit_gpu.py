@@ -42,22 +42,19 @@ def test_a_device_that_runs_out_is_stepped_back_from() -> None:
         torch.empty(int(size), dtype=torch.uint8, device=device)
 
     def attempt(size: int) -> float:
-        shown = unit if size <= 2 else size * unit  # flat at first: nothing foretells what 8 needs
         try:
-            return memory.peak(lambda: take(shown))
+            return memory.peak(lambda: take(size * unit))
         except torch.OutOfMemoryError:
             pass
         return math.inf
 
-    found = largest_that_fits([1, 2, 4, 8], memory.limit, attempt)
-    assert found.size in (2, 4)
+    size, required = largest_that_fits([1, 2, 4, 8], memory.limit, attempt, start=8)
+    assert size in (2, 4)
+    assert required <= memory.limit
     assert torch.ones(MIB, device=device).sum().item() == MIB  # the device goes on
 
 
-def test_a_run_with_measured_rows(
-    recipe: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+def test_a_run_with_measured_rows(recipe: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path) -> None:
     recipe["batch"] = {"rows": 8, "rows_per_device": "auto"}
     recipe["model"] = {"config": tiny.MODELS["llama"], "tokenizer": str(made / "llama")}
     path = write_recipe(recipe)

@@ -25,8 +25,7 @@ from finetune.data.token_cache import ARRAYS, EntryWriter, find_or_build, open_e
 from finetune.data.tokenizing import ChunkResult, TokenizedExample, arrays_of
 from finetune.errors import RunFailure
 from finetune.recipe.schema import Images
-from finetune.training import auto_batch, reference_files
-from finetune.training.auto_batch import FittingSize
+from finetune.training import reference_files
 
 BITS = 30  # of each file
 EXAMPLES = 40
@@ -133,23 +132,6 @@ class ReferenceLogProbs:
         return values.tolist(), reference_files.read_report(self.folder)
 
 
-class RowsPerDevice:
-    files = ("entry.json",)
-
-    def __init__(self, folder: Path):
-        self.folder = folder / "cache"
-
-    def open(self) -> None:
-        if auto_batch.read_entry(self.folder / "entry.json") is None:
-            raise Damaged("measured again")
-
-    def content(self) -> Any:
-        if (entry := auto_batch.read_entry(self.folder / "entry.json")) is None:
-            entry = FittingSize(8, 2.5e9, 4.75e9)
-            auto_batch.write_entry(self.folder / "entry.json", {"recipe": {"a": 1}}, entry)
-        return entry
-
-
 class FileDigests:
     """sha256 of files that are remembered. Damage is no loss, so nothing is told."""
 
@@ -170,7 +152,7 @@ def part_of(entry: Any, name: str) -> Path:
     return entry.folder / name if name != "memo.json" else next(entry.folder.glob("*.json"))
 
 
-KINDS = [Tokens, TeacherPredictions, ReferenceLogProbs, RowsPerDevice, FileDigests]
+KINDS = [Tokens, TeacherPredictions, ReferenceLogProbs, FileDigests]
 PARTS = [pytest.param(kind, name, id=f"{kind.__name__}-{name}") for kind in KINDS for name in kind.files]
 
 

@@ -17,7 +17,6 @@ from conftest import metrics, train_here
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.checksums import sealed, unsealed
 from finetune.data.dataset import Dataset, build_dataset
 from finetune.engine.base import Engine
 from finetune.engine.launch import Launch
@@ -38,11 +37,10 @@ from finetune.training.auto_batch import (
     HostMemory,
     RowsPerDevice,
     Trials,
-    dependencies,
-    entry_file,
     find_rows,
     largest_that_fits,
     optimizer_bytes,
+    rows_by_one,
 )
 from finetune.training.optim import BUILDERS, build_optimizers
 from finetune.utils import divisors
@@ -55,62 +53,44 @@ MIB = 2**20
 @given(
     constant=st.integers(0, 1000),
     each=st.integers(1, 100),
-    square=st.integers(0, 20),
     limit=st.integers(1, 20000),
     rows=st.integers(1, 200),
+    power=st.sampled_from([1, 2]),
 )
-def test_nothing_that_does_not_fit_is_tried(constant: int, each: int, square: int, limit: int, rows: int) -> None:
-    """Of memory on a straight line, or on a parabola that is taken for a square."""
+def test_a_measured_start_is_the_largest_that_fits(constant: int, each: int, limit: int, rows: int, power: int) -> None:
+    """Of memory on a straight line or a parabola: nothing that does not fit is tried, but one sequence."""
     tried = []
 
     def attempt(size: int) -> float:
         tried.append(size)
-        return constant + each * size + square * size**2
+        return constant + each * size**power
 
     sizes = divisors(rows)
-    found = largest_that_fits(sizes, limit, attempt, power=2 if square else 1)
-    assert tried[:2] == [0, 1]
-    assert len(tried) == len(set(tried)) <= 1 + len(sizes)
-    assert all(constant + each * size + square * size**2 <= limit for size in tried[2:])
-    assert found.required_bytes == constant + each * found.size + square * found.size**2
-    assert found.size == 1 or found.required_bytes <= limit < found.next_required_bytes
-    if not square:
-        fitting = [size for size in sizes if constant + each * size <= limit]
-        assert found.size == max(fitting, default=1)
+    found, required = largest_that_fits(sizes, limit, attempt, rows_by_one(attempt, limit, power))
+    assert tried == [0, 1, found]
+    assert required == attempt(found)
+    fitting = [size for size in sizes if constant + each * size**power <= limit]
+    assert found == max(fitting, default=1)
 
 
 @pytest.mark.parametrize(
     ("start", "tried"),
-    [(1, [0, 1, 2, 4, 8, 6]), (6, [0, 6, 12, 8]), (40, [0, 24, 16, 12, 8, 6]), (4, [0, 4, 8, 6])],
-    ids=["no estimate", "exact", "too high", "too low"],
+    [(1, [1]), (6, [6]), (7, [6]), (40, [24, 16, 12, 8, 6]), (0, [1])],
+    ids=["one", "exact", "between", "too high", "none fits"],
 )
-def test_memory_that_runs_out_is_stepped_back_from(start: int, tried: list[int]) -> None:
-    """Memory that no trial could predict; after one that ran out, smaller sizes are still tried."""
+def test_memory_that_runs_out_is_stepped_down_from(start: int, tried: list[int]) -> None:
     sizes = []
 
     def attempt(size: int) -> float:
         sizes.append(size)
-        return math.inf if size > 6 else 10 + max(0, size - 4) * 10
+        return math.inf if size > 6 else 10.0 * size
 
-    found = largest_that_fits(divisors(48), 100, attempt, start)
+    assert largest_that_fits(divisors(48), 100, attempt, start) == (tried[-1], 10 * tried[-1])
     assert sizes == tried
-    assert (found.size, found.required_bytes, found.next_required_bytes) == (6, 30, math.inf)
-
-
-def test_an_estimate_that_is_right_takes_one_trial() -> None:
-    sizes = []
-
-    def attempt(size: int) -> float:
-        sizes.append(size)
-        return 10 + 10 * size
-
-    found = largest_that_fits(divisors(48), 100, attempt, start=8)
-    assert sizes == [0, 8]
-    assert (found.size, found.required_bytes, found.next_required_bytes) == (8, 90, 130)
 
 
 def test_the_smallest_is_taken_if_none_fits() -> None:
-    assert largest_that_fits([1, 2, 4], 5, lambda size: 10.0 * size, start=4).size == 1
+    assert largest_that_fits([1, 2, 4], 5, lambda size: 10.0 * size, start=4) == (1, 10)
 
 
 # --- the meter
@@ -163,7 +143,6 @@ class Started:
         return find_rows(
             self.engine,
             self.recipe,
-            self.config,
             self.forward,
             self.data,
             memory,
@@ -173,8 +152,7 @@ class Started:
 
 
 @pytest.fixture
-def automatic(recipe: dict[str, Any], tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+def automatic(recipe: dict[str, Any]) -> dict[str, Any]:
     recipe["batch"] = {"rows": 8, "rows_per_device": "auto"}
     return recipe
 
@@ -191,10 +169,6 @@ def wide(automatic: dict[str, Any], write_recipe: Any, made: Path) -> Path:
     automatic["model"] = {"config": WIDE, "tokenizer": str(made / "llama")}
     automatic["data"]["max_length"] = 512
     return write_recipe(automatic)
-
-
-def entries(tmp_path: Path) -> list[Path]:
-    return sorted((tmp_path / "cache" / "rows_per_device").glob("*"))
 
 
 def test_the_most_rows_that_fit_and_no_trace(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,20 +193,15 @@ def rows_of_a_wide_model(_rank: int, recipe: Path) -> None:
     state = optimizer_bytes(engine, wide.recipe)
     assert state == pytest.approx(8 * sum(p.numel() for p in engine.unwrapped.parameters()), rel=0.01)
 
-    found = wide.find(limit=int(needs[2] + each + state))
-    assert (found.rows, found.reason[:29]) == (2, "auto: the largest that fits, ")
-    assert [line.split(":")[0].strip() for line in wide.said[1:]] == ["0", "1", "2"]
-    found = wide.find(limit=int(needs[4] + 2 * each + state))
-    assert found.rows == 4
-    assert [line.split(":")[0].strip() for line in wide.said[1:]] == ["0", "1", "2", "4"]
-    for estimate, sizes in ((4, ["0", "4"]), (8, ["0", "8", "4"])):
-        next((recipe.parent / "cache" / "rows_per_device").glob("*")).unlink()
-        assert wide.find(int(needs[4] + 2 * each + state), estimate).rows == 4
+    limit = int(needs[4] + 2 * each + state)
+    for estimate, sizes in ((None, ["0", "1", "4"]), (4, ["4"]), (8, ["8", "4"]), (2, ["2"])):
+        found = wide.find(limit, estimate)
         assert [line.split(":")[0].strip() for line in wide.said[1:]] == sizes
+        assert found.rows == int(sizes[-1])
+        assert found.reason.startswith(f"auto: tried from {estimate or ''}")
     assert wide.find(limit=1).rows == 1
     assert "the smallest, although it needs" in wide.find(limit=1).reason
 
-    assert len(entries(recipe.parent)) == 1  # of the last one: the hardware is the same
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(p, weights[name]) for name, p in engine.unwrapped.named_parameters())
     assert all(p.grad is None for p in engine.unwrapped.parameters())
@@ -240,47 +209,11 @@ def rows_of_a_wide_model(_rank: int, recipe: Path) -> None:
     engine.close()
 
 
-def test_found_once(started: Started, tmp_path: Path) -> None:
-    first = started.find()
-    assert first == RowsPerDevice(8, first.reason)
-    assert "all of a step, no accumulation" in first.reason
-    assert first.reason.endswith("measured")
-    (entry,) = entries(tmp_path)
-    made = entry.stat().st_mtime_ns
-    again = started.find()
-    assert again.rows == 8
-    assert again.reason.endswith("cached")
-    assert started.said == [f"batch.rows_per_device: auto: 8 (cached in {entry})"]
-    assert entry.stat().st_mtime_ns == made
-    # Less memory than what was found needs, as where another process came to the device.
-    kept = unsealed(entry)
-    entry.write_text(sealed({**kept, "needs_bytes": 2**60}))
-    assert started.find().reason.endswith("measured")
-    # More than the next size would have needed then.
-    entry.write_text(sealed({**kept, "rows": 4, "next_needs_bytes": kept["needs_bytes"] + 1}))
-    assert started.find().rows == 8
-    entry.write_text("{")
-    assert started.find().rows == 8
-    assert json.loads(entry.read_text())["rows"] == 8
-
-
-@pytest.mark.parametrize(
-    ("override", "same"),
-    [
-        ("optimizer.lr=0.5", True),
-        ("run.seed=1", True),
-        ("train.max_steps=9", True),
-        ("evaluate.every_steps=2", True),
-        ("optimizer.name=sgd", False),
-        ("train.activation_checkpointing=true", False),
-        ("train.precision=bf16", False),
-    ],
-)
-def test_what_an_entry_depends_on(automatic: dict[str, Any], write_recipe: Any, override: str, same: bool) -> None:
-    path = write_recipe(automatic)
-    files = {entry_file(dependencies(load_recipe(path, chosen), rows=8)) for chosen in ((), (override,))}
-    assert len(files) == (1 if same else 2)
-    assert entry_file(dependencies(load_recipe(path), rows=4)) not in files
+def test_all_of_a_step_is_the_most(started: Started) -> None:
+    for estimate in (None, 100):
+        found = started.find(estimate=estimate)
+        assert found.rows == 8
+        assert found.reason.startswith("auto: all of a step, no accumulation, ")
 
 
 @pytest.mark.parametrize("name", [name for name in BUILDERS if not name.startswith("paged")])
