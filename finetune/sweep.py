@@ -222,7 +222,10 @@ def run_sweep(path: Path, trials: int, overrides: Sequence[str] = (), console: C
             _take_up(study)
             seed = len(study.trials)  # a study that continues draws no value a second time
             study.sampler = optuna.samplers.TPESampler(n_startup_trials=STARTUP_TRIALS, seed=seed)
-            if (missing := trials - _num_done(study)) > 0:
+            # A trial that was stopped and taken up again is one run.
+            waiting = {trial.user_attrs.get("run") for trial in study.trials if not trial.state.is_finished()}
+            ended = {trial.user_attrs.get("run") for trial in study.trials} - waiting - {None}
+            if (missing := trials - len(ended)) > 0:
                 say = [lambda _, trial: console.print(_told(trial), markup=False)] if console else []
                 study.optimize(lambda trial: run_trial(sweep, trial), missing, catch=RunFailure, callbacks=say)
     except Timeout:
@@ -250,12 +253,6 @@ def _take_up(study: optuna.Study) -> None:
         study.tell(trial.number, state=TrialState.FAIL)
         if "run" in trial.user_attrs:
             study.enqueue_trial(trial.params, {"run": trial.user_attrs["run"]})
-
-
-def _num_done(study: optuna.Study) -> int:
-    """Counts runs, failed ones too; a trial that was stopped and taken up again is one run."""
-    waiting = {trial.user_attrs.get("run") for trial in study.trials if not trial.state.is_finished()}
-    return len({trial.user_attrs.get("run") for trial in study.trials} - waiting - {None})
 
 
 def _told(trial: optuna.trial.FrozenTrial) -> str:

@@ -46,7 +46,8 @@ def launch_on(
     if not submit:
         return 0
     assert write is not None
-    command = [*target.submit, *_at_submission(name, job), str(write)]
+    secret = ["--secret", job.options.secret] if name == "skypilot" and job.options.secret else []
+    command = [*target.submit, *secret, str(write)]
     if shutil.which(command[0]) is None:
         raise UserError(f"--submit: no `{command[0]}` here. {write} is written: {shlex.join(command)}")
     print(f"running {shlex.join(command)}", file=sys.stderr, flush=True)
@@ -62,14 +63,10 @@ def render(name: str, job: ClusterJob) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(sh=shlex.quote, text=_quoted)
+    # `text`: a string of JSON, which YAML and Python read as well
+    environment.filters.update(sh=shlex.quote, text=lambda value: json.dumps(str(value)))
     values: dict[str, Any] = {"job": job, "shared": SHARED, "stop_before_s": STOP_BEFORE_S, "options": job.options}
     return environment.get_template(f"{name}.jinja").render(values)
-
-
-def _quoted(value: object) -> str:
-    """Returns a string of JSON, which YAML and Python read as well."""
-    return json.dumps(str(value))
 
 
 def _check_options(name: str, target: Target, options: JobOptions) -> None:
@@ -96,10 +93,6 @@ def _check_options(name: str, target: Target, options: JobOptions) -> None:
         raise UserError(f"--secret {options.secret}: expected the name of a variable, such as HF_TOKEN, not its value")
 
 
-def _at_submission(name: str, job: ClusterJob) -> list[str]:
-    return ["--secret", job.options.secret] if name == "skypilot" and job.options.secret else []
-
-
 def _advice(target: Target, job: ClusterJob, recipe: Recipe) -> list[str]:
     """Returns what a person has to see to before the job starts."""
     lines = []
@@ -109,16 +102,11 @@ def _advice(target: Target, job: ClusterJob, recipe: Recipe) -> list[str]:
                 f"run.dir: {recipe.run.dir} is lost with the container: write run.dir=runs, which is {SHARED}/runs"
             )
         own = [] if (SHIPPED / job.recipe).is_file() else [job.recipe]
-        read = [path for path in (*own, *_local_files(recipe)) if Path(path).exists()]
-        if read:
+        held_out = recipe.data.eval if isinstance(recipe.data.eval, tuple) else ()
+        sources = [source.path for source in (*recipe.data.train, *held_out)]
+        paths = dict.fromkeys([*own, recipe.model.name or "", *sources])
+        if read := [path for path in paths if Path(path).exists()]:
             lines.append(f"the volume {job.options.shared} must hold, as here: {', '.join(read)}")
     if job.options.secret is None and not Path(recipe.model.name or "").exists():
         lines.append(f"{recipe.model.name}: if it is gated, add --secret HF_TOKEN")
     return lines
-
-
-def _local_files(recipe: Recipe) -> list[str]:
-    """Returns the model and the sources that a recipe names, of which some lie on this machine."""
-    held_out = recipe.data.eval if isinstance(recipe.data.eval, tuple) else ()
-    paths = [source.path for source in (*recipe.data.train, *held_out)]
-    return [*dict.fromkeys([recipe.model.name or "", *paths])]

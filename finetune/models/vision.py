@@ -36,7 +36,6 @@ from finetune.recipe.schema import Images, Lora, Model
 from finetune.utils import full_shape, unwrap_peft
 
 PARTS = ("language", "projector", "vision")
-PIXELS = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")  # of a forward with images
 
 # (config, cells) -> the tower's inputs for images of so many tokens each, if a family has images of any size.
 Pictures = Callable[[Any, Sequence[int]], dict[str, Tensor]]

@@ -86,7 +86,11 @@ def read_run(run: Path, prices: Prices) -> RunInfo:
         step,
         steps if isinstance(steps, int) else None,
         trained[-1]["loss"] if trained else None,
-        {name: value for name, value in last.items() if _is_metric(name, value)},
+        {
+            name: value
+            for name, value in last.items()
+            if "/" not in name and name != "step" and isinstance(value, int | float)
+        },
         trained[-1].get("tokens_per_s") if trained else None,
         hours,
         recent * (steps - step) / 3600 if runs and recent is not None and isinstance(steps, int) else None,
@@ -101,10 +105,6 @@ def _seconds(line: dict[str, Any]) -> float:
     """Returns the time of a step with its evaluation and checkpoint."""
     parts = [value for name, value in line.items() if name.startswith("time/") and isinstance(value, int | float)]
     return sum(parts) or line.get("step_s") or 0.0
-
-
-def _is_metric(name: str, value: Any) -> bool:
-    return "/" not in name and name != "step" and isinstance(value, int | float)
 
 
 def _rate(plan: dict[str, Any], prices: Prices) -> tuple[float, str] | None:

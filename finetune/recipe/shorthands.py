@@ -16,14 +16,12 @@ class Shorthand:
     schemas: tuple[dict[str, Any], ...]  # JSON Schemas of the short forms
 
 
-def _source(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
 def _sources(value: Any) -> Any:
     """`a.jsonl` and `[a.jsonl, b.jsonl]` are sources of these paths."""
     values = [value] if isinstance(value, str) else value
-    return [_source(item) for item in values] if isinstance(values, list) else values
+    if not isinstance(values, list):
+        return values
+    return [{"path": item} if isinstance(item, str) else item for item in values]
 
 
 def _held_out(value: Any) -> Any:

@@ -285,25 +285,23 @@ def _launch(c: Conversion) -> None:
         name = {0: "ddp", 1: "zero2", 2: "zero2"}.get(number, "zero3")
         c.launch = f"{name}_offload" if "offload" in text and number >= 2 else name
     elif fsdp or further:
-        offloads = "offload" in str(fsdp) or str(_setting(further, "offload_params")).lower() == "true"
+        settings = further if isinstance(further, dict) else {}
+        says = settings.get("offload_params") or settings.get("fsdp_offload_params")
+        offloads = "offload" in str(fsdp) or str(says).lower() == "true"
         c.launch = "fsdp2_offload" if offloads else "fsdp2"
     for key, config in (("tensor_parallel_size", "fsdp2_tp"), ("context_parallel_size", "fsdp2_cp")):
         if (c.number(key) or 1) > 1:
             c.launch = config
 
 
-def _setting(settings: Any, name: str) -> Any:
-    """Returns a setting of FSDP, with or without its prefix."""
-    return (settings.get(name) or settings.get(f"fsdp_{name}")) if isinstance(settings, dict) else None
-
-
 def _reference(c: Conversion) -> None:
     """Reference and dropout of an objective that compares answers; after objective and adapters."""
     name = c.value("objective.name")
+    base_is_first = c.value("mode") != "full" and not c.value("lora.modules_to_save") and not c.value("tokens.add")
     if name in ("dpo", "kto") and c.value("objective.loss") != "simpo":
         if c.take("ref_model"):
             c.set("objective.reference_model", c.theirs["ref_model"])
-        elif _is_base_of_adapters(c) and not c.is_on("precompute_ref_log_probs"):
+        elif base_is_first and not c.is_on("precompute_ref_log_probs"):
             c.set("objective.reference", "adapters_off", "the model without its adapters, as there")
     if name in _COMPARING:
         if not c.is_on("disable_dropout", default=True):
@@ -312,8 +310,3 @@ def _reference(c: Conversion) -> None:
             c.set("lora.dropout", 0.0, f"{c.value('lora.dropout')} there, but disable_dropout turns it off")
         c.set("data.packing", False, "one example a row, as there")
         c.set("data.overlong", "drop", "examples that do not fit are left out whole, and counted")
-
-
-def _is_base_of_adapters(c: Conversion) -> bool:
-    """Returns whether the model without its adapters is the initial one."""
-    return c.value("mode") != "full" and not c.value("lora.modules_to_save") and not c.value("tokens.add")

@@ -38,7 +38,9 @@ _LAUNCHES = {
 
 
 def convert_trl(c: Conversion) -> None:
-    trainer = _trainer(c)
+    # The trainer of the command, or the one that has such keys.
+    by_keys = (name for name, keys in _MARKS.items() if set(keys) & c.theirs.keys())
+    trainer = str(c.take(COMMAND) or next(by_keys, "sft"))
     convert_run(c)
     convert_model(c, "model_name_or_path")
     if template := c.take("chat_template_path"):
@@ -52,13 +54,6 @@ def convert_trl(c: Conversion) -> None:
     precision = "fp32" if c.theirs.get("bf16") is False else "bf16"
     in_16_bits = str(dtype) in ("bfloat16", "torch.bfloat16", "auto")
     convert_training(c, ToolDefaults(lr=_RATES.get(trainer, 2e-5), precision=precision), in_16_bits)
-
-
-def _trainer(c: Conversion) -> str:
-    """Returns the trainer: of the command, or the one that has such keys."""
-    if command := c.take(COMMAND):
-        return str(command)
-    return next((name for name, keys in _MARKS.items() if set(keys) & c.theirs.keys()), "sft")
 
 
 def _adapters(c: Conversion) -> None:

@@ -67,19 +67,15 @@ def _adapters(c: Conversion, rank: int) -> None:
         c.take("r", "lora_r", "lora_alpha", "lora_dropout", "target_modules", "bias", "dtype")
         return
     c.take("bias", "dtype", "finetune_language_layers")
+    targets = c.listed("target_modules") or list(_TARGETS)
     convert_adapters(
         c,
         rank=c.number("r", "lora_r", default=rank),
         alpha=c.number("lora_alpha", default=16),
         dropout=c.number("lora_dropout", default=0.0),
-        targets=_targets(c),
+        targets="all-linear" if targets == ["all-linear"] else targets,
         bits="nf4" if four else "fp8" if eight or fp8 else None,
     )
-
-
-def _targets(c: Conversion) -> Any:
-    named = c.listed("target_modules") or list(_TARGETS)
-    return "all-linear" if named == ["all-linear"] else named
 
 
 def _data(c: Conversion) -> None:

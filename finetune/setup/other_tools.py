@@ -73,15 +73,12 @@ def _values(source: str) -> tuple[str, dict[str, Any]]:
     if config := arguments.pop("config", None):
         theirs = read(Path(config[0])).values | theirs
     for name, values in arguments.items():
-        theirs |= _argument(name, [scalar(value) for value in values])
+        of_option = [scalar(value) for value in values]
+        if of_option:
+            theirs[name] = of_option[0] if len(of_option) == 1 else of_option
+        else:  # a switch, which `no_` turns off
+            theirs[name.removeprefix("no_")] = not name.startswith("no_")
     return "arguments", theirs
-
-
-def _argument(name: str, values: list[Any]) -> dict[str, Any]:
-    """Returns an option with its value or values; without one it is a switch, and `no_` turns it off."""
-    if values:
-        return {name: values[0] if len(values) == 1 else values}
-    return {name.removeprefix("no_"): False} if name.startswith("no_") else {name: True}
 
 
 def _tool_of(origin: str, theirs: dict[str, Any]) -> str:

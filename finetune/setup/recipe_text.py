@@ -174,7 +174,10 @@ def with_overrides(text: str, recipe: Recipe, overrides: Sequence[str]) -> str:
     recipe: the text, loaded with them; keys that gave way to an override are left out.
     """
     given, values = yaml.safe_load(text), recipe.model_dump(mode="json", exclude_unset=True)
-    wanted = {section: _kept(value, values[section]) for section, value in given.items() if section != "extends"}
+    wanted = {section: value for section, value in given.items() if section != "extends"}
+    for section, value in wanted.items():
+        if isinstance(value, dict):
+            wanted[section] = {key: one for key, one in value.items() if key in values[section]}
     for override in overrides:
         section, *keys = override.partition("=")[0].strip().split(".")
         if keys:
@@ -186,10 +189,6 @@ def with_overrides(text: str, recipe: Recipe, overrides: Sequence[str]) -> str:
         if given.get(section) != value:
             lines = _replaced(lines, section, given.get(section), value)
     return "\n".join(lines) + "\n"
-
-
-def _kept(given: Any, values: Any) -> Any:
-    return {key: value for key, value in given.items() if key in values} if isinstance(given, dict) else given
 
 
 def _replaced(lines: list[str], section: str, before: Any, value: Any) -> list[str]:

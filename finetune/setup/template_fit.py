@@ -45,16 +45,14 @@ def fitting_template(rows: RowsFound, tokenizer: PreTrainedTokenizerBase | None)
         # `plain` has no tokens of its own; `chatml` writes tools, as text where its tokens are missing.
         refused = {name: _refusal(rows, tokenizer, name) for name in [*names[:1], "plain", "chatml"]}
         name = min(refused, key=lambda name: bool(refused[name]))
-        return TemplateChoice(name, "the tokenizer has no chat template" + _unless(refused[next(iter(refused))]))
+        problem = refused[next(iter(refused))]
+        why = f", and the one of its tokens refuses these rows: {problem}" if problem else ""
+        return TemplateChoice(name, f"the tokenizer has no chat template{why}")
     problem = _refusal(rows, tokenizer, None)
     other = (
         next((name for name in (*names, "chatml") if not _refusal(rows, tokenizer, name)), None) if problem else None
     )
     return TemplateChoice(other, f"the tokenizer's own refuses these rows: {problem}") if other else TemplateChoice()
-
-
-def _unless(problem: str) -> str:
-    return f", and the one of its tokens refuses these rows: {problem}" if problem else ""
 
 
 def _refusal(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, name: str | None) -> str:
