@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import io
 import json
@@ -57,6 +58,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason="takes minutes, or a tool that few machines have: --all"))
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage, one at the end of every run, pass over what is imported until now."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

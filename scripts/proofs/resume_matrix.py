@@ -42,14 +42,7 @@ PLACES: tuple[Place, ...] = (
     *FOUR_STAGES,
     *DIVIDED,
 )
-STOP, STEPS = 10, 30
-OVERRIDES = (
-    f"train.max_steps={STEPS}",
-    "batch.rows_per_device=2",
-    "data.eval=[]",
-    f"checkpoint={{every_steps: {STOP}, keep: 3}}",
-    "tracking.samples=true",
-)
+STOP, STEPS = 10, 30  # the default suite sets fewer
 EVERYWHERE = tuple(case for case in parity.CASES if case.name in ("full", "full dpo", "lora", "lora dropout rslora"))
 NO_DROPOUT = ("cp", "ulysses", "fsdp2_cp", "pp", "pp_dp")  # where ranks share rows, a rule refuses it
 # State that is not fp32, on a place of each kind.
@@ -115,7 +108,9 @@ def run_name(place: Place, case: parity.Case) -> str:
 
 
 def job(folder: Path, place: Place, case: parity.Case, name: str) -> list[str]:
-    return [*parity.job(folder, *place, case), *OVERRIDES, f"run.name={name}"]
+    checkpoint = f"checkpoint={{every_steps: {STOP}, keep: 3}}"
+    own = (f"train.max_steps={STEPS}", checkpoint, "batch.rows_per_device=2", "data.eval=[]", "tracking.samples=true")
+    return [*parity.job(folder, *place, case), *own, f"run.name={name}"]
 
 
 def prepare(folder: Path, places: Sequence[Place], names: Sequence[str] = ()) -> None:

@@ -9,6 +9,7 @@ import context_worker
 import parity
 import pytest
 import resume_matrix
+from conftest import launch, train_here
 from forks import start_forkserver
 from resume_matrix import Pair, Place
 from torch import multiprocessing
@@ -59,15 +60,20 @@ def test_resumes_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatc
     assert found["same_rows"]  # each once, though two ranks train on it
 
 
-def test_what_is_counted_is_counted_once(saved: Path) -> None:
+def test_what_is_counted_is_counted_once(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
     """Tokens and FLOPs of a step; padding is what the cut into four chunks needs."""
-    ours, theirs = (parity.train_lines(saved / "runs" / resume_matrix.run_name(p, FULL)) for p in (ALONE, SHARING))
+    path = write_recipe(recipe)
+    train_here(path, "run.name=alone")
+    done = launch("cp", 2, "train", path, "run.name=sharing")
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (parity.train_lines(tmp_path / "runs" / name) for name in ("alone", "sharing"))
+    assert len(ours) == 6
     padding = 0
     for one, two in zip(ours, theirs, strict=True):
         for name in ("tokens", "supervised_tokens", "epoch"):
             assert one[name] == two[name]
         flops = (line["tflops_per_device"] * line["step_s"] * ranks for line, ranks in ((one, 1), (two, 2)))
         assert next(flops) == pytest.approx(next(flops))
-        assert 0 <= two["padding_tokens"] - padding <= 3 * parity.ROWS // 2
+        assert 0 <= two["padding_tokens"] - padding <= 3 * recipe["batch"]["rows"] // 2
         padding = two["padding_tokens"]
     assert padding > 0

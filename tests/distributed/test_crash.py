@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import bitwise
+import forks
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -27,7 +26,7 @@ def test_killed_at_random_and_during_a_save(tmp_path: Path, configs: list[str], 
     kills = 2 * len(configs)
     command = [SCRIPT, "--only", *configs, "--kills", kills, "--launched-kills", launched_kills]
     command += ["--seed", 1, "--folder", tmp_path, "--json", report]
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=800)
+    done = forks.python(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     trials = json.loads(report.read_text())["cells"]
     assert {trial["config"] for trial in trials} == set(configs)

@@ -29,14 +29,14 @@ from finetune.recipe import load_recipe
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "accelerate_configs"
 WORKER = Path(__file__).with_name("worker.py")
-STEPS = 12
+STEPS = 7
 
 # At the start too, when a random model's outputs are many kinds of nonsense.
 EVALUATE = r"evaluate={at_start: true, exact_match: 16, generate: 16, max_new_tokens: 8, answer: '(\w)'}"
 OVERRIDES: dict[str, tuple[str, ...]] = {
     "full": (EVALUATE,),
     "lora": parity.LORA,
-    "qlora": (*parity.QLORA, "optimizer.lr=5e-3"),  # a rate at which twelve steps show
+    "qlora": (*parity.QLORA, "optimizer.lr=5e-3"),  # a rate at which seven steps show
     "qlora_dora": (*parity.QLORA, "lora.dora=true"),
     "adamw_8bit": ("optimizer={name: adamw_8bit, lr: 1e-3}",),
     "paged_adamw_8bit": ("optimizer={name: paged_adamw_8bit, lr: 1e-3}",),

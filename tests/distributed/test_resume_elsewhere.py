@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import parity
@@ -19,7 +20,16 @@ BY_SCRIPT = {
 } - {"full kto"}
 BY_SCRIPT |= {"lora dpo adapters off", "full qwen3_5", "full text part", "lora text part", *parity.OF_IMAGES}
 EXPERTS = [Pair(("ep", 4), SINGLE, case) for case in resume_matrix.cases(("ep", 4))]
+STOP, STEPS, ROWS = 3, 9, 80  # the matrix: 10, 30, 300; epochs end after the stop in both
 ALONE_ONLY = {"lora dropout rslora", "full bf16", "full dpo"}  # saved on one process; on tensor shards by the script
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_steps() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume_matrix, "STOP", STOP)
+        patch.setattr(resume_matrix, "STEPS", STEPS)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FINETUNE_CACHE", str(folder / "cache"))
-        parity.prepare(folder)
+        parity.prepare(folder, ROWS)
         pairs = [*EXPERTS, *(pair for place in RESUMED for pair in pairs_on(place))]
         for place in SAVED:  # one process runs every case through: all are compared with it
             names = {pair.case.name for pair in pairs if place in (pair.saved, SINGLE)}
@@ -51,6 +61,8 @@ def test_resumes_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatc
     assert {"full", "full dpo", "full kto"} <= {pair.case.name for pair in pairs}
     assert [cell for cell in cells if not cell["passed"]] == []
     assert all(cell["same_rows"] for cell in cells)
+    lines = parity.train_lines(saved / "runs" / pairs[0].name)
+    assert int(lines[STOP]["epoch"]) < int(lines[-1]["epoch"])
 
 
 def test_experts_divided_over_ranks_resume_undivided(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -454,7 +454,8 @@ def base_recipe(folder: Path) -> dict[str, Any]:
     }
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, rows: int = 300) -> None:
+    """Models, `rows` rows of each kind without images, teachers and the base recipe."""
     for model in tiny.MODELS:
         tiny.save_model(folder, model)
     for model in {case.model for case in CASES} & tiny.MULTIMODAL.keys():
@@ -466,11 +467,11 @@ def prepare(folder: Path) -> None:
         tiny.write_pictures(folder, f"held_out_{name}", 16, seed=1, pairs=pairs)
     tiny.write_pictures(folder, "rare_pictures", 160, numbers=(0,) * 23 + (1,))
     tiny.write_pictures(folder, "held_out_rare_pictures", 16, seed=1)
-    tiny.write_rows(folder / "rows.jsonl", tiny.conversations(300))
+    tiny.write_rows(folder / "rows.jsonl", tiny.conversations(rows))
     tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(24, seed=1))
     made_rows = {"preference": tiny.preferences, "unpaired": tiny.unpaired, "classification": tiny.texts}
     for format, made in made_rows.items():
-        tiny.write_rows(folder / f"{format}.jsonl", made(300))
+        tiny.write_rows(folder / f"{format}.jsonl", made(rows))
         tiny.write_rows(folder / f"held_out_{format}.jsonl", made(24, seed=1))
     import yaml
 
