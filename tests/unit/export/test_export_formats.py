@@ -18,7 +18,7 @@ def test_each_type_of_weights_has_a_threshold():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (ExportOptions("onnx"), "--to onnx: expected one of hf, vllm, gguf, ollama"),
+        (ExportOptions("onnx"), f"--to onnx: expected one of {', '.join(EXPORTS)}"),
         (ExportOptions("gguf", dtype="bfloat16"), "--dtype bfloat16: expected one of f32, bf16, f16, q8_0"),
         (ExportOptions("vllm", dtype="q8_0"), "--dtype q8_0: expected one of float32, bfloat16, float16"),
         (ExportOptions("ollama", quantized="int8"), "--quantize int8: goes with --to hf or vllm"),
