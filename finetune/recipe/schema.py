@@ -469,46 +469,58 @@ REWARD_KEYS: dict[str, dict[str, Any]] = {
     "reward_model": {},
     "judge": {"model": None, "prompt": None, "pattern": None, "scale": (0.0, 10.0), "key": None, "max_new_tokens": 256},
 }
+
+
+def _variable(name: str) -> str:
+    """Refuses what may be a key itself, without showing it."""
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        raise ValueError(
+            "expected the name of an environment variable in capitals, such as JUDGE_KEY; not the key itself"
+        )
+    return name
+
+
 Scale = Annotated[tuple[Float, Float], BeforeValidator(_list_to_tuple), Field(strict=False)]
 
 
 class RewardSettings(Section):
-    """One reward of a list; a completion gets the sum of `weight` times value. See docs/reference/rewards.md.
+    """One reward of the list. A completion gets the sum of `weight` times value; see docs/reference/rewards.md.
 
     Give one of `name`, `file`, `reward_model` and `judge`.
     """
 
-    # Built-in. exact_match: equal to the reference; number: the last numbers are equal; boxed: what the last \\boxed{}
-    # holds is mathematically equal; regex: `pattern` is found; json_schema: fits `answer_schema`; length: tokens beyond
-    # `target` cost; tests: the code passes the row's tests
+    # A built-in. exact_match: equal to the reference; number: the last numbers are equal; boxed: the last boxed
+    # expressions are mathematically equal; regex: `pattern` is found; json_schema: JSON that fits `answer_schema`;
+    # length: tokens beyond `target` cost; tests: the code passes the row's tests
     name: Literal["exact_match", "number", "boxed", "regex", "json_schema", "length", "tests"] | None = None
-    file: str | None = None  # Python file of your own: it is run, so it must be code that you trust
-    function: str | None = None  # file (required): the function in it
-    reward_model: str | None = None  # run directory or folder of a model trained by `objective.name: reward`
+    file: str | None = None  # a Python file of your own, which is run: only code that you trust
+    function: str | None = None  # with `file`, required: the function in it
+    reward_model: str | None = None  # run directory or model folder of `objective.name: reward`
     judge: str | None = None  # URL of an OpenAI-compatible server, up to /v1: prompts and completions are sent there
     metric: Annotated[str, Field(pattern=RUN_NAME)] | None = None  # name in metrics and records; null: that of its kind
-    weight: Float = 1.0
-    # Value of a completion for which the reward fails: raises, exceeds `seconds`, ends its process, returns no finite
-    # number. null: the run stops with the row and the reason
+    weight: Float = 1.0  # factor of the value; negative for a penalty
+    # Value of a completion for which the reward fails: it raises, exceeds `seconds`, ends its process, returns no
+    # finite number. null: the run stops with the row and the reason
     on_failure: Float | None = None
-    seconds: Positive = 10.0  # limit for one completion; tests: of its program. Not for `reward_model`
-    processes: Count = 2  # that compute this reward, judge: requests at once. Not for `reward_model`
-    # exact_match, regex, judge: regular expression; exact_match and judge: its first group, where it occurs last, is
-    # the answer
+    seconds: Positive = 10.0  # limit for one completion, of `tests` for its program; not for `reward_model`
+    processes: Count = 2  # processes that compute this reward, or requests to the judge at once; no value depends on it
+    # A regular expression. In `regex` it is to be found; in `exact_match` and `judge` its first group, where it occurs
+    # last, is the answer
     pattern: str | None = None
-    answer_schema: dict[str, Any] | str | None = None  # json_schema (required): a JSON Schema, or the path of one
-    target: Count | None = None  # length (required): tokens that cost nothing
-    margin: Count | None = None  # length: tokens beyond `target` that cost 1, the most; null: as many as `target`
-    column: str | None = None  # tests: column with Python code, or a list of it; null: tests
-    partial: bool = False  # tests: the share of tests that pass, rather than 1 for all and 0 otherwise
-    memory_mb: Count | None = None  # tests: address space of a program; null: 1024
-    model: str | None = None  # judge (required): the model's name on the server
-    # judge: text of the request, with {prompt}, {completion} and {reference}; null: asks for a number from 0 to 10
+    answer_schema: dict[str, Any] | str | None = None  # of `json_schema`, required: a JSON Schema, or the path of one
+    target: Count | None = None  # of `length`, required: tokens that cost nothing
+    margin: Count | None = None  # of `length`: tokens beyond `target` that cost 1, the most; null: as many as `target`
+    column: str | None = None  # of `tests`: column with Python code, or a list of it; null: tests
+    partial: bool = False  # of `tests`: the share of tests that pass, rather than 1 for all and 0 otherwise
+    # Address space of a program of `tests`, in MiB; null: 1024
+    memory_mb: Annotated[int, Field(ge=64, le=10**9)] | None = None
+    model: str | None = None  # of `judge`, required: the model's name on the server
+    # Text of the request to a judge, with {prompt}, {completion} and {reference}; null: asks for a number from 0 to 10
     prompt: str | None = None
-    scale: Scale | None = None  # judge: lowest and highest number of a reply, which become 0 and 1; null: 0, 10
-    # judge: environment variable with the server's key; null: no key. A key itself never stands in a recipe
-    key: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    max_new_tokens: Count | None = None  # judge: of a reply; null: 256
+    scale: Scale | None = None  # of `judge`: lowest and highest number of a reply, which become 0 and 1; null: 0, 10
+    # Environment variable with the judge's key; null: none is sent. The key itself never stands in a recipe
+    key: Annotated[str, AfterValidator(_variable)] | None = None
+    max_new_tokens: Count | None = None  # of a judge's reply; null: 256
 
     @field_serializer("judge")
     def _shown_judge(self, judge: str | None) -> str | None:

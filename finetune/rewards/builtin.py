@@ -205,9 +205,12 @@ def tests(completion: str, row: Mapping[str, Any], program: Program) -> float:
 
 def _with_limits(parameters: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     program = Program(**parameters)
-    if missing := missing_limits(program):
-        return {"program": program}, [f"programs of completions run without {' and '.join(missing)}: see the docs"]
-    return {"program": program}, []
+    missing = missing_limits(program)
+    if missing is None:
+        limits = f"{program.memory_mb} MB and {program.seconds:g} s"
+        raise Unanswerable(f"even an empty program fails within {limits}: raise `memory_mb` or `seconds`")
+    notes = [f"programs of completions run without {' and without '.join(missing)}; see docs/reference/rewards.md"]
+    return {"program": program}, notes if missing else []
 
 
 @dataclass(frozen=True)

@@ -46,16 +46,16 @@ def main(requests: int, replies: int) -> None:
         function, notes = load(settings)
         names = accepted(function)
     except Unusable as reason:
-        _write(sink, {"problem": str(reason), "details": _shortened(reason.__cause__)})
+        _write(sink, {"problem": str(reason), "details": _shortened(reason.__cause__), "id": settings["id"]})
         os._exit(0)
-    _write(sink, {"notes": notes})
+    _write(sink, {"notes": notes, "id": settings["id"]})
     while (task := _read(source)) is not None:
         # Without a handler the signal ends the process, whatever holds Python's lock.
         signal.setitimer(signal.ITIMER_REAL, settings["seconds"] + GRACE_S)
         random.seed(zlib.crc32(task["completion"].encode("utf-8", "replace")))  # not the order of calls
         reply = call(function, {name: task[name] for name in names})
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _write(sink, reply)
+        _write(sink, {**reply, "id": task["id"]})
     os._exit(0)  # without waiting for threads of the function
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from finetune.errors import UserError
+from finetune.errors import UserError, without_secrets
 from finetune.rewards.completion import Answer, Completion
 
 START_S = 120.0  # the import of the user's file, with whatever it loads
@@ -50,7 +50,7 @@ class Child:
                 stdout=output,
                 stderr=output,
                 pass_fds=(request, reply),
-                env={**os.environ, "PYTHONHASHSEED": "0"},  # sets in one order, in every process
+                env=_environment(),
                 start_new_session=True,  # Ctrl-C is for the run
             )
         finally:
@@ -59,8 +59,9 @@ class Child:
         os.set_blocking(self._requests, False)
         os.set_blocking(self._output, False)
         self.notes: list[str] = []
+        self._asked = 0
         try:
-            started = self.ask(pickle.dumps(dict(settings)), START_S)
+            started = self.ask(dict(settings), START_S)
         except NoReply as failure:
             raise UserError(f"{settings['place']}: {failure.args[1]} while it was loaded{self._printed()}") from None
         except BaseException:
@@ -72,10 +73,11 @@ class Child:
             raise UserError(f"{settings['place']}: {started['problem']}{details}")
         self.notes = list(started.get("notes", ()))
 
-    def ask(self, request: bytes, seconds: float) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Returns the reply to a request. Raises NoReply, and ends the process, if there is none in time."""
-        deadline, self.output, reply = time.monotonic() + seconds, bytearray(), bytearray()
-        waiting = memoryview(len(request).to_bytes(8, "big") + request)
+        self._asked += 1
+        content, self.output, reply = pickle.dumps({**request, "id": self._asked}), bytearray(), bytearray()
+        deadline, waiting = time.monotonic() + seconds, memoryview(len(content).to_bytes(8, "big") + content)
         with selectors.DefaultSelector() as selector:
             selector.register(self._requests, selectors.EVENT_WRITE)
             selector.register(self._output, selectors.EVENT_READ)
@@ -101,8 +103,9 @@ class Child:
         self._drain()
         size = int.from_bytes(reply[:8], "big")
         with contextlib.suppress(ValueError, RecursionError):
-            if len(reply) == 8 + size and isinstance(content := json.loads(reply[8:]), dict):
-                return content
+            answered = json.loads(reply[8:])
+            if len(reply) == 8 + size and isinstance(answered, dict) and answered.get("id") == self._asked:
+                return answered
         raise self._no_reply("died", "wrote to the pipe of answers, which is not its own")
 
     def _drain(self) -> bool:
@@ -142,6 +145,13 @@ class Child:
         for descriptor in (self._requests, self._replies, self._output):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+
+def _environment() -> dict[str, str]:
+    """Returns the variables of a process that is no rank of the run, and has sets in one order in every process."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))}
+    return {**{name: value for name, value in kept.items() if name not in ours}, "PYTHONHASHSEED": "0"}
 
 
 class Pool:
@@ -196,7 +206,7 @@ class Pool:
         if child is None:
             child = self._children[slot] = Child(self._settings)
         try:
-            reply = child.ask(pickle.dumps(_arguments(completion)), self._seconds)
+            reply = child.ask(_arguments(completion), self._seconds)
         except NoReply as failure:
             self._children[slot] = None
             kind, what = failure.args
@@ -205,7 +215,7 @@ class Pool:
         if isinstance(reply.get("value"), float):
             return Answer(reply["value"], details=printed)
         details = "\n".join(filter(None, (str(reply.get("details", "")), printed)))
-        return Answer(None, str(reply.get("kind")), str(reply.get("what")), details)
+        return Answer(None, str(reply.get("kind")), without_secrets(str(reply.get("what"))), details)
 
 
 def _arguments(completion: Completion) -> dict[str, Any]:

@@ -37,10 +37,10 @@ def main() -> None:
 
 def limit(request: Mapping[str, Any]) -> list[str]:
     """Sets the limits, in a process that namespaces end with; returns those that the system does not offer."""
-    missing = []
+    missing, is_root = [], os.geteuid() == 0
     is_separate = _separate()
     if not is_separate:
-        missing += ["a network that is closed off", "a limit on processes"]
+        missing.append("a network that is closed off")
     seconds = max(1, int(-(-request["seconds"] // 1)))
     limits = {
         "a limit on CPU time": (resource.RLIMIT_CPU, seconds),
@@ -49,7 +49,9 @@ def limit(request: Mapping[str, Any]) -> list[str]:
         "a limit on open files": (resource.RLIMIT_NOFILE, _OPEN_FILES),
         "a limit on core dumps": (resource.RLIMIT_CORE, 0),
     }
-    if is_separate:  # elsewhere all processes of the user count
+    if is_root or not is_separate:  # root has no such limit, and elsewhere all processes of the user count
+        missing.append("a limit on processes")
+    else:
         limits["a limit on processes"] = (resource.RLIMIT_NPROC, _PROCESSES)
     for name, (which, value) in limits.items():
         try:

@@ -67,6 +67,13 @@ def try_rewards(settings: tuple[RewardSettings, ...], rows: Sequence[Completion]
     if not tried:
         notes.append("no row that was tried has a reference answer, so the rewards were only loaded")
     stopping = _failing(settings, answers, by_kind)
+    for one in settings:
+        told = [text for reward in every for text in reward.failures if text.startswith(f"{one.label}: ")]
+        if told and one.on_failure is not None:
+            first = told[0].removeprefix(f"{one.label}: ")
+            notes.append(
+                f"rewards: `{one.label}` failed for {len(told)} of {len(every)} answers that were tried ({first})"
+            )
     weak, weak_notes = _weak(settings, by_kind, means) if tried and not stopping else ([], [])
     return Trial(len(tried), means, failures, (*stopping, *weak), (*notes, *weak_notes))
 
