@@ -27,7 +27,7 @@ class Reward:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Outcome:
     """The value of one reward for one completion, or the reason why there is none."""
 
     value: float | None

@@ -1,6 +1,6 @@
-"""Processes that call one reward function: started fresh, killed at the time limit, replaced, answers in order.
+"""Processes that call one reward function: started fresh, killed at the time limit, replaced, outcomes in order.
 
-completions -> pickled frames -> `child.py`, whichever process is free -> answers, in the order of the completions
+completions -> pickled frames -> `child.py`, whichever process is free -> outcomes, in the order of the completions
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from finetune.errors import UserError, without_secrets
-from finetune.rewards.completion import Answer, Completion
+from finetune.rewards.completion import Completion, Outcome
 
 START_S = 120.0  # the import of the user's file, with whatever it loads
 _OUTPUT_BYTES = 2000  # of what a call prints, kept for the log
@@ -106,7 +106,7 @@ class Child:
             answered = json.loads(reply[8:])
             if len(reply) == 8 + size and isinstance(answered, dict) and answered.get("id") == self._asked:
                 return answered
-        raise self._no_reply("died", "wrote to the pipe of answers, which is not its own")
+        raise self._no_reply("died", "wrote to the pipe of replies, which is not its own")
 
     def _drain(self) -> bool:
         """Reads what was printed, of which the beginning is kept; False at the end of the pipe."""
@@ -173,10 +173,10 @@ class Pool:
         for child in filter(None, self._children):
             child.end()
 
-    def answers(self, completions: Sequence[Completion]) -> list[Answer | None]:
-        """Returns the answers in order; None behind a failure that stops the run. Raises UserError if a process that
+    def outcomes(self, completions: Sequence[Completion]) -> list[Outcome | None]:
+        """Returns the outcomes in order; None behind a failure that stops the run. Raises UserError if a process that
         replaces another cannot load the function."""
-        answers: list[Answer | None] = [None] * len(completions)
+        outcomes: list[Outcome | None] = [None] * len(completions)
         waiting, lock, stop = iter(range(len(completions))), threading.Lock(), threading.Event()
 
         def work(slot: int) -> None:
@@ -185,7 +185,7 @@ class Pool:
                     i = next(waiting, None)
                 if i is None:
                     return
-                answers[i] = answer = self._answer(slot, completions[i])
+                outcomes[i] = answer = self._outcome(slot, completions[i])
                 if answer.value is None and self._stops:
                     stop.set()  # those before it are answered, or being answered, so the first failure is always found
 
@@ -199,9 +199,9 @@ class Pool:
                 for child in filter(None, self._children):
                     child.kill()
                 raise
-        return answers
+        return outcomes
 
-    def _answer(self, slot: int, completion: Completion) -> Answer:
+    def _outcome(self, slot: int, completion: Completion) -> Outcome:
         child = self._children[slot]
         if child is None:
             child = self._children[slot] = Child(self._settings)
@@ -210,12 +210,12 @@ class Pool:
         except NoReply as failure:
             self._children[slot] = None
             kind, what = failure.args
-            return Answer(None, kind, what, child.output.decode("utf-8", "replace"))
+            return Outcome(None, kind, what, child.output.decode("utf-8", "replace"))
         printed = child.output.decode("utf-8", "replace")
         if isinstance(reply.get("value"), float):
-            return Answer(reply["value"], details=printed)
+            return Outcome(reply["value"], details=printed)
         details = "\n".join(filter(None, (str(reply.get("details", "")), printed)))
-        return Answer(None, str(reply.get("kind")), without_secrets(str(reply.get("what"))), details)
+        return Outcome(None, str(reply.get("kind")), without_secrets(str(reply.get("what"))), details)
 
 
 def _arguments(completion: Completion) -> dict[str, Any]:

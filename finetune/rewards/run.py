@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from finetune.errors import RunFailure, UserError, without_secrets
 from finetune.recipe.schema import REWARD_KEYS, RewardSettings
-from finetune.rewards.completion import Answer, Completion, Reward
+from finetune.rewards.completion import Completion, Outcome, Reward
 from finetune.rewards.judge import Judge
 from finetune.rewards.pool import Pool
 
@@ -20,10 +20,10 @@ _LOGGED = 100  # failures of a reward with traceback and output; of the others o
 _PROGRAM_S = 30.0  # beyond the limit of `tests`, for the start of the program's process
 
 
-class Answering(Protocol):
+class Scoring(Protocol):
     """One reward, started. Answers in order; None behind a failure that stops the run."""
 
-    def answers(self, completions: Sequence[Completion]) -> Sequence[Answer | None]: ...
+    def outcomes(self, completions: Sequence[Completion]) -> Sequence[Outcome | None]: ...
 
 
 class Rewards:
@@ -34,9 +34,9 @@ class Rewards:
 
     def __init__(self, settings: tuple[RewardSettings, ...], folder: Path | None):
         self._settings, self._folder = settings, folder
-        self._stack, self._started = ExitStack(), list[Answering]()
+        self._stack, self._started = ExitStack(), list[Scoring]()
         self.notes: list[str] = []  # for the user, such as limits that this system does not offer
-        self.counts: Counter[tuple[str, str]] = Counter()  # failures by name and kind, see `Answer`
+        self.counts: Counter[tuple[str, str]] = Counter()  # failures by name and kind, see `Outcome`
 
     def __enter__(self) -> Rewards:
         """Raises UserError for a function, file or folder that cannot be used."""
@@ -51,49 +51,49 @@ class Rewards:
 
     def score(self, completions: Sequence[Completion]) -> list[Reward]:
         """Returns the rewards, in order. Raises UserError for the first failure of a reward without `on_failure`."""
-        columns: list[list[Answer]] = []
+        columns: list[list[Outcome]] = []
         for i, settings in enumerate(self._settings):
-            answers = self._started[i].answers(completions)
-            self._tell(settings, completions, answers)
-            for j, answer in enumerate(answers):
-                if answer is None or (answer.value is None and settings.on_failure is None):
-                    raise UserError(self._stopped(i, completions, answers, j))
-            columns.append([answer for answer in answers if answer is not None])
+            outcomes = self._started[i].outcomes(completions)
+            self._tell(settings, completions, outcomes)
+            for j, outcome in enumerate(outcomes):
+                if outcome is None or (outcome.value is None and settings.on_failure is None):
+                    raise UserError(self._stopped(i, completions, outcomes, j))
+            columns.append([outcome for outcome in outcomes if outcome is not None])
         return [self._reward([column[j] for column in columns]) for j in range(len(completions))]
 
-    def _reward(self, answers: Sequence[Answer]) -> Reward:
+    def _reward(self, outcomes: Sequence[Outcome]) -> Reward:
         total, by_name, failures = 0.0, dict[str, float | None](), list[str]()
-        for settings, answer in zip(self._settings, answers, strict=True):
-            by_name[settings.label] = answer.value
-            value = answer.value
+        for settings, outcome in zip(self._settings, outcomes, strict=True):
+            by_name[settings.label] = outcome.value
+            value = outcome.value
             if value is None:
-                failures.append(f"{settings.label}: {answer.what}")
+                failures.append(f"{settings.label}: {outcome.what}")
                 value = settings.on_failure or 0.0  # given: `score` raises otherwise
             total += settings.weight * value
         return Reward(total, by_name, tuple(failures))
 
-    def _stopped(self, i: int, completions: Sequence[Completion], answers: Sequence[Answer | None], j: int) -> str:
+    def _stopped(self, i: int, completions: Sequence[Completion], outcomes: Sequence[Outcome | None], j: int) -> str:
         """Returns the message for a failure that stops the run."""
-        answer = answers[j]
-        assert answer is not None  # those before the first failure are all answered
-        log = f"; traceback and output are in {self._folder / LOG}" if self._folder and answer.details else ""
+        outcome = outcomes[j]
+        assert outcome is not None  # those before the first failure are all answered
+        log = f"; traceback and output are in {self._folder / LOG}" if self._folder and outcome.details else ""
         return (
-            f"rewards[{i}] ({self._settings[i].label}): {_place(completions, j)}: {answer.what}{log}. Fix the "
+            f"rewards[{i}] ({self._settings[i].label}): {_place(completions, j)}: {outcome.what}{log}. Fix the "
             "reward or the row, or set `on_failure` to the value that such a completion gets"
         )
 
     def _tell(
-        self, settings: RewardSettings, completions: Sequence[Completion], answers: Sequence[Answer | None]
+        self, settings: RewardSettings, completions: Sequence[Completion], outcomes: Sequence[Outcome | None]
     ) -> None:
         """Counts the failures and writes them to the log."""
         entries = []
-        for j, answer in enumerate(answers):
-            if answer is None or answer.value is not None:
+        for j, outcome in enumerate(outcomes):
+            if outcome is None or outcome.value is not None:
                 continue
-            self.counts[settings.label, answer.kind] += 1
-            entry = f"{settings.label}: {_place(completions, j)}: {answer.what}\n"
-            if answer.details and sum(n for (name, _), n in self.counts.items() if name == settings.label) <= _LOGGED:
-                entry += "".join(f"    {line}\n" for line in answer.details.splitlines())
+            self.counts[settings.label, outcome.kind] += 1
+            entry = f"{settings.label}: {_place(completions, j)}: {outcome.what}\n"
+            if outcome.details and sum(n for (name, _), n in self.counts.items() if name == settings.label) <= _LOGGED:
+                entry += "".join(f"    {line}\n" for line in outcome.details.splitlines())
             entries.append(entry)
         if entries and self._folder is not None:
             _append(self._folder / LOG, without_secrets("".join(entries)))
@@ -113,7 +113,7 @@ def _append(path: Path, text: str) -> None:
         raise RunFailure(f"{path} could not be written: {error.strerror}") from None
 
 
-def _start(settings: RewardSettings, place: str, stack: ExitStack, notes: list[str]) -> Answering:
+def _start(settings: RewardSettings, place: str, stack: ExitStack, notes: list[str]) -> Scoring:
     if settings.kind == "judge":
         return Judge(settings, place)
     if settings.kind == "reward_model":

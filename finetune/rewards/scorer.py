@@ -15,7 +15,7 @@ from finetune.data.samples import BadRow, Conversation, Message, PromptCompletio
 from finetune.errors import UserError
 from finetune.inference.score import Scorer, load_scorer
 from finetune.recipe.schema import RewardSettings
-from finetune.rewards.completion import Answer, Completion
+from finetune.rewards.completion import Completion, Outcome
 
 
 class ScoringModel:
@@ -31,24 +31,24 @@ class ScoringModel:
             labels = ", ".join(self._scorer.labels)
             raise UserError(f"{place}: {folder} is a classifier ({labels}); use a model of `objective.name: reward`")
 
-    def answers(self, completions: Sequence[Completion]) -> list[Answer]:
-        rendered, answers = {}, list[Answer]()
+    def outcomes(self, completions: Sequence[Completion]) -> list[Outcome]:
+        rendered, outcomes = {}, list[Outcome]()
         for i, completion in enumerate(completions):
             try:
                 examples = self._scorer.renderer.draw(_conversation(completion))
                 if len(examples) > 1:
                     raise BadRow("the model's chat template rewrites history, so this conversation is several texts")
                 rendered[i] = examples[0][0]
-                answers.append(Answer(0.0))
+                outcomes.append(Outcome(0.0))
             except BadRow as error:
-                answers.append(Answer(None, "unanswerable", str(error)))
+                outcomes.append(Outcome(None, "unanswerable", str(error)))
         if rendered:
             tokens = self._scorer.renderer.tokenize(list(rendered.values()))
             scores = self._scorer.scores([of_sequence[0] for of_sequence in tokens])[:, 0].tolist()
             for i, score in zip(rendered, scores, strict=True):
                 is_finite = math.isfinite(score)
-                answers[i] = Answer(score) if is_finite else Answer(None, "not_a_number", f"the score is {score}")
-        return answers
+                outcomes[i] = Outcome(score) if is_finite else Outcome(None, "not_a_number", f"the score is {score}")
+        return outcomes
 
 
 def _conversation(completion: Completion) -> Conversation | PromptCompletion:

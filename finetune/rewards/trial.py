@@ -14,7 +14,7 @@ _FORM = ("regex", "json_schema", "length")  # look at the form alone: garbage of
 
 
 @dataclass(frozen=True)
-class Trial:
+class RewardTrial:
     """Means by kind of answer (`reference`, `empty`, `another row's`, `reversed`) and reward, None if all failed.
 
     problems: the rewards cannot train anything, or a run would stop; notes: worth a look.
@@ -47,7 +47,7 @@ def _shown(mean: float | None) -> str:
     return "-" if mean is None else f"{mean:.3f}"
 
 
-def try_rewards(settings: tuple[RewardSettings, ...], rows: Sequence[Completion]) -> Trial:
+def try_rewards(settings: tuple[RewardSettings, ...], rows: Sequence[Completion]) -> RewardTrial:
     """Computes the rewards of the reference answers of `rows`, and of garbage in their place.
 
     rows: completions whose text is the row's reference, such as 16. Rows without a reference, and garbage that equals
@@ -75,7 +75,7 @@ def try_rewards(settings: tuple[RewardSettings, ...], rows: Sequence[Completion]
                 f"rewards: `{one.label}` failed for {len(told)} of {len(every)} answers that were tried ({first})"
             )
     weak, weak_notes = _weak(settings, by_kind, means) if tried and not stopping else ([], [])
-    return Trial(len(tried), means, failures, (*stopping, *weak), (*notes, *weak_notes))
+    return RewardTrial(len(tried), means, failures, (*stopping, *weak), (*notes, *weak_notes))
 
 
 def _reference(rows: Sequence[Completion], i: int) -> Completion | None:

@@ -16,7 +16,7 @@ from finetune.utils import readable_bytes
 if TYPE_CHECKING:
     from finetune.engine.launch import Launch
     from finetune.models.attention import AttentionChoice
-    from finetune.rewards.trial import Trial
+    from finetune.rewards.trial import RewardTrial
     from finetune.training.prepare import Prepared
 
 
@@ -125,7 +125,7 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     return prepared
 
 
-def _try_rewards(prepared: Prepared) -> Trial:
+def _try_rewards(prepared: Prepared) -> RewardTrial:
     from finetune.setup.reward_rows import check_rewards
 
     return check_rewards(prepared.recipe, prepared.tokenizer)

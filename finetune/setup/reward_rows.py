@@ -19,10 +19,10 @@ from finetune.errors import UserError
 from finetune.inference.answering import render_prompt
 from finetune.recipe import Recipe
 from finetune.rewards.completion import Completion
-from finetune.rewards.trial import JUDGED_ROWS, TRIED_ROWS, Trial, try_rewards
+from finetune.rewards.trial import JUDGED_ROWS, TRIED_ROWS, RewardTrial, try_rewards
 
 
-def check_rewards(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Trial:
+def check_rewards(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RewardTrial:
     """Returns the trial of the recipe's rewards. Raises UserError if a run could not use them or learn from them."""
     count = JUDGED_ROWS if any(one.kind == "judge" for one in recipe.rewards) else TRIED_ROWS
     trial = try_rewards(recipe.rewards, reference_answers(recipe, tokenizer, count))
