@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from finetune.recipe.schema import RewardSettings
 from finetune.rewards.completion import Completion, Reward
-from finetune.rewards.run import Rewards
+from finetune.rewards.scoring import Rewards
 
 TRIED_ROWS, JUDGED_ROWS = 16, 4  # judges cost money
 _FORM = ("regex", "json_schema", "length")  # look at the form alone: garbage of the right form gets the same

@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.recipe.schema import RewardSettings
 from finetune.rewards.completion import Completion
-from finetune.rewards.run import Rewards
+from finetune.rewards.scoring import Rewards
 
 
 def completion(text: str, reference: str | None = "42", **columns: Any) -> Completion:

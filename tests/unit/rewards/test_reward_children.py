@@ -17,7 +17,7 @@ from completions import completion, reward
 
 from finetune.errors import RunFailure, UserError
 from finetune.rewards.completion import Completion
-from finetune.rewards.run import LOG, Rewards
+from finetune.rewards.scoring import LOG, Rewards
 
 FUNCTIONS = """
 import ctypes, os, random, signal, sys, threading, time
@@ -303,7 +303,7 @@ def test_the_log_is_no_other_file(write: Any, tmp_path: Path) -> None:
     target.write_text("mine")
     (tmp_path / LOG).symlink_to(target)
     settings = (own(write("def f(completion): raise ValueError"), "f"),)
-    message = r"rewards\.log could not be written: Too many levels of symbolic links"
+    message = r"reward-failures\.log could not be written: Too many levels of symbolic links"
     with Rewards(settings, tmp_path) as rewards, pytest.raises(RunFailure, match=message):
         rewards.score([completion("a")])
     assert target.read_text() == "mine"
@@ -327,7 +327,7 @@ def test_processes_end_with_a_run_that_is_killed(write: Any, tmp_path: Path) -> 
     program = (
         "import os, signal, threading, time, psutil\n"
         "from completions import completion, reward\n"
-        "from finetune.rewards.run import Rewards\n"
+        "from finetune.rewards.scoring import Rewards\n"
         "def end():\n"
         "    while len(children := psutil.Process().children()) < 2: time.sleep(0.05)\n"
         "    time.sleep(1)\n"

@@ -14,7 +14,7 @@ from completions import completion, reward
 
 from finetune.errors import UserError
 from finetune.rewards.completion import Reward
-from finetune.rewards.run import LOG, Rewards
+from finetune.rewards.scoring import LOG, Rewards
 
 
 class Server(ThreadingHTTPServer):

@@ -11,7 +11,7 @@ from completions import completion, reward
 from finetune.errors import UserError
 from finetune.recipe import RecipeError, load_recipe
 from finetune.recipe.schema import TAKES_REWARDS
-from finetune.rewards.run import Rewards
+from finetune.rewards.scoring import Rewards
 
 RECIPE = """run: {{name: a}}
 model: {{name: org/model}}

@@ -15,7 +15,7 @@ from rich.console import Console
 from finetune.errors import UserError
 from finetune.inference.score import score_file, source_of
 from finetune.rewards.completion import Completion
-from finetune.rewards.run import Rewards
+from finetune.rewards.scoring import Rewards
 
 
 @pytest.fixture

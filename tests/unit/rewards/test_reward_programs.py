@@ -13,7 +13,7 @@ from completions import completion, reward, values
 
 from finetune.errors import UserError
 from finetune.rewards.programs import Program, missing_limits, run_program
-from finetune.rewards.run import Rewards
+from finetune.rewards.scoring import Rewards
 
 PROGRAM = Program(column="tests", partial=False, memory_mb=512, seconds=5.0)
 MISSING = missing_limits(PROGRAM) or []

@@ -15,7 +15,7 @@ from finetune.rewards.completion import Completion, Outcome, Reward
 from finetune.rewards.judge import Judge
 from finetune.rewards.pool import Pool
 
-LOG = "rewards.log"
+LOG = "reward-failures.log"
 _LOGGED = 100  # failures of a reward with traceback and output; of the others one line
 _PROGRAM_S = 30.0  # beyond the limit of `tests`, for the start of the program's process
 
