@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -96,13 +97,13 @@ def test_no_network_and_nothing_survives(tmp_path: Path) -> None:
         connect = f"import socket; socket.create_connection({address!r}, 1)"
         assert passes(connect) == [False]
     mark = f"survivor-{os.getpid()}"
-    sleeper = f"os.execv(sys.executable, [{mark!r}, '-c', 'import time; time.sleep(1000)'])"
-    daemon = f"import os, sys\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: {sleeper}\n    os._exit(0)"
+    sleeper = f"os.execv({shutil.which('sleep')!r}, [{mark!r}, '1000'])"
+    daemon = f"import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: {sleeper}\n    os._exit(0)"
     assert passes(daemon) == [True]
     wait_for_no(mark)
     # Root's processes are not limited, but they end as well.
-    forks = f"import os, sys\nfor _ in range(60):\n    if os.fork() == 0: {sleeper}"
-    assert passes(forks) == ["a limit on processes" in MISSING]
+    forks = f"import os\nfor _ in range(40):\n    if os.fork() == 0: {sleeper}"
+    assert passes(forks, program=Program("tests", False, 512, 30.0)) == ["a limit on processes" in MISSING]
     wait_for_no(mark)
 
 
