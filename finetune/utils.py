@@ -209,6 +209,19 @@ def pattern_of(paths: list[str], modules: list[str]) -> str:
     return "|".join(map(re.escape, paths))
 
 
+def answer(text: str, pattern: str | None) -> str | None:
+    """Returns the text to compare: without outer blanks, or the pattern's first group in its last occurrence.
+
+    None if the pattern does not occur: such a text has no answer, and equals no other.
+    """
+    if pattern is None:
+        return text.strip()
+    matches = re.findall(pattern, text)
+    if not matches:
+        return None
+    return (matches[-1][0] if isinstance(matches[-1], tuple) else matches[-1]).strip()
+
+
 def is_from_rust(error: BaseException) -> bool:
     """Returns whether an error is from a Rust library: a panic, which is not an Exception, or an Exception without its
     own class. Neither class can be imported to catch it."""

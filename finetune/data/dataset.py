@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +27,7 @@ from finetune.data.streaming import open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Evaluate, HeldOut, Source
+from finetune.utils import answer
 
 
 @dataclass(frozen=True)
@@ -334,19 +334,6 @@ def questions(examples: Examples, end_ids: Collection[int]) -> Iterator[Question
 def until_end(ids: list[int], end_ids: Collection[int]) -> list[int]:
     """Returns ids up to the first end token, without it; all if there is none."""
     return next((ids[:i] for i, token in enumerate(ids) if token in end_ids), ids)
-
-
-def answer(text: str, pattern: str | None) -> str | None:
-    """Returns the text to compare: without outer blanks, or the pattern's first group in its last occurrence.
-
-    None if the pattern does not occur: such a text has no answer, and equals no other.
-    """
-    if pattern is None:
-        return text.strip()
-    matches = re.findall(pattern, text)
-    if not matches:
-        return None
-    return (matches[-1][0] if isinstance(matches[-1], tuple) else matches[-1]).strip()
 
 
 def check_questions(recipe: Evaluate, examples: Examples, tokenizer: PreTrainedTokenizerBase) -> list[str]:

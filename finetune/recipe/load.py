@@ -44,7 +44,8 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     if recipe is not None and not problems:
         recipe, findings = _with_name(recipe)
         findings = findings or broken_rules(recipe)
-        keys = [(tuple(key.split(".")), message) for key, message in findings]
+        parts = [(re.findall(r"[^.\[\]]+", key), message) for key, message in findings]
+        keys = [(tuple(int(part) if part.isdecimal() else part for part in key), text) for key, text in parts]
         problems = [Problem(tree.place(key), key, message) for key, message in keys]
     if recipe is None or problems:
         # the recipe's own file by line, then the files it extends, then the command line
@@ -168,6 +169,8 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
         message += _did_you_mean(given, choices)
     if first["type"] == "model_type" and isinstance(given, str) and "name" in _fields_at(key):
         message += f"; did you mean `{dotted((*key, 'name'))}`?"
+    if key == ("rewards",) and given is None:
+        return f"{message}; `rewards=[]` on the command line removes them"
     if given is None and key in {(name,) for name, field in Recipe.model_fields.items() if not field.is_required()}:
         message += f"; `{key[0]}={{}}` on the command line sets all of it to the defaults"
     if first["type"] == "string_type" and isinstance(given, int | float):

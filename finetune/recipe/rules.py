@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from finetune.recipe.reward_rules import rewards
 from finetune.recipe.schema import LOSS_KEYS, OBJECTIVE_KEYS, ROW_KINDS, HeldOut, ObjectiveSettings, Recipe
 from finetune.utils import divisors
 
@@ -404,6 +405,7 @@ def images(recipe: Recipe) -> Iterator[Finding]:
 RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     *(mode, precision, batch, evaluation, steps, learning_rate, in_backward, sources, streaming),
     *(objective_keys, reference, distillation, answers, added_tokens, tower, images),
+    rewards,
 )
 
 

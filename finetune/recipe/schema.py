@@ -454,6 +454,98 @@ class ObjectiveSettings(Section):
         return OBJECTIVE_KEYS[self.name].get(key) if given is None else given
 
 
+# Objectives that take `rewards`.
+TAKES_REWARDS: frozenset[str] = frozenset({"grpo"})
+# Keys of a reward that only some kinds read, with their defaults; the other keys are for every reward.
+REWARD_KEYS: dict[str, dict[str, Any]] = {
+    "exact_match": {"pattern": None},
+    "number": {},
+    "boxed": {},
+    "regex": {"pattern": None},
+    "json_schema": {"answer_schema": None},
+    "length": {"target": None, "margin": None},
+    "tests": {"column": "tests", "partial": False, "memory_mb": 1024},
+    "file": {"function": None},
+    "reward_model": {},
+    "judge": {"model": None, "prompt": None, "pattern": None, "scale": (0.0, 10.0), "key": None, "max_new_tokens": 256},
+}
+
+
+def _variable(name: str) -> str:
+    """Refuses what may be a key itself, without showing it."""
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        raise ValueError(
+            "expected the name of an environment variable in capitals, such as JUDGE_KEY; not the key itself"
+        )
+    return name
+
+
+Scale = Annotated[tuple[Float, Float], BeforeValidator(_list_to_tuple), Field(strict=False)]
+
+
+class RewardSettings(Section):
+    """One reward of the list. A completion gets the sum of `weight` times value; see docs/reference/rewards.md.
+
+    Give one of `name`, `file`, `reward_model` and `judge`.
+    """
+
+    # A built-in. exact_match: equal to the reference; number: the last numbers are equal; boxed: the last boxed
+    # expressions are mathematically equal; regex: `pattern` is found; json_schema: JSON that fits `answer_schema`;
+    # length: tokens beyond `target` cost; tests: the code passes the row's tests
+    name: Literal["exact_match", "number", "boxed", "regex", "json_schema", "length", "tests"] | None = None
+    file: str | None = None  # a Python file of your own, which is run: only code that you trust
+    function: str | None = None  # with `file`, required: the function in it
+    reward_model: str | None = None  # run directory or model folder of `objective.name: reward`
+    judge: str | None = None  # URL of an OpenAI-compatible server, up to /v1: prompts and completions are sent there
+    metric: Annotated[str, Field(pattern=RUN_NAME)] | None = None  # name in metrics and records; null: that of its kind
+    weight: Float = 1.0  # factor of the value; negative for a penalty
+    # Value of a completion for which the reward fails: it raises, exceeds `seconds`, ends its process, returns no
+    # finite number. null: the run stops with the row and the reason
+    on_failure: Float | None = None
+    seconds: Positive = 10.0  # limit for one completion, of `tests` for its program; not for `reward_model`
+    processes: Count = 2  # processes that compute this reward, or requests to the judge at once; no value depends on it
+    # A regular expression. In `regex` it is to be found; in `exact_match` and `judge` its first group, where it occurs
+    # last, is the answer
+    pattern: str | None = None
+    answer_schema: dict[str, Any] | str | None = None  # of `json_schema`, required: a JSON Schema, or the path of one
+    target: Count | None = None  # of `length`, required: tokens that cost nothing
+    margin: Count | None = None  # of `length`: tokens beyond `target` that cost 1, the most; null: as many as `target`
+    column: str | None = None  # of `tests`: column with Python code, or a list of it; null: tests
+    partial: bool = False  # of `tests`: the share of tests that pass, rather than 1 for all and 0 otherwise
+    # Address space of a program of `tests`, in MiB; null: 1024
+    memory_mb: Annotated[int, Field(ge=64, le=10**9)] | None = None
+    model: str | None = None  # of `judge`, required: the model's name on the server
+    # Text of the request to a judge, with {prompt}, {completion} and {reference}; null: asks for a number from 0 to 10
+    prompt: str | None = None
+    scale: Scale | None = None  # of `judge`: lowest and highest number of a reply, which become 0 and 1; null: 0, 10
+    # Environment variable with the judge's key; null: none is sent. The key itself never stands in a recipe
+    key: Annotated[str, AfterValidator(_variable)] | None = None
+    max_new_tokens: Count | None = None  # of a judge's reply; null: 256
+
+    @field_serializer("judge")
+    def _shown_judge(self, judge: str | None) -> str | None:
+        """Removes passwords from recipes that are saved or sent to a tracker."""
+        return judge and without_credentials(judge)
+
+    @property
+    def kind(self) -> str:
+        """Returns the key of `REWARD_KEYS`. For a valid reward: rules refuse none and several."""
+        return self.name or next(kind for kind in ("file", "reward_model", "judge") if getattr(self, kind) is not None)
+
+    @property
+    def label(self) -> str:
+        """Returns the name in metrics and records."""
+        return self.metric or self.function or self.kind
+
+    def value(self, key: str) -> Any:
+        """Returns a key's value, or the kind's default if it is null."""
+        given = getattr(self, key)
+        return REWARD_KEYS[self.kind].get(key) if given is None else given
+
+
+RewardList = Annotated[tuple[RewardSettings, ...], BeforeValidator(_list_to_tuple), Field(strict=False)]
+
+
 class BatchSettings(Section):
     rows: Count  # global batch size: packed sequences (or examples) per optimizer step, over all processes
     # Micro-batch size; gradient accumulation follows from `rows` and the world size. auto: the largest that fits into
@@ -651,6 +743,7 @@ class Recipe(Section):
     tokens: Tokens | None = None
     data: Data
     objective: ObjectiveSettings = ObjectiveSettings()
+    rewards: RewardList = ()
     batch: BatchSettings
     optimizer: Optimizer
     schedule: Schedule = Schedule()

@@ -16,6 +16,7 @@ from finetune.utils import readable_bytes
 if TYPE_CHECKING:
     from finetune.engine.launch import Launch
     from finetune.models.attention import AttentionChoice
+    from finetune.rewards.trial import RewardTrial
     from finetune.training.prepare import Prepared
 
 
@@ -109,6 +110,7 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
         if reads_columns(recipe):  # log-probabilities of another model, which must have been computed
             problems.attempt(find_reference, recipe, prepared.training, prepared.held_out)
         problems.attempt(_check_model, prepared, attention)
+    trial = problems.attempt(_try_rewards, prepared) if recipe.rewards else None
     if problems.messages:
         raise problems.error(str(path))
     length, size = recipe.data.max_length, prepared.training.size(recipe.data.max_length)
@@ -117,7 +119,16 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     if prepared.held_out is not None:
         report.facts |= prepared.held_out.facts("eval", length)
     report.notes += prepared.notes
+    if trial is not None:
+        report.facts["rewards"] = "".join(f"\n    {line}" for line in trial.table().splitlines())
+        report.notes += trial.notes
     return prepared
+
+
+def _try_rewards(prepared: Prepared) -> RewardTrial:
+    from finetune.setup.reward_rows import check_rewards
+
+    return check_rewards(prepared.recipe, prepared.tokenizer)
 
 
 def _check_model(prepared: Prepared, attention: AttentionChoice) -> None:

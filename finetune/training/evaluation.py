@@ -23,7 +23,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 from finetune.data.batch import Batch
 from finetune.data.chat.template_check import last_question, turn_end_ids
 from finetune.data.chat.template_choice import template_of
-from finetune.data.dataset import Question, answer, questions, until_end
+from finetune.data.dataset import Question, questions, until_end
 from finetune.data.examples import Examples
 from finetune.data.loader import Loader
 from finetune.data.prefetch import fed_batches
@@ -38,6 +38,7 @@ from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, Terms, TermSums
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Evaluate
+from finetune.utils import answer
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
 _IMAGE_PROMPTS_PER_BATCH = 8  # and the tower's activations

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from finetune.recipe import schema as module
-from finetune.recipe.schema import OBJECTIVE_KEYS, Recipe, Section, recipe_json_schema
+from finetune.recipe.schema import OBJECTIVE_KEYS, REWARD_KEYS, Recipe, Section, recipe_json_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = ("<!-- recipes: made by scripts/docs/make_docs.py -->", "<!-- /recipes -->")
@@ -154,11 +154,9 @@ def section_part(prefix: str, section: type[BaseModel], full: dict[str, Any]) ->
     parts = [f"## {'Keys of ' if '.' in prefix else ''}{prefix}\n"] + ([purpose + "\n"] if purpose else [])
     described, comments, inner = full["$defs"][section.__name__], comments_of(section), []
     if section is module.ObjectiveSettings:
-        rows = "".join(
-            f"| `{name}` | {', '.join(f'`{key}`' for key in keys) or 'none'} |\n"
-            for name, keys in OBJECTIVE_KEYS.items()
-        )
-        parts.append(f"Keys that only some objectives read:\n\n| `objective.name` | keys |\n| --- | --- |\n{rows}")
+        parts.append(f"Keys that only some objectives read:\n\n| `objective.name` | keys |\n{readers(OBJECTIVE_KEYS)}")
+    if section is module.RewardSettings:
+        parts.append(f"Keys that only some rewards read:\n\n| reward | keys |\n{readers(REWARD_KEYS)}")
     for key, about in described["properties"].items():
         field = section.model_fields[key]
         limits = dict.fromkeys(limits_of(field.annotation, field.metadata))
@@ -179,6 +177,12 @@ def section_part(prefix: str, section: type[BaseModel], full: dict[str, Any]) ->
     for name, held in inner:
         parts += section_part(name, held, full)
     return parts
+
+
+def readers(keys: dict[str, dict[str, Any]]) -> str:
+    """Returns the rows of a table of names and the keys that only they, or some of them, read."""
+    lines = (f"| `{name}` | {', '.join(f'`{key}`' for key in own) or 'none'} |" for name, own in keys.items())
+    return "\n".join(["| --- | --- |", *lines, ""])
 
 
 def recipes_table() -> str:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from data_helpers import byte_level, conversation, prepare, recipe, write_jsonl
 
-from finetune.data.dataset import answer, build_held_out, check_questions, questions, until_end
+from finetune.data.dataset import build_held_out, check_questions, questions, until_end
 from finetune.errors import UserError
 from finetune.recipe.schema import Evaluate
+from finetune.utils import answer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -1,0 +1,152 @@
+"""The rewards of a recipe: every reward of every completion, in canonical order, and what failed, counted and told."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from finetune.errors import RunFailure, UserError, without_secrets
+from finetune.recipe.schema import REWARD_KEYS, RewardSettings
+from finetune.rewards.completion import Completion, Outcome, Reward
+from finetune.rewards.judge import Judge
+from finetune.rewards.pool import Pool
+
+LOG = "reward-failures.log"
+_LOGGED = 100  # failures of a reward with traceback and output; of the others one line
+_PROGRAM_S = 30.0  # beyond the limit of `tests`, for the start of the program's process
+
+
+class Scoring(Protocol):
+    """One reward, started. Answers in order; None behind a failure that stops the run."""
+
+    def outcomes(self, completions: Sequence[Completion]) -> Sequence[Outcome | None]: ...
+
+
+class Rewards:
+    """Scores completions. A context manager, which starts and ends processes.
+
+    folder: of the run, for the log of failures (0600); None: no log. Values do not depend on `processes`.
+    """
+
+    def __init__(self, settings: tuple[RewardSettings, ...], folder: Path | None):
+        self._settings, self._folder = settings, folder
+        self._stack, self._started = ExitStack(), list[Scoring]()
+        self.notes: list[str] = []  # for the user, such as limits that this system does not offer
+        self.counts: Counter[tuple[str, str]] = Counter()  # failures by name and kind, see `Outcome`
+
+    def __enter__(self) -> Rewards:
+        """Raises UserError for a function, file or folder that cannot be used."""
+        with ExitStack() as stack:
+            for i, settings in enumerate(self._settings):
+                self._started.append(_start(settings, f"rewards[{i}] ({settings.label})", stack, self.notes))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def score(self, completions: Sequence[Completion]) -> list[Reward]:
+        """Returns the rewards, in order. Raises UserError for the first failure of a reward without `on_failure`."""
+        columns: list[list[Outcome]] = []
+        for i, settings in enumerate(self._settings):
+            outcomes = self._started[i].outcomes(completions)
+            self._tell(settings, completions, outcomes)
+            for j, outcome in enumerate(outcomes):
+                if outcome is None or (outcome.value is None and settings.on_failure is None):
+                    raise UserError(self._stopped(i, completions, outcomes, j))
+            columns.append([outcome for outcome in outcomes if outcome is not None])
+        return [self._reward([column[j] for column in columns]) for j in range(len(completions))]
+
+    def _reward(self, outcomes: Sequence[Outcome]) -> Reward:
+        total, by_name, failures = 0.0, dict[str, float | None](), list[str]()
+        for settings, outcome in zip(self._settings, outcomes, strict=True):
+            by_name[settings.label] = outcome.value
+            value = outcome.value
+            if value is None:
+                failures.append(f"{settings.label}: {outcome.what}")
+                value = settings.on_failure or 0.0  # given: `score` raises otherwise
+            total += settings.weight * value
+        return Reward(total, by_name, tuple(failures))
+
+    def _stopped(self, i: int, completions: Sequence[Completion], outcomes: Sequence[Outcome | None], j: int) -> str:
+        """Returns the message for a failure that stops the run."""
+        outcome = outcomes[j]
+        assert outcome is not None  # those before the first failure are all answered
+        log = f"; traceback and output are in {self._folder / LOG}" if self._folder and outcome.details else ""
+        return (
+            f"rewards[{i}] ({self._settings[i].label}): {_place(completions, j)}: {outcome.what}{log}. Fix the "
+            "reward or the row, or set `on_failure` to the value that such a completion gets"
+        )
+
+    def _tell(
+        self, settings: RewardSettings, completions: Sequence[Completion], outcomes: Sequence[Outcome | None]
+    ) -> None:
+        """Counts the failures and writes them to the log."""
+        entries = []
+        for j, outcome in enumerate(outcomes):
+            if outcome is None or outcome.value is not None:
+                continue
+            self.counts[settings.label, outcome.kind] += 1
+            entry = f"{settings.label}: {_place(completions, j)}: {outcome.what}\n"
+            if outcome.details and sum(n for (name, _), n in self.counts.items() if name == settings.label) <= _LOGGED:
+                entry += "".join(f"    {line}\n" for line in outcome.details.splitlines())
+            entries.append(entry)
+        if entries and self._folder is not None:
+            _append(self._folder / LOG, without_secrets("".join(entries)))
+
+
+def _place(completions: Sequence[Completion], j: int) -> str:
+    return completions[j].place or f"completion {j + 1} of {len(completions)}"
+
+
+def _append(path: Path, text: str) -> None:
+    """Appends to a file that only its owner can read, and never to the target of a link. Raises RunFailure."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    try:
+        with open(os.open(path, flags, 0o600), "a", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    except OSError as error:
+        raise RunFailure(f"{path} could not be written: {error.strerror}") from None
+
+
+def _start(settings: RewardSettings, place: str, stack: ExitStack, notes: list[str]) -> Scoring:
+    if settings.kind == "judge":
+        return Judge(settings, place)
+    if settings.kind == "reward_model":
+        from finetune.rewards.scorer import ScoringModel  # torch and transformers
+
+        return ScoringModel(settings, place)
+    seconds = settings.seconds + (_PROGRAM_S if settings.kind == "tests" else 0.0)
+    child = {"place": place, "name": settings.name, "file": None, "seconds": seconds}
+    if settings.kind == "file":
+        child |= _source(settings, place)
+    else:
+        child["parameters"] = _parameters(settings)
+    pool = stack.enter_context(Pool(child, settings.processes, seconds, settings.on_failure is None))
+    notes += [f"{place}: {note}" for note in pool.notes]
+    return pool
+
+
+def _source(settings: RewardSettings, place: str) -> dict[str, Any]:
+    """Returns the user's file as it is now, whatever is edited during the run. Raises UserError."""
+    path = Path(settings.file or "").expanduser()
+    try:
+        return {"file": str(path), "source": path.read_bytes(), "function": settings.function}
+    except FileNotFoundError:
+        raise UserError(f"{place}: no such file: {path}; relative paths start at {Path.cwd()}") from None
+    except OSError as error:
+        raise UserError(f"{place}: {path} cannot be read: {error.strerror}") from None
+
+
+def _parameters(settings: RewardSettings) -> dict[str, Any]:
+    """Returns the parameters of a built-in's function."""
+    values: dict[str, Any] = {key: settings.value(key) for key in REWARD_KEYS[settings.kind]}
+    if settings.kind == "length":
+        values["margin"] = values["margin"] or values["target"]
+    if settings.kind == "tests":
+        values["seconds"] = settings.seconds
+    return values

@@ -1,0 +1,25 @@
+"""Completions for rewards, and their settings, as a recipe would have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.recipe.schema import RewardSettings
+from finetune.rewards.completion import Completion
+from finetune.rewards.scoring import Rewards
+
+
+def completion(text: str, reference: str | None = "42", **columns: Any) -> Completion:
+    messages = ({"role": "user", "content": "How many?"},)
+    return Completion("How many?", messages, text, reference, columns, len(text), is_truncated=False)
+
+
+def reward(**keys: Any) -> RewardSettings:
+    return RewardSettings.model_validate(keys)
+
+
+def values(completions: list[Completion], **keys: Any) -> list[float | None]:
+    """Returns the values of one reward."""
+    settings = reward(**keys)
+    with Rewards((settings,), None) as rewards:
+        return [one.by_name[settings.label] for one in rewards.score(completions)]

@@ -1,0 +1,127 @@
+"""Programs of completions, with a row's tests: what passes, and the limits that end the rest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from completions import completion, reward, values
+
+from finetune.errors import UserError
+from finetune.rewards.programs import Program, missing_limits, run_program
+from finetune.rewards.scoring import Rewards
+
+PROGRAM = Program(column="tests", partial=False, memory_mb=512, seconds=5.0)
+MISSING = missing_limits(PROGRAM) or []
+
+
+def passes(code: str, *tests: str, program: Program = PROGRAM) -> list[bool]:
+    return run_program(code, tests or ("pass",), program)
+
+
+def wait_for_no(mark: str) -> None:
+    """Waits until no process has `mark` in its command line: the kernel ends a namespace in its own time."""
+    deadline = time.monotonic() + 60
+    while left := [one for one in psutil.process_iter(["cmdline"]) if mark in (one.info["cmdline"] or [])]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_code_with_its_tests() -> None:
+    code = "def add(a, b):\n    return a + b\n"
+    cases = ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]
+    rows = [completion(f"Sure:\n```python\n{code}```\nDone.", tests=cases), completion(code, tests=cases[0])]
+    assert values(rows, name="tests") == [0, 1]
+    assert values(rows, name="tests", partial=True) == [0.5, 1]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(:",
+        "1 / 0",
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "raise KeyboardInterrupt",
+        "x = [0]\nwhile True: x = x + x",
+        "def f(): f()\nf()",
+        "import os; os.kill(os.getpid(), 9)",
+        "import os; os.close(1); os.closerange(0, 64); os._exit(0)",
+        "input()",
+        "import ctypes; ctypes.string_at(0)",
+    ],
+)
+def test_what_passes_nothing(code: str) -> None:
+    assert passes(code) == [False]
+
+
+def test_a_program_that_never_ends_is_ended() -> None:
+    for code in ("while True: pass", "import time; time.sleep(1000)"):
+        begun = time.monotonic()
+        assert passes(code, program=Program("tests", False, 512, 1.0)) == [False]
+        assert time.monotonic() - begun < 60  # not a timing: it ends
+
+
+def test_prints_and_later_tests() -> None:
+    assert passes("print('x' * 10**7)", "print(1)", "assert False", "pass") == [True, False, True]
+    assert passes("if __name__ == '__main__': 1 / 0") == [True]  # the part for people does not run
+
+
+def test_memory_files_and_open_files_are_limited(tmp_path: Path) -> None:
+    assert passes("x = bytearray(2**30)") == [False]
+    assert passes("x = bytearray(2**20)") == [True]
+    assert passes("f = open('big', 'wb')\nfor _ in range(64): f.write(bytes(2**20))\nf.close()") == [False]
+    assert passes("open('small', 'w').write('x')", "assert open('small').read() == 'x'") == [True]
+    assert passes("files = [open('/dev/null') for _ in range(200)]") == [False]
+
+
+def test_no_key_of_ours_and_a_folder_that_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    report = tmp_path / "report"
+    code = f"import os\nopen({str(report)!r}, 'w').write(os.getcwd())"
+    assert passes(code, "assert 'HF_TOKEN' not in os.environ", "assert os.listdir() == []") == [True, True]
+    assert not Path(report.read_text()).exists()
+
+
+@pytest.mark.skipif("a network that is closed off" in MISSING, reason="this system has no namespaces for users")
+def test_no_network_and_nothing_survives(tmp_path: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        address = server.getsockname()
+        connect = f"import socket; socket.create_connection({address!r}, 1)"
+        assert passes(connect) == [False]
+    mark = f"survivor-{os.getpid()}"
+    sleeper = f"os.execv({shutil.which('sleep')!r}, [{mark!r}, '1000'])"
+    daemon = f"import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: {sleeper}\n    os._exit(0)"
+    assert passes(daemon) == [True]
+    wait_for_no(mark)
+    # Root's processes are not limited, but they end as well.
+    forks = f"import os\nfor _ in range(40):\n    if os.fork() == 0: {sleeper}"
+    assert passes(forks, program=Program("tests", False, 512, 30.0)) == ["a limit on processes" in MISSING]
+    wait_for_no(mark)
+
+
+def test_a_program_cannot_reach_the_reward_s_process() -> None:
+    """A program that kills its parents: they are of another namespace, or the process is replaced."""
+    killer = completion("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", tests="pass")
+    good = completion("x = 1", tests="assert x == 1")
+    with Rewards((reward(name="tests", on_failure=0.0),), None) as rewards:
+        assert [one.total for one in rewards.score([killer, good, good])][1:] == [1, 1]
+
+
+@pytest.mark.parametrize("tests", [None, 3, [], "", [1], ["", "pass"]], ids=repr)
+def test_tests_that_are_none(tests: object) -> None:
+    with Rewards((reward(name="tests", on_failure=-1.0),), None) as rewards:
+        (result,) = rewards.score([completion("x = 1", tests=tests)])
+    assert result.failures[0].startswith("tests: column `tests`: expected Python code, or a list of it, not ")
+
+
+def test_a_limit_that_no_program_fits() -> None:
+    with pytest.raises(UserError, match=r"\(tests\): even an empty program fails within 1024 MB and 0\.001 s: raise"):
+        Rewards((reward(name="tests", seconds=0.001),), None).__enter__()
