@@ -147,6 +147,7 @@ def _describe(device: FakeDevice, count: int) -> None:
             "init": None,
             "set_device": None,
             "empty_cache": None,
+            "cudart": types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
             "manual_seed_all": None,
             "reset_peak_memory_stats": None,
             "set_rng_state": None,
