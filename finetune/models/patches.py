@@ -80,7 +80,7 @@ PATCHES: dict[str, tuple[str, str]] = {
         "torchao's forward reads CUDA's autocast alone, and rounds weights otherwise than FSDP2",
     ),
     "fused adapter": (
-        "peft's linear layers with LoRA; after the layers above, which it multiplies by",
+        "peft's linear layers with LoRA, on packed weights as well; after the layers above, which it multiplies by",
         "the product with the weight and those with the adapter are one autograd function",
     ),
     "fused norm": (

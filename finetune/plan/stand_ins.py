@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from finetune.engine import tensor_parallel
-from finetune.models import fused_layers
+from finetune.models import fused_layers, packed_linear
 
 
 @contextlib.contextmanager
@@ -24,6 +24,10 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, gpu_autocast: bool
         torch.is_autocast_enabled = lambda device="cpu": is_enabled(device)
     # Grouped products call these two of their module, and nothing public chooses between them.
     can_use, grouped, linear = moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear
+    unpacked_weight = packed_linear.unpacked_weight
+    packed_linear.unpacked_weight = lambda layer, _weight: torch.empty(
+        layer.out_features, layer.in_features, dtype=compute
+    )
     norm, liger = fused_layers.rms_norm, fused_layers.liger_function
     fused_layers.rms_norm, fused_layers.liger_function = fused_norm, liger_function
     collectives: Any = tensor_parallel.dist
@@ -43,6 +47,7 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, gpu_autocast: bool
         moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear = can_use, grouped, linear
         tensor_parallel.dist, torch.is_autocast_enabled = collectives, is_enabled
         fused_layers.rms_norm, fused_layers.liger_function = norm, liger
+        packed_linear.unpacked_weight = unpacked_weight
 
 
 class _OneRank:
