@@ -150,39 +150,41 @@ class _Products(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         n = len(scaling)
         ctx.compute, ctx.scaling, ctx.bases, ctx.shape, ctx.type = compute, scaling, bases, x.shape, x.dtype
-        base, down, up = weights[: 2 * n], weights[2 * n : 3 * n], weights[3 * n :]
+        base, of_adapters = weights[: 2 * n], weights[2 * n :]
+        down, up = torch.cat(of_adapters[:n]).to(compute), [b.to(compute) for b in of_adapters[n:]]
+        ctx.ranks = [a.shape[0] for a in of_adapters[:n]]
         rows = x.to(compute).reshape(-1, x.shape[-1])  # (T, I)
-        inner = F.linear(rows, torch.cat(down).to(compute))  # (T, sum of r)
+        inner = F.linear(rows, down)  # (T, sum of r)
         outputs = []
-        for i, part in enumerate(inner.split([a.shape[0] for a in down], 1)):
+        for i, part in enumerate(inner.split(ctx.ranks, 1)):
             weight, bias = base[2 * i : 2 * i + 2]
             y = F.linear(rows, _matrix(bases[i], weight, compute), None if bias is None else bias.to(compute))
-            y.addmm_(part, up[i].to(compute).t(), alpha=scaling[i])
+            y.addmm_(part, up[i].t(), alpha=scaling[i])
             outputs.append(y)
-        ctx.save_for_backward(rows, inner, *base[::2], *down, *up)
+        ctx.save_for_backward(rows, inner, down, *up, *base[::2])  # adapters as they were cast
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        rows, inner, *weights = ctx.saved_tensors
+        rows, inner, down, *weights = ctx.saved_tensors
         n, compute = len(ctx.scaling), ctx.compute
-        base, down, up = weights[:n], weights[n : 2 * n], weights[2 * n :]
+        up, base, down = weights[:n], weights[n:], down.split(ctx.ranks)
         of_down: list[Tensor | None] = [None] * n
         of_up: list[Tensor | None] = [None] * n
         of_x: Any = None
-        for i, part in enumerate(inner.split([a.shape[0] for a in down], 1)):
+        for i, part in enumerate(inner.split(ctx.ranks, 1)):
             if grads[i] is None:  # an unused output
                 continue
             of_y = grads[i]  # (T, O)
-            of_inner = of_y @ up[i].to(compute)  # (T, r), without the scaling
+            of_inner = of_y @ up[i]  # (T, r), without the scaling
             of_up[i] = (of_y.t() @ part).mul_(ctx.scaling[i])
             of_down[i] = (of_inner.t() @ rows).mul_(ctx.scaling[i])
             if ctx.needs_input_grad[0]:
                 weight = _matrix(ctx.bases[i], base[i], compute)
                 of_x = of_y @ weight if of_x is None else of_x.addmm_(of_y, weight)
-                of_x.addmm_(of_inner, down[i].to(compute), alpha=ctx.scaling[i])
+                of_x.addmm_(of_inner, down[i], alpha=ctx.scaling[i])
         if of_x is not None:
             of_x = of_x.view(ctx.shape).to(ctx.type)
         return of_x, None, None, None, *[None] * (2 * n), *of_down, *of_up

@@ -7,7 +7,7 @@ Forward and backward of the project's own model, as `assemble` makes it, on simu
 fake_devices.py`): every operator that a GPU would run, of models of two and of four layers, drawn out to all by a line.
 The least time of an operator is the longest of its FLOPs at 0.75 of the card's peak, its bytes at 0.8 of its bandwidth,
 and 2.5 us; attention at the published shares of FlashAttention-2 on Hopper (0.40, backward 0.33,
-https://arxiv.org/abs/2407.08608, figures 5 and 6). A sum of least times, not a prediction: nothing overlaps, and nothing
+https://arxiv.org/abs/2407.08608, figures 5 and 6). A sum of least times, not a prediction: nothing overlaps, nothing
 waits for the host. Kernels of Liger count as installed (`finetune/plan/stand_ins.py` has their tensors).
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -49,6 +50,7 @@ MM = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 
 def measure(name: str, overrides: list[str]) -> dict[str, Any]:
     """Returns numbers of a micro-batch by group of operators. In a process of its own: libtorch is changed."""
+    import peft  # noqa: F401  (once there seem to be devices, bitsandbytes looks for functions of CUDA builds)
     import torch
     from device_meter import DeviceMeter
     from fake_devices import enable, fake_cuda, real
@@ -73,7 +75,8 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
     fused_layers.why_not_liger = lambda _device: None
     attention = attention_for(recipe, full, "cuda", kernels_at("cuda", (9, 0)))
     packed_linear.unpacked_weight = unpacked
-    torch.nn.functional.silu = one_silu(torch)
+    silu = torch.nn.functional.silu
+    one_kernel = one_silu(torch)
 
     def count(layers: int) -> dict[str, Any]:
         config = with_layers(full, [0] * layers)
@@ -97,7 +100,7 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
             forward = ForwardPass(attention, make_objective(recipe.objective, ("rows",)))
             batch = collate(examples_of(recipe, HeaviestBatch.of_rows(1, TOKENS)))
             batch = batch.map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cuda"))
-            meter._count = see
+            meter._count, torch.nn.functional.silu = see, one_kernel
             for parameter in model.parameters():  # those of an earlier micro-batch, which are added to
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             listed.clear()
@@ -105,6 +108,7 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
             loss = forward(wrapped, batch).total
             meter.begin("backward")
             loss.backward()
+            torch.nn.functional.silu = silu
             peak = max(meter.peaks["forward"], meter.peaks["backward"])
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         numbers = {"/".join(key): value for key, value in listed.items()}
@@ -119,7 +123,7 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
     }
     size = OPTIMIZER_BYTES * drawn["trained"] / 2
     drawn |= {"optimizer, half a step's/s": size / (MEMORY * BANDWIDTH), "optimizer, half a step's/bytes": size}
-    return {**drawn, "kernels": said}
+    return {**drawn, "kernels": re.sub(r"\d+ ", "", said)}
 
 
 def cost(func: Any, args: Any, out: Any, model: Any, phase: str) -> tuple[str, float, float, int]:
@@ -230,7 +234,9 @@ def main() -> None:
 
 
 def table(name: str, before: dict[str, Any], after: dict[str, Any]) -> Table:
-    shown = Table(title=f"{name}, {TOKENS:,} tokens, H100. Before: {', '.join(BEFORE[name])}. After: {after['kernels']}")
+    shown = Table(
+        title=f"{name}, {TOKENS:,} tokens, H100. Before: {', '.join(BEFORE[name])}. After: {after['kernels']}"
+    )
     shown.add_column("")
     for which in ("before", "after"):
         for unit in ("ms", "GB", "launches"):

@@ -16,6 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
 from finetune.models import fused_layers
+from finetune.models.assemble import assemble
+from finetune.models.attention import attention_for
+from finetune.models.config import model_config
 from finetune.models.fused_layers import (
     Functions,
     KernelChoice,
@@ -26,6 +29,8 @@ from finetune.models.fused_layers import (
     replace_formulas,
     why_not_same,
 )
+from finetune.models.weights import Placement, load_model
+from finetune.recipe import load_recipe
 
 SHAPE = {key: value for key, value in tiny.MODELS["llama"].items() if key != "model_type"}
 OTHERS = {kind: {"model_type": kind, **SHAPE, "head_dim": 16} for kind in ("gemma2", "gemma3_text", "olmo2", "glm")}
@@ -75,6 +80,16 @@ def test_formulas_are_found(name: str, norms: int, gates: int, rotations: int, f
     assert why_not_same(model.config, ALL) is None
     assert {type(m) for m in model.modules()} == {type(m) for m in before.modules()}
     assert list(model.state_dict()) == list(before.state_dict())
+
+
+def test_a_run_s_model_is_fused(recipe: dict[str, Any], write_recipe: Any) -> None:
+    """Whose config has the attention of the run, which needs documents."""
+    loaded = load_recipe(write_recipe(recipe))
+    config = model_config(loaded.model)
+    model = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu")))
+    assert fuse_layers(model, model.config, BY_TORCH) == "5 norms by torch (of a test)"
+    wrapped = assemble(model, loaded, torch.device("cpu"), has_scores=False, only_sums=True)
+    assert wrapped.kernels == "plain (no GPU)"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "olmo2", "qwen3_5"])
