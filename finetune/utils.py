@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
+
+
+def copied_to(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Returns a tensor of the CPU on a device. To a GPU from pinned memory, or the process would wait for all work
+    there."""
+    to_gpu = str(device).partition(":")[0] == "cuda"
+    return tensor.pin_memory().to(device, non_blocking=True) if to_gpu else tensor.to(device)
 
 
 def readable_bytes(count: float) -> str:

@@ -33,6 +33,15 @@ uv_install() { # a quarter of pip's time; fails, for pip to take over, where uv 
     "$VIRTUAL_ENV/bin/uv" pip install --quiet --constraint "$root/constraints.txt" --editable "$1"
 }
 
+kernels_folder() { # .venv/kernels: kernels for GPUs, for Triton's interpreter on a CPU; without what they depend on, which is here
+  local folder="$VIRTUAL_ENV/kernels"
+  if [ ! -e "$folder/.installed" ]; then
+    python -m pip install --quiet --no-compile --no-deps --target "$folder" 'triton==3.7.*' 'liger-kernel==0.8.*'
+    touch "$folder/.installed"
+  fi
+  echo "$folder"
+}
+
 lowest_environment() { # .venv/lowest: the oldest versions that pyproject.toml allows, and for all else what .venv has
   local lowest="$VIRTUAL_ENV/lowest"
   if [ ! -e "$lowest/.installed" ]; then

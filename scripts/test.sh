@@ -29,5 +29,9 @@ trap 'kill "$types" 2>/dev/null || true' EXIT
 # launches come first and the many short ones fill what is left at the end.
 status=0
 python -m pytest -p no:randomly -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?
+if [[ " $* " == *" --all "* ]]; then # Liger's kernels, interpreted: the variable is read as triton is imported
+  kernels=$(kernels_folder)
+  TRITON_INTERPRET=1 PYTHONPATH="$kernels${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -p no:randomly tests/kernels || status=$?
+fi
 wait "$types" || { cat "$VIRTUAL_ENV/pyright.txt" && exit 1; }
 exit "$status"

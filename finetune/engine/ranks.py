@@ -14,6 +14,7 @@ from torch import Tensor
 
 from finetune.engine.parallelism import DIMENSIONS, Parallelism
 from finetune.engine.timing import Stopwatch
+from finetune.utils import copied_to
 
 BUCKET_BYTES = 25 * 2**20  # gradients per all-reduce, as DDP's buckets
 SIDE_TIMEOUT = timedelta(hours=6)  # for the slowest rank's disk, in a thread outside the training loop
@@ -31,7 +32,7 @@ class Ranks:
         """Returns each value summed over all ranks, in fp64. One collective, one synchronization."""
         numbers = torch.tensor([v for v in values if not isinstance(v, Tensor)], dtype=torch.float64)
         tensors = [v.detach().double() for v in values if isinstance(v, Tensor)]
-        copied = [_without_waiting(numbers, self._device)] if len(numbers) else []  # one copy for all
+        copied = [copied_to(numbers, self._device)] if len(numbers) else []  # one copy for all
         local = torch.cat([*([torch.stack(tensors)] if tensors else []), *copied])
         summed = self._all_reduced(local).tolist()
         of_tensors, of_numbers = iter(summed[: len(tensors)]), iter(summed[len(tensors) :])
@@ -46,7 +47,7 @@ class Ranks:
         names = [*of_device, *(name for name in named if name not in of_device)]
         flat = [(named[name].detach().double() / self._copies).reshape(-1) for name in names]
         here, there = flat[: len(of_device)], flat[len(of_device) :]
-        local = torch.cat([*here, *([_without_waiting(torch.cat(there), self._device)] if there else [])])
+        local = torch.cat([*here, *([copied_to(torch.cat(there), self._device)] if there else [])])
         pieces = self._all_reduced(local).cpu().split([part.numel() for part in flat])
         summed = {name: piece.view(named[name].shape) for name, piece in zip(names, pieces, strict=True)}
         return {name: summed[name] for name in named}
@@ -55,7 +56,7 @@ class Ranks:
         """Returns the numbers of every rank, equally many, in rank order, in fp64. One collective."""
         if self._size == 1:
             return [list(values)]
-        local = _without_waiting(torch.tensor(values, dtype=torch.float64), self._device)
+        local = copied_to(torch.tensor(values, dtype=torch.float64), self._device)
         everyone = [torch.empty_like(local) for _ in range(self._size)]
         with self._stopwatch.waiting():
             torch.distributed.all_gather(everyone, local)
@@ -78,11 +79,6 @@ class Ranks:
             with self._stopwatch.waiting():
                 torch.distributed.all_reduce(local)
         return local
-
-
-def _without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on the device. From pinned memory, or the process would wait for all work there."""
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 def group_along(dimension: str, parallelism: Parallelism, rank: int) -> Any:

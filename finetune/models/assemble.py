@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from finetune.models.activations import ActivationOffload
 from finetune.models.attention import AttentionChoice
 from finetune.models.base_config import dtypes
+from finetune.models.fused_layers import choose_kernels, fuse_layers
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import Routers, compute_experts_in
 from finetune.models.score_model import ScoreModel
@@ -18,6 +19,7 @@ from finetune.models.vision import ImagePart
 from finetune.models.weights import Placement, compute_in_fp8, fuse_adapters, keep_input_types, load_model
 from finetune.models.wrapped import WrappedModel
 from finetune.recipe import Recipe
+from finetune.utils import unwrap_peft
 
 
 def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, labels: tuple[str, ...] = ()) -> Any:
@@ -40,13 +42,15 @@ def assemble(
     schedule: str | None = None,
     gathers_in_forward: bool = False,
     emulates_fp8: bool | None = None,
+    kernels_of: str | None = None,
 ) -> WrappedModel:
     """Returns the module that returns losses or scores, computing in the recipe's types; changes `model` in place.
 
     model: of `load_model`, before an engine divides it; has_scores: whether its head has a score for each label;
     only_sums: see `CausalLMWithLoss`; routers: those whose logits are recorded; schedule: of a pipeline;
     gathers_in_forward: whether all ranks must run the image tower in each forward; emulates_fp8: None: unless the
-    device is a GPU. Raises UserError if a precision or a cross entropy is not possible.
+    device is a GPU; kernels_of: type of the device that is planned for, in place of `device`. Raises UserError if a
+    precision, kernels or a cross entropy are not possible.
     """
     types = dtypes(recipe)
     casts = types.compute != types.trained
@@ -56,11 +60,14 @@ def assemble(
     if recipe.train.precision == "fp8":
         compute_in_fp8(model, device.type != "cuda" if emulates_fp8 is None else emulates_fp8)
     fuse_adapters(model, recipe.train.activation_checkpointing, schedule)
+    again = recipe.train.activation_checkpointing == "selective" or schedule == "zero_bubble"
+    choice = choose_kernels(recipe.model.kernels, kernels_of or device.type, recipe.train.compile, again)
     surroundings: dict[str, Any] = {
         "device_type": device.type,
         "autocast": types.compute if casts else None,
         "offload": ActivationOffload(device) if recipe.train.activation_offload else None,
         "routers": routers,
+        "kernels": fuse_layers(model, unwrap_peft(model).config, choice),
     }
     if has_scores:
         return ScoreModel(model, **surroundings)

@@ -5,7 +5,8 @@
 peft makes the adapter's (T, O), multiplies it by s and adds it; each of the three is a pass over the output, and
 autograd has as many in the backward, and adds up gradients of x from W and from A. Here B's product adds into W's, s is
 the product's own factor, and layers of one input (q, k and v; gate and up) have one product with their A, and one
-gradient of x into which all add. The same values to rounding, with fewer roundings.
+gradient of x into which all add. The same values to rounding, with fewer roundings. A W that is packed (QLoRA) is
+unpacked for the product, and again in the backward; peft would also copy each output.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora import bnb
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from finetune.models.patches import replace_class
+from finetune.models import packed_linear
+from finetune.models.packed_linear import Fp8Linear
+from finetune.models.patches import mix_in
 
 OF_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -29,10 +33,9 @@ def fuse_adapters(model: nn.Module) -> None:
     """Make peft's linear layers compute as `FusedLinear` does, in place."""
     modules: list[Any] = list(model.modules())
     for module in modules:
-        if type(module) is Linear:
-            fused: Any = module
-            replace_class(fused, FusedLinear, "fused adapter")
-            fused.siblings = Siblings([fused])
+        if type(module) in _KINDS:
+            mix_in(module, FusedLinear, "fused adapter")
+            module.siblings = Siblings([module])
     for parent in modules:
         for names in OF_ONE_INPUT:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
@@ -75,93 +78,117 @@ class Siblings:
         return output
 
 
-class FusedLinear(Linear):
+_KINDS = (Linear, getattr(bnb, "Linear4bit", None))  # peft has the latter if bitsandbytes is installed
+
+
+class FusedLinear:
+    """Mixed into the class of a peft layer."""
+
     siblings: Siblings
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or not self.fuses():
-            return super().forward(x, *args, **kwargs)
+            return super().forward(x, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  (of peft's)
         return self.siblings.output(self, x)
 
     def fuses(self) -> bool:
         """Returns whether this layer computes the formula above, with weights that are on this rank. It does not with
-        dropout, DoRA, packed weights, and several adapters or none; nor if hooks gather its weight (ZeRO-3) or
+        dropout, DoRA, products in 8 bits, and several adapters or none; nor if hooks gather its weight (ZeRO-3) or
         communicate (tensor parallel)."""
-        name = self.active_adapters[0] if len(self.active_adapters) == 1 else ""
-        if self.disable_adapters or self.merged or name not in self.lora_A or name in self.lora_variant:
+        layer: Any = self
+        name = layer.active_adapters[0] if len(layer.active_adapters) == 1 else ""
+        if layer.disable_adapters or layer.merged or name not in layer.lora_A or name in layer.lora_variant:
             return False
-        down, up = self.lora_A[name], self.lora_B[name]
-        base: Any = self.base_layer
+        down, up = layer.lora_A[name], layer.lora_B[name]
+        base: Any = layer.base_layer
         return (
             not torch.compiler.is_compiling()  # it fuses by itself
-            and isinstance(self.lora_dropout[name], nn.Identity)
-            and all(map(_is_plain, (base, down, up)))
+            and isinstance(layer.lora_dropout[name], nn.Identity)
+            and (_is_plain(base) or _is_packed(base))
+            and all(map(_is_plain, (down, up)))
             and up.bias is None
             and not any(parameter.requires_grad for parameter in base.parameters())
         )
 
 
 def _is_plain(layer: Any) -> bool:
+    return type(layer) is nn.Linear and not _has_hooks(layer) and "forward" not in vars(layer)
+
+
+def _is_packed(layer: Any) -> bool:
+    return (type(layer) is Fp8Linear or packed_linear.is_4bit(layer)) and not _has_hooks(layer)
+
+
+def _has_hooks(layer: Any) -> bool:
     # torch calls a layer's hooks only in `__call__`, which is passed over here, and has no list of them.
-    hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return type(layer) is nn.Linear and not hooks and "forward" not in vars(layer)
+    return bool(layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
-def products(x: Tensor, layers: list[FusedLinear]) -> tuple[Tensor, ...]:
+def products(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
     """Returns each layer's output, (..., O) in the type that products have here: autocast's, or the input's."""
     device = x.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     names = [layer.active_adapters[0] for layer in layers]
     scaling = [layer.scaling[name] for layer, name in zip(layers, names, strict=True)]
-    bases = [(layer.base_layer.weight, layer.base_layer.bias) for layer in layers]
+    bases = [layer.base_layer for layer in layers]
+    frozen = [tensor for base in bases for tensor in (base.weight, base.bias)]
     down = [layer.lora_A[name].weight for layer, name in zip(layers, names, strict=True)]
     up = [layer.lora_B[name].weight for layer, name in zip(layers, names, strict=True)]
     with torch.autocast(device, enabled=False):
-        outputs: Any = _Products.apply(x, compute, scaling, *(w for base in bases for w in base), *down, *up)
+        outputs: Any = _Products.apply(x, compute, scaling, bases, *frozen, *down, *up)
     # A model may add to an output in place (Llama 4), which autograd allows for views that are created outside.
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)  # -1 would not do for no rows
 
 
 class _Products(torch.autograd.Function):
-    """Outputs (T, O) of n layers. Weights: n times (W, bias or None), n A, n B."""
+    """Outputs (T, O) of n layers. bases: those that are adapted; weights: n times (W, packed or not, and bias or None),
+    n A, n B."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, compute: torch.dtype, scaling: list[float], *weights: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, compute: torch.dtype, scaling: list[float], bases: list[Any], *weights: Any
+    ) -> tuple[Tensor, ...]:
         n = len(scaling)
-        ctx.compute, ctx.scaling, ctx.shape, ctx.type = compute, scaling, x.shape, x.dtype
-        base, down, up = weights[: 2 * n], weights[2 * n : 3 * n], weights[3 * n :]
+        ctx.compute, ctx.scaling, ctx.bases, ctx.shape, ctx.type = compute, scaling, bases, x.shape, x.dtype
+        base, of_adapters = weights[: 2 * n], weights[2 * n :]
+        down, up = torch.cat(of_adapters[:n]).to(compute), [b.to(compute) for b in of_adapters[n:]]
+        ctx.ranks = [a.shape[0] for a in of_adapters[:n]]
         rows = x.to(compute).reshape(-1, x.shape[-1])  # (T, I)
-        inner = F.linear(rows, torch.cat(down).to(compute))  # (T, sum of r)
+        inner = F.linear(rows, down)  # (T, sum of r)
         outputs = []
-        for i, part in enumerate(inner.split([a.shape[0] for a in down], 1)):
-            weight, bias = (None if w is None else w.to(compute) for w in base[2 * i : 2 * i + 2])
-            y = F.linear(rows, weight, bias)  # pyright: ignore[reportArgumentType]
-            y.addmm_(part, up[i].to(compute).t(), alpha=scaling[i])
+        for i, part in enumerate(inner.split(ctx.ranks, 1)):
+            weight, bias = base[2 * i : 2 * i + 2]
+            y = F.linear(rows, _matrix(bases[i], weight, compute), None if bias is None else bias.to(compute))
+            y.addmm_(part, up[i].t(), alpha=scaling[i])
             outputs.append(y)
-        ctx.save_for_backward(rows, inner, *base[::2], *down, *up)
+        ctx.save_for_backward(rows, inner, down, *up, *base[::2])  # adapters as they were cast
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        rows, inner, *weights = ctx.saved_tensors
+        rows, inner, down, *weights = ctx.saved_tensors
         n, compute = len(ctx.scaling), ctx.compute
-        base, down, up = weights[:n], weights[n : 2 * n], weights[2 * n :]
+        up, base, down = weights[:n], weights[n:], down.split(ctx.ranks)
         of_down: list[Tensor | None] = [None] * n
         of_up: list[Tensor | None] = [None] * n
         of_x: Any = None
-        for i, part in enumerate(inner.split([a.shape[0] for a in down], 1)):
+        for i, part in enumerate(inner.split(ctx.ranks, 1)):
             if grads[i] is None:  # an unused output
                 continue
             of_y = grads[i]  # (T, O)
-            of_inner = of_y @ up[i].to(compute)  # (T, r), without the scaling
+            of_inner = of_y @ up[i]  # (T, r), without the scaling
             of_up[i] = (of_y.t() @ part).mul_(ctx.scaling[i])
             of_down[i] = (of_inner.t() @ rows).mul_(ctx.scaling[i])
             if ctx.needs_input_grad[0]:
-                weight = base[i].to(compute)
+                weight = _matrix(ctx.bases[i], base[i], compute)
                 of_x = of_y @ weight if of_x is None else of_x.addmm_(of_y, weight)
-                of_x.addmm_(of_inner, down[i].to(compute), alpha=ctx.scaling[i])
+                of_x.addmm_(of_inner, down[i], alpha=ctx.scaling[i])
         if of_x is not None:
             of_x = of_x.view(ctx.shape).to(ctx.type)
-        return of_x, None, None, *[None] * (2 * n), *of_down, *of_up
+        return of_x, None, None, None, *[None] * (2 * n), *of_down, *of_up
+
+
+def _matrix(base: Any, weight: Tensor, compute: torch.dtype) -> Tensor:  # (O, I)
+    return (weight if type(base) is nn.Linear else packed_linear.unpacked_weight(base, weight)).to(compute)

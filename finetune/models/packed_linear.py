@@ -88,6 +88,21 @@ def linear_weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
             yield module.weight, module.in_features * module.out_features
 
 
+def unpacked_weight(layer: Any, weight: Tensor) -> Tensor:  # (O, I)
+    """Returns the values of a packed layer in the type that they are computed in. weight: its parameter, or the copy
+    that a backend has gathered."""
+    if isinstance(layer, Fp8Linear):
+        return unpacked(weight, layer.scale, layer.in_features)
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = getattr(layer, "quant_state", None) or layer.weight.quant_state
+    return dequantize_4bit(weight.view(-1, 1), state)
+
+
+def is_4bit(layer: Any) -> bool:
+    return isinstance(layer, nn.Linear) and type(layer).__name__ == "Linear4bit"
+
+
 # --- 4 bits
 
 

@@ -80,8 +80,20 @@ PATCHES: dict[str, tuple[str, str]] = {
         "torchao's forward reads CUDA's autocast alone, and rounds weights otherwise than FSDP2",
     ),
     "fused adapter": (
-        "peft's linear layers with LoRA; after the layers above, which it multiplies by",
+        "peft's linear layers with LoRA, on packed weights as well; after the layers above, which it multiplies by",
         "the product with the weight and those with the adapter are one autograd function",
+    ),
+    "fused norm": (
+        "norms whose formula is known, with `model.kernels`",
+        "one kernel takes the place of the whole forward",
+    ),
+    "fused gate": (
+        "feed-forwards gated by silu, with `model.kernels`",
+        "the activation and the product between its linear layers are one function",
+    ),
+    "fused rotation": (
+        "attention layers that turn queries and keys, with `model.kernels`",
+        "the same forward with another `apply_rotary_pos_emb`, which it reads from its file",
     ),
     "type of images": (
         "`inputs_merger` of SmolVLM and Idefics 3",

@@ -52,9 +52,12 @@ class WrappedModel(nn.Module):
         offload: ActivationOffload | None = None,
         routers: Routers | None = None,
         images: ImagePart | None = None,
+        kernels: str = "plain",
     ):
-        """model: transformers' or peft's; autocast: the compute type, if it is not the parameters'."""
+        """model: transformers' or peft's; autocast: the compute type, if it is not the parameters'; kernels: those of
+        its layers, for people."""
         super().__init__()
+        self.kernels = kernels
         self.causal_lm, self._images = model, images
         self._device_type, self._autocast, self._offload, self._routers = device_type, autocast, offload, routers
         self._base_takes = accepted_names(unwrap_peft(model).base_model)

@@ -10,6 +10,7 @@ import torch
 from finetune.data.batch import Batch
 from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import Objective, Sums, Term, Terms
+from finetune.utils import copied_to
 
 
 def by_source(names: Sequence[str], has_losses: bool = True) -> Objective:
@@ -20,7 +21,7 @@ def by_source(names: Sequence[str], has_losses: bool = True) -> Objective:
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         losses = torch.zeros(len(names), dtype=torch.float64, device=outputs.token_losses.device)
-        sources = torch.tensor(batch.sequence_sources, dtype=torch.int64).to(losses.device, non_blocking=True)  # (D,)
+        sources = copied_to(torch.tensor(batch.sequence_sources, dtype=torch.int64), losses.device)  # (D,)
         if has_losses:
             losses.index_add_(0, sources[batch.targets.sequence], outputs.token_losses.detach().double())
         counts = np.zeros((2, len(names)))

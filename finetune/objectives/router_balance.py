@@ -27,6 +27,7 @@ from finetune.models.moe import Routers
 from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import Objective, Sums, Term, Terms
 from finetune.recipe.schema import ObjectiveSettings as Settings
+from finetune.utils import copied_to
 
 
 def balance_coefficient(settings: Settings, config: Any, routers: Routers | None, divided: str | None) -> float:
@@ -59,7 +60,7 @@ def balance_of_experts(coefficient: float, top_k: int) -> Objective:
         logits = [layer if coefficient else layer.detach() for layer in outputs.router_logits]
         if any(batch.prefix_lengths):  # of every token of every sequence: tokens that a pair shares count twice
             places = torch.from_numpy(row_places(batch.sequence_lengths, batch.prefix_lengths))
-            logits = [layer[places.to(layer.device, non_blocking=True)] for layer in logits]
+            logits = [layer[copied_to(places, layer.device)] for layer in logits]
         loss, chosen = router_balance(logits, batch.row_lengths, top_k)
         return {"router_balance_loss": Term(loss, "tokens", coefficient or None), "expert_load": Term(chosen)}
 
@@ -94,5 +95,5 @@ def _layer_balance(logits: Tensor, row_lengths: Sequence[int], top_k: int) -> tu
     if not row_lengths:
         return probabilities.sum(), chosen.sum(0)
     summed = torch.stack([row.sum(0) for row in probabilities.split(list(row_lengths))])  # (N, E)
-    tokens = torch.tensor(row_lengths, device=logits.device, dtype=summed.dtype)  # (N,)
+    tokens = copied_to(torch.tensor(row_lengths, dtype=summed.dtype), logits.device)  # (N,)
     return logits.shape[-1] * ((chosen * summed).sum(1) / tokens).sum(), chosen.sum(0)

@@ -147,6 +147,7 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
         has_scores=bool(objective.num_scores),
         only_sums=objective.only_sums,
         emulates_fp8=how.device == "cpu",
+        kernels_of=how.device,
     )
     if isinstance(wrapped, CausalLMWithLoss) and wrapped.choice.implementation != "plain":
         # As on the device that is planned for; `assemble` has chosen them for the CPU.

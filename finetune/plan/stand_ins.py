@@ -1,5 +1,5 @@
 """Stand-ins for operations that do not run on fake tensors, or not without other ranks; they keep and free the same
-bytes: products of packed weights, of ZeRO-3's linear layers and of grouped experts, and collectives."""
+bytes: products of packed weights, of ZeRO-3's linear layers and of grouped experts, fused kernels, and collectives."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from finetune.engine import tensor_parallel
+from finetune.models import fused_layers, packed_linear
 
 
 @contextlib.contextmanager
@@ -23,6 +24,12 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, gpu_autocast: bool
         torch.is_autocast_enabled = lambda device="cpu": is_enabled(device)
     # Grouped products call these two of their module, and nothing public chooses between them.
     can_use, grouped, linear = moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear
+    unpacked_weight = packed_linear.unpacked_weight
+    packed_linear.unpacked_weight = lambda layer, _weight: torch.empty(
+        layer.out_features, layer.in_features, dtype=compute
+    )
+    norm, liger = fused_layers.rms_norm, fused_layers.liger_function
+    fused_layers.rms_norm, fused_layers.liger_function = fused_norm, liger_function
     collectives: Any = tensor_parallel.dist
     tensor_parallel.dist = _OneRank()  # pyright: ignore[reportAttributeAccessIssue]
     if keeps_inputs_alone:
@@ -39,6 +46,8 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, gpu_autocast: bool
     finally:
         moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear = can_use, grouped, linear
         tensor_parallel.dist, torch.is_autocast_enabled = collectives, is_enabled
+        fused_layers.rms_norm, fused_layers.liger_function = norm, liger
+        packed_linear.unpacked_weight = unpacked_weight
 
 
 class _OneRank:
@@ -103,6 +112,91 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_gradients: Any) -> Any:
         return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+# --- fused kernels, each an operator: fake tensors would take torch's norm to pieces, and Triton has none for them
+
+
+@torch.library.custom_op("finetune::norm", mutates_args=())
+def _norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("finetune::norm_backward", mutates_args=())
+def _norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+@torch.library.custom_op("finetune::gate", mutates_args=())
+def _gate(a: Tensor, b: Tensor) -> Tensor:
+    return torch.empty_like(a)
+
+
+@torch.library.custom_op("finetune::gate_backward", mutates_args=("a", "b"))
+def _gate_backward(gradient: Tensor, a: Tensor, b: Tensor) -> None:
+    pass
+
+
+@torch.library.custom_op("finetune::rotate", mutates_args=("q", "k"))
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    pass
+
+
+for _operator in (_norm, _norm_backward, _gate, _gate_backward, _rotate):
+    _operator.register_fake(_operator._init_fn)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        out, scale = _norm(x, weight)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        of_x, of_weight = _norm_backward(gradients[0].contiguous(), *ctx.saved_tensors)
+        return of_x, of_weight if ctx.needs_input_grad[1] else None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _gate(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        a, b = (tensor.detach() for tensor in ctx.saved_tensors)
+        _gate_backward(gradients[0], a, b)
+        return a, b
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return _turned(q, k, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return *_turned(*gradients, *ctx.saved_tensors), None, None
+
+
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = (tensor.transpose(1, 2).contiguous() for tensor in (q, k))
+    _rotate(q.detach(), k.detach(), cos, sin)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def fused_norm(x: Tensor, weight: Tensor, _eps: float) -> Tensor:
+    return _Norm.apply(x, weight)  # pyright: ignore[reportReturnType]
+
+
+def liger_function(file: str, _name: str) -> Any:
+    if file == "rms_norm":
+        return lambda x, weight, *_: _Norm.apply(x, weight)
+    return {"swiglu": _Gate, "rope": _Rotation}[file].apply
 
 
 class EvenExchange:

@@ -119,6 +119,10 @@ class Model(Section):
     # time, gradient included; torch: F.linear_cross_entropy (torch >= 2.13, fp32); liger: its kernels (CUDA).
     # auto: chunked if the architecture allows it; the choice and its reason are shown in the plan.
     cross_entropy: Literal["auto", "plain", "chunked", "torch", "liger"] = "auto"
+    # Kernels of norms, of feed-forwards gated by silu and of rotations; their rounding is another. plain: the
+    # architecture's own operations; liger: Liger's (CUDA); auto: on a GPU torch's fused norm, and Liger's if it is
+    # installed; not with `train.compile`, which fuses by itself. The choice and its reason are shown in the plan.
+    kernels: Literal["auto", "plain", "liger"] = "auto"
     chat_template: str | None = None  # null: the tokenizer's own; else a built-in name or a Jinja file
     # Values of the template's variables, such as `enable_thinking: false`; the result's template begins with them.
     chat_template_arguments: TemplateArguments | None = None

@@ -93,13 +93,14 @@ class ModelFacts(NamedTuple):
     parts: dict[str, tuple[int, int]]  # the same of a multimodal model's parts
     flops: ModelFlops
     cross_entropy: CrossEntropyChoice
+    kernels: str
 
 
 def model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice) -> ModelFacts:
     """Returns the sizes of a model. attention: as if a rank had full rows."""
     causal_lm = model.causal_lm
     flops = model_flops(causal_lm, attention.implementation, recipe.train.activation_checkpointing)
-    return ModelFacts(parameter_counts(causal_lm), part_sizes(causal_lm), flops, model.choice)
+    return ModelFacts(parameter_counts(causal_lm), part_sizes(causal_lm), flops, model.choice, model.kernels)
 
 
 def rows_per_device(
@@ -150,6 +151,7 @@ def make_plan(
         parts=model.parts,
         attention=f"{attention.implementation} ({attention.reason})",
         cross_entropy=f"{model.cross_entropy.implementation} ({model.cross_entropy.reason})",
+        kernels=model.kernels,
         shared_prompts=sharing_summary(recipe.objective, attention, shared_share),
         shared_token_share=shared_share if attention.shares_prompts else None,
         reference=reference,

@@ -54,6 +54,7 @@ class Plan:
     division: dict[str, Any]  # the backend's division of the model, such as pipeline stages
     versions: dict[str, str]
     git_commit: str | None
+    kernels: str = "plain"  # of norms, gates and rotations, with the reason
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)  # for a model with its tower: (all, trained)
     processor: str = ""  # model of the first rank's processors
     predicted: dict[str, Any] = field(default_factory=dict)  # calculated before the run (plan/comparison.py)

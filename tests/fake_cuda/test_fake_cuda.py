@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import tiny
 import yaml
 from conftest import ROOT
 from fake_devices import why_not
@@ -32,6 +33,11 @@ MODES = {
     "qlora": ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: nf4}"),
     "fp8": ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: fp8}"),
     "scaled": ("mode=qlora", "lora={rank: 4, alpha: 8}", "quantization={type: fp8, compute: scaled}"),
+}
+LORA_OF_PAIRS = (*MODES["lora"], "data.train=[{path: {folder}/pairs.jsonl, format: preference}]", "data.max_length=128")
+PREFERENCES = {
+    "orpo": (*LORA_OF_PAIRS, "objective.name=orpo"),
+    "dpo": (*LORA_OF_PAIRS, "objective={name: dpo, reference: adapters_off}"),
 }
 # Configs that cannot run without values, and where they stop.
 CANNOT = {
@@ -99,7 +105,9 @@ def results(request: pytest.FixtureRequest, made: Path, tmp_path_factory: pytest
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     wanted = [item.callspec.params["cell"] for item in request.session.items if _is_here(item)]
-    cells = {name(cell): [*cell[:2], cell.rank, *MODES[cell.mode], _rows(cell)] for cell in wanted}
+    tiny.write_rows(folder / "pairs.jsonl", tiny.preferences(60))
+    changes = {mode: [o.replace("{folder}", str(folder)) for o in v] for mode, v in {**MODES, **PREFERENCES}.items()}
+    cells = {name(cell): [*cell[:2], cell.rank, *changes[cell.mode], _rows(cell)] for cell in wanted}
     program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py"), folder / "recipe.yaml", folder]
     environment = {
         **os.environ,
@@ -145,6 +153,39 @@ def test_a_config_on_devices(results: Path, cell: Cell) -> None:
     if not cell.config.startswith("zero"):
         ends = [wait for name in ("reduction", "optimizer", "end of the step") for wait in phases[name]["waits"]]
         assert len(ends) <= WAITS_OF_A_STEP + ("offload" in cell.config), ends  # its norm is made in host memory
+
+
+@pytest.mark.parametrize("cell", [Cell("fsdp2", 2, "orpo"), Cell("single", 1, "dpo")], ids=name)
+def test_pairs_that_share_their_prompts_wait_for_nothing(results: Path, cell: Cell) -> None:
+    phases = measured(results, cell)["phases"]
+    assert {phase: phases[phase]["waits"] for phase in ("forward", "backward")} == {"forward": {}, "backward": {}}
+
+
+@pytest.mark.parametrize("prefixes", [(), (0, 60, 0, 90)], ids=["documents", "shared beginnings"])
+def test_masks_of_flex_attention_are_copied_without_a_wait(prefixes: tuple[int, ...]) -> None:
+    program = f"""
+import os
+from fake_devices import enable, fake_cuda, real
+enable()
+from finetune.models.attention import kernels
+with fake_cuda() as meter:
+    meter.begin("masks")
+    kernels.prepare_flex((100, 200, 150, 60), {prefixes}, device="cuda", windows=(None, 64))
+print(dict(meter.phases["masks"].host_copies), dict(meter.phases["masks"].waits), flush=True)
+os._exit(0)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    copies = 2 * (5 + 3 * bool(prefixes))  # of each window's mask
+    assert done.stdout.strip() == f"{{'cpu to cuda': {copies}}} {{}}", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("cell", [Cell("single", 1, "full"), Cell("fsdp2", 2, "qlora")], ids=name)
+def test_a_checkpoint_waits_for_its_copies_once(results: Path, cell: Cell) -> None:
+    """Without the wait the thread would write what has not arrived; one for each tensor would be slow."""
+    counts = measured(results, cell)["phases"]["copies of a checkpoint"]
+    assert counts["host_copies"]["cuda to cpu"] > 1
+    assert [(where.split(" in ")[0], n) for where, n in counts["waits"].items()] == [("cuda.synchronize", 1)]
 
 
 @pytest.mark.parametrize("cell", [Cell("fsdp2", 2, "full", 1)], ids=name)

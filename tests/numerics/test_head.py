@@ -129,6 +129,18 @@ def test_torch_s_own(name: str) -> None:
     assert_equal_to_rounding(by_head(model, "torch"), wanted)
 
 
+@needs_torch_s
+def test_torch_s_own_scales_the_bias_as_well() -> None:
+    torch.manual_seed(0)
+    hidden, weight, bias = (torch.randn(shape).requires_grad_() for shape in ((13, 8), (70, 8), (70,)))
+    task = HeadTask(torch.randint(0, 70, (13,)), NLL, LogitMap(scale=0.5), 4)
+    results = []
+    for losses_of in (torch_losses, matrix_losses):
+        total, each, _ = losses_of(hidden, weight, bias, task)
+        results.append([each.detach(), *torch.autograd.grad(total, (hidden, weight, bias))])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
 ADAPTERS = {
     "lora": Lora(rank=4, alpha=8, targets=("lm_head", "q_proj")),
     "rslora": Lora(rank=4, alpha=8, rslora=True, targets=("lm_head",)),

@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.models.lora_linear import FusedLinear, Siblings, fuse_adapters
+from finetune.models.packed_linear import keep_weights_unpacked, pack_linear_layers, unpacked_weight
 from finetune.models.weights import fuse_adapters as fuse_for
+from finetune.recipe.schema import Quantization
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -64,6 +66,81 @@ def test_it_is_what_peft_computes(bias: bool) -> None:
     assert difference(step(ours), expected) < 1e-13
     assert all(not layer.siblings.outputs and layer.siblings.x is None for layer in fused_of(ours))
     assert difference(step(fused(adapted(bias=bias))), expected) < 5e-6
+
+
+PACKED = {
+    "nf4": Quantization(type="nf4"),
+    "nf4, plain scales": Quantization(type="nf4", double_quant=False),
+    "fp8": Quantization(type="fp8"),
+}
+
+
+def packed(settings: Quantization, compute: torch.dtype, **lora: Any) -> Any:
+    """Returns a model with adapters in fp32 on packed weights, as `mode: qlora` loads it."""
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, attention_bias=True, **SIZES))
+    torch.manual_seed(0)
+    pack_linear_layers(model.to(compute), settings, compute, torch.device("cpu"), torch.device("cpu"))
+    keep_weights_unpacked(model)
+    model = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 12, "target_modules": "all-linear", **lora}))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = nn.init.normal_(torch.empty_like(parameter, dtype=torch.float32), std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("settings", PACKED.values(), ids=PACKED)
+def test_on_packed_weights_it_is_what_peft_computes(settings: Quantization) -> None:
+    theirs = packed(settings, torch.float32)
+    ours = fused(theirs)
+    assert [len(layer.siblings.layers) for layer in fused_of(ours)] == [3, 3, 3, 1, 2, 2, 1] * 2
+    assert all(layer.fuses() for layer in fused_of(ours))
+    assert difference(step(ours), step(theirs)) < 1e-5
+
+
+def test_on_packed_weights_each_result_is_as_near_to_the_truth_as_peft_s() -> None:
+    theirs = packed(PACKED["nf4"], torch.bfloat16)
+    torch.manual_seed(2)
+    x, upstream = torch.randn(256, 32).bfloat16(), torch.randn(256, 64).bfloat16()
+
+    def results(model: Any) -> list[Tensor]:
+        layer = model.base_model.model.model.layers[0].mlp.gate_proj
+        rows = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            y = layer(rows)
+        y.backward(upstream)
+        return [y.detach(), *(p.grad for p in (rows, *layer.parameters()) if p.grad is not None)]
+
+    layer = theirs.base_model.model.model.layers[0].mlp.gate_proj
+    weights = [unpacked_weight(layer.base_layer, layer.base_layer.weight)]
+    weights += [getattr(layer, name)["default"].weight for name in ("lora_A", "lora_B")]
+    rows, weight, down, up = (w.detach().double().requires_grad_() for w in (x, *weights))
+    y = rows @ weight.t() + 3.0 * (rows @ down.t()) @ up.t()
+    y.backward(upstream.double())
+    for ours, usual, truth in zip(
+        results(fused(theirs)), results(theirs), [y.detach(), rows.grad, down.grad, up.grad], strict=True
+    ):
+        assert truth is not None
+        distance, usually = ((one.double() - truth).norm() / truth.norm() for one in (ours, usual))
+        assert distance < 1.1 * usually
+
+
+def test_a_packed_weight_is_unpacked_once_each_way_and_no_output_copied() -> None:
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    layer = fused(packed(PACKED["nf4, plain scales"], torch.float32)).base_model.model.model.layers[0].mlp
+    x = torch.randn(1, 8, 32, requires_grad=True)
+    names: list[str] = []
+    with Calls():
+        outputs = [projection(x) for projection in (layer.gate_proj, layer.up_proj)]
+        forward, names = names, []
+        torch.cat(outputs, 2).sum().backward()
+    for called in (forward, names):
+        assert sum(name.startswith("bitsandbytes::dequantize_4bit") for name in called) == 2
+    assert not {"aten::clone", "aten::add.Tensor", "aten::mul.Tensor"} & {*forward}
+    assert names.count("aten::addmm_") == 3  # into the first layer's gradient of x
 
 
 def test_under_autocast_it_is_as_near_to_the_truth_as_peft() -> None:

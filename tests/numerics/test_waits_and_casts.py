@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -88,6 +89,18 @@ def assert_same(some: Step, other: Step) -> None:
 def test_a_micro_batch_waits_for_nothing(made: Path, recipe: dict[str, Any], write_recipe: Any, name: str) -> None:
     recipe["model"]["name"] = str(made / name)
     case = Case(recipe, write_recipe)
+    case.run()
+    with Counted() as counted:
+        case.run()
+    assert {name: counted.calls[name] for name in WAITS if counted.calls[name]} == {}
+
+
+def test_a_micro_batch_of_pairs_waits_for_nothing(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
+    """That copies to a GPU do not wait, either: tests/fake_cuda."""
+    tiny.write_rows(tmp_path / "pairs.jsonl", tiny.preferences(60))
+    recipe["data"] |= {"train": [{"path": str(tmp_path / "pairs.jsonl"), "format": "preference"}], "max_length": 128}
+    del recipe["data"]["eval"], recipe["evaluate"]
+    case = Case(recipe, write_recipe, objective={"name": "orpo"})
     case.run()
     with Counted() as counted:
         case.run()

@@ -147,6 +147,7 @@ def _describe(device: FakeDevice, count: int) -> None:
             "init": None,
             "set_device": None,
             "empty_cache": None,
+            "cudart": types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
             "manual_seed_all": None,
             "reset_peak_memory_stats": None,
             "set_rng_state": None,
@@ -239,9 +240,13 @@ def _compute_with_real_numbers() -> None:
     import torch.distributed.tensor._utils as shards
 
     from finetune.engine import expert_parallel, sharding
-    from finetune.models import loss_model
+    from finetune.models import fused_layers, loss_model
+    from finetune.plan import stand_ins
 
     loss_model.logit_map = real(loss_model.logit_map)
+    for name in ("_formula_of", "_gates", "_turns_halves", "_has_equal_halves", "why_not_same"):
+        setattr(fused_layers, name, real(getattr(fused_layers, name)))
+    fused_layers.rms_norm, fused_layers.liger_function = stand_ins.fused_norm, stand_ins.liger_function
     meshes.init_device_mesh = torch.distributed.init_device_mesh = real(meshes.init_device_mesh)
     sharding.init_device_mesh = expert_parallel.init_device_mesh = meshes.init_device_mesh
     for method in ("__getitem__", "get_coordinate", "get_local_rank", "size"):

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from finetune.checkpoints.saver import Staging
 from finetune.checkpoints.shards import part_tensors
 from finetune.data.loader import Loader, StepBatches
 from finetune.data.row_source import RunRows
@@ -141,7 +142,7 @@ def fake_run(
             _step(steps, meter, number)
         meter.begin("save")
         meter.may_read = True  # bitsandbytes reads a number of each packed weight
-        _read_state(engine, recipe.mode != "full")
+        _read_state(engine, meter, recipe.mode != "full")
     return meter
 
 
@@ -181,11 +182,15 @@ def _step(steps: Steps, meter: DeviceMeter, number: int) -> None:
         del engine.accumulate
 
 
-def _read_state(engine: Engine, trainable_only: bool) -> None:
+def _read_state(engine: Engine, meter: DeviceMeter, trainable_only: bool) -> None:
     """Asks for what a checkpoint and the result hold. Raises RuntimeError where a tensor of the result is not on the
     CPU."""
     parts = engine.parts(reading=False)
-    part_tensors(parts, engine.optimizers)
+    tensors = part_tensors(parts, engine.optimizers)
+    outer = meter.phase
+    meter.begin("copies of a checkpoint")
+    Staging().copies(tensors)
+    meter.begin(outer)
     for name, tensor in engine.full_tensors(trainable_only):
         if tensor is not None and tensor.device.type != "cpu":
             raise RuntimeError(f"{name} of the result is on {tensor.device}")

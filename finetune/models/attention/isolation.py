@@ -115,7 +115,7 @@ def cached(
     folder = Path(__file__).parent
     models, data = folder.parent, folder.parent.parent / "data"
     code = [*sorted(folder.glob("*.py")), data / "batch.py"]
-    code += [models / f"{file}.py" for file in ("patches", "tiny_config", "trials", "vision")]
+    code += [models / f"{file}.py" for file in ("fused_layers", "patches", "tiny_config", "trials", "vision")]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in code)).hexdigest()
     settings = sorted((key, repr(value)) for key, value in tiny.to_dict().items() if key not in _WITHOUT_EFFECT)
     depends_on = (type(tiny).__qualname__, name, torch.__version__, transformers.__version__, digest, settings)

@@ -25,13 +25,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from finetune.data.batch import row_places
+from finetune.utils import copied_to
 
 
 def boundaries(document_lengths: tuple[int, ...], device: str, compiled: bool) -> Tensor:
     """Returns (N + 1,) int32: 0, then the end of each document (`cu_seqlens`). compiled: one graph for every N."""
-    ends = torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32)
-    # Without waiting for the device.
-    ends = ends.pin_memory().to(device, non_blocking=True) if device == "cuda" else ends.to(device)
+    ends = copied_to(torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32), device)
     if compiled:
         torch._dynamo.mark_dynamic(ends, 0)  # torch documents it under this name
     return ends
@@ -174,7 +173,7 @@ def prepare_varlen(
     if not any(prefix_lengths):
         return {"documents": Boundaries(ends, most)}
     lengths = tuple(own + prefix for own, prefix in zip(document_lengths, prefix_lengths, strict=True))
-    places = torch.from_numpy(row_places(document_lengths, prefix_lengths)).to(device)
+    places = copied_to(torch.from_numpy(row_places(document_lengths, prefix_lengths)), device)
     return {"documents": Boundaries(ends, most, Keys(places, boundaries(lengths, device, compiled), max(lengths)))}
 
 
@@ -253,7 +252,7 @@ def block_mask(
         some &= first[:, None] - last[None, :] < window
         every &= last[:, None] - first[None, :] < window
     some |= np.eye(len(first), dtype=bool)
-    document_of_token = torch.from_numpy(document.astype(np.int32)).to(device)
+    document_of_token = copied_to(torch.from_numpy(document.astype(np.int32)), device)
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         mine = (document_of_token[query] == document_of_token[key]) & (key <= query)
@@ -281,7 +280,7 @@ def _seen_with_prefixes(
     before = np.concatenate((begins[:1], begins[:-1]))
     # By document: the begin and end of the shared tokens, and how much farther they are than they look.
     begin_of, end_of, farther_of = (
-        torch.from_numpy(table).to(document)[document]
+        copied_to(torch.from_numpy(table.astype(np.int32)), document.device)[document]
         for table in (before, before + prefixes, begins - prefixes - before)
     )
 
@@ -300,7 +299,7 @@ def _in_order(blocks: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
     """Returns the number of key blocks of each block of queries (1, 1, R), and (1, 1, R, R) indices, theirs first."""
     counts = torch.from_numpy(blocks.sum(1, dtype=np.int32))
     indices = torch.from_numpy(np.argsort(~blocks, axis=1, kind="stable").astype(np.int32))
-    return counts[None, None].to(device), indices[None, None].to(device)
+    return copied_to(counts[None, None], device), copied_to(indices[None, None], device)
 
 
 def flex_documents_attention(call: AttentionCall, documents: BlockMasks) -> Tensor:  # (1, T, H, D)

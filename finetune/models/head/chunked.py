@@ -14,7 +14,9 @@ Three ways to the gradient, chosen by the information available in the forward:
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -246,29 +248,106 @@ class MatrixHead:
         grad_weight = torch.zeros_like(self.weight, dtype=sum_dtype) if needs[1] else None
         grad_bias = torch.zeros_like(self.bias, dtype=sum_dtype) if self.bias is not None and needs[2] else None
         chunks = []
-        shape = (min(task.rows, len(hidden)), len(self.weight))
         # Allocated once: fresh memory for every chunk costs the CPU as much as the softmax.
-        product, gradient = hidden.new_empty(shape, dtype=compute), hidden.new_empty(shape, dtype=sum_dtype)
-        logits = product if sum_dtype == compute else torch.empty_like(gradient)
+        product = hidden.new_empty((min(task.rows, len(hidden)), len(self.weight)), dtype=compute)
+        scratch = self._scratch(product, sum_dtype)
         for rows in task.chunks():
             x = hidden[rows].to(compute)
-            raw, out = product[: len(x)], gradient[: len(x)]
+            raw = product[: len(x)]
             torch.mm(x, matrix.t(), out=raw)
             if offset is not None:
                 raw.add_(offset)
-            upcast = raw if sum_dtype == compute else logits[: len(x)].copy_(raw)
-            losses, back = task.losses_and_gradient(rows, upcast, out)
+            losses, back = self._losses_and_gradient(task, rows, raw, [tensor[: len(x)] for tensor in scratch])
             chunks.append(losses)
             if token_gradients is not None:
                 back.mul_(token_gradients[rows, None])
             if grad_bias is not None:
-                grad_bias.add_(back.sum(0))
+                grad_bias.add_(back.sum(0, dtype=sum_dtype))
             back = back if sum_dtype == compute else raw.copy_(back)
             if grad_hidden is not None:
                 grad_hidden[rows] = back @ matrix
             if grad_weight is not None:
                 _add_product(grad_weight, back.t(), x)
         return _joined(chunks), [grad_hidden, grad_weight, *([] if self.bias is None else [grad_bias])]
+
+    def _scratch(self, product: Tensor, sum_dtype: torch.dtype) -> list[Tensor]:
+        """Returns memory for a chunk's gradient and its logits, (C, V) each. product: (C, V), of the head's output."""
+        gradient = torch.empty_like(product, dtype=sum_dtype)
+        return [gradient, product if sum_dtype == product.dtype else torch.empty_like(gradient)]
+
+    def _losses_and_gradient(
+        self, task: HeadTask, rows: slice, raw: Tensor, scratch: list[Tensor]
+    ) -> tuple[ChunkLosses, Tensor]:
+        """Returns the losses of a chunk, and the gradient (C, V) of their sum by the head's output `raw`, which is
+        overwritten."""
+        gradient, logits = scratch
+        return task.losses_and_gradient(rows, raw if raw.dtype == logits.dtype else logits.copy_(raw), gradient)
+
+
+class LigerHead(MatrixHead):
+    """The gradient of a chunk in place of its logits, in their type, by one kernel that reads them twice:
+    https://github.com/linkedin/Liger-Kernel, ops/cross_entropy.py.
+
+    Its `LigerFusedLinearCrossEntropyLoss` waits for the device in each forward, for a count that sums do not need,
+    fails without targets, and computes all products again in the backward if each token's loss is wanted.
+    """
+
+    def _scratch(self, product: Tensor, sum_dtype: torch.dtype) -> list[Tensor]:
+        return []
+
+    def _losses_and_gradient(
+        self, task: HeadTask, rows: slice, raw: Tensor, scratch: list[Tensor]
+    ) -> tuple[ChunkLosses, Tensor]:
+        loss, scale, cap = task.token_loss, task.logit_map.scale, task.logit_map.cap
+        assert isinstance(loss, TokenLoss)  # see `Objective.only_sums`
+        losses = torch.empty(len(raw), dtype=torch.float32, device=raw.device)
+        if len(raw):
+            if scale != 1.0:
+                raw.mul_(scale)
+            _liger_kernel()[(len(raw),)](
+                X_ptr=raw,
+                X_stride=raw.stride(0),
+                Y_ptr=task.target_ids[rows],
+                Y_stride=1,
+                loss_ptr=losses,
+                loss_stride=1,
+                n_cols=raw.shape[1],
+                ignore_index=-100,
+                lse_square_scale=loss.z_loss,
+                label_smoothing=loss.label_smoothing,
+                reduction="sum",
+                softcap=cap,
+                HAS_SOFTCAPPING=cap is not None,
+                HAS_GRADIENTS=True,
+                BLOCK_SIZE=min(_LIGER_BLOCK, 1 << (raw.shape[1] - 1).bit_length()),
+                num_warps=16 if torch.version.hip else 32,
+                **_LIGER_UNUSED,
+            )
+            if scale != 1.0:
+                raw.mul_(scale)
+        return ChunkLosses(losses), raw
+
+
+LIGER = "liger-kernel>=0.8,<0.9"
+# As Liger itself calls it (ops/fused_linear_cross_entropy.py).
+_LIGER_BLOCK = 32_768  # columns
+_LIGER_UNUSED: dict[str, Any] = {
+    **dict.fromkeys(("weight_ptr", "z_loss_ptr", "token_accuracy_ptr", "predicted_tokens_ptr")),
+    **dict.fromkeys(("token_accuracy_stride", "predicted_tokens_stride"), 0),
+    "n_non_ignore": 1,
+    "sum_non_ignore_weight": 1,
+    "weight_sum": 0.0,
+    "HAS_WEIGHT": False,
+    **dict.fromkeys(("RETURN_Z_LOSS", "RETURN_TOKEN_ACCURACY", "RETURN_PREDICTED_TOKENS"), False),
+}
+
+
+def _liger_kernel() -> Any:
+    from liger_kernel.ops.cross_entropy import (  # pyright: ignore[reportMissingImports]
+        liger_cross_entropy_kernel,
+    )
+
+    return liger_cross_entropy_kernel
 
 
 class ModuleHead:
@@ -335,6 +414,7 @@ def torch_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Head
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=task.rows)
     if task.logit_map.scale != 1.0:
         hidden = hidden * task.logit_map.scale
+        bias = None if bias is None else bias * task.logit_map.scale
     each = linear_cross_entropy(hidden, weight, task.target_ids, linear_bias=bias, reduction="none", options=options)
     return HeadLosses(each.sum(), each.detach())
 
@@ -349,27 +429,16 @@ def why_not_torch(logit_map: LogitMap) -> str | None:
 
 
 def liger_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: HeadTask) -> HeadLosses:
-    """https://github.com/linkedin/Liger-Kernel, LigerFusedLinearCrossEntropyLoss: it chooses its own chunks."""
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
-
-    if task.logit_map.scale != 1.0:
-        hidden = hidden * task.logit_map.scale
-    assert isinstance(task.token_loss, TokenLoss)  # see `Objective.only_sums`
-    loss = LigerFusedLinearCrossEntropyLoss(
-        lse_square_scale=task.token_loss.z_loss,
-        label_smoothing=task.token_loss.label_smoothing,
-        reduction="none",
-        softcap=task.logit_map.cap,
-        accum_dtype=torch.float32,
-    )
-    each = loss(weight, hidden, task.target_ids, bias)
-    return HeadLosses(each.sum(), each.detach())
+    """Arguments as of `matrix_losses`; for sums of tokens' losses."""
+    return _losses(hidden, LigerHead(weight, bias), task)
 
 
 def why_not_liger(device: str) -> str | None:
     """Returns why Liger's kernels cannot be used, or None."""
-    if device != "cuda":
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "its kernels need a CUDA device"
-    if importlib.util.find_spec("liger_kernel") is None:
-        return "liger-kernel is not installed: pip install liger-kernel"
+    if any(importlib.util.find_spec(package) is None for package in ("triton", "liger_kernel")):
+        return f"liger-kernel is not installed: pip install '{LIGER}'"
+    if not (version := importlib.metadata.version("liger-kernel")).startswith("0.8."):
+        return f"liger-kernel {version} may have other kernels: pip install '{LIGER}'"
     return None

@@ -103,7 +103,7 @@ class Divergence:
             return _kl(log_p, log_q)
         if self.kind == "reverse_kl":
             return _kl(log_q, log_p)
-        b = torch.tensor(self.jsd_beta, dtype=log_q.dtype, device=log_q.device)
+        b = log_q.new_full((), self.jsd_beta)  # no copy from the host, for which the process would wait
         log_m = torch.logaddexp(log_p + b.log(), log_q + torch.log1p(-b))
         return b * _kl(log_p, log_m) + (1 - b) * _kl(log_q, log_m)
 
