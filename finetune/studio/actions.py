@@ -166,7 +166,9 @@ def _report(form: Form) -> list[str]:
     runs = [str(inside(run, form.folder)) for run in form.texts("runs")]
     if not runs:
         raise UserError("choose runs")
-    return _finetune("report", *runs, "-o", form.path("output", "a file"))
+    if not (output := form.path("output", "a file")).endswith(".html"):  # it replaces what is there
+        raise UserError(f"{output}: a page's name ends with .html")
+    return _finetune("report", *runs, "-o", output)
 
 
 def _export(form: Form) -> list[str]:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from finetune.errors import UserError
 from finetune.inference.sampling import Sampling
@@ -25,7 +26,7 @@ from finetune.plan.run_list import price_so_far
 from finetune.recipe import recipe_json_schema
 from finetune.studio import pages
 from finetune.studio.actions import ACTIONS, PAGES, Action, Form
-from finetune.studio.folder import base_of, inside, inside_or_shipped, look
+from finetune.studio.folder import OF_A_RUN, base_of, inside, inside_or_shipped, look
 from finetune.studio.guard import FRAMED, Guard
 from finetune.studio.jobs import Job, Jobs, command_line
 from finetune.tracking.metrics import read_status
@@ -55,12 +56,17 @@ def build_app(folder: Path, token: str, port: int) -> Any:
     _add_chat(app, jobs)
 
     @app.exception_handler(UserError)
-    async def of_user(_: Request, error: UserError) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, 400)
+    async def of_user(request: Request, error: UserError) -> Response:
+        return refused(request, 400, str(error))
 
     @app.exception_handler(HTTPException)
-    async def of_routes(_: Request, error: HTTPException) -> PlainTextResponse:
-        return PlainTextResponse(f"{error.detail}\n", error.status_code)
+    async def of_routes(request: Request, error: HTTPException) -> Response:
+        return refused(request, error.status_code, str(error.detail))
+
+    def refused(request: Request, status: int, message: str) -> Response:
+        if request.method != "GET" or "text/html" not in request.headers.get("accept", ""):
+            return JSONResponse({"error": message}, status)
+        return HTMLResponse(pages.render("refused.html.jinja", "Not here", "/", jobs, message=message), status)
 
     app.add_middleware(Guard, token=token, port=port)
     app.add_middleware(HostCheck, hosts=LOCAL_HOSTS, refusal=_other_name)
@@ -120,9 +126,10 @@ def _add_pages(app: FastAPI, jobs: Jobs) -> None:
         return HTMLResponse(pages.fragment("run-part.html.jinja", **run_values(path)))
 
     def run_values(path: str) -> dict[str, Any]:
-        run = _existing_run(path, folder)
-        of_run = [job for job in jobs.all() if job.action == "launch" and job.about == run]
-        started = next(iter(of_run), None)
+        run = str(inside(path, folder))
+        started = next((job for job in jobs.all() if job.action == "launch" and job.about == run), None)
+        if started is None:
+            _existing_run(path, folder)
         return {
             "row": pages.run_row(folder, run),
             "log": pages.run_log(folder / run),
@@ -154,14 +161,11 @@ def _add_pages(app: FastAPI, jobs: Jobs) -> None:
 
     @app.get("/report")
     def of_runs(request: Request) -> Any:
-        chosen = [folder / _existing_run(run, folder) for run in request.query_params.getlist("run")]
-        if not chosen:
-            raise UserError("choose runs")
-        goes_on = any(read_status(run) == "running" for run in chosen)
-        shown = report.render(
-            [report.read_run(run, price_so_far(run)) for run in chosen], _REFRESH_S if goes_on else None
-        )
-        content = shown.encode("utf-8", "replace")
+        chosen = [folder / inside(run, folder) for run in request.query_params.getlist("run")]
+        begun = [run for run in chosen if any((run / name).is_file() for name in OF_A_RUN)]
+        goes_on = len(begun) < len(chosen) or any(read_status(run) == "running" for run in begun)
+        read = [report.read_run(run, price_so_far(run)) for run in begun]
+        content = report.render(read, _REFRESH_S if goes_on else None).encode("utf-8", "replace")
         # Its own policy allows its own script alone.
         return HTMLResponse(content, headers={"Content-Security-Policy": "frame-ancestors 'self'"})
 
@@ -190,7 +194,7 @@ def _add_pages(app: FastAPI, jobs: Jobs) -> None:
 
 def _existing_run(path: str, folder: Path) -> str:
     run = str(inside(path, folder))
-    if not any((folder / run / name).is_file() for name in ("metrics.jsonl", "plan.json", "status.json")):
+    if not any((folder / run / name).is_file() for name in OF_A_RUN):
         raise HTTPException(404, f"{path}: no run here: nothing has been written yet, or it was removed")
     return run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,12 @@ def render(template: str, title: str, place: str, jobs: Jobs, **values: Any) -> 
         '<link rel="stylesheet" href="/static/page.css"><link rel="stylesheet" href="/static/studio.css">\n'
         '<link rel="icon" href="data:,"><script src="/static/studio.js" defer></script>'
     )
-    shown = {"heading": title, "eyebrow": PLACES[place], "places": PLACES, "here": place}
+    shown = {
+        "heading": title,
+        "eyebrow": "" if title == PLACES[place] else PLACES[place],
+        "places": PLACES,
+        "here": place,
+    }
     shown |= {"folder": jobs.folder.name or "/", "num_running": len(jobs.running())}
     return _environment().get_template(template).render(head=head, **shown, **values)
 
@@ -139,6 +145,7 @@ def job_answer(jobs: Jobs, job: Job, start: int) -> dict[str, Any]:
     text, end = jobs.output(job, start)
     page = job.page if row["status"] == 0 and job.page and (jobs.folder / job.page).is_file() else None
     return {"number": job.number, "running": row["status"] is None, "kind": row["kind"], "state": row["state"]} | {
+        "seconds": round(time.time() - job.begun),
         "text": text,
         "next": end,
         "page": f"/jobs/{job.number}/page" if page else None,

@@ -18,6 +18,8 @@ async function ask(address, values) {
   return read;
 }
 
+find(".places [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
+
 // --- forms of commands
 
 function valuesOf(form) {
@@ -40,7 +42,7 @@ function complain(form, message) {
 
 async function preview(form) {
   const turn = (form.turn = (form.turn || 0) + 1);
-  const command = find(".command", form), button = find(".go > button:not(.plain)", form);
+  const command = find(".command", form), button = find(".go > button", form);
   try {
     const { command: text } = await ask(`/preview/${form.dataset.action}`, valuesOf(form));
     if (turn !== form.turn) return;
@@ -85,7 +87,7 @@ function show(form, text) {
 async function follow(form, job, then) {
   const turn = (form.follows = (form.follows || 0) + 1);
   const result = find(".result", form), chip = find(".progress .chip", form), stop = find(".stop", form);
-  const after = find(".then", form), alone = find(".alone", form), clock = find(".clock", form), begun = Date.now();
+  const after = find(".then", form), alone = find(".alone", form), clock = find(".clock", form);
   find(".output", form).replaceChildren();
   all("iframe, .working", result).forEach((old) => old.remove());
   const working = document.createElement("div");
@@ -104,7 +106,7 @@ async function follow(form, job, then) {
     chip.textContent = said.state;
     chip.className = `chip ${said.kind}`;
     stop.hidden = working.hidden = !said.running;
-    if (said.running) clock.textContent = `${Math.round((Date.now() - begun) / 1000)} s`;
+    if (said.running) clock.textContent = said.seconds < 120 ? `${said.seconds} s` : `${Math.round(said.seconds / 60)} min`;
     form.dispatchEvent(new CustomEvent("command", { detail: { job, ...said }, bubbles: true }));
     if (said.text && said.next > at && !said.running) { at = said.next; continue; } // the rest
     at = said.next;
