@@ -9,7 +9,7 @@ import socket
 import threading
 import webbrowser
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -339,7 +339,8 @@ def run_studio(port: int, opens: bool, say: Callable[[str], object]) -> None:
         if opens:
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         config = uvicorn.Config(build_app(folder, token, number), log_level="warning", timeout_graceful_shutdown=3)
-        uvicorn.Server(config).run(sockets=[listening])
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listening])
     left = [job for job in Jobs(folder).running() if job.action != "serve"]
     for job in left:
         say(f"goes on: {command_line(job.words)} (to stop it: kill -{signal.SIGINT.value} -- -{job.pid})")

@@ -120,13 +120,16 @@ class Jobs:
 
     def output(self, job: Job, start: int = 0) -> tuple[str, int]:
         """Returns what a command has printed from a byte on, and the byte to continue from."""
+        has_ended = self.status(job) is not None  # before its last words are read
         try:
             with (self._root / str(job.number) / "output.txt").open("rb") as file:
                 file.seek(start)
                 content = file.read(_MOST_OUTPUT)
         except OSError:
             return "", start
-        whole = content[: content.rfind(b"\n") + 1] or (content if self.status(job) is not None else b"")
+        is_last = has_ended and len(content) < _MOST_OUTPUT
+        lines = content[: content.rfind(b"\n") + 1]  # no line, and so no character, in parts
+        whole = content if is_last or (not lines and len(content) == _MOST_OUTPUT) else lines
         text = _COLOURS.sub("", whole.decode("utf-8", "replace"))
         return text, start + len(whole)
 

@@ -19,9 +19,9 @@ function coloured(line) {
 
 function draw() {
   const lines = text.value.split("\n");
-  paint.innerHTML = lines.map((line, at) => marked.has(at + 1) ? `<span class="bad">${coloured(line) || " "}</span>` : coloured(line)).join("\n") + "\n";
+  paint.innerHTML = lines.map((line, at) => marked.has(at + 1) ? `<span class="wrong">${coloured(line) || " "}</span>` : coloured(line)).join("\n") + "\n";
   gutter.replaceChildren(...lines.map((_, at) => Object.assign(document.createElement("div"), {
-    textContent: at + 1, className: marked.has(at + 1) ? "bad" : "",
+    textContent: at + 1, className: marked.has(at + 1) ? "wrong" : "",
   })));
   const isSaved = text.value === onDisk;
   save.disabled = isSaved;

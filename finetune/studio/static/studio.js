@@ -78,7 +78,7 @@ function show(form, text) {
   for (const line of text.split(/(?<=\n)/)) {
     const part = document.createElement("span");
     part.textContent = line;
-    if (/^(\[rank \d+\] )?error: /.test(line)) part.className = "bad";
+    if (/^(\[rank \d+\] )?error: /.test(line)) part.className = "wrong";
     output.append(part);
   }
   if (atEnd) output.scrollTop = output.scrollHeight;
@@ -89,6 +89,7 @@ async function follow(form, job, then) {
   const result = find(".result", form), chip = find(".progress .chip", form), stop = find(".stop", form);
   const after = find(".then", form), alone = find(".alone", form), clock = find(".clock", form);
   find(".output", form).replaceChildren();
+  find(".said", form).open = true;
   all("iframe, .working", result).forEach((old) => old.remove());
   const working = document.createElement("div");
   working.className = "working";
@@ -113,7 +114,7 @@ async function follow(form, job, then) {
     if (!said.running) {
       working.remove();
       if (said.page) {
-        if ("frame" in form.dataset) result.append(frame(said.page));
+        if ("frame" in form.dataset) { find(".said", form).open = false; result.append(frame(said.page)); form.querySelector(".progress").scrollIntoView({ block: "center" }); }
         alone.href = said.page;
         alone.hidden = false;
       }
@@ -203,14 +204,16 @@ if (talk) {
     Object.assign(state, { job, models, turns: Object.fromEntries(models.map((name) => [name, []])) });
     turns.replaceChildren();
     talk.hidden = false;
+    load.classList.add("loaded");
+    find("textarea", talk).placeholder = `${models.length > 1 ? "Ask both. " : ""}Enter sends, Shift-Enter begins a line.`;
     find("textarea", talk).focus();
   }
 
   load.addEventListener("command", async ({ detail }) => {
     if (detail.running && state.job !== detail.job && /^serving /m.test(find(".output", load).textContent)) await use(detail.job);
-    if (!detail.running && state.job === detail.job) { talk.hidden = true; state.job = null; }
+    if (!detail.running && state.job === detail.job) { talk.hidden = true; state.job = null; load.classList.remove("loaded"); }
   });
-  const loaded = all(".loaded").at(0);
+  const loaded = all(".serving").at(0);
   if (loaded) follow(load, Number(loaded.dataset.job)); // by an earlier page
 
   async function answer(model, place, signal) {
@@ -237,7 +240,7 @@ if (talk) {
       }
       state.turns[model].push({ role: "assistant", content: text.textContent });
     } catch (error) {
-      const broke = Object.assign(document.createElement("p"), { className: "bad", textContent: error.message });
+      const broke = Object.assign(document.createElement("p"), { className: "wrong", textContent: error.message });
       place.append(broke);
       state.turns[model].pop(); // a turn without an answer is no part of a conversation
     }
