@@ -189,20 +189,6 @@ def full_shape(parameter: Any) -> Any:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")  # names of a server reachable from this machine only
-
-
-def host_name(header: str) -> str:
-    """Returns the name in a request's header `Host`, in lower case and without its port. A server must check this
-    name: a web page may use a name that resolves to this machine (DNS rebinding).
-
-    >>> host_name("[::1]:8000"), host_name("Localhost:8000"), host_name("[::1].evil.example")
-    ('::1', 'localhost', '[::1].evil.example')
-    """
-    match = re.fullmatch(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::\d*)?", header.strip().lower())
-    return header if match is None else match[1] or match[2]
-
-
 def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
     """Returns the number of leading items in common."""
     pairs = enumerate(zip(first, second, strict=False))

@@ -102,7 +102,7 @@ GROUPS = {  # in the order of `--help`
         *(finished.runs, finished.logs, finished.report, finished.checkpoints),
     ),
     "Export": (finished.export, finished.merge, finished.verify, finished.upload),
-    "More": (recipes.schema,),
+    "More": (recipes.studio, recipes.schema),
 }
 for group, commands in GROUPS.items():
     for command in commands:  # the launcher has options of its own

@@ -1,10 +1,12 @@
-"""Commands on a recipe, before its run: new, check, plan, inspect, prepare, the cache of tokens, the schema."""
+"""Commands on a recipe, before its run: new, check, plan, inspect, prepare, the cache of tokens, the schema; and the
+studio, a page over all commands."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -302,3 +304,21 @@ def schema() -> None:
     from finetune.recipe import recipe_json_schema
 
     print(recipe_json_schema(), end="")
+
+
+def studio(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Listen on this port; 0: any free one.")] = 8766,
+    opens: Annotated[bool, typer.Option("--open", help="Open the page in the browser of this machine.")] = False,
+) -> None:
+    """Look instead of type: data, tokens and masks, recipes, plans, runs, chat and export as a page of this folder.
+
+    For this machine alone: 127.0.0.1, with a token in the address. Each button shows the command that it runs; commands
+    go on without the page and without the studio.
+
+    Example: [bold]python -m finetune studio[/bold]
+    """
+    if find_spec("fastapi") is None or find_spec("uvicorn") is None:
+        raise UserError("studio: pip install 'finetune[serve]' (fastapi and uvicorn), then again")
+    from finetune.studio.app import run_studio
+
+    run_studio(port, opens, lambda line: print(line, flush=True))

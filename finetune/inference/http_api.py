@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import time
 import uuid
@@ -22,12 +21,11 @@ from finetune.errors import UserError
 from finetune.inference.answering import Answerer
 from finetune.inference.api_requests import Prompts, Refused
 from finetune.inference.lane import Finished, Lane, Piece, Request
-from finetune.utils import LOCAL_HOSTS, host_name
+from finetune.local_server import LOCAL_HOSTS, HostCheck
 
 BODY_TIMEOUT_S = 30.0  # until a request's body is complete
 MAX_WAITING = 256  # requests, including the one being answered
 MAX_BODIES_BYTES = 256 * 2**20  # total of requests being read or waiting
-ANY_ADDRESS = "any address"  # among the names of a server that listens on all addresses
 
 
 def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL_HOSTS) -> Any:
@@ -133,8 +131,12 @@ def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL_HOSTS
             raise Refused(400, "the connection was closed within the body") from None
         return b"".join(parts)
 
-    app.add_middleware(_HostCheck, hosts=hosts)
+    app.add_middleware(HostCheck, hosts=hosts, refusal=_other_name)
     return app
+
+
+def _other_name(name: str) -> JSONResponse:
+    return _error(403, f"{name!r} is not a name of this server: `serve --allow-host NAME` allows a name")
 
 
 async def _answer(lane: Lane, request: Request, http: HttpRequest) -> Finished:
@@ -237,31 +239,3 @@ async def _events(
     finally:
         request.gone.set()
         answer.cancel()
-
-
-def is_allowed_host(header: str, hosts: Collection[str]) -> bool:
-    """Returns whether a request's `Host` is one of the names, with or without a port. A page under another name that
-    resolves to this machine (DNS rebinding) is not allowed; "*" in hosts allows any."""
-    name = host_name(header)
-    if name in hosts or "*" in hosts:
-        return True
-    with contextlib.suppress(ValueError):
-        return ANY_ADDRESS in hosts and bool(ipaddress.ip_address(name))
-    return False
-
-
-class _HostCheck:
-    """Middleware that refuses requests for a server of another name."""
-
-    def __init__(self, app: Any, hosts: Collection[str]):
-        self._app, self._hosts = app, hosts
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            names = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-            if len(names) != 1 or not is_allowed_host(names[0], self._hosts):
-                shown = ", ".join(names)[:100]
-                message = f"{shown!r} is not a name of this server: `serve --allow-host NAME` allows a name"
-                await _error(403, message)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)

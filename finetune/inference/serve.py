@@ -24,9 +24,9 @@ from finetune.errors import UserError
 from finetune.export.loading import default_device, load_trained, model_folder
 from finetune.export.trained import is_scoring
 from finetune.inference.answering import Answerer, answerer_of
-from finetune.inference.http_api import ANY_ADDRESS, build_app
+from finetune.inference.http_api import build_app
+from finetune.local_server import ANY_ADDRESS, LOCAL_HOSTS
 from finetune.models.remote_code import load_auto
-from finetune.utils import LOCAL_HOSTS
 
 
 class Served:

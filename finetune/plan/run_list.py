@@ -124,10 +124,10 @@ def show_runs(console: Console, folder: Path, runs: list[RunInfo]) -> None:
         "status": [_status(run) for run in runs],
         "step": [f"{run.step:,}/{'?' if run.steps is None else f'{run.steps:,}'}" for run in runs],
         "loss": [_number(run.loss) for run in runs],
-        "eval": [_evaluation(run) for run in runs],
+        "eval": [evaluation(run) for run in runs],
         "tok/s": ["" if run.tokens_per_s is None else f"{run.tokens_per_s:,.0f}" for run in runs],
-        "time": [_duration(run.hours) for run in runs],
-        "left": ["" if run.hours_left is None else _duration(run.hours_left) for run in runs],
+        "time": [duration(run.hours) for run in runs],
+        "left": ["" if run.hours_left is None else duration(run.hours_left) for run in runs],
         "price": ["" if run.price is None else f"{run.price:,.2f} {run.currency}" for run in runs],
     }
     table = Table(title=str(folder), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -142,11 +142,11 @@ def show_runs(console: Console, folder: Path, runs: list[RunInfo]) -> None:
     console.print(table)
     for run in runs:
         if run.silent_s is not None:
-            since = _duration(run.silent_s / 3600)
+            since = duration(run.silent_s / 3600)
             print_line(console, f"{run.folder}: has written nothing for {since}: if it was killed, launch it again")
 
 
-def _evaluation(run: RunInfo) -> str:
+def evaluation(run: RunInfo) -> str:
     """Returns the share of exact answers, if it is measured, else the loss."""
     if "exact_match" in run.evaluation:
         return f"{run.evaluation['exact_match']:.1%}"
@@ -163,9 +163,9 @@ def _status(run: RunInfo) -> str:
     return f"[{colour}]{name}[/{colour}]" if colour else name
 
 
-def _duration(hours: float) -> str:
+def duration(hours: float) -> str:
     """
-    >>> _duration(0.01), _duration(0.5), _duration(30.25)
+    >>> duration(0.01), duration(0.5), duration(30.25)
     ('36 s', '30 min', '30.2 h')
     """
     if hours < 1 / 30:

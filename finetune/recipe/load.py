@@ -22,13 +22,13 @@ from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dotted, d
 MAX_PROBLEMS = 50  # that are described
 
 
-def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads, extends, overrides and validates a recipe.
+def load_recipe(path: Path | str, overrides: Sequence[str] = (), text: str | None = None) -> Recipe:
+    """Reads, extends, overrides and validates a recipe. text: of the file, if it is not saved yet.
 
     Raises RecipeError with every problem of overrides and schema, or, if there is none, of the rules.
     """
     path = Path(path)
-    tree = read(path)
+    tree = read(path, text)
     problems: list[Problem] = []
     for text in overrides:
         try:

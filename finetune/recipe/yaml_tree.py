@@ -136,13 +136,14 @@ class Tree:
         return self.places[key]
 
 
-def read(path: Path) -> Tree:
-    """Reads a recipe file and those it `extends`; the extending file's values win. Raises RecipeError."""
-    return _read(here_or_shipped(path), ())
+def read(path: Path, text: str | None = None) -> Tree:
+    """Reads a recipe file and those it `extends`; the extending file's values win. text: in place of the file's, such
+    as an editor's. Raises RecipeError."""
+    return _read(here_or_shipped(path), (), text)
 
 
-def _read(path: Path, parents: tuple[Path, ...]) -> Tree:
-    tree = _parse(path)
+def _read(path: Path, parents: tuple[Path, ...], text: str | None = None) -> Tree:
+    tree = _parse(path, text)
     base = tree.values.pop("extends", None)
     if base is None:
         return tree
@@ -171,11 +172,11 @@ def _error(path: Path | str, place: Location, key: Key, message: str) -> RecipeE
     return RecipeError(path, [Problem(place, key, message)])
 
 
-def _parse(path: Path) -> Tree:
-    file, text = Location(str(path)), ""
+def _parse(path: Path, text: str | None = None) -> Tree:
+    file, content = Location(str(path)), ""
     try:
-        text = path.read_text(encoding="utf-8")
-        tree, problems = _parse_text(text, lambda line: Location(str(path), line))
+        content = path.read_text(encoding="utf-8") if text is None else text
+        tree, problems = _parse_text(content, lambda line: Location(str(path), line))
     except FileNotFoundError:
         raise _error(path, file, (), "no such file") from None
     except IsADirectoryError:
@@ -186,8 +187,8 @@ def _parse(path: Path) -> Tree:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
         raise _error(path, Location(str(path), line), (), "not UTF-8 text") from None
     except yaml.reader.ReaderError as error:
-        line = text[: error.position].count("\n") + 1
-        message = f"not valid YAML: character U+{ord(text[error.position]):04X} is not allowed"
+        line = content[: error.position].count("\n") + 1
+        message = f"not valid YAML: character U+{ord(content[error.position]):04X} is not allowed"
         raise _error(path, Location(str(path), line), (), message) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

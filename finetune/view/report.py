@@ -22,8 +22,9 @@ import yaml
 from finetune.checkpoints.folder import best_checkpoint
 from finetune.data.visible_text import Token, visible
 from finetune.errors import UserError
+from finetune.local_server import is_allowed_host
 from finetune.tracking.metrics import EXAMPLES, GENERATIONS, num_damaged, read_steps
-from finetune.utils import LOCAL_HOSTS, host_name, write_atomically
+from finetune.utils import write_atomically
 from finetune.view import web_page
 from finetune.view.token_html import sequence_names, tokens_html
 
@@ -193,7 +194,7 @@ def watch(
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if host_name(self.headers.get("Host", "")) not in LOCAL_HOSTS:
+            if not is_allowed_host(self.headers.get("Host", "")):
                 self.send_error(403, "this server is called localhost or 127.0.0.1")
                 return
             if self.path != "/":

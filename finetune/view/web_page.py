@@ -1,4 +1,7 @@
-"""HTML pages of `inspect`, `plan` and `report`: single files from templates, whose policy blocks all requests."""
+"""HTML pages of `inspect`, `plan` and `report`: single files from templates, whose policy blocks all requests.
+
+The pages of `studio` share their layout, style and filters.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,17 @@ def render(
 ) -> str:
     """Returns a page. template: below this folder; title: may be hostile; style: in addition to the shared one;
     script: at the page's end; refresh_s: seconds until a browser reloads the page."""
+    return (
+        environment()
+        .get_template(template)
+        .render(head=_head(title, style, script, refresh_s), script=Markup(script), **values)
+    )
+
+
+def environment(*folders: Path) -> jinja2.Environment:
+    """Returns the templates of some folders, before those of this one, and their filters."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
+        loader=jinja2.FileSystemLoader([*folders, _FOLDER]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -37,14 +49,17 @@ def render(
         ticks=lambda text: Markup(re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(text))),
         breakable=lambda name: escape(name).replace("_", Markup("_<wbr>")).replace(".", Markup(".<wbr>")),
     )
-    head = _head(title, style, script, refresh_s)
-    return environment.get_template(template).render(head=head, script=Markup(script), **values)
+    return environment
+
+
+def shared_style() -> str:
+    return (_FOLDER / "inspect" / "page.css").read_text(encoding="utf-8")
 
 
 def _head(title: str, style: str, script: str, refresh_s: int | None) -> Markup:
     """Returns the content of <head>: style, and a policy by hashes
     (https://www.w3.org/TR/CSP3/#match-element-to-source-list)."""
-    style = (_FOLDER / "inspect" / "page.css").read_text(encoding="utf-8") + style
+    style = shared_style() + style
     hashes = {
         name: f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
         for name, content in (("style-src", style), ("script-src", script))

@@ -28,10 +28,10 @@ from finetune.export.commands import ExportOptions, export_run, tensor_parallel_
 from finetune.export.trained import find_trained
 from finetune.inference.answering import answerer_of, answers, chat_with
 from finetune.inference.chat import chat_with_server
-from finetune.inference.http_api import is_allowed_host
 from finetune.inference.live import Live, verify_url
 from finetune.inference.sampling import Sampling
 from finetune.inference.serve import hosts_of, load_served, serve
+from finetune.local_server import is_allowed_host
 
 GREEN: list[Any] = [{"role": "user", "content": "green"}]
 

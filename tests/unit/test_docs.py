@@ -75,7 +75,7 @@ def test_overrides_in_commands_have_keys() -> None:
 def test_pages_for_people_are_short() -> None:
     assert len(CONTRIBUTING.split()) < 1200
     assert len(PAGES["CHANGELOG"].split()) < 1500
-    assert len(GUIDES) == 12
+    assert len(GUIDES) == 13
     assert [path.stem for path in GUIDES if len(PAGES[path.stem].split()) > 900] == []
 
 
@@ -178,6 +178,16 @@ def test_the_site_has_every_page() -> None:
     pages = script("scripts/docs/docs_pages.py").PAGES.values()
     docs = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(listed) == sorted([*pages, *docs])
+
+
+def test_the_site_fetches_nothing_from_elsewhere() -> None:
+    """Its `offline` plugin adds a script of a CDN unless one of that name is given."""
+    extra = re.search(
+        r"^extra: \{polyfills: \[([\w/.-]+)\]\}$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert extra is not None
+    assert "iframe-worker" in extra[1]
+    assert "Permission is hereby granted" in (ROOT / "docs" / extra[1]).read_text(encoding="utf-8")
 
 
 def test_readme_is_short() -> None:

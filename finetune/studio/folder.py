@@ -1,0 +1,134 @@
+"""The folder that a studio was started in: the paths it may name, and what is in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.data.sources.readers import is_data
+from finetune.errors import UserError
+from finetune.shipped import SHIPPED
+
+OF_A_RUN = ("metrics.jsonl", "plan.json", "status.json")
+_OWNERS = (*OF_A_RUN, "config.json", "adapter_config.json", "tokenizer_config.json")  # their folders have no rows
+_SETTINGS = ("package.json", "package-lock.json", "tsconfig.json", "constraints.txt", "requirements.txt")
+_SETTINGS += ("recipe.schema.json", "CMakeLists.txt", "robots.txt")
+STUDIO = ".finetune-studio"  # commands and their pages
+_DEPTH, _MOST = 5, 20_000  # folders below each other; entries that are looked at
+_HIDDEN = re.compile(r"\.|__pycache__$|node_modules$|checkpoints$|venv$|locks$")
+_ACCELERATE = re.compile(r"^(compute_environment|distributed_type):", re.MULTILINE)
+_RECIPE = re.compile(r"^(extends|model|data|mode|optimizer):", re.MULTILINE)
+
+
+def inside(text: str, folder: Path) -> Path:
+    """Returns a path of a form, relative to the folder. Raises UserError if it leads out of it, also through links."""
+    if not text.strip() or "\0" in text or text.startswith("-"):
+        raise UserError(f"{text!r} is not a path in this folder")
+    try:
+        whole = (folder / text).resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links
+        raise UserError(f"{text}: {error}") from None
+    if not whole.is_relative_to(folder.resolve()):
+        raise UserError(f"{text} is outside of {folder}: start the studio in a folder above both, or use a terminal")
+    return Path(os.path.relpath(os.path.normpath(folder / text), folder))
+
+
+def inside_or_shipped(text: str, folder: Path) -> Path:
+    """Returns a file in the folder, or a recipe or config that comes with the package. Raises UserError."""
+    path = inside(text, folder)
+    is_shipped = path.parts[0] in ("recipes", "accelerate_configs") and (SHIPPED / path).is_file()
+    if not (folder / path).is_file() and not is_shipped:
+        raise UserError(f"{text}: no such file")
+    return path
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a folder has, by paths relative to it."""
+
+    recipes: list[str]  # else those that come with the package
+    configs: list[str]  # of accelerate, also those that come with the package
+    data: dict[str, int]  # files of rows and their bytes, none of runs and of models
+    models: list[str]  # folders, also results of runs
+    runs: list[str]  # the last that wrote first
+
+
+def look(folder: Path) -> Contents:
+    """Returns what is in a folder."""
+    files = list(_files(folder))
+    owners = {str(Path(name).parent) for name in files if Path(name).name in _OWNERS} - {"."}
+    written: dict[str, float] = {}
+    for name in files:
+        if Path(name).name in OF_A_RUN:
+            run = str(Path(name).parent)
+            written[run] = max((folder / name).stat().st_mtime, written.get(run, 0))
+    found = [name for name in files if _is_recipe(folder / name, name)]
+    shipped = [name for name in _files(SHIPPED, "recipes") if _is_recipe(SHIPPED / name, name)]
+    rows = [name for name in files if is_data(name) and not owners & {*map(str, Path(name).parents)}]
+    places = [place / "accelerate_configs" for place in (folder, SHIPPED)]
+    return Contents(
+        recipes=[name for name in found if str(Path(name).parent) not in owners] or shipped,
+        configs=[f"accelerate_configs/{name}" for name in sorted({p.name for at in places for p in at.glob("*.yaml")})],
+        data={name: (folder / name).stat().st_size for name in rows if Path(name).name not in _SETTINGS},
+        models=[str(Path(name).parent) for name in files if Path(name).name in ("config.json", "adapter_config.json")],
+        runs=sorted(written, key=lambda run: (-written[run], run)),
+    )
+
+
+def _is_recipe(path: Path, name: str) -> bool:
+    parts = Path(name).parts[:-1]
+    if path.suffix not in (".yaml", ".yml") or {"base", "tasks", "accelerate_configs"} & {*parts}:
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        head = file.read(20_000)
+    return len(_RECIPE.findall(head)) > 1 and not _ACCELERATE.search(head)
+
+
+def run_settings(run: Path) -> dict[str, Any]:
+    """Returns the recipe of a run as it was resolved; {} if it is missing or damaged."""
+    try:
+        values = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def base_of(run: Path, folder: Path) -> tuple[str, str]:
+    """Returns the folder of a run's base model, or "" and why there is none to talk to."""
+    model = run_settings(run).get("model")
+    name = model.get("name") if isinstance(model, dict) else None
+    if not isinstance(name, str):
+        return "", "it began without one: its weights were drawn"
+    if (folder / name / "config.json").is_file():
+        return name, ""
+    from huggingface_hub import try_to_load_from_cache
+
+    revision = model.get("revision") if isinstance(model, dict) else None
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:  # a path, of another machine
+        found = None
+    if not isinstance(found, str):
+        return "", f"{name} is not on this machine"
+    return str(Path(found).parent), ""
+
+
+def _files(folder: Path, below: str = "") -> Iterator[str]:
+    """Yields the files below a folder, relative to it, by name; no hidden ones, and no links that lead elsewhere."""
+    seen, root = 0, folder.resolve()
+    for place, folders, names in os.walk(folder / below):
+        inner = Path(os.path.relpath(place, folder))
+        folders[:] = sorted(name for name in folders if not _HIDDEN.match(name)) if len(inner.parts) < _DEPTH else []
+        for name in sorted(names):
+            seen += 1
+            if seen > _MOST:
+                return
+            path = folder / inner / name
+            if not name.startswith(".") and path.is_file() and path.resolve().is_relative_to(root):
+                yield str(inner / name)
