@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -63,9 +64,18 @@ class Judge:
             raise UserError(f"{place}: the environment variable {settings.key} (`key`) is not set")
         self._open = urllib.request.build_opener(_NoRedirect).open
 
-    def outcomes(self, completions: Sequence[Completion]) -> list[Outcome]:
+    def outcomes(self, completions: Sequence[Completion]) -> list[Outcome | None]:
+        """Returns the outcomes in order; None behind a failure that stops the run: nothing more is asked then."""
+        stop = threading.Event()
+
+        def judged(completion: Completion) -> Outcome | None:
+            outcome = None if stop.is_set() else self._outcome(completion)
+            if outcome is not None and outcome.value is None and self._settings.on_failure is None:
+                stop.set()  # threads take completions in order, so those before it are answered
+            return outcome
+
         with ThreadPoolExecutor(self._settings.processes, "judge") as threads:
-            return list(threads.map(self._outcome, completions))
+            return list(threads.map(judged, completions))
 
     def _outcome(self, completion: Completion) -> Outcome:
         settings, (low, high) = self._settings, self._settings.value("scale")

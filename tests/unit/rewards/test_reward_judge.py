@@ -172,3 +172,9 @@ def test_no_server_and_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     unreachable = pytest.raises(UserError, match=r"completion 1 of 1: the judge cannot be reached: .*refused")
     with Rewards((reward(judge="http://127.0.0.1:1/v1", model="m"),), None) as rewards, unreachable:
         rewards.score([completion("a")])
+
+
+def test_a_failure_that_stops_the_run_ends_the_requests(server: Server) -> None:
+    with pytest.raises(UserError, match=r"rewards\[0\] \(judge\): completion 2 of 200: the judge gave no numbers"):
+        judged(server, ["1", "none", *["2"] * 198], on_failure=None)
+    assert len(server.asked) < 100
