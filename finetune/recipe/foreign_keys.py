@@ -13,7 +13,9 @@ _LAUNCH = "belongs to the launch: choose a file of accelerate_configs/ with `--c
 _ONLINE = "training on a model's own samples is not offered; `objective.name: dpo` learns from pairs"
 _SHOWN = "every step is written to metrics.jsonl; remove it"
 _OWN = "has no counterpart here; remove it"
-_KERNEL = "kernels are chosen by themselves: see `model.attention` and `model.cross_entropy`; remove it"
+_KERNEL = (
+    "kernels are chosen by themselves: see `model.attention`, `model.kernels` and `model.cross_entropy`; remove it"
+)
 _ACCUMULATION = (
     "accumulation follows from `batch.rows`, `batch.rows_per_device` and the number of processes; `batch.rows` is "
     "micro-batch x accumulation x processes"
@@ -43,7 +45,7 @@ _TRAINED = "set `objective.train_on: assistant`, or `all` for prompts too"
 _PROMPT_LENGTH = "set `data.max_length`, for a prompt with its answer; longer ones follow `data.overlong`"
 _HELD_OUT = "set `data.eval: {share: ...}`"
 _TURNS = "turns have `role` and `content` (`messages`), or `from` and `value` (`sharegpt`)"
-_LIGER = "set `model.cross_entropy: liger`, or leave it at `auto`"
+_LIGER = "set `model.kernels: liger` and `model.cross_entropy: liger`, or leave both at `auto`"
 _LOSSES = "one loss is trained: `objective.loss`, with `objective.sft_weight` for the chosen answers"
 _GROWN = "the vocabulary grows by `tokens.add`"
 _RECOMPUTED = "set `train.activation_checkpointing`: true, false or selective"

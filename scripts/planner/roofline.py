@@ -67,6 +67,7 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
     from finetune.plan.shapes import skeleton, with_layers
     from finetune.plan.tables import shipped_config
     from finetune.recipe import load_recipe
+    from finetune.utils import unwrap_peft
 
     recipe = load_recipe(str(ROOT / "recipes" / RECIPES[name][0]), [*COMMON, *RECIPES[name][1], *overrides])
     full: Any = shipped_config(str(recipe.model.name))
@@ -93,6 +94,7 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
         with fake_cuda(block=1) as meter:
             meter_of.append(meter)
             _fill(model, torch.device("cuda"))
+            unwrap_peft(model).tie_weights()
             for module in model.modules():
                 if packed_linear.is_4bit(module):
                     replace_forward(module, packed_product(module), "unpacked product")
