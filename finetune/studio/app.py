@@ -219,7 +219,10 @@ def _add_commands(app: FastAPI, jobs: Jobs) -> None:
 
     @app.post("/preview/{action}")
     async def preview(action: str, request: Request) -> Any:
-        return {"command": command_line(known(action).words(Form(await _fields(request), folder)))}
+        try:
+            return {"command": command_line(known(action).words(Form(await _fields(request), folder)))}
+        except UserError as error:  # of a form that is being filled in
+            return {"command": "", "problem": str(error)}
 
     @app.post("/start/{action}")
     async def start(action: str, request: Request) -> Any:

@@ -43,19 +43,14 @@ function complain(form, message) {
 async function preview(form) {
   const turn = (form.turn = (form.turn || 0) + 1);
   const command = find(".command", form), button = find(".go > button", form);
-  try {
-    const { command: text } = await ask(`/preview/${form.dataset.action}`, valuesOf(form));
-    if (turn !== form.turn) return;
-    command.textContent = text;
-    button.disabled = false;
-    complain(form, "");
-  } catch (error) {
-    if (turn !== form.turn) return;
-    command.textContent = "";
-    button.disabled = true;
-    // A form that nobody has touched does not complain of what is not filled in yet.
-    complain(form, form.dataset.touched || !error.message.startsWith("choose ") ? error.message : "");
-  }
+  let said;
+  try { said = await ask(`/preview/${form.dataset.action}`, valuesOf(form)); } catch (error) { said = { command: "", problem: error.message }; }
+  if (turn !== form.turn) return;
+  command.textContent = said.command;
+  button.disabled = !said.command;
+  // A form that nobody has touched does not complain of what is not filled in yet.
+  const isEmpty = !form.dataset.touched && said.problem?.startsWith("choose ");
+  complain(form, isEmpty ? "" : said.problem || "");
 }
 
 async function start(event) {

@@ -1,0 +1,156 @@
+"""The studio in a real browser: from rows to a chat, by its buttons, at the width of a desk and of a telephone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+from web_driver import CHROMIUM, DRIVER, Chromium, chromium
+
+from finetune.studio.jobs import Jobs
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no Chromium, or no chromedriver, here"),
+]
+PAGES = (
+    "/",
+    "/data",
+    "/recipe?path=my-recipe.yaml",
+    "/plan",
+    "/compare?run=runs/first",
+    "/chat",
+    "/export",
+    "/commands",
+)
+
+
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A folder with a tiny model and rows, and the address of its studio."""
+    folder = tmp_path_factory.mktemp("project")
+    tiny.save_model(folder, "llama")
+    tiny.write_rows(folder / "rows.jsonl", tiny.conversations(40))
+    command = [sys.executable, "-m", "finetune", "studio", "--port", "0"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
+        assert program.stdout is not None
+        yield folder, program.stdout.readline().strip()
+        program.send_signal(signal.SIGINT)
+        program.stdout.read()
+    jobs = Jobs(folder)
+    for job in jobs.running():
+        os.killpg(job.pid, signal.SIGKILL)
+
+
+def fill(page: Chromium, form: str, values: dict[str, str]) -> None:
+    """Fills fields of a form as a person does, and waits until its button is enabled and its command has the last."""
+    page.run(
+        "const form = document.querySelector(arguments[0]);"
+        "for (const [name, value] of Object.entries(arguments[1])) form.elements[name].value = value;"
+        "form.dispatchEvent(new Event('input', {bubbles: true}))",
+        form,
+        values,
+    )
+    words = "const said = document.querySelector(arguments[0] + ' .command').textContent;"
+    page.until(f"{words} return arguments[1].every((value) => said.includes(value))", form, list(values.values()))
+
+
+def pressed(page: Chromium, form: str) -> str:
+    """Presses the button of a form; returns what its command has printed, when it has ended well."""
+    page.click(f"{form} .go > button")
+    chip = "const chip = document.querySelector(arguments[0] + ' .progress .chip');"
+    done = "return chip.offsetParent && !chip.classList.contains('running') && chip.textContent"
+    state, text = (
+        page.until(f"{chip} {done}", form),
+        page.run("return document.querySelector(arguments[0] + ' .output').textContent", form),
+    )
+    assert state == "done", text
+    return text
+
+
+def test_from_rows_to_a_chat(studio: tuple[Path, str], tmp_path: Path) -> None:
+    folder, address = studio
+    site = re.match(r"http://[^/]+", address)
+    assert site is not None
+    with chromium(tmp_path / "profile", 1280) as page:
+        page.open(address)
+        assert page.run("return location.href") == f"{site[0]}/"  # without the token
+        page.open(f"{site[0]}/data")
+        new = "form[data-action=new]"
+        fill(page, new, {"data": "rows.jsonl", "model": "llama", "mode": "full", "output": "my-recipe.yaml"})
+        assert "launch my-recipe.yaml" in pressed(page, new)
+
+        page.open(f"{site[0]}/data?recipe=my-recipe.yaml")
+        inspect = "form[data-action=inspect]"
+        fill(page, inspect, {"recipe": "my-recipe.yaml", "rows": "3"})
+        pressed(page, inspect)
+        page.until("return !!document.querySelector('form[data-action=inspect] iframe')")
+        assert "<mark" in (folder / ".finetune-studio/pages/inspect-my-recipe-yaml.html").read_text()
+
+        page.open(f"{site[0]}/recipe?path=my-recipe.yaml")
+        page.until("return !!document.querySelector('#problems .fine')")
+        page.run("const t = document.querySelector('#text'); t.focus(); t.setSelectionRange(0, 0)")
+        page.type("#text", "optimi")
+        assert "optimizer" in page.until("return document.querySelector('.completion:not([hidden])')?.textContent")
+        page.type("#text", "\ue007")  # Enter takes it
+        page.type("#text", "3\n")
+        line = page.until("return document.querySelector('#problems li button')?.textContent")
+        assert line.startswith("line ")
+        assert page.run("return document.querySelectorAll('.gutter .wrong').length") >= 1
+        page.run(
+            "const t = document.querySelector('#text'); t.value = t.value.split('\\n').slice(1).join('\\n');"
+            "t.dispatchEvent(new Event('input'))"
+        )
+        page.until("return !!document.querySelector('#problems .fine')")
+        assert page.run("return document.querySelector('.save').disabled")  # as it is on the disk
+
+        launch = "form[data-action=launch]"
+        settings = "run.name=first train.max_steps=4 train.precision=fp32 batch.rows=4 batch.rows_per_device=2"
+        fill(page, launch, {"config": "accelerate_configs/single.yaml", "overrides": settings})
+        assert "saved runs/first/model" in pressed(page, launch)
+        page.open(f"{site[0]}/run?path=runs/first")
+        assert "finished" in page.run("return document.querySelector('.card').textContent")
+        page.until("return !!document.querySelector('iframe.fits').contentDocument.querySelector('polyline')")
+
+        page.open(f"{site[0]}/chat?run=runs/first")
+        serve = "form[data-action=serve]"
+        page.click(f"{serve} [name=beside]")
+        page.until(
+            "return document.querySelector('form[data-action=serve] .command').textContent.includes('base=llama')"
+        )
+        page.click(f"{serve} .go > button")
+        page.until("return !document.querySelector('.talk').hidden")
+        page.run("document.querySelector('[name=most]').value = 8")
+        page.type(".ask textarea", "river stone")
+        page.click(".ask button")
+        page.until(
+            "return document.querySelectorAll('.answers > div').length == 2"
+            " && !document.querySelector('.ask button').disabled"
+        )
+        assert page.run("return [...document.querySelectorAll('.answers h3')].map((one) => one.textContent)") == [
+            "trained",
+            "base",
+        ]
+        assert page.run("return document.querySelectorAll('.answers .wrong').length") == 0
+        page.click(f"{serve} .stop")
+        page.until("return document.querySelector('.talk').hidden")
+        assert page.log() == []
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_pages_fit_their_width_and_log_nothing(studio: tuple[Path, str], tmp_path: Path, width: int) -> None:
+    _, address = studio
+    with chromium(tmp_path / "profile", width) as page:
+        page.open(address)
+        for path in PAGES:
+            page.open(address.partition("?")[0].rstrip("/") + path)
+            page.until("return document.readyState == 'complete'")
+            assert page.run("return document.documentElement.scrollWidth <= window.innerWidth"), path
+        assert page.log() == []
