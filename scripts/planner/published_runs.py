@@ -21,8 +21,7 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(1, str(ROOT))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import Launch
@@ -35,6 +34,7 @@ from finetune.plan.speed import Job, table_speeds
 from finetune.plan.tables import Machines, parse_machines
 from finetune.recipe import Recipe, load_recipe
 
+ROOT = Path(__file__).resolve().parents[2]
 DATA, PAGE = Path(__file__).with_name("published.yaml"), ROOT / "docs" / "proofs" / "published.md"
 
 
@@ -164,12 +164,16 @@ def page(rows: tuple[Planned, ...]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "Why a run is excluded, or further off than 30 %:", ""]
-    lines += [f"- {one.run['name']}, {one.run['devices']}: {one.run['reason']}." for one in rows if one.run.get("reason")]
+    lines += [
+        f"- {one.run['name']}, {one.run['devices']}: {one.run['reason']}." for one in rows if one.run.get("reason")
+    ]
     lines += ["", "## Memory", "", "GiB of tensors at the peak.", ""]
     lines += ["| run | device | published | plan | error |", "| --- | --- | --- | --- | --- |"]
     for one in rows:
         if (gib := one.run.get("memory_gib")) is not None:
-            lines.append(f"| {one.run['name']} | {one.run['devices']} | {gib} | {one.gib:.1f} | {one.gib / gib - 1:+.0%} |")
+            lines.append(
+                f"| {one.run['name']} | {one.run['devices']} | {gib} | {one.gib:.1f} | {one.gib / gib - 1:+.0%} |"
+            )
     return "\n".join(lines) + "\n"
 
 
