@@ -94,8 +94,8 @@ def check_gpu(check: GpuCheck, pieces: list[str], names: list[str], seconds: flo
 
 
 def make_references(check: GpuCheck) -> int:
-    """Trains what `parity` compares a GPU with, on this machine's processors, into the folder that is carried to the GPU
-    machine; returns the exit status. A reference that is there is kept."""
+    """Trains what `parity` compares a GPU with, on processors, into the folder that is carried to the GPU machine;
+    returns the exit status. A reference that is there is kept."""
     check.out.mkdir(parents=True, exist_ok=True)
     write_inputs(check)
     failed = 0

@@ -96,9 +96,9 @@ class GpuCheck:
         # Without the folder's own path: references are made on another machine.
         same = json.dumps([[one.replace(str(self.out), "OUT") for one in overrides], cpu, config, processes])
         done_file = self.out / f"{name}.done"
-        if name not in self.trained and (cpu or not self.again) and done_file.exists():
-            if done_file.read_text(encoding="utf-8") == same:
-                self.trained[name] = self.read(name)
+        is_done = done_file.exists() and done_file.read_text(encoding="utf-8") == same
+        if name not in self.trained and is_done and (cpu or not self.again):
+            self.trained[name] = self.read(name)
         if name not in self.trained:
             done_file.unlink(missing_ok=True)
             shutil.rmtree(self.out / "runs" / name, ignore_errors=True)

@@ -314,8 +314,8 @@ def host_need(request: PlanRequest, memory: Memory, place: Place) -> float:
 
 
 def host_memory(request: PlanRequest, machines: Machines) -> float | None:
-    """Returns GiB of host memory of each machine: as was asked for, of the device's table, or of the cheapest offer that
-    says it."""
+    """Returns GiB of host memory of each machine: as was asked for, of the device's table, or of the cheapest offer
+    that says it."""
     if machines.key == CPU or request.host_gib or machines.device.host_gib:
         return None if machines.key == CPU else request.host_gib or machines.device.host_gib
     known = tuple(one for one in request.prices.prices if one.host_gib)
