@@ -168,6 +168,9 @@ def doctor(
     rehearse: Annotated[
         int, typer.Option(min=0, metavar="N", help="--gpu: rehearse on N CPU processes, with tiny shapes.")
     ] = 0,
+    references: Annotated[
+        bool, typer.Option("--references", help="--gpu: only make what GPUs are compared with, on this machine's CPU.")
+    ] = False,
 ) -> None:
     """Diagnose a launch: topology, bandwidth between ranks, clocks, disks, versions, and what to change.
 
@@ -178,9 +181,11 @@ def doctor(
     [bold]python -m finetune doctor --gpu --pieces environment,parity[/bold]
     """
     if gpu:
-        from finetune.doctor.gpu import GpuCheck, check_gpu
+        from finetune.doctor.gpu import GpuCheck, check_gpu, make_references
 
         names = [name for name in pieces.split(",") if name]
+        if references:
+            raise SystemExit(make_references(GpuCheck(out.resolve(), rehearse)))
         raise SystemExit(check_gpu(GpuCheck(out.resolve(), rehearse), names, case or [], seconds))
     from finetune.doctor.advice import advice, show_diagnosis
     from finetune.doctor.diagnosis import diagnose

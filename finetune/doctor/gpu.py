@@ -16,17 +16,27 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from finetune.doctor.gpu_cases import PIECES, TINY, GpuCheck, Result, in_clone, installed_version
+from finetune.doctor.gpu_cases import (
+    PIECES,
+    TINY,
+    GpuCheck,
+    Result,
+    in_clone,
+    installed_version,
+    parity_choices,
+    reference,
+)
 from finetune.errors import UserError
 
 OPTIONAL = ("bitsandbytes", "deepspeed", "ninja", "wandb")  # requirements that only their own cases need
 EXPERTS: Result = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "initializer_range": 0.1}
 # Seconds that a case may take, an estimate. Of the first case of an 8B model most is making weights.
-LONGEST = {"tests": 180, "resume": 150, "benchmark": 400}
+LONGEST = {"tests": 180, "resume": 150, "speed": 400, "benchmark": 400}
 USUALLY = 120
+TIMES = 2  # of that a case may take before it is ended: a hang costs one case
 # Whatever goes wrong in one case must not keep the others from running.
 PROBLEMS = (RuntimeError, OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, ImportError)
-PROBLEMS += (subprocess.SubprocessError,)
+PROBLEMS += (subprocess.SubprocessError, AssertionError)
 
 
 def check_gpu(check: GpuCheck, pieces: list[str], names: list[str], seconds: float) -> int:
@@ -61,6 +71,8 @@ def check_gpu(check: GpuCheck, pieces: list[str], names: list[str], seconds: flo
             continue
         started += 1
         began, status, values = time.monotonic(), "ok", {}
+        check.case_until = began + TIMES * LONGEST.get(piece, USUALLY)
+        check.again = statuses.get((piece, case)) == "failed"
         try:
             values = measure()
         except UserError as why:
@@ -78,6 +90,22 @@ def check_gpu(check: GpuCheck, pieces: list[str], names: list[str], seconds: flo
     write_report(check, results)
     failed = sum(one["status"] == "failed" for one in results)
     print(f"{len(results)} results, {failed} failed: {check.out / 'report.md'}")
+    return 1 if failed else 0
+
+
+def make_references(check: GpuCheck) -> int:
+    """Trains what `parity` compares a GPU with, on processors, into the folder that is carried to the GPU machine;
+    returns the exit status. A reference that is there is kept."""
+    check.out.mkdir(parents=True, exist_ok=True)
+    write_inputs(check)
+    failed = 0
+    for name, (overrides, _) in parity_choices(check).items():
+        try:
+            said = f"last loss {reference(check, name, overrides)['losses'][-1]:.4f}"
+        except (UserError, *PROBLEMS) as error:
+            failed, said = failed + 1, f"failed: {error}"
+        print(f"reference, {name}: {said}", flush=True)
+    print(f"{check.out}: take this folder along, and give it as --out")
     return 1 if failed else 0
 
 
@@ -102,11 +130,26 @@ def missing_requirements() -> list[str]:
 
 
 def write_inputs(check: GpuCheck) -> None:
-    """Makes tiny models, rows and the recipe, unless an earlier command has."""
-    if (check.out / "recipe.yaml").exists():
-        return
-    import torch
+    """Makes tiny models and rows, unless an earlier command has, and the recipe: the folder may have been moved."""
+    if not (check.out / "pairs.jsonl").exists():
+        write_models_and_rows(check)
     import yaml
+
+    recipe = {
+        "run": {"name": "base", "dir": str(check.out / "runs")},
+        "model": {"name": str(check.out / "llama"), "chat_template": "chatml"},
+        "mode": "full",
+        "data": {"train": [{"path": str(check.out / "rows.jsonl"), "format": "messages"}], "max_length": 64},
+        "batch": {"rows": 4, "rows_per_device": 1},
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
+        "schedule": {"warmup_steps": 2},
+        "train": {"max_steps": 3 if check.rehearse else 20, "precision": "fp32"},
+    }
+    (check.out / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+
+
+def write_models_and_rows(check: GpuCheck) -> None:
+    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -134,17 +177,13 @@ def write_inputs(check: GpuCheck) -> None:
         torch.manual_seed(0)
         from_config(AutoModelForCausalLM, AutoConfig.for_model(**values)).save_pretrained(check.out / name)
         tokenizer.save_pretrained(check.out / name)
-    recipe = {
-        "run": {"name": "base", "dir": str(check.out / "runs")},
-        "model": {"name": str(check.out / "llama"), "chat_template": "chatml"},
-        "mode": "full",
-        "data": {"train": [{"path": str(check.out / "rows.jsonl"), "format": "messages"}], "max_length": 64},
-        "batch": {"rows": 4, "rows_per_device": 1},
-        "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
-        "schedule": {"warmup_steps": 2},
-        "train": {"max_steps": 3 if check.rehearse else 20, "precision": "fp32"},
-    }
-    (check.out / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    pairs = []
+    for row in map(json.loads, rows[:400]):
+        prompt, chosen = row["messages"]
+        rejected = " ".join(rng.choices(words, k=rng.randint(1, 9)))
+        rejected_answer = {"role": "assistant", "content": rejected}
+        pairs.append(json.dumps({"prompt": [prompt], "chosen": [chosen], "rejected": [rejected_answer]}))
+    (check.out / "pairs.jsonl").write_text("\n".join(pairs) + "\n", encoding="utf-8")  # last: all is there
 
 
 def read_results(out: Path) -> list[Result]:

@@ -9,7 +9,7 @@ import functools
 import re
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import yaml
@@ -66,7 +66,16 @@ class Link(Section):
     gb_s: Positive  # sent, and received at once, by one device
     latency_us: Positive
     share: Share  # share of gb_s reached by collectives
+    nics: Annotated[int, Field(ge=1)] | Literal["device"] = (
+        1  # network cards of a machine, each of gb_s; or one a device
+    )
     source: Text
+
+    def between_machines(self, per_machine: int, members: int) -> float:
+        """Returns the GB/s that a collective of `members` devices of each machine reaches over all cards of its
+        machine, which it shares with the collectives of the other devices."""
+        cards = per_machine if self.nics == "device" else self.nics
+        return self.gb_s * self.share * cards * members / per_machine
 
 
 class Shares(Section):
@@ -83,10 +92,10 @@ class Efficiency(Section):
     operator_us: Positive  # for the host to start an operator
     flex: Share  # of the speed of flash kernels that FlexAttention reaches
     flex_source: Text
-    ampere: Shares
-    hopper: Shares
-    default: Shares
-    by_device: dict[str, Names]
+    fused: Share  # of the bytes of element-wise operators that are left if a compiler fuses them
+    fused_source: Text
+    families: dict[str, Shares]  # `default`: of devices that are in no other
+    by_device: dict[str, Names]  # keys of devices by family
 
 
 _Pair = Annotated[tuple[Positive, Positive], Field(strict=False)]
@@ -150,11 +159,13 @@ class Hardware(Section):
         known = self.devices.items() if not re.search(r"\bMIG\b", name) else ()
         return next((key for key, one in known if one.cuda_name and re.search(one.cuda_name, name)), None)
 
+    def family(self, key: str) -> str:
+        """Returns the family of a device, whose shares it has."""
+        return next((name for name, keys in self.efficiency.by_device.items() if key in keys), "default")
+
     def shares(self, key: str) -> Shares:
         """Returns the shares of a device by key."""
-        efficiency = self.efficiency
-        kind = next((name for name, keys in efficiency.by_device.items() if key in keys), "default")
-        return getattr(efficiency, kind)
+        return self.efficiency.families[self.family(key)]
 
 
 # --- reading

@@ -57,9 +57,6 @@ class How:
     drops_gradients: bool = False  # each is freed as soon as its parameter has been stepped
     tensor: int = 1  # ranks that share matrices
     expert: int = 1  # ranks that share experts
-    # peft's 4-bit layers ask whether CUDA's autocast is on, and cast their inputs to fp32 without it, which costs a
-    # GPU nothing. Times are without these casts; the memory of recipes has them, up to 8% more than a GPU needs.
-    gpu_autocast: bool = False
 
 
 class NotEstimated(UserError):

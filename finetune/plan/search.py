@@ -314,10 +314,12 @@ def host_need(request: PlanRequest, memory: Memory, place: Place) -> float:
 
 
 def host_memory(request: PlanRequest, machines: Machines) -> float | None:
-    """Returns GiB of host memory of each machine: as was asked for, of the device's table, or of the cheapest offer."""
+    """Returns GiB of host memory of each machine: as was asked for, of the device's table, or of the cheapest offer
+    that says it."""
     if machines.key == CPU or request.host_gib or machines.device.host_gib:
         return None if machines.key == CPU else request.host_gib or machines.device.host_gib
-    offer = cheapest(request.prices, machines, request.spot)
+    known = tuple(one for one in request.prices.prices if one.host_gib)
+    offer = cheapest(request.prices.model_copy(update={"prices": known}), machines, request.spot)
     return offer[0].host_gib * machines.per_machine if offer and offer[0].host_gib else None
 
 

@@ -259,7 +259,6 @@ class Job:
             alone = Launch("replicated", 1)
             costs = costs_at(self.recipe, self.config, alone, costs.device)
         how = how_of(costs, self.machines.device.kernels, self.micro_batches)
-        how = replace(how, gpu_autocast=self.recipe.mode == "qlora" and costs.device != "cpu")
         parts = timeline_of(self.recipe, self.config, of_rank(self.batch, sizes), how)
         shapes, kinds = self.costs.shapes, shortened(self.config)[1]
         larger = self.row_tokens / self.micro_batches / sum(self.batch.documents)
@@ -291,6 +290,12 @@ class Job:
             tower = sum(flops.tower.of(patches_of(self.config, row)).hardware for row in images) / len(images)
         return times * (share * of_layers * rows.tokens_per_row + of_head + tower), times * share * attention
 
+    def _left_of_element_wise(self) -> float:
+        """Returns the share of their bytes that operators without products still move: fused ones read and write once
+        what each of them does. The operators themselves are those of the kernels that the recipe takes."""
+        compiled = self.recipe.train.compile and self.machines.key != CPU
+        return self.hardware.efficiency.fused if compiled else 1.0
+
     def time(self) -> StepTime:
         """Returns the time of one step on the rank that waits least."""
         speeds, sizes, micro_batches = self.speeds, self.launch.parallelism, self.micro_batches
@@ -300,7 +305,7 @@ class Job:
         compute = {
             "products": products / speeds.products,
             "attention": attention / speeds.attention,
-            "element-wise": speeds.moving(step),
+            "element-wise": speeds.moving(step) * self._left_of_element_wise(),
         }
         if self.recipe.mode == "qlora":  # casts of other weights are among the operators
             passes = 3 if self.recipe.train.activation_checkpointing else 2
@@ -354,26 +359,34 @@ class Job:
         device, shape = self.machines.device, self.shape
         rows = self.costs.transfers_of_rows(shape, self.micro_batches, self.row_tokens)
         for one in (*self.costs.transfers_of_weights(shape, self.micro_batches), *rows):
-            link = self.hardware.links[device.network if one.ranks > self.machines.per_machine else device.link]
+            link, per_machine = self.hardware.links[device.link], self.machines.per_machine
+            rate = link.gb_s * link.share
+            if one.ranks > per_machine:  # never faster than what brings the bytes to the machine's network cards
+                link = self.hardware.links[device.network]
+                rate = min(rate, link.between_machines(per_machine, one.members(per_machine)))
             # An engine's copies, which a device hides during the collective.
             copies = 0.0 if self.speeds.beside_host else one.copied / self.speeds.bandwidth(_FRESH)
-            yield _seconds(link, one.moved, one.collectives, copies), one.overlaps
+            yield _seconds(link, rate, one.moved, one.collectives, copies), one.overlaps
 
     def _host_traffic(self) -> Iterator[tuple[float, bool]]:
         """Yields the same of transfers to and from the host's memory."""
         shape = self.shape
         for one in self.costs.transfers_to_host(shape, self.micro_batches):
-            yield _seconds(self.host_link, one.moved), one.overlaps
+            yield _seconds(self.host_link, self.host_rate, one.moved), one.overlaps
         if self.recipe.train.activation_offload and self.machines.key != CPU:
             element = 4 if self.recipe.train.precision == "fp32" else 2
             moved = 2 * self.row_tokens / self.launch.parallelism.tokens * shape.hidden * element
-            yield _seconds(self.host_link, moved * shape.layers), True
+            yield _seconds(self.host_link, self.host_rate, moved * shape.layers), True
 
     @property
     def host_link(self) -> Link:
         return self.hardware.links[self.hardware.host.link_of(self.machines.device.link)]
 
+    @property
+    def host_rate(self) -> float:
+        return self.host_link.gb_s * self.host_link.share
 
-def _seconds(link: Link, moved: float, collectives: float = 0, copies: float = 0.0) -> float:
-    """moved: bytes that one rank sends; copies: seconds."""
-    return copies + moved / (link.gb_s * 1e9 * link.share) + collectives * link.latency_us * 1e-6
+
+def _seconds(link: Link, rate: float, moved: float, collectives: float = 0, copies: float = 0.0) -> float:
+    """rate: GB/s; moved: bytes that one rank sends; copies: seconds."""
+    return copies + moved / (rate * 1e9) + collectives * link.latency_us * 1e-6

@@ -16,12 +16,17 @@ from finetune.models import fused_layers, packed_linear
 
 
 @contextlib.contextmanager
-def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, gpu_autocast: bool = False) -> Iterator[None]:
-    """Replaces functions of libraries within. keeps_inputs_alone: of linear layers, as under ZeRO-3; gpu_autocast: the
-    CPU's autocast answers for the one of CUDA."""
+def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = False) -> Iterator[None]:
+    """Replaces functions of libraries within. keeps_inputs_alone: of linear layers, as under ZeRO-3; on_gpu: the CPU's
+    autocast answers for the one of CUDA, without which peft's 4-bit layers cast their inputs to fp32, and dropout is
+    the one kernel that a GPU has for it, which keeps a byte for each element."""
     is_enabled: Any = torch.is_autocast_enabled
-    if gpu_autocast:
+    dropout: Any = torch.nn.functional.dropout
+    if on_gpu:
         torch.is_autocast_enabled = lambda device="cpu": is_enabled(device)
+        torch.nn.functional.dropout = lambda x, p=0.5, training=True, inplace=False: (
+            torch.native_dropout(x, p, True)[0] if training and p else x
+        )
     # Grouped products call these two of their module, and nothing public chooses between them.
     can_use, grouped, linear = moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear
     unpacked_weight = packed_linear.unpacked_weight
@@ -48,6 +53,7 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, gpu_autocast: bool
         tensor_parallel.dist, torch.is_autocast_enabled = collectives, is_enabled
         fused_layers.rms_norm, fused_layers.liger_function = norm, liger
         packed_linear.unpacked_weight = unpacked_weight
+        torch.nn.functional.dropout = dropout
 
 
 class _OneRank:

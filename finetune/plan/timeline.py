@@ -96,7 +96,7 @@ def _timeline(key: CacheKey) -> Timeline:
     with contextlib.ExitStack() as stack:
         stack.enter_context(fakes)
         stack.enter_context(marks.meter)
-        stack.enter_context(stand_ins(dtypes(recipe).compute, how.keeps_inputs_alone, how.gpu_autocast))
+        stack.enter_context(stand_ins(dtypes(recipe).compute, how.keeps_inputs_alone, how.device != "cpu"))
         fill(model, dtypes(recipe).compute if how.casts_weights else None)
         for parameter in model.parameters():
             if how.gradients_there:

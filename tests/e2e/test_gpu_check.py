@@ -70,13 +70,54 @@ def test_a_difference_is_a_failure_and_is_tried_again(monkeypatch: pytest.Monkey
         return {**result, "losses": [loss * 1.001 for loss in result["losses"]]} if wrong and "cpu" in name else result
 
     monkeypatch.setattr(gpu.GpuCheck, "read", off)
-    code, results, report = run(tmp_path, ["parity"], ["full fp32"])
+    code, results, report = run(tmp_path / "out", ["parity"], ["full fp32"])
     assert code == 1
     assert "differ by 1.0e-03" in results["parity: full fp32"]["why"]
     assert "| full fp32 | failed |" in report
     wrong.clear()
-    code, results, _ = run(tmp_path, ["parity"], ["full fp32"])
+    code, results, _ = run(tmp_path / "out", ["parity"], ["full fp32"])
     assert (code, results["parity: full fp32"]["status"]) == (0, "ok")
+    (tmp_path / "out" / "results.jsonl").unlink()
+    carried = (tmp_path / "out").rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(gpu_cases, "start_python", None)  # what any command has trained is there, at any place
+    code, results, _ = run(carried, ["parity"], ["full fp32"])
+    assert (code, results["parity: full fp32"]["status"]) == (0, "ok")
+
+
+@pytest.mark.usefixtures("forked")
+def test_references_are_made_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = gpu.GpuCheck(tmp_path, 1)
+    choices = {"dpo lora fp32": gpu_cases.parity_choices(check)["dpo lora fp32"]}
+    monkeypatch.setattr(gpu, "parity_choices", lambda _: choices)
+    assert gpu.make_references(check) == 0
+    assert "reference, dpo lora fp32: last loss 0." in capsys.readouterr().out
+    assert [file.name for file in tmp_path.glob("*.done")] == ["dpo-lora-fp32-cpu.done"]
+
+
+def test_a_case_that_hangs_or_asserts_costs_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def cases(check: gpu.GpuCheck) -> gpu_cases.Cases:
+        sleep = ["-c", "import time; time.sleep(600)"]
+        yield "hangs", lambda: {"rc": gpu_cases.start_python(sleep, {}, check.seconds_left).returncode}
+        yield "asserts", lambda: (_ for _ in ()).throw(AssertionError("1 is not 2"))
+        yield "works", lambda: {"answer": 42}
+
+    monkeypatch.setattr(gpu, "PIECES", {"trial": cases})
+    monkeypatch.setattr(gpu, "TIMES", 0.01)
+    code, results, _ = run(tmp_path, [], [])
+    assert code == 1
+    assert {name: one["status"] for name, one in results.items()} == {
+        "trial: hangs": "failed",
+        "trial: asserts": "failed",
+        "trial: works": "ok",
+    }
+    assert "not over after 1 s" in results["trial: hangs"]["why"]
+    assert results["trial: asserts"]["why"] == "AssertionError: 1 is not 2"
+
+
+def test_what_matters_most_comes_first() -> None:
+    assert list(gpu_cases.PIECES)[:4] == ["environment", "speed", "kernels", "parity"]
 
 
 def test_what_a_run_needs_and_is_not_there_is_said_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -121,7 +162,7 @@ def test_without_a_clone_what_needs_one_says_so(monkeypatch: pytest.MonkeyPatch,
 
 def test_arguments_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
     done = finetune("doctor", "--gpu", "--out", tmp_path / "out", "--pieces", "parity,kernel")
-    assert (done.returncode, "--pieces kernel: choose from environment, parity, " in done.stderr) == (2, True)
+    assert (done.returncode, "--pieces kernel: choose from environment, speed, " in done.stderr) == (2, True)
     done = forks.python("-m", "finetune", "doctor", "--gpu", "--out", tmp_path / "out", CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, "no GPU here: --rehearse 2" in done.stderr) == (2, True)
     assert not (tmp_path / "out").exists()

@@ -145,6 +145,13 @@ class Transfer:
     ranks: int  # ranks that communicate; 0: between device and host
     overlaps: bool = True  # overlaps with compute; else compute waits for it
     copied: float = 0.0  # bytes of copies around it
+    stride: int = 1  # from a rank of the group to the next: over machines each sends by its own share of the network
+
+    def members(self, per_machine: int) -> int:
+        """Returns how many devices of a machine carry the same collective over the network. An exchange of each with
+        each, and a send, has no one to share its bytes with."""
+        alone = self.kind in ("all-to-all", "send")
+        return 1 if alone else max(1, per_machine // self.stride)
 
 
 def all_reduce(ranks: int, size: float) -> float:
@@ -264,7 +271,8 @@ class Costs(abc.ABC):
         trained = 4 * model.trained / (self.sizes.tensor * self.sizes.pipeline)
         if (ranks := self.sizes.data * self.sizes.tokens) > 1:
             buckets = max(1.0, trained / _BUCKET)
-            yield Transfer("all-reduce", all_reduce(ranks, trained), buckets, self.sizes.processes)
+            stride = self.sizes.tensor
+            yield Transfer("all-reduce", all_reduce(ranks, trained), buckets, self.sizes.processes, stride=stride)
 
     def transfers_of_rows(self, model: ModelSize, micro_batches: int, tokens: float) -> Iterator[Transfer]:
         """Yields transfers between ranks that share rows; compute waits for them. tokens: of these ranks, per step."""

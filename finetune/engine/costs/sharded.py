@@ -129,19 +129,25 @@ class ShardedCosts(Costs):
         layers = (model.parameters - model.ends - divided) / (sizes.tensor * sizes.pipeline)
         ends, units = model.ends / sizes.pipeline, model.layers / sizes.pipeline
         gathered_ends = gathers * ends - (gathers - 1) * model.tail / sizes.pipeline
-        for size, again, count, n in ((layers, gathers * layers, units, group), (ends, gathered_ends, 2, ranks)):
+        units_of = ((layers, gathers * layers, units, group, sizes.tensor), (ends, gathered_ends, 2, ranks, 1))
+        for size, again, count, n, stride in units_of:
             if n > 1:
                 gathered, reduced = times * again * each, times * size * share * 4
                 copies = COPIES * gathered, COPIES_OF_GRADIENTS * reduced
-                yield Transfer("all-gather", one_way(n, gathered), gathers * times * count, ranks, copied=copies[0])
-                yield Transfer("reduce-scatter", one_way(n, reduced), times * count, ranks, copied=copies[1])
+                every = gathers * times * count
+                yield Transfer("all-gather", one_way(n, gathered), every, ranks, copied=copies[0], stride=stride)
+                yield Transfer(
+                    "reduce-scatter", one_way(n, reduced), times * count, ranks, copied=copies[1], stride=stride
+                )
         if divided and (n := group // sizes.expert) > 1:
             experts = times * divided / sizes.expert / sizes.pipeline
-            yield Transfer("all-gather", one_way(n, gathers * experts * each), gathers * times * units, ranks)
-            yield Transfer("reduce-scatter", one_way(n, experts * share * 4), times * units, ranks)
+            every, stride = times * units, sizes.expert
+            yield Transfer("all-gather", one_way(n, gathers * experts * each), gathers * every, ranks, stride=stride)
+            yield Transfer("reduce-scatter", one_way(n, experts * share * 4), every, ranks, stride=stride)
         if self.is_fsdp and sizes.replicate > 1:
             shard = times * 4 * share * (layers / group + ends / ranks)
-            yield Transfer("all-reduce", all_reduce(sizes.replicate, shard), units * times, sizes.processes)
+            every, moved = units * times, all_reduce(sizes.replicate, shard)
+            yield Transfer("all-reduce", moved, every, sizes.processes, stride=ranks)
         if not self.is_fsdp:
             yield from self.replicas(model)
 
