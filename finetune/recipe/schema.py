@@ -486,8 +486,9 @@ class Rollouts(Section):
 class RewardSettings(Section):
     """One reward of a list; a sample gets the sum of `weight` times value."""
 
-    name: Literal["exact_match"]  # exact_match: equal to the reference
+    name: Literal["exact_match", "regex"]  # exact_match: equal to the reference; regex: `pattern` is found
     weight: Float = 1.0
+    pattern: str | None = None  # regex: regular expression
 
     @property
     def label(self) -> str:

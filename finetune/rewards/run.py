@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,13 @@ class Rewards:
         return [self._reward(completion) for completion in completions]
 
     def _reward(self, completion: Completion) -> Reward:
-        reference = completion.reference
-        value = float(reference is not None and completion.text.strip() == reference.strip())
-        by_name: dict[str, float | None] = {settings.label: value for settings in self._settings}
-        return Reward(sum(settings.weight * value for settings in self._settings), by_name, ())
+        values = [_value(settings, completion) for settings in self._settings]
+        pairs = list(zip(self._settings, values, strict=True))
+        by_name: dict[str, float | None] = {settings.label: value for settings, value in pairs}
+        return Reward(sum(settings.weight * value for settings, value in pairs), by_name, ())
+
+
+def _value(settings: RewardSettings, completion: Completion) -> float:
+    if settings.name == "regex":
+        return float(re.search(settings.pattern or "", completion.text) is not None)
+    return float(completion.reference is not None and completion.text.strip() == completion.reference.strip())
