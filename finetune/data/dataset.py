@@ -320,15 +320,22 @@ def questions(examples: Examples, end_ids: Collection[int]) -> Iterator[Question
     """Yields the question of every example that has a prompt, in order."""
     formats = [source.format for source in examples.report.sources]
     for example in examples:
-        sequence = example.sequences[0]
-        last = begin = int(np.flatnonzero(sequence.loss_mask)[-1])
-        while sequence.loss_mask[begin - 1]:  # the first token is never trained
-            begin -= 1
-        if begin == 1 and formats[example.source] != _SHORT_PROMPTS:
-            continue
-        ids = sequence.input_ids.tolist()
-        images = tuple(image for image in sequence.images if image.end <= begin)
-        yield Question(ids[:begin], until_end(ids[begin : last + 1], end_ids), images)
+        question = question_of(example, formats[example.source], end_ids)
+        if question is not None:
+            yield question
+
+
+def question_of(example: Example, format: str, end_ids: Collection[int]) -> Question | None:
+    """Returns an example of a source of `format` as a question; None if it has no prompt."""
+    sequence = example.sequences[0]
+    last = begin = int(np.flatnonzero(sequence.loss_mask)[-1])
+    while sequence.loss_mask[begin - 1]:  # the first token is never trained
+        begin -= 1
+    if begin == 1 and format != _SHORT_PROMPTS:
+        return None
+    ids = sequence.input_ids.tolist()
+    images = tuple(image for image in sequence.images if image.end <= begin)
+    return Question(ids[:begin], until_end(ids[begin : last + 1], end_ids), images)
 
 
 def until_end(ids: list[int], end_ids: Collection[int]) -> list[int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -26,6 +26,7 @@ class StepBatches:
     padding: int  # uncounted tokens of its forwards: padding and dummies
     epoch: float  # passes over the data that are done after this step
     has_images: bool = False  # in any row of any rank
+    measured: Mapping[str, float] = field(default_factory=dict)  # metrics of its rows, see `RunRows.measured`
 
     def map_tensors(self, call: Callable[[Tensor], Tensor]) -> StepBatches:
         """Returns the same with every tensor as `call` returns it."""
@@ -93,6 +94,7 @@ class Loader:
                 for example in self.rows.row(position)
                 for sequence in example.sequences
             ),
+            measured=self.rows.measured(step),
         )
 
     def row_positions(self, step: int) -> list[list[int]]:

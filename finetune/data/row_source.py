@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,14 @@ class RunRows(ABC):
     def prepare(self, step: int) -> None:  # noqa: B027  (most sources have all rows from the start)
         """Makes the rows of a step, before one of them is read. Collective; every step once, in order, on the thread
         that trains."""
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Context manager around the steps of a run, for what making rows needs. Collective."""
+        return nullcontext()
+
+    def measured(self, step: int) -> Mapping[str, float]:
+        """Returns metrics of the rows of a step, for its line; `time/*` are seconds within the phase `data`."""
+        return {}
 
     @abstractmethod
     def row(self, position: int) -> list[Example]:

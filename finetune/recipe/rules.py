@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator
 
 from finetune.recipe.reward_rules import rewards
-from finetune.recipe.schema import LOSS_KEYS, OBJECTIVE_KEYS, ROW_KINDS, HeldOut, ObjectiveSettings, Recipe
+from finetune.recipe.rollout_rules import rollouts
+from finetune.recipe.schema import LOSS_KEYS, LOSSES_OF, OBJECTIVE_KEYS, ROW_KINDS, HeldOut, ObjectiveSettings, Recipe
 from finetune.utils import divisors
 
 Finding = tuple[str, str]  # dotted key; the problem and the remedy
@@ -254,7 +255,10 @@ def objective_keys(recipe: Recipe) -> Iterator[Finding]:
     for key in sorted(keys - set(OBJECTIVE_KEYS[objective.name])):
         readers = " and ".join(name for name, keys in OBJECTIVE_KEYS.items() if key in keys)
         unread.append((key, f"name: {objective.name}", readers))
-    if objective.name == "dpo":
+    taken = LOSSES_OF.get(objective.name, ())
+    if objective.loss is not None and taken and objective.loss not in taken:
+        yield "objective.loss", f"`{objective.loss}` is not a loss of `name: {objective.name}`: use {', '.join(taken)}"
+    elif objective.name == "dpo":
         loss = objective.value("loss")
         unread += [(key, f"loss: {loss}", ", ".join(all)) for key, all in LOSS_KEYS.items() if loss not in all]
         if objective.label_smoothing >= 0.5 and loss in LOSS_KEYS["label_smoothing"]:
@@ -405,7 +409,7 @@ def images(recipe: Recipe) -> Iterator[Finding]:
 RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     *(mode, precision, batch, evaluation, steps, learning_rate, in_backward, sources, streaming),
     *(objective_keys, reference, distillation, answers, added_tokens, tower, images),
-    rewards,
+    *(rollouts, rewards),
 )
 
 

@@ -323,6 +323,7 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
         "top_k": 64,
         "samples": None,
     },
+    "grpo": {"loss": "dr_grpo", "scale_rewards": None, "overlong": "keep", "dropout": False},
 }
 
 
@@ -347,6 +348,7 @@ ROW_KINDS: dict[str, RowKind] = {
     # A pair gives a good and a bad answer.
     "kto": RowKind(("unpaired", "preference", "comparison"), ("answer", "another row's answer"), ("label",)),
     "classify": RowKind(("classification",), columns=("label",)),
+    "grpo": RowKind(("messages", "sharegpt", "alpaca", "prompt_completion"), columns=()),
 }
 # Objectives whose model has a head of scores in place of an LM head, with its description for the model card.
 SCORE_MODELS = {
@@ -364,6 +366,8 @@ LOSS_KEYS: dict[str, tuple[str, ...]] = {
     ),
 }
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "simpo"]
+PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp"]
+LOSSES_OF: dict[str, tuple[str, ...]] = {"dpo": get_args(PreferenceLoss), "grpo": get_args(PolicyLoss)}
 
 
 class ObjectiveSettings(Section):
@@ -372,8 +376,9 @@ class ObjectiveSettings(Section):
     # sft: every target token alike; focal: tokens that the model predicts well already count less; dpo: the better of
     # two answers is to gain probability on the worse one, compared with a reference model; orpo: likewise without a
     # reference, together with sft on the better one; kto: single answers, each marked as good or bad; reward: a score
-    # for an answer, from pairs; classify: a label for a text; distill: the distribution of a teacher
-    name: Literal["sft", "focal", "dpo", "kto", "orpo", "reward", "classify", "distill"] = "sft"
+    # for an answer, from pairs; classify: a label for a text; distill: the distribution of a teacher; grpo: the model's
+    # own answers to the rows' prompts, weighted by their rewards (needs `rollouts` and `rewards`)
+    name: Literal["sft", "focal", "dpo", "kto", "orpo", "reward", "classify", "distill", "grpo"] = "sft"
     # focal: a factor of (1 - probability)^gamma (Lin et al. 2017, https://arxiv.org/abs/1708.02002); null: 2
     gamma: NonNegative | None = None
     # Supervised tokens. assistant: every assistant turn with its end-of-turn; last_assistant: the last one; all: all.
@@ -386,8 +391,9 @@ class ObjectiveSettings(Section):
     # https://arxiv.org/abs/1512.00567, section 7). dpo, loss sigmoid or robust: probability that a pair is the wrong
     # way round (cDPO: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf; robust: https://arxiv.org/abs/2403.00409).
     label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = 0.0
-    # dpo: a row of the table in objectives/preference.py, which has formula and paper; null: sigmoid
-    loss: PreferenceLoss | None = None
+    # dpo, grpo: a row of the table in objectives/preference.py or objectives/policy.py, which has formula and paper;
+    # null: sigmoid, dr_grpo
+    loss: PreferenceLoss | PolicyLoss | None = None
     # dpo, kto: strength of the pull to the reference, in 1/nats (per token under ipo, sigmoid_norm, simpo); orpo:
     # weight of the odds ratio (lambda in the paper). null: 0.1
     beta: Positive | None = None
@@ -429,6 +435,12 @@ class ObjectiveSettings(Section):
     # distill: in place of `top_k`, ids drawn from each of the teacher's distributions: an unbiased estimate of
     # forward_kl, 12 are enough in https://arxiv.org/abs/2503.16870
     samples: Count | None = None
+    # grpo: divide advantages by the standard deviation of the rewards of their prompt, or of the step. null: as the
+    # paper of the loss does
+    scale_rewards: Literal["none", "group", "batch"] | None = None
+    # grpo: samples that `rollouts.max_new_tokens` ended. keep: like all others; mask: their tokens have no gradient
+    # (https://arxiv.org/abs/2503.14476, section 3.4), and count in the loss's divisor all the same
+    overlong: Literal["keep", "mask"] | None = None
     # all but sft, focal and distill, which always apply it: apply the dropout of the model's config and of the adapters
     # in training. false: the config's is set to 0 and `lora.dropout` above 0 is an error, so that a pair's two answers
     # are compared under equal weights. A reference and `kto`'s z0 are computed without dropout either way
@@ -456,6 +468,23 @@ class ObjectiveSettings(Section):
         """Returns a key's value, or the objective's default if it is null."""
         given = getattr(self, key)
         return OBJECTIVE_KEYS[self.name].get(key) if given is None else given
+
+
+class Rollouts(Section):
+    """Answers that the model samples during the run, and is trained on; see docs/reference/rollouts.md.
+
+    Tokens depend on recipe and weights, not on processes or batches. A step's are in <run>/rollouts/ before the step.
+    """
+
+    prompts: Count  # of a step; a row of `data.train` gives one
+    samples: Count  # of each prompt; `batch.rows` is prompts x samples
+    max_new_tokens: Count  # of a sample; prompt and sample together have at most `data.max_length`
+    temperature: Positive = 1.0  # of the samples, and of their log-probabilities in the loss
+    top_k: Count | None = None  # sample from the likeliest tokens only; null: from all
+    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0  # sample from the likeliest tokens that have this probability
+    cohort: Count = 64  # samples that are decoded together, on any number of processes: it bounds the cache
+    # Folder of recorded rollouts, such as runs/NAME/rollouts: they are trained on again, and nothing is sampled
+    replay: str | None = None
 
 
 # Objectives that take `rewards`.
@@ -747,6 +776,7 @@ class Recipe(Section):
     tokens: Tokens | None = None
     data: Data
     objective: ObjectiveSettings = ObjectiveSettings()
+    rollouts: Rollouts | None = None
     rewards: RewardList = ()
     batch: BatchSettings
     optimizer: Optimizer

@@ -1,10 +1,6 @@
 """Held-out loss, exact match and sample generations; the same numbers for any number of processes.
 
-Generation is greedy, through the wrapped model: `generate` of transformers calls the inner module and so bypasses the
-hooks with which FSDP2 and ZeRO-3 gather sharded weights. `greedy` calls the wrapper, as training does, and runs on all
-ranks until every one has finished. It ends at the tokens of `end_ids`, which the result's generation config has, too.
-
-Letters: B prompts, P longest prompt, N new tokens so far.
+Generation is greedy and ends at the tokens of `end_ids`, which the result's generation config has, too.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from finetune.data.batch import Batch
 from finetune.data.chat.template_check import last_question, turn_end_ids
@@ -38,6 +34,7 @@ from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, Terms, TermSums
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Evaluate
+from finetune.rollouts.decoding import PromptImages, decode, left_padded
 from finetune.utils import answer
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
@@ -115,7 +112,7 @@ class Evaluator:
         """Returns the images of a batch of prompts; None if there are none."""
         if self.loader.image_inputs is None or not any(question.images for question in batch):
             return None
-        ids, _ = _left_padded([question.prompt for question in batch], pad_id, torch.device("cpu"))
+        ids, _ = left_padded([question.prompt for question in batch], pad_id, torch.device("cpu"))
         inputs = self.loader.image_inputs([image for question in batch for image in question.images], ids)
         if (positions_of := document_positions(self.engine.unwrapped.config)) is None:
             return PromptImages(inputs)
@@ -141,24 +138,6 @@ class Evaluator:
         return Generation(prompt, last_question(prompt, self.tokenizer), output, reference, matches, question.images)
 
 
-@dataclass(frozen=True)
-class PromptImages:
-    """Inputs of a forward for the images of left-padded prompts."""
-
-    inputs: dict[str, Tensor]
-    positions: Tensor | None = None  # (3, B, P) in time, height and width; None: places suffice
-    beyond: Tensor | None = None  # (B,) offset after a prompt, from place to position
-
-    def positions_at(self, places: Tensor) -> Tensor:
-        """Returns positions of the tokens of a forward, from their places (B, tokens): consecutive after a prompt."""
-        if self.positions is None or self.beyond is None:
-            return places
-        if places.shape[1] == self.positions.shape[2]:
-            return self.positions.to(places.device)
-        return (places + self.beyond.to(places.device)[:, None]).expand(3, -1, -1)
-
-
-@torch.no_grad()
 def greedy(
     engine: Engine,
     prompts: list[list[int]],
@@ -167,48 +146,9 @@ def greedy(
     max_new_tokens: int,
     images: PromptImages | None = None,
 ) -> list[list[int]]:
-    """Returns the new tokens of each prompt, without its end token. Collective; prompts may differ between ranks.
-
-    A rank without prompts runs a dummy prompt and returns an empty list.
-    """
-    num_prompts = len(prompts)
-    input_ids, mask = _left_padded(prompts or [[pad_id]], pad_id, engine.device)  # (B, P), (B, P)
-    finished = torch.tensor([i >= num_prompts for i in range(len(input_ids))], device=engine.device)
-    ends = torch.tensor(sorted(end_ids), device=engine.device)
-    cache = DynamicCache(config=engine.unwrapped.config) if engine.caches else None
-    new_tokens: list[Tensor] = []  # (B,) each
-    for _ in range(max_new_tokens):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
-        image_inputs: dict[str, Tensor] = {}
-        if images is not None:
-            positions = images.positions_at(positions)
-            if not new_tokens:
-                image_inputs = {name: value.to(engine.device) for name, value in images.inputs.items()}
-        output = engine.model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            logits_to_keep=1,
-            **image_inputs,
-        )
-        next_token = output.logits[:, -1].argmax(-1)  # (B,)
-        new_tokens.append(torch.where(finished, pad_id, next_token))
-        finished = finished | torch.isin(next_token, ends)
-        if engine.ranks.sum((~finished).sum())[0] == 0:
-            break
-        input_ids = next_token[:, None] if cache is not None else torch.cat([input_ids, next_token[:, None]], dim=1)
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-    rows = torch.stack(new_tokens, dim=1).tolist() if new_tokens else [[] for _ in range(num_prompts)]
-    return [until_end(row, end_ids) for row in rows[:num_prompts]]
-
-
-def _left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    longest = max(len(prompt) for prompt in prompts)
-    ids = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    """Returns the likeliest new tokens of each prompt, without its end token. Collective; see `decode`."""
+    rows = decode(engine, prompts, end_ids, pad_id, max_new_tokens, lambda logits, _: logits.argmax(-1), images)
+    return [until_end(row, end_ids) for row in rows]
 
 
 _EXAMPLES_READ = 1000  # per source of ids

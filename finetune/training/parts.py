@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from finetune.data.batch import ImageInputs
-from finetune.data.dataset import Dataset
+from finetune.data.dataset import Dataset, on_disk
 from finetune.data.loader import Loader
-from finetune.data.row_source import RunRows
+from finetune.data.row_source import RowSource, RunRows
 from finetune.engine.base import Engine
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
@@ -30,8 +30,11 @@ from finetune.objectives.objective import ONE_RANK, TokenRanks
 from finetune.objectives.shared_prompts import sharing_summary
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Quantization
+from finetune.rollouts.prompts import Prompts
+from finetune.rollouts.step_rows import RolloutRows
 from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
 from finetune.training.prepare import Prepared
+from finetune.training.run_dir import run_folder
 from finetune.training.run_plan import Plan, git_commit, processor, training_length, versions
 
 Say = Callable[[str], None]  # prints a line, on the main rank only
@@ -72,6 +75,7 @@ def with_objective(
         divided=divided,
         token_ranks=token_ranks,
         shares_prompts=attention.shares_prompts,
+        rollouts=recipe.rollouts,
     )
     wrapped = assemble(
         model,
@@ -101,6 +105,15 @@ def model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice)
     causal_lm = model.causal_lm
     flops = model_flops(causal_lm, attention.implementation, recipe.train.activation_checkpointing)
     return ModelFacts(parameter_counts(causal_lm), part_sizes(causal_lm), flops, model.choice, model.kernels)
+
+
+def run_rows(prepared: Prepared, training: RowSource, engine: Engine, end_ids: set[int]) -> RunRows:
+    """Returns the rows of the run in order: those of the data, or samples of the wrapped model. Collective."""
+    recipe = prepared.recipe
+    if recipe.rollouts is None:
+        return training.in_order(recipe)
+    prompts = Prompts(recipe, on_disk(training))
+    return RolloutRows(recipe, engine, prompts, training.content(), prepared.tokenizer, end_ids, run_folder(recipe))
 
 
 def rows_per_device(

@@ -119,8 +119,8 @@ class Trainer:
             self.with_reference = AdaptersOff(engine, self.forward).with_column  # adds what is computed in each step
         self.data = training
         self.plan = parts.make_plan(prepared, engine, facts, rows, attention, reference, predicted or {})
-        self.loader = loaders.training(training.in_order(recipe), self.plan.total_rows)
         self.end_ids = end_ids(recipe, self.tokenizer, [training, held_out])
+        self.loader = loaders.training(parts.run_rows(prepared, training, engine, self.end_ids), self.plan.total_rows)
         self.evaluator = None
         if held_out:
             names, shares = held_out.source_names, attention.shares_prompts
@@ -229,6 +229,7 @@ class Trainer:
         self.stop.steps_begun = True
         self._profile({})
         with (
+            self.loader.rows.opened(),
             fed_steps(self.loader, range(self.state.step, self.plan.steps), self.engine.device) as feed,
             ProgressBar(
                 self.console, "step", self.plan.steps, self.state.step, self.engine.is_main, keeps=True
@@ -310,6 +311,7 @@ class Trainer:
             "step_s": measured.seconds,
             **measured.line,
             **self.forward.objective.metrics(sums),
+            **step.measured,
             **{f"tokens/{name}": count for name, count in self.state.tokens_by_source.items()},
         }
         return line, flags

@@ -95,6 +95,30 @@ class TokenLoss:
 
 
 @dataclass(frozen=True)
+class CooledTokenLoss:
+    """-log p(target) with p = softmax(logits / temperature), the distribution that samples are drawn from. Its detail
+    is the entropy of p, in nats."""
+
+    temperature: float = 1.0
+
+    def losses(self, logits: Tensor, ids: Tensor, columns: Mapping[str, Tensor]) -> ChunkLosses:
+        log_p = torch.log_softmax(logits / self.temperature, 1)
+        entropy = -(log_p.exp() * log_p).detach().sum(1)
+        return ChunkLosses(-log_p.gather(1, ids[:, None])[:, 0], (entropy,))
+
+    def losses_and_gradient(
+        self, logits: Tensor, ids: Tensor, columns: Mapping[str, Tensor], out: Tensor
+    ) -> tuple[ChunkLosses, Tensor]:
+        index = ids[:, None]
+        log_p = torch.log_softmax(torch.div(logits, self.temperature, out=out), 1)
+        nll = -log_p.gather(1, index)
+        gradient = torch.exp(log_p, out=out)
+        entropy = -(gradient * log_p).sum(1)
+        gradient.scatter_add_(1, index, torch.full_like(nll, -1.0))
+        return ChunkLosses(nll[:, 0], (entropy,)), gradient.div_(self.temperature)
+
+
+@dataclass(frozen=True)
 class LogitMap:
     """An architecture's map from the head's output to logits: scale (Granite, Cohere), then cap * tanh(x / cap)
     (Gemma)."""

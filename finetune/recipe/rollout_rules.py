@@ -1,0 +1,88 @@
+"""Rules for `rollouts`: what a step samples, how it becomes rows, and what cannot be sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from finetune.recipe.schema import Recipe
+
+ONLINE = ("grpo",)  # objectives that train on rollouts
+
+
+def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    settings, name = recipe.rollouts, recipe.objective.name
+    if name not in ONLINE:
+        if settings is not None:
+            yield "rollouts", f"`objective.name: {name}` trains on rows, not on samples of the model: remove this"
+        return
+    if settings is None:
+        yield "rollouts", f"`objective.name: {name}` trains on samples: add this, `{{prompts: 32, samples: 16, ...}}`"
+        return
+    yield from _numbers(recipe)
+    yield from _data(recipe)
+    if not recipe.rewards and settings.replay is None:
+        yield "rewards", f"`objective.name: {name}` needs a reward, such as `rewards: [{{name: exact_match}}]`"
+    if recipe.train.max_steps is None or recipe.train.epochs is not None:
+        yield (
+            "train.max_steps",
+            "the length of a run that samples its rows is given in steps: set it, and remove `train.epochs`",
+        )
+    if recipe.train.compile:
+        yield "train.compile", "lengths of samples differ from step to step, so layers would be compiled again: false"
+    if recipe.lora is not None and recipe.lora.dropout and recipe.objective.dropout:
+        yield "objective.dropout", "samples are drawn without dropout, and have to be trained without: set it to false"
+
+
+def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    settings, loss, batch = recipe.rollouts, recipe.objective.value("loss"), recipe.batch
+    assert settings is not None
+    rows = settings.prompts * settings.samples
+    if batch.rows != rows:
+        yield (
+            "batch.rows",
+            f"a row is one sample, and a step has {settings.prompts} x {settings.samples} of them "
+            f"(rollouts.prompts x rollouts.samples): set it to {rows}",
+        )
+    if settings.samples == 1:
+        yield (
+            "rollouts.samples",
+            f"`loss: {loss}` compares the samples of a prompt, and 1 has none to compare with: use 4 or more",
+        )
+    if settings.max_new_tokens >= recipe.data.max_length:
+        yield (
+            "rollouts.max_new_tokens",
+            f"{settings.max_new_tokens} leaves no room for a prompt: lower it, or raise data.max_length "
+            f"({recipe.data.max_length})",
+        )
+    if batch.rows_per_device == "auto":
+        yield (
+            "batch.rows_per_device",
+            "`auto` tries the rows of the data, and those of a step are sampled: give a number, or "
+            "`batch.tokens_per_device`",
+        )
+    if settings.top_k == 1:
+        yield "rollouts.top_k", "1 makes all samples of a prompt equal, so no reward tells them apart: use more"
+
+
+def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    data = recipe.data
+    if data.packing:
+        yield (
+            "data.packing",
+            "a row is one sample; micro-batches hold as many as `batch.tokens_per_device` says, without padding: set "
+            "it to false",
+        )
+    if data.streaming:
+        yield "data.streaming", "prompts are drawn from all rows: set it to false"
+    if data.mixture is not None:
+        yield "data.mixture", "prompts are drawn from all rows alike: remove it"
+    if data.image is not None:
+        yield "data.image", "samples of prompts with images are not supported: remove it"
+    if data.overlong in ("truncate", "split"):
+        yield "data.overlong", f"`{data.overlong}` would cut prompts: use `drop` or `error`"
+    if recipe.objective.train_on == "all":
+        yield "objective.train_on", "under `all` a row has no prompt: use `assistant`"
+    for i, source in enumerate(data.train):
+        for key, default in (("weight", 1.0), ("max_epochs", None)):
+            if getattr(source, key) != default:
+                yield f"data.train[{i}].{key}", "prompts are drawn from all rows alike: remove it"

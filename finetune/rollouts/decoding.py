@@ -1,0 +1,96 @@
+"""Decoding with a cache through the wrapped model, on all ranks until every one has finished.
+
+`generate` of transformers calls the inner module and so bypasses the hooks with which FSDP2 and ZeRO-3 gather sharded
+weights. `decode` calls the wrapper, as training does.
+
+Letters: B prompts, P longest prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from finetune.engine.base import Engine
+
+Choose = Callable[[Tensor, int], Tensor]  # (logits (B, V), position of the new token, from 0) -> ids (B,)
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """Inputs of a forward for the images of left-padded prompts."""
+
+    inputs: dict[str, Tensor]
+    positions: Tensor | None = None  # (3, B, P) in time, height and width; None: places suffice
+    beyond: Tensor | None = None  # (B,) offset after a prompt, from place to position
+
+    def positions_at(self, places: Tensor) -> Tensor:
+        """Returns positions of the tokens of a forward, from their places (B, tokens): consecutive after a prompt."""
+        if self.positions is None or self.beyond is None:
+            return places
+        if places.shape[1] == self.positions.shape[2]:
+            return self.positions.to(places.device)
+        return (places + self.beyond.to(places.device)[:, None]).expand(3, -1, -1)
+
+
+@torch.no_grad()
+def decode(
+    engine: Engine,
+    prompts: list[list[int]],
+    end_ids: set[int],
+    pad_id: int,
+    max_new_tokens: int,
+    choose: Choose,
+    images: PromptImages | None = None,
+) -> list[list[int]]:
+    """Returns the new tokens of each prompt, up to and with its end token. Collective; prompts of ranks may differ.
+
+    A rank without prompts runs a dummy prompt and returns an empty list.
+    """
+    num_prompts = len(prompts)
+    input_ids, mask = left_padded(prompts or [[pad_id]], pad_id, engine.device)  # (B, P), (B, P)
+    finished = torch.tensor([i >= num_prompts for i in range(len(input_ids))], device=engine.device)
+    ends = torch.tensor(sorted(end_ids), device=engine.device)
+    cache = DynamicCache(config=engine.unwrapped.config) if engine.caches else None
+    new_tokens: list[Tensor] = []  # (B,) each
+    for position in range(max_new_tokens):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        image_inputs: dict[str, Tensor] = {}
+        if images is not None:
+            positions = images.positions_at(positions)
+            if not new_tokens:
+                image_inputs = {name: value.to(engine.device) for name, value in images.inputs.items()}
+        output = engine.model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            logits_to_keep=1,
+            **image_inputs,
+        )
+        next_token = choose(output.logits[:, -1], position)  # (B,)
+        new_tokens.append(torch.where(finished, pad_id, next_token))
+        finished = finished | torch.isin(next_token, ends)
+        if engine.ranks.sum((~finished).sum())[0] == 0:
+            break
+        input_ids = next_token[:, None] if cache is not None else torch.cat([input_ids, next_token[:, None]], dim=1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    rows = torch.stack(new_tokens, dim=1).tolist() if new_tokens else [[] for _ in range(num_prompts)]
+    return [through_end(row, end_ids) for row in rows[:num_prompts]]
+
+
+def through_end(ids: list[int], end_ids: set[int]) -> list[int]:
+    """Returns ids up to and with the first end token; all if there is none."""
+    return next((ids[: i + 1] for i, token in enumerate(ids) if token in end_ids), ids)
+
+
+def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    longest = max(len(prompt) for prompt in prompts)
+    ids = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

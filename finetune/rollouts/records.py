@@ -1,0 +1,155 @@
+"""The record of a step's rollouts, in the run's folder before the step is taken.
+
+    step-00000001.jsonl          one line per sample, in order: row, sample, ids, text, reward, rewards, ...
+    step-00000001.safetensors    ids of the prompts; log-probabilities and margins of each sampled token
+
+The second file is renamed into place last and holds the digest of the first: a record is complete or does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from finetune.errors import UserError
+from finetune.rewards.completion import Reward
+
+FOLDER = "rollouts"  # in the run's folder
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled answer, with its prompt."""
+
+    path: str  # file or dataset of the prompt
+    row: int  # its row there, from 1
+    source: int  # index in `data.train`
+    sample: int  # of its prompt, from 0
+    prompt: list[int]
+    ids: list[int]  # sampled, with the end token
+    text: str  # of them, without special tokens
+    is_truncated: bool  # ended by max_new_tokens
+    log_probs: NDArray[np.float64]  # (len(ids),) of the sampler, under the temperature
+    margins: NDArray[np.float64]  # (len(ids),) see `Sampler`
+    reward: Reward
+
+    def rewarded(self, reward: Reward) -> Sample:
+        return replace(self, reward=reward)
+
+
+def record_file(folder: Path, step: int) -> Path:
+    """Returns the file of lines of a step (from 1)."""
+    return folder / f"step-{step:08d}.jsonl"
+
+
+def write_record(folder: Path, step: int, samples: Sequence[Sample], identity: str) -> None:
+    """Writes the record of a step, on the disk when it returns. Raises OSError."""
+    folder.mkdir(exist_ok=True)
+    lines = record_file(folder, step)
+    content = "".join(json.dumps(_line(sample), ensure_ascii=False) + "\n" for sample in samples).encode()
+    flat = {
+        "prompt_ids": np.concatenate([np.array(sample.prompt, np.int32) for sample in samples]),
+        "prompt_ends": np.cumsum([len(sample.prompt) for sample in samples]),
+        "log_probs": np.concatenate([sample.log_probs for sample in samples]),
+        "margins": np.concatenate([sample.margins for sample in samples]),
+    }
+    metadata = {"identity": identity, "lines": hashlib.sha256(content).hexdigest()}
+    _write_through(lines, content)
+    _write_through(lines.with_suffix(".safetensors"), save(flat, metadata))
+
+
+def read_record(folder: Path, step: int) -> tuple[list[Sample], str] | None:
+    """Returns the samples of a step and the identity of their run; None if there is no complete record."""
+    lines = record_file(folder, step)
+    try:
+        content = lines.read_bytes()
+        with safe_open(lines.with_suffix(".safetensors"), "np") as file:
+            metadata, flat = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (FileNotFoundError, SafetensorError):
+        return None
+    if metadata.get("lines") != hashlib.sha256(content).hexdigest():
+        return None
+    parsed = [json.loads(line) for line in content.decode().splitlines()]
+    prompts = [flat["prompt_ids"][a:b].tolist() for a, b in pairwise([0, *flat["prompt_ends"].tolist()])]
+    ends = np.cumsum([len(line["ids"]) for line in parsed])[:-1]
+    tensors = zip(parsed, prompts, np.split(flat["log_probs"], ends), np.split(flat["margins"], ends), strict=True)
+    return [_sample(*one) for one in tensors], metadata["identity"]
+
+
+def check_records(folder: Path, steps: int) -> None:
+    """Raises UserError unless a folder has the files of the steps 1 to `steps`."""
+    for step in range(1, steps + 1):
+        if not record_file(folder, step).is_file():
+            raise UserError(
+                f"rollouts.replay: {record_file(folder, step)}: no such file, and train.max_steps needs {steps} steps "
+                "of rollouts"
+            )
+
+
+def replayed(found: tuple[list[Sample], str] | None, folder: Path, step: int, rows: int) -> list[Sample]:
+    """Returns the samples of a record to train on again. Raises UserError if it is damaged or of another size."""
+    path = record_file(folder, step)
+    if found is None:
+        raise UserError(f"rollouts.replay: {path} is damaged, or its .safetensors is missing: record the step again")
+    if len(found[0]) != rows:
+        raise UserError(
+            f"rollouts.replay: {path} has {len(found[0])} samples, and a step of this recipe {rows} "
+            "(rollouts.prompts x rollouts.samples): set them as in the run that recorded it"
+        )
+    return found[0]
+
+
+def set_record_aside(folder: Path, step: int) -> None:
+    """Renames the record of a step to aside-*, if there is one."""
+    for file in (record_file(folder, step), record_file(folder, step).with_suffix(".safetensors")):
+        free = next(name for i in range(10**6) if not (name := file.with_name(f"aside-{i}-{file.name}")).exists())
+        with contextlib.suppress(FileNotFoundError):
+            file.rename(free)
+
+
+def _line(sample: Sample) -> dict[str, Any]:
+    return {
+        "row": f"{sample.path}:{sample.row}",
+        "sample": sample.sample,
+        "ids": sample.ids,
+        "text": sample.text,
+        "reward": sample.reward.total,
+        "rewards": dict(sample.reward.by_name),
+        "failures": list(sample.reward.failures),
+        "truncated": sample.is_truncated,
+        "source": sample.source,
+    }
+
+
+def _sample(line: dict[str, Any], prompt: list[int], log_probs: NDArray[Any], margins: NDArray[Any]) -> Sample:
+    path, _, row = line["row"].rpartition(":")
+    reward = Reward(line["reward"], line["rewards"], tuple(line["failures"]))
+    place = (path, int(row), line["source"], line["sample"])
+    return Sample(*place, prompt, line["ids"], line["text"], line["truncated"], log_probs, margins, reward)
+
+
+def _write_through(path: Path, content: bytes) -> None:
+    """Writes a file that is complete or absent, and on the disk. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,130 @@
+"""Each loss of `grpo` on recorded rollouts, against plain transformers in fp64 and the formulas of papers and of TRL
+(trl/trainer/grpo_trainer.py and rloo_trainer.py of TRL 1.16, https://github.com/huggingface/trl), written with the ratio
+and its clip: on-policy these are inactive, and their gradient is that of our linear form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import metrics, train_here
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from finetune.objectives.policy import LOSSES
+from finetune.rewards.completion import Reward
+from finetune.rollouts.records import Sample, write_record
+
+PROMPTS, SAMPLES, MOST, TEMPERATURE = 3, 4, 6, 0.7
+
+
+def recorded(folder: Path) -> list[Sample]:
+    """Writes a step of made-up samples: prompts and samples of unequal lengths, rewards of which one group's are equal."""
+    random = np.random.Generator(np.random.PCG64(1))
+    samples = []
+    for prompt in range(PROMPTS):
+        prompt_ids = random.integers(3, 380, int(random.integers(4, 20))).tolist()
+        for sample in range(SAMPLES):
+            length = int(random.integers(1, MOST + 1))
+            reward = Reward(0.3 if prompt == 1 else float(random.normal()), {"made": 0.0}, ())
+            samples.append(
+                Sample(
+                    *("rows.jsonl", prompt + 1, 0, sample, prompt_ids, random.integers(3, 380, length).tolist(), ""),
+                    is_truncated=length == MOST,
+                    log_probs=np.zeros(length),
+                    margins=np.ones(length),
+                    reward=reward,
+                )
+            )
+    folder.mkdir()
+    write_record(folder, 1, samples, "made up")
+    return samples
+
+
+def clipped(log_p: Tensor, advantage: Tensor) -> Tensor:
+    """-min(ratio A, clip(ratio) A) of tokens or samples, with old = current (Schulman et al. 2017, equation 7)."""
+    ratio = (log_p - log_p.detach()).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+def mean_of_means(of_samples: list[Tensor]) -> Tensor:
+    return torch.stack([tokens.mean() for tokens in of_samples]).mean()
+
+
+def by_room(of_samples: list[Tensor]) -> Tensor:
+    return torch.cat(of_samples).sum() / (len(of_samples) * MOST)
+
+
+def over_tokens(of_samples: list[Tensor]) -> Tensor:
+    return torch.cat(of_samples).mean()
+
+
+def group_scaled(rewards: Tensor) -> Tensor:
+    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+
+
+def centred(rewards: Tensor) -> Tensor:
+    return rewards - rewards.mean(1, keepdim=True)
+
+
+def leave_one_out(rewards: Tensor) -> Tensor:
+    others = [[[r for j, r in enumerate(row) if j != i] for i in range(len(row))] for row in rewards.tolist()]
+    return rewards - torch.tensor(others, dtype=torch.float64).mean(2)
+
+
+def batch_normalised(rewards: Tensor) -> Tensor:
+    return centred(rewards) / (centred(rewards).std() + 1e-4)
+
+
+# The advantage of a sample, and the loss of all samples from losses of their tokens; rloo: of whole samples.
+FORMULAS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[list[Tensor]], Tensor]]] = {
+    "grpo": (group_scaled, mean_of_means),
+    "dr_grpo": (centred, by_room),
+    "dapo": (group_scaled, over_tokens),
+    "rloo": (leave_one_out, mean_of_means),
+    "reinforce_pp": (batch_normalised, over_tokens),
+}
+
+
+def expected(model: Any, samples: list[Sample], loss: str) -> tuple[float, float]:
+    """Returns (loss of the linear form, norm of the gradient of the clipped form)."""
+    rewards = torch.tensor([one.reward.total for one in samples], dtype=torch.float64).view(PROMPTS, SAMPLES)
+    advantages, reduced = FORMULAS[loss][0](rewards).ravel(), FORMULAS[loss][1]
+    log_probs = []
+    for one in samples:
+        logits = model(input_ids=torch.tensor([one.prompt + one.ids])).logits[0, len(one.prompt) - 1 : -1]
+        log_p = (logits / TEMPERATURE).log_softmax(1).gather(1, torch.tensor(one.ids)[:, None])[:, 0]
+        log_probs.append(log_p.sum()[None] if loss == "rloo" else log_p)
+    pairs = list(zip(log_probs, advantages, strict=True))
+    reduced([clipped(log_p, advantage) for log_p, advantage in pairs]).backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt().item()
+    return reduced([-advantage * log_p for log_p, advantage in pairs]).item(), norm
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_has_the_value_and_gradient_of_its_formula(
+    loss: str, recipe: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path
+) -> None:
+    samples = recorded(tmp_path / "recorded")
+    rows = PROMPTS * SAMPLES
+    recipe["data"] |= {"packing": False}
+    del recipe["data"]["eval"], recipe["evaluate"]
+    recipe |= {
+        "objective": {"name": "grpo", "loss": loss},
+        "rollouts": {
+            **{"prompts": PROMPTS, "samples": SAMPLES, "max_new_tokens": MOST, "temperature": TEMPERATURE},
+            "replay": str(tmp_path / "recorded"),
+        },
+        "batch": {"rows": rows, "tokens_per_device": 64},  # several micro-batches
+        "train": {"max_steps": 1, "precision": "fp32"},
+    }
+    train_here(write_recipe(recipe))
+    (line,) = metrics(tmp_path / "runs" / "run")
+    model = AutoModelForCausalLM.from_pretrained(made / "llama").double()
+    value, norm = expected(model, samples, loss)
+    assert line["loss"] == pytest.approx(value, rel=2e-6, abs=1e-7)
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
