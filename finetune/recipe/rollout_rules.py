@@ -22,6 +22,10 @@ def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _data(recipe)
     if not recipe.rewards and settings.replay is None:
         yield "rewards", f"`objective.name: {name}` needs a reward, such as `rewards: [{{name: exact_match}}]`"
+    if recipe.rewards and settings.replay is not None:
+        yield "rewards", "have no effect under `rollouts.replay`, which has the recorded ones: set `rewards: []`"
+    if recipe.objective.loss == "reinforce_pp" and recipe.objective.scale_rewards is not None:
+        yield "objective.scale_rewards", "`reinforce_pp` divides advantages by their own deviation: remove this"
     if recipe.train.max_steps is None or recipe.train.epochs is not None:
         yield (
             "train.max_steps",
@@ -29,7 +33,7 @@ def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     if recipe.train.compile:
         yield "train.compile", "lengths of samples differ from step to step, so layers would be compiled again: false"
-    if recipe.lora is not None and recipe.lora.dropout and recipe.objective.dropout:
+    if recipe.objective.dropout:
         yield "objective.dropout", "samples are drawn without dropout, and have to be trained without: set it to false"
 
 

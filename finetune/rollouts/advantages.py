@@ -21,9 +21,7 @@ def advantages(rewards: NDArray[np.float64], objective: ObjectiveSettings) -> ND
     if loss.baseline == "others":
         baseline = (rewards.sum(1, keepdims=True) - rewards) / (count - 1)
     scale, above = objective.scale_rewards or loss.scale, rewards - baseline
-    above = np.where(
-        has_variance(rewards)[:, None], above, 0.0
-    )  # not a mean's rounding, which a scale would raise
+    above = np.where(has_variance(rewards)[:, None], above, 0.0)  # not a mean's rounding, which a scale would raise
     if scale == "group":
         return above / (rewards.std(1, ddof=1, keepdims=True) + EPSILON)
     if scale == "batch":

@@ -1,0 +1,91 @@
+"""What a recipe with rollouts refuses, with its message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.errors import UserError
+from finetune.recipe import load_recipe
+
+
+@pytest.fixture
+def online(recipe: dict[str, Any], write_recipe: Callable[..., Path]) -> Path:
+    recipe["data"] |= {"packing": False}
+    return write_recipe(
+        recipe
+        | {
+            "objective": {"name": "grpo"},
+            "rollouts": {"prompts": 2, "samples": 4, "max_new_tokens": 8},
+            "rewards": [{"name": "exact_match"}],
+            "batch": {"rows": 8, "rows_per_device": 2},
+        }
+    )
+
+
+def test_the_recipe_is_valid_without_a_change(online: Path) -> None:
+    assert load_recipe(online).objective.value("loss") == "dr_grpo"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["objective.name=sft"], "rollouts: `objective.name: sft` trains on rows, not on samples of the model"),
+        (["rollouts=null"], "rollouts: `objective.name: grpo` trains on samples: add this"),
+        (["rewards=[]"], "rewards: `objective.name: grpo` needs a reward"),
+        (["rollouts.replay=runs/other/rollouts"], "rewards: have no effect under `rollouts.replay`"),
+        (["rollouts.samples=1", "batch.rows=2"], "rollouts.samples: `loss: dr_grpo` compares the samples of a prompt"),
+        (["rollouts.prompts=3"], "a row is one sample, and a step has 3 x 4 of them"),
+        (["batch.rows=16"], "a row is one sample, and a step has 2 x 4 of them"),
+        (["batch.rows_per_device=auto"], "batch.rows_per_device: `auto` tries the rows of the data"),
+        (["rollouts.max_new_tokens=64"], "rollouts.max_new_tokens: 64 leaves no room for a prompt"),
+        (["rollouts.top_k=1"], "rollouts.top_k: 1 makes all samples of a prompt equal"),
+        (["rollouts.top_p=0"], "rollouts.top_p"),
+        (["rollouts.top_p=1.5"], "rollouts.top_p"),
+        (["rollouts.temperature=0"], "rollouts.temperature"),
+        (["rollouts.temperature=-1"], "rollouts.temperature"),
+        (["rollouts.samples=0"], "rollouts.samples"),
+        (["rollouts.prompts=0"], "rollouts.prompts"),
+        (["rollouts.cohort=0"], "rollouts.cohort"),
+        (["rollouts.staleness=1"], "rollouts.staleness"),
+        (["rollouts.engine=vllm"], "rollouts.engine"),
+        (["rollouts.max_tokens=9"], "did you mean `max_new_tokens`"),
+        (["train.max_steps=null", "train.epochs=1"], "train.max_steps: the length of a run that samples its rows"),
+        (["train.epochs=1"], "train.max_steps: the length of a run that samples its rows"),
+        (["train.compile=true"], "train.compile: lengths of samples differ from step to step"),
+        (["data.packing=true"], "data.packing: a row is one sample"),
+        (["data.streaming=true"], "data.streaming: prompts are drawn from all rows"),
+        (["data.overlong=split"], "data.overlong: `split` would cut prompts"),
+        (["data.overlong=truncate"], "data.overlong: `truncate` would cut prompts"),
+        (["objective.train_on=all"], "objective.train_on: under `all` a row has no prompt"),
+        (["data.train.0.weight=2"], "prompts are drawn from all rows alike"),
+        (["data.train.0.max_epochs=2"], "prompts are drawn from all rows alike"),
+        (["objective.loss=sigmoid"], "objective.loss: `sigmoid` is not a loss of `name: grpo`: use grpo, dr_grpo"),
+        (["objective.loss=ppo"], "objective.loss"),
+        (["objective.beta=0.1"], "objective.beta: has no effect under `name: grpo`"),
+        (["objective.loss=reinforce_pp", "objective.scale_rewards=group"], "objective.scale_rewards: `reinforce_pp`"),
+        (["objective.dropout=true"], "objective.dropout: samples are drawn without dropout"),
+        (["data.train.0.format=text"], "rows of format `text` are not for `objective.name: grpo`"),
+        (["data.train.0.format=preference"], "rows of format `preference` are not for `objective.name: grpo`"),
+        (["rewards.0.name=exact"], "did you mean `exact_match`"),
+    ],
+)
+def test_a_mistake_is_refused_with_its_key(online: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_recipe(online, overrides)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [("scale_rewards", "only under grpo"), ("overlong", "only under grpo")],
+)
+def test_keys_of_grpo_are_refused_under_other_objectives(
+    key: str, message: str, recipe: dict[str, Any], write_recipe: Callable[..., Path]
+) -> None:
+    recipe["objective"] = {"name": "sft", key: {"scale_rewards": "none", "overlong": "mask"}[key]}
+    with pytest.raises(UserError, match=message):
+        load_recipe(write_recipe(recipe))
