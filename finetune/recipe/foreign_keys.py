@@ -10,7 +10,9 @@ https://github.com/hiyouga/LLaMA-Factory, https://github.com/unslothai/unsloth
 from __future__ import annotations
 
 _LAUNCH = "belongs to the launch: choose a file of accelerate_configs/ with `--config_file`"
-_ONLINE = "training on a model's own samples is not offered; `objective.name: dpo` learns from pairs"
+_ONLINE = "is not offered; `objective.name: grpo` trains on a model's own samples, with `rollouts` and `rewards`"
+_OWN_SAMPLER = "samples are drawn by the model that trains; remove it, see docs/reference/rollouts.md"
+_ONE_STEP = "each step trains once on its own samples; remove it"
 _SHOWN = "every step is written to metrics.jsonl; remove it"
 _OWN = "has no counterpart here; remove it"
 _KERNEL = (
@@ -379,14 +381,14 @@ FOREIGN_KEYS: dict[str, str] = {
     "ebft": _ONLINE,
     "use_eaft_loss": _NONE,
     "neftune_noise_alpha": "noise on embeddings is not offered; remove it",
-    "num_generations": _ONLINE,
-    "reward_funcs": _ONLINE,
-    "reward_weights": _ONLINE,
-    "use_vllm": _ONLINE,
-    "num_iterations": _ONLINE,
+    "num_generations": "rollouts.samples",
+    "reward_funcs": "list them in `rewards`: built-in ones by `name`, your own by `file` and `function`",
+    "reward_weights": "give each entry of `rewards` its `weight`",
+    "use_vllm": _OWN_SAMPLER,
+    "num_iterations": _ONE_STEP,
     "trl": _ONLINE,
-    "vllm": _ONLINE,
-    "ppo_epochs": _ONLINE,
+    "vllm": _OWN_SAMPLER,
+    "ppo_epochs": _ONE_STEP,
     "ppo_target": _ONLINE,
     # --- optimizer and schedule
     "learning_rate": "optimizer.lr",

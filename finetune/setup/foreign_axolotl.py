@@ -133,7 +133,11 @@ def _objective(c: Conversion) -> None:
     names = {"sft": "sft", "reward": "reward", "dpo": "dpo", "ipo": "dpo", "simpo": "dpo", "orpo": "orpo", "kto": "kto"}
     name = names.get(str(rl))
     if name is None:
-        c.set("objective.name", "sft", f"{TODO}`rl: {rl}` trains on the model's own samples, which is not offered")
+        c.set(
+            "objective.name",
+            "sft",
+            f"{TODO}`rl: {rl}` trains on the model's own samples: set grpo, with `rollouts` and `rewards`",
+        )
         return
     c.set("objective.name", name)
     if name == "sft":

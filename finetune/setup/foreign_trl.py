@@ -105,7 +105,11 @@ def _objective(c: Conversion, trainer: str) -> None:
     elif trainer in ("kto", "orpo", "reward"):
         c.set("objective.name", trainer)
     else:
-        c.set("objective.name", "sft", f"{TODO}trl {trainer} trains on the model's own samples, which is not offered")
+        c.set(
+            "objective.name",
+            "sft",
+            f"{TODO}trl {trainer} trains on the model's own samples: set grpo, with `rollouts` and `rewards`",
+        )
     if trainer in ("dpo", "kto", "orpo", "cpo"):
         c.copy("objective.beta", "beta", default=0.1)
     if trainer == "kto":

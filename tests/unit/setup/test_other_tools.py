@@ -556,7 +556,7 @@ def test_trl_arguments_with_a_file(convert: Convert, tmp_path: Path) -> None:
     recipe, _, _ = convert("trl dpo --config config.yaml --learning_rate 1e-5 --no_packing")
     assert values(recipe, "objective.name", "optimizer.lr", "data.packing", "lora.rank") == ["dpo", 1e-5, False, 32]
     recipe, printed, _ = convert("trl grpo --config config.yaml --reward_funcs accuracy_reward")
-    assert "trl grpo trains on the model's own samples, which is not offered" in printed
+    assert "trl grpo trains on the model's own samples: set grpo, with `rollouts` and `rewards`" in printed
 
 
 # --- Unsloth
