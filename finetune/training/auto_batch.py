@@ -91,7 +91,7 @@ def find_rows(
     needs = f"{required / _GIB:.1f} of {limit / _GIB:.1f} GiB, measured"
     if required > limit:
         return RowsPerDevice(rows, f"auto: the smallest, although it needs {needs}")
-    what = "all of a step, no accumulation" if rows == sizes[-1] else f"tried from {start}"
+    what = "all of a step, no accumulation" if rows == sizes[-1] else f"the largest up to {start} that fits"
     return RowsPerDevice(rows, f"auto: {what}, {needs}")
 
 

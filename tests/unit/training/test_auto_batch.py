@@ -198,7 +198,7 @@ def rows_of_a_wide_model(_rank: int, recipe: Path) -> None:
         found = wide.find(limit, estimate)
         assert [line.split(":")[0].strip() for line in wide.said[1:]] == sizes
         assert found.rows == int(sizes[-1])
-        assert found.reason.startswith(f"auto: tried from {estimate or ''}")
+        assert found.reason.startswith(f"auto: the largest up to {estimate or ''}")
     assert wide.find(limit=1).rows == 1
     assert "the smallest, although it needs" in wide.find(limit=1).reason
 
