@@ -1,7 +1,7 @@
 """`studio`: one local page over the commands, for those who would rather look than type.
 
     a form ── its fields (actions.py) ── the words of a command, shown beside its button ── a child process (jobs.py)
-    a page ── files of the folder (folder.py) ── what `runs`, `report` and `check` read from them ── HTML (pages.py)
+    a page ── what is in the folder (project_folder.py) ── what `runs`, `report` and `check` read ── HTML (pages.py)
 
 Nothing is done here that a command does not do. Requests are let in by guard.py.
 """

@@ -17,7 +17,7 @@ from finetune.errors import UserError
 from finetune.export.formats import EXPORTS
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import MODES
-from finetune.studio.folder import STUDIO, base_of, inside, inside_or_shipped
+from finetune.studio.project_folder import STUDIO, base_of, inside, inside_or_shipped
 
 PAGES = f"{STUDIO}/pages"
 _MODEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # an id of the hub

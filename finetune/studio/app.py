@@ -26,9 +26,9 @@ from finetune.plan.run_list import price_so_far
 from finetune.recipe import recipe_json_schema
 from finetune.studio import pages
 from finetune.studio.actions import ACTIONS, PAGES, Action, Form
-from finetune.studio.folder import OF_A_RUN, base_of, inside, inside_or_shipped, look
 from finetune.studio.guard import FRAMED, Guard
-from finetune.studio.jobs import Job, Jobs, command_line
+from finetune.studio.jobs import Jobs, StartedCommand, command_line
+from finetune.studio.project_folder import OF_A_RUN, base_of, inside, inside_or_shipped, look
 from finetune.tracking.metrics import read_status
 from finetune.utils import write_atomically
 from finetune.view import report, web_page
@@ -199,7 +199,7 @@ def _existing_run(path: str, folder: Path) -> str:
     return run
 
 
-def _job(jobs: Jobs, number: int) -> Job:
+def _job(jobs: Jobs, number: int) -> StartedCommand:
     job = jobs.read(number)
     if job is None:
         raise HTTPException(404, f"there is no command {number} here")

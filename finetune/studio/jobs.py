@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from finetune.studio.folder import STUDIO
+from finetune.studio.project_folder import STUDIO
 
 # Ctrl-C reaches the whole group: the command handles it, and the shell waits. A trap, unlike an ignored signal, is not
 # inherited (https://pubs.opengroup.org/onlinepubs/9799919799/utilities/V3_chap02.html#trap).
@@ -34,7 +34,7 @@ _MOST_OUTPUT = 200_000  # characters of one answer
 
 
 @dataclass(frozen=True)
-class Job:
+class StartedCommand:
     number: int
     action: str
     words: tuple[str, ...]  # of python
@@ -57,7 +57,7 @@ class Jobs:
         self.folder, self._root = folder, folder / STUDIO / "jobs"
         self._children: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(self, action: str, words: Sequence[str], page: str | None, about: str | None) -> Job:
+    def start(self, action: str, words: Sequence[str], page: str | None, about: str | None) -> StartedCommand:
         """Starts `python WORDS...` in the folder."""
         self._root.mkdir(parents=True, exist_ok=True)
         (self._root.parent / ".gitignore").write_text("*\n", encoding="utf-8")
@@ -78,7 +78,7 @@ class Jobs:
             )
         self._children[number] = child
         created = psutil.Process(child.pid).create_time()
-        job = Job(number, action, tuple(words), time.time(), child.pid, created, page, about)
+        job = StartedCommand(number, action, tuple(words), time.time(), child.pid, created, page, about)
         (place / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
         return job
 
@@ -87,18 +87,18 @@ class Jobs:
         names = (path.name for path in self._root.glob("*")) if self._root.is_dir() else ()
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
-    def read(self, number: int) -> Job | None:
+    def read(self, number: int) -> StartedCommand | None:
         """Returns a command; None if there is none of this number, or its file is damaged."""
         try:
             values = json.loads((self._root / str(number) / "job.json").read_text(encoding="utf-8"))
-            return Job(**{**values, "words": tuple(values["words"])})
+            return StartedCommand(**{**values, "words": tuple(values["words"])})
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def all(self) -> list[Job]:
+    def all(self) -> list[StartedCommand]:
         return [job for number in self.numbers() if (job := self.read(number)) is not None]
 
-    def status(self, job: Job) -> int | None:
+    def status(self, job: StartedCommand) -> int | None:
         """Returns the exit status; None while it runs; -1 if it ended without one, with the machine for instance."""
         if (child := self._children.get(job.number)) is not None:
             child.poll()  # else it stays a zombie
@@ -107,7 +107,7 @@ class Jobs:
         except (OSError, ValueError):
             return None if self._is_alive(job) else -1
 
-    def _is_alive(self, job: Job) -> bool:
+    def _is_alive(self, job: StartedCommand) -> bool:
         try:
             process = psutil.Process(job.pid)
             same = abs(process.create_time() - job.created) < 1
@@ -115,10 +115,10 @@ class Jobs:
         except psutil.NoSuchProcess:
             return False
 
-    def running(self) -> list[Job]:
+    def running(self) -> list[StartedCommand]:
         return [job for job in self.all() if self.status(job) is None]
 
-    def output(self, job: Job, start: int = 0) -> tuple[str, int]:
+    def output(self, job: StartedCommand, start: int = 0) -> tuple[str, int]:
         """Returns what a command has printed from a byte on, and the byte to continue from."""
         has_ended = self.status(job) is not None  # before its last words are read
         try:
@@ -133,7 +133,7 @@ class Jobs:
         text = _COLOURS.sub("", whole.decode("utf-8", "replace"))
         return text, start + len(whole)
 
-    def stop(self, job: Job) -> None:
+    def stop(self, job: StartedCommand) -> None:
         """Interrupts a command as Ctrl-C does: a training saves and ends; a second time ends it at once."""
         if self.status(job) is None:
             os.killpg(job.pid, signal.SIGINT)

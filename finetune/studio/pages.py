@@ -21,8 +21,8 @@ from finetune.plan.tables import read_prices
 from finetune.recipe import RecipeError, load_recipe
 from finetune.recipe.schema import MODES
 from finetune.shipped import here_or_shipped
-from finetune.studio.folder import Contents, inside_or_shipped
-from finetune.studio.jobs import Job, Jobs, command_line
+from finetune.studio.jobs import Jobs, StartedCommand, command_line
+from finetune.studio.project_folder import Contents, inside_or_shipped
 from finetune.utils import readable_bytes
 from finetune.view import web_page
 from finetune.view.run_log import follow
@@ -129,7 +129,7 @@ def recipe_text(path: str, folder: Path) -> str:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
 
 
-def job_row(jobs: Jobs, job: Job) -> dict[str, Any]:
+def job_row(jobs: Jobs, job: StartedCommand) -> dict[str, Any]:
     status = jobs.status(job)
     return {
         "job": job,
@@ -139,7 +139,7 @@ def job_row(jobs: Jobs, job: Job) -> dict[str, Any]:
     }
 
 
-def job_answer(jobs: Jobs, job: Job, start: int) -> dict[str, Any]:
+def job_answer(jobs: Jobs, job: StartedCommand, start: int) -> dict[str, Any]:
     """Returns what a page that follows a command needs next."""
     row = job_row(jobs, job)  # before the output: what it prints at its end is not missed
     text, end = jobs.output(job, start)
@@ -158,7 +158,7 @@ def devices() -> list[tuple[str, str]]:
     return [("cpu", "this machine's processors"), *listed]
 
 
-def served_url(jobs: Jobs, job: Job) -> str | None:
+def served_url(jobs: Jobs, job: StartedCommand) -> str | None:
     """Returns the address that `serve` has printed; None before."""
     match = re.search(r"^serving .+ at (http://127\.0\.0\.1:\d+/v1) ", jobs.output(job)[0], re.MULTILINE)
     return match[1] if match and job.action == "serve" else None

@@ -29,8 +29,8 @@ from finetune.errors import UserError
 from finetune.shipped import SHIPPED
 from finetune.studio.actions import ACTIONS
 from finetune.studio.app import build_app
-from finetune.studio.folder import inside, look
 from finetune.studio.jobs import Jobs
+from finetune.studio.project_folder import inside, look
 
 TOKEN = "a-token-of-these-tests"
 PAGES = ["/", "/data", "/recipe", "/plan", "/compare", "/chat", "/export", "/commands"]
