@@ -9,6 +9,7 @@ that fails is tried again after those without a result. OUT/report.md is written
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import subprocess
@@ -67,6 +68,7 @@ def check_gpu(check: GpuCheck, pieces: list[str], names: list[str], seconds: flo
     ]
     started = 0
     for piece, case, measure in waiting:
+        check.case_until = math.inf  # of the case before
         if not seconds or (started and check.seconds_left < LONGEST.get(piece, USUALLY)):
             continue
         started += 1

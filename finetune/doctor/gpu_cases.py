@@ -293,8 +293,8 @@ def images(check: GpuCheck) -> Cases:
             if done.returncode:
                 raise RuntimeError(done.stderr[-300:])
         rows = f"data.train=[{{path: {folder / 'rows.jsonl'}, format: messages}}]"
-        overrides = (f"model.name={folder / 'gemma3_sees'}", "model.train=[language_model]", rows)
-        overrides += ("model.chat_template=null", "data.max_length=256", "train.precision=fp32")
+        overrides = (f"model.name={folder / 'gemma3_sees'}", "model.train=[language]", "data.image={}", rows)
+        overrides = (*overrides, "model.chat_template=null", "data.max_length=256", "train.precision=fp32")
         mine = check.train("images", *overrides)
         return same_losses(mine, reference(check, "images", overrides), FP32_LOSS)
 

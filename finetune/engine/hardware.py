@@ -66,9 +66,7 @@ class Link(Section):
     gb_s: Positive  # sent, and received at once, by one device
     latency_us: Positive
     share: Share  # share of gb_s reached by collectives
-    nics: Annotated[int, Field(ge=1)] | Literal["device"] = (
-        1  # network cards of a machine, each of gb_s; or one a device
-    )
+    nics: Annotated[int, Field(ge=1)] | Literal["device"] = 1  # network cards of a machine, or one for each device
     source: Text
 
     def between_machines(self, per_machine: int, members: int) -> float:
