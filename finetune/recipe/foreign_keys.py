@@ -13,9 +13,7 @@ _LAUNCH = "belongs to the launch: choose a file of accelerate_configs/ with `--c
 _ONLINE = "training on a model's own samples is not offered; `objective.name: dpo` learns from pairs"
 _SHOWN = "every step is written to metrics.jsonl; remove it"
 _OWN = "has no counterpart here; remove it"
-_KERNEL = (
-    "kernels are chosen by themselves: see `model.attention`, `model.kernels` and `model.cross_entropy`; remove it"
-)
+_KERNEL = "kernels are chosen by themselves: see `model.attention`, `model.kernels`, `model.cross_entropy`; remove it"
 _ACCUMULATION = (
     "accumulation follows from `batch.rows`, `batch.rows_per_device` and the number of processes; `batch.rows` is "
     "micro-batch x accumulation x processes"
