@@ -185,7 +185,7 @@ _PLAIN = Functions(_plain_norm, _plain_gate, _plain_rotation)
 
 def norm_of(module: nn.Module) -> Norm | None:
     """Returns the formula of a norm; None: it is none, or another. Not of those with a gate, which take it as well."""
-    if set(module._parameters) != {"weight"} or module._modules or module._buffers:
+    if [*dict(module.named_parameters(recurse=False))] != ["weight"] or [*module.children(), *module.buffers()]:
         return None
     numbers = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.01]
     return _formula_of(type(module), numbers[0], tuple(_settings(module))) if len(numbers) == 1 else None
@@ -209,7 +209,7 @@ def _formula_of(kind: type[nn.Module], eps: float, settings: tuple[tuple[str, An
     types = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
     for norm in (Norm(eps), Norm(eps, 1.0, True), Norm(eps, 0.0, True)):
         for of_x, of_weight in types:
-            probe._parameters["weight"] = nn.Parameter(weight.to(of_weight), requires_grad=False)
+            probe.weight = nn.Parameter(weight.to(of_weight), requires_grad=False)
             try:
                 found = kind.forward(probe, x.to(of_x))
             except FAILURES:
@@ -224,9 +224,10 @@ def _formula_of(kind: type[nn.Module], eps: float, settings: tuple[tuple[str, An
 
 def is_gate(module: nn.Module) -> bool:
     """Returns whether a module is a feed-forward gated by silu: down(silu(gate(x)) * up(x))."""
-    if set(module._modules) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or module._parameters:
+    parts = dict(module.named_children())
+    if parts.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"} or [*module.parameters(recurse=False)]:
         return False
-    return _gates(type(module), type(module.act_fn))
+    return _gates(type(module), type(parts["act_fn"]))
 
 
 @cache

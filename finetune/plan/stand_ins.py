@@ -4,7 +4,7 @@ bytes: products of packed weights, of ZeRO-3's linear layers and of grouped expe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -123,33 +123,33 @@ class _Grouped(torch.autograd.Function):
 # --- fused kernels, each an operator: fake tensors would take torch's norm to pieces, and Triton has none for them
 
 
-@torch.library.custom_op("finetune::norm", mutates_args=())
-def _norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _operator(name: str, shapes: Callable[..., Any], *changed: str) -> Any:
+    operator = torch.library.custom_op(f"finetune::{name}", shapes, mutates_args=changed)
+    operator.register_fake(shapes)
+    return operator
+
+
+def _norm_shapes(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("finetune::norm_backward", mutates_args=())
-def _norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _norm_backward_shapes(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-@torch.library.custom_op("finetune::gate", mutates_args=())
-def _gate(a: Tensor, b: Tensor) -> Tensor:
+def _gate_shapes(a: Tensor, b: Tensor) -> Tensor:
     return torch.empty_like(a)
 
 
-@torch.library.custom_op("finetune::gate_backward", mutates_args=("a", "b"))
-def _gate_backward(gradient: Tensor, a: Tensor, b: Tensor) -> None:
-    pass
+def _gate_backward_shapes(gradient: Tensor, a: Tensor, b: Tensor) -> None: ...
 
 
-@torch.library.custom_op("finetune::rotate", mutates_args=("q", "k"))
-def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    pass
+def _rotate_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
 
-for _operator in (_norm, _norm_backward, _gate, _gate_backward, _rotate):
-    _operator.register_fake(_operator._init_fn)
+_norm, _norm_backward = _operator("norm", _norm_shapes), _operator("norm_backward", _norm_backward_shapes)
+_gate, _gate_backward = _operator("gate", _gate_shapes), _operator("gate_backward", _gate_backward_shapes, "a", "b")
+_rotate = _operator("rotate", _rotate_shapes, "q", "k")
 
 
 class _Norm(torch.autograd.Function):

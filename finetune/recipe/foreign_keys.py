@@ -15,9 +15,7 @@ _OWN_SAMPLER = "samples are drawn by the model that trains; remove it, see docs/
 _ONE_STEP = "each step trains once on its own samples; remove it"
 _SHOWN = "every step is written to metrics.jsonl; remove it"
 _OWN = "has no counterpart here; remove it"
-_KERNEL = (
-    "kernels are chosen by themselves: see `model.attention`, `model.kernels` and `model.cross_entropy`; remove it"
-)
+_KERNEL = "kernels are chosen by themselves: see `model.attention`, `model.kernels`, `model.cross_entropy`; remove it"
 _ACCUMULATION = (
     "accumulation follows from `batch.rows`, `batch.rows_per_device` and the number of processes; `batch.rows` is "
     "micro-batch x accumulation x processes"
