@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -24,13 +24,3 @@ class Reward:
     total: float  # weighted sum, with `on_failure` for a function that failed
     by_name: Mapping[str, float | None]  # unweighted, None if that function failed
     failures: tuple[str, ...]  # "name: what happened", empty if all answered
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The value of one reward for one completion, or the reason why there is none."""
-
-    value: float | None
-    kind: str = ""  # of the failure, for counts: raised, timeout, died, not_a_number, unanswerable, refused
-    what: str = ""  # one line
-    details: str = field(default="", repr=False)  # traceback and output, for the log
