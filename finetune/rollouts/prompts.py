@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from finetune.data.building import OpenedSources
 from finetune.data.dataset import Dataset, question_of
 from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import parse_row
 from finetune.data.packing import RowOrder
 from finetune.data.samples import Conversation, PromptCompletion
-from finetune.data.sources.source import SourceReader
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RowPrompt:
     """One row's prompt."""
 
     path: str  # file or dataset
@@ -37,25 +37,22 @@ class PromptContent:
     columns: Mapping[str, Any]  # that the format does not read
 
 
-class Prompts:
+class RunPrompts:
     """The prompts that leave room for a sample, in the order of a run: a pure function of recipe and rows."""
 
     def __init__(self, recipe: Recipe, data: Dataset):
         """Raises UserError if no prompt leaves room, or, under `data.overlong: error`, if one leaves none."""
         assert recipe.rollouts is not None  # a rule of the recipe
-        self._sources = [
-            source.model_copy(update={"format": format})
-            for source, format in zip(recipe.data.train, data.formats, strict=True)
-        ]
+        self._recipe = recipe
         self.room = recipe.data.max_length - recipe.rollouts.max_new_tokens
-        self.prompts, self.num_long, self.num_without = list[Prompt](), 0, 0
+        self.prompts, self.num_long, self.num_without = list[RowPrompt](), 0, 0
         for example in data.examples:
             question = question_of(example, data.formats[example.source], ())
             if question is None:
                 self.num_without += 1
             elif len(question.prompt) <= self.room:
                 reference = question.reference
-                self.prompts.append(Prompt(example.path, example.row, example.source, question.prompt, reference))
+                self.prompts.append(RowPrompt(example.path, example.row, example.source, question.prompt, reference))
             elif recipe.data.overlong == "error":
                 raise UserError(
                     f"{example.path}:{example.row}: its prompt has {len(question.prompt)} tokens, and rollouts."
@@ -77,14 +74,14 @@ class Prompts:
         without = f"{self.num_without:,} rows dropped that have no prompt"
         return [note for count, note in ((self.num_long, long), (self.num_without, without)) if count]
 
-    def drawn(self, draw: int) -> Prompt:
+    def drawn(self, draw: int) -> RowPrompt:
         """Returns the prompt of a draw (0-based) of the run; each epoch has all prompts in another order."""
         return self.prompts[self._order.row_at(draw)]
 
     def epochs(self, draws: int) -> float:
         return self._order.epochs(draws)
 
-    def contents(self, prompts: Iterable[Prompt]) -> list[PromptContent]:
+    def contents(self, prompts: Iterable[RowPrompt]) -> list[PromptContent]:
         """Returns what rewards may read of the rows."""
         return [self._contents[prompt.source, prompt.path, prompt.row] for prompt in prompts]
 
@@ -92,11 +89,12 @@ class Prompts:
     def _contents(self) -> dict[tuple[int, str, int], PromptContent]:
         """Of every prompt; reads the sources once more."""
         wanted = {(prompt.source, prompt.path, prompt.row) for prompt in self.prompts}
-        contents = {}
-        for i, source in enumerate(self._sources):
-            for label, number, row in SourceReader(source).rows(lambda *_: None):
+        contents, opened = {}, OpenedSources(self._recipe)
+        for i, given in enumerate(self._recipe.data.train):
+            source = opened.open(given)
+            for label, number, row in source.reader.rows(lambda *_: None):  # bad rows are no prompts
                 if (i, label, number) in wanted:
-                    contents[i, label, number] = content_of(row, source)
+                    contents[i, label, number] = content_of(row, source.source)
         return contents
 
 

@@ -31,7 +31,7 @@ from finetune.rewards.scoring import Rewards
 from finetune.rollouts import records
 from finetune.rollouts.advantages import advantages, has_variance
 from finetune.rollouts.drawing import Drawer, Drawn
-from finetune.rollouts.prompts import Prompt, Prompts
+from finetune.rollouts.prompts import RowPrompt, RunPrompts
 from finetune.rollouts.records import Sample
 
 
@@ -44,7 +44,7 @@ class RolloutRows(RunRows):
         self,
         recipe: Recipe,
         engine: Engine,
-        prompts: Prompts,
+        prompts: RunPrompts,
         content: Mapping[str, Any],
         tokenizer: PreTrainedTokenizerFast,
         end_ids: set[int],
@@ -123,7 +123,7 @@ class RolloutRows(RunRows):
         samples = on_main(self._engine, score_and_record)
         return samples, {"time/generation": drawn_at - began, "time/rewards": time.perf_counter() - drawn_at}
 
-    def _rewarded(self, prompts: Sequence[Prompt], drawn: Sequence[Drawn]) -> list[Sample]:
+    def _rewarded(self, prompts: Sequence[RowPrompt], drawn: Sequence[Drawn]) -> list[Sample]:
         each, decode = self._settings.samples, self._text
         contents = self._prompts.contents(prompts)
         completions, samples = list[Completion](), list[Sample]()

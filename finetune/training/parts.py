@@ -30,7 +30,7 @@ from finetune.objectives.objective import ONE_RANK, TokenRanks
 from finetune.objectives.shared_prompts import sharing_summary
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Quantization
-from finetune.rollouts.prompts import Prompts
+from finetune.rollouts.prompts import RunPrompts
 from finetune.rollouts.step_rows import RolloutRows
 from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
 from finetune.training.prepare import Prepared
@@ -112,7 +112,7 @@ def run_rows(prepared: Prepared, training: RowSource, engine: Engine, end_ids: s
     recipe = prepared.recipe
     if recipe.rollouts is None:
         return training.in_order(recipe)
-    prompts = Prompts(recipe, on_disk(training))
+    prompts = RunPrompts(recipe, on_disk(training))
     return RolloutRows(recipe, engine, prompts, training.content(), prepared.tokenizer, end_ids, run_folder(recipe))
 
 

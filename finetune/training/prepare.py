@@ -36,7 +36,7 @@ from finetune.models.tokenizer import check_same_vocabulary, check_token_ids, lo
 from finetune.objectives.shared_prompts import with_shared_prompts
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
-from finetune.rollouts.prompts import Prompts
+from finetune.rollouts.prompts import RunPrompts
 from finetune.tracking.trackers import check_trackers
 from finetune.training.run_plan import length_notes
 from finetune.training.teacher import with_teacher
@@ -127,7 +127,7 @@ def prepare(recipe: Recipe, recipe_file: str, launch: Launch, problems: Problems
         lambda: with_teacher(recipe, build_training(recipe, tokenizer, opened), tokenizer, config)
     )
     if training is not None and recipe.rollouts is not None:
-        notes += problems.attempt(lambda: Prompts(recipe, on_disk(training)).notes) or []
+        notes += problems.attempt(lambda: RunPrompts(recipe, on_disk(training)).notes) or []
     held_out = problems.attempt(build_held_out, recipe, tokenizer, opened)
     if held_out is not None:
         notes += problems.attempt(check_questions, recipe.evaluate, held_out.examples, tokenizer) or []

@@ -1,5 +1,6 @@
-"""Rollouts on one process and on several: the same tokens, the same curve when they are trained on again, and a run that
-is killed continues with those that it has recorded."""
+"""Rollouts on one process and on several: the same tokens, and the same curve when they are trained on again.
+
+A run that is killed continues with those that it has recorded."""
 
 from __future__ import annotations
 

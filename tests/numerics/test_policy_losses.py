@@ -1,6 +1,6 @@
-"""Each loss of `grpo` on recorded rollouts, against plain transformers in fp64 and the formulas of papers and of TRL
-(trl/trainer/grpo_trainer.py and rloo_trainer.py of TRL 1.16, https://github.com/huggingface/trl), written with the ratio
-and its clip: on-policy these are inactive, and their gradient is that of our linear form."""
+"""Each loss of `grpo` on recorded rollouts, against plain transformers in fp64 and formulas of papers and of TRL 1.16
+(grpo_trainer.py, rloo_trainer.py in https://github.com/huggingface/trl/tree/main/trl/trainer), with the ratio and its
+clip: on-policy these are inactive, and their gradient is that of our linear form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPTS, SAMPLES, MOST, TEMPERATURE = 3, 4, 6, 0.7
 
 
 def recorded(folder: Path) -> list[Sample]:
-    """Writes a step of made-up samples: prompts and samples of unequal lengths, rewards of which one group's are equal."""
+    """Writes a step of made-up samples: of unequal lengths, with rewards, of which those of one prompt are equal."""
     random = np.random.Generator(np.random.PCG64(1))
     samples = []
     for prompt in range(PROMPTS):
@@ -116,7 +116,10 @@ def test_a_loss_has_the_value_and_gradient_of_its_formula(
     recipe |= {
         "objective": {"name": "grpo", "loss": loss},
         "rollouts": {
-            **{"prompts": PROMPTS, "samples": SAMPLES, "max_new_tokens": MOST, "temperature": TEMPERATURE},
+            "prompts": PROMPTS,
+            "samples": SAMPLES,
+            "max_new_tokens": MOST,
+            "temperature": TEMPERATURE,
             "replay": str(tmp_path / "recorded"),
         },
         "batch": {"rows": rows, "tokens_per_device": 64},  # several micro-batches
