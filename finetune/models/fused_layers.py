@@ -141,7 +141,11 @@ def why_not_same(config: PretrainedConfig, choice: KernelChoice) -> str | None:
     except FAILURES as error:
         return failure_text(error)
     real = choice.functions()
-    plain_ones = Functions(real.norm and _PLAIN.norm, real.gate and _PLAIN.gate, real.rotation and _PLAIN.rotation)
+    plain_ones = Functions(
+        _PLAIN.norm if real.norm else None,
+        _PLAIN.gate if real.gate else None,
+        _PLAIN.rotation if real.rotation else None,
+    )
 
     def trial() -> dict[str, Any]:
         with quietly():
@@ -153,7 +157,7 @@ def why_not_same(config: PretrainedConfig, choice: KernelChoice) -> str | None:
             except FAILURES as error:
                 return {"why": f"a tiny copy of the model could not be tried: {failure_text(error)}"}
 
-    names = [name for name, function in zip(Functions._fields, plain_ones, strict=True) if function]
+    names = [name for name, function in plain_ones._asdict().items() if function]
     return cached(tiny, f"kernels {names}", trial, may_keep=lambda outcome: outcome["why"] is None)["why"]
 
 
