@@ -51,7 +51,40 @@ _SHARED = "tests/numerics/test_shared_prompts.py"
 _FAKE_CUDA = "tests/fake_cuda/test_fake_cuda.py"
 _EPOCHS, _FLIPS = "tests/unit/data/test_data_epochs.py", "tests/unit/data/test_data_flips.py"
 _PARITY = "scripts/proofs/parity_matrix.py"
+_ROLLOUTS = "tests/distributed/test_rollouts.py"
 MUTANTS = (
+    Mutant(
+        "rollouts",
+        "the noise of samples depends on the rank",
+        "finetune/rollouts/drawing.py",
+        "sample_keys(self.seed, draws, samples)",
+        "sample_keys(self.seed + self.engine.rank, draws, samples)",
+        (_ROLLOUTS, "-k", "alike and ddp"),
+    ),
+    Mutant(
+        "rollouts",
+        "the noise of a token depends on the padding before it",
+        "finetune/rollouts/decoding.py",
+        "choose(output.logits[:, -1], position)",
+        "choose(output.logits[:, -1], mask.shape[1])",
+        (_ROLLOUTS, "-k", "decoded_together"),
+    ),
+    Mutant(
+        "rollouts",
+        "recorded rollouts are drawn again after a kill",
+        "finetune/rollouts/step_rows.py",
+        "if found is not None and found[1] == self._identity:",
+        "if found is not None and found[1] != self._identity:",
+        (_ROLLOUTS, "-k", "after_a_kill"),
+    ),
+    Mutant(
+        "rollouts",
+        "mean of means: of the samples of each micro-batch",
+        "finetune/objectives/policy.py",
+        "Term(outputs.total, loss.unit, 1.0)",
+        "Term(outputs.total / max(1, len(batch.sequence_tokens)), loss.unit, 1.0)",
+        ("tests/numerics/test_policy_losses.py", "-k", "dapo"),
+    ),
     Mutant(
         "objectives",
         "mean of means: of the pairs of each micro-batch",

@@ -77,6 +77,16 @@ def test_processes_sample_the_same_tokens_and_train_on_them_alike(
     assert not (tmp_path / "runs" / "replayed" / "rollouts").exists()
 
 
+def test_what_is_decoded_together_changes_no_token(online: dict[str, Any], write_recipe: Write, tmp_path: Path) -> None:
+    """Prompts of a cohort are padded to its longest: neither a cohort's size nor the padding is in the noise."""
+    train_here(write_recipe(online))
+    online["rollouts"]["cohort"], online["run"]["name"] = PROMPTS * SAMPLES, "together"
+    train_here(write_recipe(online))
+    ours, theirs = (lines_of(tmp_path / "runs" / name, 1) for name in ("run", "together"))
+    assert len({line["row"] for line in ours}) == PROMPTS
+    assert ours == theirs
+
+
 def test_recorded_rollouts_are_used_after_a_kill_and_none_of_another_recipe(
     online: dict[str, Any], write_recipe: Write, tmp_path: Path
 ) -> None:
