@@ -20,7 +20,7 @@ from finetune.models.compiled import uncompiled
 from finetune.recipe.schema import Rollouts
 from finetune.rollouts.decoding import decode
 from finetune.rollouts.noise import sample_keys
-from finetune.rollouts.sampling import Sampler
+from finetune.rollouts.sampler import Sampler
 
 
 @dataclass(frozen=True)

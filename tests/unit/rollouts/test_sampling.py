@@ -10,7 +10,7 @@ from finetune.objectives.policy import LOSSES
 from finetune.recipe.schema import ObjectiveSettings, Rollouts
 from finetune.rollouts.advantages import advantages
 from finetune.rollouts.noise import gumbel, mixed, sample_keys
-from finetune.rollouts.sampling import Sampler, within
+from finetune.rollouts.sampler import Sampler, within
 
 SETTINGS = Rollouts(prompts=1, samples=2, max_new_tokens=4)
 
