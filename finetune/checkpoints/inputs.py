@@ -1,5 +1,5 @@
-"""Inputs of a run: rows, tokenizer, config and base. A checkpoint keeps their digests, and a resume compares them with
-those of now, because the same paths may hold something else.
+"""Inputs of a run: rows, tokenizer, config, base and files of rewards. A checkpoint keeps their digests, and a resume
+compares them with those of now, because the same paths may hold something else.
 
     state.json  "inputs": {"data": {...}, "tokenizer": {...}, "config": {...}, "base": {...}, "eval": {...}}
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -58,6 +59,7 @@ def read_inputs(
             "eval": held_out.examples.content("eval") if held_out is not None else {},
             "tokenizer": tokenizer_content(tokenizer),
             "config": config_content(config),
+            "rewards": reward_files(recipe),
             "base": {
                 **base_content(recipe.model),
                 "enters steps": enters,
@@ -66,6 +68,18 @@ def read_inputs(
         }
 
     return on_main(engine, read)
+
+
+def reward_files(recipe: Recipe) -> dict[str, str]:
+    """Returns a digest of each Python file of `rewards`, by its place in the list. Raises UserError."""
+    digests = {}
+    for i, reward in enumerate(recipe.rewards):
+        if reward.file is not None:
+            try:
+                digests[f"rewards[{i}].file"] = digest(Path(reward.file).expanduser().read_bytes())
+            except OSError as error:
+                raise UserError(f"rewards[{i}].file: {reward.file} cannot be read: {error.strerror}") from None
+    return digests
 
 
 def on_main(engine: Engine, call: Callable[[], Result]) -> Result:
@@ -106,6 +120,7 @@ def input_changes(saved: Inputs, now: Inputs) -> list[InputChange]:
         *_tokenizer_changes(saved["tokenizer"], now["tokenizer"]),
         *_config_changes(saved["config"], now["config"]),
         *_base_changes(saved["base"], now["base"]),
+        *_changes("rewards", saved.get("rewards", {}), now.get("rewards", {})),
         *(InputChange(None, change.text) for change in _changes("data", saved["eval"], now["eval"])),
     ]
 

@@ -25,7 +25,7 @@ from finetune.checkpoints.shards import PartReader
 from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.errors import UserError
-from finetune.recipe import Recipe, dump_recipe
+from finetune.recipe import Recipe, dump_recipe, load_recipe
 from finetune.recipe.schema import Acceptable
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ _FIXED = ("mode", "lora", "optimizer.name", "batch.rows")
 # Weights or the order of samples depend on these; `checkpoint.accept_changes` allows another value.
 _ACCEPTABLE: tuple[str, ...] = tuple(key for key in get_args(Acceptable) if key not in PARTS)
 # Of these, free to change: the same numbers, computed in another way.
-_SAME_MATHS = ("objective.share_prompts:",)
+_SAME_MATHS = ("objective.share_prompts:", "rollouts.cohort:")
 
 
 def changes_since(recipe: Recipe, folder: Path, of_inputs: list[InputChange]) -> list[str]:
@@ -156,15 +156,17 @@ def changes_since(recipe: Recipe, folder: Path, of_inputs: list[InputChange]) ->
 
     Raises UserError listing the differences that are not allowed, all of them.
     """
-    saved = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-    now = yaml.safe_load(dump_recipe(recipe))
+    saved, now = _saved_recipe(folder), yaml.safe_load(dump_recipe(recipe))
     accepted = recipe.checkpoint.accept_changes
     fixed = [line for key in _FIXED for line in _differences_at(key, saved, now)]
     refused = {}  # by the key of `checkpoint.accept_changes` that allows them
     for key in _ACCEPTABLE:
         refused[key] = [line for line in _differences_at(key, saved, now) if not line.startswith(_SAME_MATHS)]
     for part in PARTS:
-        refused[part] = [change.text for change in of_inputs if change.part == part]
+        refused[part] = []
+    for change in of_inputs:
+        if change.part is not None:
+            refused[change.part].append(change.text)
     refused = {key: lines for key, lines in refused.items() if lines and key not in accepted}
     if fixed or refused:
         inputs = [name for part, name in _INPUTS.items() if part in refused]
@@ -178,7 +180,23 @@ def changes_since(recipe: Recipe, folder: Path, of_inputs: list[InputChange]) ->
     return [*differences(saved, now), *(change.text for change in of_inputs if change.part is not None)]
 
 
-_INPUTS = {"data": "the rows", "tokenizer": "the tokenizer", "config": "the config", "base": "the weights"}
+def _saved_recipe(folder: Path) -> dict[str, Any]:
+    """Returns the recipe of a checkpoint, with today's defaults for keys that its version did not have; as it was
+    written if it has keys that no longer exist."""
+    file = folder / "recipe.yaml"
+    try:
+        return yaml.safe_load(dump_recipe(load_recipe(file, ())))
+    except UserError:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+_INPUTS = {
+    "data": "the rows",
+    "tokenizer": "the tokenizer",
+    "config": "the config",
+    "base": "the weights",
+    "rewards": "the rewards",
+}
 
 
 def _differences_at(key: str, saved: Any, now: Any) -> Iterator[str]:

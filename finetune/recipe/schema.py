@@ -702,6 +702,8 @@ Acceptable = Literal[
     "data.streaming",
     "data.window",
     "objective",
+    "rollouts",
+    "rewards",
     # Contents of the recipe's paths, rather than a key of it: rows, tokenizer, model config, weights.
     "data",
     "tokenizer",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from finetune.checkpoints.inputs import on_main
+from finetune.checkpoints.inputs import on_main, reward_files
 from finetune.data.row_source import RunRows
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as Tokens
@@ -33,6 +34,8 @@ from finetune.rollouts.advantages import advantages, has_variance
 from finetune.rollouts.drawing import Drawer, Drawn
 from finetune.rollouts.prompts import RowPrompt, RunPrompts
 from finetune.rollouts.records import Sample
+
+log = logging.getLogger(__name__)
 
 
 class RolloutRows(RunRows):
@@ -82,6 +85,8 @@ class RolloutRows(RunRows):
             for file in sorted(self._records.glob("step-*.jsonl")):
                 records.set_record_aside(self._records, int(file.stem.removeprefix("step-")))
         self._rewards.__enter__()
+        for note in self._rewards.notes:
+            log.warning("%s", note)
 
     def prepare(self, step: int) -> None:
         samples, times = self._recorded(step), dict[str, float]()
@@ -228,13 +233,12 @@ def run_identity(recipe: Recipe, content: Mapping[str, Any]) -> str:
     """Returns a digest of all that decides the weights of a step and its rollouts, so that a record is not taken for
     one of another run in the same folder. content: of the rows of `data.train`. Raises UserError."""
     settings = recipe.model_dump(mode="json")
-    files = [reward.get("file") for reward in settings["rewards"]]
     parts = {
         **{name: settings[name] for name in _DECIDING},
         "seed": recipe.run.seed,
         "data": [settings["data"][name] for name in ("max_length", "overlong")],
         "content": content,
         "base": base_content(recipe.model),
-        "reward files": [Path(file).expanduser().read_text(encoding="utf-8") if file else None for file in files],
+        "reward files": reward_files(recipe),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

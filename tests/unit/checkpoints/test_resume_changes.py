@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from finetune.checkpoints.inputs import Inputs, input_changes
 from finetune.checkpoints.resume import changes_since
@@ -102,6 +103,15 @@ def test_keys_that_stored_tensors_depend_on_cannot_change(
     assert "accept_changes" not in message
 
 
+def test_keys_that_an_earlier_version_did_not_have_are_no_change(load: Any, checkpoint: Path) -> None:
+    file = checkpoint / "recipe.yaml"
+    saved = yaml.safe_load(file.read_text(encoding="utf-8"))
+    del saved["rewards"], saved["rollouts"], saved["model"]["kernels"]
+    file.write_text(yaml.safe_dump(saved), encoding="utf-8")
+    assert changes(load(), checkpoint) == []
+    assert "model.kernels" in refusal(load("model.kernels=plain"), checkpoint)
+
+
 @pytest.mark.parametrize(
     ("override", "key"),
     [
@@ -139,6 +149,7 @@ def test_keys_that_the_order_depends_on_change_only_if_accepted(
         ("config", having("config", sliding_window=8), "config: sliding_window: null -> 8"),
         ("base", having("base", files={"model.safetensors": "9 bytes, cd"}), 'base: model.safetensors: "9 bytes, ab"'),
         ("base", having("base", reference="ab"), 'base: reference: null -> "ab"'),
+        ("rewards", {**INPUTS, "rewards": {"rewards[0].file": "ab"}}, 'rewards: rewards[0].file: null -> "ab"'),
     ],
 )
 def test_other_content_is_another_run(load: Any, checkpoint: Path, part: str, now: Inputs, said: str) -> None:

@@ -49,7 +49,7 @@ def test_rewards_see_messages_and_columns_of_rows_under_other_names(path: Path) 
     assert first.columns == {"level": 0}
     tokenizer = load_tokenizer(load_recipe(path).model)
     assert tokenizer.decode(prompts.prompts[2].reference, skip_special_tokens=True) == "4"
-    assert tokenizer.decode(prompts.prompts[2].ids).endswith("<|im_start|>assistant\n")
+    assert str(tokenizer.decode(prompts.prompts[2].ids)).endswith("<|im_start|>assistant\n")
 
 
 def test_prompts_without_room_are_dropped_and_counted_or_refused(path: Path) -> None:
