@@ -348,11 +348,12 @@ def test_products_of_8_bits_are_refused_where_a_device_has_none(
         plan(path, (*SHORT, *words), PlanOptions(("4090",)))
     asked, devices = load_recipe(path, (*SHORT, *words)), shipped_hardware().devices
     known = {key: device.capability for key, device in devices.items() if device.capability}
+    have = ("H100", "H200", "GH200", "B200", "B300", "5090", "RTX-PRO-6000")  # Hopper and Blackwell
     for key, capability in known.items():
-        refuses = pytest.raises(UserError) if key[:4] not in ("H100", "H200", "B200", "5090") else nullcontext()
+        refuses = nullcontext() if key.startswith(have) else pytest.raises(UserError)
         with refuses:
             check_products(asked, key, capability)
-    assert set(devices) - set(known) == {"MI300X-192", "MI250X-64"}
+    assert set(devices) - set(known) == {"MI300X-192", "MI325X-256", "MI250X-64"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
