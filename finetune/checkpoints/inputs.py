@@ -1,7 +1,8 @@
 """Inputs of a run: rows, tokenizer, config, base and files of rewards. A checkpoint keeps their digests, and a resume
 compares them with those of now, because the same paths may hold something else.
 
-    state.json  "inputs": {"data": {...}, "tokenizer": {...}, "config": {...}, "base": {...}, "eval": {...}}
+    state.json  "inputs": {"data": {...}, "eval": {...}, "tokenizer": {...}, "config": {...}, "rewards": {...},
+                           "base": {...}}
 
 Rank 0 reads them for all. `checkpoint.accept_changes` allows a part to differ; differences without effect on later
 steps are reported, not refused.

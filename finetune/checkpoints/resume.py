@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class Resumed:
     """Restored state other than tensors."""
 
-    progress: dict[str, Any]  # the fields of `training.trainer.TrainingState`
+    progress: dict[str, Any]  # the fields of `training.state.TrainingState`
     metrics: dict[str, float]  # from the evaluation at its step; empty without one
     changes: list[str]  # changes of the recipe and its inputs since
     notes: list[str]  # differences without effect on later steps, and settings that cannot be compared

@@ -1,4 +1,4 @@
-"""The interface of what a run trains on: data on the disk, or a stream."""
+"""The interface of a run's rows: data on the disk, a stream, or samples of the model (`rollouts/step_rows.py`)."""
 
 from __future__ import annotations
 

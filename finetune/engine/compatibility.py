@@ -1,4 +1,5 @@
-"""Checks that recipe and launch are compatible: the recipe owns the maths, backends offer what they do exactly."""
+"""Checks that recipe and launch are compatible: the recipe owns the maths, and a backend takes only what it computes
+exactly."""
 
 from __future__ import annotations
 

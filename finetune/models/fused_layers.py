@@ -1,4 +1,4 @@
-"""Norms, gated feed-forwards and rotations of an architecture by one kernel each way, in place of several passes.
+"""Computes norms, gates and rotations by one kernel in the forward and one in the backward, in place of several passes.
 
     norm        y = x / rms(x) * (offset + w)       torch's fused operator, or Liger's
     gate        y = silu(a) * b                     Liger's
@@ -56,7 +56,9 @@ class Functions(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelChoice:
-    norm: Literal["torch", "liger"] | None
+    """The kernels of a run, with the reason."""
+
+    norm: Literal["torch", "liger"] | None  # None: the architecture's own
     by_liger: frozenset[str]  # `gate`, `rotation`
     reason: str
 
@@ -95,7 +97,7 @@ def choose_kernels(
 
 
 def fuse_layers(model: nn.Module, config: PretrainedConfig, choice: KernelChoice) -> str:
-    """Replace the forward of each module whose formula is known, in place; returns what computes what, for people.
+    """Replace the forward of each module whose formula is known, in place; returns the kernels and the reason, as text.
 
     model: transformers' or peft's, before an engine wraps it. Raises UserError if Liger's kernels are asked for, and
     the architecture has no such module, or is not the same with them.
@@ -165,7 +167,7 @@ def why_not_same(config: PretrainedConfig, choice: KernelChoice) -> str | None:
 
 
 def _plain_norm(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-    """As transformers' models compute it, step by step."""
+    """Returns the norm as transformers' models compute it, step by step."""
     rows = x.float()
     rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + norm.eps)
     return (rows * (norm.offset + weight.float())).type_as(x) if norm.in_fp32 else weight * rows.type_as(x)
@@ -189,7 +191,7 @@ _PLAIN = Functions(_plain_norm, _plain_gate, _plain_rotation)
 
 
 def norm_of(module: nn.Module) -> Norm | None:
-    """Returns the formula of a norm; None: it is none, or another. Not of those with a gate, which take it as well."""
+    """Returns the formula of a norm; None if the module is no norm, or has another formula, such as one with a gate."""
     if [*dict(module.named_parameters(recurse=False))] != ["weight"] or [*module.children(), *module.buffers()]:
         return None
     numbers = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.01]
@@ -330,8 +332,8 @@ def _with_rotation(forward: FunctionType, function: Callable[..., tuple[Tensor, 
 
 
 def _norm_by_torch(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-    """By `aten::_fused_rms_norm`, which CUDA has for a weight in the type of its input. Without autocast, which would
-    compute in fp32. Against transformers' one rounding less: that of x / rms(x), before the product with the weight."""
+    """Returns the norm by `aten::_fused_rms_norm`, which CUDA has for a weight in the type of its input; without
+    autocast, which would compute in fp32. Against transformers it does not round before the product with the weight."""
     with torch.autocast(x.device.type, enabled=False):
         if norm.in_fp32:
             return rms_norm(x.float(), norm.offset + weight.float(), norm.eps).to(x.dtype)
@@ -349,12 +351,12 @@ def _norm_by_liger(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
 
 
 def _gate_by_liger(a: Tensor, b: Tensor) -> Tensor:
-    """Its backward puts the gradients in place of the inputs."""
+    """Returns silu(a) * b; the backward overwrites the inputs with their gradients."""
     return liger_function("swiglu", "LigerSiLUMulFunction")(a, b)
 
 
 def _rotation_by_liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """In place, as its backward."""
+    """Rotates in place; the backward, too."""
     return liger_function("rope", "LigerRopeFunction")(q, k, cos, sin)
 
 

@@ -1,4 +1,4 @@
-"""Policy gradients: samples of the model, each weighted by its advantage, what its reward has above a baseline.
+"""Policy gradients: samples of the model, each weighted by its advantage, its reward less a baseline.
 
 On-policy, with one optimizer step per rollout, the ratio of new to old probabilities is 1 with the gradient of the
 log-probability. So every loss is linear in log-probabilities, and costs what a weighted negative log-likelihood costs:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from finetune.recipe.schema import Recipe
 
-ONLINE = ("grpo",)  # objectives that train on rollouts
+ONLINE = ("grpo",)  # objectives that train on rollouts; their rewards: `TAKES_REWARDS`
 
 
 def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -20,25 +20,26 @@ from finetune.utils import answer
 
 
 class Unanswerable(Exception):
-    """There is no reward for this row, whatever was sampled: the reason."""
+    """Reason why a row has no reward, whatever was sampled."""
 
 
 def _needed(reference: str | None) -> str:
+    """Returns the reference. Raises Unanswerable if the row has none."""
     if reference is None:
         raise Unanswerable("the row has no reference: its last turn is not an assistant's")
     return reference
 
 
 def exact_match(completion: str, reference: str | None, pattern: str | None = None) -> float:
-    """1 if the two are equal without their outer blanks; with `pattern`, if what its first group found last is. As
-    `evaluate.exact_match`."""
+    """1 if both are equal without their outer blanks; with `pattern`, if the last matches of its first group are equal.
+    As `evaluate.exact_match`."""
     expected = answer(_needed(reference), pattern)
     if expected is None:
         raise Unanswerable(f"`pattern` ({pattern}) does not occur in the reference")
     return float(answer(completion, pattern) == expected)
 
 
-# A number: digits with or without commas for thousands, a fraction, an exponent. A minus behind a digit, a letter or a
+# A number: digits with or without commas for thousands, a fraction, an exponent. A minus after a digit, a letter or a
 # bracket is an operator.
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]}])[-+])?\$?(?:(?<!\d)(?<!\d,)[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
@@ -56,8 +57,8 @@ def numbers_in(text: str) -> list[Decimal]:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Returns the number behind the last `####` (GSM8K's form), or the last of the text if there is none; None without
-    a number.
+    """Returns the number after the last `####` (GSM8K's form), or the last number if there is no mark; None without a
+    number.
 
     >>> last_number("9 - 4 = 5 eggs, so $1,234.50 in all"), last_number("so 7\\n#### 42"), last_number("(3, 4)")
     (Decimal('1234.50'), Decimal('42'), Decimal('4'))
@@ -76,7 +77,7 @@ def number(completion: str, reference: str | None) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns what the last \boxed{...} holds, braces balanced; None if there is none.
+    r"""Returns the content of the last \boxed{...}, with balanced braces; None if there is none.
 
     >>> last_boxed(r"so \boxed{1} or \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -119,7 +120,7 @@ def _with_math_verify(parameters: Mapping[str, Any]) -> tuple[Mapping[str, Any],
 
 
 def regex(completion: str, pattern: str) -> float:
-    """1 if the pattern is found anywhere."""
+    """1 if the pattern matches anywhere."""
     return float(re.search(pattern, completion) is not None)
 
 

@@ -26,14 +26,14 @@ from typing import Any, BinaryIO
 
 from finetune.rewards.builtin import REWARDS, Unanswerable
 
-# What a function may ask for, by these names.
+# Names of the arguments that a function may declare.
 ARGUMENTS = ("completion", "reference", "row", "prompt", "messages", "num_tokens", "is_truncated")
 GRACE_S = 5.0  # the parent kills at the limit; if it is gone, the kernel does this much later
 _TRACEBACK_LINES, _CHARACTERS = 20, 4000
 
 
 class Unusable(Exception):
-    """The function cannot be loaded: the reason, with the line of the file."""
+    """Reason why a function cannot be loaded, with the line of the file."""
 
 
 def main(requests: int, replies: int) -> None:
@@ -60,7 +60,7 @@ def main(requests: int, replies: int) -> None:
 
 
 def _read(source: BinaryIO) -> Any:
-    """Returns the next request, None at the end."""
+    """Returns the next request; None at the end of the pipe."""
     size = source.read(8)
     return pickle.loads(source.read(int.from_bytes(size, "big"))) if len(size) == 8 else None  # noqa: S301 - see above
 
@@ -144,7 +144,8 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str
 
 
 def as_number(value: Any) -> dict[str, Any]:
-    """Numbers, true and false, and arrays and tensors of one number, are rewards."""
+    """Returns {value} of a number, of true or false, or of an array or tensor of one number; else {kind, what} of the
+    failure."""
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
         value = value.item()
     if not isinstance(value, Real):

@@ -9,6 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Completion:
+    """A sampled answer, and its row."""
+
     prompt: str  # rendered prompt, as text
     messages: tuple[dict, ...]  # of the prompt, without the reference answer
     text: str  # the sampled answer, without special tokens
@@ -21,6 +23,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class Reward:
+    """The weighted sum of all rewards of a completion, and its parts."""
+
     total: float  # weighted sum, with `on_failure` for a function that failed
     by_name: Mapping[str, float | None]  # unweighted, None if that function failed
     failures: tuple[str, ...]  # "name: what happened", empty if all answered

@@ -1,5 +1,5 @@
-"""`judge`: a number from the reply of a model behind an OpenAI-compatible server. In threads of this process, which
-only wait."""
+"""`judge`: a number from the reply of a model on an OpenAI-compatible server. Requests are sent by threads of this
+process, which only wait."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ _PAUSE_S = 0.5
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the key, and the texts, to a server that the recipe does not name."""
+    """Refuses redirects, which would take the key and the texts to a server that the recipe does not name."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class _Refused(Exception):
-    """The server gave no number. args: kind of failure, one line."""
+    """Failure of a server to give a number. args: kind of failure, one line."""
 
 
 class Judge:
-    """Raises UserError if the variable of the key is not set. The key is in no message."""
+    """The judge of a recipe. The key is in no message. Raises UserError if the key's variable is not set."""
 
     def __init__(self, settings: RewardSettings, place: str):
         self._settings, self._url = settings, (settings.judge or "").rstrip("/") + "/chat/completions"
@@ -65,7 +65,7 @@ class Judge:
         self._open = urllib.request.build_opener(_NoRedirect).open
 
     def outcomes(self, completions: Sequence[Completion]) -> list[Outcome | None]:
-        """Returns the outcomes in order; None behind a failure that stops the run: nothing more is asked then."""
+        """Returns the outcomes in order; None after a failure that stops the run: no more requests are sent then."""
         stop = threading.Event()
 
         def judged(completion: Completion) -> Outcome | None:
@@ -135,6 +135,7 @@ class Judge:
         return bytes(content)
 
     def _unreachable(self, error: Exception, deadline: float) -> NoReturn:
+        """Raises _Refused with the reason of a failed connection."""
         if time.monotonic() >= deadline:
             raise _Refused("timeout", f"the judge gave no answer in {self._settings.seconds:g} s") from None
         reason = self._clean(str(getattr(error, "reason", None) or error))
@@ -152,6 +153,6 @@ class Judge:
         return text.rpartition("</think>")[2]
 
     def _clean(self, text: str) -> str:
-        """Servers may repeat the key in an error."""
+        """Returns a server's text on one line, without the key, which it may repeat in an error."""
         text = text.replace(self._key, "***") if self._key else text
         return " ".join(scrubbed(text).split())

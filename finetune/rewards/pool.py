@@ -28,7 +28,7 @@ _REPLY_BYTES = 1 << 20
 
 
 class NoReply(Exception):
-    """A process did not answer, and has to be replaced. args: kind of failure, one line."""
+    """Failure of a process to answer; it has to be replaced. args: kind of failure, one line."""
 
 
 class Child:
@@ -155,7 +155,7 @@ def _environment() -> dict[str, str]:
 
 
 class Pool:
-    """Processes for one function. A context manager; the first process starts with it, the others when they have
+    """Processes for one function. A context manager: the first process starts on entry, the others when they have
     something to do. settings: see `child.load`, and `place`, the function's name in messages."""
 
     def __init__(self, settings: Mapping[str, Any], processes: int, seconds: float, stops: bool):
@@ -174,7 +174,7 @@ class Pool:
             child.end()
 
     def outcomes(self, completions: Sequence[Completion]) -> list[Outcome | None]:
-        """Returns the outcomes in order; None behind a failure that stops the run. Raises UserError if a process that
+        """Returns the outcomes in order; None after a failure that stops the run. Raises UserError if a process that
         replaces another cannot load the function."""
         outcomes: list[Outcome | None] = [None] * len(completions)
         waiting, lock, stop = iter(range(len(completions))), threading.Lock(), threading.Event()
@@ -219,7 +219,7 @@ class Pool:
 
 
 def _arguments(completion: Completion) -> dict[str, Any]:
-    """Returns everything that a function may ask for, by the names of `child.ARGUMENTS`."""
+    """Returns all arguments that a function may declare, by the names of `child.ARGUMENTS`."""
     return {
         "completion": completion.text,
         "reference": completion.reference,

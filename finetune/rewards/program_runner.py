@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def limit(request: Mapping[str, Any]) -> list[str]:
-    """Sets the limits, in a process that namespaces end with; returns those that the system does not offer."""
+    """Sets the limits, in a process whose end is that of its namespaces; returns those that the system lacks."""
     missing, is_root = [], os.geteuid() == 0
     is_separate = _separate()
     if not is_separate:
@@ -79,7 +79,7 @@ def _separate() -> bool:
 
 
 def run(code: str, tests: list[str]) -> list[bool]:
-    """Returns which tests raised nothing, behind a program that raised nothing. Everything a program may raise counts,
+    """Returns which tests raised nothing; none did if the program itself raised. Everything counts that may be raised,
     `SystemExit` included."""
     names: dict[str, Any] = {"__name__": "completion"}
     if not _raises_nothing(code, names):

@@ -31,7 +31,7 @@ class Program:
     column: str
     partial: bool
     memory_mb: int
-    seconds: float  # of CPU, and of the clock behind the start of the interpreter
+    seconds: float  # of CPU, and of the clock after the start of the interpreter
 
 
 def run_program(code: str, tests: Sequence[str], program: Program) -> list[bool]:
@@ -50,7 +50,7 @@ def missing_limits(program: Program) -> list[str] | None:
 
 
 def _result(code: str, tests: Sequence[str], program: Program) -> object:
-    """Returns what the runner wrote, None without a result."""
+    """Returns the result of the runner (`program_runner.py`); None if there is none."""
     limits = {"seconds": program.seconds, "memory": program.memory_mb << 20}
     request = json.dumps({"code": code, "tests": list(tests), **limits}).encode()
     with tempfile.TemporaryDirectory(prefix="finetune-tests-", ignore_cleanup_errors=True) as folder:
@@ -88,7 +88,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """No key or token of ours, the same order of sets in every run, one thread."""
+    """Returns the variables of a program: no key or token of ours, the same order of sets in every run, one thread."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     path = os.environ.get("PATH", os.defpath)
     return {"PATH": path, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **threads}

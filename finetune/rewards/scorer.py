@@ -19,7 +19,7 @@ from finetune.rewards.completion import Completion, Outcome
 
 
 class ScoringModel:
-    """Raises UserError for a folder without a reward model."""
+    """The reward model of a recipe. Raises UserError for a folder without one."""
 
     def __init__(self, settings: RewardSettings, place: str):
         folder = Path(settings.reward_model or "").expanduser()

@@ -1,4 +1,4 @@
-"""The rewards of a recipe: every reward of every completion, in canonical order, and what failed, counted and told."""
+"""The rewards of a recipe: computes each for every completion, in order; counts failures and writes them to the log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROGRAM_S = 30.0  # beyond the limit of `tests`, for the start of the program's
 
 
 class Scoring(Protocol):
-    """One reward, started. Answers in order; None behind a failure that stops the run."""
+    """One reward, started. Outcomes are in the order of completions; None after a failure that stops the run."""
 
     def outcomes(self, completions: Sequence[Completion]) -> Sequence[Outcome | None]: ...
 
@@ -62,6 +62,7 @@ class Rewards:
         return [self._reward([column[j] for column in columns]) for j in range(len(completions))]
 
     def _reward(self, outcomes: Sequence[Outcome]) -> Reward:
+        """Returns the reward of one completion. outcomes: of each reward, in the order of the recipe."""
         total, by_name, failures = 0.0, dict[str, float | None](), list[str]()
         for settings, outcome in zip(self._settings, outcomes, strict=True):
             by_name[settings.label] = outcome.value
@@ -114,6 +115,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _start(settings: RewardSettings, place: str, stack: ExitStack, notes: list[str]) -> Scoring:
+    """Returns a reward, started; `stack` ends its processes. Adds to `notes`. Raises UserError."""
     if settings.kind == "judge":
         return Judge(settings, place)
     if settings.kind == "reward_model":

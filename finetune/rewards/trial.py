@@ -1,4 +1,4 @@
-"""A trial of rewards before a run: do they tell the reference answers of some rows from garbage?"""
+"""A trial of rewards before a run: whether they tell the reference answers of some rows from garbage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORM = ("regex", "json_schema", "length")  # look at the form alone: garbage of
 
 @dataclass(frozen=True)
 class RewardTrial:
-    """Means by kind of answer (`reference`, `empty`, `another row's`, `reversed`) and reward, None if all failed.
+    """Means by kind of answer (`reference`, `empty`, `another row's`, `reversed`) and reward; None if all failed.
 
     problems: the rewards cannot train anything, or a run would stop; notes: worth a look.
     """

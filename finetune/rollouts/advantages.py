@@ -1,4 +1,4 @@
-"""Advantages: what a sample's reward has above the baseline of its prompt.
+"""Advantages: the reward of a sample less the baseline of its prompt, scaled.
 
 Letters: P prompts of a step, G samples of each.
 """
@@ -30,5 +30,5 @@ def advantages(rewards: NDArray[np.float64], objective: ObjectiveSettings) -> ND
 
 
 def has_variance(rewards: NDArray[np.float64]) -> NDArray[np.bool_]:  # (P,)
-    """Returns whether the samples of a prompt have different rewards: the others teach nothing."""
+    """Returns whether the samples of each prompt have different rewards: a prompt with equal ones teaches nothing."""
     return rewards.max(1) > rewards.min(1)

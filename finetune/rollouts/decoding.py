@@ -90,6 +90,7 @@ def through_end(ids: list[int], end_ids: set[int]) -> list[int]:
 
 
 def left_padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns ids and attention mask, (B, P) each, of prompts that all end at the last position."""
     longest = max(len(prompt) for prompt in prompts)
     ids = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]

@@ -31,7 +31,7 @@ class RowPrompt:
 
 @dataclass(frozen=True)
 class PromptContent:
-    """What rewards may read of a row."""
+    """The parts of a row that rewards may read, besides its answer."""
 
     messages: tuple[dict[str, Any], ...]  # of the prompt
     columns: Mapping[str, Any]  # that the format does not read
@@ -44,7 +44,7 @@ class RunPrompts:
         """Raises UserError if no prompt leaves room, or, under `data.overlong: error`, if one leaves none."""
         assert recipe.rollouts is not None  # a rule of the recipe
         self._recipe = recipe
-        self.room = recipe.data.max_length - recipe.rollouts.max_new_tokens
+        self.room = recipe.data.max_length - recipe.rollouts.max_new_tokens  # tokens of the longest prompt
         self.prompts, self.num_long, self.num_without = list[RowPrompt](), 0, 0
         for example in data.examples:
             question = question_of(example, data.formats[example.source], ())
@@ -82,12 +82,12 @@ class RunPrompts:
         return self._order.epochs(draws)
 
     def contents(self, prompts: Iterable[RowPrompt]) -> list[PromptContent]:
-        """Returns what rewards may read of the rows."""
+        """Returns the parts of the prompts' rows that rewards may read."""
         return [self._contents[prompt.source, prompt.path, prompt.row] for prompt in prompts]
 
     @cached_property
     def _contents(self) -> dict[tuple[int, str, int], PromptContent]:
-        """Of every prompt; reads the sources once more."""
+        """Content of every prompt's row; reads the sources once more."""
         wanted = {(prompt.source, prompt.path, prompt.row) for prompt in self.prompts}
         contents, opened = {}, OpenedSources(self._recipe)
         for i, given in enumerate(self._recipe.data.train):
@@ -99,7 +99,7 @@ class RunPrompts:
 
 
 def content_of(row: Mapping[str, Any], source: Source) -> PromptContent:
-    """Returns what rewards may read of a row. source: with its format."""
+    """Returns the parts of a row that rewards may read. source: its format is resolved, never `auto`."""
     sample = parse_row(row, source.format, source.columns)
     if isinstance(sample, PromptCompletion):
         sample = sample.as_conversation()

@@ -55,7 +55,7 @@ def record_file(folder: Path, step: int) -> Path:
 
 
 def write_record(folder: Path, step: int, samples: Sequence[Sample], identity: str) -> None:
-    """Writes the record of a step, on the disk when it returns. Raises OSError."""
+    """Writes the record of a step; it is on the disk when this returns. Raises OSError."""
     folder.mkdir(exist_ok=True)
     lines = record_file(folder, step)
     content = "".join(json.dumps(_line(sample), ensure_ascii=False) + "\n" for sample in samples).encode()
@@ -141,7 +141,7 @@ def _sample(line: dict[str, Any], prompt: list[int], log_probs: NDArray[Any], ma
 
 
 def _write_through(path: Path, content: bytes) -> None:
-    """Writes a file that is complete or absent, and on the disk. Raises OSError."""
+    """Writes a file to the disk; after a kill it is complete or absent. Raises OSError."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)

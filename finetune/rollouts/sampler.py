@@ -1,4 +1,4 @@
-"""The next token of each sequence, by keyed noise, with what a record keeps of it.
+"""Samples the next token of each sequence by keyed noise, with its log-probability and margin for the record.
 
 Letters: B sequences, V vocabulary.
 """

@@ -1,7 +1,10 @@
 """The rows of a run that samples them: each step's rollouts, recorded before the step, as rows of one sample each.
 
-recorded already? read them : draw them, reward them on the main rank, write them to the disk
--> advantages -> the examples of the step, on every rank, for the loader as any others
+    a record exists     read it
+    else                draw on all ranks; on the main rank reward, and write to the disk
+    then                advantages -> examples
+
+Every rank has the examples of the step, which its loader reads as any others.
 """
 
 from __future__ import annotations
@@ -68,7 +71,8 @@ class RolloutRows(RunRows):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Starts the rewards, on the main rank, and ends them. Collective. Raises UserError on every rank."""
+        """Starts the rewards on the main rank, and ends them; under `replay` only checks that its records exist.
+        Collective. Raises UserError on every rank."""
         try:
             if self._settings.replay is None:
                 on_main(self._engine, self._open)
@@ -81,6 +85,7 @@ class RolloutRows(RunRows):
                 self._rewards.__exit__(None, None, None)
 
     def _open(self) -> None:
+        """Starts the rewards; sets the records of an earlier run aside if none of it is resumed. Raises UserError."""
         if self._recipe.checkpoint.resume == "never":  # or those of the earlier run would be trained on
             for file in sorted(self._records.glob("step-*.jsonl")):
                 records.set_record_aside(self._records, int(file.stem.removeprefix("step-")))
@@ -129,6 +134,7 @@ class RolloutRows(RunRows):
         return samples, {"time/generation": drawn_at - began, "time/rewards": time.perf_counter() - drawn_at}
 
     def _rewarded(self, prompts: Sequence[RowPrompt], drawn: Sequence[Drawn]) -> list[Sample]:
+        """Returns the samples with their rewards, on the main rank. drawn: `samples` of each prompt, in order."""
         each, decode = self._settings.samples, self._text
         contents = self._prompts.contents(prompts)
         completions, samples = list[Completion](), list[Sample]()

@@ -1,4 +1,4 @@
-"""What the studio's buttons do: a table of commands, each made of the fields of its form.
+"""The commands of the studio's buttons: a table, each row made from the fields of a form.
 
 The same function writes the command that is shown beside a button and the one that is run.
 """
@@ -79,8 +79,8 @@ class Form:
 
 @dataclass(frozen=True)
 class Action:
-    """words: of `python`; page: the file that the command writes to be shown, from the form; about: the run or recipe
-    that a command is for."""
+    """A command. words: of `python`; page: the file that it writes to be shown, from the form; about: the run or recipe
+    that it is for."""
 
     words: Callable[[Form], list[str]]
     page: Callable[[Form], str] | None = None

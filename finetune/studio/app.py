@@ -1,4 +1,4 @@
-"""The studio's pages, and what their buttons ask for."""
+"""The studio's server: its pages, and the requests of their buttons."""
 
 from __future__ import annotations
 

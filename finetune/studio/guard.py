@@ -1,4 +1,4 @@
-"""Who may talk to the studio: the browser that opened the address with the token, from the studio's own pages.
+"""Guards the studio: only the browser that opened the address with the token is let in, from the studio's own pages.
 
 The token becomes a cookie that scripts cannot read and that other sites do not send. Cookies and SameSite ignore ports
 (https://datatracker.ietf.org/doc/html/rfc6265#section-8.5), so a page of another local server would send it as well:

@@ -179,7 +179,7 @@ def choices(contents: Contents) -> dict[str, Any]:
 
 
 def first_rows(path: Path) -> str:
-    """Returns the begin of a file of rows, if it is text."""
+    """Returns the beginning of a file of rows, if it is text."""
     with path.open("rb") as file:
         content = file.read(4000)
     if b"\0" in content:

@@ -50,13 +50,13 @@ def inside_or_shipped(text: str, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a folder has, by paths relative to it."""
+    """Recipes, data, models and runs in a folder, by paths relative to it."""
 
     recipes: list[str]  # else those that come with the package
     configs: list[str]  # of accelerate, also those that come with the package
-    data: dict[str, int]  # files of rows and their bytes, none of runs and of models
+    data: dict[str, int]  # files of rows and their bytes, outside of runs and models
     models: list[str]  # folders, also results of runs
-    runs: list[str]  # the last that wrote first
+    runs: list[str]  # the one that wrote last comes first
 
 
 def look(folder: Path) -> Contents:

@@ -1,5 +1,5 @@
-"""Parts of a trainer that follow from a prepared recipe and an engine: model and objective, micro-batch size, plan and
-loaders.
+"""Parts of a trainer that follow from a prepared recipe and an engine: model and objective, their sizes, micro-batch
+size, loaders, plan and rows.
 
 `Trainer.__init__` makes each once, in this order.
 """

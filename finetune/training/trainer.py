@@ -444,7 +444,7 @@ class Trainer:
 
     @property
     def _is_over(self) -> bool:
-        """Whether all steps are done, or evaluations no longer improve."""
+        """Returns whether all steps are done, or evaluations no longer improve."""
         stop_when = self.recipe.train.stop_when
         stopped_early = stop_when is not None and self.state.evaluations_since_best >= stop_when.patience
         return stopped_early or self.state.step >= self.plan.steps

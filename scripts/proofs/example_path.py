@@ -45,7 +45,7 @@ class Visited:
 
 
 class Carries:
-    """Whether a value holds the row: its marker as text, or the marker's tokens one after the other."""
+    """Test of whether a value holds the row: its marker as text, or the marker's tokens one after the other."""
 
     def __init__(self, marker_ids: tuple[int, int]):
         self._ids = marker_ids
@@ -64,7 +64,7 @@ class Carries:
 
 
 def _integers(value: Any) -> np.ndarray | None:
-    """The value's entries, where it is an array, tensor or list of integers."""
+    """Returns the value's entries if it is an array, tensor or list of integers."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         is_integer = not value.is_floating_point() and value.dtype != torch.bool and value.device.type != "meta"
@@ -77,7 +77,7 @@ def _integers(value: Any) -> np.ndarray | None:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a container or an object of the package holds."""
+    """Returns the values in a container, or in an object of the package."""
     if isinstance(value, Mapping):
         return list(value.values())[:WIDTH]
     if isinstance(value, list | tuple | set | frozenset):
@@ -163,7 +163,7 @@ def prepare(folder: Path) -> Path:
 
 
 def record(folder: Path) -> Recorder:
-    """Trains one step under the profile. Raises RuntimeError where the run did not come to an optimizer step."""
+    """Trains one step under the profile. Raises RuntimeError if the run did not come to an optimizer step."""
     import torch  # noqa: F401 (imports are no part of the path)
     import transformers  # noqa: F401
 

@@ -273,9 +273,9 @@ MUTANTS = (
     Mutant(
         "gpu",
         "numbers are sent to the device from memory that is not pinned",
-        "finetune/engine/ranks.py",
-        "return numbers.pin_memory().to(device, non_blocking=True)",
-        "return numbers.to(device)",
+        "finetune/utils.py",
+        "return tensor.pin_memory().to(device, non_blocking=True) if to_gpu else tensor.to(device)",
+        "return tensor.to(device)",
         (f"{_FAKE_CUDA}::test_a_config_on_devices[fsdp2-2-full-1]",),
     ),
 )
