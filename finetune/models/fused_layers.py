@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -193,6 +194,8 @@ _PLAIN = Functions(_plain_norm, _plain_gate, _plain_rotation)
 def norm_of(module: nn.Module) -> Norm | None:
     """Returns the formula of a norm; None if the module is no norm, or has another formula, such as one with a gate."""
     if [*dict(module.named_parameters(recurse=False))] != ["weight"] or [*module.children(), *module.buffers()]:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:
         return None
     numbers = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.01]
     return _formula_of(type(module), numbers[0], tuple(_settings(module))) if len(numbers) == 1 else None

@@ -678,10 +678,9 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
         "pt": "set `sft`, with rows of `format: text`",
         "pretrain": "set `sft`, with rows of `format: text`",
         "completion": "set `sft`, with rows of `format: text`",
-        "grpo": _ONLINE,
+        **{loss: f"set `grpo` and `objective.loss: {loss}`" for loss in ("dr_grpo", "dapo", "rloo", "reinforce_pp")},
         "gdpo": _ONLINE,
         "ppo": _ONLINE,
-        "rloo": _ONLINE,
         "gkd": "set `distill`, which learns from a teacher's predictions",
     },
     "objective.loss": {

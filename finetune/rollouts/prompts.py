@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from finetune.data.building import OpenedSources
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.building import OpenedSources, read_items
 from finetune.data.dataset import Dataset, question_of
 from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import parse_row
 from finetune.data.packing import RowOrder
-from finetune.data.samples import Conversation, PromptCompletion
+from finetune.data.samples import Conversation, Message, PromptCompletion
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
+from finetune.rewards.completion import Completion
+
+RowKey = tuple[int, str, int]  # source, path, row
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,11 @@ class RowPrompt:
     row: int  # its line or row there, from 1
     source: int  # index in `data.train`
     ids: list[int]
-    reference: list[int]  # ids of the row's last answer, without its end token
+    reference: list[int]  # ids of the row's last answer, with its end token, as samples have it
+
+    @property
+    def key(self) -> RowKey:
+        return self.source, self.path, self.row
 
 
 @dataclass(frozen=True)
@@ -83,19 +93,27 @@ class RunPrompts:
 
     def contents(self, prompts: Iterable[RowPrompt]) -> list[PromptContent]:
         """Returns the parts of the prompts' rows that rewards may read."""
-        return [self._contents[prompt.source, prompt.path, prompt.row] for prompt in prompts]
+        return [self._contents[prompt.key] for prompt in prompts]
 
     @cached_property
-    def _contents(self) -> dict[tuple[int, str, int], PromptContent]:
-        """Content of every prompt's row; reads the sources once more."""
-        wanted = {(prompt.source, prompt.path, prompt.row) for prompt in self.prompts}
-        contents, opened = {}, OpenedSources(self._recipe)
-        for i, given in enumerate(self._recipe.data.train):
-            source = opened.open(given)
-            for label, number, row in source.reader.rows(lambda *_: None):  # bad rows are no prompts
-                if (i, label, number) in wanted:
+    def _contents(self) -> dict[RowKey, PromptContent]:
+        return read_contents(self._recipe, self.prompts)
+
+
+def read_contents(recipe: Recipe, prompts: Iterable[RowPrompt]) -> dict[RowKey, PromptContent]:
+    """Returns the content of each prompt's row; reads the sources once more, up to the last of these rows."""
+    wanted, opened = {prompt.key for prompt in prompts}, OpenedSources(recipe)
+    contents: dict[RowKey, PromptContent] = {}
+    for i, given in enumerate(recipe.data.train):
+        source, left = opened.open(given), sum(key[0] == i for key in wanted)
+        with closing(read_items(source.reader)) as items:
+            for label, number, row in items:
+                if not left:
+                    break
+                if (i, label, number) in wanted and not isinstance(row, str):  # a text says why a row cannot be read
                     contents[i, label, number] = content_of(row, source.source)
-        return contents
+                    left -= 1
+    return contents
 
 
 def content_of(row: Mapping[str, Any], source: Source) -> PromptContent:
@@ -105,7 +123,44 @@ def content_of(row: Mapping[str, Any], source: Source) -> PromptContent:
         sample = sample.as_conversation()
     assert isinstance(sample, Conversation)  # by `ROW_KINDS`
     last = max(i for i, message in enumerate(sample.messages) if message.role == "assistant")
-    messages = tuple({"role": message.role, "content": message.content} for message in sample.messages[:last])
     renamed = source.columns or {}
     read = {*renamed.values(), *(field for field in FORMATS[source.format].fields if field not in renamed)}
-    return PromptContent(messages, {name: value for name, value in row.items() if name not in read})
+    columns = {name: value for name, value in row.items() if name not in read}
+    return PromptContent(tuple(map(_as_dict, sample.messages[:last])), columns)
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    """Returns a message with the keys that its row has."""
+    optional = {
+        "reasoning_content": message.reasoning,
+        "tool_calls": [dict(call) for call in message.tool_calls],
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+    }
+    present = {key: value for key, value in optional.items() if value}
+    return {"role": message.role, "content": message.content, **present}
+
+
+def completion_of(
+    prompt: RowPrompt,
+    content: PromptContent,
+    ids: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    is_truncated: bool,
+    sample: int | None = None,
+) -> Completion:
+    """Returns sampled tokens as rewards see them. sample: its number; None for a reference in place of a sample."""
+
+    def text(of: list[int]) -> str:
+        return str(tokenizer.decode(of, skip_special_tokens=True))
+
+    return Completion(
+        prompt=str(tokenizer.decode(prompt.ids)),
+        messages=content.messages,
+        text=text(ids),
+        reference=text(prompt.reference) if prompt.reference else None,
+        columns=content.columns,
+        num_tokens=len(ids),
+        is_truncated=is_truncated,
+        place=f"{prompt.path}:{prompt.row}" + (f", sample {sample}" if sample is not None else ""),
+    )

@@ -35,7 +35,7 @@ from finetune.rewards.scoring import Rewards
 from finetune.rollouts import records
 from finetune.rollouts.advantages import advantages, has_variance
 from finetune.rollouts.drawing import Drawer, Drawn
-from finetune.rollouts.prompts import RowPrompt, RunPrompts
+from finetune.rollouts.prompts import RowPrompt, RunPrompts, completion_of
 from finetune.rollouts.records import Sample
 
 log = logging.getLogger(__name__)
@@ -135,33 +135,20 @@ class RolloutRows(RunRows):
 
     def _rewarded(self, prompts: Sequence[RowPrompt], drawn: Sequence[Drawn]) -> list[Sample]:
         """Returns the samples with their rewards, on the main rank. drawn: `samples` of each prompt, in order."""
-        each, decode = self._settings.samples, self._text
-        contents = self._prompts.contents(prompts)
+        each, contents = self._settings.samples, self._prompts.contents(prompts)
         completions, samples = list[Completion](), list[Sample]()
         for i, one in enumerate(drawn):
-            prompt, content = prompts[i // each], contents[i // each]
-            is_truncated, text = one.ids[-1] not in self._end_ids, decode(one.ids)
-            place = f"{prompt.path}:{prompt.row}, sample {i % each}"
-            completions.append(
-                Completion(
-                    prompt=str(self._tokenizer.decode(prompt.ids)),
-                    messages=content.messages,
-                    text=text,
-                    reference=decode(prompt.reference) if prompt.reference else None,
-                    columns=content.columns,
-                    num_tokens=len(one.ids),
-                    is_truncated=is_truncated,
-                    place=place,
-                )
-            )
-            of_prompt = (prompt.path, prompt.row, prompt.source, i % each, prompt.ids)
+            prompt, number = prompts[i // each], i % each
+            is_truncated = one.ids[-1] not in self._end_ids
+            completion = completion_of(prompt, contents[i // each], one.ids, self._tokenizer, is_truncated, number)
+            completions.append(completion)
+            of_prompt = (prompt.path, prompt.row, prompt.source, number, prompt.ids)
             nothing = Reward(0.0, {}, ())
-            samples.append(Sample(*of_prompt, one.ids, text, is_truncated, one.log_probs, one.margins, nothing))
+            samples.append(
+                Sample(*of_prompt, one.ids, completion.text, is_truncated, one.log_probs, one.margins, nothing)
+            )
         rewards = self._rewards.score(completions)
         return [sample.rewarded(reward) for sample, reward in zip(samples, rewards, strict=True)]
-
-    def _text(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     # --- as a loader reads them
 

@@ -126,9 +126,10 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
 
 
 def _try_rewards(prepared: Prepared) -> RewardTrial:
+    from finetune.data.dataset import on_disk
     from finetune.setup.reward_rows import check_rewards
 
-    return check_rewards(prepared.recipe, prepared.tokenizer)
+    return check_rewards(prepared.recipe, on_disk(prepared.training), prepared.tokenizer)
 
 
 def _check_model(prepared: Prepared, attention: AttentionChoice) -> None:

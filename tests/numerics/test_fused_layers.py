@@ -39,6 +39,13 @@ BY_TORCH = KernelChoice("torch", frozenset(), "of a test")
 ALL = KernelChoice("torch", frozenset(("gate", "rotation")), "of a test")
 
 
+def test_a_norm_with_a_gate_is_none() -> None:
+    """Without its gate, and in one group, it would compute the plain formula."""
+    from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
+
+    assert norm_of(Zamba2RMSNormGated(64, 64)) is None
+
+
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]), attn_implementation="eager")

@@ -9,6 +9,7 @@ import pytest
 import tiny
 from completions import completion, reward
 
+from finetune.data.dataset import Dataset, build_training, on_disk
 from finetune.errors import UserError
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe, load_recipe
@@ -99,19 +100,31 @@ def loaded(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> Recipe:
         {"path": str(tiny.write_rows(tmp_path / "sums.jsonl", lines)), "format": "auto"},
         {"path": str(tiny.write_rows(tmp_path / "chats.jsonl", chats)), "format": "messages"},
     ]
-    return load_recipe(write_recipe({**recipe, "data": {"train": sources, "max_length": 64}}))
+    online = {
+        "objective": {"name": "grpo"},
+        "rollouts": {"prompts": 2, "samples": 4, "max_new_tokens": 16},
+        "rewards": [{"name": "exact_match"}],
+        "batch": {"rows": 8},
+    }
+    data = {"train": sources, "max_length": 80, "packing": False}
+    return load_recipe(write_recipe({**recipe, **online, "data": data}))
 
 
-def test_the_first_rows_of_a_recipe_s_sources(loaded: Recipe) -> None:
+@pytest.fixture
+def data(loaded: Recipe) -> Dataset:
+    return on_disk(build_training(loaded, load_tokenizer(loaded.model)))
+
+
+def test_the_first_rows_of_a_recipe_s_sources(loaded: Recipe, data: Dataset) -> None:
     tokenizer = load_tokenizer(loaded.model)
-    completions = reference_answers(loaded, tokenizer, 16)
+    completions = reference_answers(loaded, data, tokenizer, 16)
     assert len(completions) == 16
     first, ninth = completions[0], completions[8]
     assert first.messages == ({"role": "user", "content": "How much is 10 + 2?"},)
     assert first.prompt.startswith("<|im_start|>user\nHow much is 10 + 2?<|im_end|>")
     assert first.prompt.endswith("<|im_start|>assistant\n")
     assert (first.text, first.reference, first.columns) == ("12", "12", {"level": 10, "format": "x"})
-    assert first.num_tokens == len(tokenizer("12", add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+    assert first.num_tokens == len(tokenizer("12<|im_end|>", add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
     assert first.place.endswith("sums.jsonl:1")
     assert ninth.columns == {"source": "chat"}
     assert ninth.messages[-1]["role"] == "user"
@@ -119,14 +132,12 @@ def test_the_first_rows_of_a_recipe_s_sources(loaded: Recipe) -> None:
     assert ninth.prompt.endswith("<|im_start|>assistant\n")
 
 
-def test_check_refuses_with_the_table(loaded: Recipe) -> None:
-    """No objective takes rewards yet, so they are set behind the rules."""
+def test_check_refuses_with_the_table(loaded: Recipe, data: Dataset) -> None:
     tokenizer = load_tokenizer(loaded.model)
-    good = loaded.model_copy(update={"rewards": (reward(name="exact_match"),)})
-    trial = check_rewards(good, tokenizer)
+    trial = check_rewards(loaded, data, tokenizer)
     assert (trial.rows, trial.problems, trial.means["reference"]["total"]) == (16, (), 1)
     with pytest.raises(UserError) as error:
-        check_rewards(loaded.model_copy(update={"rewards": (reward(name="number"),)}), tokenizer)
+        check_rewards(loaded.model_copy(update={"rewards": (reward(name="number"),)}), data, tokenizer)
     first, *table = str(error.value).splitlines()
     assert first.startswith("rewards[0] (number): ")
     assert "chats.jsonl:1: the reference answer: the reference has no number. Such a completion stops the run" in first
