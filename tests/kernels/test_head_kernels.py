@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreted import needs_interpreter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.models.head import TokenLoss
 from finetune.models.head.chunked import HeadTask, MatrixHead, liger_losses, matrix_losses
 from finetune.models.head.token_loss import HeadLosses, LogitMap
 
+pytestmark = needs_interpreter
 TARGETS, VOCABULARY, HIDDEN = 13, 70, 16
 CASES = {
     "plain": (TokenLoss(), LogitMap(), False),

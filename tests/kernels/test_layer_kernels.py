@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from interpreted import needs_interpreter
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.models import fused_layers
 from finetune.models.fused_layers import Norm, choose_kernels, fuse_layers
 
+pytestmark = needs_interpreter
 SHAPE = {key: value for key, value in tiny.MODELS["llama"].items() if key != "model_type"}
 OTHERS = {kind: {"model_type": kind, **SHAPE, "head_dim": 16} for kind in ("gemma2", "olmo2")}
 MODELS: dict[str, dict[str, Any]] = {**tiny.MODELS, **OTHERS}

@@ -98,7 +98,7 @@ CASES = [
     Bad(
         "another name for the loss",
         [
-            ":8: objective.name: expected 'sft', 'focal', 'dpo', 'kto', 'orpo', 'reward', 'classify' or 'distill', got "
+            ":8: objective.name: expected 'sft', 'focal', 'dpo', 'kto', 'orpo', 'reward', 'classify', 'distill' or 'grpo', got "
             '"simpo" (text); set `dpo` and `objective.loss: simpo`'
         ],
         {8: "objective: {name: simpo}"},

@@ -21,12 +21,9 @@ def _missing() -> str | None:
     return f"needs {' and '.join(packages)}" if packages else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if (why := _missing()) is not None:
-        for item in items:
-            if item.path.parent.name == "kernels":
-                item.add_marker(pytest.mark.skip(reason=f"NO KERNEL CHECKED BY THE INTERPRETER: {why}"))
-
+needs_interpreter = pytest.mark.skipif(
+    _missing() is not None, reason=f"NO KERNEL CHECKED BY THE INTERPRETER: {_missing()}"
+)
 
 if _missing() is None:
     import complete_interpreter  # noqa: F401  (completes Triton's)
