@@ -11,6 +11,7 @@ environment() { # environment EXTRAS: "" or "[dev]"
     "${PYTHON:-python3}" -m venv "$VIRTUAL_ENV"
   fi
   export PATH="$VIRTUAL_ENV/bin:$PATH"
+  unset PYTHONDONTWRITEBYTECODE # if bytecode is not kept, each process compiles torch and transformers again: 7 s
   if [ ! -e "$stamp" ]; then
     SECONDS=0
     echo "Installing into $VIRTUAL_ENV, once. It is the download that takes its time:"

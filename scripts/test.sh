@@ -8,8 +8,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 environment "[dev]"
-# Tests start some fifty processes: where bytecode is not kept, each compiles torch and transformers again, 7 s.
-unset PYTHONDONTWRITEBYTECODE
 
 if [ "${1:-}" = --lowest ]; then
   shift
