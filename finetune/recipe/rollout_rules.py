@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from finetune.recipe.schema import Recipe
-
-ONLINE = ("grpo",)  # objectives that train on rollouts; their rewards: `TAKES_REWARDS`
+from finetune.recipe.schema import TAKES_REWARDS, Recipe
 
 
 def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     settings, name = recipe.rollouts, recipe.objective.name
-    if name not in ONLINE:
+    if name not in TAKES_REWARDS:
         if settings is not None:
             yield "rollouts", f"`objective.name: {name}` trains on rows, not on samples of the model: remove this"
         return

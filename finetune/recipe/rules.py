@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterator
 
 from finetune.recipe.reward_rules import rewards
 from finetune.recipe.rollout_rules import rollouts
-from finetune.recipe.schema import LOSS_KEYS, LOSSES_OF, OBJECTIVE_KEYS, ROW_KINDS, HeldOut, ObjectiveSettings, Recipe
+from finetune.recipe.schema import (
+    LOSS_KEYS,
+    LOSSES_OF,
+    OBJECTIVE_KEYS,
+    ROW_KINDS,
+    TAKES_REWARDS,
+    HeldOut,
+    ObjectiveSettings,
+    Recipe,
+)
 from finetune.utils import divisors
 
 Finding = tuple[str, str]  # dotted key; the problem and the remedy
@@ -43,7 +52,7 @@ def format_problem(objective: str, format: str) -> str | None:
     """Returns why an objective does not take rows of a format, and what to do instead; None if it does."""
     if format in ROW_KINDS[objective].formats:
         return None
-    takers = [name for name, kind in ROW_KINDS.items() if format in kind.formats]
+    takers = [name for name, kind in ROW_KINDS.items() if format in kind.formats and name not in TAKES_REWARDS]
     instead = f"set `objective.name` to {' or '.join(takers)}"
     if format == "preference":
         chosen = "`format: prompt_completion` and `columns: {completion: chosen}`"

@@ -487,7 +487,7 @@ class Rollouts(Section):
     replay: str | None = None
 
 
-# Objectives that take `rewards`.
+# Objectives that train on `rollouts`, which take `rewards`.
 TAKES_REWARDS: frozenset[str] = frozenset({"grpo"})
 # Keys of a reward that only some kinds read, with their defaults; the other keys are for every reward.
 REWARD_KEYS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """The commands of the studio's buttons: a table, each row made from the fields of a form.
 
-The same function writes the command that is shown beside a button and the one that is run.
+The same function writes the command that is shown next to a button and the one that is run.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _serve(form: Form) -> list[str]:
     run = form.path("run", "a run")
     base, why = base_of(form.folder / run, form.folder) if form.values.get("beside") else ("", "")
     if why:
-        raise UserError(f"no base to load beside it: {why}")
+        raise UserError(f"no base model to compare it with: {why}")
     return _finetune("serve", f"trained={run}", *([f"base={base}"] if base else []), "--port", "0")
 
 

@@ -1,4 +1,4 @@
-"""The plan beside what others have published, speed and memory: docs/proofs/published.md.
+"""The plan compared with what others have published, speed and memory: docs/proofs/published.md.
 
     python scripts/planner/published_runs.py --write     # the page; without it, it is printed
     python scripts/planner/published_runs.py --fit       # error of each family by its share of the peak of products
@@ -134,7 +134,7 @@ def page(rows: tuple[Planned, ...]) -> str:
     errors = [abs(one.error()) for one in compared]
     held = [abs(one.error()) for one in compared if one.run["use"] == "held out"]
     lines = [
-        "# The plan beside published runs",
+        "# The plan compared with published runs",
         "",
         "Made by `python scripts/planner/published_runs.py --write` from the runs in `scripts/planner/published.yaml`.",
         "Other programs were measured, with other kernels; none is a run of this project.",

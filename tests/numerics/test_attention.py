@@ -224,6 +224,19 @@ def of_torch_2_11(*tensors: Any, scale: float, window_size: tuple[int, int]) -> 
     return by_the_documentation(*tensors, scale=scale, window_size=window_size, enable_gqa=grouped)
 
 
+def check_equals_the_documents(folder: Path, implementation: str, made: dict[str, Any]) -> None:
+    """Outputs and gradients under an attention, with what it prepared, are those under `documents`."""
+    ours, theirs = load(folder, implementation), load(folder, DOCUMENTS)
+    ids, positions = row()
+    a = ours(input_ids=ids, position_ids=positions, use_cache=False, **made).logits[0]
+    b = logits(theirs, ids, positions, DOCUMENTS)
+    torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+    a.logsumexp(-1).sum().backward()
+    b.logsumexp(-1).sum().backward()
+    for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("of_torch", [by_the_documentation, of_torch_2_11])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_varlen_says_to_the_kernel_what_it_means(
@@ -232,16 +245,7 @@ def test_varlen_says_to_the_kernel_what_it_means(
     monkeypatch.setattr(kernels, "varlen_attn", of_torch)
     monkeypatch.setattr(kernels, "_TAKES_GROUPS", "enable_gqa" in signature(of_torch).parameters)
     assert choose("varlen", LLAMA, "cuda", True).implementation == VARLEN
-    ours, theirs = load(folders[name], VARLEN), load(folders[name], DOCUMENTS)
-    ids, positions = row()
-    made = kernels.prepare_varlen(LENGTHS, device="cpu")
-    a = ours(input_ids=ids, position_ids=positions, use_cache=False, **made).logits[0]
-    b = logits(theirs, ids, positions, DOCUMENTS)
-    torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
-    a.logsumexp(-1).sum().backward()
-    b.logsumexp(-1).sum().backward()
-    for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(x.grad, y.grad, rtol=2e-5, atol=2e-6)
+    check_equals_the_documents(folders[name], VARLEN, kernels.prepare_varlen(LENGTHS, device="cpu"))
 
 
 @pytest.mark.filterwarnings(
@@ -253,16 +257,7 @@ def test_flex_equals_the_documents(folders: dict[str, Path], name: str, monkeypa
     minute here. torch refuses a backward on CPUs, for which that kernel has none; its plain one has."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     monkeypatch.setattr(kernels, "_compiled", lambda: flex_attention)
-    ours, theirs = load(folders[name], FLEX), load(folders[name], DOCUMENTS)
-    ids, positions = row()
-    made = kernels.prepare_flex(LENGTHS, device="cpu", windows=(None, 8))
-    a = ours(input_ids=ids, position_ids=positions, use_cache=False, **made).logits[0]
-    b = logits(theirs, ids, positions, DOCUMENTS)
-    torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
-    a.logsumexp(-1).sum().backward()
-    b.logsumexp(-1).sum().backward()
-    for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(x.grad, y.grad, rtol=2e-5, atol=2e-6)
+    check_equals_the_documents(folders[name], FLEX, kernels.prepare_flex(LENGTHS, device="cpu", windows=(None, 8)))
 
 
 # --- what is made once for a micro-batch

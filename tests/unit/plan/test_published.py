@@ -1,4 +1,4 @@
-"""The plan beside runs that others have published: network cards, shares of a card's speed, and the page of them."""
+"""The plan compared with published runs: network cards, shares of a card's speed, and the page of them."""
 
 from __future__ import annotations
 

@@ -821,7 +821,7 @@ CASES = [
         "an objective that does not take the format",
         [
             ":4: data.train[0].format: rows of format `messages` are not for `objective.name: dpo`, which takes "
-            "`preference` or `comparison` or `ranked`: set `objective.name` to sft or focal or distill or grpo"
+            "`preference` or `comparison` or `ranked`: set `objective.name` to sft or focal or distill"
         ],
         {8: "objective: {name: dpo}"},
     ),

@@ -409,7 +409,7 @@ def test_the_command_beside_a_button_is_one_that_the_program_takes(browser: Brow
         ("plan", {"recipe": "recipe.yaml", "on": []}, "choose hardware"),
         ("plan", {"recipe": "recipe.yaml", "on": ["8x H100"]}, "hardware: expected 8xH100-80"),
         ("export", {"run": "runs/good", "to": "zip"}, "format: expected hf"),
-        ("serve", {"run": "runs/damaged", "beside": True}, "no base to load beside it"),
+        ("serve", {"run": "runs/damaged", "beside": True}, "no base model to compare it with"),
         ("report", {"runs": [], "output": "page.html"}, "choose runs"),
         ("report", {"runs": ["runs/good"], "output": "recipe.yaml"}, "ends with .html"),
     ],
