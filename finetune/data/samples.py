@@ -1,7 +1,7 @@
 """Samples and examples: the content of a row, and the result of rendering it.
 
-Formats make samples: a conversation, plain text, a prompt and its completion, ids, a preference, ranked answers, or
-something with a label. Rendering turns them into examples: groups of token sequences.
+Formats make samples: a conversation, plain text, a prompt with or without its completion, ids, a preference, ranked
+answers, or something with a label. Rendering turns them into examples: groups of token sequences.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in an order that makes sense, with at least one assistant message to train on."""
+    """Messages in an order that makes sense; in rows to train on, with at least one of the assistant's."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the functions that may be called
@@ -82,6 +82,14 @@ class Ids:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """The messages before an answer, for rows whose answers a run samples."""
+
+    conversation: Conversation  # its last message is not an assistant's
+    text: str | None = None  # all of the row, if it is one text, which needs no chat template
+
+
+@dataclass(frozen=True)
 class Preference:
     """Two answers to the same prompt, the better one first."""
 
@@ -106,7 +114,7 @@ class Labelled:
     label: bool | int | str
 
 
-Drawable = Conversation | Text | PromptCompletion | Ids | Preference  # text or tokens that a renderer draws
+Drawable = Conversation | Text | PromptCompletion | Prompt | Ids | Preference  # text or tokens that a renderer draws
 Sample = Drawable | Ranked | Labelled
 
 

@@ -186,7 +186,7 @@ class Quantization(Section):
 
 
 Answers = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
-Format = Literal["auto", Answers, "preference", "comparison", "ranked", "unpaired", "classification"]
+Format = Literal["auto", Answers, "prompt", "preference", "comparison", "ranked", "unpaired", "classification"]
 
 
 class Source(Section):
@@ -337,6 +337,7 @@ class RowKind(NamedTuple):
 
 
 _ANSWERS = RowKind(get_args(Answers))
+_PROMPTS = RowKind(("messages", "sharegpt", "alpaca", "prompt_completion", "prompt"))
 _PAIRS = RowKind(("preference", "comparison", "ranked"), ("chosen", "rejected"))
 ROW_KINDS: dict[str, RowKind] = {
     "sft": _ANSWERS,
@@ -348,7 +349,7 @@ ROW_KINDS: dict[str, RowKind] = {
     # A pair gives a good and a bad answer.
     "kto": RowKind(("unpaired", "preference", "comparison"), ("answer", "another row's answer"), ("label",)),
     "classify": RowKind(("classification",), columns=("label",)),
-    "grpo": RowKind(("messages", "sharegpt", "alpaca", "prompt_completion"), columns=()),
+    "grpo": _PROMPTS,
 }
 # Objectives whose model has a head of scores in place of an LM head, with its description for the model card.
 SCORE_MODELS = {
@@ -795,6 +796,11 @@ class Recipe(Section):
         if self.data.image is not None and self.model.train is None:
             object.__setattr__(self, "model", self.model.model_copy(update={"train": ("language",)}))
         return self
+
+    @property
+    def row_kind(self) -> RowKind:
+        """Returns the rows that are taken: those of the objective, or prompts, with or without an answer."""
+        return ROW_KINDS[self.objective.name] if self.rollouts is None else _PROMPTS
 
 
 def recipe_json_schema() -> str:

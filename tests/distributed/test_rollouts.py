@@ -55,12 +55,31 @@ def assert_same_curve(curve: list[float], other: list[float]) -> None:
     assert other == pytest.approx(curve, rel=REPLAYED, abs=1e-7)
 
 
+LORA = {"mode": "lora", "lora": {"rank": 4, "alpha": 8}, "optimizer": {"lr": 5e-3}}
+QLORA = {**LORA, "mode": "qlora", "quantization": {"type": "nf4"}, "optimizer": {"lr": 1e-3}}  # see parity.QLORA
+MODES: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "qlora": QLORA}
+DEFAULT = (("ddp", 2, "full"), ("fsdp2", 2, "full"), ("zero3", 2, "full"))
+MORE = (
+    *((config, 2, "full") for config in ("zero2", "tp", "cp", "ulysses", "ep")),
+    *((config, 2, "full") for config in ("fsdp2_offload", "zero2_offload", "zero3_offload")),
+    *((config, 4, "full") for config in ("hsdp", "fsdp2_tp", "fsdp2_cp", "ddp", "ep")),
+    *((config, 2, "lora") for config in ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload", "tp", "cp", "ulysses")),
+    *((config, 2, "qlora") for config in ("ddp", "fsdp2", "zero2", "zero3", "cp", "ulysses")),
+    *(("hsdp", 4, mode) for mode in ("lora", "qlora")),
+    ("ep", 2, "lora"),
+)
+
+
 @pytest.mark.parametrize(
-    "config", ["ddp", "fsdp2", "zero3", *(pytest.param(name, marks=pytest.mark.long) for name in ("tp", "cp", "zero2"))]
+    ("config", "processes", "mode"),
+    [*DEFAULT, *(pytest.param(*place, marks=pytest.mark.long) for place in MORE)],
 )
 def test_processes_sample_the_same_tokens_and_train_on_them_alike(
-    config: str, online: dict[str, Any], write_recipe: Write, tmp_path: Path
+    config: str, processes: int, mode: str, online: dict[str, Any], write_recipe: Write, made: Path, tmp_path: Path
 ) -> None:
+    online |= MODES[mode]
+    if config == "ep":
+        online |= {"model": {"name": str(made / "mixtral")}}
     train_here(write_recipe(online))
     single = tmp_path / "runs" / "run"
     assert len(set(curve(single))) == STEPS  # rewards differ, or nothing would be learnt
@@ -70,7 +89,7 @@ def test_processes_sample_the_same_tokens_and_train_on_them_alike(
     }.items():
         online["run"]["name"] = name
         path = write_recipe({**online, **changes}, f"{name}.yaml")
-        done = launch(config, 2, "train", path)
+        done = launch(config, processes, "train", path)
         assert done.returncode == 0, done.stderr
         assert_same_curve(curve(single), curve(tmp_path / "runs" / name))
     assert_same_tokens(single, tmp_path / "runs" / "sampled")
