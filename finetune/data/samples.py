@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,6 +145,13 @@ class Sequence:
         return int(np.count_nonzero(self.loss_mask))
 
 
+class SharedPrompt(NamedTuple):
+    """The beginning of one example that others have as well: answers to one prompt."""
+
+    key: int  # the same for all of them, within a step
+    tokens: int  # that they begin with; each has at least one more
+
+
 @dataclass(frozen=True)
 class Example:
     """Sequences that are counted, weighted, packed, ordered and distributed as one: SFT 1, a preference 2 (chosen,
@@ -156,6 +163,7 @@ class Example:
     sequences: tuple[Sequence, ...]
     columns: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)  # one number, or one per sequence
     target_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # (num_targets, ...) each, in their order
+    prompt: SharedPrompt | None = None  # of an example of one sequence, see `collate`
 
     @property
     def num_tokens(self) -> int:

@@ -323,7 +323,13 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
         "top_k": 64,
         "samples": None,
     },
-    "grpo": {"loss": "dr_grpo", "scale_rewards": None, "overlong": "keep", "dropout": False},
+    "grpo": {
+        "loss": "dr_grpo",
+        "scale_rewards": None,
+        "overlong": "keep",
+        "share_prompts": "auto",
+        "dropout": False,
+    },
 }
 
 
@@ -409,8 +415,8 @@ class ObjectiveSettings(Section):
     # dpo, kto: another reference than the initial model, a hub id or a local folder with the same vocabulary;
     # `finetune reference` computes its log-probabilities before
     reference_model: str | None = None
-    # dpo, orpo, reward: compute the beginning that the two sequences of a pair share once; equal to rounding. auto:
-    # if the attention supports it
+    # dpo, orpo, reward: compute the beginning that the two sequences of a pair share once; grpo, and distill with
+    # rollouts: the prompt of samples in a micro-batch. Equal to rounding. auto: if the attention supports it
     share_prompts: Literal["auto"] | bool = "auto"
     # kto: weights of the good and of the bad answers; null: 1
     desirable_weight: NonNegative | None = None
