@@ -170,7 +170,8 @@ def collate(
     sequences = [sequence for example in examples for sequence in example.sequences]
     input_ids = np.concatenate([sequence.input_ids for sequence in sequences])
     sizes = _sizes(examples)
-    layout = _layout(sizes, padded_to, shared_beginnings(examples, sizes) if shares_prompts else None)
+    shared = shared_beginnings(examples, sizes)
+    layout = _layout(sizes, padded_to, shared if shares_prompts else np.zeros_like(shared))
     targets = _targets(input_ids, np.concatenate([sequence.loss_mask for sequence in sequences]), sizes, layout)
     inputs = _ids_and_positions(input_ids, sizes, layout)
     images, image_places = _images(sequences, layout.own_lengths)
@@ -192,7 +193,7 @@ def collate(
             for name in examples[0].target_columns
         },
         example_of_sequence=torch.from_numpy(np.repeat(np.arange(len(examples)), np.diff(sizes.offsets))),
-        counts=sizes.counts(),
+        counts={**sizes.counts(), "shared_tokens": int(shared.sum())},
         origins=tuple(Origin(example.path, example.row, example.source) for example in examples),
         sequence_sources=tuple(example.source for example in examples for _ in example.sequences),
         sequence_tokens=tuple(sizes.lengths.tolist()),
@@ -232,8 +233,8 @@ def shared_beginnings(examples: ListLike[Example], sizes: ExampleSizes) -> NDArr
     return prefixes
 
 
-def _layout(sizes: ExampleSizes, padded_to: int | None, prefixes: NDArray[np.int64] | None) -> _Layout:
-    prefixes = np.zeros_like(sizes.lengths) if prefixes is None else prefixes
+def _layout(sizes: ExampleSizes, padded_to: int | None, prefixes: NDArray[np.int64]) -> _Layout:
+    """prefixes: see `Batch.prefix_lengths`."""
     own_lengths = tuple((sizes.lengths - prefixes).tolist())
     missing = 0 if padded_to is None else padded_to - sum(own_lengths)
     if missing < 0:

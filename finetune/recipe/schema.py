@@ -322,6 +322,7 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
         "nll_weight": 0.0,
         "top_k": 64,
         "samples": None,
+        "share_prompts": "auto",  # with rollouts
     },
     "grpo": {
         "loss": "dr_grpo",

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.checkpoints.inputs import on_main, reward_files
 from finetune.data.row_source import RunRows
-from finetune.data.samples import Example
+from finetune.data.samples import Example, SharedPrompt
 from finetune.data.samples import Sequence as Tokens
 from finetune.engine.base import Engine
 from finetune.models.fingerprint import base_content
@@ -101,7 +101,10 @@ class RolloutRows(RunRows):
         advantage = advantages(rewards, self._recipe.objective).ravel()
         masks = self._recipe.objective.value("overlong") == "mask"
         pairs = zip(samples, advantage.tolist(), strict=True)
-        self._examples = [example_of(one, 0.0 if masks and one.is_truncated else value) for one, value in pairs]
+        self._examples = [
+            example_of(one, 0.0 if masks and one.is_truncated else value, i // self._settings.samples)
+            for i, (one, value) in enumerate(pairs)
+        ]
         self._measured, self._step = {**measured(samples, rewards), **times}, step
 
     def _recorded(self, step: int) -> list[Sample] | None:
@@ -170,6 +173,9 @@ class RolloutRows(RunRows):
             ROOM: self._settings.max_new_tokens,
         }
 
+    def prompt(self, position: int) -> SharedPrompt | None:
+        return self._at(position).prompt
+
     def epoch_at(self, position: int) -> float:
         return self._prompts.epochs(position // self._settings.samples)
 
@@ -182,13 +188,16 @@ class RolloutRows(RunRows):
         return self._examples[row]
 
 
-def example_of(sample: Sample, advantage: float) -> Example:
-    """Returns a sample as an example of one sequence, whose sampled tokens are its targets."""
+def example_of(sample: Sample, advantage: float, prompt: int) -> Example:
+    """Returns a sample as an example of one sequence, whose sampled tokens are its targets. prompt: its number in the
+    step."""
     ids = np.array([*sample.prompt, *sample.ids], np.int32)
     loss_mask = np.arange(len(ids)) >= len(sample.prompt)
     columns = {ADVANTAGE: advantage, SAMPLED: float(len(sample.ids))}
     tokens = (Tokens(ids, loss_mask),)
-    return Example(sample.path, sample.row, sample.source, tokens, columns, {SAMPLER: sample.log_probs})
+    shared = SharedPrompt(prompt, len(sample.prompt))
+    place = (sample.path, sample.row, sample.source)
+    return Example(*place, tokens, columns, {SAMPLER: sample.log_probs}, shared)
 
 
 def measured(samples: Sequence[Sample], rewards: NDArray[np.float64]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from finetune.data.batch import Batch, TokenShare
 from finetune.data.loader import Loader
 from finetune.data.prefetch import fed_steps
 from finetune.data.row_source import RunRows
-from finetune.data.samples import Example
+from finetune.data.samples import Example, SharedPrompt
 from finetune.engine.base import Engine
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
@@ -97,6 +97,9 @@ class ExampleRows(RunRows):
             "shared_tokens": example.shared_tokens,
             **self._counts,
         }
+
+    def prompt(self, position: int) -> SharedPrompt | None:
+        return self.examples[position].prompt
 
     def epoch_at(self, position: int) -> float:
         return position / len(self.examples)

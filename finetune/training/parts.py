@@ -165,7 +165,7 @@ def make_plan(
         attention=f"{attention.implementation} ({attention.reason})",
         cross_entropy=f"{model.cross_entropy.implementation} ({model.cross_entropy.reason})",
         kernels=model.kernels,
-        shared_prompts=sharing_summary(recipe.objective, attention, shared_share),
+        shared_prompts=sharing_summary(recipe, attention, shared_share),
         shared_token_share=shared_share if attention.shares_prompts else None,
         reference=reference,
         precision=precision_there(precision, engine.device.type, recipe.quantization),

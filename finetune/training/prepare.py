@@ -64,7 +64,7 @@ class Prepared:
         documents see each other, and with notes on the run's length. Raises UserError."""
         attention = attention_for(self.recipe, self.config, device_type)
         parallelism = self.launch.parallelism
-        with_shared_prompts(self.recipe.objective, divided(attention, parallelism))
+        with_shared_prompts(self.recipe, divided(attention, parallelism))
         check_rows_per_forward(self.recipe, attention)
         training, held_out, notes = self.training, self.held_out, list[str]()
         if not attention.isolates_documents:

@@ -236,8 +236,8 @@ def block_mask(
 ) -> BlockMask:
     """Returns the mask in which token i sees token j of the same document with i - window < j <= i.
 
-    prefix_lengths: of each document the tokens of the one before that it begins with, see `Batch`. Built from the lengths in R x R
-    steps; `create_block_mask` would evaluate T x T pairs.
+    prefix_lengths: of each document the tokens of the one before that it begins with, see `Batch`. Built from the
+    lengths in R x R steps; `create_block_mask` would evaluate T x T pairs.
     """
     document = np.repeat(np.arange(len(document_lengths)), document_lengths)  # (T,)
     tokens = len(document)
