@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
@@ -152,11 +152,13 @@ class Loader:
         if self.tokens_per_device is None:
             ends = range(self.rows_per_device, len(tokens), self.rows_per_device)
             return np.split(np.arange(len(tokens)), ends)
-        keys = [row if prompt is None else prompt.key for row, prompt in enumerate(prompts)]
-        longest: dict[int, int] = {}  # rows of each prompt
-        for key, of_row in zip(keys, tokens.tolist(), strict=True):
-            longest[key] = max(of_row, longest.get(key, 0))
-        order = np.array(sorted(range(len(tokens)), key=lambda row: (-longest[keys[row]], keys[row], -tokens[row])))
+        keys: list[Hashable] = [row if prompt is None else prompt.key for row, prompt in enumerate(prompts)]
+        heads: dict[Hashable, tuple[int, int]] = {}  # of the rows of a prompt: tokens of the longest, and the first row
+        for row, (key, of_row) in enumerate(zip(keys, tokens.tolist(), strict=True)):
+            longest, first = heads.get(key, (0, row))
+            heads[key] = max(longest, of_row), first
+        places = [(-heads[key][0], heads[key][1], -int(of_row)) for key, of_row in zip(keys, tokens, strict=True)]
+        order = np.array(sorted(range(len(tokens)), key=places.__getitem__))
         ends, total = [], 0
         for i, of_row in enumerate(tokens[order].tolist()):
             total += of_row

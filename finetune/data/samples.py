@@ -6,7 +6,7 @@ answers, or something with a label. Rendering turns them into examples: groups o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -148,7 +148,7 @@ class Sequence:
 class SharedPrompt(NamedTuple):
     """The beginning of one example that others have as well: answers to one prompt."""
 
-    key: int  # the same for all of them, within a step
+    key: Hashable  # of the prompt, within a step
     tokens: int  # that they begin with; each has at least one more
 
 

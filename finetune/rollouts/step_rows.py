@@ -101,10 +101,7 @@ class RolloutRows(RunRows):
         advantage = advantages(rewards, self._recipe.objective).ravel()
         masks = self._recipe.objective.value("overlong") == "mask"
         pairs = zip(samples, advantage.tolist(), strict=True)
-        self._examples = [
-            example_of(one, 0.0 if masks and one.is_truncated else value, i // self._settings.samples)
-            for i, (one, value) in enumerate(pairs)
-        ]
+        self._examples = [example_of(one, 0.0 if masks and one.is_truncated else value) for one, value in pairs]
         self._measured, self._step = {**measured(samples, rewards), **times}, step
 
     def _recorded(self, step: int) -> list[Sample] | None:
@@ -188,14 +185,13 @@ class RolloutRows(RunRows):
         return self._examples[row]
 
 
-def example_of(sample: Sample, advantage: float, prompt: int) -> Example:
-    """Returns a sample as an example of one sequence, whose sampled tokens are its targets. prompt: its number in the
-    step."""
+def example_of(sample: Sample, advantage: float) -> Example:
+    """Returns a sample as an example of one sequence, whose sampled tokens are its targets."""
     ids = np.array([*sample.prompt, *sample.ids], np.int32)
     loss_mask = np.arange(len(ids)) >= len(sample.prompt)
     columns = {ADVANTAGE: advantage, SAMPLED: float(len(sample.ids))}
     tokens = (Tokens(ids, loss_mask),)
-    shared = SharedPrompt(prompt, len(sample.prompt))
+    shared = SharedPrompt(tuple(sample.prompt), len(sample.prompt))
     place = (sample.path, sample.row, sample.source)
     return Example(*place, tokens, columns, {SAMPLER: sample.log_probs}, shared)
 
