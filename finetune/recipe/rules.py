@@ -325,6 +325,8 @@ def distillation(recipe: Recipe) -> Iterator[Finding]:
         yield "objective.samples", f"draws from the teacher estimate forward_kl only, {other}"
     if objective.jsd_beta is not None and objective.value("divergence") != "jsd":
         yield "objective.jsd_beta", "has an effect under `divergence: jsd` only: remove it"
+    if recipe.rollouts is None and objective.share_prompts != "auto":
+        yield "objective.share_prompts", "has an effect with `rollouts` only: remove it"
 
 
 def answers(recipe: Recipe) -> Iterator[Finding]:

@@ -428,7 +428,7 @@ class ObjectiveSettings(Section):
     labels: Names | None = None
     # distill: the teacher, a local folder or hub id of a model with the same vocabulary (`finetune reference` computes
     # its log-probabilities before; `train` refuses to start without them), or a .parquet file with ids and
-    # log-probabilities of each token
+    # log-probabilities of each token. With `rollouts` a model, which each process holds in full, beside the student
     teacher: str | None = None
     # distill: forward_kl: KL(teacher, student); reverse_kl: KL(student, teacher); jsd: the generalized one between the
     # two, with `jsd_beta` (https://arxiv.org/abs/2306.13649). null: forward_kl
@@ -803,6 +803,11 @@ class Recipe(Section):
         if self.data.image is not None and self.model.train is None:
             object.__setattr__(self, "model", self.model.model_copy(update={"train": ("language",)}))
         return self
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether the dropout of config and adapters is off: samples are drawn without, and trained on alike."""
+        return self.objective.drops_nothing or self.rollouts is not None
 
     @property
     def row_kind(self) -> RowKind:
