@@ -107,13 +107,22 @@ def model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice)
     return ModelFacts(parameter_counts(causal_lm), part_sizes(causal_lm), flops, model.choice, model.kernels)
 
 
-def run_rows(prepared: Prepared, training: RowSource, engine: Engine, end_ids: set[int]) -> RunRows:
-    """Returns the rows of the run in order: those of the data, or samples of the wrapped model. Collective."""
+def run_rows(
+    prepared: Prepared,
+    training: RowSource,
+    engine: Engine,
+    end_ids: set[int],
+    attention: AttentionChoice,
+    loaders: Loaders,
+) -> RunRows:
+    """Returns the rows of the run in order: those of the data, or samples of the wrapped model, which has its initial
+    weights. Collective."""
     recipe = prepared.recipe
     if recipe.rollouts is None:
         return training.in_order(recipe)
     prompts = RunPrompts(recipe, on_disk(training))
-    return RolloutRows(recipe, engine, prompts, training.content(), prepared.tokenizer, end_ids, run_folder(recipe))
+    of_run = (prepared.tokenizer, end_ids, run_folder(recipe))
+    return RolloutRows(recipe, engine, prompts, training.content(), *of_run, attention, loaders.training)
 
 
 def rows_per_device(
