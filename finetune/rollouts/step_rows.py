@@ -1,10 +1,17 @@
 """The rows of a run that samples them: each step's rollouts, recorded before the step, as rows of one sample each.
 
     a record exists     read it
-    else                draw on all ranks; on the main rank reward, and write to the disk
+    else                draw on all ranks, with the log-probabilities that the loss compares with; on the main rank
+                        reward, and write to the disk
     then                advantages -> examples
 
 Every rank has the examples of the step, which its loader reads as any others.
+
+A batch of rollouts is trained on in `reuse` steps, and drawn from the weights `staleness` batches before the first:
+
+    reuse 2, staleness 1    steps from 0 on     0  1 | 2  3 | 4  5
+                            train on batch      0  0 | 1  1 | 2  2
+                            draw before         0, 1 |   2  |   3
 """
 
 from __future__ import annotations
@@ -13,32 +20,63 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from finetune.checkpoints.inputs import on_main, reward_files
+from finetune.checkpoints.inputs import on_main, reward_files, sample_teacher
+from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.data.row_source import RunRows
 from finetune.data.samples import Example, SharedPrompt
 from finetune.data.samples import Sequence as Tokens
 from finetune.engine.base import Engine
+from finetune.engine.kept_weights import KeptWeights
+from finetune.errors import UserError
+from finetune.models.attention import AttentionChoice
 from finetune.models.fingerprint import base_content
-from finetune.objectives.policy import ADVANTAGE, ROOM, SAMPLED, SAMPLER
+from finetune.models.head.token_loss import CooledTokenLoss
+from finetune.objectives.forward import ForwardPass
+from finetune.objectives.objective import Objective
+from finetune.objectives.policy import (
+    ADVANTAGE,
+    CORRECTION,
+    INITIAL,
+    OLD,
+    ROOM,
+    SAMPLED,
+    SAMPLER,
+    is_off_policy,
+)
 from finetune.recipe import Recipe
+from finetune.recipe.schema import TAKES_REWARDS
 from finetune.rewards.completion import Completion, Reward
 from finetune.rewards.scoring import Rewards
 from finetune.rollouts import records
 from finetune.rollouts.advantages import advantages, has_variance
+from finetune.rollouts.correction import correction_weights
 from finetune.rollouts.drawing import Drawer, Drawn
 from finetune.rollouts.prompts import RowPrompt, RunPrompts, completion_of
-from finetune.rollouts.records import Sample
+from finetune.rollouts.records import Predicted, Sample
+from finetune.rollouts.target_values import ExampleRows, MakeLoader, TargetPass, Values
 
 log = logging.getLogger(__name__)
+
+
+class Teacher(Protocol):
+    """The model that samples are compared with, under `objective.name: distill`."""
+
+    @property
+    def of(self) -> str: ...  # it and the settings that its values depend on
+    def __call__(self, examples: Sequence[Example]) -> list[list[Values]]:
+        """Returns (token losses (n,), ids (n, k), log-probabilities (n, k)) of the sequence of each example.
+        Collective."""
+        ...
 
 
 class RolloutRows(RunRows):
@@ -55,8 +93,12 @@ class RolloutRows(RunRows):
         tokenizer: PreTrainedTokenizerFast,
         end_ids: set[int],
         folder: Path,
+        attention: AttentionChoice,
+        loader: MakeLoader,
+        teacher: Teacher | None = None,
     ):
-        """content: of the rows of `data.train`, see `RowSource.content`; folder: of the run."""
+        """content: of the rows of `data.train`, see `RowSource.content`; folder: of the run. The engine has the initial
+        weights."""
         assert recipe.rollouts is not None  # the caller's condition
         assert isinstance(tokenizer.pad_token_id, int)  # load_tokenizer ensures it
         self._recipe, self._settings, self._engine, self._prompts = recipe, recipe.rollouts, engine, prompts
@@ -65,9 +107,24 @@ class RolloutRows(RunRows):
         self._drawer = Drawer(engine, recipe.rollouts, recipe.run.seed, end_ids, tokenizer.pad_token_id)
         self._rewards = Rewards(recipe.rewards, folder)
         self._identity = on_main(engine, lambda: run_identity(recipe, content))
-        self._step = -1  # of the rows in memory
-        self._examples: list[Example] = []
-        self._measured: dict[str, float] = {}
+        self._takes_rewards, self._teacher = recipe.objective.name in TAKES_REWARDS, teacher
+        self._corrects = self._takes_rewards and recipe.objective.value("correction") != "none"
+        cooled = Objective(
+            lambda outputs, batch: {}, token_loss=CooledTokenLoss(recipe.rollouts.temperature), num_details=1
+        )
+        log_probs = TargetPass(engine, ForwardPass(attention, cooled), loader)
+        # By field of `Sample`.
+        self._passes: dict[str, Callable[[Sequence[Example]], list[list[Values]]]] = {}
+        if teacher is not None:
+            self._passes["teacher"] = teacher
+        elif is_off_policy(recipe.rollouts) or self._corrects:
+            self._passes["old"] = log_probs
+        if recipe.objective.kl:
+            self._passes["initial"] = replace(log_probs, changed=KeptWeights(engine).in_place)
+        self._samples: dict[int, list[Sample]] = {}  # by batch: the one in memory, and those to come that are drawn
+        self._batch = -1  # of the rows in memory
+        self._rows = ExampleRows([])
+        self._measured, self._times = dict[str, float](), dict[str, float]()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -77,8 +134,8 @@ class RolloutRows(RunRows):
             if self._settings.replay is None:
                 on_main(self._engine, self._open)
             else:
-                steps = self._recipe.train.max_steps or 0
-                on_main(self._engine, lambda: records.check_records(self._records, steps))
+                steps, reuse = self._num_steps, self._settings.reuse
+                on_main(self._engine, lambda: records.check_records(self._records, steps, reuse))
             yield
         finally:
             if self._engine.is_main and self._settings.replay is None:
@@ -93,45 +150,111 @@ class RolloutRows(RunRows):
         for note in self._rewards.notes:
             log.warning("%s", note)
 
-    def prepare(self, step: int) -> None:
-        samples, times = self._recorded(step), dict[str, float]()
-        if samples is None:
-            samples, times = self._drawn(step)
-        rewards = np.array([sample.reward.total for sample in samples]).reshape(-1, self._settings.samples)
-        advantage = advantages(rewards, self._recipe.objective).ravel()
-        masks = self._recipe.objective.value("overlong") == "mask"
-        pairs = zip(samples, advantage.tolist(), strict=True)
-        self._examples = [example_of(one, 0.0 if masks and one.is_truncated else value) for one, value in pairs]
-        self._measured, self._step = {**measured(samples, rewards), **times}, step
+    @property
+    def _num_steps(self) -> int:
+        return self._recipe.train.max_steps or 0
 
-    def _recorded(self, step: int) -> list[Sample] | None:
-        """Returns the recorded samples of a step, on every rank; None if they have to be drawn. Collective."""
+    def prepare(self, step: int) -> None:
+        batch, times = step // self._settings.reuse, dict[str, float]()
+        last = (self._num_steps - 1) // self._settings.reuse
+        for needed in range(batch, min(batch + self._settings.staleness, last) + 1):
+            if needed not in self._samples:
+                self._samples[needed], took = self._recorded_or_drawn(needed, step)
+                times = {name: times.get(name, 0.0) + seconds for name, seconds in took.items()}
+        self._samples = {needed: samples for needed, samples in self._samples.items() if needed >= batch}
+        if batch != self._batch:
+            self._batch, samples = batch, self._samples[batch]
+            rewards = np.array([sample.reward.total for sample in samples]).reshape(-1, self._settings.samples)
+            weights = self._corrections(samples)
+            self._rows = ExampleRows(self._examples(samples, rewards, weights), {ROOM: self._settings.max_new_tokens})
+            self._measured = measured(samples, rewards) | measured_corrections(weights)
+        self._times = times
+
+    def _examples(
+        self, samples: Sequence[Sample], rewards: NDArray[np.float64], weights: Sequence[NDArray[np.float64]]
+    ) -> list[Example]:
+        """Returns the samples of a batch as examples. rewards: (P, G); weights: of the correction, if there is one."""
+        advantage = advantages(rewards, self._recipe.objective) if self._takes_rewards else np.zeros(len(samples))
+        masks = self._recipe.objective.value("overlong") == "mask"
+        of_samples = zip(samples, advantage.ravel().tolist(), strict=True)
+        examples = [example_of(one, 0.0 if masks and one.is_truncated else value) for one, value in of_samples]
+        if not weights:
+            return examples
+        corrected = zip(examples, weights, strict=True)
+        return [replace(one, target_columns={**one.target_columns, CORRECTION: each}) for one, each in corrected]
+
+    def _corrections(self, samples: Sequence[Sample]) -> list[NDArray[np.float64]]:
+        objective = self._recipe.objective
+        pairs = [(one.old, one.log_probs) for one in samples if self._corrects and one.old is not None]
+        return [correction_weights(old, sampler, objective) for old, sampler in pairs]
+
+    def _first_step(self, batch: int) -> int:
+        """Returns the step (from 0) before which a batch is drawn: its weights are those after so many steps."""
+        return max(0, batch - self._settings.staleness) * self._settings.reuse
+
+    def _recorded_or_drawn(self, batch: int, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """Returns the samples of a batch, complete, on every rank, and the seconds that they took. Collective. step:
+        steps done. Raises UserError if they are neither recorded nor can be drawn again."""
+        first = batch * self._settings.reuse + 1
+        may_draw = step == self._first_step(batch)
 
         def read() -> list[Sample] | None:
-            found = records.read_record(self._records, step + 1)
+            found = records.read_record(self._records, first)
             if self._settings.replay is not None:
-                return records.replayed(found, self._records, step + 1, self._recipe.batch.rows)
+                return records.replayed(found, self._records, first, self._recipe.batch.rows)
             if found is not None and found[1] == self._identity:
                 return found[0]
-            records.set_record_aside(self._records, step + 1)
+            if not may_draw:
+                drawn_after = self._first_step(batch)
+                problem = "is missing or damaged" if found is None else "is of another recipe, or of other rows"
+                raise UserError(
+                    f"{records.record_file(self._records, first)} {problem}, and its samples cannot be drawn again: "
+                    f"they are from the weights after step {drawn_after}, and the run continues after step {step}. "
+                    f"Restore the file and the recipe, or resume from step {drawn_after} if that checkpoint is there "
+                    "(checkpoint.resume), or begin again with checkpoint.resume: never"
+                )
+            records.set_record_aside(self._records, first)
             return None
 
-        return on_main(self._engine, read)
+        samples = on_main(self._engine, read)
+        if samples is None:
+            return self._drawn(batch)
+        lacking = [name for name in self._passes if getattr(samples[0], name) is None]  # by another objective's run
+        if self._teacher is not None and samples[0].teacher is not None and samples[0].teacher.of != self._teacher.of:
+            lacking = ["teacher"]
+        if "old" in lacking and not may_draw:
+            raise UserError(
+                f"rollouts.replay: {records.record_file(self._records, first)} lacks the log-probabilities of the "
+                "weights that it was drawn from: record it under the `reuse` and `staleness` of this recipe"
+            )
+        return self._completed(samples, lacking), {}
 
-    def _drawn(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Returns new samples of a step, recorded, and the seconds that they took. Collective. Raises UserError."""
-        first, began = step * self._settings.prompts, time.perf_counter()
+    def _drawn(self, batch: int) -> tuple[list[Sample], dict[str, float]]:
+        """Returns new samples of a batch, recorded, and the seconds that they took. Collective. Raises UserError."""
+        first, began = batch * self._settings.prompts, time.perf_counter()
         prompts = [self._prompts.drawn(first + i) for i in range(self._settings.prompts)]
         drawn = self._drawer.draw(first, [prompt.ids for prompt in prompts])
         drawn_at = time.perf_counter()
+        rewarded = on_main(self._engine, lambda: self._rewarded(prompts, drawn))
+        rewarded_at = time.perf_counter()
+        samples = self._completed(rewarded, self._passes)
+        first_step = batch * self._settings.reuse + 1
+        on_main(self._engine, lambda: records.write_record(self._records, first_step, samples, self._identity))
+        times = {"time/generation": drawn_at - began, "time/rewards": rewarded_at - drawn_at}
+        if self._passes:
+            times["time/log_probs"] = time.perf_counter() - rewarded_at
+        return samples, times
 
-        def score_and_record() -> list[Sample]:
-            samples = self._rewarded(prompts, drawn)
-            records.write_record(self._records, step + 1, samples, self._identity)
-            return samples
-
-        samples = on_main(self._engine, score_and_record)
-        return samples, {"time/generation": drawn_at - began, "time/rewards": time.perf_counter() - drawn_at}
+    def _completed(self, samples: list[Sample], names: Iterable[str]) -> list[Sample]:
+        """Returns samples with log-probabilities in these fields, by the passes of the same names. Collective."""
+        for name in names:
+            computed = self._passes[name]([example_of(sample, 0.0) for sample in samples])
+            fields: list[Any] = [-values[0].astype(np.float64) for (values,) in computed]
+            if self._teacher is not None and name == "teacher":
+                predicted = (values[1:] for (values,) in computed)
+                fields = [Predicted(ids.astype(np.int32), each, self._teacher.of) for ids, each in predicted]
+            samples = [replace(sample, **{name: field}) for sample, field in zip(samples, fields, strict=True)]
+        return samples
 
     def _rewarded(self, prompts: Sequence[RowPrompt], drawn: Sequence[Drawn]) -> list[Sample]:
         """Returns the samples with their rewards, on the main rank. drawn: `samples` of each prompt, in order."""
@@ -153,36 +276,28 @@ class RolloutRows(RunRows):
     # --- as a loader reads them
 
     def row(self, position: int) -> list[Example]:
-        return [self._at(position)]
+        return self._rows.row(self._at(position))
 
     def lengths(self, position: int) -> NDArray[np.int64]:
-        return np.array([self._at(position).num_tokens])
+        return self._rows.lengths(self._at(position))
 
     def counts(self, position: int) -> Mapping[str, int]:
-        tokens, targets = self._at(position).num_tokens, self._at(position).num_targets
-        return {
-            "target_tokens": targets,
-            "first_target_tokens": targets,
-            "tokens": tokens,
-            "sequences": 1,
-            "examples": 1,
-            "shared_tokens": 0,
-            ROOM: self._settings.max_new_tokens,
-        }
+        return self._rows.counts(self._at(position))
 
     def prompt(self, position: int) -> SharedPrompt | None:
-        return self._at(position).prompt
+        return self._rows.prompt(self._at(position))
 
     def epoch_at(self, position: int) -> float:
-        return self._prompts.epochs(position // self._settings.samples)
+        """Returns the passes over the prompts; a batch counts with its last step, in parts before."""
+        return self._prompts.epochs(position // (self._settings.samples * self._settings.reuse))
 
     def measured(self, step: int) -> Mapping[str, float]:
-        return self._measured
+        return {**self._measured, **self._times}
 
-    def _at(self, position: int) -> Example:
+    def _at(self, position: int) -> int:
         step, row = divmod(position, self._recipe.batch.rows)
-        assert step == self._step  # `prepare` was called for it, and for no later one
-        return self._examples[row]
+        assert step // self._settings.reuse == self._batch  # `prepare` was called for it, and for no later one
+        return row
 
 
 def example_of(sample: Sample, advantage: float) -> Example:
@@ -190,10 +305,20 @@ def example_of(sample: Sample, advantage: float) -> Example:
     ids = np.array([*sample.prompt, *sample.ids], np.int32)
     loss_mask = np.arange(len(ids)) >= len(sample.prompt)
     columns = {ADVANTAGE: advantage, SAMPLED: float(len(sample.ids))}
-    tokens = (Tokens(ids, loss_mask),)
+    of_targets = {SAMPLER: sample.log_probs, OLD: sample.old, INITIAL: sample.initial}
+    given: dict[str, NDArray[Any]] = {name: values for name, values in of_targets.items() if values is not None}
+    if sample.teacher is not None:
+        given |= {IDS: sample.teacher.ids.astype(np.int64), LOG_PROBS: sample.teacher.log_probs}
     shared = SharedPrompt(tuple(sample.prompt), len(sample.prompt))
-    place = (sample.path, sample.row, sample.source)
-    return Example(*place, tokens, columns, {SAMPLER: sample.log_probs}, shared)
+    return Example(sample.path, sample.row, sample.source, (Tokens(ids, loss_mask),), columns, given, shared)
+
+
+def measured_corrections(weights: Sequence[NDArray[np.float64]]) -> dict[str, float]:
+    """Returns the mean of the correction's weights over the tokens of a batch, and the share that is 0."""
+    if not weights:
+        return {}
+    each = np.concatenate(weights)
+    return {"correction/weight": float(each.mean()), "correction/masked": float((each == 0).mean())}
 
 
 def measured(samples: Sequence[Sample], rewards: NDArray[np.float64]) -> dict[str, float]:
@@ -203,12 +328,13 @@ def measured(samples: Sequence[Sample], rewards: NDArray[np.float64]) -> dict[st
     """
     finite = [float(margin) for sample in samples for margin in sample.margins if np.isfinite(margin)]
     line = {
-        "reward": float(rewards.mean()),
         "completion_tokens": float(np.mean([len(sample.ids) for sample in samples])),
         "truncated": float(np.mean([sample.is_truncated for sample in samples])),
-        "zero_variance": float(1 - has_variance(rewards).mean()),  # share of prompts that teach nothing
         **({"margin": min(finite)} if finite else {}),
     }
+    if samples[0].reward.by_name:
+        line["reward"] = float(rewards.mean())
+        line["zero_variance"] = float(1 - has_variance(rewards).mean())  # share of prompts that teach nothing
     for name in samples[0].reward.by_name:
         values = [sample.reward.by_name[name] for sample in samples]
         answered = [value for value in values if value is not None]
@@ -238,5 +364,6 @@ def run_identity(recipe: Recipe, content: Mapping[str, Any]) -> str:
         "content": content,
         "base": base_content(recipe.model),
         "reward files": reward_files(recipe),
+        "teacher": sample_teacher(recipe),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -15,6 +15,7 @@ from finetune.data.samples import (
     Labelled,
     Message,
     Preference,
+    Prompt,
     PromptCompletion,
     Ranked,
     Sample,
@@ -52,7 +53,11 @@ def _drawn(sample: Sample, renderer: Renderer | None, data_file: str) -> list[tu
             return []
     if isinstance(sample, Text | Ids):
         return [(sample.text, [(0, len(sample.text))])] if isinstance(sample, Text) else []
+    if isinstance(sample, Prompt):
+        return [_messages_drawn(sample.conversation.messages)]
     answers = [sample.chosen, sample.rejected] if isinstance(sample, Preference) else [sample]
+    if isinstance(sample, Prompt):
+        return [_messages_drawn(sample.conversation.messages)]
     chats = [one.as_conversation() if isinstance(one, PromptCompletion) else one for one in answers]
     return [_messages_drawn(chat.messages) for chat in chats]
 

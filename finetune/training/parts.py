@@ -36,6 +36,8 @@ from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
 from finetune.training.prepare import Prepared
 from finetune.training.run_dir import run_folder
 from finetune.training.run_plan import Plan, git_commit, processor, training_length, versions
+from finetune.training.sample_teacher import SampleTeacher
+from finetune.training.teacher import TeacherPass
 
 Say = Callable[[str], None]  # prints a line, on the main rank only
 
@@ -107,13 +109,25 @@ def model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice)
     return ModelFacts(parameter_counts(causal_lm), part_sizes(causal_lm), flops, model.choice, model.kernels)
 
 
-def run_rows(prepared: Prepared, training: RowSource, engine: Engine, end_ids: set[int]) -> RunRows:
-    """Returns the rows of the run in order: those of the data, or samples of the wrapped model. Collective."""
+def run_rows(
+    prepared: Prepared,
+    training: RowSource,
+    engine: Engine,
+    end_ids: set[int],
+    attention: AttentionChoice,
+    loaders: Loaders,
+) -> RunRows:
+    """Returns the rows of the run in order: those of the data, or samples of the wrapped model, which has its initial
+    weights. Collective."""
     recipe = prepared.recipe
     if recipe.rollouts is None:
         return training.in_order(recipe)
-    prompts = RunPrompts(recipe, on_disk(training))
-    return RolloutRows(recipe, engine, prompts, training.content(), prepared.tokenizer, end_ids, run_folder(recipe))
+    data, teacher = on_disk(training), None
+    if recipe.objective.teacher is not None:
+        vocabulary = prepared.config.get_text_config().vocab_size
+        teacher = SampleTeacher(TeacherPass(recipe, data, vocabulary), engine, loaders.rows_per_device.rows)
+    of_run = (RunPrompts(recipe, data), training.content(), prepared.tokenizer, end_ids, run_folder(recipe))
+    return RolloutRows(recipe, engine, *of_run, attention, loaders.training, teacher)
 
 
 def rows_per_device(

@@ -8,6 +8,7 @@ samples: a step that has them needs no teacher, and a run that only replays neve
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -26,7 +27,6 @@ from finetune.models.weights import Placement, load_model
 from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective
-from finetune.recipe import Recipe
 from finetune.rollouts.target_values import TargetPass, Values
 from finetune.training.teacher import TeacherPass, recipe_of_teacher
 
@@ -45,17 +45,19 @@ class SampleTeacher:
         # Weights that nothing trains are kept in the type of frozen ones, which `mode: full` has none of.
         self._recipe = frozen.model_copy(update={"mode": "lora", "train": train})
 
-    def __call__(self, examples: Sequence[Example]) -> list[Values]:
-        """Returns (token losses (n,), ids (n, k), log-probabilities (n, k)) of each sample. Collective."""
-        return [values for (values,) in TargetPass(self, self._forward, self._loader)(examples)]
+    @property
+    def of(self) -> str:
+        settings = self._pass.recipe.objective
+        return json.dumps([settings.teacher, self._pass.count, settings.value("temperature")])
+
+    def __call__(self, examples: Sequence[Example]) -> list[list[Values]]:
+        return TargetPass(self, self._forward, self._loader)(examples)
 
     def _loader(self, rows: RunRows, total_rows: int) -> Loader:
         recipe, engine = self._pass.recipe, self._engine
         ranks = (engine.data_rank, engine.parallelism.data)  # ranks that share sequences compute the same ones
         budget, shares = recipe.batch.tokens_per_device, self._forward.attention.shares_prompts
-        return Loader(
-            rows, recipe.batch.rows, self._rows_per_device, *ranks, total_rows, budget, shares_prompts=shares
-        )
+        return Loader(rows, recipe.batch.rows, self._rows_per_device, *ranks, total_rows, budget, shares_prompts=shares)
 
     @cached_property
     def _forward(self) -> ForwardPass:

@@ -15,7 +15,6 @@ from conftest import metrics, train_here
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from finetune.objectives.policy import LOSSES
 from finetune.rewards.completion import Reward
 from finetune.rollouts.records import Sample, write_record
 
@@ -105,7 +104,7 @@ def expected(model: Any, samples: list[Sample], loss: str) -> tuple[float, float
     return reduced([-advantage * log_p for log_p, advantage in pairs]).item(), norm
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", FORMULAS)
 def test_a_loss_has_the_value_and_gradient_of_its_formula(
     loss: str, recipe: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path
 ) -> None:
