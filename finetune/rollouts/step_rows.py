@@ -121,6 +121,7 @@ class RolloutRows(RunRows):
             self._passes["old"] = log_probs
         if recipe.objective.kl:
             self._passes["initial"] = replace(log_probs, changed=KeptWeights(engine).in_place)
+        self._staleness = recipe.rollouts.staleness
         self._samples: dict[int, list[Sample]] = {}  # by batch: the one in memory, and those to come that are drawn
         self._batch = -1  # of the rows in memory
         self._rows = ExampleRows([])
@@ -157,7 +158,7 @@ class RolloutRows(RunRows):
     def prepare(self, step: int) -> None:
         batch, times = step // self._settings.reuse, dict[str, float]()
         last = (self._num_steps - 1) // self._settings.reuse
-        for needed in range(batch, min(batch + self._settings.staleness, last) + 1):
+        for needed in range(batch, min(batch + self._staleness, last) + 1):
             if needed not in self._samples:
                 self._samples[needed], took = self._recorded_or_drawn(needed, step)
                 times = {name: times.get(name, 0.0) + seconds for name, seconds in took.items()}
@@ -190,7 +191,7 @@ class RolloutRows(RunRows):
 
     def _first_step(self, batch: int) -> int:
         """Returns the step (from 0) before which a batch is drawn: its weights are those after so many steps."""
-        return max(0, batch - self._settings.staleness) * self._settings.reuse
+        return max(0, batch - self._staleness) * self._settings.reuse
 
     def _recorded_or_drawn(self, batch: int, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Returns the samples of a batch, complete, on every rank, and the seconds that they took. Collective. step:

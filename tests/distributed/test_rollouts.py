@@ -172,19 +172,11 @@ def test_older_samples_and_a_reference_are_the_same_on_processes(
         assert lines_of(single, step) == lines_of(tmp_path / "runs" / "sampled", step)
 
 
-def test_recorded_older_samples_train_alike(off_policy: dict[str, Any], write_recipe: Write, tmp_path: Path) -> None:
-    train_here(write_recipe(off_policy))
-    single = tmp_path / "runs" / "run"
-    off_policy["run"]["name"], off_policy["rewards"] = "replayed", []
-    off_policy["rollouts"]["replay"] = str(single / "rollouts")
-    train_here(write_recipe(off_policy))
-    assert curve(tmp_path / "runs" / "replayed") == curve(single)
-
-
 def test_samples_are_of_the_weights_that_the_recipe_says(
     off_policy: dict[str, Any], write_recipe: Write, tmp_path: Path
 ) -> None:
     """Those of steps 5 and 6 are of the weights after step 2, as is the trainer's record of their probabilities."""
+    off_policy["model"]["dtype"], off_policy["schedule"] = "float32", {"name": "constant"}  # whatever the length
     train_here(write_recipe(off_policy))
     run = tmp_path / "runs" / "run"
     assert sorted(file.name for file in (run / "rollouts").glob("*.jsonl")) == [
@@ -222,24 +214,34 @@ def test_a_run_goes_on_in_its_second_step_on_the_same_samples(
     off_policy: dict[str, Any], write_recipe: Write, tmp_path: Path
 ) -> None:
     """Killed after step 3 of 6: samples of steps 3 to 6 are recorded, of weights that are gone."""
-    path = write_recipe(off_policy | {"checkpoint": {"every_steps": 1, "keep": 10}})
+    path = write_recipe(off_policy | {"checkpoint": {"every_steps": 3, "keep": 10}})
     train_here(path)
     run, whole = tmp_path / "runs" / "run", tmp_path / "whole"
     shutil.copytree(run, whole)
-    for step in (4, 5, 6):
-        shutil.rmtree(run / "checkpoints" / f"step-0000000{step}")
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
     train_here(path)
     assert curve(run) == curve(whole)
     assert not list((run / "rollouts").glob("aside-*"))
-    for step in (4, 5, 6):
-        shutil.rmtree(run / "checkpoints" / f"step-0000000{step}")
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
     (run / "rollouts" / "step-00000005.safetensors").unlink()
     with pytest.raises(
         UserError, match=r"step-00000005\.jsonl is missing or damaged.*weights after step 2, and the run"
     ):
         train_here(path)
-    shutil.rmtree(run / "checkpoints" / "step-00000003")
-    train_here(path)  # from step 2, whose weights draw them again
+
+
+@pytest.mark.long
+def test_lost_samples_are_drawn_again_from_a_checkpoint_of_their_weights(
+    off_policy: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    path = write_recipe(off_policy | {"checkpoint": {"every_steps": 2, "keep": 10}})
+    train_here(path)
+    run, whole = tmp_path / "runs" / "run", tmp_path / "whole"
+    shutil.copytree(run, whole)
+    for step in (4, 6):
+        shutil.rmtree(run / "checkpoints" / f"step-0000000{step}")
+    (run / "rollouts" / "step-00000005.safetensors").unlink()
+    train_here(path)
     assert curve(run) == curve(whole)
     assert lines_of(run, 5) == lines_of(whole, 5)
 

@@ -47,8 +47,8 @@ def computed(settings: ObjectiveSettings, rollouts: dict[str, Any], *names: str)
     batches, sums, loss = micro_batches(*names), TermSums(), torch.zeros((), dtype=torch.float64)
     counts = {"sequences": 4, "target_tokens": sum(LENGTHS), ROOM: 4 * MOST}
     log_probs = torch.tensor(np.concatenate(NEW), requires_grad=True)
+    assert objective.token_weights is not None
     for batch, of_batch in zip(batches, log_probs.split([LENGTHS[0], sum(LENGTHS[1:])]), strict=True):
-        assert objective.token_weights is not None
         total = (-of_batch * objective.token_weights(batch).double()).sum()
         outputs = Outputs(total, -of_batch, (torch.zeros(len(of_batch)),))
         terms = objective.terms(outputs, batch)
