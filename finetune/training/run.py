@@ -86,7 +86,7 @@ def compute_teacher(
     exist. Arguments and errors as in `train`."""
     if recipe.rollouts is not None:
         raise UserError(
-            f"{recipe_file}: nothing to compute: the teacher predicts on the samples of each step, in `train`"
+            f"{recipe_file}: nothing to compute: the teacher predicts on the samples of each step, during training"
         )
     vocabulary = model_config(recipe.model).get_text_config().vocab_size
     of_teacher = recipe_of_teacher(recipe)

@@ -119,7 +119,7 @@ def test_a_mistake_in_distillation_on_samples_is_refused(online: Path, overrides
 
 def test_rows_of_prompts_are_for_samples_only(online: Path) -> None:
     assert load_recipe(online, ["data.train.0.format=prompt"]).row_kind.formats[-1] == "prompt"
-    with pytest.raises(UserError, match="rows of format `prompt` are not for `objective.name: sft`.* to grpo"):
+    with pytest.raises(UserError, match=r"rows of format `prompt` are not for `objective.name: sft`.* to grpo"):
         load_recipe(online, ["data.train.0.format=prompt", "objective.name=sft", "rollouts=null", "rewards=[]"])
 
 
