@@ -114,9 +114,7 @@ class Labelled:
     label: bool | int | str
 
 
-Drawable = (
-    Conversation | Text | PromptCompletion | PromptOnly | Ids | Preference
-)  # that a renderer draws
+Drawable = Conversation | Text | PromptCompletion | PromptOnly | Ids | Preference  # that a renderer draws
 Sample = Drawable | Ranked | Labelled
 
 
