@@ -68,7 +68,24 @@ def convert_axolotl(c: Conversion) -> None:
     convert_model(c, "base_model")
     c.take("model_type", "tokenizer_type", "base_model_config")
     _template(c)
-    _adapters(c)
+    adapter, four, eight = c.take("adapter"), c.is_on("load_in_4bit"), c.is_on("load_in_8bit")
+    if adapter in (None, "", False):
+        c.set("mode", "full")
+    else:
+        if adapter not in ("lora", "qlora"):
+            c.leave("adapter", f"{adapter} is not offered; `mode` has full, lora and qlora")
+        targets, comment = ("all-linear", "") if c.is_on("lora_target_linear") else _targets(c)
+        bits = "nf4" if four or adapter == "qlora" else "fp8" if eight else None
+        rank = c.number("lora_r", default=8)
+        convert_adapters(
+            c,
+            rank=rank,
+            alpha=c.number("lora_alpha", default=rank),
+            dropout=c.number("lora_dropout", default=0.0),
+            targets=targets,
+            comment=comment,
+            bits=bits,
+        )
     _objective(c)
     _data(c)
     convert_training(c, _DEFAULTS, keeps_16_bits=True)
@@ -87,27 +104,6 @@ def _template(c: Conversion) -> None:
         c.set("model.chat_template", None, f"the tokenizer's own, in place of axolotl's {name}")
     if arguments := c.table("chat_template_kwargs"):
         c.set("model.chat_template_arguments", arguments)
-
-
-def _adapters(c: Conversion) -> None:
-    adapter, four, eight = c.take("adapter"), c.is_on("load_in_4bit"), c.is_on("load_in_8bit")
-    if adapter in (None, "", False):
-        c.set("mode", "full")
-        return
-    if adapter not in ("lora", "qlora"):
-        c.leave("adapter", f"{adapter} is not offered; `mode` has full, lora and qlora")
-    targets, comment = ("all-linear", "") if c.is_on("lora_target_linear") else _targets(c)
-    bits = "nf4" if four or adapter == "qlora" else "fp8" if eight else None
-    rank = c.number("lora_r", default=8)
-    convert_adapters(
-        c,
-        rank=rank,
-        alpha=c.number("lora_alpha", default=rank),
-        dropout=c.number("lora_dropout", default=0.0),
-        targets=targets,
-        comment=comment,
-        bits=bits,
-    )
 
 
 # A regular expression that takes the same modules of every layer, such as `model.layers.[\d]+.mlp.(up|down)_proj`.
@@ -192,31 +188,19 @@ def _sources(c: Conversion, theirs: list[Any]) -> list[tuple[dict[str, Any], str
     sources = []
     for one in theirs:
         one = one if isinstance(one, dict) else {"path": str(one)}
-        source, comment = _rows(c, one)
-        files = one.get("data_files") or [None]
-        for file in [files] if isinstance(files, str) else files:
-            sources.append(({"path": _path(str(one.get("path", "")), file), **source}, comment))
+        source = {ours: one[key] for ours, key in (("config", "name"), ("split", "split")) if one.get(key)}
+        source = {key: value for key, value in source.items() if (key, value) != ("split", "train")}
+        format, columns, comment = _of_type(c.value("objective.name"), one.get("type"), one)
+        if format:
+            source["format"] = format
+        if columns:
+            source["columns"] = columns
+        path, files = str(one.get("path", "")), one.get("data_files") or []
+        files = [files] if isinstance(files, str) else list(files)
+        if files and path not in ("", "json", "csv", "parquet", "text", "arrow"):
+            files = [f"hf://datasets/{path}/{file}" for file in files]
+        sources += [({"path": file, **source}, comment) for file in files or [path]]
     return sources
-
-
-def _path(path: str, file: str | None) -> str:
-    """Returns the path of a file, of one of the hub, or the hub id of all."""
-    if file is None:
-        return path
-    return file if path in ("", "json", "csv", "parquet", "text", "arrow") else f"hf://datasets/{path}/{file}"
-
-
-def _rows(c: Conversion, one: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns config, split, format and columns of a source, and a comment."""
-    source = {ours: one[key] for ours, key in (("config", "name"), ("split", "split")) if one.get(key)}
-    source = {key: value for key, value in source.items() if (key, value) != ("split", "train")}
-    objective, kind = c.value("objective.name"), one.get("type")
-    format, columns, comment = _of_type(objective, kind, one)
-    if format:
-        source["format"] = format
-    if columns:
-        source["columns"] = columns
-    return source, comment
 
 
 def _of_type(objective: str, kind: Any, one: dict[str, Any]) -> tuple[str | None, dict[str, str], str]:
