@@ -83,6 +83,15 @@ def convert_training(c: Conversion, defaults: ToolDefaults, keeps_16_bits: bool 
     _reference(c)
 
 
+def convert_held_out(c: Conversion, name: str) -> None:
+    """Rows for evaluation: a share of the training rows, or a number of them, which has no counterpart."""
+    held_out = c.number(name)
+    if held_out and 0 < held_out < 1:
+        c.set("data.eval", {"share": float(held_out)})
+    elif held_out:
+        c.set("data.eval", {"share": 0.05}, f"{TODO}{held_out} rows there; here a share of them")
+
+
 def convert_run(c: Conversion, seed: int = 42) -> None:
     name = c.take("run_name", "wandb_name") or c.take("output_dir") or c.take("base_model", "model_name_or_path")
     c.take("output_dir", "overwrite_output_dir", "do_train")

@@ -11,6 +11,7 @@ from finetune.setup.conversion import TODO, Conversion
 from finetune.setup.foreign_arguments import (
     ToolDefaults,
     convert_adapters,
+    convert_held_out,
     convert_model,
     convert_run,
     convert_training,
@@ -166,11 +167,7 @@ def _data(c: Conversion) -> None:
         c.sources["train"] = [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")]
     if tests := c.listed("test_datasets"):
         c.sources["eval"] = _sources(c, tests)
-    held_out = c.number("val_set_size")
-    if held_out and 0 < held_out < 1:
-        c.set("data.eval", {"share": float(held_out)})
-    elif held_out:
-        c.set("data.eval", {"share": 0.05}, f"{TODO}{held_out} rows there; here a share of them")
+    convert_held_out(c, "val_set_size")
     c.copy("data.max_length", "sequence_len", default=512)
     kinds = {source.get("format") for source, _ in c.sources["train"]}
     strategy = str(c.take("excess_length_strategy", default="drop"))

@@ -12,6 +12,7 @@ from finetune.setup.conversion import TODO, Conversion
 from finetune.setup.foreign_arguments import (
     ToolDefaults,
     convert_adapters,
+    convert_held_out,
     convert_model,
     convert_run,
     convert_training,
@@ -105,11 +106,7 @@ def _data(c: Conversion) -> None:
         if names := c.listed(key):
             c.sources[part] = [_source(str(name), folder, entries, stage, limit) for name in names]
     c.sources.setdefault("train", [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")])
-    held_out = c.number("val_size")
-    if held_out and 0 < held_out < 1:
-        c.set("data.eval", {"share": float(held_out)})
-    elif held_out:
-        c.set("data.eval", {"share": 0.05}, f"{TODO}{held_out} rows there; here a share of them")
+    convert_held_out(c, "val_size")
     c.copy("data.max_length", "cutoff_len", default=2048)
     c.set("data.overlong", "split" if stage == "pt" else "truncate")
     given, is_neat = c.is_on("packing", default=stage == "pt"), c.is_on("neat_packing")
