@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 import tiny
 import torch
 from conftest import metrics, train_here
+from forks import start_forkserver
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -171,13 +173,14 @@ def wide(automatic: dict[str, Any], write_recipe: Any, made: Path) -> Path:
     return write_recipe(automatic)
 
 
-def test_the_most_rows_that_fit_and_no_trace(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_most_rows_that_fit_and_no_trace(wide: Path) -> None:
     """In a process of its own: what earlier tests have freed in this one would be used first, and no trial show it."""
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)  # unused parts of large pages would count
-    torch.multiprocessing.spawn(rows_of_a_wide_model, (wide,), nprocs=1)
+    start_forkserver()
+    torch.multiprocessing.start_processes(rows_of_a_wide_model, (wide,), nprocs=1, start_method="forkserver")
 
 
 def rows_of_a_wide_model(_rank: int, recipe: Path) -> None:
+    os.environ.pop("THP_MEM_ALLOC_ENABLE", None)  # unused parts of large pages would count
     wide = Started(load_recipe(recipe))
     engine = wide.engine
     weights = {name: p.detach().clone() for name, p in engine.unwrapped.named_parameters()}
