@@ -520,8 +520,8 @@ def test_quickstart_learns(tmp_path: Path) -> None:
         for name, file in (("train", "train.jsonl"), ("eval", "test.jsonl"))
     ]
     short = (
-        "train.max_steps=30",
-        "schedule.warmup_steps=5",
+        "train.max_steps=12",
+        "schedule.warmup_steps=3",
         "evaluate.at_start=false",
         "evaluate.exact_match=0",
         "evaluate.generate=2",
@@ -539,7 +539,7 @@ def test_quickstart_learns(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [line["loss"] for line in train_lines(tmp_path / "runs" / "quickstart-full")]
-    assert len(losses) == 30
+    assert len(losses) == 12
     assert losses[-1] < 0.5 * losses[0]
     assert "quickstart-full" in done.stdout
     assert (tmp_path / "runs" / "quickstart-full" / "model" / "model.safetensors").is_file()
