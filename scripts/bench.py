@@ -22,7 +22,7 @@ and the lowest and highest.
                         tokens already for the peers and the bare loop, prepared and cached for ours
 
 Before any figure is shown it is checked that all trained as many supervised tokens in each step, that ours and the bare
-loop had the same loss in every step, and the others in the first. Exit status 1 where they did not.
+loop had the same loss in every step, and the others in the first. Exit status 1 if they did not.
 """
 
 from __future__ import annotations

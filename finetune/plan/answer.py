@@ -98,16 +98,13 @@ def why(request: PlanRequest, one: Choice) -> str:
         reason = "no finished run on such a device" if key == CPU else f"the table has no speed of {key} in {precision}"
         return f"{room}; time not known: {reason}"
     share = one.step.parts[one.step.limit] / one.step.seconds
-    return f"{room}; limited by {one.step.limit} ({share:.0%} of a step){_not_faster(one)}"
-
-
-def _not_faster(one: Choice) -> str:
-    """Returns why more devices are not faster than fewer, or ""."""
     if one.faster is None or one.faster.step is None or one.step is None:
-        return ""
-    part, more = _difference(one.faster.step, one.step)
-    fewer = f"{one.faster.config} on {one.faster.machines.name}"
-    return f"; not faster than {fewer} ({one.faster.step.seconds:.3g} s a step): {more:.3g} s more of {part}"
+        not_faster = ""
+    else:
+        part, more = _difference(one.faster.step, one.step)
+        fewer = f"{one.faster.config} on {one.faster.machines.name}"
+        not_faster = f"; not faster than {fewer} ({one.faster.step.seconds:.3g} s a step): {more:.3g} s more of {part}"
+    return f"{room}; limited by {one.step.limit} ({share:.0%} of a step){not_faster}"
 
 
 def _difference(one: StepTime, other: StepTime) -> tuple[str, float]:

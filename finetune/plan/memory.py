@@ -85,8 +85,7 @@ def estimate_memory(
         sizes = [4 * (weight.packed or weight.numel) for weight in weights]
         merged = max(3 * max(sizes), sum(sizes) if sum(sizes) <= WHOLE_BYTES else 0)
         after = {"save": sum(weight.bytes for weight in weights if weight.trains), "merge": merged}
-    reads = place.launch.kind == "fsdp2" or place.launch.parallelism.tensor > 1  # and has copies in the trained type
-    reading = sum(weight.bytes for weight in weights if weight.trains) if reads else 0
+    reading = sum(weight.bytes for weight in weights if weight.trains) if costs.loads_by_copies else 0
     for rank in different_ranks(place.launch.parallelism):
         phases, state = phases_of(costs, config, rank, place.capability, batch, micro_batches, most)
         host, disk = state.host * place.per_host, state.disk * place.per_host

@@ -290,22 +290,18 @@ class Job:
             tower = sum(flops.tower.of(patches_of(self.config, row)).hardware for row in images) / len(images)
         return times * (share * of_layers * rows.tokens_per_row + of_head + tower), times * share * attention
 
-    def _left_of_element_wise(self) -> float:
-        """Returns the share of their bytes that operators without products still move: fused ones read and write once
-        what each of them does. The operators themselves are those of the kernels that the recipe takes."""
-        compiled = self.recipe.train.compile and self.machines.key != CPU
-        return self.hardware.efficiency.fused if compiled else 1.0
-
     def time(self) -> StepTime:
         """Returns the time of one step on the rank that waits least."""
         speeds, sizes, micro_batches = self.speeds, self.launch.parallelism, self.micro_batches
         work, share, head = self.work
         products, attention = self._flops(share, head)
         step = work.times(micro_batches)
+        # Fused operators read and write once what each of them does alone.
+        compiled = self.recipe.train.compile and self.machines.key != CPU
         compute = {
             "products": products / speeds.products,
             "attention": attention / speeds.attention,
-            "element-wise": speeds.moving(step) * self._left_of_element_wise(),
+            "element-wise": speeds.moving(step) * (self.hardware.efficiency.fused if compiled else 1.0),
         }
         if self.recipe.mode == "qlora":  # casts of other weights are among the operators
             passes = 3 if self.recipe.train.activation_checkpointing else 2

@@ -3,8 +3,8 @@
     python scripts/docs/recipe_headers.py                 # after a change of a recipe or of finetune/plan
     python scripts/docs/recipe_headers.py llama3.1-8b
 
-Each row counts as one document of `data.max_length` tokens, all supervised, and full of images where the recipe sees
-any: the most there can be. A size of devices is named where `plan` says `fits`, with its margin. Left as they are:
+Each row counts as one document of `data.max_length` tokens, all supervised, and full of images if the recipe sees
+any: the most there can be. A size of devices is named if `plan` says `fits`, with its margin. Left as they are:
 quickstart, which is for a CPU; Mistral Large 4's, whose layers cannot run without values.
 """
 
@@ -58,7 +58,7 @@ def kept(recipe: Recipe, config: PretrainedConfig, launch: Launch) -> State:
 
 
 def memory(recipe: Recipe, config: PretrainedConfig, launch: Launch, path: Path) -> Memory:
-    """Raises UserError where recipe and launch do not go together."""
+    """Raises UserError if recipe and launch do not go together."""
     micro_batches = check_launch(recipe, str(path), launch, config)
     batch = heaviest(recipe, widest(recipe, "the most there can be", config))
     return estimate_memory(recipe, config, Place(launch, launch.processes), batch, micro_batches)
