@@ -73,7 +73,9 @@ def _prompt(group: Sequence[Sample], low: float, high: float, tokenizer: Tokeniz
 
 def _answer(sample: Sample, low: float, high: float) -> dict[str, Any]:
     share = (sample.reward.total - low) / (high - low) if high > low else 0.5
-    values = [f"{name} {'failed' if value is None else f'{value:.4g}'}" for name, value in sample.reward.by_name.items()]
+    values = [
+        f"{name} {'failed' if value is None else f'{value:.4g}'}" for name, value in sample.reward.by_name.items()
+    ]
     return {
         "reward": f"{sample.reward.total:.4g}",
         "level": round(share * (LEVELS - 1)),
