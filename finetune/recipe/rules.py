@@ -152,7 +152,12 @@ def evaluation(recipe: Recipe) -> Iterator[Finding]:
     for key in ("prompts", "samples"):
         changed = getattr(evaluate, key) != Evaluate.model_fields[key].default
         if changed and not (recipe.data.eval and recipe.rewards):
-            yield f"evaluate.{key}", "samples held-out prompts for `rewards`: set these and `data.eval`, or remove it"
+            yield (
+                f"evaluate.{key}",
+                "is of held-out prompts that are sampled: set `rewards` and `data.eval`, or remove it",
+            )
+        elif changed and key == "samples" and evaluate.prompts == 0:
+            yield "evaluate.samples", "has no effect under `evaluate.prompts: 0`: remove one of the two"
     for key, metric in (("checkpoint.best", best), ("train.stop_when", stop_when and stop_when.metric)):
         if metric and re.match(r"eval_(reward$|reward/|pass@)", metric) and not recipe.samples_held_out:
             yield key, f"`{metric}` needs `rewards`, and held-out prompts to sample: `data.eval`, `evaluate.prompts`"
