@@ -730,8 +730,8 @@ class Checkpoint(Section):
     every_steps: Count | None = None  # and after the last step; null: not by steps
     every_minutes: Positive | None = None  # after the step in which this much time has passed since the last save
     keep: Count = 2  # number of newest checkpoints
-    # Also keep the best checkpoint by this metric of the evaluations: eval_loss, eval_loss/<source> (lowest) or
-    # exact_match (highest). Saves at every improvement.
+    # Also keep the best checkpoint by this metric of the evaluations: eval_loss, eval_loss/<source> (lowest),
+    # exact_match or reward (highest). Saves at every improvement.
     best: Metric | None = None
     asynchronous: bool = True  # write files while training continues; needs a copy of the state in CPU memory
     on_failure: Literal["stop", "continue"] = "stop"  # if a save fails (a full disk): stop the run, or only warn
