@@ -33,7 +33,7 @@ from finetune.rollouts.sampler import Sampler
 
 
 @dataclass(frozen=True)
-class Sampling:
+class CohortCosts:
     """One cohort on one rank; bytes above those of weights and optimizer."""
 
     samples: int
@@ -60,7 +60,7 @@ def longest_prompt(recipe: Recipe, documents: tuple[int, ...]) -> int:
     return max(1, max(documents) - recipe.rollouts.max_new_tokens)
 
 
-def sampling_of(recipe: Recipe, config: PretrainedConfig, prompt: int, how: How) -> Sampling:
+def sampling_of(recipe: Recipe, config: PretrainedConfig, prompt: int, how: How) -> CohortCosts:
     """Returns memory and work of the recipe's cohort. prompt: tokens. Raises UserError if the model cannot be made."""
     assert recipe.rollouts is not None
     cohort = min(recipe.rollouts.cohort, recipe.rollouts.prompts * recipe.rollouts.samples)
@@ -68,7 +68,7 @@ def sampling_of(recipe: Recipe, config: PretrainedConfig, prompt: int, how: How)
 
 
 @functools.lru_cache(maxsize=64)
-def _sampling(key: CacheKey) -> Sampling:
+def _sampling(key: CacheKey) -> CohortCosts:
     recipe, config = key.recipe, key.config
     settings, samples, prompt, how = key.others
     short, kinds = short_model(config), shortened(config)[1]
@@ -103,7 +103,7 @@ def _sampling(key: CacheKey) -> Sampling:
     more, share = whole - sum(caches), prompt / (prompt + settings.max_new_tokens)
     peaks = {phase: meter.peaks[phase] - begin for phase in ("prompts", "tokens")}
     works = [operators.work(phase).times(len(kinds) / len(caches)) for phase in ("prompts", "tokens")]
-    return Sampling(samples, whole, int(peaks["prompts"] + more * share), peaks["tokens"] + more, *works)
+    return CohortCosts(samples, whole, int(peaks["prompts"] + more * share), peaks["tokens"] + more, *works)
 
 
 def _one_forward(model: torch.nn.Module, sampler: Sampler, cache: DynamicCache, tokens: int, place: int, columns: int):

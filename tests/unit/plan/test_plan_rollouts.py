@@ -17,7 +17,7 @@ from finetune.plan.command import PlanOptions
 from finetune.plan.lengths import Lengths, read_lengths, widest
 from finetune.plan.meter import Meter
 from finetune.plan.micro_batch import How
-from finetune.plan.rollouts import Sampling, cohorts, sampling_of
+from finetune.plan.rollouts import CohortCosts, cohorts, sampling_of
 from finetune.plan.search import Choice
 from finetune.recipe import Recipe, load_recipe
 from finetune.rollouts.drawing import Drawer
@@ -47,7 +47,7 @@ def recipe_file(made: Path, tmp_path: Path) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-def predicted(recipe: Recipe, prompt: int = PROMPT) -> Sampling:
+def predicted(recipe: Recipe, prompt: int = PROMPT) -> CohortCosts:
     return sampling_of(recipe, training_config(recipe), prompt, How("cpu", None))
 
 
