@@ -132,7 +132,7 @@ def test_recorded_rollouts_are_used_after_a_kill_and_none_of_another_recipe(
 def test_held_out_prompts_are_sampled_and_rewarded_in_each_evaluation(
     online: dict[str, Any], write_recipe: Write, tmp_path: Path
 ) -> None:
-    """By the same noise in each: with equal weights the answers are equal, and with others some differ."""
+    """Prompts that training does not draw; the best checkpoint is that of their reward."""
     path = write_recipe(online | {"checkpoint": {"best": "reward"}, "optimizer": {"lr": 0.02}})
     train_here(path)
     run = tmp_path / "runs" / "run"
@@ -158,10 +158,13 @@ def test_held_out_prompts_are_sampled_and_rewarded_in_each_evaluation(
 def test_an_evaluation_that_was_recorded_is_read_again(
     online: dict[str, Any], write_recipe: Write, tmp_path: Path
 ) -> None:
-    """As a kill leaves it between the record and the line of the log; and of no other number of samples."""
+    """As a kill leaves it between the record and the line of the log; and of no other number of samples. Evaluations
+    draw by the same noise: with equal weights, here almost, the answers are equal."""
     run = tmp_path / "runs" / "run"
-    online["evaluate"]["at_start"] = True
+    online["evaluate"]["at_start"], online["optimizer"] = True, {"lr": 1e-12}
     train_here(write_recipe(online))
+    assert lines_of(run, 0, EVALUATION) == lines_of(run, 4, EVALUATION)
+    assert lines_of(run, 1) != lines_of(run, 0, EVALUATION)
     lines = record_file(run / "rollouts", 0, EVALUATION)
     before, modified = lines.read_bytes(), lines.stat().st_mtime_ns
     (run / "metrics.jsonl").unlink()
