@@ -1,4 +1,4 @@
-"""From right answers alone a small model learns what it half knows: to write four digits in reverse, as the quickstart."""
+"""From right answers alone a small model learns what it half knows: the digits in reverse of the quickstart."""
 
 from __future__ import annotations
 
