@@ -20,6 +20,7 @@ from finetune.plan.search import (
     SAVE_S,
     Choice,
     PlanRequest,
+    Sampled,
     SearchResult,
     answers,
     as_lines,
@@ -58,6 +59,7 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
             "step_s": one.step and one.step.seconds,
             "step_parts_s": one.step and one.step.parts,
             "speeds": one.step and one.step.source,
+            **({"rollouts": _sampled(one.sampled)} if one.sampled else {}),
             "tokens_per_s": one.tokens_per_s,
             "hours": one.hours,
             "price": one.price,
@@ -107,6 +109,25 @@ def why(request: PlanRequest, one: Choice) -> str:
     return f"{room}; limited by {one.step.limit} ({share:.0%} of a step){not_faster}"
 
 
+def _sampled(sampled: Sampled) -> dict[str, Any]:
+    sizes = {"cache_gib": round(sampled.cache / GIB, 3), "cohort_gib": round(sampled.peak / GIB, 3)}
+    counts = {"cohorts": sampled.cohorts, "cohorts_of_a_rank": sampled.each}
+    return {**counts, **sizes, "largest_cohort": sampled.largest}
+
+
+def _rollouts(request: PlanRequest, one: Choice, sampled: Sampled) -> str:
+    """Returns a line on the rollouts of a step."""
+    settings = request.recipe.rollouts
+    assert settings is not None
+    fits = f"rollouts.cohort up to {sampled.largest:,} fits" if sampled.largest else "not even one sample fits"
+    seconds = one.step.parts.get("generation") if one.step else None
+    took = f", at most {seconds:.3g} s" if seconds else ""
+    return (
+        f"rollouts: {sampled.cohorts:,} cohorts of {settings.cohort:,} samples, {sampled.each:,} on a rank one after "
+        f"another{took}; a cohort takes {sampled.peak / GIB:.2f} GiB, {sampled.cache / GIB:.2f} of it cache; {fits}"
+    )
+
+
 def _difference(one: StepTime, other: StepTime) -> tuple[str, float]:
     """Returns the part of a step that the other has most of in addition, and its seconds."""
     gains = {name: other.parts.get(name, 0.0) - one.parts.get(name, 0.0) for name in (*one.parts, *other.parts)}
@@ -137,6 +158,11 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
         lines.append("batch.rows_per_device: auto is 1; the run finds how many rows fit")
     if batch.tokens_per_device is not None:
         lines.append("a micro-batch is the fullest row, as often as batch.tokens_per_device has room for it")
+    if request.recipe.rollouts is not None:
+        lines.append(
+            "rollouts: each sample has max_new_tokens after the longest prompt, weights stay gathered while sampling, "
+            "and rewards take no time"
+        )
     if request.rows.images and request.rows.rows is not None:
         lines.append(f"the fullest row has as many images as any of {ROWS_KEPT} rows that were looked at")
     if sizes.expert > 1:
@@ -192,6 +218,8 @@ def show(
         second = next((other for other in choices if other.machines == one.machines and other is not one), None)
         if one is first[0] and second is not None:
             print_line(console, _against(one, second), highlight=False, markup=False)
+        if one.sampled is not None:
+            print_line(console, _rollouts(request, one, one.sampled), highlight=False, markup=False)
     for line in refused(results):
         print_line(console, f"[bold]{line['on']}[/bold]: {escape(line['why'])}", highlight=False)
     console.print()

@@ -23,6 +23,7 @@ from finetune.export.figures import WHOLE_BYTES
 from finetune.export.weight_files import SHARD_BYTES
 from finetune.models.base_config import dtypes, layer_configs
 from finetune.plan.micro_batch import HeaviestBatch, How
+from finetune.plan.rollouts import longest_prompt, sampling_of
 from finetune.plan.shapes import costs_at, shapes_of, shortened
 from finetune.plan.timeline import Part, Timeline, timeline_of
 from finetune.recipe import Recipe
@@ -179,6 +180,10 @@ def phases_of(
     forward = max(part.peak for part in parts.layers) + moving.layer
     head = parts.head.peak - max(0, parts.head.kept) + moving.tail if stage.last else 0
     walk.reach("evaluation", parts.before.kept + max(forward, head))
+    if recipe.rollouts is not None:
+        prompt = longest_prompt(recipe, batch.documents)
+        sampled = sampling_of(recipe, config, prompt, how_of(costs, capability, micro_batches))
+        walk.reach("sampling", sampled.peak + max(moving.layer, moving.tail))
     walk.now = rest
     walk.reach("checkpoint", 0)
     walk.reach("save", costs.whole_tensor())

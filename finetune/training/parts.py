@@ -107,13 +107,17 @@ def model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice)
     return ModelFacts(parameter_counts(causal_lm), part_sizes(causal_lm), flops, model.choice, model.kernels)
 
 
-def run_rows(prepared: Prepared, training: RowSource, engine: Engine, end_ids: set[int]) -> RunRows:
+def run_rows(
+    prepared: Prepared, training: RowSource, held_out: Dataset | None, engine: Engine, end_ids: set[int]
+) -> RunRows:
     """Returns the rows of the run in order: those of the data, or samples of the wrapped model. Collective."""
     recipe = prepared.recipe
     if recipe.rollouts is None:
         return training.in_order(recipe)
-    prompts = RunPrompts(recipe, on_disk(training))
-    return RolloutRows(recipe, engine, prompts, training.content(), prepared.tokenizer, end_ids, run_folder(recipe))
+    prompts, content, questions = RunPrompts(recipe, on_disk(training)), training.content(), None
+    if held_out is not None and recipe.samples_held_out:
+        questions = RunPrompts(recipe, held_out, "eval")
+    return RolloutRows(recipe, engine, prompts, content, prepared.tokenizer, end_ids, run_folder(recipe), questions)
 
 
 def rows_per_device(

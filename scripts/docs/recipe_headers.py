@@ -97,6 +97,8 @@ def fields(path: Path) -> tuple[str, str]:
         where.append("ddp.yaml with 2 to 8 for speed")
     rows = f"{recipe.batch.rows_per_device} rows" if recipe.batch.rows_per_device != 1 else "a row"
     of_each = f"{recipe.data.max_length:,} tokens"
+    if recipe.batch.tokens_per_device is not None:
+        rows, of_each = "a micro-batch", f"{recipe.batch.tokens_per_device:,} tokens"
     if images := most_images(recipe, config):
         of_each += f", {len(images)} image{'s' if len(images) > 1 else ''} of {images[0]:,} among them"
     peak = f"{own.tensors / 1e9:.1f} GB a device at the peak, with {rows} of {of_each}; "
