@@ -163,6 +163,13 @@ class Fsdp2(Engine):
             if local.numel() and (reading or self._counts(name, parameter))
         ]
 
+    def restored(self) -> None:
+        """Frees gathered weights that a forward without a backward has left, as the last layers' are, and that would be
+        used again in place of the new shards."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         full, shard = full_tensor(detached(tensor.to(self.device), dtype)), self._sharded.shards.get(name)
         if shard is not None and self._tensor_group is not None:

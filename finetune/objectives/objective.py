@@ -96,12 +96,16 @@ ONE_RANK = TokenRanks()  # has all tokens of its rows
 def sequence_log_probs(outputs: Outputs, batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D,) fp64
     """Returns the log-probability of the targets of each sequence.
 
-    Added up in fp64, so that differences of long answers keep their digits, and one sequence after the other: adding by
-    index has no fixed order on CUDA.
+    Added up in fp64, so that differences of long answers keep their digits.
     """
-    log_probs = -outputs.token_losses.double()
-    parts = log_probs.split(list(batch.sequence_targets)) if batch.sequence_targets else ()
-    return token_ranks.sum(torch.stack([part.sum() for part in parts]) if parts else log_probs)
+    return sequence_sums(-outputs.token_losses.double(), batch, token_ranks)
+
+
+def sequence_sums(values: Tensor, batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (S,) -> (D,)
+    """Returns the sum of the targets' values of each sequence, one sequence after the other: adding by index has no
+    fixed order on CUDA."""
+    parts = values.split(list(batch.sequence_targets)) if batch.sequence_targets else ()
+    return token_ranks.sum(torch.stack([part.sum() for part in parts]) if parts else values)
 
 
 def sequence_targets(batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D,) fp64

@@ -12,7 +12,8 @@ from __future__ import annotations
 _LAUNCH = "belongs to the launch: choose a file of accelerate_configs/ with `--config_file`"
 _ONLINE = "is not offered; `objective.name: grpo` trains on a model's own samples, with `rollouts` and `rewards`"
 _OWN_SAMPLER = "samples are drawn by the model that trains; remove it, see docs/reference/rollouts.md"
-_ONE_STEP = "each step trains once on its own samples; remove it"
+_KL = "set `objective.kl`: the coefficient of the divergence from the initial weights"
+_CLIP = "set `objective.clip: [low, high]`, with `rollouts.reuse` or `rollouts.staleness`"
 _SHOWN = "every step is written to metrics.jsonl; remove it"
 _OWN = "has no counterpart here; remove it"
 _KERNEL = "kernels are chosen by themselves: see `model.attention`, `model.kernels`, `model.cross_entropy`; remove it"
@@ -383,10 +384,16 @@ FOREIGN_KEYS: dict[str, str] = {
     "reward_funcs": "list them in `rewards`: built-in ones by `name`, your own by `file` and `function`",
     "reward_weights": "give each entry of `rewards` its `weight`",
     "use_vllm": _OWN_SAMPLER,
-    "num_iterations": _ONE_STEP,
+    "num_iterations": "rollouts.reuse",
     "trl": _ONLINE,
     "vllm": _OWN_SAMPLER,
-    "ppo_epochs": _ONE_STEP,
+    "ppo_epochs": "rollouts.reuse",
+    "kl_coef": _KL,
+    "init_kl_coef": _KL,
+    "cliprange": _CLIP,
+    "epsilon_high": _CLIP,
+    "epsilon_low": _CLIP,
+    "max_staleness": "rollouts.staleness",
     "ppo_target": _ONLINE,
     # --- optimizer and schedule
     "learning_rate": "optimizer.lr",
@@ -678,7 +685,8 @@ FOREIGN_VALUES: dict[str, dict[str, str]] = {
         "pt": "set `sft`, with rows of `format: text`",
         "pretrain": "set `sft`, with rows of `format: text`",
         "completion": "set `sft`, with rows of `format: text`",
-        **{loss: f"set `grpo` and `objective.loss: {loss}`" for loss in ("dr_grpo", "dapo", "rloo", "reinforce_pp")},
+        **{loss: f"set `grpo` and `objective.loss: {loss}`" for loss in ("dr_grpo", "dapo", "rloo", "cispo", "gspo")},
+        "reinforce_pp": "set `grpo` and `objective.loss: reinforce_pp`",
         "gdpo": _ONLINE,
         "ppo": _ONLINE,
         "gkd": "set `distill`, which learns from a teacher's predictions",

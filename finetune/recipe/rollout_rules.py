@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from finetune.recipe.schema import TAKES_REWARDS, Recipe
 
+SAME_ON_POLICY = {"cispo": "dapo", "gspo": "grpo"}  # losses that are about ratios, and their like if all of them are 1
+
 
 def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     settings, name = recipe.rollouts, recipe.objective.name
@@ -17,6 +19,7 @@ def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "rollouts", f"`objective.name: {name}` trains on samples: add this, `{{prompts: 32, samples: 16, ...}}`"
         return
     yield from _numbers(recipe)
+    yield from _off_policy(recipe)
     yield from _data(recipe)
     if not recipe.rewards and settings.replay is None:
         yield "rewards", f"`objective.name: {name}` needs a reward, such as `rewards: [{{name: exact_match}}]`"
@@ -64,6 +67,49 @@ def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     if settings.top_k == 1:
         yield "rollouts.top_k", "1 makes all samples of a prompt equal, so no reward tells them apart: use more"
+
+
+def _off_policy(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Keys that are about ratios of probabilities, and need some that are not 1."""
+    settings, objective = recipe.rollouts, recipe.objective
+    assert settings is not None
+    loss, on_policy = objective.value("loss"), settings.reuse == 1 and settings.staleness == 0
+    otherwise = "set `rollouts.reuse` or `rollouts.staleness`"
+    if on_policy and loss in SAME_ON_POLICY:
+        yield (
+            "objective.loss",
+            f"`{loss}` is `{SAME_ON_POLICY[loss]}` if every sample is trained on once, by the weights that it was "
+            f"drawn from: use that, or {otherwise}",
+        )
+    if on_policy and objective.clip is not None:
+        yield (
+            "objective.clip",
+            "has no effect: every sample is trained on once, by the weights that it was drawn from, so all ratios are "
+            f"1: remove it, or {otherwise}",
+        )
+    if objective.clip is not None and objective.clip[0] > 1:
+        yield "objective.clip", f"{objective.clip[0]:g}: ratios are above 0, so use at most 1, which is no lower bound"
+    bounds = objective.correction_bounds
+    if bounds is not None and objective.value("correction") == "none":
+        yield "objective.correction_bounds", "has no effect without `objective.correction`: remove it, or set that"
+    if bounds is not None and not bounds[0] < 1 < bounds[1]:
+        yield (
+            "objective.correction_bounds",
+            f"[{bounds[0]:g}, {bounds[1]:g}] leaves out 1, the ratio of a sampler that is the trainer: use bounds "
+            "below and above it",
+        )
+    steps = recipe.train.max_steps
+    if steps is not None and settings.reuse > steps:
+        yield (
+            "rollouts.reuse",
+            f"{settings.reuse} steps on the same samples, and the run has {steps} (train.max_steps): use at most that",
+        )
+    if steps is not None and settings.staleness > (steps - 1) // settings.reuse:
+        yield (
+            "rollouts.staleness",
+            f"{settings.staleness}: no batch is drawn from weights that were trained, as train.max_steps: {steps} has "
+            "no more batches: lower it, or raise that",
+        )
 
 
 def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -68,6 +68,7 @@ NonNegative = Annotated[Float, Field(ge=0)]
 Share = Annotated[Float, Field(ge=0, le=1)]
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list_to_tuple), Field(strict=False)]
+Bounds = Annotated[tuple[NonNegative, Positive], BeforeValidator(_list_to_tuple), Field(strict=False)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple), Field(strict=False, min_length=1)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 
@@ -323,7 +324,16 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
         "top_k": 64,
         "samples": None,
     },
-    "grpo": {"loss": "dr_grpo", "scale_rewards": None, "overlong": "keep", "dropout": False},
+    "grpo": {
+        "loss": "dr_grpo",
+        "scale_rewards": None,
+        "overlong": "keep",
+        "clip": None,
+        "kl": 0.0,
+        "correction": "none",
+        "correction_bounds": None,
+        "dropout": False,
+    },
 }
 
 
@@ -366,7 +376,7 @@ LOSS_KEYS: dict[str, tuple[str, ...]] = {
     ),
 }
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "simpo"]
-PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp"]
+PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "cispo", "gspo"]
 LOSSES_OF: dict[str, tuple[str, ...]] = {"dpo": get_args(PreferenceLoss), "grpo": get_args(PolicyLoss)}
 
 
@@ -441,6 +451,18 @@ class ObjectiveSettings(Section):
     # grpo: samples that `rollouts.max_new_tokens` ended. keep: like all others; mask: their tokens have no gradient
     # (https://arxiv.org/abs/2503.14476, section 3.4), and count in the loss's divisor all the same
     overlong: Literal["keep", "mask"] | None = None
+    # grpo, with `rollouts.reuse` or `rollouts.staleness`: [low, high]: ratios of new to old probabilities count between
+    # 1 - low and 1 + high; [1, high] has no lower bound. null: as the paper of the loss, in objectives/policy.py
+    clip: Bounds | None = None
+    # grpo: coefficient of the KL divergence from the initial weights, estimated at each sampled token (k3:
+    # http://joschu.net/blog/kl-approx.html) and weighted by the ratio. Above 0 the initial trained weights (few with
+    # adapters) are kept in host memory, and the samples of each step pass through the model once more
+    kl: NonNegative = 0.0
+    # grpo: for a sampler that rounds otherwise than the trainer: weigh each sampled token's loss by the ratio of the
+    # trainer's to the sampler's probability. tis: of each token, truncated; icepop: of each token, 0 outside the
+    # bounds; sequence_mask: of the whole sample, 0 outside the bounds; see rollouts/correction.py. null: none
+    correction: Literal["none", "tis", "icepop", "sequence_mask"] | None = None
+    correction_bounds: Bounds | None = None  # [low, high] of that ratio; null: see rollouts/correction.py
     # all but sft, focal and distill, which always apply it: apply the dropout of the model's config and of the adapters
     # in training. false: the config's is set to 0 and `lora.dropout` above 0 is an error, so that a pair's two answers
     # are compared under equal weights. A reference and `kto`'s z0 are computed without dropout either way
@@ -483,6 +505,10 @@ class Rollouts(Section):
     top_k: Count | None = None  # sample from the likeliest tokens only; null: from all
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0  # sample from the likeliest tokens that have this probability
     cohort: Count = 64  # samples that are decoded together, on any number of processes: it bounds the cache
+    reuse: Count = 1  # optimizer steps on the same samples, one after the other; each step has all of them
+    # Batches of samples that lie between the weights that a batch is drawn from and those that it trains first: exactly
+    # so many; the first ones are drawn from the initial weights. 0: from the weights that the step before has left
+    staleness: Annotated[int, Field(ge=0, le=1000)] = 0
     # Folder of recorded rollouts, such as runs/NAME/rollouts: they are trained on again, and nothing is sampled
     replay: str | None = None
 

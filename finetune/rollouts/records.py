@@ -46,13 +46,18 @@ class Sample:
     log_probs: NDArray[np.float64]  # (len(ids),) of the sampler, under the temperature
     margins: NDArray[np.float64]  # (len(ids),) see `Sampler`
     reward: Reward
+    # (len(ids),) log-probabilities of the trainer, under the temperature, if the loss reads them: by the weights that
+    # the sample was drawn from, and by the initial weights.
+    old: NDArray[np.float64] | None = None
+    initial: NDArray[np.float64] | None = None
 
     def rewarded(self, reward: Reward) -> Sample:
         return replace(self, reward=reward)
 
 
 def record_file(folder: Path, step: int, kind: str = STEP) -> Path:
-    """Returns the file of lines of a step (from 1), or of the evaluation after a step."""
+    """Returns the file of lines of a step (from 1), the first that trains on them, or of the evaluation after a
+    step."""
     return folder / f"{kind}-{step:08d}.jsonl"
 
 
@@ -67,6 +72,9 @@ def write_record(folder: Path, step: int, samples: Sequence[Sample], identity: s
         "log_probs": np.concatenate([sample.log_probs for sample in samples]),
         "margins": np.concatenate([sample.margins for sample in samples]),
     }
+    for name in ("old", "initial"):
+        if getattr(samples[0], name) is not None:
+            flat[f"{name}_log_probs"] = np.concatenate([getattr(sample, name) for sample in samples])
     metadata = {"identity": identity, "lines": hashlib.sha256(content).hexdigest()}
     _write_through(lines, content)
     _write_through(lines.with_suffix(".safetensors"), save(flat, metadata))
@@ -87,12 +95,17 @@ def read_record(folder: Path, step: int, kind: str = STEP) -> tuple[list[Sample]
     prompts = [flat["prompt_ids"][a:b].tolist() for a, b in pairwise([0, *flat["prompt_ends"].tolist()])]
     ends = np.cumsum([len(line["ids"]) for line in parsed])[:-1]
     tensors = zip(parsed, prompts, np.split(flat["log_probs"], ends), np.split(flat["margins"], ends), strict=True)
-    return [_sample(*one) for one in tensors], metadata["identity"]
+    samples = [_sample(*one) for one in tensors]
+    for name in ("old", "initial"):
+        if f"{name}_log_probs" in flat:
+            of_samples = zip(samples, np.split(flat[f"{name}_log_probs"], ends), strict=True)
+            samples = [replace(sample, **{name: values}) for sample, values in of_samples]
+    return samples, metadata["identity"]
 
 
-def check_records(folder: Path, steps: int) -> None:
-    """Raises UserError unless a folder has the files of the steps 1 to `steps`."""
-    for step in range(1, steps + 1):
+def check_records(folder: Path, steps: int, reuse: int) -> None:
+    """Raises UserError unless a folder has the files of the steps 1 to `steps`, one for each `reuse` steps."""
+    for step in range(1, steps + 1, reuse):
         if not record_file(folder, step).is_file():
             raise UserError(
                 f"rollouts.replay: {record_file(folder, step)}: no such file, and train.max_steps needs {steps} steps "

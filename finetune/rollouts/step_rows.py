@@ -1,10 +1,17 @@
 """The rows of a run that samples them: each step's rollouts, recorded before the step, as rows of one sample each.
 
     a record exists     read it
-    else                draw on all ranks; on the main rank reward, and write to the disk
+    else                draw on all ranks, with the log-probabilities that the loss compares with; on the main rank
+                        reward, and write to the disk
     then                advantages -> examples
 
 Every rank has the examples of the step, which its loader reads as any others.
+
+A batch of rollouts is trained on in `reuse` steps, and drawn from the weights `staleness` batches before the first:
+
+    reuse 2, staleness 1    steps from 0 on     0  1 | 2  3 | 4  5
+                            train on batch      0  0 | 1  1 | 2  2
+                            draw before         0, 1 |   2  |   3
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,16 +35,33 @@ from finetune.data.row_source import RunRows
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as Tokens
 from finetune.engine.base import Engine
+from finetune.engine.kept_weights import KeptWeights
+from finetune.errors import UserError
+from finetune.models.attention import AttentionChoice
 from finetune.models.fingerprint import base_content
-from finetune.objectives.policy import ADVANTAGE, ROOM, SAMPLED, SAMPLER
+from finetune.models.head.token_loss import CooledTokenLoss
+from finetune.objectives.forward import ForwardPass
+from finetune.objectives.objective import Objective
+from finetune.objectives.policy import (
+    ADVANTAGE,
+    CORRECTION,
+    INITIAL,
+    OLD,
+    ROOM,
+    SAMPLED,
+    SAMPLER,
+    is_off_policy,
+)
 from finetune.recipe import Recipe
 from finetune.rewards.completion import Completion, Reward
 from finetune.rewards.scoring import Rewards
 from finetune.rollouts import records
 from finetune.rollouts.advantages import advantages, has_variance
+from finetune.rollouts.correction import correction_weights
 from finetune.rollouts.drawing import Drawer, Drawn
 from finetune.rollouts.prompts import PromptContent, RowPrompt, RunPrompts, completion_of
 from finetune.rollouts.records import Sample
+from finetune.rollouts.target_values import ExampleRows, MakeLoader, TargetPass
 
 log = logging.getLogger(__name__)
 _FIRST_HELD_OUT = 1 << 62  # draw of the first held-out prompt: no run has as many
@@ -57,10 +81,12 @@ class RolloutRows(RunRows):
         tokenizer: PreTrainedTokenizerFast,
         end_ids: set[int],
         folder: Path,
+        attention: AttentionChoice,
+        loader: MakeLoader,
         held_out: RunPrompts | None = None,
     ):
         """content: of the rows of `data.train`, see `RowSource.content`; folder: of the run; held_out: prompts of
-        which evaluations reward samples."""
+        which evaluations reward samples. The engine has the initial weights."""
         assert recipe.rollouts is not None  # the caller's condition
         assert isinstance(tokenizer.pad_token_id, int)  # load_tokenizer ensures it
         self._recipe, self._settings, self._engine, self._prompts = recipe, recipe.rollouts, engine, prompts
@@ -69,9 +95,21 @@ class RolloutRows(RunRows):
         self._drawer = Drawer(engine, recipe.rollouts, recipe.run.seed, end_ids, tokenizer.pad_token_id)
         self._rewards = Rewards(recipe.rewards, folder)
         self._identity = on_main(engine, lambda: run_identity(recipe, content))
-        self._step = -1  # of the rows in memory
-        self._examples: list[Example] = []
-        self._measured: dict[str, float] = {}
+        self._corrects = recipe.objective.value("correction") != "none"
+        cooled = Objective(
+            lambda outputs, batch: {}, token_loss=CooledTokenLoss(recipe.rollouts.temperature), num_details=1
+        )
+        log_probs = TargetPass(engine, ForwardPass(attention, cooled), loader)
+        self._passes: dict[str, TargetPass] = {}  # by field of `Sample`
+        if is_off_policy(recipe.rollouts) or self._corrects:
+            self._passes["old"] = log_probs
+        if recipe.objective.kl:
+            self._passes["initial"] = replace(log_probs, changed=KeptWeights(engine).in_place)
+        self._staleness = recipe.rollouts.staleness
+        self._samples: dict[int, list[Sample]] = {}  # by batch: the one in memory, and those to come that are drawn
+        self._batch = -1  # of the rows in memory
+        self._rows = ExampleRows([])
+        self._measured, self._times = dict[str, float](), dict[str, float]()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -81,8 +119,8 @@ class RolloutRows(RunRows):
             if self._settings.replay is None:
                 on_main(self._engine, self._open)
             else:
-                steps = self._recipe.train.max_steps or 0
-                on_main(self._engine, lambda: records.check_records(self._records, steps))
+                steps, reuse = self._num_steps, self._settings.reuse
+                on_main(self._engine, lambda: records.check_records(self._records, steps, reuse))
             yield
         finally:
             if self._engine.is_main and self._settings.replay is None:
@@ -98,45 +136,106 @@ class RolloutRows(RunRows):
         for note in self._rewards.notes:
             log.warning("%s", note)
 
+    @property
+    def _num_steps(self) -> int:
+        return self._recipe.train.max_steps or 0
+
     def prepare(self, step: int) -> None:
-        samples, times = self._recorded(step), dict[str, float]()
-        if samples is None:
-            samples, times = self._drawn(step)
-        rewards = np.array([sample.reward.total for sample in samples]).reshape(-1, self._settings.samples)
+        batch, times = step // self._settings.reuse, dict[str, float]()
+        last = (self._num_steps - 1) // self._settings.reuse
+        for needed in range(batch, min(batch + self._staleness, last) + 1):
+            if needed not in self._samples:
+                self._samples[needed], took = self._recorded_or_drawn(needed, step)
+                times = {name: times.get(name, 0.0) + seconds for name, seconds in took.items()}
+        self._samples = {needed: samples for needed, samples in self._samples.items() if needed >= batch}
+        if batch != self._batch:
+            self._batch, samples = batch, self._samples[batch]
+            rewards = np.array([sample.reward.total for sample in samples]).reshape(-1, self._settings.samples)
+            weights = self._corrections(samples)
+            self._rows = ExampleRows(self._examples(samples, rewards, weights), {ROOM: self._settings.max_new_tokens})
+            self._measured = measured(samples, rewards) | measured_corrections(weights)
+        self._times = times
+
+    def _examples(
+        self, samples: Sequence[Sample], rewards: NDArray[np.float64], weights: Sequence[NDArray[np.float64]]
+    ) -> list[Example]:
+        """Returns the samples of a batch as examples. rewards: (P, G); weights: of the correction, if there is one."""
         advantage = advantages(rewards, self._recipe.objective).ravel()
         masks = self._recipe.objective.value("overlong") == "mask"
-        pairs = zip(samples, advantage.tolist(), strict=True)
-        self._examples = [example_of(one, 0.0 if masks and one.is_truncated else value) for one, value in pairs]
-        self._measured, self._step = {**measured(samples, rewards), **times}, step
+        of_samples = zip(samples, advantage.tolist(), strict=True)
+        examples = [example_of(one, 0.0 if masks and one.is_truncated else value) for one, value in of_samples]
+        if not weights:
+            return examples
+        corrected = zip(examples, weights, strict=True)
+        return [replace(one, target_columns={**one.target_columns, CORRECTION: each}) for one, each in corrected]
 
-    def _recorded(self, step: int) -> list[Sample] | None:
-        """Returns the recorded samples of a step, on every rank; None if they have to be drawn. Collective."""
+    def _corrections(self, samples: Sequence[Sample]) -> list[NDArray[np.float64]]:
+        objective = self._recipe.objective
+        pairs = [(one.old, one.log_probs) for one in samples if self._corrects and one.old is not None]
+        return [correction_weights(old, sampler, objective) for old, sampler in pairs]
+
+    def _first_step(self, batch: int) -> int:
+        """Returns the step (from 0) before which a batch is drawn: its weights are those after so many steps."""
+        return max(0, batch - self._staleness) * self._settings.reuse
+
+    def _recorded_or_drawn(self, batch: int, step: int) -> tuple[list[Sample], dict[str, float]]:
+        """Returns the samples of a batch, complete, on every rank, and the seconds that they took. Collective. step:
+        steps done. Raises UserError if they are neither recorded nor can be drawn again."""
+        first = batch * self._settings.reuse + 1
+        may_draw = step == self._first_step(batch)
 
         def read() -> list[Sample] | None:
-            found = records.read_record(self._records, step + 1)
+            found = records.read_record(self._records, first)
             if self._settings.replay is not None:
-                return records.replayed(found, self._records, step + 1, self._recipe.batch.rows)
+                return records.replayed(found, self._records, first, self._recipe.batch.rows)
             if found is not None and found[1] == self._identity:
                 return found[0]
-            records.set_record_aside(self._records, step + 1)
+            if not may_draw:
+                drawn_after = self._first_step(batch)
+                problem = "is missing or damaged" if found is None else "is of another recipe, or of other rows"
+                raise UserError(
+                    f"{records.record_file(self._records, first)} {problem}, and its samples cannot be drawn again: "
+                    f"they are from the weights after step {drawn_after}, and the run continues after step {step}. "
+                    f"Restore the file and the recipe, or resume from step {drawn_after} if that checkpoint is there "
+                    "(checkpoint.resume), or begin again with checkpoint.resume: never"
+                )
+            records.set_record_aside(self._records, first)
             return None
 
-        return on_main(self._engine, read)
+        samples = on_main(self._engine, read)
+        if samples is None:
+            return self._drawn(batch)
+        lacking = [name for name in self._passes if getattr(samples[0], name) is None]  # by another objective's run
+        if "old" in lacking and not may_draw:
+            raise UserError(
+                f"rollouts.replay: {records.record_file(self._records, first)} lacks the log-probabilities of the "
+                "weights that it was drawn from: record it under the `reuse` and `staleness` of this recipe"
+            )
+        return self._with_log_probs(samples, lacking), {}
 
-    def _drawn(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Returns new samples of a step, recorded, and the seconds that they took. Collective. Raises UserError."""
-        first, began = step * self._settings.prompts, time.perf_counter()
+    def _drawn(self, batch: int) -> tuple[list[Sample], dict[str, float]]:
+        """Returns new samples of a batch, recorded, and the seconds that they took. Collective. Raises UserError."""
+        first, began = batch * self._settings.prompts, time.perf_counter()
         prompts = [self._prompts.drawn(first + i) for i in range(self._settings.prompts)]
         drawn = self._drawer.draw(first, [prompt.ids for prompt in prompts])
         drawn_at = time.perf_counter()
+        rewarded = on_main(self._engine, lambda: self._rewarded(prompts, self._prompts.contents(prompts), drawn))
+        rewarded_at = time.perf_counter()
+        samples = self._with_log_probs(rewarded, self._passes)
+        first_step = batch * self._settings.reuse + 1
+        on_main(self._engine, lambda: records.write_record(self._records, first_step, samples, self._identity))
+        times = {"time/generation": drawn_at - began, "time/rewards": rewarded_at - drawn_at}
+        if self._passes:
+            times["time/log_probs"] = time.perf_counter() - rewarded_at
+        return samples, times
 
-        def score_and_record() -> list[Sample]:
-            samples = self._rewarded(prompts, self._prompts.contents(prompts), drawn)
-            records.write_record(self._records, step + 1, samples, self._identity)
-            return samples
-
-        samples = on_main(self._engine, score_and_record)
-        return samples, {"time/generation": drawn_at - began, "time/rewards": time.perf_counter() - drawn_at}
+    def _with_log_probs(self, samples: list[Sample], names: Iterable[str]) -> list[Sample]:
+        """Returns samples with their log-probabilities in these fields, by the passes of the same names. Collective."""
+        for name in names:
+            values = self._passes[name]([example_of(sample, 0.0) for sample in samples])
+            of_samples = zip(samples, values, strict=True)
+            samples = [replace(sample, **{name: -losses.astype(np.float64)}) for sample, ((losses, _),) in of_samples]
+        return samples
 
     def _rewarded(
         self, prompts: Sequence[RowPrompt], contents: Sequence[PromptContent], drawn: Sequence[Drawn]
@@ -200,33 +299,25 @@ class RolloutRows(RunRows):
     # --- as a loader reads them
 
     def row(self, position: int) -> list[Example]:
-        return [self._at(position)]
+        return self._rows.row(self._at(position))
 
     def lengths(self, position: int) -> NDArray[np.int64]:
-        return np.array([self._at(position).num_tokens])
+        return self._rows.lengths(self._at(position))
 
     def counts(self, position: int) -> Mapping[str, int]:
-        tokens, targets = self._at(position).num_tokens, self._at(position).num_targets
-        return {
-            "target_tokens": targets,
-            "first_target_tokens": targets,
-            "tokens": tokens,
-            "sequences": 1,
-            "examples": 1,
-            "shared_tokens": 0,
-            ROOM: self._settings.max_new_tokens,
-        }
+        return self._rows.counts(self._at(position))
 
     def epoch_at(self, position: int) -> float:
-        return self._prompts.epochs(position // self._settings.samples)
+        """Returns the passes over the prompts; a batch counts with its last step, in parts before."""
+        return self._prompts.epochs(position // (self._settings.samples * self._settings.reuse))
 
     def measured(self, step: int) -> Mapping[str, float]:
-        return self._measured
+        return {**self._measured, **self._times}
 
-    def _at(self, position: int) -> Example:
+    def _at(self, position: int) -> int:
         step, row = divmod(position, self._recipe.batch.rows)
-        assert step == self._step  # `prepare` was called for it, and for no later one
-        return self._examples[row]
+        assert step // self._settings.reuse == self._batch  # `prepare` was called for it, and for no later one
+        return row
 
 
 def example_of(sample: Sample, advantage: float) -> Example:
@@ -234,8 +325,17 @@ def example_of(sample: Sample, advantage: float) -> Example:
     ids = np.array([*sample.prompt, *sample.ids], np.int32)
     loss_mask = np.arange(len(ids)) >= len(sample.prompt)
     columns = {ADVANTAGE: advantage, SAMPLED: float(len(sample.ids))}
-    tokens = (Tokens(ids, loss_mask),)
-    return Example(sample.path, sample.row, sample.source, tokens, columns, {SAMPLER: sample.log_probs})
+    of_targets = {SAMPLER: sample.log_probs, OLD: sample.old, INITIAL: sample.initial}
+    given = {name: values for name, values in of_targets.items() if values is not None}
+    return Example(sample.path, sample.row, sample.source, (Tokens(ids, loss_mask),), columns, given)
+
+
+def measured_corrections(weights: Sequence[NDArray[np.float64]]) -> dict[str, float]:
+    """Returns the mean of the correction's weights over the tokens of a batch, and the share that is 0."""
+    if not weights:
+        return {}
+    each = np.concatenate(weights)
+    return {"correction/weight": float(each.mean()), "correction/masked": float((each == 0).mean())}
 
 
 def measured(samples: Sequence[Sample], rewards: NDArray[np.float64]) -> dict[str, float]:

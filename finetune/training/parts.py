@@ -108,16 +108,26 @@ def model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice)
 
 
 def run_rows(
-    prepared: Prepared, training: RowSource, held_out: Dataset | None, engine: Engine, end_ids: set[int]
+    prepared: Prepared,
+    training: RowSource,
+    held_out: Dataset | None,
+    engine: Engine,
+    end_ids: set[int],
+    attention: AttentionChoice,
+    loaders: Loaders,
 ) -> RunRows:
-    """Returns the rows of the run in order: those of the data, or samples of the wrapped model. Collective."""
+    """Returns the rows of the run in order: those of the data, or samples of the wrapped model, which has its initial
+    weights. Collective."""
     recipe = prepared.recipe
     if recipe.rollouts is None:
         return training.in_order(recipe)
-    prompts, content, questions = RunPrompts(recipe, on_disk(training)), training.content(), None
+    prompts, questions = RunPrompts(recipe, on_disk(training)), None
     if held_out is not None and recipe.samples_held_out:
         questions = RunPrompts(recipe, held_out, "eval")
-    return RolloutRows(recipe, engine, prompts, content, prepared.tokenizer, end_ids, run_folder(recipe), questions)
+    of_run = (prepared.tokenizer, end_ids, run_folder(recipe))
+    return RolloutRows(
+        recipe, engine, prompts, training.content(), *of_run, attention, loaders.training, held_out=questions
+    )
 
 
 def rows_per_device(

@@ -5,17 +5,13 @@ The teacher is the model of a trainer that runs no steps, on any launch.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from torch import Tensor
 
-from finetune.data.batch import Batch, TokenShare
 from finetune.data.loader import Loader
 from finetune.data.predictions import (
     PredictionsWriter,
@@ -29,9 +25,9 @@ from finetune.data.prefetch import fed_steps
 from finetune.data.samples import Example
 from finetune.engine.base import Engine
 from finetune.models.head.prediction import UNIFORM, Prediction
-from finetune.models.loss_model import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective
+from finetune.rollouts.target_values import values_of_targets
 from finetune.training.teacher import TeacherPass
 from finetune.training.trainer import Trainer
 from finetune.utils import ProgressBar
@@ -77,70 +73,22 @@ Row = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int32], NDArray[np.
 
 
 def _rows(engine: Engine, forward: ForwardPass, loader: Loader, console: Console) -> Iterator[Row]:
-    """Yields the predictions of all ranks, on every rank, step by step. Collective."""
+    """Yields (tokens, which are trained, ids (n, k), log-probabilities (n, k), images) of the sequences of all ranks,
+    on every rank, step by step. Collective."""
     steps = -(-loader.total_rows // loader.rows_per_step)
     with (
         fed_steps(loader, range(steps), engine.device) as feed,
         ProgressBar(console, "teacher", steps, shown=engine.is_main) as progress,
     ):
         for step in range(steps):
-            batches = next(feed).batches
-            with engine.evaluating():
-                outputs = engine.forwards(batches, forward)
-                local = [_piece(batch, of_batch, engine.context_shard) for batch, of_batch in outputs if batch.origins]
-            micro_batches = defaultdict[int, list[RankPredictions]](list)
-            for of_rank in engine.ranks.gather(local):
-                for piece in of_rank:
-                    micro_batches[piece.index].append(piece)
-            for pieces in micro_batches.values():
-                yield from _rows_of(pieces)
+            positions = loader.row_positions(step)
+            for index, of_sequences in values_of_targets(engine, forward, next(feed).batches).items():
+                examples = [one for position in positions[index] for one in loader.rows.row(position)]
+                sequences = [sequence for example in examples for sequence in example.sequences]
+                for sequence, (_, ids, log_probs) in zip(sequences, of_sequences, strict=True):
+                    images = images_digest(one.source for one in sequence.images)
+                    yield sequence.input_ids, sequence.loss_mask, ids.astype(np.int32), log_probs, images
             progress.update(step + 1)
-
-
-class RankPredictions(NamedTuple):
-    """One rank's predictions for a micro-batch of T tokens: for all of them, or for this rank's t."""
-
-    index: int  # position of the micro-batch in the step
-    sequence_lengths: tuple[int, ...]  # tokens of examples; their sum is T, without padding
-    places: NDArray[np.int64]  # (t,) positions of its tokens in the row
-    tokens: NDArray[np.int32]  # (t,)
-    predicting: NDArray[np.int64]  # (s,) places whose next token is trained
-    ids: NDArray[np.int32]  # (s, k)
-    log_probs: NDArray[np.float32]  # (s, k)
-    images: tuple[bytes, ...]  # `images_digest` of each sequence
-
-
-def _piece(batch: Batch, outputs: Outputs, share: TokenShare) -> RankPredictions:
-    tokens = _numpy(batch.inputs["input_ids"][0]).astype(np.int32)
-    places = share.places(len(tokens) * share.context * share.sequence)
-    ids, log_probs = (_numpy(values) for values in outputs.details)
-    lengths = batch.sequence_lengths[: len(batch.sequence_tokens)]
-    predicting = places[_numpy(batch.targets.positions)]
-    images = tuple(images_digest(one.source for one in batch.images if one.sequence == i) for i in range(len(lengths)))
-    return RankPredictions(batch.index, lengths, places, tokens, predicting, ids.astype(np.int32), log_probs, images)
-
-
-def _rows_of(pieces: list[RankPredictions]) -> Iterator[Row]:
-    """Yields (tokens, which are trained, ids (n, k), log-probabilities (n, k), images) of each sequence of a
-    micro-batch.
-
-    pieces: of all ranks that share it; ranks that share layers have equal ones.
-    """
-    _, first = np.unique(np.concatenate([piece.places for piece in pieces]), return_index=True)
-    tokens = np.concatenate([piece.tokens for piece in pieces])[first]
-    predicting, first = np.unique(np.concatenate([piece.predicting for piece in pieces]), return_index=True)
-    ids = np.concatenate([piece.ids for piece in pieces])[first]
-    log_probs = np.concatenate([piece.log_probs for piece in pieces])[first]
-    trained = np.zeros(len(tokens), np.bool_)
-    trained[predicting + 1] = True
-    ends = np.cumsum(pieces[0].sequence_lengths)
-    for begin, end, images in zip(ends - pieces[0].sequence_lengths, ends, pieces[0].images, strict=True):
-        of_sequence = slice(*np.searchsorted(predicting, (begin, end)))
-        yield tokens[begin:end], trained[begin:end], ids[of_sequence], log_probs[of_sequence], images
-
-
-def _numpy(tensor: Tensor) -> NDArray[Any]:
-    return tensor.cpu().numpy()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Preference objectives beside TRL: the losses and final weights of 20 AdamW steps of both, in fp32 on one process.
+"""Objectives beside TRL: the losses and final weights of 20 AdamW steps of both, in fp32 on one process; of policy
+gradients, those of two SGD steps on the same recorded samples.
 
     python3 -m venv trlenv && trlenv/bin/pip install -c constraints.txt -e . 'trl==1.16.*'
     trlenv/bin/python scripts/proofs/against_trl.py --json benchmarks/results/against_trl.json
@@ -11,6 +12,11 @@ Conventions that differ, and what is done about them: ORPO's negative log-likeli
 here it is over the answer, as ours is. KTO's mismatched answers are those of the previous row in TRL, of the next row
 in ours: TRL gets the rows in reverse. cDPO has no counterpart: TRL's `sigmoid` ignores `label_smoothing` (ours is
 tested against its formula).
+
+Policy gradients: `GRPOTrainer._compute_loss` gets what a record of ours has: samples, rewards scaled as TRL does it,
+log-probabilities of older weights and of the reference. The micro-batch is one, as TRL's `grpo` is a mean of means.
+SGD steps, so that weights move by the gradient itself; the second is at other ratios than the first. `rloo` and
+`reinforce_pp` are not in that trainer, or by other formulas (ours are tested against theirs).
 """
 
 from __future__ import annotations
@@ -98,13 +104,6 @@ class Comparison:
 
 def ours(folder: Path, case: Case) -> tuple[list[float], dict[str, Any]]:
     """Returns the loss of each step, and the weights at the end."""
-    import yaml
-    from rich.console import Console
-
-    from finetune.recipe import load_recipe
-    from finetune.training.run import train
-    from finetune.training.signals import StopRequest
-
     recipe = {
         "run": {"name": case.name, "dir": str(folder / "runs")},
         "model": {"name": str(folder / case.model)},
@@ -120,7 +119,18 @@ def ours(folder: Path, case: Case) -> tuple[list[float], dict[str, Any]]:
         "schedule": {"name": "constant"},
         "train": {"max_steps": STEPS, "precision": "fp32"},
     }
-    file = folder / f"{case.name}.yaml"
+    return trained(recipe, folder / f"{case.name}.yaml")
+
+
+def trained(recipe: dict[str, Any], file: Path) -> tuple[list[float], dict[str, Any]]:
+    """Returns the loss of each step of a run, and the weights at its end."""
+    import yaml
+    from rich.console import Console
+
+    from finetune.recipe import load_recipe
+    from finetune.training.run import train
+    from finetune.training.signals import StopRequest
+
     file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     run = train(load_recipe(file), str(file), StopRequest(), Console(file=open(os.devnull, "w")))  # noqa: SIM115
     return [line["loss"] for line in parity.train_lines(run)], parity.tensors(run / "model")
@@ -228,21 +238,167 @@ def save_reward_model(folder: Path) -> None:
     tiny.tokenizer().save_pretrained(folder / "reward")
 
 
-def compare(folder: Path, case: Case) -> Comparison:
-    (losses, weights), (other_losses, other_weights) = ours(folder, case), theirs(folder, case)
-    assert len(losses) == len(other_losses) == STEPS
+Trained = tuple[list[float], dict[str, Any]]  # losses of the steps, final weights
+
+
+def compare(name: str, of_ours: Trained, of_theirs: Trained) -> Comparison:
+    (losses, weights), (other_losses, other_weights) = of_ours, of_theirs
+    assert len(losses) == len(other_losses)
     assert weights.keys() == other_weights.keys()
     return Comparison(
-        case.name,
+        name,
         max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, other_losses, strict=True)),
         max((weights[name] - other_weights[name]).abs().max().item() for name in weights),
         *(losses[0], losses[-1]),
     )
 
 
+# --- policy gradients
+
+PROMPTS, SAMPLES, MOST, TEMPERATURE, SGD_LR = 3, 4, 6, 0.7, 0.05
+
+
+@dataclass(frozen=True)
+class PolicyCase:
+    name: str
+    ours: dict[str, Any]
+    theirs: dict[str, Any]
+
+
+def of_policy(loss: str, clip: tuple[float, float] = (0.2, 0.2), kl: float = 0.0, **theirs: Any) -> PolicyCase:
+    ours = {"name": "grpo", "loss": loss, "clip": list(clip), "kl": kl}
+    same = {"loss_type": loss, "epsilon": clip[0], "epsilon_high": clip[1], "beta": kl}
+    return PolicyCase(f"{loss}{', kl' * (kl > 0)}", ours, {**same, **theirs})
+
+
+_GSPO = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+POLICY_CASES = tuple(
+    case
+    for kl in (0.0, 0.1)
+    for case in (
+        of_policy("grpo", kl=kl),
+        of_policy("dr_grpo", kl=kl, scale_rewards="none"),
+        of_policy("dapo", (0.2, 0.28), kl),
+        of_policy("cispo", (1.0, 0.1), kl, epsilon_high=1.1),  # TRL's is the largest ratio itself
+        of_policy("gspo", (0.02, 0.03), kl, **_GSPO),
+    )
+)
+
+
+def recorded_samples(folder: Path) -> list[Any]:
+    """Writes and returns the record of a step: samples of unequal lengths, of a model near the one that is trained."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from finetune.rewards.completion import Reward
+    from finetune.rollouts.records import Sample, write_record
+
+    random, model = np.random.Generator(np.random.PCG64(1)), AutoModelForCausalLM.from_pretrained(folder / "llama")
+    samples = []
+    for prompt in range(PROMPTS):
+        prompt_ids = random.integers(3, 380, int(random.integers(4, 20))).tolist()
+        for number in range(SAMPLES):
+            ids = random.integers(3, 380, int(random.integers(1, MOST + 1))).tolist()
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1]
+            log_probs = (logits / TEMPERATURE).log_softmax(1).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
+            old, initial = (log_probs + random.normal(0, 0.2, len(ids)) for _ in range(2))
+            place = ("rows.jsonl", prompt + 1, 0, number)
+            reward = Reward(float(random.normal()), {"made": 0.0}, ())
+            tensors = (len(ids) == MOST, old, np.ones(len(ids)), reward, old, initial)
+            samples.append(Sample(*place, prompt_ids, ids, "", *tensors))
+    (folder / "recorded").mkdir()
+    write_record(folder / "recorded", 1, samples, "made up")
+    return samples
+
+
+def our_policy(folder: Path, case: PolicyCase) -> tuple[list[float], dict[str, Any]]:
+    name = f"policy-{POLICY_CASES.index(case)}"
+    sampled = {"prompts": PROMPTS, "samples": SAMPLES, "max_new_tokens": MOST, "temperature": TEMPERATURE, "reuse": 2}
+    return trained(
+        {
+            "run": {"name": name, "dir": str(folder / "runs")},
+            "model": {"name": str(folder / "llama"), "dtype": "float32"},
+            "mode": "full",
+            "objective": case.ours,
+            "rollouts": {**sampled, "replay": str(folder / "recorded")},
+            "data": {
+                "train": [{"path": str(folder / "rows.jsonl"), "format": "messages"}],
+                "max_length": 64,
+                "packing": False,
+            },
+            "batch": {"rows": PROMPTS * SAMPLES, "tokens_per_device": 1024},
+            "optimizer": {"name": "sgd", "lr": SGD_LR, "momentum": 0.0, "weight_decay": 0.0, "max_grad_norm": None},
+            "schedule": {"name": "constant", "warmup_steps": 0},
+            "train": {"max_steps": 2, "precision": "fp32"},
+        },
+        folder / f"{name}.yaml",
+    )
+
+
+def their_policy(folder: Path, case: PolicyCase, samples: list[Any]) -> tuple[list[float], dict[str, Any]]:
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder / "llama", dtype="float32"),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=GRPOConfig(
+            output_dir=str(folder / "trl" / case.name),
+            per_device_train_batch_size=PROMPTS * SAMPLES,
+            num_generations=SAMPLES,
+            max_completion_length=MOST,
+            temperature=TEMPERATURE,
+            num_iterations=2,
+            bf16=False,
+            fp16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            report_to="none",
+            **case.theirs,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "a"}] * PROMPTS),
+        processing_class=AutoTokenizer.from_pretrained(folder / "llama"),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    rewards = torch.tensor([one.reward.total for one in samples]).view(PROMPTS, SAMPLES)
+    advantages = rewards - rewards.mean(1, keepdim=True)
+    if case.theirs.get("scale_rewards") != "none":
+        advantages = advantages / (rewards.std(1, keepdim=True) + 1e-4)
+    longest = max(len(one.prompt) for one in samples)
+
+    def padded(of_samples: list[Any]) -> Any:
+        return torch.tensor([[*one, *[0] * (MOST - len(one))] for one in of_samples])
+
+    inputs = {
+        "prompt_ids": torch.tensor([[0] * (longest - len(one.prompt)) + one.prompt for one in samples]),
+        "prompt_mask": torch.tensor([[0] * (longest - len(one.prompt)) + [1] * len(one.prompt) for one in samples]),
+        "completion_ids": padded([one.ids for one in samples]),
+        "completion_mask": padded([[1] * len(one.ids) for one in samples]),
+        "advantages": advantages.flatten(),
+        "old_per_token_logps": padded([one.old.tolist() for one in samples]),
+        "ref_per_token_logps": padded([one.initial.tolist() for one in samples]),
+        "num_items_in_batch": torch.tensor(sum(len(one.ids) for one in samples)),
+    }
+    losses, model = [], trainer.model
+    model.train()
+    for _ in range(2):
+        loss = trainer._compute_loss(model, inputs)
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= SGD_LR * parameter.grad
+                parameter.grad = None
+    return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[case.name for case in CASES])
+    parser.add_argument("--only", nargs="+", default=[case.name for case in (*CASES, *POLICY_CASES)])
     parser.add_argument("--json", type=Path, help="write the results there")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="finetune-trl-"))
@@ -253,7 +409,14 @@ def main() -> int:
     margins = [{**row, "margin": i / ROWS} for i, row in enumerate(tiny.preferences(ROWS))]
     tiny.write_rows(folder / "margins.jsonl", margins)
     save_reward_model(folder)
-    compared = [compare(folder, case) for case in CASES if case.name in arguments.only]
+    tiny.write_rows(folder / "rows.jsonl", tiny.conversations(PROMPTS))
+    chosen = [case for case in CASES if case.name in arguments.only]
+    compared = [compare(case.name, ours(folder, case), theirs(folder, case)) for case in chosen]
+    samples = recorded_samples(folder)
+    for case in POLICY_CASES:
+        if case.name in arguments.only:
+            of_theirs = their_policy(folder, case, samples)
+            compared.append(compare(case.name, our_policy(folder, case), of_theirs))
     for one in compared:
         mark = "same" if one.passed else "DIFFERENT"
         print(

@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import launch, metrics, train_here
+from transformers import AutoModelForCausalLM
 
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
@@ -175,6 +178,106 @@ def test_an_evaluation_that_was_recorded_is_read_again(
     train_here(write_recipe(online))
     assert len(lines.read_bytes().splitlines()) == 3
     assert (run / "rollouts" / "aside-0-eval-00000000.jsonl").read_bytes() == before
+
+
+@pytest.fixture
+def off_policy(online: dict[str, Any]) -> dict[str, Any]:
+    online["objective"] |= {"loss": "grpo", "kl": 0.2, "correction": "tis"}
+    online["rollouts"] |= {"reuse": 2, "staleness": 1}
+    return online | {"train": {"max_steps": 6, "precision": "fp32"}}
+
+
+@pytest.mark.parametrize(
+    "config", ["fsdp2", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "zero2", "zero3", "tp", "cp"))]
+)
+def test_older_samples_and_a_reference_are_the_same_on_processes(
+    config: str, off_policy: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    """Samples, ratios to their weights, and the divergence from the initial weights, which take turns in the model."""
+    train_here(write_recipe(off_policy))
+    single = tmp_path / "runs" / "run"
+    assert metrics(single)[-1]["kl"] > 0
+    assert metrics(single)[-1]["old_kl"] > 0
+    off_policy["run"]["name"] = "sampled"
+    done = launch(config, 2, "train", write_recipe(off_policy, "sampled.yaml"))
+    assert done.returncode == 0, done.stderr
+    assert curve(tmp_path / "runs" / "sampled") == pytest.approx(curve(single), rel=REPLAYED, abs=1e-7)
+    for step in (1, 3, 5):
+        assert lines_of(single, step) == lines_of(tmp_path / "runs" / "sampled", step)
+
+
+def test_samples_are_of_the_weights_that_the_recipe_says(
+    off_policy: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    """Those of steps 5 and 6 are of the weights after step 2, as is the trainer's record of their probabilities."""
+    off_policy["model"]["dtype"], off_policy["schedule"] = "float32", {"name": "constant"}  # whatever the length
+    train_here(write_recipe(off_policy))
+    run = tmp_path / "runs" / "run"
+    assert sorted(file.name for file in (run / "rollouts").glob("*.jsonl")) == [
+        f"step-0000000{step}.jsonl" for step in (1, 3, 5)
+    ]
+    assert [metrics(run)[i]["epoch"] for i in (1, 3, 5)] == [metrics(run)[1]["epoch"] * n for n in (1, 2, 3)]
+    off_policy["rollouts"] |= {"replay": str(run / "rollouts"), "staleness": 0}
+    off_policy |= {"run": {**off_policy["run"], "name": "short"}, "rewards": [], "train": {"max_steps": 2}}
+    off_policy["train"]["precision"] = "fp32"
+    train_here(write_recipe(off_policy))
+    assert curve(tmp_path / "runs" / "short") == curve(run)[:2]
+    after_2 = AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "short" / "model")
+    at_first = AutoModelForCausalLM.from_pretrained(off_policy["model"]["name"])
+    for step, model, initial in ((1, at_first, at_first), (3, at_first, at_first), (5, after_2, at_first)):
+        (samples, _) = read_record(run / "rollouts", step) or ([], "")
+        for sample in samples:
+            expected = log_probs_of(model, sample.prompt, sample.ids)
+            np.testing.assert_allclose(sample.log_probs, expected, rtol=0, atol=2e-5)
+            np.testing.assert_allclose(sample.old, expected, rtol=0, atol=2e-5)
+            np.testing.assert_allclose(
+                sample.initial, log_probs_of(initial, sample.prompt, sample.ids), rtol=0, atol=2e-5
+            )
+        if step == 5:
+            assert max(np.abs(sample.old - sample.initial).max() for sample in samples) > 1e-3
+
+
+@torch.no_grad()
+def log_probs_of(model: Any, prompt: list[int], ids: list[int]) -> np.ndarray[Any, Any]:
+    """Returns the log-probabilities of sampled tokens by plain transformers."""
+    logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return (logits / 0.8).log_softmax(1).gather(1, torch.tensor(ids)[:, None])[:, 0].double().numpy()
+
+
+def test_a_run_goes_on_in_its_second_step_on_the_same_samples(
+    off_policy: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    """Killed after step 3 of 6: samples of steps 3 to 6 are recorded, of weights that are gone."""
+    path = write_recipe(off_policy | {"checkpoint": {"every_steps": 3, "keep": 10}})
+    train_here(path)
+    run, whole = tmp_path / "runs" / "run", tmp_path / "whole"
+    shutil.copytree(run, whole)
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    train_here(path)
+    assert curve(run) == curve(whole)
+    assert not list((run / "rollouts").glob("aside-*"))
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    (run / "rollouts" / "step-00000005.safetensors").unlink()
+    with pytest.raises(
+        UserError, match=r"step-00000005\.jsonl is missing or damaged.*weights after step 2, and the run"
+    ):
+        train_here(path)
+
+
+@pytest.mark.long
+def test_lost_samples_are_drawn_again_from_a_checkpoint_of_their_weights(
+    off_policy: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    path = write_recipe(off_policy | {"checkpoint": {"every_steps": 2, "keep": 10}})
+    train_here(path)
+    run, whole = tmp_path / "runs" / "run", tmp_path / "whole"
+    shutil.copytree(run, whole)
+    for step in (4, 6):
+        shutil.rmtree(run / "checkpoints" / f"step-0000000{step}")
+    (run / "rollouts" / "step-00000005.safetensors").unlink()
+    train_here(path)
+    assert curve(run) == curve(whole)
+    assert lines_of(run, 5) == lines_of(whole, 5)
 
 
 def test_a_replay_that_lacks_a_step_or_has_another_size_is_refused(

@@ -5,6 +5,7 @@ clip: on-policy these are inactive, and their gradient is that of our linear for
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from conftest import metrics, train_here
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from finetune.objectives.policy import LOSSES
 from finetune.rewards.completion import Reward
 from finetune.rollouts.records import Sample, write_record
 
@@ -105,16 +105,13 @@ def expected(model: Any, samples: list[Sample], loss: str) -> tuple[float, float
     return reduced([-advantage * log_p for log_p, advantage in pairs]).item(), norm
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_has_the_value_and_gradient_of_its_formula(
-    loss: str, recipe: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path
-) -> None:
-    samples = recorded(tmp_path / "recorded")
+@pytest.fixture
+def replaying(recipe: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """One step on recorded samples, in several micro-batches."""
     rows = PROMPTS * SAMPLES
     recipe["data"] |= {"packing": False}
     del recipe["data"]["eval"], recipe["evaluate"]
-    recipe |= {
-        "objective": {"name": "grpo", "loss": loss},
+    return recipe | {
         "rollouts": {
             "prompts": PROMPTS,
             "samples": SAMPLES,
@@ -122,12 +119,53 @@ def test_a_loss_has_the_value_and_gradient_of_its_formula(
             "temperature": TEMPERATURE,
             "replay": str(tmp_path / "recorded"),
         },
-        "batch": {"rows": rows, "tokens_per_device": 64},  # several micro-batches
+        "batch": {"rows": rows, "tokens_per_device": 64},
         "train": {"max_steps": 1, "precision": "fp32"},
     }
-    train_here(write_recipe(recipe))
+
+
+@pytest.mark.parametrize("loss", FORMULAS)
+def test_a_loss_has_the_value_and_gradient_of_its_formula(
+    loss: str, replaying: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path
+) -> None:
+    samples = recorded(tmp_path / "recorded")
+    replaying["objective"] = {"name": "grpo", "loss": loss}
+    train_here(write_recipe(replaying))
     (line,) = metrics(tmp_path / "runs" / "run")
     model = AutoModelForCausalLM.from_pretrained(made / "llama").double()
     value, norm = expected(model, samples, loss)
     assert line["loss"] == pytest.approx(value, rel=2e-6, abs=1e-7)
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_sampler_that_rounds_is_corrected(
+    replaying: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path
+) -> None:
+    """A sampler in 16 bit, with some tokens that are far off: their weight is the ratio, or 0 outside the bounds."""
+    model: Any = AutoModelForCausalLM.from_pretrained(made / "llama").double()
+    samples, random = recorded(tmp_path / "made-up"), np.random.Generator(np.random.PCG64(2))
+    losses, ratios = [], []
+    for i, one in enumerate(samples):
+        logits = model(input_ids=torch.tensor([one.prompt + one.ids])).logits[0, len(one.prompt) - 1 : -1]
+        log_p = (logits / TEMPERATURE).log_softmax(1).gather(1, torch.tensor(one.ids)[:, None])[:, 0]
+        rounded = log_p.detach().bfloat16().double() + torch.from_numpy(random.choice([0.0, 1.0], len(one.ids)))
+        ratio = (log_p.detach() - rounded).exp()
+        ratio = torch.where((ratio >= 0.5) & (ratio <= 5), ratio, 0)
+        samples[i] = replace(one, log_probs=rounded.numpy())
+        losses.append(-log_p * ratio)
+        ratios.append(ratio)
+    rewards = torch.tensor([one.reward.total for one in samples], dtype=torch.float64).view(PROMPTS, SAMPLES)
+    loss = over_tokens([a * tokens for a, tokens in zip(group_scaled(rewards).ravel(), losses, strict=True)])
+    loss.backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt().item()
+    (tmp_path / "recorded").mkdir()
+    write_record(tmp_path / "recorded", 1, samples, "made up")
+    replaying["objective"] = {"name": "grpo", "loss": "dapo", "correction": "icepop"}
+    train_here(write_recipe(replaying))
+    (line,) = metrics(tmp_path / "runs" / "run")
+    weights = torch.cat(ratios)
+    assert 0 < line["correction/masked"] < 1
+    assert line["correction/masked"] == pytest.approx((weights == 0).double().mean().item())
+    assert line["correction/weight"] == pytest.approx(weights.mean().item(), rel=1e-5)
+    assert line["loss"] == pytest.approx(loss.item(), rel=2e-6, abs=1e-7)
     assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)

@@ -1,0 +1,124 @@
+"""Values of every target by a pass without gradient: log-probabilities of samples by the model as it is, or by one that
+they are compared with; a teacher's distributions.
+
+The pass is the run's own: its engine, its micro-batches, the token loss of a `ForwardPass`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finetune.data.batch import Batch, TokenShare
+from finetune.data.loader import Loader
+from finetune.data.prefetch import fed_steps
+from finetune.data.row_source import RunRows
+from finetune.data.samples import Example
+from finetune.engine.base import Engine
+from finetune.models.wrapped import Outputs
+from finetune.objectives.forward import ForwardPass
+
+Values = tuple[NDArray[Any], ...]  # of one sequence, (targets, ...) each: its token losses, then `Outputs.details`
+MakeLoader = Callable[[RunRows, int], Loader]  # of rows, and their number
+
+
+def values_of_targets(engine: Engine, forward: ForwardPass, batches: list[Batch]) -> dict[int, list[Values]]:
+    """Returns the values of each sequence of every micro-batch of all ranks, by `Batch.index`, on every rank.
+    Collective. batches: of this rank, on its device."""
+    with engine.evaluating():
+        outputs = engine.forwards(batches, forward)
+        local = [_part(batch, of_batch, engine.context_shard) for batch, of_batch in outputs if batch.origins]
+    parts = defaultdict[int, list[_RankPart]](list)
+    for of_rank in engine.ranks.gather(local):
+        for part in of_rank:
+            parts[part.index].append(part)
+    return {index: _sequences(parts[index]) for index in sorted(parts)}
+
+
+class _RankPart(NamedTuple):
+    """One rank's values of a micro-batch of S targets: of all of them, or of those among its s."""
+
+    index: int  # position of the micro-batch in the step
+    num_sequences: int
+    keys: NDArray[np.int64]  # (2, s) sequence of each target, and the place in the row that predicts it
+    values: Values  # (s, ...) each
+
+
+def _part(batch: Batch, outputs: Outputs, share: TokenShare) -> _RankPart:
+    places = share.places(batch.inputs["input_ids"].shape[1] * share.context * share.sequence)
+    keys = np.stack([batch.targets.sequence.cpu().numpy(), places[batch.targets.positions.cpu().numpy()]])
+    values = tuple(tensor.cpu().numpy() for tensor in (outputs.token_losses, *outputs.details))
+    return _RankPart(batch.index, len(batch.sequence_tokens), keys, values)
+
+
+def _sequences(parts: Sequence[_RankPart]) -> list[Values]:
+    """Returns the values of each sequence of a micro-batch, in the order of its targets.
+
+    parts: of all ranks that share it; ranks that share layers have equal ones.
+    """
+    keys, first = np.unique(np.concatenate([part.keys for part in parts], 1), axis=1, return_index=True)
+    values = [np.concatenate(of_ranks)[first] for of_ranks in zip(*(part.values for part in parts), strict=True)]
+    ends = np.searchsorted(keys[0], np.arange(1, parts[0].num_sequences))
+    return list(zip(*(np.split(one, ends) for one in values), strict=True))
+
+
+# --- of any examples
+
+
+class ExampleRows(RunRows):
+    """Examples as rows of one each."""
+
+    ahead = 0
+
+    def __init__(self, examples: Sequence[Example], counts: Mapping[str, int] | None = None):
+        """counts: units that each row adds to those of its tokens."""
+        self.examples, self._counts = examples, counts or {}
+
+    def row(self, position: int) -> list[Example]:
+        return [self.examples[position]]
+
+    def lengths(self, position: int) -> NDArray[np.int64]:
+        return np.array([len(sequence.input_ids) for sequence in self.examples[position].sequences])
+
+    def counts(self, position: int) -> Mapping[str, int]:
+        example = self.examples[position]
+        return {
+            "target_tokens": example.num_targets,
+            "first_target_tokens": example.sequences[0].num_targets,
+            "tokens": example.num_tokens,
+            "sequences": len(example.sequences),
+            "examples": 1,
+            "shared_tokens": example.shared_tokens,
+            **self._counts,
+        }
+
+    def epoch_at(self, position: int) -> float:
+        return position / len(self.examples)
+
+
+@dataclass(frozen=True)
+class TargetPass:
+    """Computes `Values` of any examples, in the micro-batches that training lays them out in."""
+
+    engine: Engine
+    forward: ForwardPass  # the token loss of its objective says which values
+    loader: MakeLoader
+    changed: Callable[[], AbstractContextManager[None]] = nullcontext  # the model while it runs, such as `adapters_off`
+
+    def __call__(self, examples: Sequence[Example]) -> list[list[Values]]:
+        """Returns the values of each sequence of each example, on every rank. Collective."""
+        loader, values = self.loader(ExampleRows(examples), len(examples)), dict[int, list[Values]]()
+        steps = range(-(-len(examples) // loader.rows_per_step))
+        with fed_steps(loader, steps, self.engine.device) as feed, self.changed():
+            for step in steps:
+                of_step = values_of_targets(self.engine, self.forward, next(feed).batches)
+                for index, positions in enumerate(loader.row_positions(step)):
+                    sequences = iter(of_step[index])
+                    values |= {i: [next(sequences) for _ in examples[i].sequences] for i in positions}
+        return [values[i] for i in range(len(examples))]
