@@ -39,8 +39,12 @@ def online(recipe: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics(run) if "loss" in line]
+
+
 def curve(run: Path) -> list[float]:
-    return [line["loss"] for line in metrics(run) if "loss" in line]
+    return [line["loss"] for line in steps_of(run)]
 
 
 def lines_of(run: Path, step: int, kind: str = STEP) -> list[dict[str, Any]]:
@@ -196,8 +200,8 @@ def test_older_samples_and_a_reference_are_the_same_on_processes(
     """Samples, ratios to their weights, and the divergence from the initial weights, which take turns in the model."""
     train_here(write_recipe(off_policy))
     single = tmp_path / "runs" / "run"
-    assert metrics(single)[-1]["kl"] > 0
-    assert metrics(single)[-1]["old_kl"] > 0
+    assert steps_of(single)[-1]["kl"] > 0
+    assert steps_of(single)[-1]["old_kl"] > 0
     off_policy["run"]["name"] = "sampled"
     done = launch(config, 2, "train", write_recipe(off_policy, "sampled.yaml"))
     assert done.returncode == 0, done.stderr
@@ -213,12 +217,17 @@ def test_samples_are_of_the_weights_that_the_recipe_says(
     off_policy["model"]["dtype"], off_policy["schedule"] = "float32", {"name": "constant"}  # whatever the length
     train_here(write_recipe(off_policy))
     run = tmp_path / "runs" / "run"
-    assert sorted(file.name for file in (run / "rollouts").glob("*.jsonl")) == [
+    assert sorted(file.name for file in (run / "rollouts").glob("step-*.jsonl")) == [
         f"step-0000000{step}.jsonl" for step in (1, 3, 5)
     ]
-    assert [metrics(run)[i]["epoch"] for i in (1, 3, 5)] == [metrics(run)[1]["epoch"] * n for n in (1, 2, 3)]
+    assert [steps_of(run)[i]["epoch"] for i in (1, 3, 5)] == [steps_of(run)[1]["epoch"] * n for n in (1, 2, 3)]
     off_policy["rollouts"] |= {"replay": str(run / "rollouts"), "staleness": 0}
-    off_policy |= {"run": {**off_policy["run"], "name": "short"}, "rewards": [], "train": {"max_steps": 2}}
+    off_policy |= {
+        "run": {**off_policy["run"], "name": "short"},
+        "rewards": [],
+        "evaluate": {},
+        "train": {"max_steps": 2},
+    }
     off_policy["train"]["precision"] = "fp32"
     train_here(write_recipe(off_policy))
     assert curve(tmp_path / "runs" / "short") == curve(run)[:2]
