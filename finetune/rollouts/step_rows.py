@@ -146,7 +146,7 @@ class RolloutRows(RunRows):
         for needed in range(batch, min(batch + self._staleness, last) + 1):
             if needed not in self._samples:
                 self._samples[needed], took = self._recorded_or_drawn(needed, step)
-                times = {name: times.get(name, 0.0) + seconds for name, seconds in took.items()}
+                times |= {name: times.get(name, 0.0) + seconds for name, seconds in took.items()}
         self._samples = {needed: samples for needed, samples in self._samples.items() if needed >= batch}
         if batch != self._batch:
             self._batch, samples = batch, self._samples[batch]

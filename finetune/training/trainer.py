@@ -339,7 +339,8 @@ class Trainer:
         flags = [self.stop.reason is not None, overdue and self.engine.is_main, self.saver.failed]  # by one clock
         flags.append(not self._holds_folder())
         sums = micro_batches.sums
-        totals = self.engine.ranks.total({**sums.totals, "flags": torch.tensor(flags, dtype=torch.float64)})
+        own = {**sums.totals, "flags": torch.tensor(flags, dtype=torch.float64)}
+        totals = self.engine.ranks.total(own, sums.largest)
         stop, save, settle, lost = (flag > 0 for flag in totals.pop("flags").tolist())
         return Sums(totals, sums.terms, micro_batches.counts), StepFlags(stop, save, settle, lost)
 
