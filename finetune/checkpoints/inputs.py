@@ -60,7 +60,7 @@ def read_inputs(
             "eval": held_out.examples.content("eval") if held_out is not None else {},
             "tokenizer": tokenizer_content(tokenizer),
             "config": config_content(config),
-            "rewards": reward_files(recipe),
+            "rewards": {**reward_files(recipe), **sample_teacher(recipe)},
             "base": {
                 **base_content(recipe.model),
                 "enters steps": enters,
@@ -81,6 +81,16 @@ def reward_files(recipe: Recipe) -> dict[str, str]:
             except OSError as error:
                 raise UserError(f"rewards[{i}].file: {reward.file} cannot be read: {error.strerror}") from None
     return digests
+
+
+def sample_teacher(recipe: Recipe) -> dict[str, str]:
+    """Returns a digest of the files of the teacher that predicts on a run's samples; {} if there is none, or on the
+    hub. Raises UserError."""
+    teacher = recipe.objective.teacher
+    if recipe.rollouts is None or teacher is None or not Path(teacher).expanduser().is_dir():
+        return {}
+    model = recipe.model.model_copy(update={"name": teacher, "config": None, "revision": None})
+    return {"objective.teacher": digest(json.dumps(base_content(model), sort_keys=True))}
 
 
 def on_main(engine: Engine, call: Callable[[], Result]) -> Result:

@@ -75,7 +75,8 @@ class Batch:
     inputs: dict[str, Tensor]
     # Tokens that each sequence has in the row; they sum to T. The D sequences of examples, then padding.
     sequence_lengths: tuple[int, ...]
-    # Shared tokens: a sequence begins with this many of the sequence before it, and its own follow them.
+    # Shared tokens: a sequence begins with this many of the sequence before it, and its own follow them. Several
+    # sequences in a row may share one beginning: those after the first have the same number.
     prefix_lengths: tuple[int, ...]
     targets: Targets
     ends: Ends
@@ -153,6 +154,7 @@ def collate(
         targets          positions 1, 2, 1, 4   ids 12, 2, 13, 2   sequence 0, 0, 1, 1
         sequence_lengths  (4, 2)                prefix_lengths  (0, 2)
 
+    So is a prompt that examples next to each other have in common (`Example.prompt`), before the first of them.
     Counts are of the full sequences in both layouts.
 
     padded_to: T, if every forward must have one length (compiled layers). Missing tokens become sequences of their
@@ -168,7 +170,8 @@ def collate(
     sequences = [sequence for example in examples for sequence in example.sequences]
     input_ids = np.concatenate([sequence.input_ids for sequence in sequences])
     sizes = _sizes(examples)
-    layout = _layout(sizes, padded_to, shares_prompts)
+    shared = shared_beginnings(examples, sizes)
+    layout = _layout(sizes, padded_to, shared if shares_prompts else np.zeros_like(shared))
     targets = _targets(input_ids, np.concatenate([sequence.loss_mask for sequence in sequences]), sizes, layout)
     inputs = _ids_and_positions(input_ids, sizes, layout)
     images, image_places = _images(sequences, layout.own_lengths)
@@ -190,7 +193,7 @@ def collate(
             for name in examples[0].target_columns
         },
         example_of_sequence=torch.from_numpy(np.repeat(np.arange(len(examples)), np.diff(sizes.offsets))),
-        counts=sizes.counts(),
+        counts={**sizes.counts(), "shared_tokens": int(shared.sum())},
         origins=tuple(Origin(example.path, example.row, example.source) for example in examples),
         sequence_sources=tuple(example.source for example in examples for _ in example.sequences),
         sequence_tokens=tuple(sizes.lengths.tolist()),
@@ -219,11 +222,19 @@ class _Layout(NamedTuple):
     places: NDArray[np.int64]  # see `row_places`
 
 
-def _layout(sizes: ExampleSizes, padded_to: int | None, shares_prompts: bool) -> _Layout:
-    prefixes = np.zeros_like(sizes.lengths)
-    if shares_prompts:
-        has_two = np.diff(sizes.offsets) == 2  # others do not share tokens
-        prefixes[sizes.offsets[:-1][has_two] + 1] = sizes.shared[has_two]
+def shared_beginnings(examples: ListLike[Example], sizes: ExampleSizes) -> NDArray[np.int64]:
+    """Returns `Batch.prefix_lengths` of the sequences of examples."""
+    prefixes, firsts = np.zeros_like(sizes.lengths), sizes.offsets[:-1]
+    has_two = np.diff(sizes.offsets) == 2
+    prefixes[firsts[has_two] + 1] = sizes.shared[has_two]
+    for first, before, example in zip(firsts[1:], examples, examples[1:], strict=False):
+        if example.prompt is not None and example.prompt == before.prompt:
+            prefixes[first] = example.prompt.tokens
+    return prefixes
+
+
+def _layout(sizes: ExampleSizes, padded_to: int | None, prefixes: NDArray[np.int64]) -> _Layout:
+    """prefixes: see `Batch.prefix_lengths`."""
     own_lengths = tuple((sizes.lengths - prefixes).tolist())
     missing = 0 if padded_to is None else padded_to - sum(own_lengths)
     if missing < 0:
@@ -268,14 +279,14 @@ def _images(sequences: ListLike[Sequence], own_lengths: tuple[int, ...]) -> tupl
 def row_places(sequence_lengths: ListLike[int], prefix_lengths: ListLike[int]) -> NDArray[np.int64]:
     """Returns the place in the row of each token of each sequence, one sequence after the other.
 
-    Arguments as in `Batch`: row_places((4, 2), (0, 2)) -> 0 1 2 3  0 1 4 5
+    Arguments as in `Batch`: row_places((4, 2, 1), (0, 2, 2)) -> 0 1 2 3  0 1 4 5  0 1 6
     """
-    begins = np.concatenate(([0], np.cumsum(sequence_lengths)))
-    places = [np.arange(0)]
+    begins, before = np.concatenate(([0], np.cumsum(sequence_lengths))), np.arange(0)
+    places = [before]
     for i, prefix in enumerate(prefix_lengths):
-        if prefix:
-            places.append(np.arange(begins[i - 1], begins[i - 1] + prefix))
-        places.append(np.arange(begins[i], begins[i + 1]))
+        own = np.arange(begins[i], begins[i + 1])
+        before = np.concatenate((before[:prefix], own)) if prefix else own
+        places.append(before)
     return np.concatenate(places)
 
 

@@ -26,7 +26,7 @@ from finetune.data.token_text import plain_text
 from finetune.data.tokenizing import Item, RowSettings, TokenizedExample, bad_row_message, draw, tokenize_chunks
 from finetune.errors import UserError
 from finetune.recipe import Recipe, format_problem
-from finetune.recipe.schema import ROW_KINDS, Source
+from finetune.recipe.schema import Source
 from finetune.recipe.urls import without_credentials
 from finetune.utils import ProgressBar, num_cores
 
@@ -69,9 +69,8 @@ class OpenedSources:
         for known, streamed, opened in self._opened:
             if known == source and streamed == streaming:
                 return opened
-        objective = self._recipe.objective.name
-        opened = _open(source, streaming, ROW_KINDS[objective].formats)
-        if problem := format_problem(objective, opened.source.format):
+        opened = _open(source, streaming, self._recipe.row_kind.formats)
+        if problem := format_problem(self._recipe, opened.source.format):
             raise UserError(f"{opened.name}: {problem}")
         self._opened.append((source, streaming, opened))
         return opened
@@ -134,7 +133,7 @@ def row_settings(recipe: Recipe, source: Source, renderer: Renderer) -> RowSetti
         max_length=data.max_length,
         overlong=data.overlong,
         skips_bad=data.on_bad_row == "skip",
-        objective=objective_rows(recipe.objective),
+        objective=objective_rows(recipe.objective, recipe.rollouts is not None),
         pairs=source.pairs,
     )
 

@@ -328,6 +328,8 @@ def questions(examples: Examples, end_ids: Collection[int]) -> Iterator[Question
 def question_of(example: Example, format: str, end_ids: Collection[int]) -> Question | None:
     """Returns an example of a source of `format` as a question; None if it has no prompt."""
     sequence = example.sequences[0]
+    if not sequence.num_targets:  # a prompt whose answers are sampled
+        return None
     last = begin = int(np.flatnonzero(sequence.loss_mask)[-1])
     while sequence.loss_mask[begin - 1]:  # the first token is never trained
         begin -= 1

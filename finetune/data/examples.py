@@ -339,7 +339,7 @@ def entry_key(recipe: Recipe, source: Source, digest: str, rendering: str) -> st
         "rendering": rendering,
         "length": [data.max_length, data.overlong],
         "bad_rows": [data.on_bad_row, data.max_bad_share],
-        "objective": asdict(objective_rows(recipe.objective)),
+        "objective": asdict(objective_rows(recipe.objective, recipe.rollouts is not None)),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from finetune.data.batch import UNSHARDED, Batch, ImageInputs, TokenShare, collate, dummy_batch, token_shard
 from finetune.data.row_source import RunRows
+from finetune.data.samples import SharedPrompt
 from finetune.errors import UserError
 from finetune.recipe import divisibility_message
 
@@ -44,7 +45,7 @@ class Loader:
         micro-batch m (`Batch.index`)                  0: 8s+0,1   1: 8s+2,3   2: 8s+4,5   3: 8s+6,7
 
     With `tokens_per_device` the rows of a step are sorted by length instead, longest first, and cut into micro-batches
-    of at most that many tokens; their number may differ from step to step.
+    of at most that many tokens; their number may differ from step to step. Rows that share a prompt stay together.
 
     Which process runs a micro-batch follows from its work, the sum of squared sequence lengths: the heaviest run first,
     at the same time, one on each process; then the next heaviest, from the last process to the first, so that sums even
@@ -120,6 +121,10 @@ class Loader:
         counts: Counter[str] = Counter()
         for position in positions:
             counts.update(self.rows.counts(position))
+        prompts = [self.rows.prompt(position) for position in positions]
+        if any(prompts):  # rows share tokens within a micro-batch
+            lengths = np.array([self.rows.lengths(position).sum() for position in positions])
+            counts["shared_tokens"] = sum(_shared(prompts, rows) for rows in self._micro_batches(lengths, prompts))
         return dict(counts)
 
     def _forward_tokens(self, assignment: StepAssignment, tokens: int) -> int:
@@ -131,23 +136,36 @@ class Loader:
         lengths = [self.rows.lengths(position) for position in positions]
         work = np.array([(of_row**2).sum() for of_row in lengths])  # (rows,)
         # By the sequences alone, computed once or twice: micro-batches do not depend on the attention's capabilities.
-        tokens = np.array([of_row.sum() for of_row in lengths])
+        prompts = [self.rows.prompt(position) for position in positions]
+        micro_batches = self._micro_batches(np.array([of_row.sum() for of_row in lengths]), prompts)
+        mine = assign_micro_batches([int(work[rows].sum()) for rows in micro_batches], self.rank, self.world_size)
+        shared = [0] * len(micro_batches)
+        if self.shares_prompts:
+            pairs = [self.rows.counts(position)["shared_tokens"] for position in positions]
+            shared = [sum(pairs[row] for row in rows) + _shared(prompts, rows) for rows in micro_batches]
+        return StepAssignment(positions, lengths, shared, micro_batches, mine, -len(micro_batches) % self.world_size)
+
+    def _micro_batches(
+        self, tokens: NDArray[np.int64], prompts: Sequence[SharedPrompt | None]
+    ) -> list[NDArray[np.int64]]:
+        """Returns the rows of each micro-batch. tokens: of each row; prompts: that rows share."""
         if self.tokens_per_device is None:
             ends = range(self.rows_per_device, len(tokens), self.rows_per_device)
-            micro_batches = np.split(np.arange(len(tokens)), ends)
-        else:
-            order = np.argsort(-tokens, kind="stable")
-            ends, total = [], 0
-            for i, of_row in enumerate(tokens[order].tolist()):
-                total += of_row
-                if total > self.tokens_per_device and i:
-                    ends.append(i)
-                    total = of_row
-            micro_batches = np.split(order, ends)
-        mine = assign_micro_batches([int(work[rows].sum()) for rows in micro_batches], self.rank, self.world_size)
-        shares = self.shares_prompts
-        shared = [self.rows.counts(position)["shared_tokens"] if shares else 0 for position in positions]
-        return StepAssignment(positions, lengths, shared, micro_batches, mine, -len(micro_batches) % self.world_size)
+            return np.split(np.arange(len(tokens)), ends)
+        keys: list[Hashable] = [row if prompt is None else prompt.key for row, prompt in enumerate(prompts)]
+        heads: dict[Hashable, tuple[int, int]] = {}  # of the rows of a prompt: tokens of the longest, and the first row
+        for row, (key, of_row) in enumerate(zip(keys, tokens.tolist(), strict=True)):
+            longest, first = heads.get(key, (0, row))
+            heads[key] = max(longest, of_row), first
+        places = [(-heads[key][0], heads[key][1], -int(of_row)) for key, of_row in zip(keys, tokens, strict=True)]
+        order = np.array(sorted(range(len(tokens)), key=places.__getitem__))
+        ends, total = [], 0
+        for i, of_row in enumerate(tokens[order].tolist()):
+            total += of_row
+            if total > self.tokens_per_device and i:
+                ends.append(i)
+                total = of_row
+        return np.split(order, ends)
 
     def _batches(self, assignment: StepAssignment) -> Iterator[Batch]:
         for index in assignment.mine:
@@ -174,7 +192,7 @@ class StepAssignment:
 
     positions: range
     lengths: list[NDArray[np.int64]]  # of every sequence of every row
-    shared: list[int]  # tokens of every row that are not computed again
+    shared: list[int]  # tokens of every micro-batch that are not computed again
     micro_batches: list[NDArray[np.int64]]  # indices of their rows, from the first position on
     mine: list[int]  # indices of micro-batches, see `assign_micro_batches`
     num_dummies: int  # over all ranks
@@ -182,7 +200,8 @@ class StepAssignment:
     @property
     def micro_batch_tokens(self) -> list[int]:
         """Computed tokens of each."""
-        return [sum(int(self.lengths[row].sum()) - self.shared[row] for row in rows) for rows in self.micro_batches]
+        whole = (sum(int(self.lengths[row].sum()) for row in rows) for rows in self.micro_batches)
+        return [tokens - shared for tokens, shared in zip(whole, self.shared, strict=True)]
 
     @property
     def shortest(self) -> int:
@@ -193,6 +212,12 @@ class StepAssignment:
     def longest(self) -> int:
         """Tokens of the longest micro-batch."""
         return max(self.micro_batch_tokens)
+
+
+def _shared(prompts: Sequence[SharedPrompt | None], rows: NDArray[np.int64]) -> int:
+    """Returns the tokens of prompts that rows next to each other in a micro-batch share."""
+    of_rows = [prompts[row] for row in rows]
+    return sum(one.tokens for before, one in pairwise(of_rows) if one is not None and one == before)
 
 
 def assign_micro_batches(work: Sequence[int], rank: int, world_size: int) -> list[int]:

@@ -18,14 +18,15 @@ class ObjectiveRows:
     labels: tuple[str, ...] = ()  # names of the classes
     is_unpaired: bool = False  # kto: the answers of a pair are two examples
     is_text: bool = False  # classify: the text is read, whoever says it
+    is_prompt: bool = False  # answers are sampled: a row may be without one
 
 
 PLAIN = ObjectiveRows()
 
 
-def objective_rows(objective: ObjectiveSettings) -> ObjectiveRows:
+def objective_rows(objective: ObjectiveSettings, is_prompt: bool = False) -> ObjectiveRows:
     columns, labels = ROW_KINDS[objective.name].columns, objective.labels or ()
-    return ObjectiveRows(columns, labels, objective.name == "kto", objective.name == "classify")
+    return ObjectiveRows(columns, labels, objective.name == "kto", objective.name == "classify", is_prompt)
 
 
 def trained_part(objective: ObjectiveSettings) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data.samples import Example
+from finetune.data.samples import Example, SharedPrompt
 from finetune.recipe import Recipe
 
 
@@ -48,6 +48,10 @@ class RunRows(ABC):
     @abstractmethod
     def counts(self, position: int) -> Mapping[str, int]:
         """Returns the counts that a row adds to its step's, see `ExampleSizes.counts`; for all rows of a step, too."""
+
+    def prompt(self, position: int) -> SharedPrompt | None:
+        """Returns the beginning that the row, one sequence, shares with others of its step; None if it has none."""
+        return None
 
     @abstractmethod
     def epoch_at(self, position: int) -> float:

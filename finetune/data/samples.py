@@ -1,15 +1,15 @@
 """Samples and examples: the content of a row, and the result of rendering it.
 
-Formats make samples: a conversation, plain text, a prompt and its completion, ids, a preference, ranked answers, or
-something with a label. Rendering turns them into examples: groups of token sequences.
+Formats make samples: a conversation, plain text, a prompt with or without its completion, ids, a preference, ranked
+answers, or something with a label. Rendering turns them into examples: groups of token sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in an order that makes sense, with at least one assistant message to train on."""
+    """Messages in an order that makes sense; in rows to train on, with at least one of the assistant's."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the functions that may be called
@@ -82,6 +82,14 @@ class Ids:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """The messages before an answer, for rows whose answers a run samples."""
+
+    conversation: Conversation  # its last message is not an assistant's
+    text: str | None = None  # all of the row, if it is one text, which needs no chat template
+
+
+@dataclass(frozen=True)
 class Preference:
     """Two answers to the same prompt, the better one first."""
 
@@ -106,7 +114,7 @@ class Labelled:
     label: bool | int | str
 
 
-Drawable = Conversation | Text | PromptCompletion | Ids | Preference  # text or tokens that a renderer draws
+Drawable = Conversation | Text | PromptCompletion | Prompt | Ids | Preference  # text or tokens that a renderer draws
 Sample = Drawable | Ranked | Labelled
 
 
@@ -137,6 +145,13 @@ class Sequence:
         return int(np.count_nonzero(self.loss_mask))
 
 
+class SharedPrompt(NamedTuple):
+    """The beginning of one example that others have as well: answers to one prompt."""
+
+    key: Hashable  # of the prompt, within a step
+    tokens: int  # that they begin with; each has at least one more
+
+
 @dataclass(frozen=True)
 class Example:
     """Sequences that are counted, weighted, packed, ordered and distributed as one: SFT 1, a preference 2 (chosen,
@@ -148,6 +163,7 @@ class Example:
     sequences: tuple[Sequence, ...]
     columns: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)  # one number, or one per sequence
     target_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # (num_targets, ...) each, in their order
+    prompt: SharedPrompt | None = None  # of an example of one sequence, see `collate`
 
     @property
     def num_tokens(self) -> int:

@@ -28,7 +28,7 @@ from finetune.data.chat.encoding import remember_words
 from finetune.data.chat.renderer import Rendered, Renderer
 from finetune.data.formats.detect import parse_row
 from finetune.data.objective_rows import PLAIN, ObjectiveRows, examples_of
-from finetune.data.samples import BadRow, Sequence, shared_prefix
+from finetune.data.samples import BadRow, Prompt, Sequence, shared_prefix
 from finetune.errors import RunFailure, UserError
 from finetune.utils import end_with_parent
 
@@ -102,6 +102,7 @@ class DrawnRow:
     row_id: RowId
     groups: list[tuple[tuple[Rendered, ...], tuple[float, ...]]]
     is_unrolled: bool  # a conversation became several examples
+    is_prompt: bool = False  # it has no answer
 
 
 def tokenize_chunk(settings: RowSettings, items: Iterable[Item | UserError]) -> ChunkResult:
@@ -150,7 +151,7 @@ def tokenize_chunk(settings: RowSettings, items: Iterable[Item | UserError]) -> 
                 for example in _fit(settings, TokenizedExample(row.row_id, group, numbers), counts):
                     # count_nonzero takes a quarter of the time of `any` for so few
                     is_trained = all(np.count_nonzero(sequence.loss_mask) for sequence in example.sequences)
-                    if is_trained or settings.objective.is_text:  # a text may be a single token
+                    if is_trained or settings.objective.is_text or row.is_prompt:  # a text may be a single token
                         examples.append(example)
                     else:
                         counts["no_supervised_token"] += 1
@@ -166,7 +167,7 @@ def draw(settings: RowSettings, item: Item) -> DrawnRow:
     if isinstance(row, str):
         raise BadRow(row)
     try:
-        sample = parse_row(row, settings.format, settings.columns)
+        sample = parse_row(row, settings.format, settings.columns, settings.objective.is_prompt)
         drawn = [
             (settings.renderer.draw(example, label), numbers)
             for example, numbers in examples_of(sample, settings.objective, settings.pairs)
@@ -174,7 +175,7 @@ def draw(settings: RowSettings, item: Item) -> DrawnRow:
     except UserError as error:
         raise UserError(f"{label}:{number}: {error}") from None
     groups = [(group, numbers) for groups, numbers in drawn for group in groups]
-    return DrawnRow((label, number), groups, len(groups) > len(drawn))
+    return DrawnRow((label, number), groups, len(groups) > len(drawn), isinstance(sample, Prompt))
 
 
 def bad_row_message(row_id: RowId, error: BadRow) -> str:

@@ -94,6 +94,11 @@ class Engine(abc.ABC):
         """Context manager around loading the weights."""
         yield
 
+    @contextlib.contextmanager
+    def loading_whole(self) -> Iterator[None]:
+        """Context manager around loading a second model, which this rank keeps in full, next to the wrapped one."""
+        yield
+
     @abc.abstractmethod
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         """Shard or replicate the model, then build the optimizers over the parameters that this rank steps."""

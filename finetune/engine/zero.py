@@ -77,6 +77,16 @@ class Zero(Engine):
                 self.plugin.deepspeed_config[kind] = {"enabled": False}
             self.plugin.set_deepspeed_weakref()
 
+    @contextlib.contextmanager
+    def loading_whole(self) -> Iterator[None]:
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()  # or transformers shards it
+        try:
+            yield
+        finally:
+            self.plugin.set_deepspeed_weakref()
+
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         from deepspeed.utils import set_z3_leaf_module
 

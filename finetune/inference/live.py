@@ -23,6 +23,7 @@ from rich.table import Table
 from finetune.data.building import OpenedSources
 from finetune.data.formats.detect import parse_row
 from finetune.data.samples import BadRow, Conversation, Message, Preference, PromptCompletion, Ranked
+from finetune.data.samples import Prompt as PromptRow
 from finetune.errors import RunFailure, UserError
 from finetune.export.trained import Trained
 from finetune.export.verify_answers import end_tokens
@@ -107,7 +108,7 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
     for source in map(OpenedSources(recipe).open, sources):
         for path, number, row in islice(source.reader.rows(), _ROWS_PER_SOURCE):
             try:
-                sample = parse_row(row, source.source.format, source.source.columns)
+                sample = parse_row(row, source.source.format, source.source.columns, recipe.rollouts is not None)
                 messages = _request_messages(sample, data.image or Images(), path)
             except BadRow as error:
                 if data.on_bad_row == "skip":
@@ -128,6 +129,8 @@ def _request_messages(sample: Any, rules: Images, path: str) -> list[dict[str, A
         sample = sample.answers[0]
     if isinstance(sample, PromptCompletion):
         sample = sample.as_conversation()
+    if isinstance(sample, PromptRow):
+        sample = sample.conversation
     if not isinstance(sample, Conversation) or sample.tools or any(one.tool_calls for one in sample.messages):
         return []
     kept: list[Message] = list(sample.messages)

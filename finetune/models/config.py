@@ -70,7 +70,7 @@ def training_config(recipe: Recipe) -> PretrainedConfig:
     """Returns the config of the recipe's model as its objective trains it, see `objective.dropout`. Raises
     UserError."""
     config = model_config(recipe.model)
-    return without_dropout(config) if recipe.objective.drops_nothing else config
+    return without_dropout(config) if recipe.drops_nothing else config
 
 
 def length_dependent_rope(config: PretrainedConfig) -> list[str]:

@@ -110,7 +110,7 @@ def load_model(
     run_per_document(model, attention.mixers)
     reach_experts(model)
     keep_weights_unpacked(model)
-    if recipe.objective.drops_nothing and placement.weights != "meta":
+    if recipe.drops_nothing and placement.weights != "meta":
         model.base_config = model_config(recipe.model)  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
     adapted = family = None

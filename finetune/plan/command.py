@@ -176,7 +176,7 @@ def config_and_source(recipe: Recipe) -> tuple[PretrainedConfig, str]:
                 f"{error}\n`plan` downloads nothing, and the shipped table does not have this model: give a folder "
                 "with its config.json, or download it once"
             ) from None
-        config = without_dropout(config) if recipe.objective.drops_nothing else config
+        config = without_dropout(config) if recipe.drops_nothing else config
         return config, shapes_source(name, sees_images)
     return training_config(recipe), "its config.json"
 

@@ -315,7 +315,7 @@ def evaluate(
         tokens / step.seconds if step else None,
         hours,
         rate[0] * hours if rate and hours else None,
-        rate[0] * step.seconds / 3600 / supervised * 1e6 if rate and step else None,
+        rate[0] * step.seconds / 3600 / supervised * 1e6 if rate and step and supervised else None,
         rate[1] if rate else None,
         need,
         has,

@@ -11,17 +11,20 @@ SAME_ON_POLICY = {"cispo": "dapo", "gspo": "grpo"}  # losses that are about rati
 
 def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     settings, name = recipe.rollouts, recipe.objective.name
-    if name not in TAKES_REWARDS:
-        if settings is not None:
-            yield "rollouts", f"`objective.name: {name}` trains on rows, not on samples of the model: remove this"
-        return
     if settings is None:
-        yield "rollouts", f"`objective.name: {name}` trains on samples: add this, `{{prompts: 32, samples: 16, ...}}`"
+        if name in TAKES_REWARDS:
+            example = "`{prompts: 32, samples: 16, ...}`"
+            yield "rollouts", f"`objective.name: {name}` trains on samples: add this, {example}"
+        return
+    if name == "distill":
+        yield from _distillation(recipe)
+    elif name not in TAKES_REWARDS:
+        yield "rollouts", f"`objective.name: {name}` trains on rows, not on samples of the model: remove this"
         return
     yield from _numbers(recipe)
     yield from _off_policy(recipe)
     yield from _data(recipe)
-    if not recipe.rewards and settings.replay is None:
+    if name in TAKES_REWARDS and not recipe.rewards and settings.replay is None:
         yield "rewards", f"`objective.name: {name}` needs a reward, such as `rewards: [{{name: exact_match}}]`"
     if recipe.rewards and settings.replay is not None:
         yield "rewards", "have no effect under `rollouts.replay`, which has the recorded ones: set `rewards: []`"
@@ -38,6 +41,24 @@ def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "objective.dropout", "samples are drawn without dropout, and have to be trained without: set it to false"
 
 
+def _distillation(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    objective, lora = recipe.objective, recipe.lora
+    if objective.teacher is not None and objective.teacher.endswith(".parquet"):
+        yield (
+            "objective.teacher",
+            "a file has predictions of the rows' answers, and these are samples: name a model, or remove `rollouts`",
+        )
+    if objective.samples is not None:
+        yield "objective.samples", "the teacher's draws are not supported with `rollouts`: use `top_k`"
+    if objective.nll_weight:
+        yield (
+            "objective.nll_weight",
+            "with `rollouts` targets are the student's own samples, not the truth: set it to 0",
+        )
+    if lora is not None and lora.dropout:
+        yield "lora.dropout", "samples are drawn without dropout, and have to be trained without: set it to 0"
+
+
 def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
     settings, loss, batch = recipe.rollouts, recipe.objective.value("loss"), recipe.batch
     assert settings is not None
@@ -48,7 +69,7 @@ def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"a row is one sample, and a step has {settings.prompts} x {settings.samples} of them "
             f"(rollouts.prompts x rollouts.samples): set it to {rows}",
         )
-    if settings.samples == 1:
+    if settings.samples == 1 and recipe.objective.name in TAKES_REWARDS:
         yield (
             "rollouts.samples",
             f"`loss: {loss}` compares the samples of a prompt, and 1 has none to compare with: use 4 or more",
@@ -65,7 +86,7 @@ def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "`auto` tries the rows of the data, and those of a step are sampled: give a number, or "
             "`batch.tokens_per_device`",
         )
-    if settings.top_k == 1:
+    if settings.top_k == 1 and recipe.objective.name in TAKES_REWARDS:
         yield "rollouts.top_k", "1 makes all samples of a prompt equal, so no reward tells them apart: use more"
 
 

@@ -49,16 +49,18 @@ def divisibility_message(rows: int, rows_per_device: int, world_size: int) -> st
     return f"{rows} must be divisible by rows_per_device x processes ({factors}); nearest: {nearest}{smaller}"
 
 
-def format_problem(objective: str, format: str) -> str | None:
+def format_problem(recipe: Recipe, format: str) -> str | None:
     """Returns why an objective does not take rows of a format, and what to do instead; None if it does."""
-    if format in ROW_KINDS[objective].formats:
+    objective, kind = recipe.objective.name, recipe.row_kind
+    if format in kind.formats:
         return None
-    takers = [name for name, kind in ROW_KINDS.items() if format in kind.formats and name not in TAKES_REWARDS]
+    takers = [name for name, one in ROW_KINDS.items() if format in one.formats]
+    takers = [name for name in takers if name not in TAKES_REWARDS] or takers
     instead = f"set `objective.name` to {' or '.join(takers)}"
     if format == "preference":
         chosen = "`format: prompt_completion` and `columns: {completion: chosen}`"
         instead += f", or train on the chosen answers alone with {chosen}"
-    taken = " or ".join(f"`{name}`" for name in ROW_KINDS[objective].formats)
+    taken = " or ".join(f"`{name}`" for name in kind.formats)
     return f"rows of format `{format}` are not for `objective.name: {objective}`, which takes {taken}: {instead}"
 
 
@@ -245,7 +247,7 @@ def sources(recipe: Recipe) -> Iterator[Finding]:
     for part, sources in (("train", data.train), ("eval", data.own_eval_sources)):
         for i, source in enumerate(sources):
             key = f"data.{part}[{i}]"
-            if source.format != "auto" and (problem := format_problem(recipe.objective.name, source.format)):
+            if source.format != "auto" and (problem := format_problem(recipe, source.format)):
                 yield f"{key}.format", problem
             if source.pairs != "best_worst" and source.format != "ranked":
                 only = f"set `format: ranked`, or remove `pairs: {source.pairs}`"
@@ -337,6 +339,8 @@ def distillation(recipe: Recipe) -> Iterator[Finding]:
         yield "objective.samples", f"draws from the teacher estimate forward_kl only, {other}"
     if objective.jsd_beta is not None and objective.value("divergence") != "jsd":
         yield "objective.jsd_beta", "has an effect under `divergence: jsd` only: remove it"
+    if recipe.rollouts is None and objective.share_prompts != "auto":
+        yield "objective.share_prompts", "has an effect with `rollouts` only: remove it"
 
 
 def answers(recipe: Recipe) -> Iterator[Finding]:

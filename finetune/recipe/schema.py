@@ -187,7 +187,7 @@ class Quantization(Section):
 
 
 Answers = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
-Format = Literal["auto", Answers, "preference", "comparison", "ranked", "unpaired", "classification"]
+Format = Literal["auto", Answers, "prompt", "preference", "comparison", "ranked", "unpaired", "classification"]
 
 
 class Source(Section):
@@ -323,6 +323,7 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
         "nll_weight": 0.0,
         "top_k": 64,
         "samples": None,
+        "share_prompts": "auto",  # with rollouts
     },
     "grpo": {
         "loss": "dr_grpo",
@@ -332,6 +333,7 @@ OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
         "kl": 0.0,
         "correction": "none",
         "correction_bounds": None,
+        "share_prompts": "auto",
         "dropout": False,
     },
 }
@@ -347,6 +349,7 @@ class RowKind(NamedTuple):
 
 
 _ANSWERS = RowKind(get_args(Answers))
+_PROMPTS = RowKind(("messages", "sharegpt", "alpaca", "prompt_completion", "prompt"))
 _PAIRS = RowKind(("preference", "comparison", "ranked"), ("chosen", "rejected"))
 ROW_KINDS: dict[str, RowKind] = {
     "sft": _ANSWERS,
@@ -358,7 +361,7 @@ ROW_KINDS: dict[str, RowKind] = {
     # A pair gives a good and a bad answer.
     "kto": RowKind(("unpaired", "preference", "comparison"), ("answer", "another row's answer"), ("label",)),
     "classify": RowKind(("classification",), columns=("label",)),
-    "grpo": RowKind(("messages", "sharegpt", "alpaca", "prompt_completion"), columns=()),
+    "grpo": _PROMPTS,
 }
 # Objectives whose model has a head of scores in place of an LM head, with its description for the model card.
 SCORE_MODELS = {
@@ -418,8 +421,8 @@ class ObjectiveSettings(Section):
     # dpo, kto: another reference than the initial model, a hub id or a local folder with the same vocabulary;
     # `finetune reference` computes its log-probabilities before
     reference_model: str | None = None
-    # dpo, orpo, reward: compute the beginning that the two sequences of a pair share once; equal to rounding. auto:
-    # if the attention supports it
+    # dpo, orpo, reward: compute the beginning that the two sequences of a pair share once; grpo, and distill with
+    # rollouts: the prompt of samples in a micro-batch. Equal to rounding. auto: if the attention supports it
     share_prompts: Literal["auto"] | bool = "auto"
     # kto: weights of the good and of the bad answers; null: 1
     desirable_weight: NonNegative | None = None
@@ -430,7 +433,7 @@ class ObjectiveSettings(Section):
     labels: Names | None = None
     # distill: the teacher, a local folder or hub id of a model with the same vocabulary (`finetune reference` computes
     # its log-probabilities before; `train` refuses to start without them), or a .parquet file with ids and
-    # log-probabilities of each token
+    # log-probabilities of each token. With `rollouts` a model, which each process holds in full, beside the student
     teacher: str | None = None
     # distill: forward_kl: KL(teacher, student); reverse_kl: KL(student, teacher); jsd: the generalized one between the
     # two, with `jsd_beta` (https://arxiv.org/abs/2306.13649). null: forward_kl
@@ -838,6 +841,16 @@ class Recipe(Section):
     def samples_held_out(self) -> bool:
         """Whether evaluations sample answers to held-out prompts and reward them."""
         return bool(self.rollouts is not None and self.rewards and self.data.eval and self.evaluate.prompts != 0)
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether the dropout of config and adapters is off: samples are drawn without, and trained on alike."""
+        return self.objective.drops_nothing or self.rollouts is not None
+
+    @property
+    def row_kind(self) -> RowKind:
+        """Returns the rows that are taken: those of the objective, or prompts, with or without an answer."""
+        return ROW_KINDS[self.objective.name] if self.rollouts is None else _PROMPTS
 
 
 def recipe_json_schema() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from typing import Any, Protocol
 
 from finetune.errors import RunFailure, UserError, without_secrets
 from finetune.recipe.schema import REWARD_KEYS, RewardSettings
+from finetune.rewards.builtin import REWARDS
 from finetune.rewards.completion import Completion, Outcome, Reward
 from finetune.rewards.judge import Judge
 from finetune.rewards.pool import Pool
@@ -131,6 +134,31 @@ def _start(settings: RewardSettings, place: str, stack: ExitStack, notes: list[s
     pool = stack.enter_context(Pool(child, settings.processes, seconds, settings.on_failure is None))
     notes += [f"{place}: {note}" for note in pool.notes]
     return pool
+
+
+def reads_reference(settings: RewardSettings) -> bool:
+    """Returns whether a reward has no value for a completion without a reference: its function has a parameter of that
+    name without a default, or the judge's own prompt a place for it. An own function is read, not run."""
+    if settings.kind == "judge":
+        return "{reference}" in (settings.prompt or "")
+    if settings.kind == "file":
+        try:
+            tree = ast.parse(_source(settings, "rewards")["source"])
+        except (SyntaxError, ValueError, UserError):  # the start of the reward says so
+            return False
+        named = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == settings.function]
+        return any("reference" in _required(node.args) for node in named)
+    if settings.kind == "reward_model":
+        return False
+    return "reference" in inspect.signature(REWARDS[settings.kind].function).parameters
+
+
+def _required(arguments: ast.arguments) -> list[str]:
+    """Returns the names of the parameters without a default."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    given = positional[: len(positional) - len(arguments.defaults)]
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return [one.arg for one in (*given, *(one for one, default in pairs if default is None))]
 
 
 def _source(settings: RewardSettings, place: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The prompts of a run: each row up to its last answer, which is the reference for rewards."""
+"""The prompts of a run: each row up to its last answer, which is the reference for rewards, or all of a row that does
+not end with an answer."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from finetune.data.dataset import Dataset, question_of
 from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import parse_row
 from finetune.data.packing import RowOrder
-from finetune.data.samples import Conversation, Message, PromptCompletion
+from finetune.data.samples import Conversation, Example, Message, Prompt, PromptCompletion
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
 from finetune.rewards.completion import Completion
+from finetune.rewards.scoring import reads_reference
 
 RowKey = tuple[int, str, int]  # source, path, row
 
@@ -32,7 +34,7 @@ class RowPrompt:
     row: int  # its line or row there, from 1
     source: int  # index in `data.train`, of a held-out row in `data.eval`
     ids: list[int]
-    reference: list[int]  # ids of the row's last answer, with its end token, as samples have it
+    reference: list[int]  # ids of the row's last answer, with its end token, as samples have it; [] without one
 
     @property
     def key(self) -> RowKey:
@@ -60,15 +62,14 @@ class RunPrompts:
         self.room = recipe.data.max_length - recipe.rollouts.max_new_tokens  # tokens of the longest prompt
         self.prompts, self.num_long, self.num_without = list[RowPrompt](), 0, 0
         for example in data.examples:
-            question = question_of(example, data.formats[example.source], ())
-            if question is None:
+            prompt = prompt_of(example, data.formats[example.source])
+            if prompt is None:
                 self.num_without += 1
-            elif len(question.prompt) <= self.room:
-                reference = question.reference
-                self.prompts.append(RowPrompt(example.path, example.row, example.source, question.prompt, reference))
+            elif len(prompt.ids) <= self.room:
+                self.prompts.append(prompt)
             elif recipe.data.overlong == "error":
                 raise UserError(
-                    f"{example.path}:{example.row}: its prompt has {len(question.prompt)} tokens, and rollouts."
+                    f"{example.path}:{example.row}: its prompt has {len(prompt.ids)} tokens, and rollouts."
                     f"max_new_tokens leaves {self.room} of data.max_length: raise that, or set data.overlong: drop"
                 )
             else:
@@ -78,6 +79,7 @@ class RunPrompts:
                 f"data.{part}: none of {len(data.examples):,} rows has a prompt of at most {self.room} tokens, "
                 "data.max_length less rollouts.max_new_tokens"
             )
+        check_references(recipe, self.prompts)
         self._order = RowOrder(len(self.prompts), recipe.run.seed)
 
     @property
@@ -104,6 +106,27 @@ class RunPrompts:
         return read_contents(self._recipe, self._sources, self.prompts)
 
 
+def prompt_of(example: Example, format: str) -> RowPrompt | None:
+    """Returns the prompt of an example of a source of `format`; None if its first token is trained."""
+    place = (example.path, example.row, example.source)
+    if not example.num_targets:
+        return RowPrompt(*place, example.sequences[0].input_ids.tolist(), [])
+    question = question_of(example, format, ())
+    return None if question is None else RowPrompt(*place, question.prompt, question.reference)
+
+
+def check_references(recipe: Recipe, prompts: Iterable[RowPrompt]) -> None:
+    """Raises UserError if a prompt has no reference and a reward needs it."""
+    needing = [i for i, one in enumerate(recipe.rewards) if one.on_failure is None and reads_reference(one)]
+    without = next((prompt for prompt in prompts if not prompt.reference), None)
+    if needing and without is not None:
+        i, label = needing[0], recipe.rewards[needing[0]].label
+        raise UserError(
+            f"{without.path}:{without.row}: the row ends without an answer, which rewards[{i}] ({label}) compares "
+            "samples with: give the row its answer, use a reward that reads other columns, or set `on_failure`"
+        )
+
+
 def read_contents(
     recipe: Recipe, sources: Sequence[Source], prompts: Iterable[RowPrompt]
 ) -> dict[RowKey, PromptContent]:
@@ -124,15 +147,18 @@ def read_contents(
 
 def content_of(row: Mapping[str, Any], source: Source) -> PromptContent:
     """Returns the parts of a row that rewards may read. source: its format is resolved, never `auto`."""
-    sample = parse_row(row, source.format, source.columns)
-    if isinstance(sample, PromptCompletion):
-        sample = sample.as_conversation()
-    assert isinstance(sample, Conversation)  # by `ROW_KINDS`
-    last = max(i for i, message in enumerate(sample.messages) if message.role == "assistant")
+    sample = parse_row(row, source.format, source.columns, prompts=True)
+    if isinstance(sample, Prompt):
+        messages = sample.conversation.messages
+    else:
+        assert isinstance(sample, Conversation | PromptCompletion)  # by `Recipe.row_kind`
+        conversation = sample.as_conversation() if isinstance(sample, PromptCompletion) else sample
+        answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant"]
+        messages = conversation.messages[: answers[-1]]
     renamed = source.columns or {}
     read = {*renamed.values(), *(field for field in FORMATS[source.format].fields if field not in renamed)}
     columns = {name: value for name, value in row.items() if name not in read}
-    return PromptContent(tuple(map(_as_dict, sample.messages[:last])), columns)
+    return PromptContent(tuple(map(_as_dict, messages)), columns)
 
 
 def _as_dict(message: Message) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,14 @@ from finetune.rewards.completion import Reward
 
 FOLDER = "rollouts"  # in the run's folder
 STEP, EVALUATION = "step", "eval"  # kinds of records
+
+
+class Predicted(NamedTuple):
+    """A teacher's distributions at the tokens of a sample."""
+
+    ids: NDArray[np.int32]  # (len(ids), k)
+    log_probs: NDArray[np.float32]  # (len(ids), k)
+    of: str  # teacher and settings, see `Teacher.of`
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ class Sample:
     # the sample was drawn from, and by the initial weights.
     old: NDArray[np.float64] | None = None
     initial: NDArray[np.float64] | None = None
+    teacher: Predicted | None = None  # under `objective.name: distill`
 
     def rewarded(self, reward: Reward) -> Sample:
         return replace(self, reward=reward)
@@ -76,6 +85,10 @@ def write_record(folder: Path, step: int, samples: Sequence[Sample], identity: s
         if getattr(samples[0], name) is not None:
             flat[f"{name}_log_probs"] = np.concatenate([getattr(sample, name) for sample in samples])
     metadata = {"identity": identity, "lines": hashlib.sha256(content).hexdigest()}
+    if predicted := [sample.teacher for sample in samples if sample.teacher is not None]:
+        flat["teacher_ids"] = np.concatenate([one.ids for one in predicted])
+        flat["teacher_log_probs"] = np.concatenate([one.log_probs for one in predicted])
+        metadata["teacher"] = predicted[0].of
     _write_through(lines, content)
     _write_through(lines.with_suffix(".safetensors"), save(flat, metadata))
 
@@ -100,6 +113,10 @@ def read_record(folder: Path, step: int, kind: str = STEP) -> tuple[list[Sample]
         if f"{name}_log_probs" in flat:
             of_samples = zip(samples, np.split(flat[f"{name}_log_probs"], ends), strict=True)
             samples = [replace(sample, **{name: values}) for sample, values in of_samples]
+    if "teacher" in metadata:
+        ids, log_probs = (np.split(flat[f"teacher_{name}"], ends) for name in ("ids", "log_probs"))
+        predicted = [Predicted(*of_sample, metadata["teacher"]) for of_sample in zip(ids, log_probs, strict=True)]
+        samples = [replace(sample, teacher=one) for sample, one in zip(samples, predicted, strict=True)]
     return samples, metadata["identity"]
 
 

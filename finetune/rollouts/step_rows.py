@@ -20,19 +20,20 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from finetune.checkpoints.inputs import on_main, reward_files
+from finetune.checkpoints.inputs import on_main, reward_files, sample_teacher
+from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.data.row_source import RunRows
-from finetune.data.samples import Example
+from finetune.data.samples import Example, SharedPrompt
 from finetune.data.samples import Sequence as Tokens
 from finetune.engine.base import Engine
 from finetune.engine.kept_weights import KeptWeights
@@ -53,6 +54,7 @@ from finetune.objectives.policy import (
     is_off_policy,
 )
 from finetune.recipe import Recipe
+from finetune.recipe.schema import TAKES_REWARDS
 from finetune.rewards.completion import Completion, Reward
 from finetune.rewards.scoring import Rewards
 from finetune.rollouts import records
@@ -60,11 +62,22 @@ from finetune.rollouts.advantages import advantages, has_variance
 from finetune.rollouts.correction import correction_weights
 from finetune.rollouts.drawing import Drawer, Drawn
 from finetune.rollouts.prompts import PromptContent, RowPrompt, RunPrompts, completion_of
-from finetune.rollouts.records import Sample
-from finetune.rollouts.target_values import ExampleRows, MakeLoader, TargetPass
+from finetune.rollouts.records import Predicted, Sample
+from finetune.rollouts.target_values import ExampleRows, MakeLoader, TargetPass, Values
 
 log = logging.getLogger(__name__)
 _FIRST_HELD_OUT = 1 << 62  # draw of the first held-out prompt: no run has as many
+
+
+class Teacher(Protocol):
+    """The model that samples are compared with, under `objective.name: distill`."""
+
+    @property
+    def of(self) -> str: ...  # it and the settings that its values depend on
+    def __call__(self, examples: Sequence[Example]) -> list[list[Values]]:
+        """Returns (token losses (n,), ids (n, k), log-probabilities (n, k)) of the sequence of each example.
+        Collective."""
+        ...
 
 
 class RolloutRows(RunRows):
@@ -83,6 +96,7 @@ class RolloutRows(RunRows):
         folder: Path,
         attention: AttentionChoice,
         loader: MakeLoader,
+        teacher: Teacher | None = None,
         held_out: RunPrompts | None = None,
     ):
         """content: of the rows of `data.train`, see `RowSource.content`; folder: of the run; held_out: prompts of
@@ -95,13 +109,17 @@ class RolloutRows(RunRows):
         self._drawer = Drawer(engine, recipe.rollouts, recipe.run.seed, end_ids, tokenizer.pad_token_id)
         self._rewards = Rewards(recipe.rewards, folder)
         self._identity = on_main(engine, lambda: run_identity(recipe, content))
-        self._corrects = recipe.objective.value("correction") != "none"
+        self._takes_rewards, self._teacher = recipe.objective.name in TAKES_REWARDS, teacher
+        self._corrects = self._takes_rewards and recipe.objective.value("correction") != "none"
         cooled = Objective(
             lambda outputs, batch: {}, token_loss=CooledTokenLoss(recipe.rollouts.temperature), num_details=1
         )
         log_probs = TargetPass(engine, ForwardPass(attention, cooled), loader)
-        self._passes: dict[str, TargetPass] = {}  # by field of `Sample`
-        if is_off_policy(recipe.rollouts) or self._corrects:
+        # By field of `Sample`.
+        self._passes: dict[str, Callable[[Sequence[Example]], list[list[Values]]]] = {}
+        if teacher is not None:
+            self._passes["teacher"] = teacher
+        elif is_off_policy(recipe.rollouts) or self._corrects:
             self._passes["old"] = log_probs
         if recipe.objective.kl:
             self._passes["initial"] = replace(log_probs, changed=KeptWeights(engine).in_place)
@@ -160,9 +178,9 @@ class RolloutRows(RunRows):
         self, samples: Sequence[Sample], rewards: NDArray[np.float64], weights: Sequence[NDArray[np.float64]]
     ) -> list[Example]:
         """Returns the samples of a batch as examples. rewards: (P, G); weights: of the correction, if there is one."""
-        advantage = advantages(rewards, self._recipe.objective).ravel()
+        advantage = advantages(rewards, self._recipe.objective) if self._takes_rewards else np.zeros(len(samples))
         masks = self._recipe.objective.value("overlong") == "mask"
-        of_samples = zip(samples, advantage.tolist(), strict=True)
+        of_samples = zip(samples, advantage.ravel().tolist(), strict=True)
         examples = [example_of(one, 0.0 if masks and one.is_truncated else value) for one, value in of_samples]
         if not weights:
             return examples
@@ -206,12 +224,14 @@ class RolloutRows(RunRows):
         if samples is None:
             return self._drawn(batch)
         lacking = [name for name in self._passes if getattr(samples[0], name) is None]  # by another objective's run
+        if self._teacher is not None and samples[0].teacher is not None and samples[0].teacher.of != self._teacher.of:
+            lacking = ["teacher"]
         if "old" in lacking and not may_draw:
             raise UserError(
                 f"rollouts.replay: {records.record_file(self._records, first)} lacks the log-probabilities of the "
                 "weights that it was drawn from: record it under the `reuse` and `staleness` of this recipe"
             )
-        return self._with_log_probs(samples, lacking), {}
+        return self._completed(samples, lacking), {}
 
     def _drawn(self, batch: int) -> tuple[list[Sample], dict[str, float]]:
         """Returns new samples of a batch, recorded, and the seconds that they took. Collective. Raises UserError."""
@@ -221,7 +241,7 @@ class RolloutRows(RunRows):
         drawn_at = time.perf_counter()
         rewarded = on_main(self._engine, lambda: self._rewarded(prompts, self._prompts.contents(prompts), drawn))
         rewarded_at = time.perf_counter()
-        samples = self._with_log_probs(rewarded, self._passes)
+        samples = self._completed(rewarded, self._passes)
         first_step = batch * self._settings.reuse + 1
         on_main(self._engine, lambda: records.write_record(self._records, first_step, samples, self._identity))
         times = {"time/generation": drawn_at - began, "time/rewards": rewarded_at - drawn_at}
@@ -229,12 +249,15 @@ class RolloutRows(RunRows):
             times["time/log_probs"] = time.perf_counter() - rewarded_at
         return samples, times
 
-    def _with_log_probs(self, samples: list[Sample], names: Iterable[str]) -> list[Sample]:
-        """Returns samples with their log-probabilities in these fields, by the passes of the same names. Collective."""
+    def _completed(self, samples: list[Sample], names: Iterable[str]) -> list[Sample]:
+        """Returns samples with log-probabilities in these fields, by the passes of the same names. Collective."""
         for name in names:
-            values = self._passes[name]([example_of(sample, 0.0) for sample in samples])
-            of_samples = zip(samples, values, strict=True)
-            samples = [replace(sample, **{name: -losses.astype(np.float64)}) for sample, ((losses, _),) in of_samples]
+            computed = self._passes[name]([example_of(sample, 0.0) for sample in samples])
+            fields: list[Any] = [-values[0].astype(np.float64) for (values,) in computed]
+            if self._teacher is not None and name == "teacher":
+                predicted = (values[1:] for (values,) in computed)
+                fields = [Predicted(ids.astype(np.int32), each, self._teacher.of) for ids, each in predicted]
+            samples = [replace(sample, **{name: field}) for sample, field in zip(samples, fields, strict=True)]
         return samples
 
     def _rewarded(
@@ -307,6 +330,9 @@ class RolloutRows(RunRows):
     def counts(self, position: int) -> Mapping[str, int]:
         return self._rows.counts(self._at(position))
 
+    def prompt(self, position: int) -> SharedPrompt | None:
+        return self._rows.prompt(self._at(position))
+
     def epoch_at(self, position: int) -> float:
         """Returns the passes over the prompts; a batch counts with its last step, in parts before."""
         return self._prompts.epochs(position // (self._settings.samples * self._settings.reuse))
@@ -326,8 +352,11 @@ def example_of(sample: Sample, advantage: float) -> Example:
     loss_mask = np.arange(len(ids)) >= len(sample.prompt)
     columns = {ADVANTAGE: advantage, SAMPLED: float(len(sample.ids))}
     of_targets = {SAMPLER: sample.log_probs, OLD: sample.old, INITIAL: sample.initial}
-    given = {name: values for name, values in of_targets.items() if values is not None}
-    return Example(sample.path, sample.row, sample.source, (Tokens(ids, loss_mask),), columns, given)
+    given: dict[str, NDArray[Any]] = {name: values for name, values in of_targets.items() if values is not None}
+    if sample.teacher is not None:
+        given |= {IDS: sample.teacher.ids.astype(np.int64), LOG_PROBS: sample.teacher.log_probs}
+    shared = SharedPrompt(tuple(sample.prompt), len(sample.prompt))
+    return Example(sample.path, sample.row, sample.source, (Tokens(ids, loss_mask),), columns, given, shared)
 
 
 def measured_corrections(weights: Sequence[NDArray[np.float64]]) -> dict[str, float]:
@@ -346,12 +375,13 @@ def measured(samples: Sequence[Sample], rewards: NDArray[np.float64]) -> dict[st
     """
     finite = [float(margin) for sample in samples for margin in sample.margins if np.isfinite(margin)]
     line = {
-        "reward": float(rewards.mean()),
         "completion_tokens": float(np.mean([len(sample.ids) for sample in samples])),
         "truncated": float(np.mean([sample.is_truncated for sample in samples])),
-        "zero_variance": float(1 - has_variance(rewards).mean()),  # share of prompts that teach nothing
         **({"margin": min(finite)} if finite else {}),
     }
+    if samples[0].reward.by_name:
+        line["reward"] = float(rewards.mean())
+        line["zero_variance"] = float(1 - has_variance(rewards).mean())  # share of prompts that teach nothing
     for name in samples[0].reward.by_name:
         values = [sample.reward.by_name[name] for sample in samples]
         answered = [value for value in values if value is not None]
@@ -382,5 +412,6 @@ def run_identity(recipe: Recipe, content: Mapping[str, Any]) -> str:
         "content": content,
         "base": base_content(recipe.model),
         "reward files": reward_files(recipe),
+        "teacher": sample_teacher(recipe),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

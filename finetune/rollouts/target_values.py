@@ -7,20 +7,21 @@ The pass is the run's own: its engine, its micro-batches, the token loss of a `F
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from finetune.data.batch import Batch, TokenShare
 from finetune.data.loader import Loader
 from finetune.data.prefetch import fed_steps
 from finetune.data.row_source import RunRows
-from finetune.data.samples import Example
-from finetune.engine.base import Engine
+from finetune.data.samples import Example, SharedPrompt
+from finetune.engine.ranks import Ranks
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 
@@ -28,7 +29,20 @@ Values = tuple[NDArray[Any], ...]  # of one sequence, (targets, ...) each: its t
 MakeLoader = Callable[[RunRows, int], Loader]  # of rows, and their number
 
 
-def values_of_targets(engine: Engine, forward: ForwardPass, batches: list[Batch]) -> dict[int, list[Values]]:
+class Computes(Protocol):
+    """The parts of an `Engine` that a pass uses."""
+
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def context_shard(self) -> TokenShare: ...
+    def evaluating(self) -> AbstractContextManager[None]: ...
+    def forwards(self, batches: list[Batch], forward: ForwardPass) -> Iterator[tuple[Batch, Outputs]]: ...
+
+
+def values_of_targets(engine: Computes, forward: ForwardPass, batches: list[Batch]) -> dict[int, list[Values]]:
     """Returns the values of each sequence of every micro-batch of all ranks, by `Batch.index`, on every rank.
     Collective. batches: of this rank, on its device."""
     with engine.evaluating():
@@ -98,6 +112,9 @@ class ExampleRows(RunRows):
             **self._counts,
         }
 
+    def prompt(self, position: int) -> SharedPrompt | None:
+        return self.examples[position].prompt
+
     def epoch_at(self, position: int) -> float:
         return position / len(self.examples)
 
@@ -106,7 +123,7 @@ class ExampleRows(RunRows):
 class TargetPass:
     """Computes `Values` of any examples, in the micro-batches that training lays them out in."""
 
-    engine: Engine
+    engine: Computes
     forward: ForwardPass  # the token loss of its objective says which values
     loader: MakeLoader
     changed: Callable[[], AbstractContextManager[None]] = nullcontext  # the model while it runs, such as `adapters_off`

@@ -14,6 +14,7 @@ from finetune.data.samples import (
     Ids,
     Labelled,
     Preference,
+    Prompt,
     PromptCompletion,
     Ranked,
     Sample,
@@ -51,15 +52,18 @@ def _drawn(sample: Sample, renderer: Renderer | None, data_file: str) -> list[tu
             return []
     if isinstance(sample, Text | Ids):
         return [(sample.text, [(0, len(sample.text))])] if isinstance(sample, Text) else []
+    if isinstance(sample, Prompt):
+        return [_messages_drawn(sample.conversation.messages)]
     answers = [sample.chosen, sample.rejected] if isinstance(sample, Preference) else [sample]
     chats = [one.as_conversation() if isinstance(one, PromptCompletion) else one for one in answers]
-    drawn = []
-    for chat in chats:
-        text, spans = "", []
-        for message in chat.messages:
-            text += f"{message.role}: "
-            if message.role == "assistant" and message.train:
-                spans.append((len(text), len(text) + len(message.content)))
-            text += f"{message.content}\n"
-        drawn.append((text.rstrip("\n"), spans))
-    return drawn
+    return [_messages_drawn(chat.messages) for chat in chats]
+
+
+def _messages_drawn(messages: Sequence[Message]) -> tuple[str, Sequence[Span]]:
+    text, spans = "", []
+    for message in messages:
+        text += f"{message.role}: "
+        if message.role == "assistant" and message.train:
+            spans.append((len(text), len(text) + len(message.content)))
+        text += f"{message.content}\n"
+    return text.rstrip("\n"), spans

@@ -36,6 +36,8 @@ from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
 from finetune.training.prepare import Prepared
 from finetune.training.run_dir import run_folder
 from finetune.training.run_plan import Plan, git_commit, processor, training_length, versions
+from finetune.training.sample_teacher import SampleTeacher
+from finetune.training.teacher import TeacherPass
 
 Say = Callable[[str], None]  # prints a line, on the main rank only
 
@@ -121,13 +123,14 @@ def run_rows(
     recipe = prepared.recipe
     if recipe.rollouts is None:
         return training.in_order(recipe)
-    prompts, questions = RunPrompts(recipe, on_disk(training)), None
+    data, teacher, questions = on_disk(training), None, None
+    if recipe.objective.teacher is not None:
+        vocabulary = prepared.config.get_text_config().vocab_size
+        teacher = SampleTeacher(TeacherPass(recipe, data, vocabulary), engine, loaders.rows_per_device.rows)
     if held_out is not None and recipe.samples_held_out:
         questions = RunPrompts(recipe, held_out, "eval")
-    of_run = (prepared.tokenizer, end_ids, run_folder(recipe))
-    return RolloutRows(
-        recipe, engine, prompts, training.content(), *of_run, attention, loaders.training, held_out=questions
-    )
+    of_run = (RunPrompts(recipe, data), training.content(), prepared.tokenizer, end_ids, run_folder(recipe))
+    return RolloutRows(recipe, engine, *of_run, attention, loaders.training, teacher, questions)
 
 
 def rows_per_device(
@@ -179,7 +182,7 @@ def make_plan(
         attention=f"{attention.implementation} ({attention.reason})",
         cross_entropy=f"{model.cross_entropy.implementation} ({model.cross_entropy.reason})",
         kernels=model.kernels,
-        shared_prompts=sharing_summary(recipe.objective, attention, shared_share),
+        shared_prompts=sharing_summary(recipe, attention, shared_share),
         shared_token_share=shared_share if attention.shares_prompts else None,
         reference=reference,
         precision=precision_there(precision, engine.device.type, recipe.quantization),

@@ -1,7 +1,8 @@
 """The teacher of a run that distills: its predictions exist before the student's model loads.
 
 They are from a parquet file or from a model, which `finetune reference` runs alone, on any launch, to write its
-predictions for the student's training data to the cache.
+predictions for the student's training data to the cache. On the student's own samples (`rollouts`) a model predicts in
+each step, see finetune/training/sample_teacher.py.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ def with_teacher(
     teacher = recipe.objective.teacher
     if teacher is None:
         return training
-    data = on_disk(training)
+    data, is_online = on_disk(training), recipe.rollouts is not None
     vocabulary = config.get_text_config().vocab_size
     if is_teacher_file(teacher):
         predictions = file_predictions(recipe.objective, tokenizer, vocabulary)
     else:
         check_same_vocabulary("objective.teacher", teacher, tokenizer, recipe.model)
         check_same_images("objective.teacher", teacher, recipe, tokenizer)
+        if is_online:
+            _ = TeacherPass(recipe, data, vocabulary).config  # raises
+            return training
         predictions = load_predictions(TeacherPass(recipe, data, vocabulary).key)
         if predictions is None:
             raise UserError(
@@ -72,6 +76,8 @@ def recipe_of_teacher(recipe: Recipe) -> Recipe:
             "quantization": None,
             "data": recipe.data.model_copy(update={"eval": held_out}),
             "objective": type(recipe.objective)(train_on=recipe.objective.train_on),
+            "rollouts": None,
+            "rewards": (),
             "evaluate": Evaluate(),
             "profile": None,
         }
@@ -92,17 +98,22 @@ class TeacherPass:
         return self.recipe.objective.samples or self.recipe.objective.value("top_k")
 
     @property
-    def key(self) -> str:
-        """Raises UserError if the teacher cannot be read, or has too few tokens."""
-        of_teacher = recipe_of_teacher(self.recipe)
-        config = model_config(of_teacher.model)
-        objective, common = self.recipe.objective, self.common_ids(config)
-        if objective.samples is None and self.count >= common:
+    def config(self) -> PretrainedConfig:
+        """Returns the teacher's config. Raises UserError if it cannot be read, or has too few tokens."""
+        config = model_config(recipe_of_teacher(self.recipe).model)
+        common = self.common_ids(config)
+        if self.recipe.objective.samples is None and self.count >= common:
             raise UserError(f"objective.top_k: {self.count} of a vocabulary of {common}: set a lower one")
+        return config
+
+    @property
+    def key(self) -> str:
+        """Raises UserError as `config`."""
+        config, objective = self.config, self.recipe.objective
         parts = {
-            **model_dependencies(of_teacher, config),
+            **model_dependencies(recipe_of_teacher(self.recipe), config),
             "predictions": CODE_VERSION,
-            "ids": [common, objective.samples, self.count, objective.value("temperature")],
+            "ids": [self.common_ids(config), objective.samples, self.count, objective.value("temperature")],
             "data": self.data.examples.identity(),
         }
         if files := self.data.examples.image_files():  # whose paths are in `example_key`

@@ -103,7 +103,7 @@ class Trainer:
         recipe, training, held_out = prepared.recipe, prepared.training, prepared.held_out
         attention = apply_context_parallel(full_rows, engine.context_shard, engine.parallelism, engine.rank)
         columns = ReferenceColumns(recipe, engine, training, held_out, console) if reads_columns(recipe) else None
-        attention, config = with_shared_prompts(recipe.objective, attention), copy.deepcopy(prepared.config)
+        attention, config = with_shared_prompts(recipe, attention), copy.deepcopy(prepared.config)
         model, objective = parts.load(prepared, engine, attention, self.say)
         self.forward, facts = ForwardPass(attention, objective), parts.model_facts(recipe, model, full_rows)
         build = partial(build_optimizers, recipe.optimizer, parameter_roles(model.causal_lm))
@@ -124,7 +124,7 @@ class Trainer:
         self.loader = loaders.training(run_rows, self.plan.total_rows)
         self.evaluator = None
         if held_out:
-            names, shares = held_out.source_names, attention.shares_prompts
+            names, shares = held_out.source_names, attention.shares_prompts and recipe.rollouts is None
             measured = make_objective(
                 recipe.objective, names, evaluating=True, token_ranks=engine.token_ranks, shares_prompts=shares
             )

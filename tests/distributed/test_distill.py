@@ -12,6 +12,7 @@ import forks
 import numpy as np
 import parity
 import pytest
+import tiny
 import torch
 from conftest import metrics, train_here
 from rich.console import Console
@@ -49,14 +50,7 @@ def predictions_of(path: Path, *overrides: str) -> Dataset:
 
 @pytest.fixture(scope="module")
 def teacher(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sure of itself, unlike random weights."""
-    folder = tmp_path_factory.mktemp("teacher")
-    model = AutoModelForCausalLM.from_pretrained(made / "qwen3")
-    with torch.no_grad():
-        model.lm_head.weight.mul_(20)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(made / "qwen3").save_pretrained(folder)
-    return folder
+    return tiny.save_teacher(made / "qwen3", tmp_path_factory.mktemp("teacher"))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from conftest import launch, metrics, train_here
 from transformers import AutoModelForCausalLM
@@ -43,6 +44,13 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return [line for line in metrics(run) if "loss" in line]
 
 
+def distilling(made: Path, folder: Path) -> dict[str, Any]:
+    """On-policy distillation: changes of `online`."""
+    teacher = tiny.save_teacher(made / "qwen3", folder / "teacher")
+    objective = {"name": "distill", "teacher": str(teacher), "divergence": "reverse_kl", "top_k": 8, "temperature": 2.0}
+    return {"objective": objective, "rewards": []}
+
+
 def curve(run: Path) -> list[float]:
     return [line["loss"] for line in steps_of(run)]
 
@@ -69,12 +77,33 @@ def assert_same_curve(curve: list[float], other: list[float]) -> None:
     assert other == pytest.approx(curve, rel=REPLAYED, abs=1e-7)
 
 
+LORA = {"mode": "lora", "lora": {"rank": 4, "alpha": 8}, "optimizer": {"lr": 5e-3}}
+QLORA = {**LORA, "mode": "qlora", "quantization": {"type": "nf4"}, "optimizer": {"lr": 1e-3}}  # see parity.QLORA
+MODES: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "qlora": QLORA, "distill": {}}
+DEFAULT = (("ddp", 2, "full"), ("fsdp2", 2, "full"), ("zero3", 2, "full"))
+MORE = (
+    *((config, 2, "full") for config in ("zero2", "tp", "cp", "ulysses", "ep")),
+    *((config, 2, "full") for config in ("fsdp2_offload", "zero2_offload", "zero3_offload")),
+    *((config, 4, "full") for config in ("hsdp", "fsdp2_tp", "fsdp2_cp", "ddp", "ep")),
+    *((config, 2, "lora") for config in ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload", "tp", "cp", "ulysses")),
+    *((config, 2, "qlora") for config in ("ddp", "fsdp2", "zero2", "zero3", "cp", "ulysses")),
+    *(("hsdp", 4, mode) for mode in ("lora", "qlora")),
+    ("ep", 2, "lora"),
+    *((config, 2, "distill") for config in ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload", "tp", "cp", "ulysses")),
+    ("hsdp", 4, "distill"),
+)
+
+
 @pytest.mark.parametrize(
-    "config", ["ddp", "fsdp2", "zero3", *(pytest.param(name, marks=pytest.mark.long) for name in ("tp", "cp", "zero2"))]
+    ("config", "processes", "mode"),
+    [*DEFAULT, *(pytest.param(*place, marks=pytest.mark.long) for place in MORE)],
 )
 def test_processes_sample_the_same_tokens_and_train_on_them_alike(
-    config: str, online: dict[str, Any], write_recipe: Write, tmp_path: Path
+    config: str, processes: int, mode: str, online: dict[str, Any], write_recipe: Write, made: Path, tmp_path: Path
 ) -> None:
+    online |= distilling(made, tmp_path) if mode == "distill" else MODES[mode]
+    if config == "ep":
+        online |= {"model": {"name": str(made / "mixtral")}}
     train_here(write_recipe(online))
     single = tmp_path / "runs" / "run"
     assert len(set(curve(single))) == STEPS  # rewards differ, or nothing would be learnt
@@ -88,7 +117,7 @@ def test_processes_sample_the_same_tokens_and_train_on_them_alike(
     }.items():
         online["run"]["name"] = name
         path = write_recipe({**online, **changes}, f"{name}.yaml")
-        done = launch(config, 2, "train", path)
+        done = launch(config, processes, "train", path)
         assert done.returncode == 0, done.stderr
         assert_same_curve(curve(single), curve(tmp_path / "runs" / name))
     assert_same_tokens(single, tmp_path / "runs" / "sampled")
@@ -304,3 +333,58 @@ def test_a_replay_that_lacks_a_step_or_has_another_size_is_refused(
     smaller = {**online, "batch": {**online["batch"], "rows": 8}, "rollouts": {**online["rollouts"], "prompts": 2}}
     with pytest.raises(UserError, match="has 16 samples, and a step of this recipe 8"):
         train_here(write_recipe(smaller))
+
+
+@pytest.mark.long
+def test_a_prompt_that_samples_share_is_computed_once(
+    online: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    for name, shares in (("shared", "auto"), ("whole", False)):
+        online["run"]["name"], online["objective"]["share_prompts"] = name, shares
+        train_here(write_recipe(online))
+    shared, whole = (tmp_path / "runs" / name for name in ("shared", "whole"))
+    assert_same_tokens(whole, shared)
+    assert_same_curve(curve(whole), curve(shared))
+    for ours, theirs in zip(metrics(shared), metrics(whole), strict=True):
+        assert ours["tokens"] == theirs["tokens"]
+        assert "shared_token_share" not in theirs
+        assert ours["shared_token_share"] > 0.3  # prompts of 9 tokens and more, 4 samples of at most 6
+
+
+def test_distillation_on_own_samples_is_the_closed_form_and_is_recorded(
+    online: dict[str, Any], write_recipe: Write, made: Path, tmp_path: Path
+) -> None:
+    """The divergence of plain transformers in fp64, each sample alone; replay and resume read the teacher's values."""
+    online |= distilling(made, tmp_path)
+    path = write_recipe(online | {"checkpoint": {"every_steps": 2}})
+    train_here(path)
+    run, teacher = tmp_path / "runs" / "run", tmp_path / "teacher"
+    (samples, _), lines = read_record(run / "rollouts", 1) or ([], ""), metrics(run)
+    models = [AutoModelForCausalLM.from_pretrained(folder).double() for folder in (teacher, made / "llama")]
+    divergences = []
+    for sample in samples:
+        ids = torch.tensor([[*sample.prompt, *sample.ids]])
+        with torch.no_grad():
+            p, q = (
+                torch.softmax(model(ids, use_cache=False).logits[0, len(sample.prompt) - 1 : -1] / 2.0, 1)
+                for model in models
+            )
+        top = p.topk(8, 1).indices
+        p, q = (torch.cat([one.gather(1, top), 1 - one.gather(1, top).sum(1, keepdim=True)], 1) for one in (p, q))
+        divergences.append((q * (q / p).log()).sum(1))
+    expected = torch.cat(divergences).mean().item()
+    assert lines[0]["divergence"] == pytest.approx(expected, rel=1e-5)
+    assert lines[0]["loss"] == pytest.approx(4 * expected, rel=1e-5)  # times the squared temperature
+    assert "reward" not in lines[0]
+
+    whole = curve(run)
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    train_here(path)
+    assert curve(run) == whole
+    assert not {"time/generation", "time/log_probs"} & set(metrics(run)[2])
+
+    (teacher / "model.safetensors").unlink()  # which a replay does not load
+    online["run"]["name"] = "replayed"
+    online["rollouts"]["replay"] = str(run / "rollouts")
+    train_here(write_recipe(online))
+    assert curve(tmp_path / "runs" / "replayed") == whole

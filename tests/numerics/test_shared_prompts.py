@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.data.batch import Batch, collate, row_places
-from finetune.data.samples import Example, Sequence, shared_prefix
+from finetune.data.samples import Example, Sequence, SharedPrompt, shared_prefix
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS, FLEX, VARLEN, AttentionChoice, choose_attention, kernels
 from finetune.models.attention.per_document import seen
@@ -55,6 +55,30 @@ def row_of(shapes: list[Shape]) -> list[Example]:
     return [pair(shape, seed) for seed, shape in enumerate(shapes)]
 
 
+# Tokens of a prompt, and of each of its samples; the last is alone in its micro-batch.
+GROUPS: list[tuple[int, tuple[int, ...]]] = [(20, (9, 14, 1, 6)), (1, (3, 2)), (33, (1, 1, 5)), (7, (4,))]
+
+
+def samples_of(groups: list[tuple[int, tuple[int, ...]]]) -> list[Example]:
+    """Samples of prompts, some of which begin alike: only the prompt counts as shared."""
+    examples = []
+    for key, (length, samples) in enumerate(groups):
+        rng = np.random.default_rng(key)
+        prompt = rng.integers(3, 380, length)
+        for sample, count in enumerate(samples):
+            answer = np.concatenate([[380 + sample % 2], rng.integers(3, 380, count - 1)])
+            ids = np.concatenate([prompt, answer]).astype(np.int32)
+            sequence = Sequence(ids, np.arange(len(ids)) >= length)
+            examples.append(Example("f", key, 0, (sequence,), prompt=SharedPrompt(key, length)))
+    return examples
+
+
+def weighted(outputs: Outputs, batch: Batch) -> dict[str, Term]:
+    """Sum of the sequences' losses, each with another weight, also negative."""
+    weights = torch.linspace(-1, 2, len(batch.sequence_tokens)).to(outputs.token_losses.dtype)
+    return {"loss": Term((sequence_losses(outputs, batch) * weights).sum(), "examples", 1.0)}
+
+
 def config_of(name: str) -> Any:
     return AutoConfig.for_model(**{**tiny._SHAPE, **CONFIGS[name]})
 
@@ -84,10 +108,10 @@ def losses_of(
     model: Any, choice: AttentionChoice, examples: list[Example], shares: bool, head: str = "plain"
 ) -> tuple[Tensor, Tensor]:
     """Returns the losses of each sequence (D,), and that of the objective."""
-    batch = collate(examples, shares_prompts=shares)
-    forward = ForwardPass(choice, Objective(log_odds, token_loss=NLL, differentiable=True))
+    batch, terms = collate(examples, shares_prompts=shares), weighted if examples[0].prompt else log_odds
+    forward = ForwardPass(choice, Objective(terms, token_loss=NLL, differentiable=True))
     outputs = forward(CausalLMWithLoss(model, head), batch)
-    return sequence_losses(outputs, batch), forward.objective.loss(log_odds(outputs, batch), batch.counts)
+    return sequence_losses(outputs, batch), forward.objective.loss(terms(outputs, batch), batch.counts)
 
 
 def check_equal(
@@ -123,6 +147,19 @@ def test_losses_and_gradients_are_those_of_whole_sequences(name: str, mode: str,
         model.enable_input_require_grads()
         recompute_activations(model, checkpointing)
     check_equal(model, choice, row_of(SHAPES), 5e-6, "chunked" if mode == "full" else "plain")
+
+
+@pytest.mark.parametrize("head", ["plain", "chunked"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_samples_of_a_prompt_have_the_losses_and_gradients_of_whole_sequences(name: str, head: str) -> None:
+    examples = samples_of(GROUPS)
+    whole, shared = collate(examples), collate(examples, shares_prompts=True)
+    assert shared.prefix_lengths == (0, 20, 20, 20, 0, 1, 0, 33, 33, 0)
+    assert shared.inputs["input_ids"].shape[1] == whole.inputs["input_ids"].shape[1] - 3 * 20 - 1 - 2 * 33
+    places = row_places(shared.sequence_lengths, shared.prefix_lengths)
+    for column, values in shared.inputs.items():
+        assert torch.equal(values[:, places], whole.inputs[column])
+    check_equal(model_of(name), choice_of(name), examples, 5e-6, head)
 
 
 @pytest.fixture(scope="module")
@@ -292,9 +329,16 @@ def masks(batch: Batch, window: int | None) -> Tensor:  # (T, T), True where a t
 
 
 @pytest.mark.parametrize("window", [None, 1, 8, 130])
-@pytest.mark.parametrize("shapes", [SHAPES, [(300, 20, 200), (0, 90, 3), (128, 128, 128)], [(5, 3, 4)]])
-def test_the_mask_of_flex_is_that_of_the_sequences(shapes: list[Shape], window: int | None) -> None:
-    batch = collate(row_of(shapes), padded_to=1200, shares_prompts=True)
+@pytest.mark.parametrize(
+    "examples",
+    [
+        *(row_of(shapes) for shapes in (SHAPES, [(300, 20, 200), (0, 90, 3), (128, 128, 128)], [(5, 3, 4)])),
+        *(samples_of(groups) for groups in (GROUPS, [(300, (20, 200, 1, 90)), (2, (3, 4)), (128, (128, 128))])),
+    ],
+    ids=["pairs", "long pairs", "a pair", "samples", "long samples"],
+)
+def test_the_mask_of_flex_is_that_of_the_sequences(examples: list[Example], window: int | None) -> None:
+    batch = collate(examples, padded_to=1200, shares_prompts=True)
     ours = kernels.block_mask(batch.sequence_lengths, window, "cpu", batch.prefix_lengths)
     expected = masks(batch, window)
     theirs = create_block_mask(lambda b, h, q, k: expected[q, k], 1, 1, 1200, 1200, "cpu")
@@ -341,10 +385,13 @@ def by_the_documentation(
     return torch.cat(out)
 
 
+@pytest.mark.parametrize("examples", [row_of(SHAPES), samples_of(GROUPS)], ids=["pairs", "samples"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_varlen_says_to_the_kernel_what_it_means(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_says_to_the_kernel_what_it_means(
+    name: str, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "varlen_attn", by_the_documentation)
-    batch = collate(row_of(SHAPES), padded_to=140, shares_prompts=True)
+    batch = collate(examples, padded_to=140, shares_prompts=True)
     check_logits(
         name, VARLEN, batch, kernels.prepare_varlen(batch.sequence_lengths, batch.prefix_lengths, device="cpu")
     )

@@ -251,6 +251,19 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def save_teacher(model: Path, folder: Path) -> Path:
+    """A model that is sure of itself, unlike random weights. model: its weights before."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    teacher = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(20)
+    teacher.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
 def write_teacher(path: Path, model: Path, examples: Any, top_k: int, temperature: float = 1.0) -> Path:
     """A teacher's predictions for `objective.teacher`, by plain transformers, one document after the other.
 

@@ -34,8 +34,8 @@ from finetune.data.chat.template_choice import (
     unknown_argument,
 )
 from finetune.data.chat.template_traits import traits_of
-from finetune.data.chat.trained_spans import Chat, parts_of
-from finetune.data.samples import BadRow, Conversation, Drawable, Ids, Image, Preference, PromptCompletion, Text
+from finetune.data.chat.trained_spans import Chat, parts_of, prompt_of
+from finetune.data.samples import BadRow, Conversation, Drawable, Ids, Image, Preference, Prompt, PromptCompletion, Text
 from finetune.errors import UserError
 
 if TYPE_CHECKING:  # Pillow and transformers' processors are only needed for images
@@ -54,6 +54,7 @@ class Rendered:
     text: str
     spans: Sequence[Span] = ()
     is_plain: bool = False  # no template wrote its BOS and its end
+    is_prompt: bool = False  # an answer follows: it has no end
     ready: Ids | None = None  # tokens as the row gave them, in place of a text
     images: tuple[tuple[StoredImage, int], ...] = ()  # with the tokens that the model fills, in the text's order
 
@@ -96,6 +97,28 @@ class Renderer:
                 text = sample.prompt + sample.completion
                 return [(Rendered(text, [(len(sample.prompt), len(text))], is_plain=True),)]
             sample = sample.as_conversation()
+        if isinstance(sample, Prompt):
+            if self.chat is None and sample.text is not None:
+                return [(Rendered(sample.text, is_plain=True, is_prompt=True),)]
+            if any(message.images for message in sample.conversation.messages):
+                raise BadRow("the row has images, and answers to prompts with images are not sampled")
+            return [(Rendered(prompt_of(self._chat_for(sample.conversation), sample.conversation), is_prompt=True),)]
+        chat = self._chat_for(sample)
+        examples = []
+        for part in parts_of(chat, sample, self.train_on):
+            references = [one for message in sample.messages[: part.messages] for one in message.images]
+            if self.images is not None:
+                text, spans, images = self.images.expand(part.text, part.spans, references, data_file, chat.name)
+                examples.append((Rendered(text, spans, images=images),))
+            elif references:
+                raise BadRow("the row has images: `data.image: {}` trains on them, with a model that sees")
+            else:
+                examples.append((Rendered(part.text, part.spans),))
+        return examples
+
+    def _chat_for(self, sample: Conversation) -> Chat:
+        """Returns the template under the arguments of a row. Raises UserError if there is none, and BadRow for special
+        tokens in the row's texts."""
         if self.chat is None:
             raise UserError(
                 "the tokenizer has no chat template, so messages cannot be rendered: set model.chat_template to "
@@ -108,18 +131,7 @@ class Renderer:
                     f"{place} contains {match.group()!r}, which this tokenizer reads as a special token, not as text: "
                     "take it out of the row (the template writes such tokens itself)"
                 )
-        chat = with_arguments(self.chat, sample.template_arguments) if sample.template_arguments else self.chat
-        examples = []
-        for part in parts_of(chat, sample, self.train_on):
-            references = [one for message in sample.messages[: part.messages] for one in message.images]
-            if self.images is not None:
-                text, spans, images = self.images.expand(part.text, part.spans, references, data_file, chat.name)
-                examples.append((Rendered(text, spans, images=images),))
-            elif references:
-                raise BadRow("the row has images: `data.image: {}` trains on them, with a model that sees")
-            else:
-                examples.append((Rendered(part.text, part.spans),))
-        return examples
+        return with_arguments(self.chat, sample.template_arguments) if sample.template_arguments else self.chat
 
     def _answer(self, sample: Conversation | PromptCompletion, name: str, data_file: str) -> Rendered:
         examples = self.draw(sample, data_file)
@@ -139,7 +151,9 @@ class Renderer:
             if one.ready:
                 input_ids, trained = np.array(one.ready.input_ids, np.int32), np.array(one.ready.trained, bool)
             else:
-                input_ids, trained = self._with_ends(*next(encoded)) if one.is_plain else next(encoded)
+                input_ids, trained = next(encoded)
+                if one.is_plain:
+                    input_ids, trained = self._with_ends(input_ids, trained, one.is_prompt)
                 if self.train_on == "all":
                     trained = np.ones(len(input_ids), bool)
             trained[:1] = False  # no token predicts the first one
@@ -149,15 +163,16 @@ class Renderer:
                 tokens.append((input_ids, trained))
         return tokens
 
-    def _with_ends(self, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> Tokens:
-        """BOS before a plain text if the tokenizer would add it, EOS after (see `ends_plain`); neither twice."""
+    def _with_ends(self, ids: NDArray[np.int32], trained: NDArray[np.bool_], is_prompt: bool) -> Tokens:
+        """BOS before a plain text if the tokenizer would add it, EOS after (see `ends_plain`) unless an answer follows,
+        neither twice."""
         bos: Any = self.tokenizer.bos_token_id
         eos: Any = self.tokenizer.eos_token_id
         if eos is None:
             raise UserError("the tokenizer has no end-of-text token (eos_token), so plain text would never end: set it")
         if self.adds_bos and ids[:1].tolist() != [bos]:
             ids, trained = np.append(np.int32(bos), ids), np.append(False, trained)
-        if self.ends_plain and ids[-1:].tolist() != [eos]:
+        if self.ends_plain and not is_prompt and ids[-1:].tolist() != [eos]:
             ids, trained = np.append(ids, np.int32(eos)), np.append(trained, True)
         return ids, trained
 

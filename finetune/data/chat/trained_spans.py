@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any, NamedTuple
 
-from finetune.data.chat.template import Jinja, Marked, Messages, Span, Tools
+from finetune.data.chat.template import ANSWER, Jinja, Marked, Messages, Span, Tools
 from finetune.data.chat.template_traits import Traits
-from finetune.data.samples import BadRow, Conversation
+from finetune.data.samples import BadRow, Conversation, Message
 from finetune.errors import UserError
 from finetune.utils import common_prefix_length
 
@@ -111,6 +111,13 @@ def parts_of(chat: Chat, conversation: Conversation, train_on: str) -> list[Trai
         rest = [turn for turn, one in zip(rest, agrees, strict=True) if not one]
         text, count = (rest[-1].text, rest[-1].messages) if rest else ("", 0)  # agrees with itself, so this ends
     return parts[::-1]
+
+
+def prompt_of(chat: Chat, conversation: Conversation) -> str:
+    """Returns the text after which the model writes the next message: as in a row that has that message."""
+    answered = replace(conversation, messages=(*conversation.messages, Message("assistant", ANSWER)))
+    (part,) = parts_of(chat, answered, "last_assistant")
+    return part.text[: part.spans[0][0]]
 
 
 # --- a turn

@@ -10,6 +10,7 @@ from typing import Any
 from finetune.data.formats.answers import answered, preference_of
 from finetune.data.formats.messages import (
     as_context,
+    check_answers,
     context_of,
     image_reference,
     read_messages,
@@ -42,6 +43,7 @@ from finetune.data.samples import (
     Labelled,
     Message,
     Preference,
+    Prompt,
     PromptCompletion,
     Ranked,
     Sample,
@@ -62,13 +64,13 @@ CHAT = ("tools", "system", ARGUMENTS, IMAGES)  # of every format of chat
 
 def messages(row: Row) -> Conversation:
     """messages: [{role: system | developer | user | assistant | tool, content, ...}, ...]; optional tools, system"""
-    return to_conversation(read_messages(_field(row, "messages"), "messages"), *_system_and_tools(row))
+    return context_of(read_messages(_field(row, "messages"), "messages"), *_system_and_tools(row))
 
 
 def sharegpt(row: Row) -> Conversation:
     """conversations: [{from: system | human | gpt | function_call | observation, value}, ...]; also tools, system"""
     turns = read_messages(_field(row, "conversations"), "conversations", read_turn)
-    return to_conversation(turns, *_system_and_tools(row))
+    return context_of(turns, *_system_and_tools(row))
 
 
 def alpaca(row: Row) -> Conversation:
@@ -114,6 +116,18 @@ def _completion(row: Row) -> Conversation | PromptCompletion:
     if not any(message.role == "assistant" for message in after):
         raise BadRow("`completion` has no assistant message, so there is nothing to train on")
     return to_conversation([*as_context(before), *after], system, tools)
+
+
+def prompt(row: Row) -> Prompt:
+    """prompt: text, or messages that do not end with an answer; optional tools, system"""
+    value, (system, tools) = _field(row, "prompt"), _system_and_tools(row)
+    if isinstance(value, str):
+        conversation = context_of([Message("user", text_of(value, "`prompt`"))], system, tools)
+        return Prompt(conversation, None if system or tools else value)
+    messages = read_messages(value, "prompt")
+    if messages[-1].role == "assistant":
+        raise BadRow("`prompt` ends with an answer; expected the messages before it, or all under `messages`")
+    return Prompt(context_of(messages, system, tools))
 
 
 def preference(row: Row) -> Preference:
@@ -220,7 +234,7 @@ class Format:
     rank: int = 0
     # field: column of datasets that call them otherwise; all columns of a set have to be there.
     other_names: tuple[Mapping[str, str], ...] = ()
-    is_labelled: bool = False  # the rows of another format with a label: detected only for an objective that takes it
+    if_taken: bool = False  # detected only for an objective that takes it: other formats' rows have its columns
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -272,6 +286,15 @@ FORMATS: dict[str, Format] = {
             {"prompt": "input", "completion": "output"},
         ),
     ),
+    "prompt": Format(
+        prompt,
+        ("prompt",),
+        CHAT,
+        "prompts",
+        rank=2,
+        other_names=tuple({"prompt": name} for name in ("question", "query", "problem", "instruction", "input")),
+        if_taken=True,
+    ),
     "text": Format(text, ("text",), content="text", rank=3),
     "tokens": Format(
         tokens,
@@ -309,7 +332,7 @@ FORMATS: dict[str, Format] = {
         ("prompt", "completion", "messages", *CHAT),
         "whether an answer is good",
         rank=0,
-        is_labelled=True,
+        if_taken=True,
     ),
     "classification": Format(
         classification,
@@ -318,7 +341,7 @@ FORMATS: dict[str, Format] = {
         "the class of a text",
         rank=0,
         other_names=({"text": "sentence"},),  # GLUE
-        is_labelled=True,
+        if_taken=True,
     ),
 }
 
@@ -340,8 +363,11 @@ def check_columns(format: str, columns: Mapping[str, str] | None) -> None:
         raise UserError(f"columns: no format has all of the fields {names(columns or ())}; set `format`")
 
 
-def read(row: Row, format: str, columns: Mapping[str, str] | None = None) -> Sample:
-    """Returns the sample in a row; raises BadRow, which is a Misfit if the row is not of this format at all."""
+def read(row: Row, format: str, columns: Mapping[str, str] | None = None, prompts: bool = False) -> Sample:
+    """Returns the sample in a row; raises BadRow, which is a Misfit if the row is not of this format at all.
+
+    prompts: a conversation that does not end with an answer is a prompt, for an objective that samples answers.
+    """
     if columns:
         missing = [column for column in columns.values() if column not in row]
         if missing:
@@ -351,6 +377,11 @@ def read(row: Row, format: str, columns: Mapping[str, str] | None = None) -> Sam
         rest = {name: value for name, value in row.items() if name not in taken}
         row = {**rest, **{field: row[column] for field, column in columns.items()}}
     sample, fields = FORMATS[format].read(row), FORMATS[format].fields
+    if isinstance(sample, Conversation):
+        if prompts and sample.messages[-1].role != "assistant":
+            sample = Prompt(sample)
+        else:
+            check_answers(sample)
     if IMAGES in fields:
         sample = with_images_of(sample, row)
     given = [name for name in (ARGUMENTS, *OTHER_ARGUMENTS) if name in row and has_value(row[name])]
@@ -418,6 +449,8 @@ def _in_conversations(sample: Any, change: Callable[[Conversation | PromptComple
     """Returns a sample with each conversation, or pair of texts, in it as `change` returns it."""
     if isinstance(sample, Conversation | PromptCompletion):
         return change(sample)
+    if isinstance(sample, Prompt):
+        return replace(sample, conversation=change(sample.conversation))
     if isinstance(sample, Preference):
         return replace(sample, chosen=change(sample.chosen), rejected=change(sample.rejected))
     if isinstance(sample, Ranked):

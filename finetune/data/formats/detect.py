@@ -12,6 +12,7 @@ from finetune.data.samples import BadRow, Sample
 from finetune.errors import UserError
 
 HEAD_ROWS = 100  # looked at
+TRAINED = tuple(name for name in FORMATS if name != "prompt")  # formats with something to train on
 
 Columns = Mapping[str, str]  # field of a format: column of the rows
 
@@ -52,27 +53,26 @@ class _Fit:
         return f"column{'s' * several} {names(self.required)} {verb} {FORMATS[self.format].content}"
 
 
-def parse_row(row: Row, format: str, columns: Columns | None = None) -> Sample:
+def parse_row(row: Row, format: str, columns: Columns | None = None, prompts: bool = False) -> Sample:
     """Returns the sample in a row of `format`, with `columns` naming the file's column for a field of the format.
 
+    prompts: see `read`.
     Raises BadRow; for a row that is not of this format at all it names the one that fits, or comes nearest.
     """
     try:
-        return read(row, format, columns)
+        return read(row, format, columns, prompts)
     except Misfit as error:
         raise BadRow(f"format `{format}`: {error}{_hint(row, format)}") from None
     except BadRow as error:
         raise BadRow(f"format `{format}`: {error}") from None
 
 
-def detect_format(
-    rows: Sequence[Row], columns: Columns | None = None, formats: Collection[str] = tuple(FORMATS)
-) -> Detected:
+def detect_format(rows: Sequence[Row], columns: Columns | None = None, formats: Collection[str] = TRAINED) -> Detected:
     """Returns the format of the first rows of a source; `columns` (field: column) are the recipe's and narrow the
     choice.
 
     formats: those of the objective. Others are detected, too, to refuse them by name, except those that read
-    another format's rows with a label: `prompt`, `completion` and `label` are `unpaired` only if an objective asks.
+    another format's rows: `prompt`, `completion` and `label` are `unpaired` only if an objective asks.
 
     A format that reads at least half of the rows is possible (the others are bad rows of it), else the one that reads
     most. Of the possible ones the lowest `rank` is meant; among equals one that reads more columns, then one that
@@ -86,8 +86,8 @@ def detect_format(
     present = list(dict.fromkeys(str(name) for row in rows for name in row))
     fits = []
     for format, its_columns in _candidates(present, columns or {}):
-        if format in formats or not FORMATS[format].is_labelled:
-            results = {i: _read_or_problem(row, format, its_columns) for i, row in enumerate(rows)}
+        if format in formats or not FORMATS[format].if_taken:
+            results = {i: _read_or_problem(row, format, its_columns, "prompt" in formats) for i, row in enumerate(rows)}
             if samples := {i: one for i, one in results.items() if not isinstance(one, BadRow)}:
                 fits.append(_Fit(format, its_columns, samples, is_named=its_columns == (columns or {})))
     most = max((len(fit.samples) for fit in fits), default=0)
@@ -124,14 +124,14 @@ def nearest_format(row: Row, columns: Columns | None = None) -> tuple[str, str]:
     tries = [
         (format, its_columns, _read_or_problem(row, format, its_columns))
         for format, its_columns in _candidates(list(row), columns or {})
-        if not FORMATS[format].is_labelled
+        if not FORMATS[format].if_taken
     ]
     matching = [attempt for attempt in tries if not isinstance(attempt[2], Misfit)]
     if matching:  # by rank those that fit, then those that do not
         format, _, result = min(matching, key=lambda one: (isinstance(one[2], BadRow), FORMATS[one[0]].rank))
         return format, str(result) if isinstance(result, BadRow) else ""
     # A format of one required field that a single column of any name fits; not text, which many would fit.
-    one_field = [name for name, one in FORMATS.items() if len(one.required) == 1 and not one.is_labelled]
+    one_field = [name for name, one in FORMATS.items() if len(one.required) == 1 and not one.if_taken]
     for name in one_field if not columns else ():
         if name != "text" and (why := _only_column(row, name)):
             return name, why
@@ -143,7 +143,7 @@ def nearest_format(row: Row, columns: Columns | None = None) -> tuple[str, str]:
 
 def _hint(row: Row, format: str) -> str:
     """Returns the end of a message on a row that is not of `format`: the one that it fits, or comes nearest to."""
-    others = [one for one in _candidates(list(row), {}) if one[0] != format and not FORMATS[one[0]].is_labelled]
+    others = [one for one in _candidates(list(row), {}) if one[0] != format and not FORMATS[one[0]].if_taken]
     for other, columns in sorted(others, key=lambda one: FORMATS[one[0]].rank):
         if not isinstance(_read_or_problem(row, other, columns), BadRow):
             return f"; the row looks like format `{other}`{_with_columns(columns)}"
@@ -163,9 +163,9 @@ def _candidates(present: Sequence[str], columns: Columns) -> Iterator[tuple[str,
                 yield name, {**others, **columns}
 
 
-def _read_or_problem(row: Row, format: str, columns: Columns) -> Sample | BadRow:
+def _read_or_problem(row: Row, format: str, columns: Columns, prompts: bool = False) -> Sample | BadRow:
     try:
-        return read(row, format, columns)
+        return read(row, format, columns, prompts)
     except BadRow as error:
         return error
 

@@ -262,12 +262,17 @@ def _train(item: Row, role: str, where: str) -> bool:
 def to_conversation(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
     """Returns a conversation with an answer to train on, after a row's `system`, if it is not among the messages."""
     conversation = context_of(messages, system, tools)
-    answers = [message for message in messages if message.role == "assistant"]
+    check_answers(conversation)
+    return conversation
+
+
+def check_answers(conversation: Conversation) -> None:
+    """Raises BadRow if a conversation has no answer to train on."""
+    answers = [message for message in conversation.messages if message.role == "assistant"]
     if not answers:
         raise BadRow("no assistant message, so there is nothing to train on")
     if not any(message.train for message in answers):
         raise BadRow("every assistant message has `train: false` or `weight: 0`, so there is nothing to train on")
-    return conversation
 
 
 def context_of(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:

@@ -236,8 +236,8 @@ def block_mask(
 ) -> BlockMask:
     """Returns the mask in which token i sees token j of the same document with i - window < j <= i.
 
-    prefix_lengths: of each document the tokens of the one before that it begins with. Built from the lengths in R x R
-    steps; `create_block_mask` would evaluate T x T pairs.
+    prefix_lengths: of each document the tokens of the one before that it begins with, see `Batch`. Built from the
+    lengths in R x R steps; `create_block_mask` would evaluate T x T pairs.
     """
     document = np.repeat(np.arange(len(document_lengths)), document_lengths)  # (T,)
     tokens = len(document)
@@ -260,11 +260,14 @@ def block_mask(
 
     mask_function: Callable[..., Tensor] = seen
     if any(prefix_lengths):
-        begins = np.concatenate(([0], np.cumsum(document_lengths)))
-        for i in np.flatnonzero(prefix_lengths):
+        begins, prefixes = np.concatenate(([0], np.cumsum(document_lengths))), np.array(prefix_lengths)
+        numbers = np.arange(len(prefixes))
+        # First place of the document that has the shared tokens: the nearest before without a prefix of its own.
+        shared = begins[np.maximum.accumulate(np.where(prefixes == 0, numbers, 0))]
+        for i in np.flatnonzero(prefixes):
             queries = slice(begins[i] // BLOCK, (begins[i + 1] - 1) // BLOCK + 1)
-            some[queries, begins[i - 1] // BLOCK : (begins[i - 1] + prefix_lengths[i] - 1) // BLOCK + 1] = True
-        mask_function = _seen_with_prefixes(document_of_token, begins[:-1], np.array(prefix_lengths), window)
+            some[queries, shared[i] // BLOCK : (shared[i] + prefixes[i] - 1) // BLOCK + 1] = True
+        mask_function = _seen_with_prefixes(document_of_token, begins[:-1], shared, prefixes, window)
     return BlockMask.from_kv_blocks(
         *_in_order(some & ~every, device), *_in_order(every, device), BLOCK, mask_function, (tokens, tokens)
     )
@@ -273,11 +276,11 @@ def block_mask(
 def _seen_with_prefixes(
     document: Tensor,  # (T,) int32
     begins: np.ndarray,  # (N,) first place of each document
+    before: np.ndarray,  # (N,) first place of the tokens that it shares
     prefixes: np.ndarray,  # (N,)
     window: int | None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Returns a mask function for documents that begin with a part of the one before, which itself does not."""
-    before = np.concatenate((begins[:1], begins[:-1]))
+    """Returns a mask function for documents that begin with a part of an earlier one."""
     # By document: the begin and end of the shared tokens, and how much farther they are than they look.
     begin_of, end_of, farther_of = (
         copied_to(torch.from_numpy(table.astype(np.int32)), document.device)[document]

@@ -142,7 +142,7 @@ def dataset_statistics(data: Dataset, settings: Data, split: str, notes: Sequenc
 
 
 def _histogram(values: NDArray[Any], edges: Sequence[float]) -> Histogram:
-    bins = np.searchsorted(edges, values, side="left") - 1
+    bins = np.maximum(np.searchsorted(edges, values, side="left") - 1, 0)  # a prompt has a share of 0
     counts = np.bincount(bins, minlength=len(edges) - 1)
     return Histogram(tuple(edges), tuple(counts.tolist()))
 

@@ -24,6 +24,7 @@ from finetune.data.samples import (
     Labelled,
     Message,
     Preference,
+    Prompt,
     PromptCompletion,
     Ranked,
     Sample,
@@ -71,6 +72,7 @@ GOOD = {
     "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
     "alpaca": {"instruction": "q", "output": "a"},
     "prompt_completion": {"prompt": "q", "completion": "a"},
+    "prompt": {"prompt": "q"},
     "text": {"text": "a"},
     "tokens": {"input_ids": [5, 6, 7]},
     "preference": {"prompt": "q", "chosen": "a", "rejected": "b"},
@@ -84,6 +86,7 @@ SAMPLES: dict[str, Sample] = {
     "sharegpt": Conversation((Q, A)),
     "alpaca": Conversation((Q, A)),
     "prompt_completion": PromptCompletion("q", "a"),
+    "prompt": Prompt(Conversation((Q,)), "q"),
     "text": Text("a"),
     "tokens": Ids((5, 6, 7), (False, True, True)),
     "preference": Preference(PromptCompletion("q", "a"), PromptCompletion("q", "b")),
@@ -106,7 +109,8 @@ def test_the_tables_agree():
 def test_every_format_reads_its_row_and_refuses_the_others(format):
     assert parse_row(GOOD[format], format) == SAMPLES[format]
     for other in FORMATS:
-        if other != format and not FORMATS[format].is_labelled:  # which is another's row with a label
+        reads_too = other == "prompt" and other in GOOD[format]
+        if other != format and not FORMATS[format].if_taken and not reads_too:  # such formats read rows of others, too
             with pytest.raises(BadRow, match=f"format `{other}`: .*the row looks like format `{format}`"):
                 parse_row(GOOD[format], other)
 
@@ -1172,7 +1176,7 @@ def test_detection_on_well_known_columns(row, format, columns, parts):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_detection_of_every_format(format):
-    assert (found := detect_format([GOOD[format]])).format == format
+    assert (found := detect_format([GOOD[format]], formats=tuple(FORMATS))).format == format
     assert found.columns is None
 
 

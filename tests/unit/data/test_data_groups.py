@@ -19,9 +19,10 @@ from finetune.data.dataset import Dataset
 from finetune.data.examples import Examples, prepare_examples
 from finetune.data.loader import Loader
 from finetune.data.packing import RowOrder, group_rows, one_per_row, pack, row_work
-from finetune.data.samples import ExampleSizes, concatenate_sizes
+from finetune.data.samples import Example, ExampleSizes, Sequence, SharedPrompt, concatenate_sizes
 from finetune.data.streaming import open_stream
 from finetune.recipe import Recipe
+from finetune.rollouts.target_values import ExampleRows
 
 PAIRS = 40
 quick = settings(derandomize=True, max_examples=25)
@@ -132,6 +133,36 @@ def test_shared_prompts_make_forwards_shorter_and_nothing_else(pairs, alike):
     tokens = steps[0].counts["tokens"] - steps[0].counts["shared_tokens"]
     assert sum(lengths[0]) == tokens + steps[0].padding
     assert (len(set(lengths[0])) == 1) == bool(alike) == (steps[0].padding > 0)
+
+
+@pytest.mark.parametrize("budget", [None, 130])
+def test_samples_of_a_prompt_lie_together_and_share_it_within_a_micro_batch(budget):
+    """The same rows in the same micro-batches on any number of ranks, whether the prompt is computed once or not."""
+    rng, examples = np.random.default_rng(0), []
+    for key in range(6):
+        prompt = rng.integers(3, 90, rng.integers(1, 40))
+        for sample in range(4):
+            ids = np.concatenate([prompt, rng.integers(3, 90, rng.integers(1, 20))]).astype(np.int32)
+            sequence = Sequence(ids, np.arange(len(ids)) >= len(prompt))
+            examples.append(Example("f", sample, 0, (sequence,), prompt=SharedPrompt(key, len(prompt))))
+    rows = ExampleRows(examples)
+    steps = [
+        [Loader(rows, 24, 6, rank, ranks, 24, budget, shares_prompts=shares).step(0) for rank in range(ranks)]
+        for ranks, shares in ((1, False), (1, True), (2, True))
+    ]
+    ((whole,), (shared,), both) = steps
+    assert whole.counts == shared.counts == both[0].counts == both[1].counts
+    assert 0 < whole.counts["shared_tokens"] == sum(sum(batch.prefix_lengths) for batch in shared.batches)
+    assert whole.counts["shared_tokens"] == sum(batch.counts["shared_tokens"] for batch in whole.batches)
+    computed = [sum(batch.inputs["input_ids"].shape[1] for batch in step.batches) for step in (whole, shared)]
+    assert computed == [whole.counts["tokens"], whole.counts["tokens"] - whole.counts["shared_tokens"]]
+    assert [batch.origins for batch in whole.batches] == [batch.origins for batch in shared.batches]
+    assert sum(batch.counts["examples"] for step in both for batch in step.batches) == 24
+    assert sum(step.padding for step in both[:1]) == both[1].padding
+    if budget is not None:
+        assert all(batch.counts["tokens"] <= budget for batch in whole.batches)
+        saved = whole.counts["shared_tokens"] / sum(3 * example.prompt.tokens for example in examples[::4])
+        assert saved > 0.6  # of what could be: prompts whose samples are in several micro-batches are computed in each
 
 
 def test_forwards_of_several_steps_are_alike_to_a_multiple(pairs):

@@ -43,6 +43,9 @@ LORA = ("mode=lora", "lora={rank: 4, alpha: 8}")
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}")
 IN_BACKWARD = ("optimizer.in_backward=true", "optimizer.max_grad_norm=null", "batch.rows=2")
 BALANCE = ("objective.router_aux_loss_coef=0.1",)
+ROLLOUTS = ("rollouts={prompts: 2, samples: 4, max_new_tokens: 8}", "batch.rows=8", "data.packing=false")
+GRPO = (*ROLLOUTS, "objective={name: grpo}", "rewards=[{name: exact_match}]")
+DISTILL = (*ROLLOUTS, "objective={name: distill, teacher: large}")
 
 
 def launch(kind: Kind, processes: int, **sizes: int) -> Launch:
@@ -93,6 +96,10 @@ REFUSED = [
     (launch("zero", 2, ep=2), MIXTRAL, (), "needs FSDP's shards: set `distributed_type: FSDP`"),
     (EXPERT, MIXTRAL, ("train.compile=true",), "with `train.compile: true`"),
     (launch("fsdp2", 2, cp=2), MIXTRAL, BALANCE, "cp_size: 2` with `objective.router_aux_loss_coef`: no rank sees"),
+    *(
+        (launch("replicated", 2, pp=2), LLAMA, overrides, "`rollouts` are decoded with a cache of keys and values")
+        for overrides in (GRPO, DISTILL)
+    ),
     (launch("fsdp2", 4, ep=2, tp=2), MIXTRAL, (), "`parallelism_config_tp_size: 2`: not supported"),
 ]
 
@@ -120,6 +127,7 @@ SUPPORTED = [
         for processes in (2, 4, 6)
         for overrides in ((), (*LORA, "lora.targets=[q_proj]"), BALANCE)
     ),
+    *((where, SIX_HEADS, GRPO) for where in (TENSOR, CONTEXT, SEQUENCE, launch("fsdp2", 4, dp_replicate=2))),
 ]
 
 

@@ -119,6 +119,34 @@ def test_the_best_checkpoint_may_be_that_of_the_reward(online: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["objective.teacher=t.parquet"], "objective.teacher: a file has predictions of the rows' answers"),
+        (["objective.teacher=null"], "objective.teacher: `name: distill` needs a teacher"),
+        (["objective.samples=12"], "objective.samples: the teacher's draws are not supported with `rollouts`"),
+        (["objective.nll_weight=0.2"], "objective.nll_weight: with `rollouts` targets are the student's own samples"),
+        (["mode=lora", "lora={rank: 4, alpha: 8, dropout: 0.1}"], "lora.dropout: samples are drawn without dropout"),
+        (["rewards=[{name: exact_match}]"], "rewards: `objective.name: distill` takes no rewards"),
+        (["rollouts=null", "objective.share_prompts=false"], "objective.share_prompts: has an effect with `rollouts`"),
+        (["data.train.0.format=text"], "rows of format `text` are not for `objective.name: distill`"),
+        (["objective.kl=0.1"], "objective.kl: has no effect under `name: distill`"),
+    ],
+)
+def test_a_mistake_in_distillation_on_samples_is_refused(online: Path, overrides: list[str], message: str) -> None:
+    distill = ["objective={name: distill, teacher: large}", "rewards=[]"]
+    assert load_recipe(online, [*distill, "rollouts.samples=1", "batch.rows=2"]).rollouts is not None
+    with pytest.raises(UserError) as error:
+        load_recipe(online, [*distill, *overrides])
+    assert message in str(error.value)
+
+
+def test_rows_of_prompts_are_for_samples_only(online: Path) -> None:
+    assert load_recipe(online, ["data.train.0.format=prompt"]).row_kind.formats[-1] == "prompt"
+    with pytest.raises(UserError, match=r"rows of format `prompt` are not for `objective.name: sft`.* to grpo"):
+        load_recipe(online, ["data.train.0.format=prompt", "objective.name=sft", "rollouts=null", "rewards=[]"])
+
+
+@pytest.mark.parametrize(
     ("key", "message"),
     [("scale_rewards", "only under grpo"), ("overlong", "only under grpo")],
 )

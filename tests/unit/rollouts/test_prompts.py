@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from finetune.data.chat.renderer import build_renderer
 from finetune.data.dataset import Dataset, build_held_out, build_training
+from finetune.data.samples import Conversation, Message, Prompt, PromptCompletion
 from finetune.errors import UserError
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import load_recipe
-from finetune.rollouts.prompts import RunPrompts
+from finetune.rollouts.prompts import PromptContent, RunPrompts
 
 ROWS = [{"question": f"{i} and {i}?", "answer": str(2 * i), "level": i} for i in range(4)]
 ROWS[3]["question"] += " and" * 12
@@ -80,3 +82,72 @@ def test_each_epoch_draws_every_prompt_once_in_another_order(path: Path) -> None
     assert all(sorted(rows) == [1, 2, 3] for rows in epochs)
     assert len({tuple(rows) for rows in epochs}) > 1
     assert prompts.epochs(6) == 2.0
+
+
+QUESTION, ANSWER = {"role": "user", "content": "1 and 1?"}, {"role": "assistant", "content": "2"}
+WITHOUT = {  # rows without an answer, as formats have them
+    "prompt": {"prompt": "1 and 1?", "level": 3},
+    "prompt of messages": {"prompt": [QUESTION], "level": 3},
+    "another name": {"problem": "1 and 1?", "level": 3},
+    "messages": {"messages": [QUESTION], "level": 3},
+    "sharegpt": {"conversations": [{"from": "human", "value": "1 and 1?"}], "level": 3},
+}
+
+
+def answered_later(path: Path, rows: list[dict[str, Any]], *overrides: str) -> RunPrompts:
+    (path.parent / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewards = "rewards=[{name: regex, pattern: '2'}]"
+    return prompts_of(path, f"data.train={path.parent / 'prompts.jsonl'}", rewards, *overrides)
+
+
+@pytest.mark.parametrize("row", WITHOUT.values(), ids=WITHOUT)
+def test_a_row_without_an_answer_is_the_same_prompt_as_one_with_it(path: Path, row: dict[str, Any]) -> None:
+    (with_answer,) = answered_later(path, [{"messages": [QUESTION, ANSWER]}]).prompts
+    assert with_answer.reference
+    prompts = answered_later(path, [row])
+    (prompt,) = prompts.prompts
+    assert (prompt.ids, prompt.reference) == (with_answer.ids, [])
+    (content,) = prompts.contents([prompt])
+    assert content == PromptContent(({"role": "user", "content": "1 and 1?"},), {"level": 3})
+
+
+def test_a_conversation_that_ends_with_a_question_is_a_prompt_as_a_whole(path: Path) -> None:
+    prompts = answered_later(path, [{"messages": [QUESTION, ANSWER, QUESTION]}, {"messages": [QUESTION, ANSWER]}])
+    (first, last), (content, _) = prompts.prompts, prompts.contents(prompts.prompts)
+    assert len(first.ids) > 2 * len(last.ids)
+    assert [message["role"] for message in content.messages] == ["user", "assistant", "user"]
+    assert (first.reference, len(last.reference)) == ([], 2)
+
+
+def test_a_prompt_is_plain_text_without_a_chat_template(path: Path, made: Path) -> None:
+    recipe = load_recipe(path)
+    tokenizer = load_tokenizer(recipe.model)
+    tokenizer.chat_template = None
+    rendered = build_renderer(tokenizer)
+    ((prompt,),) = rendered.draw(Prompt(Conversation((Message("user", "1 and"),)), "1 and"))
+    ((whole,),) = rendered.draw(PromptCompletion("1 and", " 1"))
+    (ids, trained), (joint, _) = rendered.tokenize([prompt, whole])
+    assert not trained.any()
+    assert joint.tolist()[: len(ids)] == ids.tolist()
+    assert ids[-1] != tokenizer.eos_token_id
+
+
+def test_rewards_that_need_a_reference_refuse_rows_without_one(path: Path, tmp_path: Path) -> None:
+    rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION]}]
+    own = tmp_path / "own.py"
+    own.write_text("def reads(completion, reference): ...\ndef may_read(completion, row, reference=None): ...\n")
+    message = r"prompts\.jsonl:2: the row ends without an answer, which rewards\[0\] \({}\) compares"
+    for label, reward in {
+        "number": "{name: number}",
+        "reads": f"{{file: {own}, function: reads}}",
+        "judge": "{judge: 'http://localhost/v1', model: m, prompt: '{completion} or {reference}?'}",
+    }.items():
+        with pytest.raises(UserError, match=message.format(label)):
+            answered_later(path, rows, f"rewards=[{reward}]")
+    for reward in (
+        f"{{file: {own}, function: may_read}}",
+        "{judge: 'http://localhost/v1', model: m}",
+        "{name: number, on_failure: 0.0}",
+        "{name: tests}",
+    ):
+        assert len(answered_later(path, rows, f"rewards=[{reward}]").prompts) == 2

@@ -1,0 +1,88 @@
+"""The teacher of a run that distills on its own samples (`objective.name: distill` with `rollouts`): a second model on
+each process, frozen, in full, whatever the launch does to the student.
+
+It predicts on whole micro-batches of samples, so its values are the same on any launch. They are recorded with the
+samples: a step that has them needs no teacher, and a run that only replays never loads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from finetune.data.batch import UNSHARDED, Batch
+from finetune.data.loader import Loader
+from finetune.data.row_source import RunRows
+from finetune.data.samples import Example
+from finetune.engine.base import Engine
+from finetune.models.assemble import assemble
+from finetune.models.attention import attention_for
+from finetune.models.head.prediction import Prediction
+from finetune.models.weights import Placement, load_model
+from finetune.models.wrapped import Outputs, WrappedModel
+from finetune.objectives.forward import ForwardPass
+from finetune.objectives.objective import Objective
+from finetune.rollouts.target_values import TargetPass, Values
+from finetune.training.teacher import TeacherPass, recipe_of_teacher
+
+
+class SampleTeacher:
+    """Predicts ids and log-probabilities at every token of samples; loads its model when it is first asked."""
+
+    context_shard = UNSHARDED
+
+    def __init__(self, teacher: TeacherPass, engine: Engine, rows_per_device: int):
+        """teacher: of the student's recipe; engine: of the student, for its ranks and device."""
+        self._pass, self._engine, self._rows_per_device = teacher, engine, rows_per_device
+        self.device, self.ranks = engine.device, engine.ranks
+        frozen = recipe_of_teacher(teacher.recipe)
+        train = frozen.train.model_copy(update={"activation_checkpointing": False, "activation_offload": False})
+        # Weights that nothing trains are kept in the type of frozen ones, which `mode: full` has none of.
+        self._recipe = frozen.model_copy(update={"mode": "lora", "train": train})
+
+    @property
+    def of(self) -> str:
+        settings = self._pass.recipe.objective
+        return json.dumps([settings.teacher, self._pass.count, settings.value("temperature")])
+
+    def __call__(self, examples: Sequence[Example]) -> list[list[Values]]:
+        return TargetPass(self, self._forward, self._loader)(examples)
+
+    def _loader(self, rows: RunRows, total_rows: int) -> Loader:
+        recipe, engine = self._pass.recipe, self._engine
+        ranks = (engine.data_rank, engine.parallelism.data)  # ranks that share sequences compute the same ones
+        budget, shares = recipe.batch.tokens_per_device, self._forward.attention.shares_prompts
+        return Loader(rows, recipe.batch.rows, self._rows_per_device, *ranks, total_rows, budget, shares_prompts=shares)
+
+    @cached_property
+    def _forward(self) -> ForwardPass:
+        settings, config = self._pass.recipe.objective, self._pass.config
+        prediction = Prediction(self._pass.count, settings.value("temperature"), self._pass.common_ids(config))
+        attention = attention_for(self._recipe, config, self.device.type)
+        shares = settings.share_prompts is not False and attention.not_shared is None
+        objective = Objective(lambda outputs, batch: {}, token_loss=prediction, num_details=2)
+        return ForwardPass(replace(attention, shares_prompts=shares), objective)
+
+    @cached_property
+    def _model(self) -> WrappedModel:
+        with self._engine.loading_whole():
+            placement = Placement("load", self.device)
+            model = load_model(self._recipe, self._pass.config, self._forward.attention, placement)
+        wrapped = assemble(model, self._recipe, self.device, has_scores=False, only_sums=False)
+        return wrapped.requires_grad_(False).eval().to(self.device)
+
+    # --- as `TargetPass` takes an engine
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    def forwards(self, batches: Iterable[Batch], forward: ForwardPass) -> Iterator[tuple[Batch, Outputs]]:
+        for batch in batches:
+            yield batch, forward(self._model, batch)
