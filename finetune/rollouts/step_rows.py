@@ -30,6 +30,7 @@ from finetune.engine.base import Engine
 from finetune.models.fingerprint import base_content
 from finetune.objectives.policy import ADVANTAGE, ROOM, SAMPLED, SAMPLER
 from finetune.recipe import Recipe
+from finetune.recipe.schema import ENGINE_KEYS
 from finetune.rewards.completion import Completion, Reward
 from finetune.rewards.scoring import Rewards
 from finetune.rollouts import records
@@ -37,6 +38,7 @@ from finetune.rollouts.advantages import advantages, has_variance
 from finetune.rollouts.drawing import Drawer, Drawn
 from finetune.rollouts.prompts import RowPrompt, RunPrompts, completion_of
 from finetune.rollouts.records import Sample
+from finetune.rollouts.server_drawing import ServerDrawer
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,11 @@ class RolloutRows(RunRows):
         self._recipe, self._settings, self._engine, self._prompts = recipe, recipe.rollouts, engine, prompts
         self._tokenizer, self._end_ids, self._folder = tokenizer, end_ids, folder
         self._records = Path(self._settings.replay).expanduser() if self._settings.replay else folder / records.FOLDER
-        self._drawer = Drawer(engine, recipe.rollouts, recipe.run.seed, end_ids, tokenizer.pad_token_id)
+        self._server = (
+            ServerDrawer(recipe, engine, tokenizer, end_ids, folder) if recipe.rollouts.engine == "vllm" else None
+        )
+        own = Drawer(engine, recipe.rollouts, recipe.run.seed, end_ids, tokenizer.pad_token_id)
+        self._drawer = self._server or own
         self._rewards = Rewards(recipe.rewards, folder)
         self._identity = on_main(engine, lambda: run_identity(recipe, content))
         self._step = -1  # of the rows in memory
@@ -80,15 +86,19 @@ class RolloutRows(RunRows):
                 steps = self._recipe.train.max_steps or 0
                 on_main(self._engine, lambda: records.check_records(self._records, steps))
             yield
+            if self._server is not None and self._engine.is_main:
+                self._server.close()
         finally:
             if self._engine.is_main and self._settings.replay is None:
                 self._rewards.__exit__(None, None, None)
 
     def _open(self) -> None:
-        """Starts the rewards; sets the records of an earlier run aside if none of it is resumed. Raises UserError."""
+        """Looks for the server; starts the rewards; sets the records of an earlier run aside if none of it is resumed. Raises UserError."""
         if self._recipe.checkpoint.resume == "never":  # or those of the earlier run would be trained on
             for file in sorted(self._records.glob("step-*.jsonl")):
                 records.set_record_aside(self._records, int(file.stem.removeprefix("step-")))
+        if self._server is not None:
+            self._server.open()
         self._rewards.__enter__()
         for note in self._rewards.notes:
             log.warning("%s", note)
@@ -119,7 +129,7 @@ class RolloutRows(RunRows):
         return on_main(self._engine, read)
 
     def _drawn(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Returns new samples of a step, recorded, and the seconds that they took. Collective. Raises UserError."""
+        """Returns new samples of a step, recorded, and what was measured meanwhile, seconds included. Collective. Raises UserError."""
         first, began = step * self._settings.prompts, time.perf_counter()
         prompts = [self._prompts.drawn(first + i) for i in range(self._settings.prompts)]
         drawn = self._drawer.draw(first, [prompt.ids for prompt in prompts])
@@ -131,7 +141,9 @@ class RolloutRows(RunRows):
             return samples
 
         samples = on_main(self._engine, score_and_record)
-        return samples, {"time/generation": drawn_at - began, "time/rewards": time.perf_counter() - drawn_at}
+        measured = dict(self._server.measured) if self._server is not None else {}
+        times = {"time/generation": drawn_at - began, "time/rewards": time.perf_counter() - drawn_at}
+        return samples, {**measured, **times}
 
     def _rewarded(self, prompts: Sequence[RowPrompt], drawn: Sequence[Drawn]) -> list[Sample]:
         """Returns the samples with their rewards, on the main rank. drawn: `samples` of each prompt, in order."""
@@ -226,6 +238,8 @@ def run_identity(recipe: Recipe, content: Mapping[str, Any]) -> str:
     """Returns a digest of all that decides the weights of a step and its rollouts, so that a record is not taken for
     one of another run in the same folder. content: of the rows of `data.train`. Raises UserError."""
     settings = recipe.model_dump(mode="json")
+    for key in ENGINE_KEYS["vllm"]:  # where a server is changes no sample
+        del settings["rollouts"][key]
     parts = {
         **{name: settings[name] for name in _DECIDING},
         "seed": recipe.run.seed,
