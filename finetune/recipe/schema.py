@@ -494,8 +494,8 @@ class Rollouts(Section):
     cohort: Count = 64  # samples that are decoded together, on any number of processes: it bounds the cache
     # Folder of recorded rollouts, such as runs/NAME/rollouts: they are trained on again, and nothing is sampled
     replay: str | None = None
-    # own: the modules that train; vllm: a vLLM server, which gets the weights of each step through <run>/sampler/, a
-    # folder that both see under the same path
+    # own: the modules that train; vllm: a server (`vllm serve`), which gets the weights of each step through
+    # <run>/sampler/, a folder that both see under the same path
     engine: Literal["own", "vllm"] = "own"
     url: str | None = None  # vllm, required: the server, as http://HOST:PORT; prompts are sent there
     requests: Count | None = None  # vllm: requests at once; no value depends on it. null: 64

@@ -1,7 +1,7 @@
 """Draws the samples of a step from a vLLM server, which gets the weights of the step before.
 
-    save      all ranks     <run>/sampler/step-00000001: the adapter, or all weights, as in the run's result
-    load      main rank     under a new name or path each step: a server may keep what it computed for an old one
+    save      all ranks     <run>/sampler/step-00000001-ID: the adapter, or all weights, as in the run's result
+    load      main rank     under a new name and path each step: a server may keep what it computed for an old one
     prove     all ranks     log-probabilities of one prompt, by the server and by the wrapped model
     sample    main rank     one request for each sample, with its own seed; then all ranks have the samples
 
@@ -66,7 +66,7 @@ class ServerDrawer:
         self._recipe, self._settings, self._engine = recipe, recipe.rollouts, engine
         self._tokenizer, self._end_ids = tokenizer, end_ids
         self._folder, self._is_adapter = (folder / FOLDER).resolve(), recipe.mode != "full"
-        self._id = uuid.uuid4().hex[:8]  # of this process, in names of adapters
+        self._id = on_main(engine, lambda: uuid.uuid4().hex[:8])  # of this launch, in names of adapters and folders
         self._base, self._adapter = "", ""  # names on the server: of the model, and of the adapter of the last step
         self._probe: list[int] = []
         self._earlier: dict[str, NDArray[np.float64]] = {}  # scores of the probe by weights that are not this step's
@@ -93,7 +93,7 @@ class ServerDrawer:
         first_draw: number of the first prompt's draw in the run; the others follow.
         """
         step = first_draw // self._settings.prompts + 1
-        weights = self._folder / f"step-{step:08d}"
+        weights = self._folder / f"step-{step:08d}-{self._id}"
         card = f"Weights of the run before step {step}, for the sampler. They are removed after the step.\n"
         saved_as = dtypes(self._recipe).frozen
         try:
@@ -213,7 +213,9 @@ class ServerDrawer:
             return Drawn(ids, log_probs, np.full(len(ids), np.nan))
 
         with ThreadPoolExecutor(self._settings.value("requests"), "sampler") as threads:
-            futures = [threads.submit(sampled, prompt, key) for (prompt, _), key in zip(places, keys.tolist(), strict=True)]
+            futures = [
+                threads.submit(sampled, prompt, key) for (prompt, _), key in zip(places, keys.tolist(), strict=True)
+            ]
         for future in futures:
             if (error := future.exception()) is not None:
                 raise error

@@ -93,7 +93,8 @@ class RolloutRows(RunRows):
                 self._rewards.__exit__(None, None, None)
 
     def _open(self) -> None:
-        """Looks for the server; starts the rewards; sets the records of an earlier run aside if none of it is resumed. Raises UserError."""
+        """Looks for the server; starts the rewards; sets the records of an earlier run aside if none of it is resumed.
+        Raises UserError."""
         if self._recipe.checkpoint.resume == "never":  # or those of the earlier run would be trained on
             for file in sorted(self._records.glob("step-*.jsonl")):
                 records.set_record_aside(self._records, int(file.stem.removeprefix("step-")))
@@ -129,7 +130,8 @@ class RolloutRows(RunRows):
         return on_main(self._engine, read)
 
     def _drawn(self, step: int) -> tuple[list[Sample], dict[str, float]]:
-        """Returns new samples of a step, recorded, and what was measured meanwhile, seconds included. Collective. Raises UserError."""
+        """Returns new samples of a step, recorded, and its seconds and other measurements. Collective. Raises
+        UserError."""
         first, began = step * self._settings.prompts, time.perf_counter()
         prompts = [self._prompts.drawn(first + i) for i in range(self._settings.prompts)]
         drawn = self._drawer.draw(first, [prompt.ids for prompt in prompts])

@@ -1,4 +1,4 @@
-"""Client of a vLLM server (`vllm serve`) that samples for a run: token ids in, token ids out. Nothing of vLLM is imported.
+"""Client of a vLLM server (`vllm serve`) that samples for a run: token ids in, token ids out. It imports no vLLM.
 
     GET  /v1/models                                     the base model, and its longest sequence
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter weights of a step, as an adapter folder that both see

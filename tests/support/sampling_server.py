@@ -1,5 +1,6 @@
-"""A server with the requests of `vllm serve` that a run makes, on a tiny model of transformers: it loads the folders that
-it is told to, really samples, and refuses what a vLLM server would refuse or quietly do otherwise.
+"""A server with the requests of `vllm serve` that a run makes, on a tiny model of transformers.
+
+It loads the folders that it is told to, really samples, and refuses what a vLLM server would refuse or quietly ignore.
 
 `fault` makes it misbehave.
 """
