@@ -11,7 +11,7 @@ from __future__ import annotations
 
 _LAUNCH = "belongs to the launch: choose a file of accelerate_configs/ with `--config_file`"
 _ONLINE = "is not offered; `objective.name: grpo` trains on a model's own samples, with `rollouts` and `rewards`"
-_OWN_SAMPLER = "samples are drawn by the model that trains; remove it, see docs/reference/rollouts.md"
+_SERVER = "rollouts.engine: `vllm` with `rollouts.url`; without them the model that trains samples"
 _ONE_STEP = "each step trains once on its own samples; remove it"
 _SHOWN = "every step is written to metrics.jsonl; remove it"
 _OWN = "has no counterpart here; remove it"
@@ -382,10 +382,10 @@ FOREIGN_KEYS: dict[str, str] = {
     "num_generations": "rollouts.samples",
     "reward_funcs": "list them in `rewards`: built-in ones by `name`, your own by `file` and `function`",
     "reward_weights": "give each entry of `rewards` its `weight`",
-    "use_vllm": _OWN_SAMPLER,
+    "use_vllm": _SERVER,
     "num_iterations": _ONE_STEP,
     "trl": _ONLINE,
-    "vllm": _OWN_SAMPLER,
+    "vllm": _SERVER,
     "ppo_epochs": _ONE_STEP,
     "ppo_target": _ONLINE,
     # --- optimizer and schedule
