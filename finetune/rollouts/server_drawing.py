@@ -130,6 +130,8 @@ class ServerDrawer:
         is_first = not self._probe
         if is_first:
             self._probe = max(prompts, key=len)[:_SCORED_TOKENS]
+            if len(self._probe) < 2:
+                raise UserError("rollouts.engine: vllm is proved to have the weights by a prompt of two tokens or more")
             if self._is_adapter:
                 with adapters_off(self._engine.unwrapped):
                     self._earlier["the base model, without the adapter"] = self._own_scores()
@@ -162,7 +164,7 @@ class ServerDrawer:
         They are those of an earlier step if they are twice as near to these: also a small step is seen that way, which
         a bound for rounding cannot tell from it.
         """
-        difference, bound = float(np.abs(theirs - own).mean()) if len(own) else 0.0, self._bound()
+        difference, bound = float(np.abs(theirs - own).mean()), self._bound()
         place = f"rollouts.url: the server's log-probabilities of a prompt differ by {difference:.2g} nats per token"
         if difference > _LEAST * bound:
             for name, scores in self._earlier.items():

@@ -44,7 +44,7 @@ _SWITCHES = {
 }
 _RETRY_AFTER_S = (0.2, 1.0, 5.0)  # after a failed connection
 _CONTENT_BYTES = 1 << 28
-# Of every request: a server takes what is absent from the model's generation_config.json, such as top_k 20.
+# In every request: a server takes what it lacks from the model's generation_config.json, such as a `top_k` of 20.
 _NEUTRAL = {
     "top_p": 1.0,
     "top_k": 0,
