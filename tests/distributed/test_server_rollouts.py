@@ -4,6 +4,7 @@ server must not get away with."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from finetune.recipe.schema import Rollouts
 from finetune.rollouts.noise import sample_keys
 from finetune.rollouts.records import read_record, record_file
 from finetune.rollouts.vllm_server import VllmServer
+from finetune.setup.check import check_recipe
 
 Write = Callable[..., Path]
 STEPS, PROMPTS, SAMPLES, SEED = 4, 2, 4, 42
@@ -166,10 +168,10 @@ def test_log_probabilities_without_the_temperature_stop_the_run(
 def test_a_server_that_is_not_there_stops_the_run_before_training(served: dict[str, Any], write_recipe: Write) -> None:
     served["rollouts"]["url"] = "http://127.0.0.1:9"
     path = write_recipe(served)
-    with pytest.raises(
-        UserError, match=r"127\.0\.0\.1:9 cannot be reached: .*; start the server, such as .* vllm serve"
-    ):
+    message = r"127\.0\.0\.1:9 cannot be reached: .*; start the server, such as .* vllm serve"
+    with pytest.raises(UserError, match=message):
         train_here(path)
+    assert re.search(message, check_recipe(path, [], None).error or "")
 
 
 @pytest.mark.parametrize(
