@@ -495,6 +495,15 @@ class ObjectiveSettings(Section):
         return OBJECTIVE_KEYS[self.name].get(key) if given is None else given
 
 
+def _variable(name: str) -> str:
+    """Refuses what may be a key itself, without showing it."""
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        raise ValueError(
+            "expected the name of an environment variable in capitals, such as JUDGE_KEY; not the key itself"
+        )
+    return name
+
+
 class Rollouts(Section):
     """Answers that the model samples during the run, and is trained on; see docs/reference/rollouts.md.
 
@@ -514,8 +523,29 @@ class Rollouts(Section):
     staleness: Annotated[int, Field(ge=0, le=1000)] = 0
     # Folder of recorded rollouts, such as runs/NAME/rollouts: they are trained on again, and nothing is sampled
     replay: str | None = None
+    # own: the modules that train; vllm: a server (`vllm serve`), which gets the weights of each step through
+    # <run>/sampler/, a folder that both see under the same path
+    engine: Literal["own", "vllm"] = "own"
+    url: str | None = None  # vllm, required: the server, as http://HOST:PORT; prompts are sent there
+    requests: Count | None = None  # vllm: requests at once; no value depends on it. null: 64
+    seconds: Positive | None = None  # vllm: limit for one request, a reload of weights included. null: 600
+    # vllm: environment variable with the server's key; null: none is sent. The key itself never stands in a recipe
+    key: Annotated[str, AfterValidator(_variable)] | None = None
+    # vllm: mean difference, in nats per token, between the log-probabilities of server and trainer for a prompt above
+    # which the run stops. null: 0.01 under `train.precision: fp32`, 0.3 with quantized weights or fp8, else 0.1
+    max_mismatch: Positive | None = None
+
+    def value(self, key: str) -> Any:
+        """Returns a key's value, or the engine's default if it is null."""
+        given = getattr(self, key)
+        return ENGINE_KEYS[self.engine].get(key) if given is None else given
 
 
+# Keys that only some engines read, with their defaults. None of those of `vllm` changes what is sampled.
+ENGINE_KEYS: dict[str, dict[str, Any]] = {
+    "own": {},
+    "vllm": {"url": None, "requests": 64, "seconds": 600.0, "key": None, "max_mismatch": None},
+}
 # Objectives that train on `rollouts`, which take `rewards`.
 TAKES_REWARDS: frozenset[str] = frozenset({"grpo"})
 # Keys of a reward that only some kinds read, with their defaults; the other keys are for every reward.
@@ -531,15 +561,6 @@ REWARD_KEYS: dict[str, dict[str, Any]] = {
     "reward_model": {},
     "judge": {"model": None, "prompt": None, "pattern": None, "scale": (0.0, 10.0), "key": None, "max_new_tokens": 256},
 }
-
-
-def _variable(name: str) -> str:
-    """Refuses what may be a key itself, without showing it."""
-    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
-        raise ValueError(
-            "expected the name of an environment variable in capitals, such as JUDGE_KEY; not the key itself"
-        )
-    return name
 
 
 Scale = Annotated[tuple[Float, Float], BeforeValidator(_list_to_tuple), Field(strict=False)]

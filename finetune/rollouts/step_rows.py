@@ -54,7 +54,7 @@ from finetune.objectives.policy import (
     is_off_policy,
 )
 from finetune.recipe import Recipe
-from finetune.recipe.schema import TAKES_REWARDS
+from finetune.recipe.schema import ENGINE_KEYS, TAKES_REWARDS
 from finetune.rewards.completion import Completion, Reward
 from finetune.rewards.scoring import Rewards
 from finetune.rollouts import records
@@ -63,6 +63,7 @@ from finetune.rollouts.correction import correction_weights
 from finetune.rollouts.drawing import Drawer, Drawn
 from finetune.rollouts.prompts import PromptContent, RowPrompt, RunPrompts, completion_of
 from finetune.rollouts.records import Predicted, Sample
+from finetune.rollouts.server_drawing import ServerDrawer
 from finetune.rollouts.target_values import ExampleRows, MakeLoader, TargetPass, Values
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,11 @@ class RolloutRows(RunRows):
         self._recipe, self._settings, self._engine, self._prompts = recipe, recipe.rollouts, engine, prompts
         self._tokenizer, self._end_ids, self._folder, self._held_out = tokenizer, end_ids, folder, held_out
         self._records = Path(self._settings.replay).expanduser() if self._settings.replay else folder / records.FOLDER
-        self._drawer = Drawer(engine, recipe.rollouts, recipe.run.seed, end_ids, tokenizer.pad_token_id)
+        self._server = (
+            ServerDrawer(recipe, engine, tokenizer, end_ids, folder) if recipe.rollouts.engine == "vllm" else None
+        )
+        own = Drawer(engine, recipe.rollouts, recipe.run.seed, end_ids, tokenizer.pad_token_id)
+        self._drawer = self._server or own
         self._rewards = Rewards(recipe.rewards, folder)
         self._identity = on_main(engine, lambda: run_identity(recipe, content))
         self._takes_rewards, self._teacher = recipe.objective.name in TAKES_REWARDS, teacher
@@ -140,16 +145,21 @@ class RolloutRows(RunRows):
                 steps, reuse = self._num_steps, self._settings.reuse
                 on_main(self._engine, lambda: records.check_records(self._records, steps, reuse))
             yield
+            if self._server is not None and self._engine.is_main:
+                self._server.close()
         finally:
             if self._engine.is_main and self._settings.replay is None:
                 self._rewards.__exit__(None, None, None)
 
     def _open(self) -> None:
-        """Starts the rewards; sets the records of an earlier run aside if none of it is resumed. Raises UserError."""
+        """Looks for the server; starts the rewards; sets the records of an earlier run aside if none of it is resumed.
+        Raises UserError."""
         if self._recipe.checkpoint.resume == "never":  # or those of the earlier run would be trained on
             for kind in (records.STEP, records.EVALUATION):
                 for file in sorted(self._records.glob(f"{kind}-*.jsonl")):
                     records.set_record_aside(self._records, int(file.stem.removeprefix(f"{kind}-")), kind)
+        if self._server is not None:
+            self._server.open()
         self._rewards.__enter__()
         for note in self._rewards.notes:
             log.warning("%s", note)
@@ -237,7 +247,7 @@ class RolloutRows(RunRows):
         """Returns new samples of a batch, recorded, and the seconds that they took. Collective. Raises UserError."""
         first, began = batch * self._settings.prompts, time.perf_counter()
         prompts = [self._prompts.drawn(first + i) for i in range(self._settings.prompts)]
-        drawn = self._drawer.draw(first, [prompt.ids for prompt in prompts])
+        drawn = self._drawer.draw(first, [prompt.ids for prompt in prompts], self._settings.samples)
         drawn_at = time.perf_counter()
         rewarded = on_main(self._engine, lambda: self._rewarded(prompts, self._prompts.contents(prompts), drawn))
         rewarded_at = time.perf_counter()
@@ -247,6 +257,8 @@ class RolloutRows(RunRows):
         times = {"time/generation": drawn_at - began, "time/rewards": rewarded_at - drawn_at}
         if self._passes:
             times["time/log_probs"] = time.perf_counter() - rewarded_at
+        if self._server is not None:
+            times |= self._server.measured
         return samples, times
 
     def _completed(self, samples: list[Sample], names: Iterable[str]) -> list[Sample]:
@@ -304,9 +316,7 @@ class RolloutRows(RunRows):
 
         samples = on_main(self._engine, read)
         if samples is None:
-            of_evaluation = self._settings.model_copy(update={"samples": settings.samples})
-            drawer = replace(self._drawer, settings=of_evaluation)
-            drawn = drawer.draw(_FIRST_HELD_OUT, [prompt.ids for prompt in prompts])
+            drawn = self._drawer.draw(_FIRST_HELD_OUT, [prompt.ids for prompt in prompts], settings.samples)
 
             def score_and_record() -> list[Sample]:
                 samples = self._rewarded(prompts, held_out.contents(prompts), drawn)
@@ -405,6 +415,8 @@ def run_identity(recipe: Recipe, content: Mapping[str, Any]) -> str:
     """Returns a digest of all that decides the weights of a step and its rollouts, so that a record is not taken for
     one of another run in the same folder. content: of the rows of `data.train`. Raises UserError."""
     settings = recipe.model_dump(mode="json")
+    for key in ENGINE_KEYS["vllm"]:  # where a server is changes no sample
+        del settings["rollouts"][key]
     parts = {
         **{name: settings[name] for name in _DECIDING},
         "seed": recipe.run.seed,

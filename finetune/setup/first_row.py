@@ -13,6 +13,7 @@ from finetune.data.samples import (
     BadRow,
     Ids,
     Labelled,
+    Message,
     Preference,
     Prompt,
     PromptCompletion,

@@ -11,6 +11,8 @@ import pytest
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 
+VLLM = ["rollouts.engine=vllm", "rollouts.url=http://gpu:8000"]
+
 
 @pytest.fixture
 def online(recipe: dict[str, Any], write_recipe: Callable[..., Path]) -> Path:
@@ -70,7 +72,21 @@ def test_the_recipe_is_valid_without_a_change(online: Path) -> None:
             "objective.correction_bounds: [1.5, 2] leaves out 1",
         ),
         (["objective.name=sft", "objective.kl=0.1"], "objective.kl: has no effect under `name: sft`"),
-        (["rollouts.engine=vllm"], "rollouts.engine"),
+        (["rollouts.engine=sglang"], "rollouts.engine"),
+        (["rollouts.engine=vllm"], "rollouts.url: `engine: vllm` needs it, as http://HOST:PORT"),
+        ([*VLLM, "rollouts.url=http://gpu:8000/v1"], "rollouts.url: `engine: vllm` needs it"),
+        ([*VLLM, "rollouts.url=gpu:8000"], "rollouts.url: `engine: vllm` needs it"),
+        ([*VLLM, "rollouts.url=http://me:secret@gpu:8000"], "rollouts.url: must not hold a user, a password"),
+        (["rollouts.url=http://gpu:8000"], "rollouts.url: has no effect under `engine: own`, only under vllm"),
+        (["rollouts.max_mismatch=1"], "rollouts.max_mismatch: has no effect under `engine: own`"),
+        ([*VLLM, "rollouts.key=sk-secret"], "expected the name of an environment variable in capitals"),
+        ([*VLLM, "rollouts.cohort=8"], "rollouts.cohort: has no effect under `engine: vllm`"),
+        ([*VLLM, "rollouts.top_k=8"], "rollouts.top_k: a vLLM server gives log-probabilities among the likeliest"),
+        ([*VLLM, "rollouts.top_p=0.9"], "rollouts.top_p: a vLLM server gives log-probabilities among the likeliest"),
+        ([*VLLM, "rollouts.replay=runs/a/rollouts", "rewards=[]"], "rollouts.engine: has no effect under `rollouts.re"),
+        ([*VLLM, "mode=lora", "lora={dora: true}"], "lora.dora: a vLLM server loads adapters of linear layers alone"),
+        ([*VLLM, "mode=lora", "lora={modules_to_save: [lm_head]}"], "lora.modules_to_save: a vLLM server loads"),
+        ([*VLLM, "mode=lora", "lora={}", "tokens={add: ['<t>']}"], "tokens: a vLLM server loads adapters of linear"),
         (["rollouts.max_tokens=9"], "did you mean `max_new_tokens`"),
         (["train.max_steps=null", "train.epochs=1"], "train.max_steps: the length of a run that samples its rows"),
         (["train.epochs=1"], "train.max_steps: the length of a run that samples its rows"),
