@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.engine.costs import Shard
+from finetune.engine.muon import Muon
 from finetune.engine.optimizer_step import OF_IMAGES, hold_back_idle_groups
 from finetune.errors import UserError
 from finetune.models.parameter_roles import ParameterRoles
@@ -80,18 +81,13 @@ def _sgd(recipe: OptimizerRecipe, roles: ParameterRoles, named: NamedTensors) ->
 
 
 def _muon(recipe: OptimizerRecipe, roles: ParameterRoles, named: NamedTensors) -> list[Optimizer]:
-    """Returns Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) for hidden matrices, AdamW for embeddings,
-    head and vectors. The update is scaled to AdamW's size, so one `lr` serves both (Liu et al. 2025,
-    https://arxiv.org/abs/2502.16982).
-    """
-    hidden = [(name, tensor) for name, tensor in named if tensor.ndim == 2 and name not in roles.tables]
-    rest = [(name, tensor) for name, tensor in named if tensor.ndim != 2 or name in roles.tables]
-    muon = torch.optim.Muon(
-        decay_groups(roles, hidden, recipe.weight_decay),
-        lr=recipe.lr,
-        momentum=recipe.momentum,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    """Returns Muon for hidden matrices, AdamW for embeddings, head and vectors. Muon's update has AdamW's size, so one
+    `lr` serves both (Liu et al. 2025, https://arxiv.org/abs/2502.16982)."""
+    names = frozenset(name for name, tensor in named if len(full_shape(tensor)) == 2) - roles.tables
+    hidden = [(name, tensor) for name, tensor in named if name in names]
+    rest = [(name, tensor) for name, tensor in named if name not in names]
+    groups = decay_groups(roles, hidden, recipe.weight_decay) or [{"params": []}]  # a rank may have no row of any
+    muon = Muon(groups, names, recipe.lr, recipe.weight_decay, recipe.momentum)
     return [muon, *(_adamw(recipe, roles, rest) if rest else [])]
 
 

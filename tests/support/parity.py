@@ -289,6 +289,9 @@ CASES = (
         on=HYBRID,
     ),
     Case("full paged_adamw", ("optimizer.name=paged_adamw",)),
+    # Its iteration is in bf16, so that sums in another order move single elements of an update by their last of 8 bits.
+    Case("full muon", ("optimizer={name: muon, lr: 1e-3, weight_decay: 0.1}",)),
+    Case("lora muon", (*LORA, "optimizer={name: muon, lr: 1e-3}")),
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),
     Case("qlora fp8", (*QLORA, "quantization={type: fp8}")),
