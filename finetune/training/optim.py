@@ -112,9 +112,8 @@ def state_bytes(recipe: OptimizerRecipe, shards: Sequence[Shard], device: str) -
     if recipe.name == "sgd":
         return (sum(numel * weight.size for numel, weight in steps) if recipe.momentum else 0), 0
     if recipe.name == "muon":
-        hidden = [len(weight.shape) == 2 and not weight.table for _, weight in steps]
-        sizes = [numel * weight.size for numel, weight in steps]
-        return sum(n if alone else 2 * n + 4 for n, alone in zip(sizes, hidden, strict=True)), 0
+        sizes = [(numel * weight.size, weight.is_hidden_matrix) for numel, weight in steps]
+        return sum(size if hidden else 2 * size + 4 for size, hidden in sizes), 0
     if recipe.name == "adamw":
         return sum(2 * numel * weight.size + 4 for numel, weight in steps), 0
     here = away = 0

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 3 tests/distributed/muon_worker.py out
 
-out/<rank>.json   by layout: {"worst": largest difference of this rank's parts of weights and momentum, "moved": whether all
-                  parts moved, "products": matrix products of the last step}
+out/<rank>.json   by layout: {"worst": largest difference of this rank's parts of weights and momentum, "moved": whether
+                  all parts moved, "products": matrix products of the last step}
 """
 
 from __future__ import annotations
