@@ -71,9 +71,7 @@ class Muon(Optimizer):
                 _update(tensor, direction, tensor.shape, group)
             return
         for matrices in self.shared.rounds(groups.keys()):
-            own = [self._direction(matrix.part, groups) for matrix in matrices]
-            whole = self.shared.gather(matrices, own)
-            directions = self.shared.scatter(matrices, None if whole is None else orthogonalized(whole))
+            directions = self.shared.orthogonalized(matrices, [self._direction(m.part, groups) for m in matrices])
             for matrix, direction in zip(matrices, directions, strict=True):
                 if (part := matrix.part) is not None and part.stepped.grad is not None:
                     weight, group = part.view(part.stepped), groups[id(part.stepped)]
@@ -83,11 +81,11 @@ class Muon(Optimizer):
         """Returns this rank's part of a matrix to orthogonalize; zeros without a gradient, as other ranks wait."""
         if part is None:
             return None
-        gradient, state = part.stepped.grad, self.state[part.stepped]
-        if gradient is None:
-            return part.view(part.stepped).new_zeros(part.numel, dtype=torch.bfloat16)
-        momentum, gradient = part.view(state["momentum_buffer"]), part.view(gradient)
-        return gradient.lerp(momentum, groups[id(part.stepped)]["momentum"]).bfloat16()
+        stepped = part.stepped
+        if stepped.grad is None:
+            return part.view(stepped).new_zeros(part.numel, dtype=torch.bfloat16)
+        momentum = part.view(self.state[stepped]["momentum_buffer"])
+        return part.view(stepped.grad).lerp(momentum, groups[id(stepped)]["momentum"]).bfloat16()
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:  # of the shape of `matrix`, bf16
@@ -142,10 +140,11 @@ class Matrix:
 
 
 class SharedMatrices:
-    """Exchange of whole matrices in a group of ranks. All methods are collective, but for `rounds`."""
+    """Exchange of whole matrices in a group of ranks."""
 
     def __init__(self, batches: Batches, group: Any, device: torch.device, stopwatch: Stopwatch):
-        """group: None for a rank by itself. device: of exchange and iteration, also if shards are in host memory."""
+        """group: None for a rank by itself. device: of exchange and iteration, also if shards are in host memory.
+        Collective."""
         self._group, self._device, self._stopwatch = group, device, stopwatch
         self._size, self._rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
         self._rounds: list[tuple[Tensor | None, list[list[Matrix]]]] = []
@@ -169,39 +168,38 @@ class SharedMatrices:
             if flat is None or id(flat) in stepped:
                 yield from rounds
 
-    def gather(self, matrices: list[Matrix], own: list[Tensor | None]) -> Tensor | None:
-        """Returns this rank's matrix of a round, if it has one. own: this rank's parts of each."""
-        sent = [matrix.sent[self._rank] for matrix in matrices]
-        pieces = [piece for piece, numel in zip(own, sent, strict=True) if piece is not None and numel]
-        mine = matrices[self._rank] if self._rank < len(matrices) else None
-        arrived = self._exchange(pieces, sent, [0] * self._size if mine is None else mine.sent)
-        if mine is None:
-            return None
-        whole = torch.empty(mine.shape, dtype=torch.bfloat16, device=self._device)
-        for piece, held in zip(arrived, mine.held, strict=True):
-            if held is not None and piece.numel():
-                _runs(whole, held).copy_(piece.view(held.count, held.run))
-        return whole
+    def orthogonalized(self, matrices: list[Matrix], own: list[Tensor | None]) -> list[Tensor]:
+        """Returns this rank's parts of each matrix of a round, orthogonalized; empty if it has none of it. Collective.
 
-    def scatter(self, matrices: list[Matrix], whole: Tensor | None) -> list[Tensor]:
-        """Returns this rank's parts of each matrix of a round; empty if it has none of it."""
-        pieces, sent = list[Tensor](), [0] * self._size
-        if whole is not None:
-            mine, whole = matrices[self._rank], whole.contiguous()
-            pieces, sent = [_runs(whole, held).reshape(-1) for held in mine.held if held is not None], mine.returned
+        own: its parts before, None if it has none. The list is emptied, to free them.
+        """
+        mine = matrices[self._rank] if self._rank < len(matrices) else None
+        sent = [matrix.sent[self._rank] for matrix in matrices]
+        pieces = [piece.to(self._device) for piece, n in zip(own, sent, strict=True) if piece is not None and n]
+        arrived = self._exchange(pieces, sent, mine.sent if mine else [])
+        own.clear()
+        pieces.clear()
+        if mine is not None:
+            whole = torch.empty(mine.shape, dtype=torch.bfloat16, device=self._device)
+            for piece, held in zip(arrived, mine.held, strict=True):
+                if held is not None and piece.numel():
+                    _runs(whole, held).copy_(piece.view(held.count, held.run))
+            arrived.clear()
+            whole = orthogonalized(whole).contiguous()
+            pieces = [_runs(whole, held).reshape(-1) for held in mine.held if held is not None]
         returned = [matrix.returned[self._rank] for matrix in matrices]
-        return self._exchange(pieces, sent, returned)[: len(matrices)]
+        return self._exchange(pieces, mine.returned if mine else [], returned)[: len(matrices)]
 
     def _exchange(self, pieces: list[Tensor], sent: list[int], received: list[int]) -> list[Tensor]:
-        """Returns the elements from each rank. sent: elements to each rank, in `pieces` one after the other."""
-        leaving = torch.cat(pieces).to(self._device) if pieces else torch.empty(0, dtype=torch.bfloat16)
+        """Returns the elements from each rank. sent: elements to each rank, in `pieces` one after the other; received:
+        from each. Shorter lists end in zeros."""
         sent, received = ([*numels, *[0] * (self._size - len(numels))] for numels in (sent, received))
-        arriving = torch.empty(sum(received), dtype=torch.bfloat16, device=self._device)
+        leaving = torch.cat([torch.empty(0, dtype=torch.bfloat16, device=self._device), *pieces])
         if self._group is None:
-            arriving = leaving
-        else:
-            with self._stopwatch.waiting():
-                dist.all_to_all_single(arriving, leaving.to(self._device), received, sent, group=self._group)
+            return list(leaving.split(received))
+        arriving = leaving.new_empty(sum(received))
+        with self._stopwatch.waiting():
+            dist.all_to_all_single(arriving, leaving, received, sent, group=self._group)
         return list(arriving.split(received))
 
 

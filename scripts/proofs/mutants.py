@@ -648,7 +648,7 @@ MUTANTS += (
         "finetune/engine/fsdp2.py",
         "if (muon := muon_of(self.optimizers)) is not None:",
         "if (muon := muon_of([])) is not None:",
-        (_PARITY, "-k", "fsdp2 and x2"),
+        (_PARITY, "--only", "fsdp2", "x2", "full muon"),
     ),
     Mutant(
         "optimizer",

@@ -21,7 +21,6 @@ from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "accelerate_configs"
 WORKER = Path(__file__).with_name("worker.py")

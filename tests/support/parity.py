@@ -363,7 +363,7 @@ TENSOR = (
     *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3", "full text part", "lora text part"),
     *PREFERENCES,
     "lora reward",
-    *("lora tokens", "lora tied tokens", "lora tied and whole head", "lora tied tokens whole"),
+    *("lora tokens", "lora tied tokens", "lora tied and whole head", "lora tied tokens whole", "full muon"),
 )
 EXPERTS = tuple(
     case.name for case in CASES if case.model in ("mixtral", "qwen3_moe") and (case.on is None or "ep" in case.on)
@@ -373,9 +373,13 @@ LAUNCHES = (
     *((config, 1, OF_IMAGES) for config in ("ddp", "fsdp2", "zero2", "zero3")),
     ("ddp", 2, None),
     ("fsdp2", 2, None),
-    ("fsdp2_offload", 2, ("full", "lora", "qlora", "qlora fp8", "full in backward", *OBJECTIVES, *OF_IMAGES)),
+    (
+        "fsdp2_offload",
+        2,
+        ("full", "lora", "qlora", "qlora fp8", "full in backward", "full muon", *OBJECTIVES, *OF_IMAGES),
+    ),
     ("zero2", 2, None),
-    ("zero2_offload", 2, ("full", "lora", "qlora", *OF_PAIRS, *OF_IMAGES)),
+    ("zero2_offload", 2, ("full", "lora", "qlora", "full muon", *OF_PAIRS, *OF_IMAGES)),
     ("zero3", 2, None),
     ("zero3_offload", 2, None),
     ("pp", 2, UNDER_PIPELINES),
@@ -388,7 +392,7 @@ LAUNCHES = (
     ("ep", 2, EXPERTS),
     ("ep", 4, EXPERTS),
     ("ddp", 4, ("full", "lora", "full tied", "lora dropout rslora", *OF_PAIRS, *OF_IMAGES)),
-    ("fsdp2", 4, ("full", "lora", "full tied", "lora dropout rslora", *OBJECTIVES, *OF_IMAGES)),
+    ("fsdp2", 4, ("full", "lora", "full tied", "lora dropout rslora", "full muon", *OBJECTIVES, *OF_IMAGES)),
     ("zero3", 4, ("full", "lora", *OBJECTIVES, *OF_IMAGES)),
     ("fsdp2_offload", 4, ("full", "lora", *OF_PAIRS, *OF_IMAGES)),
     ("zero2", 4, ("full", "lora", *OF_PAIRS, *OF_IMAGES)),
@@ -399,7 +403,7 @@ LAUNCHES = (
     ("cp_ring", 2, (*FEW_SHARED, *OF_PAIRS)),
     ("cp", 4, ("full", "lora", *OF_PAIRS)),
     ("cp_ring_of_4", 4, ("full", "lora", *OF_PAIRS)),
-    ("fsdp2_cp", 4, (*FEW_SHARED, *OF_PAIRS)),
+    ("fsdp2_cp", 4, (*FEW_SHARED, "full muon", *OF_PAIRS)),
     ("zero3_cp", 2, ("full", "lora", *OF_PAIRS)),
     ("ulysses", 2, (*SHARED_TOKENS, "full mistral window", "full compile")),
     ("ulysses_of_4", 4, (*FEW_SHARED, *OF_PAIRS)),
@@ -409,7 +413,7 @@ LAUNCHES = (
         4,
         (
             *("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora", "full reward"),
-            *("qlora", "qlora fp8", "lora tied tokens whole", "full images rare"),
+            *("qlora", "qlora fp8", "lora tied tokens whole", "full images rare", "full muon"),
             *OF_PAIRS,
             *OF_IMAGES,
         ),
@@ -419,7 +423,17 @@ LAUNCHES = (
     (
         "fsdp2_tp",
         4,
-        ("full", "lora", "full tied", "lora tied", "full qwen3", "full accumulate 1", "lora bf16", *OF_PAIRS),
+        (
+            "full",
+            "lora",
+            "full tied",
+            "lora tied",
+            "full qwen3",
+            "full accumulate 1",
+            "lora bf16",
+            "full muon",
+            *OF_PAIRS,
+        ),
     ),
 )
 

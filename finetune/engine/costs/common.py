@@ -241,14 +241,14 @@ class Costs(abc.ABC):
         return [weight for weight in self.shapes.weights if uses_muon and weight.trains and weight.is_hidden_matrix]
 
     def orthogonalizing(self) -> int:
-        """Returns the bytes to orthogonalize the largest matrix (`engine/muon.py`): its direction, as gathered or in
-        the gradient's type, two bf16 matrices of the iteration, and two squares of its shorter side."""
+        """Returns the bytes to orthogonalize the largest matrix (`engine/muon.py`): its direction in fp32, or a bf16
+        copy and its parts; two bf16 matrices of the iteration and two squares of its shorter side."""
         largest = max(self.orthogonalized, key=lambda weight: weight.numel * self.sizes.tensor, default=None)
         if largest is None:
             return 0
         numel = largest.numel * self.sizes.tensor
         side = min(max(largest.shape), min(largest.shape) * self.sizes.tensor)
-        return numel * (largest.size + 2 * 2) + 2 * 2 * side**2
+        return (4 + 2 * 2) * numel + 2 * 2 * side**2
 
     def shared_matrices(self, ranks: int, parts: int) -> Iterator[Transfer]:
         """Yields the exchange of whole matrices: `ranks` gather them in bf16 and send them back. parts: ranks that
