@@ -118,6 +118,8 @@ def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
             f"DeepSpeed swaps optimizer state to NVMe as fp32, which `{name}` does not survive: "
             "use `adamw`, or another config such as zero3_offload"
         )
+    if name == "muon" and launch.uses_nvme:
+        yield "`muon` was not tried with optimizer state on NVMe: use another config such as zero3_offload, or `adamw`"
     if kind == "zero" and recipe.train.compile:
         yield "`train.compile` does not support DeepSpeed's hooks on parameters: use ddp or fsdp2, or `compile: false`"
 

@@ -171,6 +171,17 @@ def test_8_bit_state_is_not_swapped_to_nvme(recipe: dict[str, Any], write_recipe
         check_launch(loaded, "recipe.yaml", read_config_file(str(CONFIGS / "zero3_nvme.yaml"), 2))
 
 
+@pytest.mark.parametrize("config", ["fsdp2", "fsdp2_offload", "zero2", "zero3_offload", "zero3_nvme"])
+def test_muon_is_refused_on_nvme_alone(recipe: dict[str, Any], write_recipe: Any, config: str) -> None:
+    recipe["optimizer"]["name"] = "muon"
+    loaded, launch = load_recipe(write_recipe(recipe)), read_config_file(str(CONFIGS / f"{config}.yaml"), 2)
+    if not launch.uses_nvme:
+        check_launch(loaded, "recipe.yaml", launch)
+        return
+    with pytest.raises(UserError, match="`muon` was not tried .* use another config such as zero3_offload"):
+        check_launch(loaded, "recipe.yaml", launch)
+
+
 @pytest.mark.parametrize(
     ("precision", "compiled", "fragment"),
     [
