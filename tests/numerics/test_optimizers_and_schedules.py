@@ -105,7 +105,6 @@ def test_muon_steps_no_table(architecture: str, tables: set[str]) -> None:
     assert of_adamw == set(names.values()) - of_muon
 
 
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")  # peft's, of Conv1D
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_muon_is_torchs_to_the_last_bit(dtype: torch.dtype) -> None:
     recipe = Optimizer(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9)
@@ -123,6 +122,7 @@ def test_muon_is_torchs_to_the_last_bit(dtype: torch.dtype) -> None:
         assert torch.equal(muon.state[mine]["momentum_buffer"], reference.state[other]["momentum_buffer"])
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")  # peft's, of Conv1D
 def test_muon_steps_no_trained_copy_and_no_added_row() -> None:
     """Under adapters the tables are modules of peft: a copy with a name of its own, rows of added tokens."""
     config = AutoConfig.for_model("gpt2", vocab_size=40, n_embd=16, n_layer=1, n_head=2)
