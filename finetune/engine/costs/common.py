@@ -243,12 +243,9 @@ class Costs(abc.ABC):
     def orthogonalizing(self) -> int:
         """Returns the bytes to orthogonalize the largest matrix (`engine/muon.py`): its direction in fp32, or a bf16
         copy and its parts; two bf16 matrices of the iteration and two squares of its shorter side."""
-        largest = max(self.orthogonalized, key=lambda weight: weight.numel * self.sizes.tensor, default=None)
-        if largest is None:
-            return 0
-        numel = largest.numel * self.sizes.tensor
-        side = min(max(largest.shape), min(largest.shape) * self.sizes.tensor)
-        return (4 + 2 * 2) * numel + 2 * 2 * side**2
+        ranks = self.sizes.tensor
+        sizes = [(w.numel * ranks, min(max(w.shape), min(w.shape) * ranks)) for w in self.orthogonalized]
+        return max(((4 + 2 * 2) * numel + 2 * 2 * side**2 for numel, side in sizes), default=0)
 
     def shared_matrices(self, ranks: int, parts: int) -> Iterator[Transfer]:
         """Yields the exchange of whole matrices: `ranks` gather them in bf16 and send them back. parts: ranks that
