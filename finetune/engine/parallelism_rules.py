@@ -139,8 +139,6 @@ def tensor_parallel(c: Combination) -> Iterator[str]:
             f"{key} with `optimizer.in_backward: true`: the gradient of a norm between sharded matrices is complete "
             "only after all ranks have summed theirs: use fsdp2, or `in_backward: false`"
         )
-    if recipe.optimizer.name == "muon":
-        yield f"{key}: Muon needs unsharded matrices: use ddp, or another optimizer"
     if model is None:
         return
     if model.experts:

@@ -93,15 +93,20 @@ class Ranks:
 
 def group_along(dimension: str, parallelism: Parallelism, rank: int) -> Any:
     """Returns the ranks that differ from this one in one dimension only; None if it has size 1. Collective."""
-    if getattr(parallelism, dimension) == 1:
+    return group_over((dimension,), parallelism, rank)
+
+
+def group_over(dimensions: tuple[str, ...], parallelism: Parallelism, rank: int) -> Any:
+    """Returns the ranks that differ from this one in these dimensions only; None if there are no others. Collective."""
+    if all(getattr(parallelism, dimension) == 1 for dimension in dimensions):
         return None
-    return _groups(torch.distributed.group.WORLD, dimension, parallelism)[rank]
+    return _groups(torch.distributed.group.WORLD, dimensions, parallelism)[rank]
 
 
 @cache
-def _groups(world: Any, dimension: str, parallelism: Parallelism) -> dict[int, Any]:
-    """Returns the groups of a dimension by rank, created once in the process group `world`. Collective."""
-    others = [name for name in DIMENSIONS if name != dimension]
+def _groups(world: Any, dimensions: tuple[str, ...], parallelism: Parallelism) -> dict[int, Any]:
+    """Returns the groups over dimensions by rank, created once in the process group `world`. Collective."""
+    others = [name for name in DIMENSIONS if name not in dimensions]
     groups: dict[int, Any] = {}
     for coordinates in product(*(range(getattr(parallelism, name)) for name in others)):
         fixed = dict(zip(others, coordinates, strict=True))

@@ -174,7 +174,7 @@ def phases_of(
     _micro_batch(walk, parts, stage, moving, first)
     walk.reach("reduction", moving.end)
     walk.now = rest + gradients
-    walk.reach("optimizer", max(moving.optimizer, costs.norm_buffer()))
+    walk.reach("optimizer", max(moving.optimizer + costs.orthogonalizing(), costs.norm_buffer()))
     # An evaluation keeps nothing for a backward.
     walk.now = rest + moving.always
     forward = max(part.peak for part in parts.layers) + moving.layer

@@ -72,6 +72,9 @@ OF_TOKENS = tuple(case for case in parity.CASES if case.name in ("full tokens", 
 # Four layers, as two stages, as four, and unsplit.
 WITH_STAGES: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("pp", 2), *FOUR_STAGES)
 OF_STAGES = tuple(case for case in parity.CASES if case.name in ("full deep", "lora deep"))
+# Momentum of matrices that are stepped whole, in every kind of range.
+WITH_MUON: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero2", 2), ("zero3", 2), ("tp", 2), ("hsdp", 4))
+OF_MUON = tuple(case for case in parity.CASES if case.name == "full muon")
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def cases(*places: Place) -> tuple[parity.Case, ...]:
     objectives = OF_OBJECTIVES if all(place in WITH_OBJECTIVES for place in places) else ()
     images = OF_IMAGES if all(place in WITH_IMAGES for place in places) else ()
     tokens = OF_TOKENS if all(place in WITH_TOKENS for place in places) else ()
-    return (*plain, *few, *experts, *stages, *objectives, *images, *tokens)
+    muon = OF_MUON if all(place in WITH_MUON for place in places) else ()
+    return (*plain, *few, *experts, *stages, *objectives, *images, *tokens, *muon)
 
 
 def run_name(place: Place, case: parity.Case) -> str:
