@@ -17,8 +17,7 @@ from finetune.engine import tensor_parallel
 from finetune.errors import UserError
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice, Kernels, attention_for, kernels, per_document
-from finetune.models.head.chunked import rows_at_once
-from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.head.chunked import HeadDevice
 from finetune.models.moe import adapters_of, dispatch_tokens, experts_of
 from finetune.models.packed_linear import linear_weights
 from finetune.models.patches import replace_forward
@@ -51,6 +50,7 @@ class How:
 
     device: str = "cuda"
     capability: tuple[int, int] | None = (9, 0)  # None: AMD
+    small: bool = False  # an accelerator with few GiB, by `is_small`
     casts_weights: bool = False  # gathered in the compute type (FSDP2)
     keeps_inputs_alone: bool = False  # linear layers without casts of their weights (ZeRO-3)
     gradients_there: bool = False  # of an earlier micro-batch, which are added to
@@ -144,11 +144,8 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
         has_scores=bool(objective.num_scores),
         only_sums=objective.only_sums,
         emulates_fp8=how.device == "cpu",
-        kernels_of=how.device,
+        head_device=HeadDevice(how.device, how.small, recipe.model.kernels != "plain"),
     )
-    if isinstance(wrapped, CausalLMWithLoss) and wrapped.choice.implementation != "plain":
-        # As on the device that is planned for; `assemble` has chosen them for the CPU.
-        wrapped._rows = rows_at_once(config.get_text_config().vocab_size, how.device)
     return wrapped, ForwardPass(attention, objective)
 
 

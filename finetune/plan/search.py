@@ -269,7 +269,8 @@ def evaluate(
     if (capability := machines.device.capability) is not None:
         check_products(recipe, machines.device.name, capability)
     device = "cpu" if machines.key == CPU else "cuda"
-    place = Place(launch, min(launch.processes, machines.per_machine), device, machines.device.kernels)
+    per_host, card = min(launch.processes, machines.per_machine), machines.device
+    place = Place(launch, per_host, device, card.kernels, card.gib)
     batch = heaviest(recipe, request.rows)
     most = int(machines.device.gib * GIB)
     memory = estimate_memory(recipe, request.config, place, batch, micro_batches, most)
