@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.models import packed_linear
+from finetune.models.casts import shared_cast
 from finetune.models.packed_linear import Fp8Linear
 from finetune.models.patches import mix_in
 
@@ -134,25 +136,42 @@ def products(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
     frozen = [tensor for base in bases for tensor in (base.weight, base.bias)]
     down = [layer.lora_A[name].weight for layer, name in zip(layers, names, strict=True)]
     up = [layer.lora_B[name].weight for layer, name in zip(layers, names, strict=True)]
+    of_adapters = (*down, *up)
+    with torch.autocast(device, enabled=False), torch.no_grad():
+        # Without a cast they are used at once: FSDP2 has gathered them for this layer, and frees them.
+        shares = any(weight.dtype != compute for weight in of_adapters)
+        cast = partial(_cast, compute=compute)
+        casts = shared_cast(of_adapters, cast) if shares else cast(of_adapters)
     with torch.autocast(device, enabled=False):
-        outputs: Any = _Products.apply(x, compute, scaling, bases, *frozen, *down, *up)
+        outputs: Any = _Products.apply(x, compute, scaling, bases, casts, *frozen, *of_adapters)
     # A model may add to an output in place (Llama 4), which autograd allows for views that are created outside.
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)  # -1 would not do for no rows
 
 
+def _cast(of_adapters: tuple[Tensor, ...], compute: torch.dtype) -> tuple[Tensor, ...]:
+    """Returns all A as one matrix, then each B, in the compute type. of_adapters: n A, n B."""
+    n = len(of_adapters) // 2
+    return torch.cat(of_adapters[:n]).to(compute), *(b.to(compute) for b in of_adapters[n:])
+
+
 class _Products(torch.autograd.Function):
-    """Outputs (T, O) of n layers. bases: those that are adapted; weights: n times (W, packed or not, and bias or None),
-    n A, n B."""
+    """Outputs (T, O) of n layers. bases: those that are adapted; casts: of `_cast`; weights: n times (W, packed or not,
+    and bias or None), n A, n B."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, compute: torch.dtype, scaling: list[float], bases: list[Any], *weights: Any
+        ctx: Any,
+        x: Tensor,
+        compute: torch.dtype,
+        scaling: list[float],
+        bases: list[Any],
+        casts: tuple[Tensor, ...],
+        *weights: Any,
     ) -> tuple[Tensor, ...]:
         n = len(scaling)
         ctx.compute, ctx.scaling, ctx.bases, ctx.shape, ctx.type = compute, scaling, bases, x.shape, x.dtype
-        base, of_adapters = weights[: 2 * n], weights[2 * n :]
-        down, up = torch.cat(of_adapters[:n]).to(compute), [b.to(compute) for b in of_adapters[n:]]
-        ctx.ranks = [a.shape[0] for a in of_adapters[:n]]
+        base, (down, *up) = weights[: 2 * n], casts
+        ctx.ranks = [a.shape[0] for a in weights[2 * n : 3 * n]]
         rows = x.to(compute).reshape(-1, x.shape[-1])  # (T, I)
         inner = F.linear(rows, down)  # (T, sum of r)
         outputs = []
@@ -187,7 +206,7 @@ class _Products(torch.autograd.Function):
                 of_x.addmm_(of_inner, down[i], alpha=ctx.scaling[i])
         if of_x is not None:
             of_x = of_x.view(ctx.shape).to(ctx.type)
-        return of_x, None, None, None, *[None] * (2 * n), *of_down, *of_up
+        return of_x, None, None, None, None, *[None] * (2 * n), *of_down, *of_up
 
 
 def _matrix(base: Any, weight: Tensor, compute: torch.dtype) -> Tensor:  # (O, I)

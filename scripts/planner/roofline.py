@@ -62,6 +62,7 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
     from finetune.models import fused_layers, loss_model, packed_linear
     from finetune.models.assemble import assemble
     from finetune.models.attention import attention_for
+    from finetune.models.casts import cast_once
     from finetune.models.patches import replace_forward
     from finetune.objectives import make_objective
     from finetune.objectives.forward import ForwardPass
@@ -93,7 +94,7 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
             listed[group, "bytes"] += size  # type: ignore[assignment]
             listed[group, "launches"] += launches
 
-        with fake_cuda(block=1) as meter:
+        with fake_cuda(block=1) as meter, cast_once():
             meter_of.append(meter)
             _fill(model, torch.device("cuda"))
             unwrap_peft(model).tie_weights()
