@@ -91,7 +91,7 @@ class FusedLinear:
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or not self.fuses():
             return super().forward(x, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  (of peft's)
-        return self.siblings.output(self, x)
+        return _compiled_product(self, x) if torch.compiler.is_compiling() else self.siblings.output(self, x)
 
     def fuses(self) -> bool:
         """Returns whether this layer computes the formula above, with weights that are on this rank. It does not with
@@ -104,9 +104,9 @@ class FusedLinear:
         down, up = layer.lora_A[name], layer.lora_B[name]
         base: Any = layer.base_layer
         return (
-            not torch.compiler.is_compiling()  # it fuses by itself
-            and isinstance(layer.lora_dropout[name], nn.Identity)
-            and (_is_plain(base) or _is_packed(base))
+            isinstance(layer.lora_dropout[name], nn.Identity)
+            # A packed weight in a compiled layer would be kept unpacked for the backward.
+            and (_is_plain(base) or (_is_packed(base) and not torch.compiler.is_compiling()))
             and all(map(_is_plain, (down, up)))
             and up.bias is None
             and not any(parameter.requires_grad for parameter in base.parameters())
@@ -211,3 +211,60 @@ class _Products(torch.autograd.Function):
 
 def _matrix(base: Any, weight: Tensor, compute: torch.dtype) -> Tensor:  # (O, I)
     return (weight if type(base) is nn.Linear else packed_linear.unpacked_weight(base, weight)).to(compute)
+
+
+# --- in a compiled layer: an operator that torch.compile calls as it is
+
+
+def _compiled_product(layer: Any, x: Tensor) -> Tensor:
+    """Returns as `products` of one layer. Casts are left to the compiler, which has few kernels for all of them; layers
+    of one input, too: those that take another's output would change its state, which recomputation must not."""
+    device, name, base = x.device.type, layer.active_adapters[0], layer.base_layer
+    compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    bias = None if base.bias is None else base.bias.to(compute)
+    down, up = (half[name].weight.to(compute) for half in (layer.lora_A, layer.lora_B))
+    rows = x.to(compute).reshape(-1, x.shape[-1])
+    y, _ = _adapted(rows, base.weight.to(compute), bias, down, up, layer.scaling[name])
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+@torch.library.custom_op("finetune::adapted", mutates_args=())
+def _adapted(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the output (T, O) and rows A' (T, r). All tensors have the compute type."""
+    inner = F.linear(rows, down)
+    return F.linear(rows, weight, bias).addmm_(inner, up.t(), alpha=scaling), inner
+
+
+@_adapted.register_fake
+def _(rows: Tensor, weight: Tensor, _bias: Any, down: Tensor, _up: Any, _scaling: Any) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(len(rows), len(weight)), rows.new_empty(len(rows), len(down))
+
+
+@torch.library.custom_op("finetune::adapted_backward", mutates_args=())
+def _adapted_backward(
+    of_y: Tensor, rows: Tensor, inner: Tensor, weight: Tensor, down: Tensor, up: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of rows, A and B."""
+    of_inner = of_y @ up
+    of_rows = (of_y @ weight).addmm_(of_inner, down, alpha=scaling)
+    return of_rows, (of_inner.t() @ rows).mul_(scaling), (of_y.t() @ inner).mul_(scaling)
+
+
+@_adapted_backward.register_fake
+def _(_of_y: Any, rows: Tensor, _inner: Any, _weight: Any, down: Tensor, up: Tensor, _scaling: Any) -> Any:
+    return torch.empty_like(rows), torch.empty_like(down), torch.empty_like(up)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    rows, weight, _, down, up, ctx.scaling = inputs
+    ctx.save_for_backward(rows, output[1], weight, down, up)
+
+
+def _gradients(ctx: Any, of_y: Tensor, _of_inner: Tensor) -> Any:
+    of_rows, of_down, of_up = _adapted_backward(of_y, *ctx.saved_tensors, ctx.scaling)
+    return of_rows, None, None, of_down, of_up, None
+
+
+_adapted.register_autograd(_gradients, setup_context=_keep)

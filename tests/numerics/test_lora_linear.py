@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from finetune.models import lora_linear
 from finetune.models.casts import cast_once
+from finetune.models.compiled import compilations
 from finetune.models.lora_linear import FusedLinear, Siblings, fuse_adapters
 from finetune.models.packed_linear import keep_weights_unpacked, pack_linear_layers, unpacked_weight
 from finetune.models.weights import fuse_adapters as fuse_for
@@ -191,6 +193,35 @@ def test_the_micro_batches_of_a_step_share_one_cast_of_each_adapter(recomputed: 
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
     # 4 matrices A of those with one input and 7 B in each of two layers: in each step, and in the forward at the end.
     assert casts == 2 * (4 + 7) * (2 + 1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_layers_compute_the_same_bits_in_one_graph() -> None:
+    """With recomputation, and without a break, as `fullgraph` allows none. The bits are those of layers that share no
+    input."""
+    theirs = adapted(3)
+    theirs.config.use_cache = theirs.base_model.model.config.use_cache = False
+    theirs.train().gradient_checkpointing_enable({"use_reentrant": False})
+    ours = fused(theirs)
+    for layer in fused_of(ours):
+        layer.siblings = Siblings([layer])
+    wanted = step(ours, autocast=True)
+    torch.compiler.reset()
+    before = compilations()
+    for layer in ours.base_model.model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    found = step(ours, autocast=True)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert compilations() - before == 1
+    torch.compiler.reset()
+
+
+def test_the_operator_of_compiled_layers_is_registered_as_it_computes() -> None:
+    torch.manual_seed(0)
+    rows, down, up = (torch.randn(shape, requires_grad=True) for shape in ((5, 8), (2, 8), (6, 2)))
+    for bias in (torch.randn(6), None):
+        torch.library.opcheck(lora_linear._adapted, (rows, torch.randn(6, 8), bias, down, up, 2.0))
 
 
 @pytest.mark.parametrize("shape", [(5, 32), (2, 5, 32)])
