@@ -90,18 +90,19 @@ def short_model(config: PretrainedConfig) -> PretrainedConfig:
     return with_layers(config, [*map(kinds.index, range(count)), 0]) if count < len(kinds) else short
 
 
-def kernels_at(device: str, capability: tuple[int, int] | None) -> Kernels:
+def kernels_at(device: str, capability: tuple[int, int] | None, requested: str = "auto") -> Kernels:
     """Returns the kernels of a device that this machine need not have: as `Kernels.here` on it, without packages that
-    only some install."""
+    only some install, unless requested (`model.attention`)."""
     if device != "cuda":
         return Kernels()
-    return Kernels(capability, flash_kernels=capability is not None, triton=True, no_flash_3=None)
+    kernels = Kernels(capability, flash_kernels=capability is not None, triton=True)
+    return replace(kernels, no_flash_3=None) if requested == "flash_attention_3" else kernels
 
 
 def attention_at(recipe: Recipe, config: PretrainedConfig, how: How) -> AttentionChoice:
     """Returns the attention of a run on such a device, which this machine need not have, for fake tensors."""
     eager = recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": False})})
-    choice = attention_for(eager, config, how.device, kernels_at(how.device, how.capability))
+    choice = attention_for(eager, config, how.device, kernels_at(how.device, how.capability, recipe.model.attention))
     if choice.implementation == kernels.VARLEN:
         return replace(choice, prepare=partial(kernels.prepare_varlen, device="cpu"))
     if choice.implementation == kernels.FLEX:  # it keeps the same tensors as a kernel for each document
