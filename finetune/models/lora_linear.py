@@ -254,7 +254,7 @@ def _adapted_backward(
 
 @_adapted_backward.register_fake
 def _(_of_y: Any, rows: Tensor, _inner: Any, _weight: Any, down: Tensor, up: Tensor, _scaling: Any) -> Any:
-    return torch.empty_like(rows), torch.empty_like(down), torch.empty_like(up)
+    return tuple(like.new_empty(like.shape) for like in (rows, down, up))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

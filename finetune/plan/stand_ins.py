@@ -34,9 +34,9 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
     packed_linear.unpacked_weight = lambda layer, _weight: torch.empty(
         layer.out_features, layer.in_features, dtype=compute
     )
-    norm, liger, of_head = fused_layers.rms_norm, fused_layers.liger_function, chunked._liger_kernel
+    norm, liger, of_head = fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy
     fused_layers.rms_norm, fused_layers.liger_function = fused_norm, liger_function
-    chunked._liger_kernel = LigerKernel
+    chunked.liger_cross_entropy = LigerKernel
     collectives: Any = tensor_parallel.dist
     tensor_parallel.dist = _OneRank()  # pyright: ignore[reportAttributeAccessIssue]
     if keeps_inputs_alone:
@@ -53,7 +53,7 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
     finally:
         moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear = can_use, grouped, linear
         tensor_parallel.dist, torch.is_autocast_enabled = collectives, is_enabled
-        fused_layers.rms_norm, fused_layers.liger_function, chunked._liger_kernel = norm, liger, of_head
+        fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy = norm, liger, of_head
         packed_linear.unpacked_weight = unpacked_weight
         torch.nn.functional.dropout = dropout
 

@@ -327,7 +327,7 @@ class LigerHead(MatrixHead):
         if len(raw):
             if scale != 1.0:
                 raw.mul_(scale)
-            _liger_kernel()[(len(raw),)](
+            liger_cross_entropy()[(len(raw),)](
                 X_ptr=raw,
                 X_stride=raw.stride(0),
                 Y_ptr=task.target_ids[rows],
@@ -365,7 +365,7 @@ _LIGER_UNUSED: dict[str, Any] = {
 }
 
 
-def _liger_kernel() -> Any:
+def liger_cross_entropy() -> Any:
     from liger_kernel.ops.cross_entropy import (  # pyright: ignore[reportMissingImports]
         liger_cross_entropy_kernel,
     )
