@@ -175,7 +175,9 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
         lines.append(f"{machines.key} has the memory of its data sheet; what torch reports differs by a little")
     device, efficiency = machines.device, hardware.efficiency
     if not device.has_flash_kernels:
-        choice = attention_for(request.recipe, request.config, "cuda", kernels_at("cuda", device.kernels))
+        choice = attention_for(
+            request.recipe, request.config, "cuda", kernels_at("cuda", device.kernels, request.recipe.model.attention)
+        )
         speed = f"{efficiency.flex:.0%} of a flash kernel's speed ({efficiency.flex_source})"
         lines.append(f"attention on {machines.key} ({choice.reason}) has {speed} and keeps as many bytes")
     elif device.capability is None:

@@ -81,7 +81,7 @@ class Launched:
             states = [costs.state(rank) for rank in different_ranks(self.launch.parallelism)]
             kept = max(states, key=lambda state: state.device_bytes).persistent
             return {"memory_bytes": {name: kept[part] for name, part in STATE.items()}}
-        place = Place(self.launch, self.per_machine, "cuda", _capability())
+        place = Place(self.launch, self.per_machine, "cuda", _capability(), _gib())
         batch = heaviest(self.recipe, self.rows)
         memory = estimate_memory(self.recipe, self.config, place, batch, self.micro_batches)
         of_state = {name: memory.persistent[part] for name, part in STATE.items()}
@@ -89,7 +89,7 @@ class Launched:
 
     def rows_that_fit(self, free_bytes: int) -> int:
         """Returns how many rows of a micro-batch are expected to fit, by a line through the peaks of one and two."""
-        place = Place(self.launch, self.per_machine, "cuda", _capability())
+        place = Place(self.launch, self.per_machine, "cuda", _capability(), _gib())
         peaks = []
         for count in (1, 2):
             batch = self.recipe.batch.model_copy(update={"rows_per_device": count})
@@ -130,6 +130,11 @@ class Launched:
 def _capability() -> tuple[int, int] | None:
     """Returns the capability of this machine's device, None on AMD; Hopper's without a device."""
     return Kernels.here().capability if torch.cuda.is_available() else (9, 0)
+
+
+def _gib() -> float | None:
+    """Returns the memory of this machine's device; None without one."""
+    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else None
 
 
 def predict_run(prepared: Prepared, engine: Engine) -> dict[str, Any]:

@@ -284,7 +284,8 @@ def evaluate(
     if (capability := machines.device.capability) is not None:
         check_products(recipe, machines.device.name, capability)
     device = "cpu" if machines.key == CPU else "cuda"
-    place = Place(launch, min(launch.processes, machines.per_machine), device, machines.device.kernels)
+    per_host, card = min(launch.processes, machines.per_machine), machines.device
+    place = Place(launch, per_host, device, card.kernels, card.gib)
     batch = heaviest(recipe, request.rows)
     if (budget := recipe.batch.tokens_per_device) is not None:
         tokens = request.rows.tokens_per_row * recipe.batch.rows / launch.parallelism.data

@@ -259,7 +259,7 @@ class Job:
             # What `single` computes: copies of weights around gathers cost the casts that FSDP2 saves, or more.
             alone = Launch("replicated", 1)
             costs = costs_at(self.recipe, self.config, alone, costs.device)
-        how = how_of(costs, self.machines.device.kernels, self.micro_batches)
+        how = how_of(costs, self.machines.device.kernels, self.micro_batches, self.machines.device.gib)
         parts = timeline_of(self.recipe, self.config, of_rank(self.batch, sizes), how)
         shapes, kinds = self.costs.shapes, shortened(self.config)[1]
         larger = self.row_tokens / self.micro_batches / sum(self.batch.documents)

@@ -41,6 +41,7 @@ from finetune.engine.start import set_group_timeouts
 from finetune.errors import RunFailure, Stopped, UserError
 from finetune.export.result import model_card, save_result, write_tokenizer
 from finetune.models.base_config import dtypes
+from finetune.models.casts import cast_once
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.wrapped import Outputs
@@ -286,7 +287,8 @@ class Trainer:
         self.engine.prepare_groups(factor, step.has_images)
         step = self._completed(step)
         micro_batches = _MicroBatches(self, step)
-        self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss)
+        with cast_once():
+            self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss)
         sums, flags = self._reduce(micro_batches)
         loss = sums.loss()
         if not math.isfinite(loss):
