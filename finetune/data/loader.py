@@ -131,25 +131,23 @@ class Loader:
         lengths = [self.rows.lengths(position) for position in positions]
         work = np.array([(of_row**2).sum() for of_row in lengths])  # (rows,)
         # By the sequences alone, computed once or twice: micro-batches do not depend on the attention's capabilities.
-        micro_batches = self._micro_batches(np.array([of_row.sum() for of_row in lengths]))
+        tokens = np.array([of_row.sum() for of_row in lengths])
+        if self.tokens_per_device is None:
+            ends = range(self.rows_per_device, len(tokens), self.rows_per_device)
+            micro_batches = np.split(np.arange(len(tokens)), ends)
+        else:
+            order = np.argsort(-tokens, kind="stable")
+            ends, total = [], 0
+            for i, of_row in enumerate(tokens[order].tolist()):
+                total += of_row
+                if total > self.tokens_per_device and i:
+                    ends.append(i)
+                    total = of_row
+            micro_batches = np.split(order, ends)
         mine = assign_micro_batches([int(work[rows].sum()) for rows in micro_batches], self.rank, self.world_size)
         shares = self.shares_prompts
         shared = [self.rows.counts(position)["shared_tokens"] if shares else 0 for position in positions]
         return StepAssignment(positions, lengths, shared, micro_batches, mine, -len(micro_batches) % self.world_size)
-
-    def _micro_batches(self, tokens: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Returns the rows of each micro-batch. tokens: of each row."""
-        if self.tokens_per_device is None:
-            ends = range(self.rows_per_device, len(tokens), self.rows_per_device)
-            return np.split(np.arange(len(tokens)), ends)
-        order = np.argsort(-tokens, kind="stable")
-        ends, total = [], 0
-        for i, of_row in enumerate(tokens[order].tolist()):
-            total += of_row
-            if total > self.tokens_per_device and i:
-                ends.append(i)
-                total = of_row
-        return np.split(order, ends)
 
     def _batches(self, assignment: StepAssignment) -> Iterator[Batch]:
         for index in assignment.mine:

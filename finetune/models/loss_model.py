@@ -98,36 +98,32 @@ class CausalLMWithLoss(WrappedModel):
             mix_in(head, HeadWithLoss, "losses in the head")
 
     def _read(self, targets: TargetTokens, inputs: dict[str, Any]) -> Outputs:
-        losses = self._losses(targets, inputs)
+        if self.choice.implementation == "plain":
+            # A model's config can enable a balance loss in each forward. It is not read; an objective adds its own.
+            taken = accepted({**inputs, **self._no_balance_loss}, self._takes)
+            if self._keeps_positions:
+                logits = self.causal_lm(**taken, logits_to_keep=targets.positions).logits[0]  # (S, V)
+            else:
+                logits = self.causal_lm(**taken).logits[0, targets.positions]
+            each, details = targets.token_loss.losses(at_least_fp32(logits), targets.ids, targets.columns)
+            total = each.sum() if targets.weights is None else (each * targets.weights).sum()
+            losses = HeadLosses(total, each if targets.differentiable else each.detach(), details)
+        else:
+            hidden = self._base(inputs)[:, targets.positions]
+            task = HeadTask(
+                targets.ids,
+                targets.token_loss,
+                self._logit_map,
+                self._rows,
+                targets.weights,
+                targets.differentiable,
+                targets.columns,
+            )
+            losses: HeadLosses = output_head(self.causal_lm)(hidden, task=task)
         if targets.of_target is None:
             return Outputs(*losses)
         each, *details = (values[targets.of_target] for values in (losses.each, *losses.details))
         return Outputs(each.sum(), each, tuple(details))
-
-    def _losses(self, targets: TargetTokens, inputs: dict[str, Any]) -> HeadLosses:
-        if self.choice.implementation == "plain":
-            logits = at_least_fp32(self._logits(targets.positions, inputs))
-            each, details = targets.token_loss.losses(logits, targets.ids, targets.columns)
-            total = each.sum() if targets.weights is None else (each * targets.weights).sum()
-            return HeadLosses(total, each if targets.differentiable else each.detach(), details)
-        hidden = self._base(inputs)[:, targets.positions]
-        task = HeadTask(
-            targets.ids,
-            targets.token_loss,
-            self._logit_map,
-            self._rows,
-            targets.weights,
-            targets.differentiable,
-            targets.columns,
-        )
-        return output_head(self.causal_lm)(hidden, task=task)
-
-    def _logits(self, positions: Tensor, inputs: dict[str, Any]) -> Tensor:  # (S, V)
-        # A model's config can enable a balance loss in each forward. It is not read; an objective adds its own.
-        taken = accepted({**inputs, **self._no_balance_loss}, self._takes)
-        if self._keeps_positions:
-            return self.causal_lm(**taken, logits_to_keep=positions).logits[0]
-        return self.causal_lm(**taken).logits[0, positions]
 
 
 class HeadWithLoss:

@@ -32,7 +32,7 @@ from finetune.models.attention import Kernels
 from finetune.models.config import training_config
 from finetune.models.trials import FAILURES, quietly
 from finetune.plan.finished_runs import device_key, phases_of_time, read_plan, speeds_here
-from finetune.plan.lengths import RowFacts, facts_of, widest
+from finetune.plan.lengths import Lengths, RowFacts, facts_of, widest
 from finetune.plan.memory import Place, estimate_memory
 from finetune.plan.search import heaviest
 from finetune.plan.shapes import costs_at, shapes_of
@@ -141,6 +141,8 @@ def predict_run(prepared: Prepared, engine: Engine) -> dict[str, Any]:
             data = on_disk(training)
             token = None if recipe.data.image is None else cast(Any, config).image_token_id
             rows = facts_of(data.examples, data.rows, "the data of the run", len(data.rows), token)
+        if recipe.rollouts is not None:
+            rows = Lengths("the data of the run", on_disk(training).examples, 1.0).rows(recipe, config)
         on_gpu = engine.device.type == "cuda"
         device = torch.cuda.get_device_name(engine.device) if on_gpu else engine.device.type
         place = (engine.launch, prepared.micro_batches, rows, device, engine.local_processes)
@@ -228,8 +230,10 @@ def _launched(folder: Path, plan: dict[str, Any]) -> Launched:
     launch = Launch(of_launch["kind"], plan["world_size"], None, of_launch["config"])
     config = training_config(recipe)
     counts = plan["rows_per_epoch"], plan["examples"], plan["tokens_per_epoch"], plan["supervised_tokens_per_epoch"]
-    if not all(counts):
-        rows = widest(recipe, "a stream", config)
+    if not all(counts) or recipe.rollouts is not None:
+        rows = widest(
+            recipe, "plan.json has the lengths of rows, not of prompts" if all(counts) else "a stream", config
+        )
     else:
         in_epoch, examples, tokens, targets = counts
         full, share = recipe.data.max_length, targets / tokens

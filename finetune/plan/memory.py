@@ -23,6 +23,7 @@ from finetune.export.figures import WHOLE_BYTES
 from finetune.export.weight_files import SHARD_BYTES
 from finetune.models.base_config import dtypes, layer_configs
 from finetune.plan.micro_batch import HeaviestBatch, How
+from finetune.plan.rollouts import longest_prompt, sampling_of
 from finetune.plan.shapes import costs_at, shapes_of, shortened
 from finetune.plan.timeline import Part, Timeline, timeline_of
 from finetune.recipe import Recipe
@@ -85,8 +86,7 @@ def estimate_memory(
         sizes = [4 * (weight.packed or weight.numel) for weight in weights]
         merged = max(3 * max(sizes), sum(sizes) if sum(sizes) <= WHOLE_BYTES else 0)
         after = {"save": sum(weight.bytes for weight in weights if weight.trains), "merge": merged}
-    reads = place.launch.kind == "fsdp2" or place.launch.parallelism.tensor > 1  # and has copies in the trained type
-    reading = sum(weight.bytes for weight in weights if weight.trains) if reads else 0
+    reading = sum(weight.bytes for weight in weights if weight.trains) if costs.loads_by_copies else 0
     for rank in different_ranks(place.launch.parallelism):
         phases, state = phases_of(costs, config, rank, place.capability, batch, micro_batches, most)
         host, disk = state.host * place.per_host, state.disk * place.per_host
@@ -180,6 +180,10 @@ def phases_of(
     forward = max(part.peak for part in parts.layers) + moving.layer
     head = parts.head.peak - max(0, parts.head.kept) + moving.tail if stage.last else 0
     walk.reach("evaluation", parts.before.kept + max(forward, head))
+    if recipe.rollouts is not None:
+        prompt = longest_prompt(recipe, batch.documents)
+        sampled = sampling_of(recipe, config, prompt, how_of(costs, capability, micro_batches))
+        walk.reach("sampling", sampled.peak + max(moving.layer, moving.tail))
     walk.now = rest
     walk.reach("checkpoint", 0)
     walk.reach("save", costs.whole_tensor())

@@ -654,6 +654,9 @@ METRICS: dict[str, Literal["lower", "higher"]] = {
     "eval_rewards/rejected": "lower",
     "eval_log_probs/chosen": "higher",
     "eval_log_probs/rejected": "lower",
+    "eval_reward": "higher",
+    "eval_reward/*": "higher",
+    "eval_pass@*": "higher",
     "eval_kl": "lower",
     "eval_nll": "lower",
     "eval_odds_ratio": "lower",
@@ -671,7 +674,13 @@ def metric_direction(name: str) -> Literal["lower", "higher"]:
     raise ValueError(f"no evaluation measures {name!r}: use one of {', '.join(METRICS)}{hint}")
 
 
-Metric = Annotated[str, AfterValidator(lambda name: name if metric_direction(name) else None)]  # of an evaluation
+def _metric(name: str) -> str:
+    """Returns the name of a metric of an evaluation; `reward` is short for `eval_reward`."""
+    name = "eval_reward" if name == "reward" else name
+    return name if metric_direction(name) else ""
+
+
+Metric = Annotated[str, AfterValidator(_metric)]  # of an evaluation
 
 
 class StopWhen(Section):
@@ -712,6 +721,9 @@ class Evaluate(Section):
     exact_match: Annotated[int, Field(ge=0)] = 0  # examples whose greedy answer is compared with the reference
     answer: str | None = None  # regular expression whose first group is the answer, in output and reference
     max_new_tokens: Count = 128
+    # With `rewards`: held-out prompts, the first ones, that are answered as `rollouts` says and rewarded. null: all
+    prompts: Annotated[int, Field(ge=0)] | None = None
+    samples: Count = 1  # with `rewards`: answers to each of these prompts
 
 
 Acceptable = Literal[
@@ -744,8 +756,8 @@ class Checkpoint(Section):
     every_steps: Count | None = None  # and after the last step; null: not by steps
     every_minutes: Positive | None = None  # after the step in which this much time has passed since the last save
     keep: Count = 2  # number of newest checkpoints
-    # Also keep the best checkpoint by this metric of the evaluations: eval_loss, eval_loss/<source> (lowest) or
-    # exact_match (highest). Saves at every improvement.
+    # Also keep the best checkpoint by this metric of the evaluations: eval_loss, eval_loss/<source> (lowest),
+    # exact_match or reward (highest). Saves at every improvement.
     best: Metric | None = None
     asynchronous: bool = True  # write files while training continues; needs a copy of the state in CPU memory
     on_failure: Literal["stop", "continue"] = "stop"  # if a save fails (a full disk): stop the run, or only warn
@@ -821,6 +833,11 @@ class Recipe(Section):
         if self.data.image is not None and self.model.train is None:
             object.__setattr__(self, "model", self.model.model_copy(update={"train": ("language",)}))
         return self
+
+    @property
+    def samples_held_out(self) -> bool:
+        """Whether evaluations sample answers to held-out prompts and reward them."""
+        return bool(self.rollouts is not None and self.rewards and self.data.eval and self.evaluate.prompts != 0)
 
 
 def recipe_json_schema() -> str:

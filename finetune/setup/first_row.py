@@ -13,7 +13,6 @@ from finetune.data.samples import (
     BadRow,
     Ids,
     Labelled,
-    Message,
     Preference,
     PromptCompletion,
     Ranked,
@@ -54,14 +53,13 @@ def _drawn(sample: Sample, renderer: Renderer | None, data_file: str) -> list[tu
         return [(sample.text, [(0, len(sample.text))])] if isinstance(sample, Text) else []
     answers = [sample.chosen, sample.rejected] if isinstance(sample, Preference) else [sample]
     chats = [one.as_conversation() if isinstance(one, PromptCompletion) else one for one in answers]
-    return [_messages_drawn(chat.messages) for chat in chats]
-
-
-def _messages_drawn(messages: Sequence[Message]) -> tuple[str, Sequence[Span]]:
-    text, spans = "", []
-    for message in messages:
-        text += f"{message.role}: "
-        if message.role == "assistant" and message.train:
-            spans.append((len(text), len(text) + len(message.content)))
-        text += f"{message.content}\n"
-    return text.rstrip("\n"), spans
+    drawn = []
+    for chat in chats:
+        text, spans = "", []
+        for message in chat.messages:
+            text += f"{message.role}: "
+            if message.role == "assistant" and message.train:
+                spans.append((len(text), len(text) + len(message.content)))
+            text += f"{message.content}\n"
+        drawn.append((text.rstrip("\n"), spans))
+    return drawn

@@ -110,6 +110,7 @@ def model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice)
 def run_rows(
     prepared: Prepared,
     training: RowSource,
+    held_out: Dataset | None,
     engine: Engine,
     end_ids: set[int],
     attention: AttentionChoice,
@@ -120,9 +121,13 @@ def run_rows(
     recipe = prepared.recipe
     if recipe.rollouts is None:
         return training.in_order(recipe)
-    prompts = RunPrompts(recipe, on_disk(training))
+    prompts, questions = RunPrompts(recipe, on_disk(training)), None
+    if held_out is not None and recipe.samples_held_out:
+        questions = RunPrompts(recipe, held_out, "eval")
     of_run = (prepared.tokenizer, end_ids, run_folder(recipe))
-    return RolloutRows(recipe, engine, prompts, training.content(), *of_run, attention, loaders.training)
+    return RolloutRows(
+        recipe, engine, prompts, training.content(), *of_run, attention, loaders.training, held_out=questions
+    )
 
 
 def rows_per_device(

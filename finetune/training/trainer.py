@@ -120,7 +120,7 @@ class Trainer:
         self.data = training
         self.plan = parts.make_plan(prepared, engine, facts, rows, attention, reference, predicted or {})
         self.end_ids = end_ids(recipe, self.tokenizer, [training, held_out])
-        run_rows = parts.run_rows(prepared, training, engine, self.end_ids, attention, loaders)
+        run_rows = parts.run_rows(prepared, training, held_out, engine, self.end_ids, attention, loaders)
         self.loader = loaders.training(run_rows, self.plan.total_rows)
         self.evaluator = None
         if held_out:
@@ -209,7 +209,8 @@ class Trainer:
         self.saver = Saver(self.engine, self.recipe, self.folder / "checkpoints", metadata, self._holds_folder)
         self.saved_at = time.monotonic()
         try:
-            self.train()
+            with self.loader.rows.opened():
+                self.train()
             self._write_expert_load()
             self.saver.settle()
             if self.engine.is_main:
@@ -230,7 +231,6 @@ class Trainer:
         self.stop.steps_begun = True
         self._profile({})
         with (
-            self.loader.rows.opened(),
             fed_steps(self.loader, range(self.state.step, self.plan.steps), self.engine.device) as feed,
             ProgressBar(
                 self.console, "step", self.plan.steps, self.state.step, self.engine.is_main, keeps=True
@@ -387,6 +387,7 @@ class Trainer:
         """Evaluates on held-out data, logs and prints the results; returns the metrics. Collective."""
         assert self.evaluator is not None  # only called with evaluation data
         self.evaluation, generations = self.evaluator.run()
+        self.evaluation |= self.loader.rows.evaluated(self.state.step)
         stop_when = self.recipe.train.stop_when
         metrics = {"checkpoint.best": self.recipe.checkpoint.best, "train.stop_when": stop_when and stop_when.metric}
         for key, metric in metrics.items():

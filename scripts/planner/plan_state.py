@@ -163,7 +163,7 @@ def predicted(folder: Path, cell: Cell) -> list[dict[str, int]] | str:
 
 
 def measure(folder: Path, wanted: list[Cell]) -> dict[Cell, list[dict[str, int]]]:
-    """Returns the bytes of each rank of cells of one config and size, which are one launch; of none where it failed."""
+    """Returns the bytes of each rank of cells of one config and size, which are one launch; none if it failed."""
     first = wanted[0]
     config = None if first.config == "single" else config_file(folder, first)
     overrides = {cell.name: cell.overrides for cell in wanted}

@@ -3,8 +3,8 @@
     python scripts/proofs/mutants.py                        # every one; a line for each, and which test caught it
     python scripts/proofs/mutants.py --only objectives z0   # names or topics that contain one of the words
 
-The tests are run on the unchanged copy first, so that a failure is the wrong line's. Exit status 1 where a mutant
-survives, where its line is not in the file exactly once, or where tests fail without it.
+The tests are run on the unchanged copy first, so that a failure is the wrong line's. Exit status 1 if a mutant
+survives, if its line is not in the file exactly once, or if tests fail without it.
 
 pytest runs in forks of this process, which has imported the large libraries, never the package itself.
 """
@@ -183,7 +183,7 @@ MUTANTS = (
     ),
     Mutant(
         "objectives",
-        "torn pair: one answer is left where both are too long",
+        "torn pair: one answer is left if both are too long",
         "finetune/data/tokenizing.py",
         'counts["dropped_overlong"] += 1',
         'counts["dropped_overlong"] += 1\n        yield replace(example, sequences=example.sequences[:1])',

@@ -314,7 +314,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 
 
 def test_a_launch_smaller_than_requested_is_an_error(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
-    """accelerate 1.15 starts one process for this config, without a word: a real launch."""
+    """accelerate 1.15 starts one process for this config, without a word."""
     config = tmp_path / "cpu.yaml"
     config.write_text(
         yaml.safe_dump(
@@ -329,9 +329,9 @@ def test_a_launch_smaller_than_requested_is_an_error(recipe: dict[str, Any], wri
         ),
         encoding="utf-8",
     )
-    done = parity.accelerate_launch(config, 2, "-m", "finetune", "train", write_recipe(recipe))
+    done = forks.accelerate_launch(config, 2, "-m", "finetune", "train", write_recipe(recipe))
     assert done.returncode != 0
-    assert f"error: {config} asks for 2 processes, but 1 is running: each would train alone" in done.stdout
+    assert f"error: {config} asks for 2 processes, but 1 is running: each would train alone" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

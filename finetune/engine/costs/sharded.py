@@ -32,6 +32,8 @@ class ShardedCosts(Costs):
 
     # --- memory
 
+    loads_by_copies = True
+
     @property
     def casts_weights(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.recipe.train.precision in ("bf16", "fp16", "fp8")
