@@ -234,7 +234,7 @@ MUTANTS = (
         "objectives",
         "z0 per rank",
         "finetune/training/evaluation.py",
-        "return Sums(engine.ranks.total(sums.totals), sums.terms, counts)",
+        "return Sums(engine.ranks.total(sums.totals, sums.largest), sums.terms, counts)",
         "ranks = engine.accelerator.num_processes\n"
         "    return Sums({name: total.cpu() * ranks for name, total in sums.totals.items()}, sums.terms, counts)",
         (_PARITY, "--only", "ddp", "x2", "full kto"),
