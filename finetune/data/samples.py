@@ -82,7 +82,7 @@ class Ids:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptOnly:
     """The messages before an answer, for rows whose answers a run samples."""
 
     conversation: Conversation  # its last message is not an assistant's
@@ -114,7 +114,7 @@ class Labelled:
     label: bool | int | str
 
 
-Drawable = Conversation | Text | PromptCompletion | Prompt | Ids | Preference  # text or tokens that a renderer draws
+Drawable = Conversation | Text | PromptCompletion | PromptOnly | Ids | Preference  # that a renderer draws
 Sample = Drawable | Ranked | Labelled
 
 

@@ -28,7 +28,7 @@ from finetune.data.chat.encoding import remember_words
 from finetune.data.chat.renderer import Rendered, Renderer
 from finetune.data.formats.detect import parse_row
 from finetune.data.objective_rows import PLAIN, ObjectiveRows, examples_of
-from finetune.data.samples import BadRow, Prompt, Sequence, shared_prefix
+from finetune.data.samples import BadRow, PromptOnly, Sequence, shared_prefix
 from finetune.errors import RunFailure, UserError
 from finetune.utils import end_with_parent
 
@@ -175,7 +175,7 @@ def draw(settings: RowSettings, item: Item) -> DrawnRow:
     except UserError as error:
         raise UserError(f"{label}:{number}: {error}") from None
     groups = [(group, numbers) for groups, numbers in drawn for group in groups]
-    return DrawnRow((label, number), groups, len(groups) > len(drawn), isinstance(sample, Prompt))
+    return DrawnRow((label, number), groups, len(groups) > len(drawn), isinstance(sample, PromptOnly))
 
 
 def bad_row_message(row_id: RowId, error: BadRow) -> str:

@@ -22,8 +22,7 @@ from rich.table import Table
 
 from finetune.data.building import OpenedSources
 from finetune.data.formats.detect import parse_row
-from finetune.data.samples import BadRow, Conversation, Message, Preference, PromptCompletion, Ranked
-from finetune.data.samples import Prompt as PromptRow
+from finetune.data.samples import BadRow, Conversation, Message, Preference, PromptCompletion, PromptOnly, Ranked
 from finetune.errors import RunFailure, UserError
 from finetune.export.trained import Trained
 from finetune.export.verify_answers import end_tokens
@@ -129,7 +128,7 @@ def _request_messages(sample: Any, rules: Images, path: str) -> list[dict[str, A
         sample = sample.answers[0]
     if isinstance(sample, PromptCompletion):
         sample = sample.as_conversation()
-    if isinstance(sample, PromptRow):
+    if isinstance(sample, PromptOnly):
         sample = sample.conversation
     if not isinstance(sample, Conversation) or sample.tools or any(one.tool_calls for one in sample.messages):
         return []

@@ -16,7 +16,7 @@ from finetune.data.dataset import Dataset, question_of
 from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import parse_row
 from finetune.data.packing import RowOrder
-from finetune.data.samples import Conversation, Example, Message, Prompt, PromptCompletion
+from finetune.data.samples import Conversation, Example, Message, PromptCompletion, PromptOnly
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
@@ -148,7 +148,7 @@ def read_contents(
 def content_of(row: Mapping[str, Any], source: Source) -> PromptContent:
     """Returns the parts of a row that rewards may read. source: its format is resolved, never `auto`."""
     sample = parse_row(row, source.format, source.columns, prompts=True)
-    if isinstance(sample, Prompt):
+    if isinstance(sample, PromptOnly):
         messages = sample.conversation.messages
     else:
         assert isinstance(sample, Conversation | PromptCompletion)  # by `Recipe.row_kind`

@@ -15,8 +15,8 @@ from finetune.data.samples import (
     Labelled,
     Message,
     Preference,
-    Prompt,
     PromptCompletion,
+    PromptOnly,
     Ranked,
     Sample,
     Text,
@@ -53,7 +53,7 @@ def _drawn(sample: Sample, renderer: Renderer | None, data_file: str) -> list[tu
             return []
     if isinstance(sample, Text | Ids):
         return [(sample.text, [(0, len(sample.text))])] if isinstance(sample, Text) else []
-    if isinstance(sample, Prompt):
+    if isinstance(sample, PromptOnly):
         return [_messages_drawn(sample.conversation.messages)]
     answers = [sample.chosen, sample.rejected] if isinstance(sample, Preference) else [sample]
     chats = [one.as_conversation() if isinstance(one, PromptCompletion) else one for one in answers]

@@ -84,6 +84,10 @@ def compute_teacher(
 ) -> None:
     """Computes the predictions of `objective.teacher` for the training data into the cache, unless they
     exist. Arguments and errors as in `train`."""
+    if recipe.rollouts is not None:
+        raise UserError(
+            f"{recipe_file}: nothing to compute: the teacher predicts on the samples of each step, during training"
+        )
     vocabulary = model_config(recipe.model).get_text_config().vocab_size
     of_teacher = recipe_of_teacher(recipe)
     check_same_images("objective.teacher", recipe.objective.teacher, recipe, load_tokenizer(recipe.model))

@@ -35,7 +35,17 @@ from finetune.data.chat.template_choice import (
 )
 from finetune.data.chat.template_traits import traits_of
 from finetune.data.chat.trained_spans import Chat, parts_of, prompt_of
-from finetune.data.samples import BadRow, Conversation, Drawable, Ids, Image, Preference, Prompt, PromptCompletion, Text
+from finetune.data.samples import (
+    BadRow,
+    Conversation,
+    Drawable,
+    Ids,
+    Image,
+    Preference,
+    PromptCompletion,
+    PromptOnly,
+    Text,
+)
 from finetune.errors import UserError
 
 if TYPE_CHECKING:  # Pillow and transformers' processors are only needed for images
@@ -97,7 +107,7 @@ class Renderer:
                 text = sample.prompt + sample.completion
                 return [(Rendered(text, [(len(sample.prompt), len(text))], is_plain=True),)]
             sample = sample.as_conversation()
-        if isinstance(sample, Prompt):
+        if isinstance(sample, PromptOnly):
             if self.chat is None and sample.text is not None:
                 return [(Rendered(sample.text, is_plain=True, is_prompt=True),)]
             if any(message.images for message in sample.conversation.messages):

@@ -43,8 +43,8 @@ from finetune.data.samples import (
     Labelled,
     Message,
     Preference,
-    Prompt,
     PromptCompletion,
+    PromptOnly,
     Ranked,
     Sample,
     Text,
@@ -118,16 +118,16 @@ def _completion(row: Row) -> Conversation | PromptCompletion:
     return to_conversation([*as_context(before), *after], system, tools)
 
 
-def prompt(row: Row) -> Prompt:
+def prompt(row: Row) -> PromptOnly:
     """prompt: text, or messages that do not end with an answer; optional tools, system"""
     value, (system, tools) = _field(row, "prompt"), _system_and_tools(row)
     if isinstance(value, str):
         conversation = context_of([Message("user", text_of(value, "`prompt`"))], system, tools)
-        return Prompt(conversation, None if system or tools else value)
+        return PromptOnly(conversation, None if system or tools else value)
     messages = read_messages(value, "prompt")
     if messages[-1].role == "assistant":
         raise BadRow("`prompt` ends with an answer; expected the messages before it, or all under `messages`")
-    return Prompt(context_of(messages, system, tools))
+    return PromptOnly(context_of(messages, system, tools))
 
 
 def preference(row: Row) -> Preference:
@@ -379,7 +379,7 @@ def read(row: Row, format: str, columns: Mapping[str, str] | None = None, prompt
     sample, fields = FORMATS[format].read(row), FORMATS[format].fields
     if isinstance(sample, Conversation):
         if prompts and sample.messages[-1].role != "assistant":
-            sample = Prompt(sample)
+            sample = PromptOnly(sample)
         else:
             check_answers(sample)
     if IMAGES in fields:
@@ -449,7 +449,7 @@ def _in_conversations(sample: Any, change: Callable[[Conversation | PromptComple
     """Returns a sample with each conversation, or pair of texts, in it as `change` returns it."""
     if isinstance(sample, Conversation | PromptCompletion):
         return change(sample)
-    if isinstance(sample, Prompt):
+    if isinstance(sample, PromptOnly):
         return replace(sample, conversation=change(sample.conversation))
     if isinstance(sample, Preference):
         return replace(sample, chosen=change(sample.chosen), rejected=change(sample.rejected))

@@ -11,7 +11,7 @@ import pytest
 
 from finetune.data.chat.renderer import build_renderer
 from finetune.data.dataset import Dataset, build_held_out, build_training
-from finetune.data.samples import Conversation, Message, Prompt, PromptCompletion
+from finetune.data.samples import Conversation, Message, PromptCompletion, PromptOnly
 from finetune.errors import UserError
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import load_recipe
@@ -124,7 +124,7 @@ def test_a_prompt_is_plain_text_without_a_chat_template(path: Path, made: Path) 
     tokenizer = load_tokenizer(recipe.model)
     tokenizer.chat_template = None
     rendered = build_renderer(tokenizer)
-    ((prompt,),) = rendered.draw(Prompt(Conversation((Message("user", "1 and"),)), "1 and"))
+    ((prompt,),) = rendered.draw(PromptOnly(Conversation((Message("user", "1 and"),)), "1 and"))
     ((whole,),) = rendered.draw(PromptCompletion("1 and", " 1"))
     (ids, trained), (joint, _) = rendered.tokenize([prompt, whole])
     assert not trained.any()
