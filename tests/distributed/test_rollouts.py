@@ -235,7 +235,7 @@ def test_older_samples_and_a_reference_are_the_same_on_processes(
     done = launch(config, 2, "train", write_recipe(off_policy, "sampled.yaml"))
     assert done.returncode == 0, done.stderr
     assert curve(tmp_path / "runs" / "sampled") == pytest.approx(curve(single), rel=REPLAYED, abs=1e-7)
-    largest = [[line["ratio_max"] for line in metrics(run)] for run in (single, tmp_path / "runs" / "sampled")]
+    largest = [[line["ratio_max"] for line in steps_of(run)] for run in (single, tmp_path / "runs" / "sampled")]
     assert largest[1] == pytest.approx(largest[0], rel=1e-5)
     for step in (1, 3, 5):
         assert lines_of(single, step) == lines_of(tmp_path / "runs" / "sampled", step)
