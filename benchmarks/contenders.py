@@ -28,6 +28,10 @@ sys.path.append(str(Path(__file__).resolve().parent))
 from workload import UNTRAINED, StepRows, Work, read_steps
 
 LAUNCHED = "BENCHMARK_LAUNCHED"  # environment: time.time() when the process was started; stopwatch.py reads it
+# glibc maps each block of 32 MiB and more anew, and page faults cost more than the arithmetic on it. Here freed memory
+# stays with the process, and is not asked for in large pages, which `train` does: torch advises the kernel at every
+# allocation, which on kept memory costs more than it saves.
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30), "THP_MEM_ALLOC_ENABLE": "0"}
 RUN_SEED = 42  # the recipe's default
 CLIP = 1.0
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of a Llama: all-linear
@@ -511,6 +515,8 @@ def python(
     }
     if work.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    if work.keeps_freed_memory:
+        environment |= KEPT
     root = Path(__file__).resolve().parent.parent
     environment["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryFile("w+") as log:

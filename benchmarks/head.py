@@ -22,7 +22,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 
 from finetune.models.head import TokenLoss
-from finetune.models.head.chunked import HeadTask, matrix_losses, rows_at_once
+from finetune.models.head.chunked import HeadDevice, HeadTask, matrix_losses
 from finetune.models.head.token_loss import LogitMap
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +47,7 @@ def measure(way: str, rows: int, tokens: int, vocabulary: int) -> dict[str, floa
         if way == "plain":
             return cross_entropy(linear(hidden, weight), targets, reduction="none").sum()
         if way == "chunked":
-            task = HeadTask(targets, TokenLoss(), LogitMap(), rows or rows_at_once(len(weight), "cpu"))
+            task = HeadTask(targets, TokenLoss(), LogitMap(), rows or HeadDevice("cpu").rows(len(weight)))
             return matrix_losses(hidden, weight, None, task).total
         fused: Any = torch.nn.functional.linear_cross_entropy
         options = torch.nn.LinearCrossEntropyOptions(**({"batch_chunk_size": rows} if rows else {}))

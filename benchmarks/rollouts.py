@@ -177,7 +177,7 @@ def samplers_of(trainer: Any, arguments: argparse.Namespace) -> dict[str, Callab
         with trainer.engine.evaluating():
             model.generate(input_ids=ids, attention_mask=mask, eos_token_id=None, pad_token_id=0, **sampling)
 
-    return {"ours": lambda: drawer.draw(0, prompts), "generate": generate}
+    return {"ours": lambda: drawer.draw(0, prompts, SAMPLES), "generate": generate}
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ class Rounds:
         parser.add_argument("--steps", type=int, default=steps, help="that are measured")
         parser.add_argument("--row-tokens", type=int, default=row_tokens, help="of a packed row; a step is one")
         parser.add_argument("--threads", type=int, default=threads)
+        parser.add_argument("--keep-freed-memory", action="store_true", help="all contenders: contenders.KEPT")
         parser.add_argument("--json", type=Path, help="where the figures go")
         parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)  # contender, folder
         return parser
@@ -73,7 +74,13 @@ class Rounds:
             (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
             raise SystemExit
         steps = WARM_UP + arguments.steps
-        work = Work(shape, row_tokens=arguments.row_tokens, steps=steps, threads=arguments.threads)
+        work = Work(
+            shape,
+            row_tokens=arguments.row_tokens,
+            steps=steps,
+            threads=arguments.threads,
+            keeps_freed_memory=arguments.keep_freed_memory,
+        )
         with tempfile.TemporaryDirectory(prefix="finetune-bench-") as name:
             result = self._measure(arguments, Path(name), work, prepare)
         result = {**result, **more(result)}

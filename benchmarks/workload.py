@@ -76,6 +76,7 @@ class Work:
     steps: int = 10
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int = 2
+    keeps_freed_memory: bool = False  # on the CPU: see `contenders.KEPT`
     lr: float = 1e-4
     overrides: tuple[str, ...] = ()  # of our recipe alone, `section.key=value`
 

@@ -22,7 +22,7 @@ and the lowest and highest.
                         tokens already for the peers and the bare loop, prepared and cached for ours
 
 Before any figure is shown it is checked that all trained as many supervised tokens in each step, that ours and the bare
-loop had the same loss in every step, and the others in the first. Exit status 1 where they did not.
+loop had the same loss in every step, and the others in the first. Exit status 1 if they did not.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=["fp32", "bf16", "bf16_true"], default="fp32")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--threads", type=int, default=2, help="of each process")
+    parser.add_argument("--keep-freed-memory", action="store_true", help="all contenders: contenders.KEPT")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of our recipe alone")
     parser.add_argument("--quick", action="store_true", help="tiny model, two steps, one round, ours and the bare loop")
     parser.add_argument("--json", type=Path, help="where the figures go")
@@ -122,6 +123,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         steps=WARM_UP + arguments.steps,
         device=device,
         threads=arguments.threads,
+        keeps_freed_memory=arguments.keep_freed_memory,
         overrides=tuple(arguments.set),
     )
     parameters = prepare(folder, work, arguments.rows, arguments.limit)

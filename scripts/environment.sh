@@ -26,7 +26,7 @@ environment() { # environment EXTRAS: "" or "[dev]"
 
 pip_install() { python -m pip install --quiet --no-compile --constraint "$root/constraints.txt" "$@"; }
 
-uv_install() { # a quarter of pip's time; fails, for pip to take over, where uv cannot be had or does not reach what pip does
+uv_install() { # a quarter of pip's time; fails, for pip to take over, if uv cannot be had or does not reach what pip does
   if [ -n "$(python -m pip config get global.index-url 2>/dev/null || true)${PIP_INDEX_URL:-}" ]; then
     return 1 # a mirror, with credentials perhaps, that only pip knows
   fi

@@ -165,7 +165,7 @@ def run_name(case: Case) -> str:
 
 
 def train(folder: Path, case: Case, log: Path) -> None:
-    """Runs the command `finetune train` in this process, its output in `log`. Raises RuntimeError where it failed."""
+    """Runs the command `finetune train` in this process, its output in `log`. Raises RuntimeError if it failed."""
     from finetune.cli import main as command
 
     with log.open("ab") as file:
@@ -251,7 +251,7 @@ def as_text(recorded: dict[str, Any]) -> str:
 
 
 def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, str]:
-    """How two runs of a case differ ("" where they do not), and the largest relative difference of a loss."""
+    """How two runs of a case differ ("" if they do not), and the largest relative difference of a loss."""
     if error := theirs.get("error") or ours.get("error"):
         return f"failed: {error}", ""
     problems = []

@@ -6,6 +6,7 @@
     DIR/train.jsonl  DIR/test.jsonl              the 3rd of March, 2021 -> 2021-03-03    (recipes/quickstart/full.yaml)
     DIR/words/train.jsonl  DIR/words/test.jsonl  the 3rd of March, 2021 -> 3 March 2021  (recipes/quickstart/lora.yaml)
     DIR/pairs/train.jsonl  DIR/pairs/test.jsonl  2021/03/03 preferred to 2021-03-03   (recipes/quickstart/dpo-lora.yaml)
+    DIR/digits/train.jsonl  DIR/digits/test.jsonl  1234 -> 4321           (recipes/quickstart/digits-full.yaml)
     DIR/tokenizer/                               byte-level BPE learnt from the first of them
 
 The prompts of the two pairs are of one kind, and those of the two test files are the same, so that what the second
@@ -143,6 +144,17 @@ def write_pairs(path: Path, pairs: list[tuple[str, date]]) -> None:
             file.write(json.dumps({"prompt": [{"role": "user", "content": question}], **answers}) + "\n")
 
 
+def write_digits(folder: Path, rng: random.Random) -> None:
+    """All numbers of four digits and their reverse, in train or in test."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = [f"{number:04}" for number in range(10_000)]
+    rng.shuffle(numbers)
+    for name, some in (("train", numbers[NUM_TEST:]), ("test", numbers[:NUM_TEST])):
+        rows = [[{"role": "user", "content": n}, {"role": "assistant", "content": n[::-1]}] for n in some]
+        lines = "".join(json.dumps({"messages": turns}) + "\n" for turns in rows)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+
+
 def learn_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     """Byte-level BPE in which every digit is a token of its own: a date is read digit by digit."""
     tokenizer = Tokenizer(models.BPE())
@@ -188,6 +200,7 @@ def make(out: Path) -> None:
     write_rows(out / "words" / "test.jsonl", test, words)
     write_pairs(out / "pairs" / "train.jsonl", questions(train_dates, NUM_TRAIN_PAIRS, rng))
     write_pairs(out / "pairs" / "test.jsonl", test)
+    write_digits(out / "digits", rng)
     tokenizer = learn_tokenizer(texts_of(train))
     assert len(tokenizer) == VOCAB_SIZE
     tokenizer.save_pretrained(out / "tokenizer")

@@ -5,6 +5,9 @@
 #
 # --images, as the first argument: another task in place of these. A small SmolVLM learns from scratch to name colour and
 # shape in pictures.
+#
+# --rollouts, as the first argument: from rewards. A small model that writes half of all numbers in reverse learns the
+# rest from its own answers and whether they are right. (Dates take too long for a first look; see the recipe.)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -25,6 +28,15 @@ if [ "${1:-}" = --images ]; then
   exit
 fi
 run python scripts/make_quickstart.py
+if [ "${1:-}" = --rollouts ]; then
+  shift
+  for stage in digits-full grpo-full; do
+    run python -m finetune train "recipes/quickstart/$stage.yaml" "$@"
+  done
+  run python scripts/quickstart_report.py runs digits-full grpo-full
+  printf '\nLook at its answers: .venv/bin/python -m finetune report runs/quickstart-grpo-full\n'
+  exit
+fi
 for stage in full lora dpo-lora; do
   run python -m finetune train "recipes/quickstart/$stage.yaml" "$@"
 done

@@ -43,6 +43,13 @@ STAGES = (
         {"exact match": (EXACT, 0.85), "pairs right": ("eval_rewards/accuracy", 0.95)},
         "#007a5a",
     ),
+    Stage("digits-full", "1234 -> 4321, stopped early", {"exact match": (EXACT, 0.1)}, "#5f5c56"),
+    Stage(
+        "grpo-full",
+        "the rest, from rewards",
+        {"exact match": (EXACT, 0.95), "reward": ("eval_reward", 0.9)},
+        "#0072b2",
+    ),
     Stage("images-full", "a picture -> yellow circle", {"exact match": (EXACT, 0.95)}, "#8a3f94"),
 )
 DATES = ("full", "lora", "dpo-lora")  # what the script trains by default

@@ -269,7 +269,17 @@ def describe_checkpoints(run_dir: Path, verify: bool) -> list[CheckpointInfo]:
         if (held := hold(folder)) is None:
             continue
         try:
-            info = _described(folder, verify, folder == best)
+            problem = find_problem(folder, read=verify)
+            fields: dict[str, Any] = {}
+            try:
+                state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+                fields = {name: state[name] for name in ("step", "steps", "metrics", "written")}
+            except (OSError, ValueError, KeyError) as error:
+                problem = problem or f"its state.json cannot be read: {error}"
+            size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+            info = CheckpointInfo(
+                str(folder), size, folder.name.startswith(_ASIDE), verify, problem, best=(folder == best), **fields
+            )
         except FileNotFoundError:  # deleted while it was read, because files cannot be locked here
             continue
         finally:
@@ -277,18 +287,6 @@ def describe_checkpoints(run_dir: Path, verify: bool) -> list[CheckpointInfo]:
         if folder.is_dir():
             described.append(info)
     return described
-
-
-def _described(folder: Path, verify: bool, best: bool) -> CheckpointInfo:
-    problem = find_problem(folder, read=verify)
-    fields: dict[str, Any] = {}
-    try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        fields = {name: state[name] for name in ("step", "steps", "metrics", "written")}
-    except (OSError, ValueError, KeyError) as error:
-        problem = problem or f"its state.json cannot be read: {error}"
-    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    return CheckpointInfo(str(folder), size, folder.name.startswith(_ASIDE), verify, problem, best=best, **fields)
 
 
 def show_checkpoints(console: Console, run_dir: Path, checkpoints: list[CheckpointInfo]) -> None:

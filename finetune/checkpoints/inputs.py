@@ -126,10 +126,14 @@ def input_changes(saved: Inputs, now: Inputs) -> list[InputChange]:
             "whether these are the same is not known"
         )
         return [*_changes("data", saved["data"], known), InputChange(None, text)]
+    config, config_now = saved["config"], now["config"]
+    if config["library"] != config_now["library"]:
+        # Another version of transformers has keys with defaults that the other does not have: only common ones count.
+        config, config_now = _common(config, config_now), _common(config_now, config)
     return [
         *_changes("data", saved["data"], now["data"]),
         *_tokenizer_changes(saved["tokenizer"], now["tokenizer"]),
-        *_config_changes(saved["config"], now["config"]),
+        *_changes("config", _without(config, {"library"}), _without(config_now, {"library"})),
         *_base_changes(saved["base"], now["base"]),
         *_changes("rewards", saved.get("rewards", {}), now.get("rewards", {})),
         *(InputChange(None, change.text) for change in _changes("data", saved["eval"], now["eval"])),
@@ -148,13 +152,6 @@ def _tokenizer_changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[I
         versions = f"tokenizers {saved['library']} and {now['library']}"
         yield InputChange(None, f"tokenizer: rules: not compared, as {versions} write them in different ways")
     yield from _changes("tokenizer", _without(saved, skipped), _without(now, skipped))
-
-
-def _config_changes(saved: dict[str, Any], now: dict[str, Any]) -> list[InputChange]:
-    """Another version of transformers has keys with defaults that the other does not have: only common ones count."""
-    if saved["library"] != now["library"]:
-        saved, now = _common(saved, now), _common(now, saved)
-    return _changes("config", _without(saved, {"library"}), _without(now, {"library"}))
 
 
 def _base_changes(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[InputChange]:

@@ -26,7 +26,7 @@ from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.recipe import Recipe, dump_recipe, load_recipe
-from finetune.recipe.schema import Acceptable
+from finetune.recipe.schema import ENGINE_KEYS, Acceptable
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ _FIXED = ("mode", "lora", "optimizer.name", "batch.rows")
 # Weights or the order of samples depend on these; `checkpoint.accept_changes` allows another value.
 _ACCEPTABLE: tuple[str, ...] = tuple(key for key in get_args(Acceptable) if key not in PARTS)
 # Of these, free to change: the same numbers, computed in another way.
-_SAME_MATHS = ("objective.share_prompts:", "rollouts.cohort:")
+_SAME_MATHS = ("objective.share_prompts:", "rollouts.cohort:", *(f"rollouts.{key}:" for key in ENGINE_KEYS["vllm"]))
 
 
 def changes_since(recipe: Recipe, folder: Path, of_inputs: list[InputChange]) -> list[str]:

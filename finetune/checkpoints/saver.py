@@ -89,7 +89,19 @@ class Saver:
         copy. Raises RunFailure as `settle`.
         """
         self.settle()
-        snapshot = self._snapshot(progress, metrics)
+        engine = self._engine
+        parts = engine.parts(reading=False)
+        tensors = part_tensors(parts, engine.optimizers)
+        if self.asynchronous:
+            tensors = self._staging.copies(tensors)  # the stall of a save
+        state = {
+            **progress,
+            "row_position": progress["step"] * self._recipe.batch.rows,  # position in the order of the run's rows
+            "metrics": metrics,
+            "loss_scale": {"value": engine.loss_scale.value, "good_steps": engine.loss_scale.good_steps},
+            **self._metadata,
+        }
+        snapshot = _Snapshot(progress["step"], state, tensors, shape_metadata(parts), scalars(parts, engine.optimizers))
         if self.improves(metrics):
             self._best = score(metrics, self._recipe.checkpoint.best)
         self._pending = self._thread.submit(self._write, snapshot)
@@ -134,21 +146,6 @@ class Saver:
             return
         self._thread.shutdown()
         self._staging.release()
-
-    def _snapshot(self, progress: Progress, metrics: Metrics) -> _Snapshot:
-        engine = self._engine
-        parts = engine.parts(reading=False)
-        tensors = part_tensors(parts, engine.optimizers)
-        if self.asynchronous:
-            tensors = self._staging.copies(tensors)  # the stall of a save
-        state = {
-            **progress,
-            "row_position": progress["step"] * self._recipe.batch.rows,  # position in the order of the run's rows
-            "metrics": metrics,
-            "loss_scale": {"value": engine.loss_scale.value, "good_steps": engine.loss_scale.good_steps},
-            **self._metadata,
-        }
-        return _Snapshot(progress["step"], state, tensors, shape_metadata(parts), scalars(parts, engine.optimizers))
 
     # --- in the thread
 

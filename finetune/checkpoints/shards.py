@@ -53,14 +53,6 @@ def part_tensors(parts: list[ShardPart], optimizers: list[Optimizer]) -> dict[st
     return tensors
 
 
-def _parse_range(text: str, numel: int) -> Range:
-    start, *runs = map(int, text.split(":"))
-    if not runs:
-        return Range(start, numel)
-    run, stride = runs
-    return Range(start, run, stride, numel // run)
-
-
 def shape_metadata(parts: list[ShardPart]) -> dict[str, str]:
     """Returns the full shapes of the parameters, for the file's header."""
     return {f"shape {part.name}": str(list(part.shape)) for part in parts}
@@ -85,7 +77,13 @@ class PartReader:
             for key in handle.keys():  # noqa: SIM118 (safe_open is not a dict)
                 field, position, name = key.split("|", 2)
                 if ":" not in field:
-                    elements = _parse_range(position, handle.get_slice(key).get_shape()[0])
+                    numel = handle.get_slice(key).get_shape()[0]
+                    start, *runs = map(int, position.split(":"))
+                    if not runs:
+                        elements = Range(start, numel)
+                    else:
+                        run, stride = runs
+                        elements = Range(start, run, stride, numel // run)
                     self._ranges[name][field].append(_StoredRange(elements, file, key))
             metadata = handle.metadata() or {}
             self.shapes.update({k.removeprefix("shape "): v for k, v in metadata.items() if k.startswith("shape ")})

@@ -19,7 +19,7 @@ from finetune.errors import UserError
 from finetune.plan.command import PlanOptions, plan
 from finetune.plan.search import Choice, PlanRequest, as_lines, cheapest
 from finetune.plan.tables import Machines, parse_machines
-from finetune.recipe import Recipe
+from finetune.recipe import Recipe, load_recipe
 
 MARGIN = 1.3  # of the time limit over the expected hours
 _LEAST_HOURS = 0.5  # of a time limit: it has to leave time to save
@@ -95,11 +95,22 @@ class ClusterJob:
 
 
 def plan_job(path: Path, overrides: Sequence[str], target: Target, options: JobOptions) -> tuple[ClusterJob, Recipe]:
-    """Returns the job that `plan` would choose on these devices, and its recipe. Raises UserError if it fits none."""
+    """Returns the job that `plan` would choose on these devices, and its recipe. Raises UserError if it fits none.
+
+    What needs no plan, which takes seconds, is refused before it.
+    """
     machines = devices_of(options.devices)
     gpu = device_name(target, machines)
     if target.alone and machines.machines > 1:
         raise UserError(f"{target.title}: {target.alone}: expected --devices {machines.per_machine}x{machines.key}")
+    if options.hours is not None and not _LEAST_HOURS <= options.hours <= 24 * 30:
+        raise UserError(f"--hours {options.hours:g}: expected half an hour to 720 hours")
+    recipe, place = load_recipe(path, overrides), _below_here(path, target)
+    is_lost = Path(recipe.run.dir).is_absolute() and not str(recipe.run.dir).startswith(f"{SHARED}/")
+    if target.has_containers and is_lost:
+        raise UserError(
+            f"run.dir: {recipe.run.dir} is lost with the container: write run.dir=runs, which is {SHARED}/runs"
+        )
     on = (f"{machines.per_machine}x{machines.key}",)
     request, choices, results = plan(path, overrides, PlanOptions(on=on, nodes=machines.machines))
     rules = {name: rule for result in results for name, rule in result.illegal.items()}
@@ -109,14 +120,12 @@ def plan_job(path: Path, overrides: Sequence[str], target: Target, options: JobO
             f"{path}: `plan` knows no time on {machines.name}, or not how many rows there are: set the time limit, "
             "--hours 12"
         )
-    if options.hours is not None and not _LEAST_HOURS <= options.hours <= 24 * 30:
-        raise UserError(f"--hours {options.hours:g}: expected half an hour to 720 hours")
     limit = options.hours or max(_LEAST_HOURS, math.ceil(((choice.hours or 0) * MARGIN + _START_HOURS) * 4) / 4)
     config, text = _config(choice, target)
     changes = tuple(line.replace(": ", "=") for line in as_lines(choice.changes))
     job = ClusterJob(
-        name=re.sub(r"[^a-z0-9]+", "-", request.recipe.run.name.lower()).strip("-")[:40].rstrip("-") or "finetune",
-        recipe=_below_here(path, target),
+        name=re.sub(r"[^a-z0-9]+", "-", recipe.run.name.lower()).strip("-")[:40].rstrip("-") or "finetune",
+        recipe=place,
         overrides=(*overrides, *changes),
         config=config,
         config_text=text,
@@ -127,7 +136,7 @@ def plan_job(path: Path, overrides: Sequence[str], target: Target, options: JobO
         expects=_expects(request, choice),
         options=options,
     )
-    return job, request.recipe
+    return job, recipe
 
 
 def devices_of(text: str) -> Machines:

@@ -16,7 +16,6 @@ import jinja2
 from finetune.cluster.job import STOP_BEFORE_S, ClusterJob, JobOptions, plan_job
 from finetune.cluster.targets import SHARED, Target, target_of
 from finetune.errors import UserError
-from finetune.recipe import Recipe
 from finetune.shipped import SHIPPED
 from finetune.utils import write_atomically
 
@@ -34,7 +33,16 @@ def launch_on(
     _check_options(name, target, options)
     job, recipe = plan_job(path, overrides, target, options)
     manifest = render(name, job)
-    notes = [*job.expects, *_advice(target, job, recipe)]
+    notes = list(job.expects)
+    if target.has_containers:
+        own = [] if (SHIPPED / job.recipe).is_file() else [job.recipe]
+        held_out = recipe.data.eval if isinstance(recipe.data.eval, tuple) else ()
+        sources = [source.path for source in (*recipe.data.train, *held_out)]
+        paths = dict.fromkeys([*own, recipe.model.name or "", *sources])
+        if read := [path for path in paths if Path(path).exists()]:
+            notes.append(f"the volume {job.options.shared} must hold, as here: {', '.join(read)}")
+    if job.options.secret is None and not Path(recipe.model.name or "").exists():
+        notes.append(f"{recipe.model.name}: if it is gated, add --secret HF_TOKEN")
     if write is None and not submit:
         print(manifest, end="")
     else:
@@ -91,22 +99,3 @@ def _check_options(name: str, target: Target, options: JobOptions) -> None:
         )
     if options.secret is not None and not options.secret.replace("_", "").isalnum():
         raise UserError(f"--secret {options.secret}: expected the name of a variable, such as HF_TOKEN, not its value")
-
-
-def _advice(target: Target, job: ClusterJob, recipe: Recipe) -> list[str]:
-    """Returns what a person has to see to before the job starts."""
-    lines = []
-    if target.has_containers:
-        if Path(recipe.run.dir).is_absolute() and not str(recipe.run.dir).startswith(f"{SHARED}/"):
-            raise UserError(
-                f"run.dir: {recipe.run.dir} is lost with the container: write run.dir=runs, which is {SHARED}/runs"
-            )
-        own = [] if (SHIPPED / job.recipe).is_file() else [job.recipe]
-        held_out = recipe.data.eval if isinstance(recipe.data.eval, tuple) else ()
-        sources = [source.path for source in (*recipe.data.train, *held_out)]
-        paths = dict.fromkeys([*own, recipe.model.name or "", *sources])
-        if read := [path for path in paths if Path(path).exists()]:
-            lines.append(f"the volume {job.options.shared} must hold, as here: {', '.join(read)}")
-    if job.options.secret is None and not Path(recipe.model.name or "").exists():
-        lines.append(f"{recipe.model.name}: if it is gated, add --secret HF_TOKEN")
-    return lines

@@ -77,21 +77,7 @@ def pack(lengths: NDArray[np.integer] | Sequence[int], max_length: int) -> Rows:
     improvable = lengths.sum() < _FULL * _num_rows(patterns) * max_length
     if improvable and len(present) * present[-1] <= _SEARCHABLE:
         patterns = min(patterns, _closed(present, counts, max_length), key=_num_rows)
-    return _filled(patterns, lengths)
-
-
-def row_work(rows: Rows, attention_work: NDArray[np.integer] | Sequence[int]) -> NDArray[np.int64]:
-    """Returns (R,) the attention work of each row, from that of all examples, see `ExampleSizes.attention_work`."""
-    of_members = np.asarray(attention_work, np.int64)[rows.members]
-    return np.add.reduceat(of_members, rows.offsets[:-1]) if len(rows) else of_members
-
-
-def _num_rows(patterns: list[_Pattern]) -> int:
-    return sum(times for _, times in patterns)
-
-
-def _filled(patterns: list[_Pattern], lengths: NDArray[np.int64]) -> Rows:
-    """Examples take the places of their length: the earlier example in the earlier row."""
+    # Examples take the places of their length: the earlier example in the earlier row.
     places = [(length, each, times) for entries, times in patterns for length, each in entries]
     length, each, times = np.array(places, np.int64).reshape(-1, 3).T  # one for each length in each pattern
     rows = np.array([times for _, times in patterns], np.int64)
@@ -104,6 +90,16 @@ def _filled(patterns: list[_Pattern], lengths: NDArray[np.int64]) -> Rows:
     row_of[np.argsort(lengths, kind="stable")] = np.repeat(first_row, count) + within // np.repeat(each, count)
     offsets = np.concatenate(([0], np.cumsum(np.bincount(row_of))))
     return Rows(offsets.astype(np.int64), np.argsort(row_of, kind="stable"))
+
+
+def row_work(rows: Rows, attention_work: NDArray[np.integer] | Sequence[int]) -> NDArray[np.int64]:
+    """Returns (R,) the attention work of each row, from that of all examples, see `ExampleSizes.attention_work`."""
+    of_members = np.asarray(attention_work, np.int64)[rows.members]
+    return np.add.reduceat(of_members, rows.offsets[:-1]) if len(rows) else of_members
+
+
+def _num_rows(patterns: list[_Pattern]) -> int:
+    return sum(times for _, times in patterns)
 
 
 # --- best-fit decreasing
@@ -177,26 +173,20 @@ def _closed(present: NDArray[np.int64], counts: NDArray[np.int64], max_length: i
     stock = _Stock(present, counts)
     patterns = []
     while stock.longest(max_length):
-        row = _one_row(stock, max_length)
+        row, room = dict[int, int](), max_length
+        far = 2 * stock.top  # with more room than that, two cannot close the row
+        while longest := stock.longest(room):
+            pair = stock.pair(room) if row and longest < room <= far else None
+            many = max(1, min(stock.counts[longest], (room - far) // longest))
+            for length, each in ((pair[0], 1), (pair[1], 1)) if pair else ((longest, many),):
+                stock.take(length, each)
+                row[length] = row.get(length, 0) + each
+                room -= length * each
         again = min(stock.counts[length] // each for length, each in row.items())
         for length, each in row.items():
             stock.take(length, each * again)
         patterns.append((list(row.items()), 1 + again))
     return patterns
-
-
-def _one_row(stock: _Stock, room: int) -> dict[int, int]:
-    """Takes the examples of one row out of the stock: {length: how many}."""
-    row: dict[int, int] = {}
-    far = 2 * stock.top  # with more room than that, two cannot close the row
-    while length := stock.longest(room):
-        pair = stock.pair(room) if row and length < room <= far else None
-        many = max(1, min(stock.counts[length], (room - far) // length))
-        for taken, each in ((pair[0], 1), (pair[1], 1)) if pair else ((length, many),):
-            stock.take(taken, each)
-            row[taken] = row.get(taken, 0) + each
-            room -= taken * each
-    return row
 
 
 class _Stock:

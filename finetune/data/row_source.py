@@ -25,11 +25,15 @@ class RunRows(ABC):
         that trains."""
 
     def opened(self) -> AbstractContextManager[None]:
-        """Context manager around the steps of a run, for what making rows needs. Collective."""
+        """Context manager around the steps and evaluations of a run, for what making rows needs. Collective."""
         return nullcontext()
 
     def measured(self, step: int) -> Mapping[str, float]:
         """Returns metrics of the rows of a step, for its line; `time/*` are seconds within the phase `data`."""
+        return {}
+
+    def evaluated(self, step: int) -> Mapping[str, float]:
+        """Returns metrics of an evaluation after a step that need more than the loss of held-out rows. Collective."""
         return {}
 
     @abstractmethod

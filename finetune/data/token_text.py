@@ -32,7 +32,15 @@ def tokens_of(sequence: Sequence, tokenizer: PreTrainedTokenizerBase) -> list[To
 
     texts = _texts_alone(ids, decode)
     if "".join(text for text, _ in texts) != decode(ids):  # SentencePiece drops spaces
-        texts = _texts_in_context(ids, decode)
+        # Each after the one before it, so that a decoder knows that the text has begun.
+        texts, before, begin = [], 0, 0
+        for at in range(len(ids)):
+            text = decode(ids[before : at + 1])
+            if text.endswith(INCOMPLETE) and at + 1 < len(ids) and at - begin < LONGEST_PART:
+                continue
+            count = at + 1 - begin
+            texts += [("", True)] * (count - 1) + [(text[len(decode(ids[before:begin])) :], count > 1)]
+            before, begin = begin, at + 1
     return [
         Token(i, is_trained, i in special, text, _part(name) if is_part or not text else "")
         for i, is_trained, name, (text, is_part) in zip(ids, sequence.loss_mask.tolist(), names, texts, strict=True)
@@ -65,19 +73,6 @@ def _texts_alone(ids: list[int], decode: _Decode) -> list[_Text]:
             continue
         texts += [("", True)] * (at - begin) + [(text, is_part[at])]
         begin = at + 1
-    return texts
-
-
-def _texts_in_context(ids: list[int], decode: _Decode) -> list[_Text]:
-    """Decodes each token after the one before it, so that a decoder knows that the text has begun."""
-    texts, before, begin = [], 0, 0
-    for at in range(len(ids)):
-        text = decode(ids[before : at + 1])
-        if text.endswith(INCOMPLETE) and at + 1 < len(ids) and at - begin < LONGEST_PART:
-            continue
-        count = at + 1 - begin
-        texts += [("", True)] * (count - 1) + [(text[len(decode(ids[before:begin])) :], count > 1)]
-        before, begin = begin, at + 1
     return texts
 
 
@@ -219,7 +214,13 @@ def _draw(shown: Text, tokens: ListLike[Token], first: int, look: Look) -> None:
             alike = list(group)
             if look.borders:
                 for place, token in enumerate(alike, start=at):
-                    _draw_token(shown, token, style, place, look)
+                    edge = (EVEN_STYLE, ODD_STYLE)[place % 2] if look.colour else ""
+                    shown.append("" if look.colour else "|")
+                    number = str(token.id).translate(_SUBSCRIPT)
+                    before, after = (number, "") if token.text.endswith("\n") else ("", number)  # not on the next line
+                    shown.append(visible(token.part) + before, style=f"{MARK_STYLE} {edge}")
+                    _draw_text(shown, token.text, f"{style} {edge}", marked=True)
+                    shown.append(after, style=f"{MARK_STYLE} {edge}")
             else:
                 _draw_text(shown, "".join(token.text for token in alike), style, trained)
             at += len(alike)
@@ -227,16 +228,6 @@ def _draw(shown: Text, tokens: ListLike[Token], first: int, look: Look) -> None:
 
 
 _SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
-
-
-def _draw_token(shown: Text, token: Token, style: str, at: int, look: Look) -> None:
-    edge = (EVEN_STYLE, ODD_STYLE)[at % 2] if look.colour else ""
-    shown.append("" if look.colour else "|")
-    number = str(token.id).translate(_SUBSCRIPT)
-    before, after = (number, "") if token.text.endswith("\n") else ("", number)  # not on the next line
-    shown.append(visible(token.part) + before, style=f"{MARK_STYLE} {edge}")
-    _draw_text(shown, token.text, f"{style} {edge}", marked=True)
-    shown.append(after, style=f"{MARK_STYLE} {edge}")
 
 
 _MARKS = re.compile(r"(\n|\t| +(?=\n|\Z))")

@@ -107,8 +107,6 @@ def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
     kind, name, precision = launch.kind, recipe.optimizer.name, recipe.train.precision
     if kind == "fsdp2" and int((launch.config.get("fsdp_config") or {}).get("fsdp_version", 1)) != 2:
         yield "`fsdp_version: 1` loses the optimizer state on resume: set `fsdp_version: 2`"
-    if launch.is_sharded and name == "muon":
-        yield "Muon needs unsharded matrices, and the optimizer gets shards here: use ddp, or another optimizer"
     if kind == "zero" and precision == "bf16_true":
         yield "DeepSpeed keeps fp32 copies of what it trains, against `bf16_true`: use ddp or fsdp2, or `bf16`"
     if kind == "zero" and precision == "fp8":
@@ -120,6 +118,8 @@ def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
             f"DeepSpeed swaps optimizer state to NVMe as fp32, which `{name}` does not survive: "
             "use `adamw`, or another config such as zero3_offload"
         )
+    if name == "muon" and launch.uses_nvme:
+        yield "`muon` was not tried with optimizer state on NVMe: use another config such as zero3_offload, or `adamw`"
     if kind == "zero" and recipe.train.compile:
         yield "`train.compile` does not support DeepSpeed's hooks on parameters: use ddp or fsdp2, or `compile: false`"
 

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from finetune.engine.base import BuildOptimizers, Engine, detached, named_trainables, wait_after_gradients
 from finetune.engine.expert_parallel import parallelize_experts
 from finetune.engine.launch import Launch
-from finetune.engine.ranks import sum_gradients
+from finetune.engine.muon import muon_of
+from finetune.engine.ranks import group_over, sum_gradients
 from finetune.engine.sharding import (
     Sharding,
     device_meshes,
@@ -100,6 +101,9 @@ class Fsdp2(Engine):
         self._waits = ShardWaits(self.model, self.stopwatch)
         self._shards = [(name, p, local_tensor(p.detach())) for name, p in named_trainables(causal_lm)]
         self.build_optimizers([shard for shard in self._shards if shard[2].numel()], build)  # these share memory
+        if (muon := muon_of(self.optimizers)) is not None:
+            replica = group_over(("shard", "context", "sequence", "tensor"), self.parallelism, self.rank)
+            muon.share([(None, self.parts(reading=True))], replica, self.device, self.stopwatch)
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:

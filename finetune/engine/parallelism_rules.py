@@ -139,8 +139,6 @@ def tensor_parallel(c: Combination) -> Iterator[str]:
             f"{key} with `optimizer.in_backward: true`: the gradient of a norm between sharded matrices is complete "
             "only after all ranks have summed theirs: use fsdp2, or `in_backward: false`"
         )
-    if recipe.optimizer.name == "muon":
-        yield f"{key}: Muon needs unsharded matrices: use ddp, or another optimizer"
     if model is None:
         return
     if model.experts:
@@ -178,7 +176,18 @@ def token_parallel(c: Combination) -> Iterator[str]:
             "ranks: set `model.attention: auto`"
         )
     if c.sizes.context > 1:
-        yield from _context(c, c.key("context"), attention)
+        # The kernels for documents on several ranks support full causal attention only.
+        key = c.key("context")
+        ulysses = f"use `{dimension_key('sequence')}`, whose ranks attend to full rows"
+        if attention in ("documents", "varlen", "flex", "flash_attention_3"):
+            yield f"{key}: context parallel has attention of its own, not `model.attention: {attention}`: set `auto`"
+        if c.recipe.train.compile:
+            yield f"{key}: compiled layers would be traced again for each row: set `train.compile: false`, or {ulysses}"
+        for kind in c.model.attention if c.model else ():
+            instead = ulysses if kind == "sliding_attention" else "remove it"
+            yield f"{key} does not support this model's {kind.replace('_', ' ')}: {instead}"
+        if c.model and c.model.soft_capped:
+            yield f"{key} does not support this model's soft-capped attention logits: {ulysses}"
     if (size := c.sizes.sequence) == 1 or c.model is None:
         return
     key, heads = c.key("sequence"), c.model.heads // c.sizes.tensor
@@ -187,20 +196,6 @@ def token_parallel(c: Combination) -> Iterator[str]:
         yield f"{key} must divide the {heads} attention heads{on_ranks}: set it to {nearest_divisors(size, heads)}"
     for kind in sorted(set(c.model.attention) - {"sliding_attention"}):
         yield f"{key}: this model has {kind.replace('_', ' ')}, which does not keep documents apart: remove it"
-
-
-def _context(c: Combination, key: str, attention: str) -> Iterator[str]:
-    """The kernels for documents on several ranks support full causal attention only."""
-    ulysses = f"use `{dimension_key('sequence')}`, whose ranks attend to full rows"
-    if attention in ("documents", "varlen", "flex", "flash_attention_3"):
-        yield f"{key}: context parallel has attention of its own, not `model.attention: {attention}`: set `auto`"
-    if c.recipe.train.compile:
-        yield f"{key}: compiled layers would be traced again for each row: set `train.compile: false`, or {ulysses}"
-    for kind in c.model.attention if c.model else ():
-        instead = ulysses if kind == "sliding_attention" else "remove it"
-        yield f"{key} does not support this model's {kind.replace('_', ' ')}: {instead}"
-    if c.model and c.model.soft_capped:
-        yield f"{key} does not support this model's soft-capped attention logits: {ulysses}"
 
 
 def pipeline_stages(c: Combination) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import product
@@ -26,6 +26,7 @@ class Ranks:
     def __init__(self, accelerator: Accelerator, parallelism: Parallelism, stopwatch: Stopwatch):
         self._accelerator, self._stopwatch = accelerator, stopwatch
         self._size, self._device = accelerator.num_processes, accelerator.device
+        self._rank = accelerator.process_index
         self._copies = parallelism.tensor  # ranks that compute the same values
 
     def sum(self, *values: float | Tensor) -> list[float]:
@@ -38,11 +39,20 @@ class Ranks:
         of_tensors, of_numbers = iter(summed[: len(tensors)]), iter(summed[len(tensors) :])
         return [next(of_tensors if isinstance(v, Tensor) else of_numbers) for v in values]
 
-    def total(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def total(self, named: Mapping[str, Tensor], largest: Collection[str] = ()) -> dict[str, Tensor]:
         """Returns each tensor summed over all ranks, in fp64 on the CPU. One collective, one synchronization.
 
         Ranks that compute the same values (tensor parallel) count as one. Tensors may lie on the device or the CPU.
+        largest: names of numbers () of which the largest of any rank is returned.
         """
+        if largest:  # each rank has an element of its own, and the others add 0 to it
+            own = {name: named[name].new_zeros(self._size) for name in largest}
+            for name, of_ranks in own.items():
+                of_ranks[self._rank] = named[name].detach() * self._copies
+            return {
+                name: tensor.amax() if name in largest else tensor
+                for name, tensor in self.total({**named, **own}).items()
+            }
         of_device = [name for name, tensor in named.items() if tensor.device.type == self._device.type]
         names = [*of_device, *(name for name in named if name not in of_device)]
         flat = [(named[name].detach().double() / self._copies).reshape(-1) for name in names]
@@ -83,15 +93,20 @@ class Ranks:
 
 def group_along(dimension: str, parallelism: Parallelism, rank: int) -> Any:
     """Returns the ranks that differ from this one in one dimension only; None if it has size 1. Collective."""
-    if getattr(parallelism, dimension) == 1:
+    return group_over((dimension,), parallelism, rank)
+
+
+def group_over(dimensions: tuple[str, ...], parallelism: Parallelism, rank: int) -> Any:
+    """Returns the ranks that differ from this one in these dimensions only; None if there are no others. Collective."""
+    if all(getattr(parallelism, dimension) == 1 for dimension in dimensions):
         return None
-    return _groups(torch.distributed.group.WORLD, dimension, parallelism)[rank]
+    return _groups(torch.distributed.group.WORLD, dimensions, parallelism)[rank]
 
 
 @cache
-def _groups(world: Any, dimension: str, parallelism: Parallelism) -> dict[int, Any]:
-    """Returns the groups of a dimension by rank, created once in the process group `world`. Collective."""
-    others = [name for name in DIMENSIONS if name != dimension]
+def _groups(world: Any, dimensions: tuple[str, ...], parallelism: Parallelism) -> dict[int, Any]:
+    """Returns the groups over dimensions by rank, created once in the process group `world`. Collective."""
+    others = [name for name in DIMENSIONS if name not in dimensions]
     groups: dict[int, Any] = {}
     for coordinates in product(*(range(getattr(parallelism, name)) for name in others)):
         fixed = dict(zip(others, coordinates, strict=True))

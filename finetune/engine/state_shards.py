@@ -348,20 +348,7 @@ def fill_coded(state: dict[str, Any], field: str, pieces: list[StoredPiece]) -> 
     Elements outside all pieces, the padding of a flat group, become 0: other values could set their block's scale.
     """
     blocks = _stepped_blocks(state, field)
-    scales = _common_scales(blocks, pieces)
-    blocks.scales.copy_(scales)
-    blocks.codes.fill_(int(blocks.book.abs().argmin()))
-    for piece in pieces:
-        if isinstance(piece.source, Blocks) and piece.is_contiguous:
-            piece.place(blocks.codes).copy_(piece.source.codes[piece.overlap.low : piece.end])
-    edges = torch.nn.functional.pad(scales.isnan().int(), (1, 1)).diff().nonzero().flatten().tolist()
-    for low, high in zip(edges[::2], edges[1::2], strict=True):  # consecutive blocks without a common scale
-        for first in range(low, high, _MAX_BLOCKS):
-            _round_again(blocks, pieces, first, min(first + _MAX_BLOCKS, high))
-
-
-def _common_scales(blocks: Blocks, pieces: list[StoredPiece]) -> Tensor:  # (blocks,) fp32 on the CPU
-    """Returns the scales of blocks stored as needed, with one scale at a border of pieces; else NaN."""
+    # Scales of blocks stored as needed, with one scale at a border of pieces; else NaN.
     book, unknown = blocks.book.cpu(), -1.0
     common = torch.full(blocks.scales.shape, unknown)
     for piece in pieces:
@@ -374,7 +361,16 @@ def _common_scales(blocks: Blocks, pieces: list[StoredPiece]) -> Tensor:  # (blo
             ours.copy_(torch.where((ours == unknown) | (ours == scales), scales, torch.nan))
         else:
             ours.fill_(torch.nan)
-    return torch.where(common == unknown, 0.0, common)
+    scales = torch.where(common == unknown, 0.0, common)
+    blocks.scales.copy_(scales)
+    blocks.codes.fill_(int(blocks.book.abs().argmin()))
+    for piece in pieces:
+        if isinstance(piece.source, Blocks) and piece.is_contiguous:
+            piece.place(blocks.codes).copy_(piece.source.codes[piece.overlap.low : piece.end])
+    edges = torch.nn.functional.pad(scales.isnan().int(), (1, 1)).diff().nonzero().flatten().tolist()
+    for low, high in zip(edges[::2], edges[1::2], strict=True):  # consecutive blocks without a common scale
+        for first in range(low, high, _MAX_BLOCKS):
+            _round_again(blocks, pieces, first, min(first + _MAX_BLOCKS, high))
 
 
 def _round_again(blocks: Blocks, pieces: list[StoredPiece], first: int, last: int) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from finetune.engine.base import BuildOptimizers, Engine, detached, named_trainables
 from finetune.engine.launch import Launch
+from finetune.engine.muon import muon_of
 from finetune.engine.optimizer_step import NonFinite
 from finetune.engine.state_shards import ShardPart, Types
 from finetune.errors import UserError
@@ -114,7 +115,8 @@ class Zero(Engine):
         section = config.setdefault("zero_optimization", {})
         if isinstance(size := section.get("reduce_bucket_size", 500_000_000), int | float):
             section["reduce_bucket_size"] = min(int(size), sum(full_shape(p).numel() for _, p in trained))
-        (optimizer,) = build(trained)
+        optimizers = build(trained)
+        optimizer = optimizers[0] if len(optimizers) == 1 else JoinedOptimizer(optimizers)
         if self.is_stage_3 and next(linear_weights(self.unwrapped), None) is not None:
             self._shard_packed(self.unwrapped, config)
         self.accelerator.gradient_accumulation_steps = micro_batches
@@ -122,6 +124,12 @@ class Zero(Engine):
         self.optimizers = [optimizer]
         self.zero = wrapped.optimizer
         self.copies_state = not (self.is_stage_3 and self.zero.swap_optimizer)  # memory may not hold NVMe's
+        if (muon := muon_of(optimizers)) is not None:
+            zero, parts = self.zero, self.parts(reading=True)
+            flats = zero.fp32_partitioned_groups_flat if self.is_stage_3 else zero.single_partition_of_fp32_groups
+            batches = [(flat, [part for part in parts if part.stepped is flat]) for flat in flats]
+            group = torch.distributed.group.WORLD if self.world_size > 1 else None
+            muon.share(batches, group, self.device, self.stopwatch)
 
     def _shard_packed(self, model: Any, config: dict[str, Any]) -> None:
         """Shard packed weights from host memory, one by one: DeepSpeed would first move all of them to the device."""
@@ -254,6 +262,23 @@ class Zero(Engine):
 
         unset_hf_deepspeed_config()
         super().close()
+
+
+class JoinedOptimizer(Optimizer):
+    """Several optimizers as one, with the groups and the state of all: DeepSpeed takes one, and steps one group of it
+    at a time."""
+
+    def __init__(self, optimizers: list[Optimizer]):
+        defaults = {name: value for optimizer in optimizers for name, value in optimizer.defaults.items()}
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], defaults)
+        self._groups = [(optimizer, optimizer.param_groups) for optimizer in optimizers]
+        for optimizer in optimizers:
+            optimizer.state = self.state
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for optimizer, own in self._groups:
+            optimizer.param_groups = [group for group in self.param_groups if any(group is one for one in own)]
+            optimizer.step()
 
 
 # --- optimizer state on NVMe

@@ -254,15 +254,17 @@ def adapter_for_base(model: Any, part: TextPart, folder: Path) -> None:
 
 
 def write_config(model: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Write config.json, and the code of a model whose class is not transformers' own."""
-    model.config.dtype = dtype
-    model.config.architectures = [type(model).__name__]
-    model.config.use_cache = True  # off in training only
+    """Write config.json, and the code of a model whose class is not transformers' own. The model's own config stays:
+    a model that is sent to a sampler trains on."""
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.use_cache = True  # off in training only
     if (base := getattr(model, "base_config", None)) is not None:
-        restore_dropout(model.config, base)
+        restore_dropout(config, base)
     if model.is_remote_code():
-        custom_object_save(model, folder, config=model.config)
-    model.config.save_pretrained(folder)
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
 
 
 def _write_settings(

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.cli.serving.utils import build_response_parser
 
 from finetune.errors import UserError
-from finetune.inference.answering import Answerer, Prompt, generation_settings, images_of, read_request
+from finetune.inference.answering import Answerer, generation_settings, images_of, read_request
 from finetune.inference.lane import Request
 from finetune.inference.sampling import Sampling
 from finetune.recipe.schema import check_template_arguments
@@ -174,21 +174,17 @@ def settings_of(fields: Mapping[str, Any], of_model: GenerationConfig, room: int
     options: dict[str, Any] = {name: fields.get(name) for name in ("top_p", "top_k", "repetition_penalty")}
     settings = generation_settings(of_model, Sampling(limit, float(temperature), **options))
     if biases := fields.get("logit_bias"):
-        settings.sequence_bias = _sequence_bias(biases, vocabulary)
+        if len(biases) > MAX_BIASES:
+            raise Refused(400, f"`logit_bias`: at most {MAX_BIASES} tokens")
+        for key, value in biases.items():
+            if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocabulary):
+                raise Refused(
+                    400, f"`logit_bias`: {key[:40]!r} is not a token of this model, whose ids are below {vocabulary:,}"
+                )
+            if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+                raise Refused(400, f"`logit_bias`: {_shown(value)}: expected a number from -100 to 100")
+        settings.sequence_bias = {(int(key),): float(value) for key, value in biases.items()}
     return settings
-
-
-def _sequence_bias(biases: dict[str, Any], vocabulary: int) -> dict[tuple[int], float]:
-    if len(biases) > MAX_BIASES:
-        raise Refused(400, f"`logit_bias`: at most {MAX_BIASES} tokens")
-    for key, value in biases.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocabulary):
-            raise Refused(
-                400, f"`logit_bias`: {key[:40]!r} is not a token of this model, whose ids are below {vocabulary:,}"
-            )
-        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
-            raise Refused(400, f"`logit_bias`: {_shown(value)}: expected a number from -100 to 100")
-    return {(int(key),): float(value) for key, value in biases.items()}
 
 
 def _shown(value: Any) -> str:
@@ -223,7 +219,20 @@ class Prompts:
         entry, fields["model"] = self.entries[name], name
         try:
             if is_chat:
-                prompt = self._chat(entry, fields)
+                if entry.chat is None:
+                    raise Refused(400, "this model has no chat template: use /v1/completions")
+                request = read_request(fields["messages"], fields.get("tools"))
+                if not all(isinstance(image, str) and image[:5].lower() == "data:" for image in images_of(request)):
+                    raise Refused(
+                        400, "images must be data URLs (data:image/png;base64,...): no file is read, no address fetched"
+                    )
+                texts = [(message.content, message.reasoning, message.tool_calls) for message in request.messages]
+                if len(texts) > entry.context:
+                    raise Refused(
+                        400, f"the prompt has {len(texts):,} messages, and the model takes {entry.context:,} tokens"
+                    )
+                self._check_length(entry, len(json.dumps([texts, request.tools], ensure_ascii=False)))
+                prompt = entry.tokens(replace(request, template_arguments=fields.get("chat_template_kwargs") or {}))
             else:
                 self._check_length(entry, len(fields["prompt"]))
                 prompt = entry.plain(fields["prompt"])
@@ -236,20 +245,6 @@ class Prompts:
         tools = fields.get("tools") or None
         parser = build_response_parser(entry.tokenizer, entry.model, prompt.ids, tools) if is_chat else None
         return fields, Request(entry, prompt, settings, stops, fields.get("seed"), parser)
-
-    def _chat(self, entry: Answerer, fields: dict[str, Any]) -> Prompt:
-        if entry.chat is None:
-            raise Refused(400, "this model has no chat template: use /v1/completions")
-        request = read_request(fields["messages"], fields.get("tools"))
-        if not all(isinstance(image, str) and image[:5].lower() == "data:" for image in images_of(request)):
-            raise Refused(
-                400, "images must be data URLs (data:image/png;base64,...): no file is read, no address fetched"
-            )
-        texts = [(message.content, message.reasoning, message.tool_calls) for message in request.messages]
-        if len(texts) > entry.context:
-            raise Refused(400, f"the prompt has {len(texts):,} messages, and the model takes {entry.context:,} tokens")
-        self._check_length(entry, len(json.dumps([texts, request.tools], ensure_ascii=False)))
-        return entry.tokens(replace(request, template_arguments=fields.get("chat_template_kwargs") or {}))
 
     def _check_length(self, entry: Answerer, characters: int) -> None:
         """Raises Refused for a text that exceeds the context even if each token were the longest of the vocabulary."""

@@ -155,17 +155,16 @@ def _rendered_rows(scorer: Scorer, data: Source, reader: SourceReader) -> Iterat
             elif isinstance(sample, Preference | Ranked):
                 kind = "pair" if isinstance(sample, Preference) else "ranked"
             answers = sample.answers if isinstance(sample, Ranked) else (sample,)
-            sequences = tuple(one for answer in answers for one in _sequences(scorer.renderer, answer))
-            yield ScoredRow((path, number), kind, sequences, label)
+            sequences = []
+            for drawn in map(scorer.renderer.draw, answers):
+                if len(drawn) > 1:
+                    raise BadRow(
+                        "the chat template rewrites history, so this conversation is several texts: give its last turn"
+                    )
+                sequences += drawn[0]
+            yield ScoredRow((path, number), kind, tuple(sequences), label)
         except (BadRow, UserError) as error:
             raise UserError(f"{path}:{number}: {error}") from None
-
-
-def _sequences(renderer: Renderer, sample: Any) -> tuple[Rendered, ...]:
-    examples = renderer.draw(sample)
-    if len(examples) > 1:
-        raise BadRow("the chat template rewrites history, so this conversation is several texts: give its last turn")
-    return examples[0]
 
 
 def _result(scorer: Scorer, row: ScoredRow, scores: NDArray[np.float32]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from finetune.models.activations import ActivationOffload
 from finetune.models.attention import AttentionChoice
 from finetune.models.base_config import dtypes
 from finetune.models.fused_layers import choose_kernels, fuse_layers
+from finetune.models.head.chunked import HeadDevice, is_small
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import Routers, compute_experts_in
 from finetune.models.score_model import ScoreModel
@@ -42,15 +43,15 @@ def assemble(
     schedule: str | None = None,
     gathers_in_forward: bool = False,
     emulates_fp8: bool | None = None,
-    kernels_of: str | None = None,
+    head_device: HeadDevice | None = None,
 ) -> WrappedModel:
     """Returns the module that returns losses or scores, computing in the recipe's types; changes `model` in place.
 
     model: of `load_model`, before an engine divides it; has_scores: whether its head has a score for each label;
     only_sums: see `CausalLMWithLoss`; routers: those whose logits are recorded; schedule: of a pipeline;
     gathers_in_forward: whether all ranks must run the image tower in each forward; emulates_fp8: None: unless the
-    device is a GPU; kernels_of: type of the device that is planned for, in place of `device`. Raises UserError if a
-    precision, kernels or a cross entropy are not possible.
+    device is a GPU; head_device: the device that is planned for, in place of `device`. Raises UserError if a precision,
+    kernels or a cross entropy are not possible.
     """
     types = dtypes(recipe)
     casts = types.compute != types.trained
@@ -61,7 +62,10 @@ def assemble(
         compute_in_fp8(model, device.type != "cuda" if emulates_fp8 is None else emulates_fp8)
     fuse_adapters(model, recipe.train.activation_checkpointing, schedule)
     again = recipe.train.activation_checkpointing == "selective" or schedule == "zero_bubble"
-    choice = choose_kernels(recipe.model.kernels, kernels_of or device.type, recipe.train.compile, again)
+    if head_device is None:
+        gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
+        head_device = HeadDevice(device.type, is_small(gib), recipe.model.kernels != "plain")
+    choice = choose_kernels(recipe.model.kernels, head_device.type, recipe.train.compile, again)
     surroundings: dict[str, Any] = {
         "device_type": device.type,
         "autocast": types.compute if casts else None,
@@ -72,4 +76,6 @@ def assemble(
     if has_scores:
         return ScoreModel(model, **surroundings)
     images = ImagePart(model, gathers_in_forward) if recipe.model.train is not None else None
-    return CausalLMWithLoss(model, recipe.model.cross_entropy, only_sums=only_sums, images=images, **surroundings)
+    return CausalLMWithLoss(
+        model, recipe.model.cross_entropy, only_sums, head_device=head_device, images=images, **surroundings
+    )

@@ -85,9 +85,15 @@ def base_content(model: Model) -> dict[str, Any]:
         if config is None:
             return {}
         folder, commit = config.parent, config.parent.name
+    files: dict[str, str] = {}
     patterns = (*_WEIGHTS, "*.py") if model.trust_remote_code else _WEIGHTS
     try:
-        files = {path.name: _file_content(path) for pattern in patterns for path in sorted(folder.glob(pattern))}
+        for path in (path for pattern in patterns for path in sorted(folder.glob(pattern))):
+            size, content = path.stat().st_size, hashlib.sha256()
+            with path.open("rb", buffering=0) as file:
+                for begin, end in _places(file.fileno(), size, path.suffix == ".safetensors"):
+                    content.update(os.pread(file.fileno(), end - begin, begin))
+            files[path.name] = f"{size:,} bytes, {content.hexdigest()[:DIGITS]}"
     except OSError as error:
         raise UserError(f"model.name: {error.filename or folder} cannot be read: {error.strerror}") from None
     return {**({"commit": commit} if commit else {}), "files": files}
@@ -102,15 +108,6 @@ def base_enters_steps(model: Any) -> bool:
         for module in model.modules()
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
     )
-
-
-def _file_content(path: Path) -> str:
-    """Raises OSError."""
-    size, content = path.stat().st_size, hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        for begin, end in _places(file.fileno(), size, path.suffix == ".safetensors"):
-            content.update(os.pread(file.fileno(), end - begin, begin))
-    return f"{size:,} bytes, {content.hexdigest()[:DIGITS]}"
 
 
 def _places(file: int, size: int, has_header: bool) -> Iterator[tuple[int, int]]:

@@ -198,13 +198,11 @@ def norm_of(module: nn.Module) -> Norm | None:
     if len(inspect.signature(module.forward).parameters) != 1:
         return None
     numbers = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.01]
-    return _formula_of(type(module), numbers[0], tuple(_settings(module))) if len(numbers) == 1 else None
-
-
-def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    """Returns what a module's forward may depend on, in addition to weights: its own attributes."""
-    kinds = (bool, int, float, str, type(None))
-    return [(name, v) for name, v in vars(module).items() if not name.startswith("_") and isinstance(v, kinds)]
+    if len(numbers) != 1:
+        return None
+    kinds = (bool, int, float, str, type(None))  # of attributes that a forward may depend on, in addition to weights
+    settings = [(name, v) for name, v in vars(module).items() if not name.startswith("_") and isinstance(v, kinds)]
+    return _formula_of(type(module), numbers[0], tuple(settings))
 
 
 @cache

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.models import packed_linear
+from finetune.models.casts import shared_cast
 from finetune.models.packed_linear import Fp8Linear
 from finetune.models.patches import mix_in
 
@@ -89,7 +91,7 @@ class FusedLinear:
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or not self.fuses():
             return super().forward(x, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  (of peft's)
-        return self.siblings.output(self, x)
+        return _compiled_product(self, x) if torch.compiler.is_compiling() else self.siblings.output(self, x)
 
     def fuses(self) -> bool:
         """Returns whether this layer computes the formula above, with weights that are on this rank. It does not with
@@ -102,9 +104,9 @@ class FusedLinear:
         down, up = layer.lora_A[name], layer.lora_B[name]
         base: Any = layer.base_layer
         return (
-            not torch.compiler.is_compiling()  # it fuses by itself
-            and isinstance(layer.lora_dropout[name], nn.Identity)
-            and (_is_plain(base) or _is_packed(base))
+            isinstance(layer.lora_dropout[name], nn.Identity)
+            # A packed weight in a compiled layer would be kept unpacked for the backward.
+            and (_is_plain(base) or (_is_packed(base) and not torch.compiler.is_compiling()))
             and all(map(_is_plain, (down, up)))
             and up.bias is None
             and not any(parameter.requires_grad for parameter in base.parameters())
@@ -134,25 +136,42 @@ def products(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
     frozen = [tensor for base in bases for tensor in (base.weight, base.bias)]
     down = [layer.lora_A[name].weight for layer, name in zip(layers, names, strict=True)]
     up = [layer.lora_B[name].weight for layer, name in zip(layers, names, strict=True)]
+    of_adapters = (*down, *up)
+    with torch.autocast(device, enabled=False), torch.no_grad():
+        # Without a cast they are used at once: FSDP2 has gathered them for this layer, and frees them.
+        shares = any(weight.dtype != compute for weight in of_adapters)
+        cast = partial(_cast, compute=compute)
+        casts = shared_cast(of_adapters, cast) if shares else cast(of_adapters)
     with torch.autocast(device, enabled=False):
-        outputs: Any = _Products.apply(x, compute, scaling, bases, *frozen, *down, *up)
+        outputs: Any = _Products.apply(x, compute, scaling, bases, casts, *frozen, *of_adapters)
     # A model may add to an output in place (Llama 4), which autograd allows for views that are created outside.
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)  # -1 would not do for no rows
 
 
+def _cast(of_adapters: tuple[Tensor, ...], compute: torch.dtype) -> tuple[Tensor, ...]:
+    """Returns all A as one matrix, then each B, in the compute type. of_adapters: n A, n B."""
+    n = len(of_adapters) // 2
+    return torch.cat(of_adapters[:n]).to(compute), *(b.to(compute) for b in of_adapters[n:])
+
+
 class _Products(torch.autograd.Function):
-    """Outputs (T, O) of n layers. bases: those that are adapted; weights: n times (W, packed or not, and bias or None),
-    n A, n B."""
+    """Outputs (T, O) of n layers. bases: those that are adapted; casts: of `_cast`; weights: n times (W, packed or not,
+    and bias or None), n A, n B."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, compute: torch.dtype, scaling: list[float], bases: list[Any], *weights: Any
+        ctx: Any,
+        x: Tensor,
+        compute: torch.dtype,
+        scaling: list[float],
+        bases: list[Any],
+        casts: tuple[Tensor, ...],
+        *weights: Any,
     ) -> tuple[Tensor, ...]:
         n = len(scaling)
         ctx.compute, ctx.scaling, ctx.bases, ctx.shape, ctx.type = compute, scaling, bases, x.shape, x.dtype
-        base, of_adapters = weights[: 2 * n], weights[2 * n :]
-        down, up = torch.cat(of_adapters[:n]).to(compute), [b.to(compute) for b in of_adapters[n:]]
-        ctx.ranks = [a.shape[0] for a in of_adapters[:n]]
+        base, (down, *up) = weights[: 2 * n], casts
+        ctx.ranks = [a.shape[0] for a in weights[2 * n : 3 * n]]
         rows = x.to(compute).reshape(-1, x.shape[-1])  # (T, I)
         inner = F.linear(rows, down)  # (T, sum of r)
         outputs = []
@@ -187,8 +206,65 @@ class _Products(torch.autograd.Function):
                 of_x.addmm_(of_inner, down[i], alpha=ctx.scaling[i])
         if of_x is not None:
             of_x = of_x.view(ctx.shape).to(ctx.type)
-        return of_x, None, None, None, *[None] * (2 * n), *of_down, *of_up
+        return of_x, None, None, None, None, *[None] * (2 * n), *of_down, *of_up
 
 
 def _matrix(base: Any, weight: Tensor, compute: torch.dtype) -> Tensor:  # (O, I)
     return (weight if type(base) is nn.Linear else packed_linear.unpacked_weight(base, weight)).to(compute)
+
+
+# --- in a compiled layer: an operator that torch.compile calls as it is
+
+
+def _compiled_product(layer: Any, x: Tensor) -> Tensor:
+    """Returns as `products` of one layer. Casts are left to the compiler, which has few kernels for all of them; layers
+    of one input, too: those that take another's output would change its state, which recomputation must not."""
+    device, name, base = x.device.type, layer.active_adapters[0], layer.base_layer
+    compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    bias = None if base.bias is None else base.bias.to(compute)
+    down, up = (half[name].weight.to(compute) for half in (layer.lora_A, layer.lora_B))
+    rows = x.to(compute).reshape(-1, x.shape[-1])
+    y, _ = _adapted(rows, base.weight.to(compute), bias, down, up, layer.scaling[name])
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+@torch.library.custom_op("finetune::adapted", mutates_args=())
+def _adapted(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the output (T, O) and rows A' (T, r). All tensors have the compute type."""
+    inner = F.linear(rows, down)
+    return F.linear(rows, weight, bias).addmm_(inner, up.t(), alpha=scaling), inner
+
+
+@_adapted.register_fake
+def _(rows: Tensor, weight: Tensor, _bias: Any, down: Tensor, _up: Any, _scaling: Any) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(len(rows), len(weight)), rows.new_empty(len(rows), len(down))
+
+
+@torch.library.custom_op("finetune::adapted_backward", mutates_args=())
+def _adapted_backward(
+    of_y: Tensor, rows: Tensor, inner: Tensor, weight: Tensor, down: Tensor, up: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of rows, A and B."""
+    of_inner = of_y @ up
+    of_rows = (of_y @ weight).addmm_(of_inner, down, alpha=scaling)
+    return of_rows, (of_inner.t() @ rows).mul_(scaling), (of_y.t() @ inner).mul_(scaling)
+
+
+@_adapted_backward.register_fake
+def _(_of_y: Any, rows: Tensor, _inner: Any, _weight: Any, down: Tensor, up: Tensor, _scaling: Any) -> Any:
+    return tuple(like.new_empty(like.shape) for like in (rows, down, up))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    rows, weight, _, down, up, ctx.scaling = inputs
+    ctx.save_for_backward(rows, output[1], weight, down, up)
+
+
+def _gradients(ctx: Any, of_y: Tensor, _of_inner: Tensor) -> Any:
+    of_rows, of_down, of_up = _adapted_backward(of_y, *ctx.saved_tensors, ctx.scaling)
+    return of_rows, None, None, of_down, of_up, None
+
+
+_adapted.register_autograd(_gradients, setup_context=_keep)

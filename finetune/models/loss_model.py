@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from finetune.errors import UserError
 from finetune.models.head.chunked import (
+    HeadDevice,
     HeadTask,
     liger_losses,
     matrix_losses,
     module_losses,
-    rows_at_once,
     torch_losses,
     why_not_liger,
     why_not_torch,
@@ -73,10 +73,12 @@ class CausalLMWithLoss(WrappedModel):
         model: Any,
         cross_entropy: str = "auto",
         only_sums: bool = True,
+        head_device: HeadDevice | None = None,
         **surroundings: Any,  # see `WrappedModel`
     ):
         """model: transformers' or peft's; cross_entropy: `model.cross_entropy`; only_sums: whether every objective of
-        this run is an unweighted sum of token losses. Raises UserError if the cross entropy is not possible."""
+        this run is an unweighted sum of token losses; head_device: None: a large one of this type. Raises
+        UserError if the cross entropy is not possible."""
         super().__init__(model, **surroundings)
         causal = unwrap_peft(model)
         head: Any = trained_head(causal)
@@ -89,45 +91,41 @@ class CausalLMWithLoss(WrappedModel):
             mapping: LogitMap | UnknownHead = logit_map(causal)
         except UnknownHead as reason:
             mapping = reason
-        device, matrix = self._device_type, is_matrix(head)
+        device, matrix = head_device or HeadDevice(self._device_type), is_matrix(head)
         self.choice = choose_cross_entropy(cross_entropy, mapping, matrix, vocabulary, device, only_sums)
         if self.choice.implementation != "plain":
             assert isinstance(mapping, LogitMap)  # the choice is plain if it is unknown
-            self._logit_map, self._rows = mapping, rows_at_once(vocabulary, device)
+            self._logit_map, self._rows = mapping, device.rows(vocabulary)
             head.loss_implementation = self.choice.implementation if matrix else "module"
             mix_in(head, HeadWithLoss, "losses in the head")
 
     def _read(self, targets: TargetTokens, inputs: dict[str, Any]) -> Outputs:
-        losses = self._losses(targets, inputs)
+        if self.choice.implementation == "plain":
+            # A model's config can enable a balance loss in each forward. It is not read; an objective adds its own.
+            taken = accepted({**inputs, **self._no_balance_loss}, self._takes)
+            if self._keeps_positions:
+                logits = self.causal_lm(**taken, logits_to_keep=targets.positions).logits[0]  # (S, V)
+            else:
+                logits = self.causal_lm(**taken).logits[0, targets.positions]
+            each, details = targets.token_loss.losses(at_least_fp32(logits), targets.ids, targets.columns)
+            total = each.sum() if targets.weights is None else (each * targets.weights).sum()
+            losses = HeadLosses(total, each if targets.differentiable else each.detach(), details)
+        else:
+            hidden = self._base(inputs)[:, targets.positions]
+            task = HeadTask(
+                targets.ids,
+                targets.token_loss,
+                self._logit_map,
+                self._rows,
+                targets.weights,
+                targets.differentiable,
+                targets.columns,
+            )
+            losses: HeadLosses = output_head(self.causal_lm)(hidden, task=task)
         if targets.of_target is None:
             return Outputs(*losses)
         each, *details = (values[targets.of_target] for values in (losses.each, *losses.details))
         return Outputs(each.sum(), each, tuple(details))
-
-    def _losses(self, targets: TargetTokens, inputs: dict[str, Any]) -> HeadLosses:
-        if self.choice.implementation == "plain":
-            logits = at_least_fp32(self._logits(targets.positions, inputs))
-            each, details = targets.token_loss.losses(logits, targets.ids, targets.columns)
-            total = each.sum() if targets.weights is None else (each * targets.weights).sum()
-            return HeadLosses(total, each if targets.differentiable else each.detach(), details)
-        hidden = self._base(inputs)[:, targets.positions]
-        task = HeadTask(
-            targets.ids,
-            targets.token_loss,
-            self._logit_map,
-            self._rows,
-            targets.weights,
-            targets.differentiable,
-            targets.columns,
-        )
-        return output_head(self.causal_lm)(hidden, task=task)
-
-    def _logits(self, positions: Tensor, inputs: dict[str, Any]) -> Tensor:  # (S, V)
-        # A model's config can enable a balance loss in each forward. It is not read; an objective adds its own.
-        taken = accepted({**inputs, **self._no_balance_loss}, self._takes)
-        if self._keeps_positions:
-            return self.causal_lm(**taken, logits_to_keep=positions).logits[0]
-        return self.causal_lm(**taken).logits[0, positions]
 
 
 class HeadWithLoss:
@@ -156,7 +154,7 @@ def choose_cross_entropy(
     mapping: LogitMap | UnknownHead,  # changes of the logits by the architecture
     matrix: bool,  # the head is a linear layer, without adapters
     vocabulary: int,
-    device: str,
+    device: HeadDevice,
     only_sums: bool = True,
 ) -> CrossEntropyChoice:
     """Returns which implementation computes the losses, and why. Raises UserError if the requested one is not
@@ -168,7 +166,7 @@ def choose_cross_entropy(
             return CrossEntropyChoice("plain", str(mapping))
         raise UserError(f"model.cross_entropy: `{requested}` is not possible: {mapping}; use `auto`")
     if requested in ("torch", "liger"):
-        obstacle = why_not_torch(mapping) if requested == "torch" else why_not_liger(device)
+        obstacle = why_not_torch(mapping) if requested == "torch" else why_not_liger(device.type)
         if not matrix:
             obstacle = "it takes a head that is one matrix, and this one has adapters or quantized weights"
         if not only_sums:
@@ -176,6 +174,8 @@ def choose_cross_entropy(
         if obstacle:
             raise UserError(f"model.cross_entropy: `{requested}` is not possible: {obstacle}; use `auto`")
         return CrossEntropyChoice(requested, "asked for in the recipe")
-    rows = rows_at_once(vocabulary, device)
+    if requested == "auto" and device.liger and matrix and only_sums and why_not_liger(device.type) is None:
+        return CrossEntropyChoice("liger", "liger-kernel is installed")
+    rows = device.rows(vocabulary)
     size = f"logits of {rows:,} tokens at a time, {rows * vocabulary * 4 / 2**20:,.0f} MiB"
     return CrossEntropyChoice("chunked", size if requested == "auto" else f"asked for in the recipe; {size}")

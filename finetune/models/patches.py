@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 # (what is changed, why it is not done otherwise), in the order of a run: a later one finds a module as the earlier ones
@@ -145,8 +146,13 @@ def replace_class(module: Any, kind: type, patch: str) -> None:
 def mix_in(module: Any, mixin: type, patch: str) -> None:
     """Put a class before that of one instance, unless it has it already; the name of the class stays."""
     if not isinstance(module, mixin):
-        kind = type(module)
-        replace_class(module, type(kind.__name__, (mixin, kind), {}), patch)
+        replace_class(module, _mixed(mixin, type(module)), patch)
+
+
+@cache
+def _mixed(mixin: type, kind: type) -> type:
+    """Returns one class for all instances: with one for each, torch.compile would compile each layer again."""
+    return type(kind.__name__, (mixin, kind), {})
 
 
 def set_attribute(target: Any, name: str, value: Any, patch: str) -> None:

@@ -139,26 +139,22 @@ def _shrunk(name: str, value: Any, settings: dict[str, Any], layers: _Layers, he
             return _shrunk_number("qk_rope_head_dim", HEAD_SIZE, settings, layers) / HEAD_SIZE
         return 0.0 if "drop" in name or "jitter" in name else value
     if isinstance(value, list | tuple):
-        return _shrunk_list(name, value, settings, layers, head_size)
+        if name in ("long_factor", "short_factor") and head_size:
+            return list(value)[: max(1, len(value) * HEAD_SIZE // head_size)]
+        if name == "mrope_section" and head_size:
+            total = sum(value) * HEAD_SIZE // head_size
+            scaled = [max(1, section * total // sum(value)) for section in value]
+            scaled[0] += total - sum(scaled)
+            return scaled
+        if name == "hybrid_layer_ids":  # Zamba 2
+            return [at for at, i in enumerate(layers.chosen) if i in value]
+        if name == "attention_types" and value and isinstance(value[0], list | tuple):  # GPT-Neo: [[kinds, times]]
+            kinds = value[0][0]
+            return [[kinds, 1]]
+        if value and all(type(item) is int for item in value) and not re.search(r"layer|indices|ratio|id", name):
+            return type(value)([_shrunk_number(name, item, settings, layers) for item in value])
+        return value
     return _shrunk_number(name, value, settings, layers) if isinstance(value, int) else value
-
-
-def _shrunk_list(name: str, value: Any, settings: dict[str, Any], layers: _Layers, head_size: int | None) -> Any:
-    if name in ("long_factor", "short_factor") and head_size:
-        return list(value)[: max(1, len(value) * HEAD_SIZE // head_size)]
-    if name == "mrope_section" and head_size:
-        total = sum(value) * HEAD_SIZE // head_size
-        scaled = [max(1, section * total // sum(value)) for section in value]
-        scaled[0] += total - sum(scaled)
-        return scaled
-    if name == "hybrid_layer_ids":  # Zamba 2
-        return [at for at, i in enumerate(layers.chosen) if i in value]
-    if name == "attention_types" and value and isinstance(value[0], list | tuple):  # GPT-Neo: [[kinds, times]]
-        kinds = value[0][0]
-        return [[kinds, 1]]
-    if value and all(type(item) is int for item in value) and not re.search(r"layer|indices|ratio|id", name):
-        return type(value)([_shrunk_number(name, item, settings, layers) for item in value])
-    return value
 
 
 def _shrunk_number(name: str, value: int, settings: dict[str, Any], layers: _Layers) -> int:

@@ -32,6 +32,7 @@ class Term(NamedTuple):
     total: Tensor  # () with a graph if it has a weight; of any shape if it is a metric only
     unit: str | None = None  # its mean is over these; None: it stays a sum
     weight: float | None = None  # in the loss; None: a metric only
+    largest: bool = False  # a metric (): of micro-batches and ranks the largest counts, not the sum
 
 
 Terms = dict[str, Term]
@@ -46,9 +47,14 @@ class TermSums:
 
     def add(self, terms: Terms) -> None:
         for name, term in terms.items():
-            total = term.total.detach().double()
-            self.totals[name] = self.totals[name] + total if name in self.totals else total
+            total, merged = term.total.detach().double(), torch.maximum if term.largest else torch.add
+            self.totals[name] = merged(self.totals[name], total) if name in self.totals else total
             self.terms[name] = term._replace(total=total)
+
+    @property
+    def largest(self) -> set[str]:
+        """Returns the names of terms whose largest value counts."""
+        return {name for name, term in self.terms.items() if term.largest}
 
 
 @dataclass(frozen=True)
@@ -74,8 +80,9 @@ class Sums:
 
 
 def means(sums: Sums) -> dict[str, float]:
-    """Returns the mean of every metric that has a unit."""
-    return {name: sums.mean(name) for name, term in sums.terms.items() if term.weight is None and term.unit}
+    """Returns the mean of every metric that has a unit, and those that are a largest value."""
+    shown = [name for name, term in sums.terms.items() if term.weight is None and (term.unit or term.largest)]
+    return {name: sums.mean(name) for name in shown}
 
 
 @dataclass(frozen=True)

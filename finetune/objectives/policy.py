@@ -156,6 +156,9 @@ def clipped_terms(
         "clip_low": Term(below.sum(), "target_tokens"),
         "clip_high": Term(above.sum(), "target_tokens"),
         "ratio": Term(ratio.detach().sum(), "target_tokens"),
+        "ratio_max": Term(
+            ratio.detach().amax() if len(ratio) else ratio.new_zeros(()), largest=True
+        ),  # none in a dummy
         # Schulman's k3 of KL(old, new), at the samples of the old: how far the weights have moved from them.
         "old_kl": Term((ratio.detach() - 1 - ratio.detach().log()).sum(), "target_tokens"),
     }

@@ -20,6 +20,7 @@ from finetune.plan.search import (
     SAVE_S,
     Choice,
     PlanRequest,
+    Sampled,
     SearchResult,
     answers,
     as_lines,
@@ -58,6 +59,7 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
             "step_s": one.step and one.step.seconds,
             "step_parts_s": one.step and one.step.parts,
             "speeds": one.step and one.step.source,
+            **({"rollouts": _sampled(one.sampled)} if one.sampled else {}),
             "tokens_per_s": one.tokens_per_s,
             "hours": one.hours,
             "price": one.price,
@@ -98,16 +100,32 @@ def why(request: PlanRequest, one: Choice) -> str:
         reason = "no finished run on such a device" if key == CPU else f"the table has no speed of {key} in {precision}"
         return f"{room}; time not known: {reason}"
     share = one.step.parts[one.step.limit] / one.step.seconds
-    return f"{room}; limited by {one.step.limit} ({share:.0%} of a step){_not_faster(one)}"
-
-
-def _not_faster(one: Choice) -> str:
-    """Returns why more devices are not faster than fewer, or ""."""
     if one.faster is None or one.faster.step is None or one.step is None:
-        return ""
-    part, more = _difference(one.faster.step, one.step)
-    fewer = f"{one.faster.config} on {one.faster.machines.name}"
-    return f"; not faster than {fewer} ({one.faster.step.seconds:.3g} s a step): {more:.3g} s more of {part}"
+        not_faster = ""
+    else:
+        part, more = _difference(one.faster.step, one.step)
+        fewer = f"{one.faster.config} on {one.faster.machines.name}"
+        not_faster = f"; not faster than {fewer} ({one.faster.step.seconds:.3g} s a step): {more:.3g} s more of {part}"
+    return f"{room}; limited by {one.step.limit} ({share:.0%} of a step){not_faster}"
+
+
+def _sampled(sampled: Sampled) -> dict[str, Any]:
+    sizes = {"cache_gib": round(sampled.cache / GIB, 3), "cohort_gib": round(sampled.peak / GIB, 3)}
+    counts = {"cohorts": sampled.cohorts, "cohorts_of_a_rank": sampled.each}
+    return {**counts, **sizes, "largest_cohort": sampled.largest}
+
+
+def _rollouts(request: PlanRequest, one: Choice, sampled: Sampled) -> str:
+    """Returns a line on the rollouts of a step."""
+    settings = request.recipe.rollouts
+    assert settings is not None
+    fits = f"rollouts.cohort up to {sampled.largest:,} fits" if sampled.largest else "not even one sample fits"
+    seconds = one.step.parts.get("generation") if one.step else None
+    took = f", at most {seconds:.3g} s" if seconds else ""
+    return (
+        f"rollouts: {sampled.cohorts:,} cohorts of {settings.cohort:,} samples, {sampled.each:,} on a rank one after "
+        f"another{took}; a cohort takes {sampled.peak / GIB:.2f} GiB, {sampled.cache / GIB:.2f} of it cache; {fits}"
+    )
 
 
 def _difference(one: StepTime, other: StepTime) -> tuple[str, float]:
@@ -140,6 +158,11 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
         lines.append("batch.rows_per_device: auto is 1; the run finds how many rows fit")
     if batch.tokens_per_device is not None:
         lines.append("a micro-batch is the fullest row, as often as batch.tokens_per_device has room for it")
+    if request.recipe.rollouts is not None:
+        lines.append(
+            "rollouts: each sample has max_new_tokens after the longest prompt, weights stay gathered while sampling, "
+            "and rewards take no time"
+        )
     if request.rows.images and request.rows.rows is not None:
         lines.append(f"the fullest row has as many images as any of {ROWS_KEPT} rows that were looked at")
     if sizes.expert > 1:
@@ -152,7 +175,9 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
         lines.append(f"{machines.key} has the memory of its data sheet; what torch reports differs by a little")
     device, efficiency = machines.device, hardware.efficiency
     if not device.has_flash_kernels:
-        choice = attention_for(request.recipe, request.config, "cuda", kernels_at("cuda", device.kernels))
+        choice = attention_for(
+            request.recipe, request.config, "cuda", kernels_at("cuda", device.kernels, request.recipe.model.attention)
+        )
         speed = f"{efficiency.flex:.0%} of a flash kernel's speed ({efficiency.flex_source})"
         lines.append(f"attention on {machines.key} ({choice.reason}) has {speed} and keeps as many bytes")
     elif device.capability is None:
@@ -195,6 +220,8 @@ def show(
         second = next((other for other in choices if other.machines == one.machines and other is not one), None)
         if one is first[0] and second is not None:
             print_line(console, _against(one, second), highlight=False, markup=False)
+        if one.sampled is not None:
+            print_line(console, _rollouts(request, one, one.sampled), highlight=False, markup=False)
     for line in refused(results):
         print_line(console, f"[bold]{line['on']}[/bold]: {escape(line['why'])}", highlight=False)
     console.print()

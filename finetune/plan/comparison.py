@@ -32,7 +32,7 @@ from finetune.models.attention import Kernels
 from finetune.models.config import training_config
 from finetune.models.trials import FAILURES, quietly
 from finetune.plan.finished_runs import device_key, phases_of_time, read_plan, speeds_here
-from finetune.plan.lengths import RowFacts, facts_of, widest
+from finetune.plan.lengths import Lengths, RowFacts, facts_of, widest
 from finetune.plan.memory import Place, estimate_memory
 from finetune.plan.search import heaviest
 from finetune.plan.shapes import costs_at, shapes_of
@@ -81,7 +81,7 @@ class Launched:
             states = [costs.state(rank) for rank in different_ranks(self.launch.parallelism)]
             kept = max(states, key=lambda state: state.device_bytes).persistent
             return {"memory_bytes": {name: kept[part] for name, part in STATE.items()}}
-        place = Place(self.launch, self.per_machine, "cuda", _capability())
+        place = Place(self.launch, self.per_machine, "cuda", _capability(), _gib())
         batch = heaviest(self.recipe, self.rows)
         memory = estimate_memory(self.recipe, self.config, place, batch, self.micro_batches)
         of_state = {name: memory.persistent[part] for name, part in STATE.items()}
@@ -89,7 +89,7 @@ class Launched:
 
     def rows_that_fit(self, free_bytes: int) -> int:
         """Returns how many rows of a micro-batch are expected to fit, by a line through the peaks of one and two."""
-        place = Place(self.launch, self.per_machine, "cuda", _capability())
+        place = Place(self.launch, self.per_machine, "cuda", _capability(), _gib())
         peaks = []
         for count in (1, 2):
             batch = self.recipe.batch.model_copy(update={"rows_per_device": count})
@@ -132,6 +132,11 @@ def _capability() -> tuple[int, int] | None:
     return Kernels.here().capability if torch.cuda.is_available() else (9, 0)
 
 
+def _gib() -> float | None:
+    """Returns the memory of this machine's device; None without one."""
+    return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else None
+
+
 def predict_run(prepared: Prepared, engine: Engine) -> dict[str, Any]:
     """Returns `predicted` of a run's plan.json. Raises nothing: the other ranks would not know."""
     recipe, config, training = prepared.recipe, prepared.config, prepared.training
@@ -141,6 +146,8 @@ def predict_run(prepared: Prepared, engine: Engine) -> dict[str, Any]:
             data = on_disk(training)
             token = None if recipe.data.image is None else cast(Any, config).image_token_id
             rows = facts_of(data.examples, data.rows, "the data of the run", len(data.rows), token)
+        if recipe.rollouts is not None:
+            rows = Lengths("the data of the run", on_disk(training).examples, 1.0).rows(recipe, config)
         on_gpu = engine.device.type == "cuda"
         device = torch.cuda.get_device_name(engine.device) if on_gpu else engine.device.type
         place = (engine.launch, prepared.micro_batches, rows, device, engine.local_processes)
@@ -228,8 +235,10 @@ def _launched(folder: Path, plan: dict[str, Any]) -> Launched:
     launch = Launch(of_launch["kind"], plan["world_size"], None, of_launch["config"])
     config = training_config(recipe)
     counts = plan["rows_per_epoch"], plan["examples"], plan["tokens_per_epoch"], plan["supervised_tokens_per_epoch"]
-    if not all(counts):
-        rows = widest(recipe, "a stream", config)
+    if not all(counts) or recipe.rollouts is not None:
+        rows = widest(
+            recipe, "plan.json has the lengths of rows, not of prompts" if all(counts) else "a stream", config
+        )
     else:
         in_epoch, examples, tokens, targets = counts
         full, share = recipe.data.max_length, targets / tokens

@@ -24,6 +24,7 @@ _OTHERS = (
     "host transfers",
     "bubble",
     "data",
+    "generation",
 )  # parts of a predicted step that are not compute
 
 
@@ -75,6 +76,8 @@ def _level(run: Path, key: str, precision: str, hardware: Hardware) -> Level | N
     precision, or has too few numbers."""
     plan = read_plan(run / "plan.json") if read_status(run) == "finished" else {}
     predicted, measured = plan.get("predicted") or {}, plan.get("measured") or {}
+    if "generation" in predicted.get("parts_s", {}):  # which is measured as a wait for rows
+        return None
     if "parts_s" not in predicted or measured.get("steps", 0) < _FEWEST or device_key(plan, hardware) != key:
         return None
     if plan["precision"].replace(",", " ").split()[0] != precision:  # `fp32 (TF32 is off ...)`
@@ -102,6 +105,7 @@ def phases_of_time(predicted: dict[str, float], measured: dict[str, float]) -> d
         phases |= {"compute": (compute, took), "communication": (waits, measured["communication"])}
     else:
         phases["compute"] = (compute + waits, took)
-    if "data" in predicted:
-        phases["data wait"] = (predicted["data"], measured.get("data", 0.0))
+    if "data" in predicted or "generation" in predicted:
+        waits = predicted.get("data", 0.0) + predicted.get("generation", 0.0)
+        phases["data wait"] = (waits, measured.get("data", 0.0))
     return phases

@@ -60,6 +60,9 @@ class Lengths:
         """Packs the examples as the recipe says, without those beyond its max_length, as `overlong: drop` does."""
         tokens = np.asarray(self.examples.sizes.tokens, np.int64)
         length = recipe.data.max_length
+        if recipe.rollouts is not None:
+            prompts = tokens - np.asarray(self.examples.sizes.target_tokens, np.int64)
+            return sampled_rows(recipe, prompts, self.source, config)
         kept = np.flatnonzero(tokens <= length)
         if not len(kept):
             return widest(recipe, f"no example of {self.source} has at most {length} tokens", config)
@@ -68,6 +71,26 @@ class Lengths:
         unknown = None if self.times else "number of rows: run `prepare` with these data"
         packed = Rows(packed.offsets, kept[packed.members])
         return facts_of(self.examples, packed, self.source, rows, self.image_token, unknown)
+
+
+def sampled_rows(recipe: Recipe, prompts: NDArray[np.int64], source: str, config: PretrainedConfig) -> RowFacts:
+    """Returns the rows of a run that samples them, as if every sample had `max_new_tokens`. prompts: tokens of each;
+    those that leave no room are left out, as in the run."""
+    assert recipe.rollouts is not None
+    new = recipe.rollouts.max_new_tokens
+    prompts = prompts[prompts <= recipe.data.max_length - new]
+    if not len(prompts):
+        return widest(recipe, f"no prompt of {source} leaves room for a sample", config)
+    some = prompts[np.unique(np.linspace(0, len(prompts) - 1, min(len(prompts), ROWS_KEPT)).astype(int))]
+    return RowFacts(
+        source=f"prompts by {source}, every sample taken as rollouts.max_new_tokens ({new:,}), the most there can be",
+        sample=tuple((int(prompt) + new,) for prompt in some),
+        tokens_per_row=float(prompts.mean()) + new,
+        targets_per_row=new,
+        heaviest=(int(prompts.max()) + new,),
+        most_targets=new,
+        rows=None,
+    )
 
 
 def facts_of(
@@ -116,6 +139,9 @@ def widest(recipe: Recipe, reason: str, config: PretrainedConfig) -> RowFacts:
     """Returns the largest rows that a recipe allows: every row one document of max_length, all supervised, and full of
     images if it sees any."""
     length, images = recipe.data.max_length, most_images(recipe, config)
+    if recipe.rollouts is not None:
+        of_prompts = np.array([length - recipe.rollouts.max_new_tokens])
+        return sampled_rows(recipe, of_prompts, f"data.max_length, as lengths are not known ({reason})", config)
     full = f" with {len(images)} images of {images[0]:,} tokens" if images else ""
     return RowFacts(
         f"not known ({reason}): every row is taken as one document of data.max_length tokens{full}, all supervised, "

@@ -22,7 +22,9 @@ from finetune.engine.stages import schedulable_micro_batches
 from finetune.export.figures import WHOLE_BYTES
 from finetune.export.weight_files import SHARD_BYTES
 from finetune.models.base_config import dtypes, layer_configs
+from finetune.models.head.chunked import is_small
 from finetune.plan.micro_batch import HeaviestBatch, How
+from finetune.plan.rollouts import longest_prompt, sampling_of
 from finetune.plan.shapes import costs_at, shapes_of, shortened
 from finetune.plan.timeline import Part, Timeline, timeline_of
 from finetune.recipe import Recipe
@@ -40,6 +42,7 @@ class Place:
     per_host: int  # processes on each machine
     device: str = "cuda"  # or cpu: a rehearsal
     capability: tuple[int, int] | None = (9, 0)  # of the CUDA device: attention kernels depend on it; None: AMD
+    gib: float | None = None  # memory of the device: chunks of the head depend on it; None: not known
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,9 @@ def estimate_memory(
         sizes = [4 * (weight.packed or weight.numel) for weight in weights]
         merged = max(3 * max(sizes), sum(sizes) if sum(sizes) <= WHOLE_BYTES else 0)
         after = {"save": sum(weight.bytes for weight in weights if weight.trains), "merge": merged}
-    reads = place.launch.kind == "fsdp2" or place.launch.parallelism.tensor > 1  # and has copies in the trained type
-    reading = sum(weight.bytes for weight in weights if weight.trains) if reads else 0
+    reading = sum(weight.bytes for weight in weights if weight.trains) if costs.loads_by_copies else 0
     for rank in different_ranks(place.launch.parallelism):
-        phases, state = phases_of(costs, config, rank, place.capability, batch, micro_batches, most)
+        phases, state = phases_of(costs, config, rank, place.capability, batch, micro_batches, most, place.gib)
         host, disk = state.host * place.per_host, state.disk * place.per_host
         at_least = list(phases) == [KEPT]
         memories.append(Memory(rank, phases, state.persistent, host, disk, after, reading, at_least))
@@ -97,12 +99,13 @@ def estimate_memory(
     return max(memories, key=lambda memory: memory.tensors)
 
 
-def how_of(costs: Costs, capability: tuple[int, int] | None, micro_batches: int) -> How:
+def how_of(costs: Costs, capability: tuple[int, int] | None, micro_batches: int, gib: float | None = None) -> How:
     if capability and capability >= (8, 0) and costs.recipe.model.attention != "flash_attention_3":
         capability = (9, 0)  # the same kernel from 8.0 on: one timeline for all
     return How(
         device=costs.device,
         capability=capability,
+        small=is_small(gib),
         casts_weights=costs.casts_weights,
         keeps_inputs_alone=costs.keeps_inputs_alone,
         gradients_there=costs.gradients_there(micro_batches),
@@ -146,6 +149,7 @@ def phases_of(
     batch: HeaviestBatch,
     micro_batches: int,
     most: int | None = None,
+    gib: float | None = None,
 ) -> tuple[dict[str, int], State]:
     """Returns the bytes of tensors at the peak of each phase, and the persistent state. If that is more than `most`,
     it is the only phase, `KEPT`: weighing a step takes longer than all the rest."""
@@ -154,7 +158,7 @@ def phases_of(
     rest = state.device_bytes - gradients
     if most is not None and rest > most:
         return {KEPT: rest}, state
-    parts = timeline_of(recipe, config, of_rank(batch, sizes), how_of(costs, capability, micro_batches))
+    parts = timeline_of(recipe, config, of_rank(batch, sizes), how_of(costs, capability, micro_batches, gib))
     moving = costs.moving()
     if sizes.tokens > 1:
         # Keys and values of the row's other tokens are gathered and put in order; in the backward also their gradients,
@@ -174,12 +178,16 @@ def phases_of(
     _micro_batch(walk, parts, stage, moving, first)
     walk.reach("reduction", moving.end)
     walk.now = rest + gradients
-    walk.reach("optimizer", max(moving.optimizer, costs.norm_buffer()))
+    walk.reach("optimizer", max(moving.optimizer + costs.orthogonalizing(), costs.norm_buffer()))
     # An evaluation keeps nothing for a backward.
     walk.now = rest + moving.always
     forward = max(part.peak for part in parts.layers) + moving.layer
     head = parts.head.peak - max(0, parts.head.kept) + moving.tail if stage.last else 0
     walk.reach("evaluation", parts.before.kept + max(forward, head))
+    if recipe.rollouts is not None:
+        prompt = longest_prompt(recipe, batch.documents)
+        sampled = sampling_of(recipe, config, prompt, how_of(costs, capability, micro_batches))
+        walk.reach("sampling", sampled.peak + max(moving.layer, moving.tail))
     walk.now = rest
     walk.reach("checkpoint", 0)
     walk.reach("save", costs.whole_tensor())

@@ -17,8 +17,7 @@ from finetune.engine import tensor_parallel
 from finetune.errors import UserError
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice, Kernels, attention_for, kernels, per_document
-from finetune.models.head.chunked import rows_at_once
-from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.head.chunked import HeadDevice
 from finetune.models.moe import adapters_of, dispatch_tokens, experts_of
 from finetune.models.packed_linear import linear_weights
 from finetune.models.patches import replace_forward
@@ -51,6 +50,7 @@ class How:
 
     device: str = "cuda"
     capability: tuple[int, int] | None = (9, 0)  # None: AMD
+    small: bool = False  # an accelerator with few GiB, by `is_small`
     casts_weights: bool = False  # gathered in the compute type (FSDP2)
     keeps_inputs_alone: bool = False  # linear layers without casts of their weights (ZeRO-3)
     gradients_there: bool = False  # of an earlier micro-batch, which are added to
@@ -90,18 +90,19 @@ def short_model(config: PretrainedConfig) -> PretrainedConfig:
     return with_layers(config, [*map(kinds.index, range(count)), 0]) if count < len(kinds) else short
 
 
-def kernels_at(device: str, capability: tuple[int, int] | None) -> Kernels:
+def kernels_at(device: str, capability: tuple[int, int] | None, requested: str = "auto") -> Kernels:
     """Returns the kernels of a device that this machine need not have: as `Kernels.here` on it, without packages that
-    only some install."""
+    only some install, unless requested (`model.attention`)."""
     if device != "cuda":
         return Kernels()
-    return Kernels(capability, flash_kernels=capability is not None, triton=True, no_flash_3=None)
+    kernels = Kernels(capability, flash_kernels=capability is not None, triton=True)
+    return replace(kernels, no_flash_3=None) if requested == "flash_attention_3" else kernels
 
 
 def attention_at(recipe: Recipe, config: PretrainedConfig, how: How) -> AttentionChoice:
     """Returns the attention of a run on such a device, which this machine need not have, for fake tensors."""
     eager = recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": False})})
-    choice = attention_for(eager, config, how.device, kernels_at(how.device, how.capability))
+    choice = attention_for(eager, config, how.device, kernels_at(how.device, how.capability, recipe.model.attention))
     if choice.implementation == kernels.VARLEN:
         return replace(choice, prepare=partial(kernels.prepare_varlen, device="cpu"))
     if choice.implementation == kernels.FLEX:  # it keeps the same tensors as a kernel for each document
@@ -144,11 +145,8 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
         has_scores=bool(objective.num_scores),
         only_sums=objective.only_sums,
         emulates_fp8=how.device == "cpu",
-        kernels_of=how.device,
+        head_device=HeadDevice(how.device, how.small, recipe.model.kernels != "plain"),
     )
-    if isinstance(wrapped, CausalLMWithLoss) and wrapped.choice.implementation != "plain":
-        # As on the device that is planned for; `assemble` has chosen them for the CPU.
-        wrapped._rows = rows_at_once(config.get_text_config().vocab_size, how.device)
     return wrapped, ForwardPass(attention, objective)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,9 @@ from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
 from finetune.models.config import active_dropouts
 from finetune.plan.lengths import RowFacts
-from finetune.plan.memory import HeaviestBatch, Memory, Place, estimate_memory
+from finetune.plan.memory import HeaviestBatch, Memory, Place, estimate_memory, how_of
+from finetune.plan.rollouts import cohorts, longest_prompt, sampling_of
+from finetune.plan.shapes import costs_at
 from finetune.plan.speed import Job, Shape, Speeds, StepTime
 from finetune.plan.tables import Amount, Machines, Price, Prices
 from finetune.recipe import Recipe
@@ -56,6 +59,17 @@ class PlanRequest:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """How a rank samples a step's rollouts."""
+
+    cohorts: int  # of a step
+    each: int  # of them, on a data-parallel rank, one after another
+    cache: int  # bytes of one cohort's keys and values
+    peak: int  # bytes of one cohort in all
+    largest: int  # `rollouts.cohort` that fits
+
+
+@dataclass(frozen=True)
 class Choice:
     """A launch on some machines, with memory, time and price of the run."""
 
@@ -75,6 +89,7 @@ class Choice:
     host_need: float = 0.0  # GiB of host memory on each machine
     host_has: float | None = None  # None: not known
     faster: Choice | None = None  # on fewer of these devices, if that is known
+    sampled: Sampled | None = None  # None: without rollouts, or the state alone does not fit
 
     @property
     def config(self) -> str:
@@ -269,8 +284,12 @@ def evaluate(
     if (capability := machines.device.capability) is not None:
         check_products(recipe, machines.device.name, capability)
     device = "cpu" if machines.key == CPU else "cuda"
-    place = Place(launch, min(launch.processes, machines.per_machine), device, machines.device.kernels)
+    per_host, card = min(launch.processes, machines.per_machine), machines.device
+    place = Place(launch, per_host, device, card.kernels, card.gib)
     batch = heaviest(recipe, request.rows)
+    if (budget := recipe.batch.tokens_per_device) is not None:
+        tokens = request.rows.tokens_per_row * recipe.batch.rows / launch.parallelism.data
+        micro_batches = max(1, min(micro_batches, math.ceil(tokens / budget)))
     most = int(machines.device.gib * GIB)
     memory = estimate_memory(recipe, request.config, place, batch, micro_batches, most)
     need, has = host_need(request, memory, place), host_memory(request, machines)
@@ -301,7 +320,31 @@ def evaluate(
         rate[1] if rate else None,
         need,
         has,
+        sampled=None if memory.at_least else _sampled(request, recipe, place, batch, memory, machines, micro_batches),
     )
+
+
+def _sampled(
+    request: PlanRequest,
+    recipe: Recipe,
+    place: Place,
+    batch: HeaviestBatch,
+    memory: Memory,
+    machines: Machines,
+    micro_batches: int,
+) -> Sampled | None:
+    """Returns how a rank samples a step; None without rollouts. The largest cohort leaves the margin free."""
+    if recipe.rollouts is None:
+        return None
+    how = how_of(costs_at(recipe, request.config, place.launch, place.device), place.capability, micro_batches)
+    sampling = sampling_of(recipe, request.config, longest_prompt(recipe, batch.documents), how)
+    reserve, device = request.hardware.reserve, machines.device.gib * GIB
+    others = memory.phases["sampling"] - sampling.peak
+    fixed = 0 if place.device == "cpu" else reserve.bytes(0, place.launch.processes)
+    room = int((device * (1 - reserve.margin) - fixed) / (1 + (0 if place.device == "cpu" else reserve.gaps))) - others
+    count, each = cohorts(recipe.rollouts, place.launch.parallelism.data)
+    most = recipe.rollouts.prompts * recipe.rollouts.samples
+    return Sampled(count, each, sampling.cache, sampling.peak, sampling.largest(max(0, room), most))
 
 
 def host_need(request: PlanRequest, memory: Memory, place: Place) -> float:

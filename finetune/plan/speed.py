@@ -38,6 +38,7 @@ from finetune.plan.lengths import RowFacts
 from finetune.plan.memory import Stage, how_of, of_rank
 from finetune.plan.meter import Work, together
 from finetune.plan.micro_batch import HeaviestBatch
+from finetune.plan.rollouts import cohorts, longest_prompt, sampling_of
 from finetune.plan.shapes import CacheKey, costs_at, shortened, skeleton
 from finetune.plan.tables import Machines
 from finetune.plan.timeline import timeline_of
@@ -183,8 +184,8 @@ class StepTime:
 
     @property
     def busy(self) -> float:
-        """Returns the seconds without those in which the rank waits for other stages or for rows."""
-        return self.seconds - self.parts.get("bubble", 0.0) - self.parts.get("data", 0.0)
+        """Returns the seconds without those in which the rank samples, or waits for other stages or for rows."""
+        return self.seconds - sum(self.parts.get(name, 0.0) for name in ("bubble", "data", "generation"))
 
     @property
     def limit(self) -> str:
@@ -258,7 +259,7 @@ class Job:
             # What `single` computes: copies of weights around gathers cost the casts that FSDP2 saves, or more.
             alone = Launch("replicated", 1)
             costs = costs_at(self.recipe, self.config, alone, costs.device)
-        how = how_of(costs, self.machines.device.kernels, self.micro_batches)
+        how = how_of(costs, self.machines.device.kernels, self.micro_batches, self.machines.device.gib)
         parts = timeline_of(self.recipe, self.config, of_rank(self.batch, sizes), how)
         shapes, kinds = self.costs.shapes, shortened(self.config)[1]
         larger = self.row_tokens / self.micro_batches / sum(self.batch.documents)
@@ -290,22 +291,18 @@ class Job:
             tower = sum(flops.tower.of(patches_of(self.config, row)).hardware for row in images) / len(images)
         return times * (share * of_layers * rows.tokens_per_row + of_head + tower), times * share * attention
 
-    def _left_of_element_wise(self) -> float:
-        """Returns the share of their bytes that operators without products still move: fused ones read and write once
-        what each of them does. The operators themselves are those of the kernels that the recipe takes."""
-        compiled = self.recipe.train.compile and self.machines.key != CPU
-        return self.hardware.efficiency.fused if compiled else 1.0
-
     def time(self) -> StepTime:
         """Returns the time of one step on the rank that waits least."""
         speeds, sizes, micro_batches = self.speeds, self.launch.parallelism, self.micro_batches
         work, share, head = self.work
         products, attention = self._flops(share, head)
         step = work.times(micro_batches)
+        # Fused operators read and write once what each of them does alone.
+        compiled = self.recipe.train.compile and self.machines.key != CPU
         compute = {
             "products": products / speeds.products,
             "attention": attention / speeds.attention,
-            "element-wise": speeds.moving(step) * self._left_of_element_wise(),
+            "element-wise": speeds.moving(step) * (self.hardware.efficiency.fused if compiled else 1.0),
         }
         if self.recipe.mode == "qlora":  # casts of other weights are among the operators
             passes = 3 if self.recipe.train.activation_checkpointing else 2
@@ -328,8 +325,30 @@ class Job:
             waiting = (sizes.pipeline - 1) / (micro_batches * sizes.stages_per_rank)
             parts["bubble"] = busy * waiting / (3 if sizes.schedule == "zero_bubble" else 1)
         parts["data"] = (speeds.level.wait_token_s or 0.0) * self.row_tokens
+        parts["generation"] = self._generation() / speeds.level.compute
         positive = {name: seconds for name, seconds in parts.items() if seconds}
         return StepTime(positive, self.costs.hides, speeds.source, speeds.knows_data_wait)
+
+    def _generation(self) -> float:
+        """Returns the seconds in which a rank samples its cohorts, one after another, each for as long as a sample may
+        be; 0 without rollouts. A token takes as long as the host starts its operators, the device reads weights and
+        caches, or multiplies, whichever is longest."""
+        recipe, speeds, sizes, settings = self.recipe, self.speeds, self.launch.parallelism, self.recipe.rollouts
+        if settings is None:
+            return 0.0
+        how = how_of(self.costs, self.machines.device.kernels, self.micro_batches)
+        prompt = longest_prompt(recipe, self.batch.documents)
+        sampled = sampling_of(recipe, self.config, prompt, how)
+        each = sampled.samples * self.shape.flops.token_forward / sizes.tensor / speeds.products  # s for a token of all
+        forwards = []
+        for work, tokens in ((sampled.prompt_work, prompt), (sampled.token_work, 1)):
+            moved = sum(
+                size * count / speeds.bandwidth(size) for size, count in (*work.moved, *work.multiplied) if size
+            )
+            computed, started = max(tokens * each, moved), speeds.starting(work)
+            forwards.append(max(computed, started) if speeds.beside_host else tokens * each + moved + started)
+        of_prompts, of_token = forwards
+        return cohorts(settings, sizes.data)[1] * (of_prompts + (settings.max_new_tokens - 1) * of_token)
 
     def _waits(self, busy: float) -> dict[str, float]:
         """Returns the seconds in which compute waits for other ranks, and for the host's memory. busy: of compute."""

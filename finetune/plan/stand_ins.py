@@ -13,6 +13,7 @@ from transformers.integrations import moe
 
 from finetune.engine import tensor_parallel
 from finetune.models import fused_layers, packed_linear
+from finetune.models.head import chunked
 
 
 @contextlib.contextmanager
@@ -33,8 +34,9 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
     packed_linear.unpacked_weight = lambda layer, _weight: torch.empty(
         layer.out_features, layer.in_features, dtype=compute
     )
-    norm, liger = fused_layers.rms_norm, fused_layers.liger_function
+    norm, liger, of_head = fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy
     fused_layers.rms_norm, fused_layers.liger_function = fused_norm, liger_function
+    chunked.liger_cross_entropy = LigerKernel
     collectives: Any = tensor_parallel.dist
     tensor_parallel.dist = _OneRank()  # pyright: ignore[reportAttributeAccessIssue]
     if keeps_inputs_alone:
@@ -51,7 +53,7 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
     finally:
         moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear = can_use, grouped, linear
         tensor_parallel.dist, torch.is_autocast_enabled = collectives, is_enabled
-        fused_layers.rms_norm, fused_layers.liger_function = norm, liger
+        fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy = norm, liger, of_head
         packed_linear.unpacked_weight = unpacked_weight
         torch.nn.functional.dropout = dropout
 
@@ -147,9 +149,13 @@ def _gate_backward_shapes(gradient: Tensor, a: Tensor, b: Tensor) -> None: ...
 def _rotate_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
 
+def _cross_entropy_shapes(logits: Tensor, read: Tensor, again: Tensor, losses: Tensor) -> None: ...
+
+
 _norm, _norm_backward = _operator("norm", _norm_shapes), _operator("norm_backward", _norm_backward_shapes)
 _gate, _gate_backward = _operator("gate", _gate_shapes), _operator("gate_backward", _gate_backward_shapes, "a", "b")
 _rotate = _operator("rotate", _rotate_shapes, "q", "k")
+_cross_entropy = _operator("cross_entropy", _cross_entropy_shapes, "logits")
 
 
 class _Norm(torch.autograd.Function):
@@ -203,6 +209,13 @@ def liger_function(file: str, _name: str) -> Any:
     if file == "rms_norm":
         return lambda x, weight, *_: _Norm.apply(x, weight)
     return {"swiglu": _Gate, "rope": _Rotation}[file].apply
+
+
+class LigerKernel:
+    """Liger's kernel of the cross entropy, which reads logits twice and puts their gradient in their place."""
+
+    def __getitem__(self, _grid: tuple[int]) -> Callable[..., None]:
+        return lambda X_ptr, loss_ptr, **_: _cross_entropy(X_ptr, X_ptr, X_ptr, loss_ptr)
 
 
 class EvenExchange:

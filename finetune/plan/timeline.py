@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 
 from finetune.data.batch import collate
 from finetune.models.base_config import dtypes
+from finetune.models.casts import cast_once
 from finetune.models.vision import decoder_layers
 from finetune.plan.images import KnownIntegers, with_pictures
 from finetune.plan.meter import Meter, OperatorCounter, Work
@@ -95,6 +96,7 @@ def _timeline(key: CacheKey) -> Timeline:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(fakes)
+        stack.enter_context(cast_once())
         stack.enter_context(marks.meter)
         stack.enter_context(stand_ins(dtypes(recipe).compute, how.keeps_inputs_alone, how.device != "cpu"))
         fill(model, dtypes(recipe).compute if how.casts_weights else None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 _LAUNCH = "belongs to the launch: choose a file of accelerate_configs/ with `--config_file`"
 _ONLINE = "is not offered; `objective.name: grpo` trains on a model's own samples, with `rollouts` and `rewards`"
-_OWN_SAMPLER = "samples are drawn by the model that trains; remove it, see docs/reference/rollouts.md"
+_SERVER = "rollouts.engine: `vllm` with `rollouts.url`; without them the model that trains samples"
 _KL = "set `objective.kl`: the coefficient of the divergence from the initial weights"
 _CLIP = "set `objective.clip: [low, high]`, with `rollouts.reuse` or `rollouts.staleness`"
 _SHOWN = "every step is written to metrics.jsonl; remove it"
@@ -383,10 +383,10 @@ FOREIGN_KEYS: dict[str, str] = {
     "num_generations": "rollouts.samples",
     "reward_funcs": "list them in `rewards`: built-in ones by `name`, your own by `file` and `function`",
     "reward_weights": "give each entry of `rewards` its `weight`",
-    "use_vllm": _OWN_SAMPLER,
+    "use_vllm": _SERVER,
     "num_iterations": "rollouts.reuse",
     "trl": _ONLINE,
-    "vllm": _OWN_SAMPLER,
+    "vllm": _SERVER,
     "ppo_epochs": "rollouts.reuse",
     "kl_coef": _KL,
     "init_kl_coef": _KL,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
-from finetune.recipe.schema import TAKES_REWARDS, Recipe
+from finetune.recipe.schema import ENGINE_KEYS, TAKES_REWARDS, Recipe
 
 SAME_ON_POLICY = {"cispo": "dapo", "gspo": "grpo"}  # losses that are about ratios, and their like if all of them are 1
 
@@ -24,6 +25,7 @@ def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _numbers(recipe)
     yield from _off_policy(recipe)
     yield from _data(recipe)
+    yield from _engine(recipe)
     if name in TAKES_REWARDS and not recipe.rewards and settings.replay is None:
         yield "rewards", f"`objective.name: {name}` needs a reward, such as `rewards: [{{name: exact_match}}]`"
     if recipe.rewards and settings.replay is not None:
@@ -131,6 +133,44 @@ def _off_policy(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"{settings.staleness}: no batch is drawn from weights that were trained, as train.max_steps: {steps} has "
             "no more batches: lower it, or raise that",
         )
+
+
+def _engine(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    settings, lora = recipe.rollouts, recipe.lora
+    assert settings is not None
+    defaults = type(settings).model_fields
+    for key in sorted({key for keys in ENGINE_KEYS.values() for key in keys} - set(ENGINE_KEYS[settings.engine])):
+        if getattr(settings, key) is not None:
+            yield f"rollouts.{key}", f"has no effect under `engine: {settings.engine}`, only under vllm: remove it"
+    if settings.engine == "own":
+        return
+    if settings.replay is not None:
+        yield "rollouts.engine", "has no effect under `rollouts.replay`, which samples nothing: remove it"
+    url = urlsplit(settings.url or "")
+    if url.scheme not in ("http", "https") or not url.netloc or url.path.rstrip("/"):
+        yield "rollouts.url", "`engine: vllm` needs it, as http://HOST:PORT, without /v1"
+    elif url.username or url.password or url.query:
+        yield "rollouts.url", "must not hold a user, a password or a query: name the variable that has the key in `key`"
+    if settings.cohort != defaults["cohort"].default:
+        yield "rollouts.cohort", "has no effect under `engine: vllm`, which decides what it decodes together: remove it"
+    for key in ("top_k", "top_p"):
+        if getattr(settings, key) != defaults[key].default:
+            yield (
+                f"rollouts.{key}",
+                "a vLLM server gives log-probabilities among the likeliest tokens only, and the loss has those among "
+                "all: remove it",
+            )
+    # https://docs.vllm.ai/en/v0.32.0/api/vllm/lora/peft_helper/ refuses these adapters.
+    refused = {
+        "lora.dora": lora is not None and lora.dora,
+        "lora.modules_to_save": lora is not None and lora.modules_to_save is not None,
+        "tokens": recipe.mode != "full" and recipe.tokens is not None,
+    }
+    for key, is_set in refused.items():
+        if is_set:
+            yield key, "a vLLM server loads adapters of linear layers alone, without this: remove it, or `engine: own`"
+    if recipe.model.train is not None:
+        yield "rollouts.engine", "vllm gets the weights of models of text alone; use `own`, or remove `model.train`"
 
 
 def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from finetune.recipe.schema import (
     OBJECTIVE_KEYS,
     ROW_KINDS,
     TAKES_REWARDS,
+    Evaluate,
     HeldOut,
     ObjectiveSettings,
     Recipe,
@@ -146,9 +147,22 @@ def batch(recipe: Recipe) -> Iterator[Finding]:
 
 def evaluation(recipe: Recipe) -> Iterator[Finding]:
     evaluate, best, wandb = recipe.evaluate, recipe.checkpoint.best, recipe.tracking.wandb
+    stop_when = recipe.train.stop_when
     for key in ("every_steps", "generate", "exact_match"):
         if not recipe.data.eval and getattr(evaluate, key):
             yield f"evaluate.{key}", "needs evaluation data: add `data.eval`, or remove this"
+    for key in ("prompts", "samples"):
+        changed = getattr(evaluate, key) != Evaluate.model_fields[key].default
+        if changed and not (recipe.data.eval and recipe.rewards):
+            yield (
+                f"evaluate.{key}",
+                "is of held-out prompts that are sampled: set `rewards` and `data.eval`, or remove it",
+            )
+        elif changed and key == "samples" and evaluate.prompts == 0:
+            yield "evaluate.samples", "has no effect under `evaluate.prompts: 0`: remove one of the two"
+    for key, metric in (("checkpoint.best", best), ("train.stop_when", stop_when and stop_when.metric)):
+        if metric and re.match(r"eval_(reward$|reward/|pass@)", metric) and not recipe.samples_held_out:
+            yield key, f"`{metric}` needs `rewards`, and held-out prompts to sample: `data.eval`, `evaluate.prompts`"
     if recipe.train.stop_when is not None and not (recipe.data.eval and evaluate.every_steps):
         yield "train.stop_when", "needs evaluations during the run: set `data.eval` and `evaluate.every_steps`"
     if recipe.train.result == "best" and best is None:

@@ -118,7 +118,8 @@ class Model(Section):
     ] = "auto"
     # Implementation of the LM head's loss; equal to rounding. plain: all logits at once; chunked: some tokens at a
     # time, gradient included; torch: F.linear_cross_entropy (torch >= 2.13, fp32); liger: its kernels (CUDA).
-    # auto: chunked if the architecture allows it; the choice and its reason are shown in the plan.
+    # auto: liger on CUDA if it is installed, unless `kernels: plain`; else chunked if the architecture allows it. The
+    # choice and its reason are shown in the plan.
     cross_entropy: Literal["auto", "plain", "chunked", "torch", "liger"] = "auto"
     # Kernels of norms, of feed-forwards gated by silu and of rotations; their rounding is another. plain: the
     # architecture's own operations; liger: Liger's (CUDA); auto: on a GPU torch's fused norm, and Liger's if it is
@@ -495,6 +496,15 @@ class ObjectiveSettings(Section):
         return OBJECTIVE_KEYS[self.name].get(key) if given is None else given
 
 
+def _variable(name: str) -> str:
+    """Refuses what may be a key itself, without showing it."""
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        raise ValueError(
+            "expected the name of an environment variable in capitals, such as JUDGE_KEY; not the key itself"
+        )
+    return name
+
+
 class Rollouts(Section):
     """Answers that the model samples during the run, and is trained on; see docs/reference/rollouts.md.
 
@@ -514,8 +524,29 @@ class Rollouts(Section):
     staleness: Annotated[int, Field(ge=0, le=1000)] = 0
     # Folder of recorded rollouts, such as runs/NAME/rollouts: they are trained on again, and nothing is sampled
     replay: str | None = None
+    # own: the modules that train; vllm: a server (`vllm serve`), which gets the weights of each step through
+    # <run>/sampler/, a folder that both see under the same path
+    engine: Literal["own", "vllm"] = "own"
+    url: str | None = None  # vllm, required: the server, as http://HOST:PORT; prompts are sent there
+    requests: Count | None = None  # vllm: requests at once; no value depends on it. null: 64
+    seconds: Positive | None = None  # vllm: limit for one request, a reload of weights included. null: 600
+    # vllm: environment variable with the server's key; null: none is sent. The key itself never stands in a recipe
+    key: Annotated[str, AfterValidator(_variable)] | None = None
+    # vllm: mean difference, in nats per token, between the log-probabilities of server and trainer for a prompt above
+    # which the run stops. null: 0.01 under `train.precision: fp32`, 0.3 with quantized weights or fp8, else 0.1
+    max_mismatch: Positive | None = None
+
+    def value(self, key: str) -> Any:
+        """Returns a key's value, or the engine's default if it is null."""
+        given = getattr(self, key)
+        return ENGINE_KEYS[self.engine].get(key) if given is None else given
 
 
+# Keys that only some engines read, with their defaults. None of those of `vllm` changes what is sampled.
+ENGINE_KEYS: dict[str, dict[str, Any]] = {
+    "own": {},
+    "vllm": {"url": None, "requests": 64, "seconds": 600.0, "key": None, "max_mismatch": None},
+}
 # Objectives that train on `rollouts`, which take `rewards`.
 TAKES_REWARDS: frozenset[str] = frozenset({"grpo"})
 # Keys of a reward that only some kinds read, with their defaults; the other keys are for every reward.
@@ -531,15 +562,6 @@ REWARD_KEYS: dict[str, dict[str, Any]] = {
     "reward_model": {},
     "judge": {"model": None, "prompt": None, "pattern": None, "scale": (0.0, 10.0), "key": None, "max_new_tokens": 256},
 }
-
-
-def _variable(name: str) -> str:
-    """Refuses what may be a key itself, without showing it."""
-    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
-        raise ValueError(
-            "expected the name of an environment variable in capitals, such as JUDGE_KEY; not the key itself"
-        )
-    return name
 
 
 Scale = Annotated[tuple[Float, Float], BeforeValidator(_list_to_tuple), Field(strict=False)]
@@ -657,6 +679,9 @@ METRICS: dict[str, Literal["lower", "higher"]] = {
     "eval_rewards/rejected": "lower",
     "eval_log_probs/chosen": "higher",
     "eval_log_probs/rejected": "lower",
+    "eval_reward": "higher",
+    "eval_reward/*": "higher",
+    "eval_pass@*": "higher",
     "eval_kl": "lower",
     "eval_nll": "lower",
     "eval_odds_ratio": "lower",
@@ -674,7 +699,13 @@ def metric_direction(name: str) -> Literal["lower", "higher"]:
     raise ValueError(f"no evaluation measures {name!r}: use one of {', '.join(METRICS)}{hint}")
 
 
-Metric = Annotated[str, AfterValidator(lambda name: name if metric_direction(name) else None)]  # of an evaluation
+def _metric(name: str) -> str:
+    """Returns the name of a metric of an evaluation; `reward` is short for `eval_reward`."""
+    name = "eval_reward" if name == "reward" else name
+    return name if metric_direction(name) else ""
+
+
+Metric = Annotated[str, AfterValidator(_metric)]  # of an evaluation
 
 
 class StopWhen(Section):
@@ -715,6 +746,9 @@ class Evaluate(Section):
     exact_match: Annotated[int, Field(ge=0)] = 0  # examples whose greedy answer is compared with the reference
     answer: str | None = None  # regular expression whose first group is the answer, in output and reference
     max_new_tokens: Count = 128
+    # With `rewards`: held-out prompts, the first ones, that are answered as `rollouts` says and rewarded. null: all
+    prompts: Annotated[int, Field(ge=0)] | None = None
+    samples: Count = 1  # with `rewards`: answers to each of these prompts
 
 
 Acceptable = Literal[
@@ -747,8 +781,8 @@ class Checkpoint(Section):
     every_steps: Count | None = None  # and after the last step; null: not by steps
     every_minutes: Positive | None = None  # after the step in which this much time has passed since the last save
     keep: Count = 2  # number of newest checkpoints
-    # Also keep the best checkpoint by this metric of the evaluations: eval_loss, eval_loss/<source> (lowest) or
-    # exact_match (highest). Saves at every improvement.
+    # Also keep the best checkpoint by this metric of the evaluations: eval_loss, eval_loss/<source> (lowest),
+    # exact_match or reward (highest). Saves at every improvement.
     best: Metric | None = None
     asynchronous: bool = True  # write files while training continues; needs a copy of the state in CPU memory
     on_failure: Literal["stop", "continue"] = "stop"  # if a save fails (a full disk): stop the run, or only warn
@@ -824,6 +858,11 @@ class Recipe(Section):
         if self.data.image is not None and self.model.train is None:
             object.__setattr__(self, "model", self.model.model_copy(update={"train": ("language",)}))
         return self
+
+    @property
+    def samples_held_out(self) -> bool:
+        """Whether evaluations sample answers to held-out prompts and reward them."""
+        return bool(self.rollouts is not None and self.rewards and self.data.eval and self.evaluate.prompts != 0)
 
     @property
     def drops_nothing(self) -> bool:

@@ -43,11 +43,22 @@ _BUSY = (429, 500, 502, 503, 504)  # asked again, until `seconds` are over
 _PAUSE_S = 0.5
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
+class NoRedirect(urllib.request.HTTPRedirectHandler):
     """Refuses redirects, which would take the key and the texts to a server that the recipe does not name."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
+
+
+def content_until(deadline: float, response: http.client.HTTPResponse, most: int) -> bytes:
+    """Returns the body of a response, at most `most` bytes of it. Raises TimeoutError if it is not complete at the
+    deadline (of time.monotonic), whatever arrives until then: a timeout of the socket begins anew with every byte."""
+    content = bytearray()
+    while chunk := response.read1(1 << 16):
+        content += chunk[: most - len(content)]
+        if time.monotonic() >= deadline:
+            raise TimeoutError
+    return bytes(content)
 
 
 class _Refused(Exception):
@@ -62,7 +73,7 @@ class Judge:
         self._key = os.environ.get(settings.key) if settings.key else None
         if settings.key and not self._key:
             raise UserError(f"{place}: the environment variable {settings.key} (`key`) is not set")
-        self._open = urllib.request.build_opener(_NoRedirect).open
+        self._open = urllib.request.build_opener(NoRedirect).open
 
     def outcomes(self, completions: Sequence[Completion]) -> list[Outcome | None]:
         """Returns the outcomes in order; None after a failure that stops the run: no more requests are sent then."""
@@ -112,7 +123,7 @@ class Judge:
             request = urllib.request.Request(self._url, data, headers)
             try:
                 with self._open(request, timeout=left) as response:
-                    return self._text(self._content(response, deadline))
+                    return self._text(content_until(deadline, response, _REPLY_BYTES))
             except urllib.error.HTTPError as error:
                 with error:
                     what = self._clean(error.read(200).decode("utf-8", "replace"))
@@ -123,16 +134,6 @@ class Judge:
                 continue  # the loop says so
             except (OSError, http.client.HTTPException) as error:
                 self._unreachable(error, deadline)
-
-    def _content(self, response: http.client.HTTPResponse, deadline: float) -> bytes:
-        """Returns the body of a response. Raises TimeoutError if it is not complete in time, whatever arrives until
-        then: a timeout of the socket begins anew with every byte."""
-        content = bytearray()
-        while chunk := response.read1(1 << 16):
-            content += chunk[: _REPLY_BYTES - len(content)]
-            if time.monotonic() >= deadline:
-                raise TimeoutError
-        return bytes(content)
 
     def _unreachable(self, error: Exception, deadline: float) -> NoReturn:
         """Raises _Refused with the reason of a failed connection."""

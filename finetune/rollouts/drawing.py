@@ -42,12 +42,12 @@ class Drawer:
     end_ids: set[int]
     pad_id: int
 
-    def draw(self, first_draw: int, prompts: Sequence[list[int]]) -> list[Drawn]:
-        """Returns `samples` samples of each prompt, prompt after prompt, on every rank. Collective.
+    def draw(self, first_draw: int, prompts: Sequence[list[int]], each: int) -> list[Drawn]:
+        """Returns `each` samples of each prompt, prompt after prompt, on every rank. Collective.
 
         first_draw: number of the first prompt's draw in the run; the others follow.
         """
-        each, cohort = self.settings.samples, self.settings.cohort
+        cohort = self.settings.cohort
         places = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(each)]
         cohorts = [places[i : i + cohort] for i in range(0, len(places), cohort)]
         rank, num_ranks = self.engine.data_rank, self.engine.parallelism.data

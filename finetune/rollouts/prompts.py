@@ -1,13 +1,13 @@
-"""The prompts of a run: each row of `data.train` up to its last answer, which is the reference for rewards, or all of a
-row that does not end with an answer."""
+"""The prompts of a run: each row up to its last answer, which is the reference for rewards, or all of a row that does
+not end with an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,7 +32,7 @@ class RowPrompt:
 
     path: str  # file or dataset
     row: int  # its line or row there, from 1
-    source: int  # index in `data.train`
+    source: int  # index in `data.train`, of a held-out row in `data.eval`
     ids: list[int]
     reference: list[int]  # ids of the row's last answer, with its end token, as samples have it; [] without one
 
@@ -52,10 +52,13 @@ class PromptContent:
 class RunPrompts:
     """The prompts that leave room for a sample, in the order of a run: a pure function of recipe and rows."""
 
-    def __init__(self, recipe: Recipe, data: Dataset):
-        """Raises UserError if no prompt leaves room, or, under `data.overlong: error`, if one leaves none."""
+    def __init__(self, recipe: Recipe, data: Dataset, part: Literal["train", "eval"] = "train"):
+        """data: of `data.train`, or of `data.eval`, by `part`. Raises UserError if no prompt leaves room, or, under
+        `data.overlong: error`, if one leaves none."""
         assert recipe.rollouts is not None  # a rule of the recipe
-        self._recipe = recipe
+        self._recipe, self._part = recipe, part
+        self._sources = recipe.data.train if part == "train" else recipe.data.eval_sources
+        self.content = data.content()
         self.room = recipe.data.max_length - recipe.rollouts.max_new_tokens  # tokens of the longest prompt
         self.prompts, self.num_long, self.num_without = list[RowPrompt](), 0, 0
         for example in data.examples:
@@ -73,7 +76,7 @@ class RunPrompts:
                 self.num_long += 1
         if not self.prompts:
             raise UserError(
-                f"data.train: none of {len(data.examples):,} rows has a prompt of at most {self.room} tokens, "
+                f"data.{part}: none of {len(data.examples):,} rows has a prompt of at most {self.room} tokens, "
                 "data.max_length less rollouts.max_new_tokens"
             )
         check_references(recipe, self.prompts)
@@ -82,8 +85,9 @@ class RunPrompts:
     @property
     def notes(self) -> list[str]:
         """Returns notes on rows that give no prompt."""
-        long = f"{self.num_long:,} prompts dropped: with {self.room:,} tokens or fewer a sample has room"
-        without = f"{self.num_without:,} rows dropped that have no prompt"
+        of = "held-out " if self._part == "eval" else ""
+        long = f"{self.num_long:,} {of}prompts dropped: with {self.room:,} tokens or fewer a sample has room"
+        without = f"{self.num_without:,} {of}rows dropped that have no prompt"
         return [note for count, note in ((self.num_long, long), (self.num_without, without)) if count]
 
     def drawn(self, draw: int) -> RowPrompt:
@@ -99,7 +103,7 @@ class RunPrompts:
 
     @cached_property
     def _contents(self) -> dict[RowKey, PromptContent]:
-        return read_contents(self._recipe, self.prompts)
+        return read_contents(self._recipe, self._sources, self.prompts)
 
 
 def prompt_of(example: Example, format: str) -> RowPrompt | None:
@@ -123,11 +127,13 @@ def check_references(recipe: Recipe, prompts: Iterable[RowPrompt]) -> None:
         )
 
 
-def read_contents(recipe: Recipe, prompts: Iterable[RowPrompt]) -> dict[RowKey, PromptContent]:
-    """Returns the content of each prompt's row; reads the sources once more, up to the last of these rows."""
+def read_contents(
+    recipe: Recipe, sources: Sequence[Source], prompts: Iterable[RowPrompt]
+) -> dict[RowKey, PromptContent]:
+    """Returns the content of each prompt's row; reads their sources once more, up to the last of these rows."""
     wanted, opened = {prompt.key for prompt in prompts}, OpenedSources(recipe)
     contents: dict[RowKey, PromptContent] = {}
-    for i, given in enumerate(recipe.data.train):
+    for i, given in enumerate(sources):
         source, left = opened.open(given), sum(key[0] == i for key in wanted)
         with closing(read_items(source.reader)) as items:
             for label, number, row in items:

@@ -1,7 +1,8 @@
-"""The record of a step's rollouts, in the run's folder before the step is taken.
+"""The record of a step's rollouts, in the run's folder before the step is taken, and that of an evaluation.
 
     step-00000001.jsonl          one line per sample, in order: row, sample, ids, text, reward, rewards, ...
     step-00000001.safetensors    ids of the prompts; log-probabilities and margins of each sampled token
+    eval-00000001.*              the same of the held-out prompts, sampled after that step
 
 The second file is renamed into place last and holds the digest of the first: a record is complete or does not count.
 """
@@ -27,6 +28,7 @@ from finetune.errors import UserError
 from finetune.rewards.completion import Reward
 
 FOLDER = "rollouts"  # in the run's folder
+STEP, EVALUATION = "step", "eval"  # kinds of records
 
 
 class Predicted(NamedTuple):
@@ -43,7 +45,7 @@ class Sample:
 
     path: str  # file or dataset of the prompt
     row: int  # its row there, from 1
-    source: int  # index in `data.train`
+    source: int  # index in `data.train`, in the record of an evaluation in `data.eval`
     sample: int  # of its prompt, from 0
     prompt: list[int]
     ids: list[int]  # sampled, with the end token
@@ -62,15 +64,16 @@ class Sample:
         return replace(self, reward=reward)
 
 
-def record_file(folder: Path, step: int) -> Path:
-    """Returns the file of lines of a step (from 1): the first that trains on them."""
-    return folder / f"step-{step:08d}.jsonl"
+def record_file(folder: Path, step: int, kind: str = STEP) -> Path:
+    """Returns the file of lines of a step (from 1), the first that trains on them, or of the evaluation after a
+    step."""
+    return folder / f"{kind}-{step:08d}.jsonl"
 
 
-def write_record(folder: Path, step: int, samples: Sequence[Sample], identity: str) -> None:
+def write_record(folder: Path, step: int, samples: Sequence[Sample], identity: str, kind: str = STEP) -> None:
     """Writes the record of a step; it is on the disk when this returns. Raises OSError."""
     folder.mkdir(exist_ok=True)
-    lines = record_file(folder, step)
+    lines = record_file(folder, step, kind)
     content = "".join(json.dumps(_line(sample), ensure_ascii=False) + "\n" for sample in samples).encode()
     flat = {
         "prompt_ids": np.concatenate([np.array(sample.prompt, np.int32) for sample in samples]),
@@ -90,9 +93,9 @@ def write_record(folder: Path, step: int, samples: Sequence[Sample], identity: s
     _write_through(lines.with_suffix(".safetensors"), save(flat, metadata))
 
 
-def read_record(folder: Path, step: int) -> tuple[list[Sample], str] | None:
+def read_record(folder: Path, step: int, kind: str = STEP) -> tuple[list[Sample], str] | None:
     """Returns the samples of a step and the identity of their run; None if there is no complete record."""
-    lines = record_file(folder, step)
+    lines = record_file(folder, step, kind)
     try:
         content = lines.read_bytes()
         with safe_open(lines.with_suffix(".safetensors"), "np") as file:
@@ -140,9 +143,10 @@ def replayed(found: tuple[list[Sample], str] | None, folder: Path, step: int, ro
     return found[0]
 
 
-def set_record_aside(folder: Path, step: int) -> None:
+def set_record_aside(folder: Path, step: int, kind: str = STEP) -> None:
     """Renames the record of a step to aside-*, if there is one."""
-    for file in (record_file(folder, step), record_file(folder, step).with_suffix(".safetensors")):
+    lines = record_file(folder, step, kind)
+    for file in (lines, lines.with_suffix(".safetensors")):
         free = next(name for i in range(10**6) if not (name := file.with_name(f"aside-{i}-{file.name}")).exists())
         with contextlib.suppress(FileNotFoundError):
             file.rename(free)

@@ -54,18 +54,20 @@ from finetune.objectives.policy import (
     is_off_policy,
 )
 from finetune.recipe import Recipe
-from finetune.recipe.schema import TAKES_REWARDS
+from finetune.recipe.schema import ENGINE_KEYS, TAKES_REWARDS
 from finetune.rewards.completion import Completion, Reward
 from finetune.rewards.scoring import Rewards
 from finetune.rollouts import records
 from finetune.rollouts.advantages import advantages, has_variance
 from finetune.rollouts.correction import correction_weights
 from finetune.rollouts.drawing import Drawer, Drawn
-from finetune.rollouts.prompts import RowPrompt, RunPrompts, completion_of
+from finetune.rollouts.prompts import PromptContent, RowPrompt, RunPrompts, completion_of
 from finetune.rollouts.records import Predicted, Sample
+from finetune.rollouts.server_drawing import ServerDrawer
 from finetune.rollouts.target_values import ExampleRows, MakeLoader, TargetPass, Values
 
 log = logging.getLogger(__name__)
+_FIRST_HELD_OUT = 1 << 62  # draw of the first held-out prompt: no run has as many
 
 
 class Teacher(Protocol):
@@ -96,15 +98,20 @@ class RolloutRows(RunRows):
         attention: AttentionChoice,
         loader: MakeLoader,
         teacher: Teacher | None = None,
+        held_out: RunPrompts | None = None,
     ):
-        """content: of the rows of `data.train`, see `RowSource.content`; folder: of the run. The engine has the initial
-        weights."""
+        """content: of the rows of `data.train`, see `RowSource.content`; folder: of the run; held_out: prompts of
+        which evaluations reward samples. The engine has the initial weights."""
         assert recipe.rollouts is not None  # the caller's condition
         assert isinstance(tokenizer.pad_token_id, int)  # load_tokenizer ensures it
         self._recipe, self._settings, self._engine, self._prompts = recipe, recipe.rollouts, engine, prompts
-        self._tokenizer, self._end_ids, self._folder = tokenizer, end_ids, folder
+        self._tokenizer, self._end_ids, self._folder, self._held_out = tokenizer, end_ids, folder, held_out
         self._records = Path(self._settings.replay).expanduser() if self._settings.replay else folder / records.FOLDER
-        self._drawer = Drawer(engine, recipe.rollouts, recipe.run.seed, end_ids, tokenizer.pad_token_id)
+        self._server = (
+            ServerDrawer(recipe, engine, tokenizer, end_ids, folder) if recipe.rollouts.engine == "vllm" else None
+        )
+        own = Drawer(engine, recipe.rollouts, recipe.run.seed, end_ids, tokenizer.pad_token_id)
+        self._drawer = self._server or own
         self._rewards = Rewards(recipe.rewards, folder)
         self._identity = on_main(engine, lambda: run_identity(recipe, content))
         self._takes_rewards, self._teacher = recipe.objective.name in TAKES_REWARDS, teacher
@@ -138,15 +145,21 @@ class RolloutRows(RunRows):
                 steps, reuse = self._num_steps, self._settings.reuse
                 on_main(self._engine, lambda: records.check_records(self._records, steps, reuse))
             yield
+            if self._server is not None and self._engine.is_main:
+                self._server.close()
         finally:
             if self._engine.is_main and self._settings.replay is None:
                 self._rewards.__exit__(None, None, None)
 
     def _open(self) -> None:
-        """Starts the rewards; sets the records of an earlier run aside if none of it is resumed. Raises UserError."""
+        """Looks for the server; starts the rewards; sets the records of an earlier run aside if none of it is resumed.
+        Raises UserError."""
         if self._recipe.checkpoint.resume == "never":  # or those of the earlier run would be trained on
-            for file in sorted(self._records.glob("step-*.jsonl")):
-                records.set_record_aside(self._records, int(file.stem.removeprefix("step-")))
+            for kind in (records.STEP, records.EVALUATION):
+                for file in sorted(self._records.glob(f"{kind}-*.jsonl")):
+                    records.set_record_aside(self._records, int(file.stem.removeprefix(f"{kind}-")), kind)
+        if self._server is not None:
+            self._server.open()
         self._rewards.__enter__()
         for note in self._rewards.notes:
             log.warning("%s", note)
@@ -161,7 +174,7 @@ class RolloutRows(RunRows):
         for needed in range(batch, min(batch + self._staleness, last) + 1):
             if needed not in self._samples:
                 self._samples[needed], took = self._recorded_or_drawn(needed, step)
-                times = {name: times.get(name, 0.0) + seconds for name, seconds in took.items()}
+                times |= {name: times.get(name, 0.0) + seconds for name, seconds in took.items()}
         self._samples = {needed: samples for needed, samples in self._samples.items() if needed >= batch}
         if batch != self._batch:
             self._batch, samples = batch, self._samples[batch]
@@ -234,9 +247,9 @@ class RolloutRows(RunRows):
         """Returns new samples of a batch, recorded, and the seconds that they took. Collective. Raises UserError."""
         first, began = batch * self._settings.prompts, time.perf_counter()
         prompts = [self._prompts.drawn(first + i) for i in range(self._settings.prompts)]
-        drawn = self._drawer.draw(first, [prompt.ids for prompt in prompts])
+        drawn = self._drawer.draw(first, [prompt.ids for prompt in prompts], self._settings.samples)
         drawn_at = time.perf_counter()
-        rewarded = on_main(self._engine, lambda: self._rewarded(prompts, drawn))
+        rewarded = on_main(self._engine, lambda: self._rewarded(prompts, self._prompts.contents(prompts), drawn))
         rewarded_at = time.perf_counter()
         samples = self._completed(rewarded, self._passes)
         first_step = batch * self._settings.reuse + 1
@@ -244,6 +257,8 @@ class RolloutRows(RunRows):
         times = {"time/generation": drawn_at - began, "time/rewards": rewarded_at - drawn_at}
         if self._passes:
             times["time/log_probs"] = time.perf_counter() - rewarded_at
+        if self._server is not None:
+            times |= self._server.measured
         return samples, times
 
     def _completed(self, samples: list[Sample], names: Iterable[str]) -> list[Sample]:
@@ -257,9 +272,11 @@ class RolloutRows(RunRows):
             samples = [replace(sample, **{name: field}) for sample, field in zip(samples, fields, strict=True)]
         return samples
 
-    def _rewarded(self, prompts: Sequence[RowPrompt], drawn: Sequence[Drawn]) -> list[Sample]:
-        """Returns the samples with their rewards, on the main rank. drawn: `samples` of each prompt, in order."""
-        each, contents = self._settings.samples, self._prompts.contents(prompts)
+    def _rewarded(
+        self, prompts: Sequence[RowPrompt], contents: Sequence[PromptContent], drawn: Sequence[Drawn]
+    ) -> list[Sample]:
+        """Returns the samples with their rewards, on the main rank. drawn: equally many of each prompt, in order."""
+        each = len(drawn) // len(prompts)
         completions, samples = list[Completion](), list[Sample]()
         for i, one in enumerate(drawn):
             prompt, number = prompts[i // each], i % each
@@ -273,6 +290,44 @@ class RolloutRows(RunRows):
             )
         rewards = self._rewards.score(completions)
         return [sample.rewarded(reward) for sample, reward in zip(samples, rewards, strict=True)]
+
+    # --- evaluation
+
+    def evaluated(self, step: int) -> Mapping[str, float]:
+        """Returns metrics of samples of the held-out prompts: rewards, pass@1, lengths; {} without rewards.
+
+        Sampled as in training, not greedily, so that `eval_reward` is for unseen prompts what `reward` is for those of
+        a step. Draws are far beyond those of any run, and the same in every evaluation: two evaluations differ by their
+        weights alone. Recorded and read again as a step's are.
+        """
+        settings, held_out, folder = self._recipe.evaluate, self._held_out, self._records
+        if held_out is None:
+            return {}
+        read_by_it = [self._identity, held_out.content, settings.prompts, settings.samples]
+        identity = hashlib.sha256(json.dumps(read_by_it, sort_keys=True).encode()).hexdigest()
+        prompts, kind = held_out.prompts[: settings.prompts], records.EVALUATION
+
+        def read() -> list[Sample] | None:
+            found = records.read_record(folder, step, kind)
+            if found is not None and found[1] == identity:
+                return found[0]
+            records.set_record_aside(folder, step, kind)
+            return None
+
+        samples = on_main(self._engine, read)
+        if samples is None:
+            drawn = self._drawer.draw(_FIRST_HELD_OUT, [prompt.ids for prompt in prompts], settings.samples)
+
+            def score_and_record() -> list[Sample]:
+                samples = self._rewarded(prompts, held_out.contents(prompts), drawn)
+                records.write_record(folder, step, samples, identity, kind)
+                return samples
+
+            samples = on_main(self._engine, score_and_record)
+        rewards = np.array([sample.reward.total for sample in samples]).reshape(len(prompts), -1)
+        metrics = measured(samples, rewards)
+        del metrics["zero_variance"]  # of groups that are trained on
+        return {f"eval_{name}": value for name, value in metrics.items()}
 
     # --- as a loader reads them
 
@@ -325,7 +380,8 @@ def measured_corrections(weights: Sequence[NDArray[np.float64]]) -> dict[str, fl
 def measured(samples: Sequence[Sample], rewards: NDArray[np.float64]) -> dict[str, float]:
     """Returns the metrics of a step's rollouts. rewards: (P, G), weighted sums.
 
-    pass@G/<name>: share of prompts with a sample that has 1, if this reward has only the values 0 and 1.
+    pass@G/<name>: share of prompts with a sample that has 1, if this reward has only the values 0 and 1; pass@1/<name>:
+    share of samples.
     """
     finite = [float(margin) for sample in samples for margin in sample.margins if np.isfinite(margin)]
     line = {
@@ -345,6 +401,7 @@ def measured(samples: Sequence[Sample], rewards: NDArray[np.float64]) -> dict[st
             line[f"reward_failures/{name}"] = float(len(values) - len(answered))
         if set(answered) <= {0.0, 1.0}:
             right = np.array([value == 1.0 for value in values]).reshape(rewards.shape)
+            line[f"pass@1/{name}"] = float(right.mean())
             line[f"pass@{rewards.shape[1]}/{name}"] = float(right.any(1).mean())
     return line
 
@@ -358,6 +415,8 @@ def run_identity(recipe: Recipe, content: Mapping[str, Any]) -> str:
     """Returns a digest of all that decides the weights of a step and its rollouts, so that a record is not taken for
     one of another run in the same folder. content: of the rows of `data.train`. Raises UserError."""
     settings = recipe.model_dump(mode="json")
+    for key in ENGINE_KEYS["vllm"]:  # where a server is changes no sample
+        del settings["rollouts"][key]
     parts = {
         **{name: settings[name] for name in _DECIDING},
         "seed": recipe.run.seed,

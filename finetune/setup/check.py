@@ -94,11 +94,12 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     import torch
 
     from finetune.engine.compatibility import check_products
+    from finetune.rollouts.vllm_server import VllmServer
     from finetune.training.prepare import Problems, prepare
     from finetune.training.reference import find_reference, reads_columns
     from finetune.training.run_plan import training_length
 
-    problems = Problems(collect=True)
+    problems, length = Problems(collect=True), recipe.data.max_length
     if torch.cuda.is_available():
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         problems.attempt(check_products, recipe, name, capability)
@@ -111,9 +112,11 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
             problems.attempt(find_reference, recipe, prepared.training, prepared.held_out)
         problems.attempt(_check_model, prepared, attention)
     trial = problems.attempt(_try_rewards, prepared) if recipe.rewards else None
+    if (rollouts := recipe.rollouts) is not None and rollouts.engine == "vllm":
+        problems.attempt(lambda: VllmServer(rollouts).base_model(length))
     if problems.messages:
         raise problems.error(str(path))
-    length, size = recipe.data.max_length, prepared.training.size(recipe.data.max_length)
+    size = prepared.training.size(length)
     report.facts |= prepared.training.facts("train", length)
     report.facts["steps"] = training_length(recipe, size)[0]
     if prepared.held_out is not None:

@@ -56,28 +56,26 @@ class Column:
 
 def columns_of_table(rows: Sequence[Row]) -> dict[str, Column]:
     """Returns the columns of rows by name, in their order."""
-    present = dict.fromkeys(str(name) for row in rows for name in row)
-    return {
-        name: _column(name, [row[name] for row in rows if row.get(name) is not None], len(rows)) for name in present
-    }
-
-
-def _column(name: str, values: list[Any], rows: int) -> Column:
-    texts = [value.strip() for value in values if isinstance(value, str) and value.strip()]
-    others = [value for value in values if not isinstance(value, str)]
-    counts = Counter(texts or map(str, others))
-    first = tuple(list(counts)[:FEW_CHOICES])
-    filled = (len(texts) + len(others)) / max(rows, 1)
-    length = sum(map(len, texts)) / max(len(texts), 1)
-    if not texts and not others:
-        return Column(name, "empty", 0.0, (), 0.0, 0.0)
-    kind = _kind_of_values(others) if len(others) > len(texts) else _kind_of_texts(texts, counts, length)
-    if kind not in ("messages", "list", "object") and len(texts or others) > 2:
-        most = counts.most_common(1)[0][1] / len(texts or others)
-        if len(counts) == 1 or (most >= NEARLY_ALL and len(texts or others) >= 10):
-            kind, first = "constant", (counts.most_common(1)[0][0],)
-    sentences = sum(_SENTENCE.match(text) is not None for text in texts) / max(len(texts), 1)
-    return Column(name, kind, length, first, filled, sentences)
+    columns = {}
+    for name in dict.fromkeys(str(name) for row in rows for name in row):
+        values = [row[name] for row in rows if row.get(name) is not None]
+        texts = [value.strip() for value in values if isinstance(value, str) and value.strip()]
+        others = [value for value in values if not isinstance(value, str)]
+        if not texts and not others:
+            columns[name] = Column(name, "empty", 0.0, (), 0.0, 0.0)
+            continue
+        counts = Counter(texts or map(str, others))
+        first = tuple(list(counts)[:FEW_CHOICES])
+        filled = (len(texts) + len(others)) / max(len(rows), 1)
+        length = sum(map(len, texts)) / max(len(texts), 1)
+        kind = _kind_of_values(others) if len(others) > len(texts) else _kind_of_texts(texts, counts, length)
+        if kind not in ("messages", "list", "object") and len(texts or others) > 2:
+            most = counts.most_common(1)[0][1] / len(texts or others)
+            if len(counts) == 1 or (most >= NEARLY_ALL and len(texts or others) >= 10):
+                kind, first = "constant", (counts.most_common(1)[0][0],)
+        sentences = sum(_SENTENCE.match(text) is not None for text in texts) / max(len(texts), 1)
+        columns[name] = Column(name, kind, length, first, filled, sentences)
+    return columns
 
 
 def _kind_of_values(values: list[Any]) -> str:

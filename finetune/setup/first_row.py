@@ -56,8 +56,6 @@ def _drawn(sample: Sample, renderer: Renderer | None, data_file: str) -> list[tu
     if isinstance(sample, PromptOnly):
         return [_messages_drawn(sample.conversation.messages)]
     answers = [sample.chosen, sample.rejected] if isinstance(sample, Preference) else [sample]
-    if isinstance(sample, PromptOnly):
-        return [_messages_drawn(sample.conversation.messages)]
     chats = [one.as_conversation() if isinstance(one, PromptCompletion) else one for one in answers]
     return [_messages_drawn(chat.messages) for chat in chats]
 

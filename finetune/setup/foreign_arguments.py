@@ -59,14 +59,37 @@ def convert_training(c: Conversion, defaults: ToolDefaults, keeps_16_bits: bool 
     _batch(c, defaults.micro, defaults.accumulation)
     _optimizer(c, defaults)
     _schedule(c, defaults)
-    _length(c, defaults.epochs)
+    passes, most = (
+        c.number("num_train_epochs", "num_epochs", default=defaults.epochs),
+        c.number("max_steps", default=-1),
+    )
+    if most and most > 0:
+        c.set("train.max_steps", int(most))
+    else:
+        c.set("train.epochs", passes)
     _launch(c)
     _precision(c, defaults.precision, keeps_16_bits and c.launch is None)
     _memory(c, defaults.checkpointing)
     _evaluation(c)
-    _checkpoints(c, defaults.save_steps)
+    every = c.number("save_steps", default=None if c.take("saves_per_epoch") else defaults.save_steps)
+    strategy = c.take("save_strategy", default="steps")
+    if isinstance(every, int) and every > 0 and strategy == "steps":
+        c.set("checkpoint.every_steps", every, "" if "save_steps" in c.theirs else f"the default of {c.tool}")
+    elif strategy == "epoch" or c.theirs.get("saves_per_epoch") or every:
+        c.leave("saves_per_epoch" if "saves_per_epoch" in c.theirs else "save_strategy", "set `checkpoint.every_steps`")
+    if (keep := c.number("save_total_limit")) is not None:
+        c.set("checkpoint.keep", max(1, int(keep)))
     _tracking(c, defaults.project)
     _reference(c)
+
+
+def convert_held_out(c: Conversion, name: str) -> None:
+    """Rows for evaluation: a share of the training rows, or a number of them, which has no counterpart."""
+    held_out = c.number(name)
+    if held_out and 0 < held_out < 1:
+        c.set("data.eval", {"share": float(held_out)})
+    elif held_out:
+        c.set("data.eval", {"share": 0.05}, f"{TODO}{held_out} rows there; here a share of them")
 
 
 def convert_run(c: Conversion, seed: int = 42) -> None:
@@ -176,15 +199,6 @@ def _schedule(c: Conversion, defaults: ToolDefaults) -> None:
         c.set("schedule.warmup_ratio", float(share or ratio), "" if share else f"the default of {c.tool}")
 
 
-def _length(c: Conversion, epochs: float) -> None:
-    """End of the run. epochs: the tool's default."""
-    passes, most = c.number("num_train_epochs", "num_epochs", default=epochs), c.number("max_steps", default=-1)
-    if most and most > 0:
-        c.set("train.max_steps", int(most))
-    else:
-        c.set("train.epochs", passes)
-
-
 def _memory(c: Conversion, checkpointing: bool) -> None:
     """Recomputation, offloading and compilation. checkpointing: the tool's default."""
     given = c.take("gradient_checkpointing", "use_gradient_checkpointing", default=checkpointing)
@@ -246,18 +260,6 @@ def _evaluation(c: Conversion) -> None:
     if c.is_on("load_best_model_at_end"):
         c.set("checkpoint.best", "eval_loss")
         c.set("train.result", "best")
-
-
-def _checkpoints(c: Conversion, every_steps: int | None) -> None:
-    """Intervals of checkpoints. every_steps: the tool's default; None: only the result."""
-    every = c.number("save_steps", default=None if c.take("saves_per_epoch") else every_steps)
-    strategy = c.take("save_strategy", default="steps")
-    if isinstance(every, int) and every > 0 and strategy == "steps":
-        c.set("checkpoint.every_steps", every, "" if "save_steps" in c.theirs else f"the default of {c.tool}")
-    elif strategy == "epoch" or c.theirs.get("saves_per_epoch") or every:
-        c.leave("saves_per_epoch" if "saves_per_epoch" in c.theirs else "save_strategy", "set `checkpoint.every_steps`")
-    if (keep := c.number("save_total_limit")) is not None:
-        c.set("checkpoint.keep", max(1, int(keep)))
 
 
 def _tracking(c: Conversion, project: str) -> None:

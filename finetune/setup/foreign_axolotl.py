@@ -11,6 +11,7 @@ from finetune.setup.conversion import TODO, Conversion
 from finetune.setup.foreign_arguments import (
     ToolDefaults,
     convert_adapters,
+    convert_held_out,
     convert_model,
     convert_run,
     convert_training,
@@ -68,7 +69,24 @@ def convert_axolotl(c: Conversion) -> None:
     convert_model(c, "base_model")
     c.take("model_type", "tokenizer_type", "base_model_config")
     _template(c)
-    _adapters(c)
+    adapter, four, eight = c.take("adapter"), c.is_on("load_in_4bit"), c.is_on("load_in_8bit")
+    if adapter in (None, "", False):
+        c.set("mode", "full")
+    else:
+        if adapter not in ("lora", "qlora"):
+            c.leave("adapter", f"{adapter} is not offered; `mode` has full, lora and qlora")
+        targets, comment = ("all-linear", "") if c.is_on("lora_target_linear") else _targets(c)
+        bits = "nf4" if four or adapter == "qlora" else "fp8" if eight else None
+        rank = c.number("lora_r", default=8)
+        convert_adapters(
+            c,
+            rank=rank,
+            alpha=c.number("lora_alpha", default=rank),
+            dropout=c.number("lora_dropout", default=0.0),
+            targets=targets,
+            comment=comment,
+            bits=bits,
+        )
     _objective(c)
     _data(c)
     convert_training(c, _DEFAULTS, keeps_16_bits=True)
@@ -87,27 +105,6 @@ def _template(c: Conversion) -> None:
         c.set("model.chat_template", None, f"the tokenizer's own, in place of axolotl's {name}")
     if arguments := c.table("chat_template_kwargs"):
         c.set("model.chat_template_arguments", arguments)
-
-
-def _adapters(c: Conversion) -> None:
-    adapter, four, eight = c.take("adapter"), c.is_on("load_in_4bit"), c.is_on("load_in_8bit")
-    if adapter in (None, "", False):
-        c.set("mode", "full")
-        return
-    if adapter not in ("lora", "qlora"):
-        c.leave("adapter", f"{adapter} is not offered; `mode` has full, lora and qlora")
-    targets, comment = ("all-linear", "") if c.is_on("lora_target_linear") else _targets(c)
-    bits = "nf4" if four or adapter == "qlora" else "fp8" if eight else None
-    rank = c.number("lora_r", default=8)
-    convert_adapters(
-        c,
-        rank=rank,
-        alpha=c.number("lora_alpha", default=rank),
-        dropout=c.number("lora_dropout", default=0.0),
-        targets=targets,
-        comment=comment,
-        bits=bits,
-    )
 
 
 # A regular expression that takes the same modules of every layer, such as `model.layers.[\d]+.mlp.(up|down)_proj`.
@@ -170,11 +167,7 @@ def _data(c: Conversion) -> None:
         c.sources["train"] = [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")]
     if tests := c.listed("test_datasets"):
         c.sources["eval"] = _sources(c, tests)
-    held_out = c.number("val_set_size")
-    if held_out and 0 < held_out < 1:
-        c.set("data.eval", {"share": float(held_out)})
-    elif held_out:
-        c.set("data.eval", {"share": 0.05}, f"{TODO}{held_out} rows there; here a share of them")
+    convert_held_out(c, "val_set_size")
     c.copy("data.max_length", "sequence_len", default=512)
     kinds = {source.get("format") for source, _ in c.sources["train"]}
     strategy = str(c.take("excess_length_strategy", default="drop"))
@@ -192,31 +185,19 @@ def _sources(c: Conversion, theirs: list[Any]) -> list[tuple[dict[str, Any], str
     sources = []
     for one in theirs:
         one = one if isinstance(one, dict) else {"path": str(one)}
-        source, comment = _rows(c, one)
-        files = one.get("data_files") or [None]
-        for file in [files] if isinstance(files, str) else files:
-            sources.append(({"path": _path(str(one.get("path", "")), file), **source}, comment))
+        source = {ours: one[key] for ours, key in (("config", "name"), ("split", "split")) if one.get(key)}
+        source = {key: value for key, value in source.items() if (key, value) != ("split", "train")}
+        format, columns, comment = _of_type(c.value("objective.name"), one.get("type"), one)
+        if format:
+            source["format"] = format
+        if columns:
+            source["columns"] = columns
+        path, files = str(one.get("path", "")), one.get("data_files") or []
+        files = [files] if isinstance(files, str) else list(files)
+        if files and path not in ("", "json", "csv", "parquet", "text", "arrow"):
+            files = [f"hf://datasets/{path}/{file}" for file in files]
+        sources += [({"path": file, **source}, comment) for file in files or [path]]
     return sources
-
-
-def _path(path: str, file: str | None) -> str:
-    """Returns the path of a file, of one of the hub, or the hub id of all."""
-    if file is None:
-        return path
-    return file if path in ("", "json", "csv", "parquet", "text", "arrow") else f"hf://datasets/{path}/{file}"
-
-
-def _rows(c: Conversion, one: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns config, split, format and columns of a source, and a comment."""
-    source = {ours: one[key] for ours, key in (("config", "name"), ("split", "split")) if one.get(key)}
-    source = {key: value for key, value in source.items() if (key, value) != ("split", "train")}
-    objective, kind = c.value("objective.name"), one.get("type")
-    format, columns, comment = _of_type(objective, kind, one)
-    if format:
-        source["format"] = format
-    if columns:
-        source["columns"] = columns
-    return source, comment
 
 
 def _of_type(objective: str, kind: Any, one: dict[str, Any]) -> tuple[str | None, dict[str, str], str]:

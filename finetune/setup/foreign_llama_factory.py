@@ -12,6 +12,7 @@ from finetune.setup.conversion import TODO, Conversion
 from finetune.setup.foreign_arguments import (
     ToolDefaults,
     convert_adapters,
+    convert_held_out,
     convert_model,
     convert_run,
     convert_training,
@@ -28,14 +29,6 @@ Rows = tuple[dict[str, Any], str]  # a source of a recipe, and a comment
 def convert_llama_factory(c: Conversion) -> None:
     convert_run(c)
     convert_model(c, "model_name_or_path")
-    _template(c)
-    _adapters(c)
-    _objective(c)
-    _data(c)
-    convert_training(c, ToolDefaults(lr=5e-5))
-
-
-def _template(c: Conversion) -> None:
     name = c.word("template")
     if name in _TEMPLATES:
         c.set("model.chat_template", _TEMPLATES[name], "or null, for the tokenizer's own")
@@ -43,32 +36,34 @@ def _template(c: Conversion) -> None:
         c.set("model.chat_template", None, f"the tokenizer's own, in place of LLaMA-Factory's {name}")
     if not c.is_on("enable_thinking", default=True):
         c.set("model.empty_thought", "given")
-
-
-def _adapters(c: Conversion) -> None:
     kind, bits = c.take("finetuning_type", default="lora"), c.number("quantization_bit")
     if kind == "full":
         c.set("mode", "full")
-        return
-    rank = c.number("lora_rank", default=8)
-    targets = c.listed("lora_target")
-    comment = "" if kind == "lora" else f"{TODO}{kind} is not offered; adapters come nearest"
-    type = str(c.take("quantization_type", default="nf4")) if bits == 4 else "fp8" if bits == 8 else None
-    if bits not in (None, 4, 8):
-        c.leave("quantization_bit", "set `mode: qlora` and `quantization.type`: nf4, fp4 or fp8")
-    convert_adapters(
-        c,
-        rank=rank,
-        alpha=c.number("lora_alpha", default=2 * rank),
-        dropout=c.number("lora_dropout", default=0.0),
-        targets="all-linear" if targets in ([], ["all"]) else targets,
-        comment=comment,
-        bits=type,
-    )
-    if type in ("nf4", "fp4") and not c.is_on("double_quantization", default=True):
-        c.set("quantization.double_quant", False)
-    if c.take("quantization_method", default="bnb") not in ("bnb", "bitsandbytes"):
-        c.leave("quantization_method", "weights are quantized by bitsandbytes; `quantization.type` has nf4, fp4, fp8")
+    else:
+        rank = c.number("lora_rank", default=8)
+        targets = c.listed("lora_target")
+        comment = "" if kind == "lora" else f"{TODO}{kind} is not offered; adapters come nearest"
+        type = str(c.take("quantization_type", default="nf4")) if bits == 4 else "fp8" if bits == 8 else None
+        if bits not in (None, 4, 8):
+            c.leave("quantization_bit", "set `mode: qlora` and `quantization.type`: nf4, fp4 or fp8")
+        convert_adapters(
+            c,
+            rank=rank,
+            alpha=c.number("lora_alpha", default=2 * rank),
+            dropout=c.number("lora_dropout", default=0.0),
+            targets="all-linear" if targets in ([], ["all"]) else targets,
+            comment=comment,
+            bits=type,
+        )
+        if type in ("nf4", "fp4") and not c.is_on("double_quantization", default=True):
+            c.set("quantization.double_quant", False)
+        if c.take("quantization_method", default="bnb") not in ("bnb", "bitsandbytes"):
+            c.leave(
+                "quantization_method", "weights are quantized by bitsandbytes; `quantization.type` has nf4, fp4, fp8"
+            )
+    _objective(c)
+    _data(c)
+    convert_training(c, ToolDefaults(lr=5e-5))
 
 
 def _objective(c: Conversion) -> None:
@@ -111,11 +106,7 @@ def _data(c: Conversion) -> None:
         if names := c.listed(key):
             c.sources[part] = [_source(str(name), folder, entries, stage, limit) for name in names]
     c.sources.setdefault("train", [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")])
-    held_out = c.number("val_size")
-    if held_out and 0 < held_out < 1:
-        c.set("data.eval", {"share": float(held_out)})
-    elif held_out:
-        c.set("data.eval", {"share": 0.05}, f"{TODO}{held_out} rows there; here a share of them")
+    convert_held_out(c, "val_size")
     c.copy("data.max_length", "cutoff_len", default=2048)
     c.set("data.overlong", "split" if stage == "pt" else "truncate")
     given, is_neat = c.is_on("packing", default=stage == "pt"), c.is_on("neat_packing")
@@ -124,18 +115,13 @@ def _data(c: Conversion) -> None:
     if c.is_on("streaming"):
         c.set("data.streaming", True)
     if any(entries.get(str(name), {}).get("columns", {}).get("images") for name in c.listed("dataset")):
-        _images(c)
-
-
-def _images(c: Conversion) -> None:
-    """Sizes of images, and the trained parts of the model."""
-    c.set("data.image", {"max_pixels": int(c.number("image_max_pixels", default=768 * 768))})
-    frozen = {  # part of the model: whether it is frozen
-        "language": c.is_on("freeze_language_model"),
-        "projector": c.is_on("freeze_multi_modal_projector", default=True),
-        "vision": c.is_on("freeze_vision_tower", default=True),
-    }
-    c.set("model.train", [part for part, is_frozen in frozen.items() if not is_frozen])
+        c.set("data.image", {"max_pixels": int(c.number("image_max_pixels", default=768 * 768))})
+        frozen = {  # part of the model: whether it is frozen
+            "language": c.is_on("freeze_language_model"),
+            "projector": c.is_on("freeze_multi_modal_projector", default=True),
+            "vision": c.is_on("freeze_vision_tower", default=True),
+        }
+        c.set("model.train", [part for part, is_frozen in frozen.items() if not is_frozen])
 
 
 def _entries(folder: Path) -> dict[str, Any]:

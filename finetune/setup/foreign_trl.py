@@ -47,35 +47,31 @@ def convert_trl(c: Conversion) -> None:
         c.set("model.chat_template", template)
     settings = c.table("model_init_kwargs")
     dtype = c.take("dtype", "torch_dtype") or settings.get("dtype") or settings.get("torch_dtype")
-    _adapters(c)
+    is_on, four, eight = c.is_on("use_peft"), c.is_on("load_in_4bit"), c.is_on("load_in_8bit")
+    if not (is_on or four or eight):
+        c.set("mode", "full")
+    else:
+        targets, comment = c.listed("lora_target_modules"), ""
+        if not targets:
+            targets, comment = ["q_proj", "v_proj"], "the default of peft for Llama, Mistral and Qwen"
+        convert_adapters(
+            c,
+            rank=c.number("lora_r", default=16),
+            alpha=c.number("lora_alpha", default=32),
+            dropout=c.number("lora_dropout", default=0.05),
+            targets="all-linear" if targets == ["all-linear"] else targets,
+            comment=comment,
+            bits=str(c.take("bnb_4bit_quant_type", default="nf4")) if four else "fp8" if eight else None,
+        )
+        c.take("lora_task_type", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype")
+        if four:
+            c.set("quantization.double_quant", c.is_on("use_bnb_nested_quant", "bnb_4bit_use_double_quant"))
     _objective(c, trainer)
     _data(c, trainer)
     c.launch = _LAUNCHES.get(str(c.take("accelerate_config")))
     precision = "fp32" if c.theirs.get("bf16") is False else "bf16"
     in_16_bits = str(dtype) in ("bfloat16", "torch.bfloat16", "auto")
     convert_training(c, ToolDefaults(lr=_RATES.get(trainer, 2e-5), precision=precision), in_16_bits)
-
-
-def _adapters(c: Conversion) -> None:
-    is_on, four, eight = c.is_on("use_peft"), c.is_on("load_in_4bit"), c.is_on("load_in_8bit")
-    if not (is_on or four or eight):
-        c.set("mode", "full")
-        return
-    targets, comment = c.listed("lora_target_modules"), ""
-    if not targets:
-        targets, comment = ["q_proj", "v_proj"], "the default of peft for Llama, Mistral and Qwen"
-    convert_adapters(
-        c,
-        rank=c.number("lora_r", default=16),
-        alpha=c.number("lora_alpha", default=32),
-        dropout=c.number("lora_dropout", default=0.05),
-        targets="all-linear" if targets == ["all-linear"] else targets,
-        comment=comment,
-        bits=str(c.take("bnb_4bit_quant_type", default="nf4")) if four else "fp8" if eight else None,
-    )
-    c.take("lora_task_type", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype")
-    if four:
-        c.set("quantization.double_quant", c.is_on("use_bnb_nested_quant", "bnb_4bit_use_double_quant"))
 
 
 def _objective(c: Conversion, trainer: str) -> None:

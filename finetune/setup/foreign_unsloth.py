@@ -53,7 +53,20 @@ def convert_unsloth(c: Conversion) -> None:
         c.set("objective.train_on", "assistant")
     else:
         c.set("objective.train_on", "all", "`assistant` trains the answers alone")
-    _data(c)
+    names, kind = c.listed("local_dataset", "dataset_name", "dataset", "train_file"), str(c.take("format_type"))
+    split, column = c.take("split", default="train"), c.take("dataset_text_field", default="text")
+    source: dict[str, Any] = {} if split == "train" else {"split": split}
+    if kind in _FORMATS:
+        source["format"] = _FORMATS[kind]
+    elif column != "text":
+        source |= {"format": "text", "columns": {"text": column}}
+    doubt = "" if kind in _FORMATS else f"{TODO}the format is detected: their script may build its text itself"
+    c.sources["train"] = [({"path": name, **source}, doubt) for name in names]
+    if not names:
+        c.sources["train"] = [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")]
+    c.copy("data.max_length", "max_seq_length", "max_length", default=2048)
+    c.set("data.overlong", "truncate")
+    c.set("data.packing", c.is_on("packing"))
     if "batch_size" in c.theirs:
         c.theirs["per_device_train_batch_size"] = c.take("batch_size")
     convert_training(c, _OF_CONFIGS if is_nested else _OF_SCRIPTS, keeps_16_bits=True)
@@ -76,20 +89,3 @@ def _adapters(c: Conversion, rank: int) -> None:
         targets="all-linear" if targets == ["all-linear"] else targets,
         bits="nf4" if four else "fp8" if eight or fp8 else None,
     )
-
-
-def _data(c: Conversion) -> None:
-    names, kind = c.listed("local_dataset", "dataset_name", "dataset", "train_file"), str(c.take("format_type"))
-    split, column = c.take("split", default="train"), c.take("dataset_text_field", default="text")
-    source: dict[str, Any] = {} if split == "train" else {"split": split}
-    if kind in _FORMATS:
-        source["format"] = _FORMATS[kind]
-    elif column != "text":
-        source |= {"format": "text", "columns": {"text": column}}
-    doubt = "" if kind in _FORMATS else f"{TODO}the format is detected: their script may build its text itself"
-    c.sources["train"] = [({"path": name, **source}, doubt) for name in names]
-    if not names:
-        c.sources["train"] = [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")]
-    c.copy("data.max_length", "max_seq_length", "max_length", default=2048)
-    c.set("data.overlong", "truncate")
-    c.set("data.packing", c.is_on("packing"))

@@ -33,7 +33,7 @@ from finetune.setup.row_fit import (
     row_renderer,
     token_lengths,
 )
-from finetune.setup.rows import RowsFound, TableSample, parse_sample, read_sample
+from finetune.setup.rows import RowsFound, parse_sample, read_sample
 from finetune.setup.template_fit import fitting_template
 from finetune.shipped import SHIPPED
 from finetune.utils import write_atomically
@@ -89,22 +89,18 @@ def _rows(options: NewOptions, console: Console, ask: Ask | None) -> RowsFound:
         if choice.doubts and ask is None:
             raise UserError(refusal(sample.rows, choice))
         if choice.doubts and ask is not None:
-            choice = _confirmed(sample, choice, console, ask)
+            lines = [f"{sample.path}: which columns to train on is a guess: {'; '.join(choice.doubts)}"]
+            for line in [*lines, *columns_shown(sample.rows)]:
+                console.print(line, soft_wrap=True, highlight=False, markup=False)
+            guess = ",".join(f"{field}={column}" for field, column in choice.fields.items())
+            answer = ask("Columns (field=column,...)", guess)
+            if answer.strip() == guess:
+                choice = RoleChoice(choice.format, choice.columns, f"{choice.reason}, confirmed")
+            else:
+                choice = choose_columns(sample.rows, None, parse_columns(answer))
     except UserError as error:
         raise UserError(f"{sample.place}: {error}") from None
     return parse_sample(sample, choice)
-
-
-def _confirmed(sample: TableSample, choice: RoleChoice, console: Console, ask: Ask) -> RoleChoice:
-    """Asks for the columns, with the guess as default."""
-    lines = [f"{sample.path}: which columns to train on is a guess: {'; '.join(choice.doubts)}"]
-    for line in [*lines, *columns_shown(sample.rows)]:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
-    guess = ",".join(f"{field}={column}" for field, column in choice.fields.items())
-    answer = ask("Columns (field=column,...)", guess)
-    if answer.strip() == guess:
-        return RoleChoice(choice.format, choice.columns, f"{choice.reason}, confirmed")
-    return choose_columns(sample.rows, None, parse_columns(answer))
 
 
 def _write(recipe: NewRecipe) -> Recipe:

@@ -48,7 +48,20 @@ def write_converted(
         conversion.override(override)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, conversion.text(origin))
-    _show(conversion, path, console)
+    lines = []
+    if conversion.left:
+        lines += ["Not converted:", *(f"  {', '.join(names)}: {reason}" for reason, names in conversion.left.items())]
+    if todos := conversion.todos():
+        lines += ["To do, marked in the recipe:", *(f"  {todo}" for todo in todos)]
+    shown = shlex.quote(str(path))
+    config = f"--config-file accelerate_configs/{conversion.launch}.yaml " if conversion.launch else ""
+    lines += [
+        f"\nwritten: {path}, from {conversion.tool}. Next:\n",
+        f"  python -m finetune check {shown}",
+        f"  python -m finetune launch {config}{shown}",
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
     load_recipe(path)
     return path
 
@@ -96,21 +109,3 @@ def _tool_of(origin: str, theirs: dict[str, Any]) -> str:
         f"{origin}: not a config of axolotl (`base_model`), LLaMA-Factory (`stage`, `finetuning_type`), TRL "
         "(`model_name_or_path`) or Unsloth (`model_name`, `random_state`)"
     )
-
-
-def _show(conversion: Conversion, path: Path, console: Console) -> None:
-    """Prints what is not converted, what is to do, and the next commands."""
-    lines = []
-    if conversion.left:
-        lines += ["Not converted:", *(f"  {', '.join(names)}: {reason}" for reason, names in conversion.left.items())]
-    if todos := conversion.todos():
-        lines += ["To do, marked in the recipe:", *(f"  {todo}" for todo in todos)]
-    shown = shlex.quote(str(path))
-    config = f"--config-file accelerate_configs/{conversion.launch}.yaml " if conversion.launch else ""
-    lines += [
-        f"\nwritten: {path}, from {conversion.tool}. Next:\n",
-        f"  python -m finetune check {shown}",
-        f"  python -m finetune launch {config}{shown}",
-    ]
-    for line in lines:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)

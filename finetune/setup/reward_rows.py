@@ -28,5 +28,5 @@ def reference_answers(
     prompts, each = RunPrompts(recipe, data).prompts, -(-count // len(recipe.data.train))
     of_sources = [[prompt for prompt in prompts if prompt.source == i] for i in range(len(recipe.data.train))]
     first = [prompt for of_source in of_sources for prompt in of_source[:each]][:count]
-    contents = read_contents(recipe, first)
+    contents = read_contents(recipe, recipe.data.train, first)
     return [completion_of(one, contents[one.key], one.reference, tokenizer, is_truncated=False) for one in first]

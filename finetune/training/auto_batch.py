@@ -32,6 +32,7 @@ from finetune.data.samples import Sequence as TokenSequence
 from finetune.engine.base import Engine
 from finetune.engine.costs import Shard, Weight
 from finetune.errors import RunFailure, UserError
+from finetune.models.casts import cast_once
 from finetune.models.parameter_roles import parameter_roles
 from finetune.objectives.forward import ForwardPass
 from finetune.recipe import Recipe
@@ -194,7 +195,8 @@ class Trials:
             return
         engine, objective = self.engine, self.forward.objective
         batch = self.row.batch(rows, engine.context_shard).map_tensors(lambda tensor: tensor.to(engine.device))
-        engine.trial(lambda model: objective.trial_loss(self.forward(model, batch), batch))
+        with cast_once():
+            engine.trial(lambda model: objective.trial_loss(self.forward(model, batch), batch))
 
 
 def optimizer_bytes(engine: Engine, recipe: Recipe) -> int:

@@ -202,7 +202,7 @@ def sum_terms(
         sums.add(terms(outputs, batch))
     if not sums.terms:  # a pipeline's early stages have no outputs
         sums.add(forward.objective.no_terms(first, terms))
-    return Sums(engine.ranks.total(sums.totals), sums.terms, counts)
+    return Sums(engine.ranks.total(sums.totals, sums.largest), sums.terms, counts)
 
 
 def as_columns(statistics: Sums, device: torch.device) -> dict[str, Tensor]:

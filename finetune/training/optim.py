@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from finetune.engine.costs import Shard
+from finetune.engine.muon import Muon
 from finetune.engine.optimizer_step import OF_IMAGES, hold_back_idle_groups
 from finetune.errors import UserError
 from finetune.models.parameter_roles import ParameterRoles
@@ -80,18 +81,13 @@ def _sgd(recipe: OptimizerRecipe, roles: ParameterRoles, named: NamedTensors) ->
 
 
 def _muon(recipe: OptimizerRecipe, roles: ParameterRoles, named: NamedTensors) -> list[Optimizer]:
-    """Returns Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) for hidden matrices, AdamW for embeddings,
-    head and vectors. The update is scaled to AdamW's size, so one `lr` serves both (Liu et al. 2025,
-    https://arxiv.org/abs/2502.16982).
-    """
-    hidden = [(name, tensor) for name, tensor in named if tensor.ndim == 2 and name not in roles.tables]
-    rest = [(name, tensor) for name, tensor in named if tensor.ndim != 2 or name in roles.tables]
-    muon = torch.optim.Muon(
-        decay_groups(roles, hidden, recipe.weight_decay),
-        lr=recipe.lr,
-        momentum=recipe.momentum,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    """Returns Muon for hidden matrices, AdamW for embeddings, head and vectors. Muon's update has AdamW's size, so one
+    `lr` serves both (Liu et al. 2025, https://arxiv.org/abs/2502.16982)."""
+    names = frozenset(name for name, tensor in named if len(full_shape(tensor)) == 2) - roles.tables
+    hidden = [(name, tensor) for name, tensor in named if name in names]
+    rest = [(name, tensor) for name, tensor in named if name not in names]
+    groups = decay_groups(roles, hidden, recipe.weight_decay) or [{"params": []}]  # a rank may have no row of any
+    muon = Muon(groups, names, recipe.lr, recipe.weight_decay, recipe.momentum)
     return [muon, *(_adamw(recipe, roles, rest) if rest else [])]
 
 
@@ -116,9 +112,8 @@ def state_bytes(recipe: OptimizerRecipe, shards: Sequence[Shard], device: str) -
     if recipe.name == "sgd":
         return (sum(numel * weight.size for numel, weight in steps) if recipe.momentum else 0), 0
     if recipe.name == "muon":
-        hidden = [len(weight.shape) == 2 and not weight.table for _, weight in steps]
-        sizes = [numel * weight.size for numel, weight in steps]
-        return sum(n if alone else 2 * n + 4 for n, alone in zip(sizes, hidden, strict=True)), 0
+        sizes = [(numel * weight.size, weight.is_hidden_matrix) for numel, weight in steps]
+        return sum(size if hidden else 2 * size + 4 for size, hidden in sizes), 0
     if recipe.name == "adamw":
         return sum(2 * numel * weight.size + 4 for numel, weight in steps), 0
     here = away = 0

@@ -112,6 +112,7 @@ def model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice)
 def run_rows(
     prepared: Prepared,
     training: RowSource,
+    held_out: Dataset | None,
     engine: Engine,
     end_ids: set[int],
     attention: AttentionChoice,
@@ -122,12 +123,14 @@ def run_rows(
     recipe = prepared.recipe
     if recipe.rollouts is None:
         return training.in_order(recipe)
-    data, teacher = on_disk(training), None
+    data, teacher, questions = on_disk(training), None, None
     if recipe.objective.teacher is not None:
         vocabulary = prepared.config.get_text_config().vocab_size
         teacher = SampleTeacher(TeacherPass(recipe, data, vocabulary), engine, loaders.rows_per_device.rows)
+    if held_out is not None and recipe.samples_held_out:
+        questions = RunPrompts(recipe, held_out, "eval")
     of_run = (RunPrompts(recipe, data), training.content(), prepared.tokenizer, end_ids, run_folder(recipe))
-    return RolloutRows(recipe, engine, *of_run, attention, loaders.training, teacher)
+    return RolloutRows(recipe, engine, *of_run, attention, loaders.training, teacher, questions)
 
 
 def rows_per_device(

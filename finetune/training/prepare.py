@@ -132,6 +132,8 @@ def prepare(recipe: Recipe, recipe_file: str, launch: Launch, problems: Problems
     if held_out is not None:
         problems.attempt(_check_answers, held_out)
         notes += problems.attempt(check_questions, recipe.evaluate, held_out.examples, tokenizer) or []
+        if recipe.samples_held_out:
+            notes += problems.attempt(lambda: RunPrompts(recipe, held_out, "eval").notes) or []
     if problems.messages or micro_batches is None or training is None:
         raise problems.error(recipe_file)
     notes += data_notes(recipe, opened, training, held_out)

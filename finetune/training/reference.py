@@ -10,15 +10,13 @@ Both are the sums over the targets of each sequence, in fp32, of the same micro-
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +32,7 @@ from finetune.data.prefetch import fed_steps
 from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
+from finetune.models.adapters import adapters_off
 from finetune.models.config import training_config
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import ONE_RANK, sequence_log_probs
@@ -260,22 +259,3 @@ class AdaptersOff:
                 log_probs = sequence_log_probs(outputs, batch, self.engine.token_ranks)
                 computed[batch.index] = replace(batch, columns={**batch.columns, REFERENCE: log_probs})
         return [computed.get(batch.index, batch) for batch in batches]
-
-
-@contextlib.contextmanager
-def adapters_off(model: Any) -> Iterator[None]:
-    """Disables the adapters of a model meanwhile.
-
-    Sets the flag that peft's layers read. peft's own `disable_adapter` also changes which parameters require gradients
-    and activates all adapters at its end, and backends have hooks on these parameters.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    for layer in layers:
-        layer._disable_adapters = True  # see above for why not by peft's own method
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False

@@ -41,6 +41,7 @@ from finetune.engine.start import set_group_timeouts
 from finetune.errors import RunFailure, Stopped, UserError
 from finetune.export.result import model_card, save_result, write_tokenizer
 from finetune.models.base_config import dtypes
+from finetune.models.casts import cast_once
 from finetune.models.compiled import CompilationWatch, compilations
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.wrapped import Outputs
@@ -120,7 +121,7 @@ class Trainer:
         self.data = training
         self.plan = parts.make_plan(prepared, engine, facts, rows, attention, reference, predicted or {})
         self.end_ids = end_ids(recipe, self.tokenizer, [training, held_out])
-        run_rows = parts.run_rows(prepared, training, engine, self.end_ids, attention, loaders)
+        run_rows = parts.run_rows(prepared, training, held_out, engine, self.end_ids, attention, loaders)
         self.loader = loaders.training(run_rows, self.plan.total_rows)
         self.evaluator = None
         if held_out:
@@ -209,7 +210,8 @@ class Trainer:
         self.saver = Saver(self.engine, self.recipe, self.folder / "checkpoints", metadata, self._holds_folder)
         self.saved_at = time.monotonic()
         try:
-            self.train()
+            with self.loader.rows.opened():
+                self.train()
             self._write_expert_load()
             self.saver.settle()
             if self.engine.is_main:
@@ -230,7 +232,6 @@ class Trainer:
         self.stop.steps_begun = True
         self._profile({})
         with (
-            self.loader.rows.opened(),
             fed_steps(self.loader, range(self.state.step, self.plan.steps), self.engine.device) as feed,
             ProgressBar(
                 self.console, "step", self.plan.steps, self.state.step, self.engine.is_main, keeps=True
@@ -286,7 +287,8 @@ class Trainer:
         self.engine.prepare_groups(factor, step.has_images)
         step = self._completed(step)
         micro_batches = _MicroBatches(self, step)
-        self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss)
+        with cast_once():
+            self.engine.accumulate(step.batches, micro_batches.forward, micro_batches.loss)
         sums, flags = self._reduce(micro_batches)
         loss = sums.loss()
         if not math.isfinite(loss):
@@ -339,7 +341,8 @@ class Trainer:
         flags = [self.stop.reason is not None, overdue and self.engine.is_main, self.saver.failed]  # by one clock
         flags.append(not self._holds_folder())
         sums = micro_batches.sums
-        totals = self.engine.ranks.total({**sums.totals, "flags": torch.tensor(flags, dtype=torch.float64)})
+        own = {**sums.totals, "flags": torch.tensor(flags, dtype=torch.float64)}
+        totals = self.engine.ranks.total(own, sums.largest)
         stop, save, settle, lost = (flag > 0 for flag in totals.pop("flags").tolist())
         return Sums(totals, sums.terms, micro_batches.counts), StepFlags(stop, save, settle, lost)
 
@@ -386,6 +389,7 @@ class Trainer:
         """Evaluates on held-out data, logs and prints the results; returns the metrics. Collective."""
         assert self.evaluator is not None  # only called with evaluation data
         self.evaluation, generations = self.evaluator.run()
+        self.evaluation |= self.loader.rows.evaluated(self.state.step)
         stop_when = self.recipe.train.stop_when
         metrics = {"checkpoint.best": self.recipe.checkpoint.best, "train.stop_when": stop_when and stop_when.metric}
         for key, metric in metrics.items():

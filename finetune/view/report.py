@@ -26,6 +26,7 @@ from finetune.local_server import is_allowed_host
 from finetune.tracking.metrics import EXAMPLES, GENERATIONS, num_damaged, read_steps
 from finetune.utils import write_atomically
 from finetune.view import web_page
+from finetune.view.rollout_samples import read_samples
 from finetune.view.token_html import sequence_names, tokens_html
 
 WIDTH, HEIGHT = 480, 150  # size of a chart, in SVG units
@@ -38,7 +39,9 @@ _LARGEST = 1e300  # number that is drawn
 _OF_A_RUN = ("metrics.jsonl", "recipe.yaml", "plan.json", "status.json")
 # Errors of reading and showing a damaged file.
 _DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
+_OF_SAMPLES = ("entropy", "sampler_kl", "truncated", "zero_variance", "margin", "completion_tokens")
 _GROUPS: dict[str, Callable[[str], bool]] = {
+    "Rollouts": lambda key: key in ("reward", *_OF_SAMPLES) or key.startswith(("reward/", "pass@", "reward_failures/")),
     "Held-out data": lambda key: key.startswith("eval_") or key == "exact_match",
     "Speed": lambda key: key.endswith("_per_s") or key in ("step_s", "mfu", "tflops_per_device"),
     "Time by phase": lambda key: (
@@ -48,6 +51,7 @@ _GROUPS: dict[str, Callable[[str], bool]] = {
     "Counts": lambda key: "tokens" in key,
     "Ranks": lambda key: key in ("straggler", "rank_spread"),
 }
+_WITH_HELD_OUT = ("loss", "reward")  # drawn with `eval_` of the same name, in one chart
 _FOLDED = ("Time by phase", "Memory", "Counts", "Ranks")  # groups whose charts one opens
 Section = dict[str, Any]  # values of report.html.jinja
 PriceOf = Callable[[Path], "str | None"]
@@ -71,6 +75,22 @@ tbody th { min-width: 11rem; }
 .answers td.n { min-width: 0; }
 .answers .note { margin: 0 0 0.5rem; }
 .answers img { max-width: 100%; height: auto; }
+.samples details > summary { margin: 1rem 0 0; }
+.samples .prompt { font-family: var(--mono); font-size: 0.82rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+.samples div.prompt, .samples .note { padding: 0.7rem 1.2rem; margin: 0; }
+.samples ol { list-style: none; margin: 0; padding: 0; }
+.samples li { display: grid; grid-template-columns: 3.6rem 1fr auto; gap: 0.2rem 0.8rem; padding: 0.45rem 1.2rem; }
+.samples li { border-top: 1px solid var(--line); align-items: baseline; }
+.samples li b { padding: 0 0.4rem; border-radius: 5px; text-align: right; color: #1d1c1a; font-size: 0.88rem; }
+.samples li b { font-variant-numeric: tabular-nums; }
+.samples .r0 { background: #f0a9a3; } .samples .r1 { background: #f3cda6; } .samples .r2 { background: #e8e0b0; }
+.samples .r3 { background: #c9dfae; } .samples .r4 { background: #9fd3ab; }
+.samples li small { margin: 0; text-align: left; overflow-wrap: anywhere; }
+.samples li .failure { grid-column: 2 / -1; color: var(--chip); }
+@media (max-width: 46rem) {
+  .samples li { grid-template-columns: 3.6rem 1fr; } .samples li small { grid-column: 2; }
+  .samples li, .samples div.prompt, .samples .note { padding-left: 0.8rem; padding-right: 0.8rem; }
+}
 @media (max-width: 46rem) { td { min-width: 9rem; } tbody th { min-width: 8rem; } .answers td { min-width: 13rem; } }
 """
 
@@ -90,6 +110,7 @@ class RunData:
     evaluated: dict[str, dict[str, Any]]  # evaluate.json: scores by "task/metric"
     examples: list[dict[str, Any]]  # examples.json: training examples as text
     generations: list[dict[str, Any]]  # generations.jsonl: {"step": .., "columns": .., "rows": ..} of each evaluation
+    samples: list[dict[str, Any]]  # of some steps, see `read_samples`
     problems: tuple[str, ...] = ()  # files that are missing or damaged, so the page is incomplete
     price: str | None = None  # so far, with its currency; None: its device has no price
 
@@ -149,6 +170,7 @@ def read_run(folder: Path, price: str | None = None) -> RunData:
         evaluated={name: score for name, score in scores.items() if isinstance(score, dict)},
         examples=read(EXAMPLES, _json, []),
         generations=[entry for entry in read(GENERATIONS, read_steps, []) if are_answers(entry.get("rows"))],
+        samples=read("rollouts", lambda path: read_samples(path.parent), []),
         problems=tuple(problems),
         price=price,
     )
@@ -270,8 +292,9 @@ def _charts(runs: Sequence[RunData]) -> list[Section]:
     grouped: dict[str, list[Any]] = {name: [] for name in ("Training", *_GROUPS)}
     drawn = _drawn(runs)
     for key in drawn:
-        both = [key, f"eval_{key}"] if key == "loss" and f"eval_{key}" in drawn else [key]
-        if key != "eval_loss" or "loss" not in drawn:
+        both = [key, f"eval_{key}"] if key in _WITH_HELD_OUT and f"eval_{key}" in drawn else [key]
+        of = key.removeprefix("eval_")
+        if of == key or of not in _WITH_HELD_OUT or of not in drawn:
             name = next((name for name, belongs in _GROUPS.items() if belongs(key)), "Training")
             grouped[name].append(_chart(both, runs))
     shown = [{"title": name, "charts": charts, "folded": name in _FOLDED} for name, charts in grouped.items() if charts]
@@ -513,9 +536,15 @@ def _answers(runs: Sequence[RunData]) -> list[Section]:
     return sections
 
 
+def _samples(runs: Sequence[RunData]) -> list[Section]:
+    """Returns sampled answers with their rewards, for each run that samples."""
+    return [{"title": f"Samples: {run.name}", "samples": run.samples} for run in runs if run.samples]
+
+
 _PARTS: dict[str, Callable[[Sequence[RunData]], list[Section]]] = {
     "Summary": _summary,
     "Curves": _charts,
+    "Samples": _samples,
     "Answers over time": _answers,
     "Recipes": _recipes,
     "Tasks": _tasks,

@@ -33,25 +33,21 @@ def tokens_html(tokens: Sequence[Token], first: int = 0) -> Markup:
     # Groups similar tokens; a special one is alone.
     alike = groupby(enumerate(tokens), key=lambda one: (one[1].trained, one[0] if one[1].special else -1))
     for run in ([token for _, token in group] for _, group in alike):
-        parts.append(_run_html(run, position))
+        name = "mark" if run[0].trained else "span"
+        attributes = f' data-p="{position}" data-i="{" ".join(str(token.id) for token in run)}"'
+        if len(run) > 1:
+            lengths = (len(token.text.encode("utf-16-le", "surrogatepass")) // 2 for token in run)  # in JavaScript
+            attributes += f' data-n="{" ".join(map(str, lengths))}"'
+        if marks := "|".join(f"{n} {visible(token.part)}" for n, token in enumerate(run) if token.part):
+            attributes += f' data-b="{html.escape(marks)}"'
+        if run[0].special:
+            attributes += ' class="x"'
+        # With marks before newlines, tabs and trailing spaces, and in place of invisible characters.
+        pieces = _MARKED.split("".join(token.text for token in run))
+        shown = (_mark(piece) if n % 2 else html.escape(piece, quote=False) for n, piece in enumerate(pieces))
+        parts.append(Markup(f"<{name}{attributes}>{''.join(shown)}</{name}>"))
         position += len(run)
     return Markup("").join(parts)
-
-
-def _run_html(run: Sequence[Token], at: int) -> Markup:
-    name = "mark" if run[0].trained else "span"
-    attributes = f' data-p="{at}" data-i="{" ".join(str(token.id) for token in run)}"'
-    if len(run) > 1:
-        lengths = (len(token.text.encode("utf-16-le", "surrogatepass")) // 2 for token in run)  # in JavaScript
-        attributes += f' data-n="{" ".join(map(str, lengths))}"'
-    if parts := "|".join(f"{n} {visible(token.part)}" for n, token in enumerate(run) if token.part):
-        attributes += f' data-b="{html.escape(parts)}"'
-    if run[0].special:
-        attributes += ' class="x"'
-    # With marks before newlines, tabs and trailing spaces, and in place of invisible characters.
-    pieces = _MARKED.split("".join(token.text for token in run))
-    shown = (_mark(piece) if n % 2 else html.escape(piece, quote=False) for n, piece in enumerate(pieces))
-    return Markup(f"<{name}{attributes}>{''.join(shown)}</{name}>")
 
 
 _MARKED = re.compile(rf"(\n|\t| +(?=\n|\Z)|{INVISIBLE.pattern})")

@@ -6,6 +6,7 @@ The pages of `studio` share their layout, style and filters.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import html
 import re
@@ -32,6 +33,7 @@ def render(
     )
 
 
+@functools.cache  # it keeps the templates compiled, of pages that are written again and again
 def environment(*folders: Path) -> jinja2.Environment:
     """Returns the templates of some folders, before those of this one, and their filters."""
     environment = jinja2.Environment(

@@ -1,7 +1,7 @@
 """Draws docs/architecture.svg: the rooms of the package, in their layers, with the imports between them as arrows.
 
     python scripts/docs/architecture.py            # draw
-    python scripts/docs/architecture.py --check    # exit status 1 where the committed picture is out of date
+    python scripts/docs/architecture.py --check    # exit status 1 if the committed picture is out of date
 
 Rooms and arrows come from the sources, the order of the layers from the contract of import-linter in pyproject.toml. A
 room imports to the right and downwards: from its box along the row to a dot, and from the dot down to what it imports.

@@ -3,8 +3,8 @@
     python scripts/docs/recipe_headers.py                 # after a change of a recipe or of finetune/plan
     python scripts/docs/recipe_headers.py llama3.1-8b
 
-Each row counts as one document of `data.max_length` tokens, all supervised, and full of images where the recipe sees
-any: the most there can be. A size of devices is named where `plan` says `fits`, with its margin. Left as they are:
+Each row counts as one document of `data.max_length` tokens, all supervised, and full of images if the recipe sees
+any: the most there can be. A size of devices is named if `plan` says `fits`, with its margin. Left as they are:
 quickstart, which is for a CPU; Mistral Large 4's, whose layers cannot run without values.
 """
 
@@ -58,7 +58,7 @@ def kept(recipe: Recipe, config: PretrainedConfig, launch: Launch) -> State:
 
 
 def memory(recipe: Recipe, config: PretrainedConfig, launch: Launch, path: Path) -> Memory:
-    """Raises UserError where recipe and launch do not go together."""
+    """Raises UserError if recipe and launch do not go together."""
     micro_batches = check_launch(recipe, str(path), launch, config)
     batch = heaviest(recipe, widest(recipe, "the most there can be", config))
     return estimate_memory(recipe, config, Place(launch, launch.processes), batch, micro_batches)
@@ -97,6 +97,8 @@ def fields(path: Path) -> tuple[str, str]:
         where.append("ddp.yaml with 2 to 8 for speed")
     rows = f"{recipe.batch.rows_per_device} rows" if recipe.batch.rows_per_device != 1 else "a row"
     of_each = f"{recipe.data.max_length:,} tokens"
+    if recipe.batch.tokens_per_device is not None:
+        rows, of_each = "a micro-batch", f"{recipe.batch.tokens_per_device:,} tokens"
     if images := most_images(recipe, config):
         of_each += f", {len(images)} image{'s' if len(images) > 1 else ''} of {images[0]:,} among them"
     peak = f"{own.tensors / 1e9:.1f} GB a device at the peak, with {rows} of {of_each}; "

@@ -92,7 +92,7 @@ def predicted(folder: Path, changes: dict[str, Any], tokens: int) -> int:
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     recipe = load_recipe(folder / "recipe.yaml", [])
     rows = values["batch"]["rows_per_device"]
-    place, batch = Place(Launch("replicated", 1), 1, "cuda", (8, 9)), HeaviestBatch.of_rows(rows, tokens)
+    place, batch = Place(Launch("replicated", 1), 1, "cuda", (8, 9), 24), HeaviestBatch.of_rows(rows, tokens)
     return estimate_memory(recipe, training_config(recipe), place, batch).tensors
 
 

@@ -285,7 +285,7 @@ def run_devices(folder: Path, cells: list[Cell]) -> None:
 
 
 def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
-    """Returns what is predicted and measured of a cell, in bytes; None where it was refused or did not run."""
+    """Returns what is predicted and measured of a cell, in bytes; None if it was refused or did not run."""
     from finetune.engine.launch import read_config_file
     from finetune.models.config import training_config
     from finetune.plan.lengths import Lengths, read_lengths

@@ -3,7 +3,7 @@
     python scripts/planner/plan_state.py --json benchmarks/results/plan_state.json     # every config; minutes
     python scripts/planner/plan_state.py --only zero3 x4
 
-Every accelerate config x full, LoRA, QLoRA x 1, 2, 4 CPU processes, wherever `check` allows it; the three modes of a
+Every accelerate config x full, LoRA, QLoRA, Muon x 1, 2, 4 CPU processes, wherever `check` allows it; the modes of a
 config and size share a launch. Each rank trains a step, and counts the storages of its weights with buffers and scales,
 of its gradients before the optimizer, and of the optimizer's state with master weights. Memory of a device that offload
 moves to its host is on a CPU the same memory, so what is counted there is the sum.
@@ -37,6 +37,7 @@ MODES = {
     "full": [],
     "lora": ["mode=lora", "lora.rank=3"],
     "qlora": ["mode=qlora", "lora.rank=3", "quantization.type=nf4"],
+    "muon": ["optimizer.name=muon"],
 }
 _WHOLE = {"tp": "tp_size", "cp": "cp_size", "ulysses": "sp_size", "pp": "pp_size", "ep": "ep_size"}  # all processes
 
@@ -57,7 +58,7 @@ class Cell(NamedTuple):
     @property
     def overrides(self) -> list[str]:
         """Experts that are divided take no adapters."""
-        attention = self.config == "ep" and self.mode != "full"
+        attention = self.config == "ep" and self.mode in ("lora", "qlora")
         return [*MODES[self.mode], *(["lora.targets=[q_proj,k_proj,v_proj,o_proj]"] if attention else [])]
 
 
@@ -163,7 +164,7 @@ def predicted(folder: Path, cell: Cell) -> list[dict[str, int]] | str:
 
 
 def measure(folder: Path, wanted: list[Cell]) -> dict[Cell, list[dict[str, int]]]:
-    """Returns the bytes of each rank of cells of one config and size, which are one launch; of none where it failed."""
+    """Returns the bytes of each rank of cells of one config and size, which are one launch; none if it failed."""
     first = wanted[0]
     config = None if first.config == "single" else config_file(folder, first)
     overrides = {cell.name: cell.overrides for cell in wanted}

@@ -165,7 +165,7 @@ def run_all(folder: Path, cells: list[Cell]) -> None:
 
 
 def measured(folder: Path, cell: Cell) -> float | None:
-    """Returns the seconds of the busiest rank; None where it did not run."""
+    """Returns the seconds of the busiest rank; None if it did not run."""
     ranks: list[float] = []
     for rank in range(cell.processes):
         files = [folder / f"{cell.name}-round-{number}-{rank}.json" for number in range(ROUNDS)]

@@ -118,7 +118,8 @@ def planned(run: dict[str, Any]) -> Planned:
         job = Job(recipe, config, shape, launch, machines, hardware, rows, batch, speeds, times)
         gib = 0.0
         if "memory_gib" in run:
-            place = Place(launch, min(launch.processes, machines.per_machine), "cuda", machines.device.kernels)
+            per_host, card = min(launch.processes, machines.per_machine), machines.device
+            place = Place(launch, per_host, "cuda", card.kernels, card.gib)
             gib = estimate_memory(recipe, config, place, batch, times).tensors / GIB
         job.time()  # while the config is there; its parts are kept
     return Planned(run, job, gib)

@@ -46,6 +46,8 @@ BEFORE = {
 }
 COMMON = ("data.max_length=4096", "batch.rows_per_device=1", "train.activation_checkpointing=true")
 MM = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
+# Operators that read or write some elements of a tensor: the rest of what they get.
+PICKS = {**dict.fromkeys(("gather", "scatter_", "scatter_add_"), slice(2, None)), "embedding": slice(1, None)}
 
 
 def measure(name: str, overrides: list[str]) -> dict[str, Any]:
@@ -57,9 +59,10 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
     from fake_run import _fill
 
     from finetune.data.batch import collate
-    from finetune.models import fused_layers, packed_linear
+    from finetune.models import fused_layers, loss_model, packed_linear
     from finetune.models.assemble import assemble
     from finetune.models.attention import attention_for
+    from finetune.models.casts import cast_once
     from finetune.models.patches import replace_forward
     from finetune.objectives import make_objective
     from finetune.objectives.forward import ForwardPass
@@ -73,7 +76,7 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
     full: Any = shipped_config(str(recipe.model.name))
     assert full is not None
     enable()
-    fused_layers.why_not_liger = lambda _device: None
+    fused_layers.why_not_liger = loss_model.why_not_liger = lambda _device: None
     attention = attention_for(recipe, full, "cuda", kernels_at("cuda", (9, 0)))
     packed_linear.unpacked_weight = unpacked
     silu = torch.nn.functional.silu
@@ -91,7 +94,7 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
             listed[group, "bytes"] += size  # type: ignore[assignment]
             listed[group, "launches"] += launches
 
-        with fake_cuda(block=1) as meter:
+        with fake_cuda(block=1) as meter, cast_once():
             meter_of.append(meter)
             _fill(model, torch.device("cuda"))
             unwrap_peft(model).tie_weights()
@@ -114,7 +117,9 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
             peak = max(meter.peaks["forward"], meter.peaks["backward"])
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         numbers = {"/".join(key): value for key, value in listed.items()}
-        return {**numbers, "peak": peak, "trained": trained, "kernels": 0, "said": wrapped.kernels}
+        head = wrapped.choice.implementation
+        said = f"{wrapped.kernels}; {head} cross entropy"
+        return {**numbers, "peak": peak, "trained": trained, "kernels": 0, "said": said}
 
     few, many = (count(layers) for layers in LAYERS)
     said = many.pop("said")
@@ -138,6 +143,8 @@ def cost(func: Any, args: Any, out: Any, model: Any, phase: str) -> tuple[str, f
         return "views", 0.0, 0.0, 0
     size = float(sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors))
     flops, group = 0.0, group_of(name, args, out)
+    if name in PICKS:  # not all of the tensor that they pick from or put into
+        size = 2.0 * max(tensor.nbytes for tensor in (*args, out)[PICKS[name]] if hasattr(tensor, "nbytes"))
     if name in MM:
         left, right = args[-2:] if name.startswith(("mm", "bmm")) else args[1:3]
         flops = 2.0 * left.numel() * right.shape[-1] / (PRODUCTS * PEAK)
@@ -157,6 +164,7 @@ def group_of(name: str, args: Any, out: Any) -> str:
         return "products of adapters" if small else "products"
     known = {"norm": "norms", "norm_backward": "norms", "gate": "gates", "gate_backward": "gates"}
     known |= {"silu": "gates", "silu_backward": "gates", "rotate": "rotations", "unpack": "unpacking"}
+    known["cross_entropy"] = "cross entropy"
     if name in known:
         return known[name]
     if "dropout" in name:

@@ -5,7 +5,7 @@ gradients, those of two SGD steps on the same recorded samples.
     trlenv/bin/python scripts/proofs/against_trl.py --json benchmarks/results/against_trl.json
 
 The same rows, unpacked, all of them in each step, no dropout, the reference's log-probabilities computed before. Exit
-status 1 where a loss differs by more than 1e-6 (relative where it is above 1), or a weight by more than 1e-6. The
+status 1 if a loss differs by more than 1e-6 (relative if it is above 1), or a weight by more than 1e-6. The
 learning rate is small: AdamW divides each gradient by its own size, so that rounding in the smallest makes whole steps.
 
 Conventions that differ, and what is done about them: ORPO's negative log-likelihood is over prompt and answer in TRL;
@@ -92,14 +92,14 @@ CASES = (
 @dataclass
 class Comparison:
     case: str
-    loss: float  # largest difference of any step's loss, relative where that is above 1
+    loss: float  # largest difference of any step's loss, relative if that is above 1
     parameter: float  # largest absolute difference of any weight at the end
     first: float = field(default=0.0)  # loss of the first step, and of the last
     last: float = field(default=0.0)
 
     @property
     def passed(self) -> bool:
-        return self.loss <= CLOSE and self.parameter <= CLOSE  # neither where it is not a number
+        return self.loss <= CLOSE and self.parameter <= CLOSE  # neither if it is not a number
 
 
 def ours(folder: Path, case: Case) -> tuple[list[float], dict[str, Any]]:

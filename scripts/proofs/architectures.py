@@ -18,7 +18,7 @@ Of those that are trained, the same with LoRA on all linear layers (losses, grad
 result's files, as the run writes them, give a new model the same tensors to the last bit, and losses and gradients of
 two processes under FSDP2, which read these files and have half of the documents each.
 
-All are tried in one launch of two processes. Where one of them fails or stands still under FSDP2, that is written down
+All are tried in one launch of two processes. If one of them fails or stands still under FSDP2, that is written down
 and the rest is tried in another.
 
 The verdict of `finetune.models.attention` is one thing that is compared here; the other is computed by the run's own
@@ -279,7 +279,7 @@ def on_two_ranks(engine: Engine, recipe: Recipe, name: str) -> str:
 
 
 def _text_alone(reference: Computed, gradients: dict[str, Any]) -> Computed:
-    """Returns the reference by the names of a text part, where that is what was trained, with zeros for None."""
+    """Returns the reference by the names of a text part if that was trained, with zeros for None."""
     renamed = {name.replace("language_model.", ""): gradient for name, gradient in reference.gradients.items()}
     known = reference.gradients if gradients.keys() == reference.gradients.keys() else renamed
     filled = {name: torch.zeros(1) if known[name] is None else known[name] for name in gradients}

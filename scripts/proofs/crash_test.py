@@ -142,7 +142,7 @@ def _number(checkpoint: Path) -> int:
 
 
 def _identity(path: Path) -> tuple[str, tuple[int, int] | None]:
-    """Changes whenever the file or folder does; None where it is absent."""
+    """Changes whenever the file or folder does; None if it is absent."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -177,7 +177,7 @@ class Job:
         return killable.Forked([{**e, **cache} for e in self.environments], arguments, self.log)
 
     def wait(self, ranks: killable.Killable, happened: Callable[[], bool]) -> bool:
-        """False where the run was complete before it happened. Raises Failed."""
+        """Returns False if the run was complete before it happened. Raises Failed."""
         give_up = time.monotonic() + HANGS_S
         while not happened():
             status = ranks.status()
@@ -246,7 +246,7 @@ def draw(rng: random.Random, pace: Pace, left: int, aim_at_save: bool, launched:
 
 
 def attempt(job: Job, moment: Moment | None, rng: random.Random) -> Kill | None:
-    """One start, killed at a moment; None where it was complete before. Raises Failed."""
+    """One start, killed at a moment; None if it was complete before. Raises Failed."""
     view = View(job.run)
     with closing(job.start()) as ranks:
         if moment is None or not _reached(job, ranks, view, moment):
@@ -261,7 +261,7 @@ def attempt(job: Job, moment: Moment | None, rng: random.Random) -> Kill | None:
 
 
 def _reached(job: Job, ranks: killable.Killable, view: View, moment: Moment) -> bool:
-    """Wait for the moment; False where the run was complete before."""
+    """Wait for the moment; False if the run was complete before."""
     if not job.wait(ranks, lambda: view.count(moment.after) >= moment.count):
         return False
     then = time.monotonic() + moment.delay_s

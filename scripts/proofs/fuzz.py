@@ -236,7 +236,7 @@ class Counts:
     longest_s: float = 0.0
 
     def count(self, attempt: Callable[[], bool]) -> None:
-        """Raises what the attempt raises, and AssertionError where it takes too long."""
+        """Raises what the attempt raises, and AssertionError if it takes too long."""
         begun = time.process_time()
         self.outcomes[attempt()] += 1
         seconds = time.process_time() - begun

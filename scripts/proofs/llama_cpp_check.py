@@ -4,7 +4,7 @@
 
 llama-cpp-python is built once, in an environment of its own (a C++ compiler; cmake comes by pip; ten minutes of a
 core or more). Tiny random models of each architecture are written in fp32, or by --types in others: those are compared
-with transformers' reading of the same file. Exit status 1 where a token is not the likeliest one, or under q8_0 lacks
+with transformers' reading of the same file. Exit status 1 if a token is not the likeliest one, or under q8_0 lacks
 more than a tenth of a nat to it. Not part of CI.
 """
 
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def _environment(folder: Path) -> Path:
-    """Returns the interpreter of an environment with llama-cpp-python, which is built where it is not there."""
+    """Returns the interpreter of an environment with llama-cpp-python, which is built if it is not there."""
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
@@ -130,7 +130,7 @@ def _compare(name: str, folder: Path, python: Path, kind: str = "f32") -> list[s
 
 @torch.no_grad()
 def _largest_gap(model: Any, prompt: list[int], tokens: list[int]) -> float:
-    """Returns what the least likely of llama.cpp's tokens lacks to transformers' likeliest one there, in nats; 0 where
+    """Returns what the least likely of llama.cpp's tokens lacks to transformers' likeliest one there, in nats; 0 if
     all are the same."""
     ids = torch.tensor([prompt + tokens])
     log_probs = torch.log_softmax(model(input_ids=ids).logits[0, len(prompt) - 1 : -1].double(), dim=-1)

@@ -3,8 +3,8 @@
     python scripts/proofs/mutants.py                        # every one; a line for each, and which test caught it
     python scripts/proofs/mutants.py --only objectives z0   # names or topics that contain one of the words
 
-The tests are run on the unchanged copy first, so that a failure is the wrong line's. Exit status 1 where a mutant
-survives, where its line is not in the file exactly once, or where tests fail without it.
+The tests are run on the unchanged copy first, so that a failure is the wrong line's. Exit status 1 if a mutant
+survives, if its line is not in the file exactly once, or if tests fail without it.
 
 pytest runs in forks of this process, which has imported the large libraries, never the package itself.
 """
@@ -52,6 +52,7 @@ _FAKE_CUDA = "tests/fake_cuda/test_fake_cuda.py"
 _EPOCHS, _FLIPS = "tests/unit/data/test_data_epochs.py", "tests/unit/data/test_data_flips.py"
 _PARITY = "scripts/proofs/parity_matrix.py"
 _ROLLOUTS = "tests/distributed/test_rollouts.py"
+_HEAD, _LOSS = "tests/numerics/test_head.py", "finetune/models/head/token_loss.py"
 MUTANTS = (
     Mutant(
         "rollouts",
@@ -183,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "objectives",
-        "torn pair: one answer is left where both are too long",
+        "torn pair: one answer is left if both are too long",
         "finetune/data/tokenizing.py",
         'counts["dropped_overlong"] += 1',
         'counts["dropped_overlong"] += 1\n        yield replace(example, sequences=example.sequences[:1])',
@@ -233,7 +234,7 @@ MUTANTS = (
         "objectives",
         "z0 per rank",
         "finetune/training/evaluation.py",
-        "return Sums(engine.ranks.total(sums.totals), sums.terms, counts)",
+        "return Sums(engine.ranks.total(sums.totals, sums.largest), sums.terms, counts)",
         "ranks = engine.accelerator.num_processes\n"
         "    return Sums({name: total.cpu() * ranks for name, total in sums.totals.items()}, sums.terms, counts)",
         (_PARITY, "--only", "ddp", "x2", "full kto"),
@@ -326,12 +327,59 @@ MUTANTS = (
         "return tensor.to(device)",
         (f"{_FAKE_CUDA}::test_a_config_on_devices[fsdp2-2-full-1]",),
     ),
+    Mutant(
+        "gpu",
+        "a checkpoint does not wait for its copies",
+        "finetune/checkpoints/saver.py",
+        "            torch.cuda.synchronize()\n        return copies",
+        "            pass\n        return copies",
+        (f"{_FAKE_CUDA}::test_a_checkpoint_waits_for_its_copies_once[single-1-full]",),
+    ),
+    Mutant(
+        "gpu",
+        "autocast keeps a copy of each weight until the end of a forward",
+        "finetune/models/wrapped.py",
+        "cache_enabled=False",
+        "cache_enabled=True",
+        ("tests/numerics/test_waits_and_casts.py", "-k", "keeps_no_copy"),
+    ),
+    Mutant(
+        "gpu",
+        "a wait in each micro-batch with shared prompts: places of keys from memory that is not pinned",
+        "finetune/models/attention/kernels.py",
+        "places = copied_to(torch.from_numpy(row_places(document_lengths, prefix_lengths)), device)",
+        "places = torch.from_numpy(row_places(document_lengths, prefix_lengths)).to(device)",
+        (_FAKE_CUDA, "-k", "orpo"),
+    ),
+    Mutant(
+        "gpu",
+        "casts of adapters outlive their step",
+        "finetune/models/casts.py",
+        "before, _kept = _kept, {}",
+        "before = _kept = _kept or {}",
+        ("tests/numerics/test_lora_linear.py", "-k", "share_one_cast"),
+    ),
+    Mutant(
+        "gpu",
+        "each layer is compiled by itself: fused layers have a class each",
+        "finetune/models/patches.py",
+        "@cache\ndef _mixed",
+        "def _mixed",
+        ("tests/numerics/test_lora_linear.py", "-k", "in_one_graph"),
+    ),
+    Mutant(
+        "gpu",
+        "a likely token's gradient is rounded before 1 is subtracted",
+        _LOSS,
+        "torch.exp(log_p, out=out).scatter_(1, index, (of_target.exp() - 1).to(out.dtype))",
+        "torch.exp(log_p, out=out).scatter_add_(1, index, torch.full_like(of_target, -1.0).to(out.dtype))",
+        (_HEAD, "-k", "written_in_16_bits"),
+    ),
 )
 
 
 _BATCHES, _ORDER = "tests/unit/data/test_data_batches.py", "tests/unit/data/test_data_order_properties.py"
 _TEMPLATES, _CHAT = "tests/unit/data/test_data_templates.py", "tests/unit/data/test_data_chat.py"
-_HEAD, _LOSS = "tests/numerics/test_head.py", "finetune/models/head/token_loss.py"
 _OPTIM, _OPTIMIZERS = "finetune/training/optim.py", "tests/numerics/test_optimizers_and_schedules.py"
 _SPANS, _BATCH, _LOADER = "finetune/data/chat/trained_spans.py", "finetune/data/batch.py", "finetune/data/loader.py"
 _TOKENS, _ADDED = "finetune/models/added_tokens.py", "tests/numerics/test_added_tokens.py"
@@ -612,8 +660,8 @@ MUTANTS += (
         "head",
         "bf16: the gradient of the head is rounded with each chunk",
         "finetune/models/head/chunked.py",
-        "grad_weight = torch.zeros_like(self.weight, dtype=sum_dtype)",
-        "grad_weight = torch.zeros_like(self.weight, dtype=compute)",
+        "grad_weight = torch.empty_like(self.weight, dtype=sum_dtype)",
+        "grad_weight = torch.empty_like(self.weight, dtype=compute)",
         (_HEAD, "-k", "bf16"),
     ),
     Mutant(
@@ -686,9 +734,25 @@ MUTANTS += (
         "optimizer",
         "Muon on tables of embeddings that have other names",
         _OPTIM,
-        "if tensor.ndim == 2 and name not in roles.tables]",
-        'if tensor.ndim == 2 and "embed" not in name]',
+        "if len(full_shape(tensor)) == 2) - roles.tables",
+        'if len(full_shape(tensor)) == 2 and "embed" not in name)',
         (_OPTIMIZERS,),
+    ),
+    Mutant(
+        "optimizer",
+        "Muon orthogonalizes shards under FSDP2",
+        "finetune/engine/fsdp2.py",
+        "if (muon := muon_of(self.optimizers)) is not None:",
+        "if (muon := muon_of([])) is not None:",
+        (_PARITY, "--only", "fsdp2", "x2", "full muon"),
+    ),
+    Mutant(
+        "optimizer",
+        "Muon's rate by the shape of a part",
+        "finetune/engine/muon.py",
+        "_update(weight, direction.to(weight.device), matrix.shape, group)",
+        "_update(weight, direction.to(weight.device), weight.shape, group)",
+        ("tests/distributed/test_muon.py",),
     ),
     Mutant(
         "optimizer",

@@ -5,7 +5,7 @@
 
 A case is a config, a model and settings that no list combines. What a rule refuses is counted by its
 message. The rest trains there and on one process, and every step's loss must agree as closely as in `parity.py`. Exit
-status 1 where one fails or differs; the same seed draws the same cases.
+status 1 if one fails or differs; the same seed draws the same cases.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def refusal(folder: Path, place: Place, case: Case) -> str | None:
 
 
 def train(folder: Path, place: Place, cases: list[Case]) -> dict[str, str]:
-    """All of them in one launch, and in another one what is left where one fails. Returns the failures."""
+    """All of them in one launch, and in another one what is left if one fails. Returns the failures."""
     config, processes = place
     failed: dict[str, str] = {}
     while cases:

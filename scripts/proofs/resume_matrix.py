@@ -2,12 +2,12 @@
 
     python scripts/proofs/resume_matrix.py                           # every config with 1, 2 and 4 processes: hours
     python scripts/proofs/resume_matrix.py --only ddp:2 zero3:2 tp   # each of these with each; tp at every size it has
-    python scripts/proofs/resume_matrix.py --cases "full images tower" "lora images"   # these, where they run
+    python scripts/proofs/resume_matrix.py --cases "full images tower" "lora images"   # these, if a config runs them
 
 Each config is launched twice: once to run through 30 steps with a checkpoint at step 10, once to go on from
 everybody's checkpoint. The 20 losses after the stop and the final weights must be those of one process that ran
-through, the row ids of each step the very same, and where the pair is one and the same, all of it bit by bit. Exit
-status 1 where it is not.
+through, the row ids of each step the very same, and if both of a pair are the same, all of it bit by bit. Exit
+status 1 if it is not.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OF_OBJECTIVES = tuple(
 # Towers: ranks with images in some micro-batches only, on every kind of place that takes them.
 WITH_IMAGES: tuple[Place, ...] = (*WITH_OBJECTIVES, ("ddp", 2), ("zero2", 2), ("hsdp", 4))
 OF_IMAGES = tuple(case for case in parity.CASES if case.name in parity.OF_IMAGES)
-# Experts that are divided, and the same ones where each rank has them all.
+# Experts that are divided, and the same ones if each rank has them all.
 WITH_EXPERTS: tuple[Place, ...] = (("single", 1), ("ddp", 2), ("fsdp2", 4), ("zero3", 4), *DIVIDED)
 OF_EXPERTS = tuple(case for case in parity.CASES if case.name in ("full mixtral balance", "lora mixtral experts"))
 # Rows of tokens that the recipe adds, with moments of their own; tied to the head and not.
@@ -72,6 +72,9 @@ OF_TOKENS = tuple(case for case in parity.CASES if case.name in ("full tokens", 
 # Four layers, as two stages, as four, and unsplit.
 WITH_STAGES: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("pp", 2), *FOUR_STAGES)
 OF_STAGES = tuple(case for case in parity.CASES if case.name in ("full deep", "lora deep"))
+# Momentum of matrices that are stepped whole, in every kind of range.
+WITH_MUON: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero2", 2), ("zero3", 2), ("tp", 2), ("hsdp", 4))
+OF_MUON = tuple(case for case in parity.CASES if case.name == "full muon")
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def cases(*places: Place) -> tuple[parity.Case, ...]:
     objectives = OF_OBJECTIVES if all(place in WITH_OBJECTIVES for place in places) else ()
     images = OF_IMAGES if all(place in WITH_IMAGES for place in places) else ()
     tokens = OF_TOKENS if all(place in WITH_TOKENS for place in places) else ()
-    return (*plain, *few, *experts, *stages, *objectives, *images, *tokens)
+    muon = OF_MUON if all(place in WITH_MUON for place in places) else ()
+    return (*plain, *few, *experts, *stages, *objectives, *images, *tokens, *muon)
 
 
 def run_name(place: Place, case: parity.Case) -> str:
@@ -122,7 +126,7 @@ def prepare(folder: Path, places: Sequence[Place], names: Sequence[str] = ()) ->
 
 
 def save(folder: Path, place: Place, names: Sequence[str] = ()) -> None:
-    """Run through, with a checkpoint on the way. names: of cases, where not all of them are wanted."""
+    """Run through, with a checkpoint on the way. names: of cases, if not all are run."""
     jobs = [
         job(folder, place, case, run_name(place, case))
         for case in cases(place)
@@ -214,7 +218,7 @@ def mark(cell: dict[str, Any]) -> str:
 
 
 def selected(only: list[str]) -> list[Place]:
-    """only: `config` or `config:processes`; all, where none. `single` is the reference, and always among them."""
+    """only: `config` or `config:processes`; all if there are none. `single` is the reference, and always among them."""
     return [
         (config, size)
         for config, size in PLACES

@@ -4,8 +4,10 @@
     python scripts/proofs/structure.py ../other-checkout     # of another one
     python scripts/proofs/structure.py --json after.json --against before.json
 
-A function is called once where its name is read once: a private one in its file, a public one in the package, if no
-other has the same name. Lines of a function are those from `def` to its end, docstring included.
+A function is called once if its name is read once: a private one in its file, a public one in the package, if no
+other has the same name. Of the private ones, a caller could hold those that are called there: not those that a table
+or another function is given, that a decorator caches, or that another file reads too. Lines of a function are those
+from `def` to its end, docstring included.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class Function:
     lines: int
     parameters: int  # without self and cls
     is_private: bool
+    is_decorated: bool
 
     @property
     def place(self) -> str:
@@ -72,7 +75,7 @@ def _function(module: Module, node: FunctionNode) -> Function:
     lines = (node.end_lineno or node.lineno) - node.lineno + 1
     private = node.name.startswith("_") and not node.name.startswith("__")
     count = len(names) - (names[:1] in (["self"], ["cls"]))
-    return Function(module.path, node.name, node.lineno, lines, count, private)
+    return Function(module.path, node.name, node.lineno, lines, count, private, bool(node.decorator_list))
 
 
 def names_read(tree: ast.AST) -> Counter[str]:
@@ -100,6 +103,21 @@ def called_once(package: list[Module], everything: list[Function]) -> list[Funct
             else in_package[function.name] == 1 == defined[function.name]
         )
     ]
+
+
+def could_be_lines(package: list[Module], once: list[Function]) -> list[Function]:
+    """Of private functions that are called once: those that their caller could hold as lines."""
+    functions_called, methods_called, read = set[tuple[str, str]](), set[tuple[str, str]](), Counter[str]()
+    for module in package:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute):
+                read[node.attr] += 1
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                functions_called.add((module.path, node.func.id))
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                methods_called.add((module.path, node.func.attr))
+    methods_called = {(path, name) for path, name in methods_called if read[name] == 1}  # else by another file too
+    return [one for one in once if (one.path, one.name) in functions_called | methods_called and not one.is_decorated]
 
 
 def forward_assignments(module: Module) -> list[str]:
@@ -145,6 +163,7 @@ def measure(root: Path) -> dict[str, Any]:
         "lines of a function, max": max(lengths),
         "functions called once": len(once),
         "private functions called once": len(helpers),
+        "private functions called once that a caller could hold": len(could_be_lines(package, helpers)),
         f"private functions called once, up to {SHORT_HELPER_LINES} lines": [
             f.place for f in helpers if f.lines <= SHORT_HELPER_LINES
         ],

@@ -7,7 +7,7 @@
 In each scenario the second host is lost in the middle: all its processes are killed, or its port at the bridge goes
 down, of which the first host hears nothing. The first host's ranks notice, leave, and form a group again: when the
 second one is back, or at once by themselves, to be joined by it later. Every step's loss and rows must be those of a
-run of the same recipe that was never interrupted. Exit status 1 where they are not, 77 where namespaces cannot be made.
+run of the same recipe that was never interrupted. Exit status 1 if they are not, 77 if namespaces cannot be made.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def namespaces() -> Iterator[tuple[list[Host], Callable[[bool], None]]]:
 
 
 def ip(*words: str) -> None:
-    """iproute2. Raises CalledProcessError, OSError where it is not installed."""
+    """iproute2. Raises CalledProcessError, OSError if it is not installed."""
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
@@ -265,7 +265,7 @@ class Job:
 
 
 def wait_for(what: str, happened: Callable[[], bool], *running: Launcher) -> float:
-    """Seconds until it has. Raises Failed where it does not, or where one of `running` ends before."""
+    """Seconds until it has. Raises Failed if it does not, or if one of `running` ends before."""
     began = time.monotonic()
     while not happened():
         ended = [launcher for launcher in running if launcher.status() is not None]

@@ -16,7 +16,13 @@ SINGLE: Place = ("single", 1)
 SAVED: list[Place] = [SINGLE, ("tp", 2)]
 RESUMED: list[Place] = [("zero3", 2)]  # for time; the script goes on everywhere
 BY_SCRIPT = {
-    case.name for case in (*resume_matrix.OF_STAGES, *resume_matrix.OF_OBJECTIVES, *resume_matrix.OF_TOKENS)
+    case.name
+    for case in (
+        *resume_matrix.OF_STAGES,
+        *resume_matrix.OF_OBJECTIVES,
+        *resume_matrix.OF_TOKENS,
+        *resume_matrix.OF_MUON,
+    )
 } - {"full kto"}
 BY_SCRIPT |= {"lora dpo adapters off", "full qwen3_5", "full text part", "lora text part", *parity.OF_IMAGES}
 EXPERTS = [Pair(("ep", 4), SINGLE, case) for case in resume_matrix.cases(("ep", 4))]

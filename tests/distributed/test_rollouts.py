@@ -18,7 +18,8 @@ from conftest import launch, metrics, train_here
 from transformers import AutoModelForCausalLM
 
 from finetune.errors import UserError
-from finetune.rollouts.records import read_record, record_file
+from finetune.recipe import load_recipe
+from finetune.rollouts.records import EVALUATION, STEP, read_record, record_file
 
 Write = Callable[..., Path]
 STEPS, PROMPTS, SAMPLES = 4, 4, 4
@@ -29,14 +30,18 @@ REPLAYED = 5e-6  # of a loss
 def online(recipe: dict[str, Any]) -> dict[str, Any]:
     """Vowels are rewarded, which a random model writes now and then."""
     recipe["data"] |= {"packing": False}
-    del recipe["data"]["eval"], recipe["evaluate"]
     return recipe | {
         "objective": {"name": "grpo"},
         "rollouts": {"prompts": PROMPTS, "samples": SAMPLES, "max_new_tokens": 6, "cohort": 4, "temperature": 0.8},
         "rewards": [{"name": "regex", "pattern": "[aeiou]"}],
         "batch": {"rows": PROMPTS * SAMPLES, "tokens_per_device": 128},
         "train": {"max_steps": STEPS, "precision": "fp32"},
+        "evaluate": {"every_steps": 2, "at_start": False, "prompts": 3, "samples": 2},
     }
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics(run) if "loss" in line]
 
 
 def distilling(made: Path, folder: Path) -> dict[str, Any]:
@@ -47,11 +52,17 @@ def distilling(made: Path, folder: Path) -> dict[str, Any]:
 
 
 def curve(run: Path) -> list[float]:
-    return [line["loss"] for line in metrics(run) if "loss" in line]
+    return [line["loss"] for line in steps_of(run)]
 
 
-def lines_of(run: Path, step: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in record_file(run / "rollouts", step).read_text().splitlines()]
+def lines_of(run: Path, step: int, kind: str = STEP) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in record_file(run / "rollouts", step, kind).read_text().splitlines()]
+
+
+def evaluations(run: Path) -> list[dict[str, float]]:
+    """Returns the metrics of held-out samples, but for their smallest margin."""
+    lines = [line for line in metrics(run) if "eval_loss" in line]
+    return [{k: v for k, v in line.items() if k not in ("eval_loss", "eval_margin")} for line in lines]
 
 
 def assert_same_tokens(run: Path, other: Path) -> None:
@@ -98,7 +109,11 @@ def test_processes_sample_the_same_tokens_and_train_on_them_alike(
     assert len(set(curve(single))) == STEPS  # rewards differ, or nothing would be learnt
     for name, changes in {
         "sampled": {},
-        "replayed": {"rollouts": {**online["rollouts"], "replay": str(single / "rollouts")}, "rewards": []},
+        "replayed": {
+            "rollouts": {**online["rollouts"], "replay": str(single / "rollouts")},
+            "rewards": [],
+            "evaluate": {},
+        },
     }.items():
         online["run"]["name"] = name
         path = write_recipe({**online, **changes}, f"{name}.yaml")
@@ -106,6 +121,9 @@ def test_processes_sample_the_same_tokens_and_train_on_them_alike(
         assert done.returncode == 0, done.stderr
         assert_same_curve(curve(single), curve(tmp_path / "runs" / name))
     assert_same_tokens(single, tmp_path / "runs" / "sampled")
+    assert evaluations(tmp_path / "runs" / "sampled") == evaluations(single)
+    assert lines_of(tmp_path / "runs" / "sampled", 4, EVALUATION) == lines_of(single, 4, EVALUATION)
+    assert "eval_reward" not in evaluations(tmp_path / "runs" / "replayed")[0]  # nothing rewards them
     assert not (tmp_path / "runs" / "replayed" / "rollouts").exists()
 
 
@@ -136,6 +154,7 @@ def test_recorded_rollouts_are_used_after_a_kill_and_none_of_another_recipe(
     assert lines_of(run, 3) == marked
     assert_same_tokens(run, whole)
     assert [file.name for file in sorted((run / "rollouts").glob("aside-*"))] == ["aside-0-step-00000004.jsonl"]
+    assert evaluations(run) == evaluations(whole)
     assert "time/generation" not in next(line for line in metrics(run) if line.get("step") == 3)
 
     shutil.rmtree(run / "checkpoints")
@@ -144,6 +163,54 @@ def test_recorded_rollouts_are_used_after_a_kill_and_none_of_another_recipe(
     assert lines_of(run, 1) == lines_of(whole, 1)  # of the initial weights, drawn again
     assert lines_of(run, 4) != lines_of(whole, 4)
     assert (run / "rollouts" / "aside-0-step-00000001.jsonl").is_file()
+
+
+def test_held_out_prompts_are_sampled_and_rewarded_in_each_evaluation(
+    online: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    """Prompts that training does not draw; the best checkpoint is that of their reward."""
+    path = write_recipe(online | {"checkpoint": {"best": "reward"}, "optimizer": {"lr": 0.02}})
+    train_here(path)
+    run = tmp_path / "runs" / "run"
+    first, last = (lines_of(run, step, EVALUATION) for step in (2, 4))
+    assert [(line["row"], line["sample"]) for line in first] == [(line["row"], line["sample"]) for line in last]
+    assert len({line["row"] for line in first}) == 3
+    assert "held_out.jsonl" in first[0]["row"]
+    assert first != last
+    trained = {line["text"] for step in range(1, STEPS + 1) for line in lines_of(run, step)}
+    assert {line["text"] for line in first} - trained
+    for (step, lines), line in zip({2: first, 4: last}.items(), evaluations(run), strict=True):
+        assert line["step"] == step
+        rewards = [one["reward"] for one in lines]
+        assert line["eval_reward"] == line["eval_reward/regex"] == line["eval_pass@1/regex"] == sum(rewards) / 6
+        assert line["eval_pass@2/regex"] == sum(max(rewards[i : i + 2]) for i in (0, 2, 4)) / 3
+        assert "eval_zero_variance" not in line
+    best = max(evaluations(run), key=lambda line: line["eval_reward"])["step"]
+    assert (run / "checkpoints" / f"step-{best:08d}").is_dir()
+    assert load_recipe(path).checkpoint.best == "eval_reward"
+
+
+@pytest.mark.long
+def test_an_evaluation_that_was_recorded_is_read_again(
+    online: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    """As a kill leaves it between the record and the line of the log; and of no other number of samples. Evaluations
+    draw by the same noise: with equal weights, here almost, the answers are equal."""
+    run = tmp_path / "runs" / "run"
+    online["evaluate"]["at_start"], online["optimizer"] = True, {"lr": 1e-12}
+    train_here(write_recipe(online))
+    assert lines_of(run, 0, EVALUATION) == lines_of(run, 4, EVALUATION)
+    assert lines_of(run, 1) != lines_of(run, 0, EVALUATION)
+    lines = record_file(run / "rollouts", 0, EVALUATION)
+    before, modified = lines.read_bytes(), lines.stat().st_mtime_ns
+    (run / "metrics.jsonl").unlink()
+    train_here(write_recipe(online))
+    assert (lines.read_bytes(), lines.stat().st_mtime_ns) == (before, modified)
+    (run / "metrics.jsonl").unlink()
+    online["evaluate"]["samples"] = 1
+    train_here(write_recipe(online))
+    assert len(lines.read_bytes().splitlines()) == 3
+    assert (run / "rollouts" / "aside-0-eval-00000000.jsonl").read_bytes() == before
 
 
 @pytest.fixture
@@ -162,12 +229,14 @@ def test_older_samples_and_a_reference_are_the_same_on_processes(
     """Samples, ratios to their weights, and the divergence from the initial weights, which take turns in the model."""
     train_here(write_recipe(off_policy))
     single = tmp_path / "runs" / "run"
-    assert metrics(single)[-1]["kl"] > 0
-    assert metrics(single)[-1]["old_kl"] > 0
+    assert steps_of(single)[-1]["kl"] > 0
+    assert steps_of(single)[-1]["old_kl"] > 0
     off_policy["run"]["name"] = "sampled"
     done = launch(config, 2, "train", write_recipe(off_policy, "sampled.yaml"))
     assert done.returncode == 0, done.stderr
     assert curve(tmp_path / "runs" / "sampled") == pytest.approx(curve(single), rel=REPLAYED, abs=1e-7)
+    largest = [[line["ratio_max"] for line in steps_of(run)] for run in (single, tmp_path / "runs" / "sampled")]
+    assert largest[1] == pytest.approx(largest[0], rel=1e-5)
     for step in (1, 3, 5):
         assert lines_of(single, step) == lines_of(tmp_path / "runs" / "sampled", step)
 
@@ -179,12 +248,17 @@ def test_samples_are_of_the_weights_that_the_recipe_says(
     off_policy["model"]["dtype"], off_policy["schedule"] = "float32", {"name": "constant"}  # whatever the length
     train_here(write_recipe(off_policy))
     run = tmp_path / "runs" / "run"
-    assert sorted(file.name for file in (run / "rollouts").glob("*.jsonl")) == [
+    assert sorted(file.name for file in (run / "rollouts").glob("step-*.jsonl")) == [
         f"step-0000000{step}.jsonl" for step in (1, 3, 5)
     ]
-    assert [metrics(run)[i]["epoch"] for i in (1, 3, 5)] == [metrics(run)[1]["epoch"] * n for n in (1, 2, 3)]
+    assert [steps_of(run)[i]["epoch"] for i in (1, 3, 5)] == [steps_of(run)[1]["epoch"] * n for n in (1, 2, 3)]
     off_policy["rollouts"] |= {"replay": str(run / "rollouts"), "staleness": 0}
-    off_policy |= {"run": {**off_policy["run"], "name": "short"}, "rewards": [], "train": {"max_steps": 2}}
+    off_policy |= {
+        "run": {**off_policy["run"], "name": "short"},
+        "rewards": [],
+        "evaluate": {},
+        "train": {"max_steps": 2},
+    }
     off_policy["train"]["precision"] = "fp32"
     train_here(write_recipe(off_policy))
     assert curve(tmp_path / "runs" / "short") == curve(run)[:2]
@@ -251,7 +325,7 @@ def test_a_replay_that_lacks_a_step_or_has_another_size_is_refused(
 ) -> None:
     train_here(write_recipe(online))
     records = tmp_path / "runs" / "run" / "rollouts"
-    online |= {"run": {**online["run"], "name": "again"}, "rewards": []}
+    online |= {"run": {**online["run"], "name": "again"}, "rewards": [], "evaluate": {}}
     online["rollouts"]["replay"] = str(records)
     longer = write_recipe(online | {"train": {"max_steps": STEPS + 1, "precision": "fp32"}})
     with pytest.raises(UserError, match=r"step-00000005\.jsonl: no such file, and train.max_steps needs 5 steps"):

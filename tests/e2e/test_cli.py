@@ -417,7 +417,6 @@ def test_check_of_rows_per_device_auto(here: Callable[..., Outcome], recipe: dic
     [
         ("fsdp2", 4, "batch.rows=12", "batch.rows:"),
         ("zero3", 2, "train.precision=bf16_true", "against `bf16_true`"),
-        ("zero2", 2, "optimizer.name=muon", "Muon needs unsharded matrices"),
         (
             "own",
             2,

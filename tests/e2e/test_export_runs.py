@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import tiny
 import torch
@@ -165,9 +164,8 @@ def test_a_killed_export_has_no_name_and_goes_on(runs: Path, tmp_path: Path, nam
     out, partial, failed = (tmp_path / f"out{suffix}" for suffix in ("", ".partial", ".failed"))
     options = ExportOptions(to=to, out=out, dtype="f32" if to == "ollama" else None)
     more = ("--dtype", options.dtype) if options.dtype else ()
-    command = [sys.executable, KILLER, point, out, "export", runs / "lora", "--to", to, "-o", out, *more]
-    killed = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed = forks.python(KILLER, point, out, "export", runs / "lora", "--to", to, "-o", out, *more)
+    assert killed.returncode == signal.SIGKILL, killed.stderr
     assert (out.exists(), partial.exists()) == (False, True)
     if name == "in its gate":  # and what it had written is damaged before the same command goes on with it
         file = partial / "model.safetensors"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import multiprocessing
 import os
 import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from conftest import finetune, metrics, train_here
 from filelock import FileLock
+from forks import start_forkserver
 from safetensors.torch import load_file, save_file
 
 from finetune.checkpoints.folder import find_problem
@@ -423,13 +424,16 @@ def test_killed_during_an_evaluation(saving: dict[str, Any], write_recipe: Any, 
     saving["evaluate"] = {"every_steps": 2, "exact_match": 16, "max_new_tokens": 100}
     path = write_recipe(saving)
     train_here(path, "run.name=whole")
-    running = subprocess.Popen([sys.executable, "-m", "finetune", "train", str(path)], stdout=subprocess.DEVNULL)
+    start_forkserver()
+    running = multiprocessing.get_context("forkserver").Process(target=train_here, args=(path,))
+    running.start()
     log = run / "metrics.jsonl"
     while not log.exists() or b'"step": 4' not in log.read_bytes():  # step 4 is done, its evaluation is not
-        assert running.poll() is None
+        assert running.is_alive()
         time.sleep(0.005)
-    running.send_signal(signal.SIGKILL)
-    assert running.wait() == -signal.SIGKILL
+    running.kill()
+    running.join()
+    assert running.exitcode == -signal.SIGKILL
     assert json.loads((run / "status.json").read_text())["status"] == "running"
     assert [line for line in metrics(run) if line["step"] == 4 and "eval_loss" in line] == []
     train_here(path)

@@ -27,7 +27,6 @@ from finetune.tracking.trackers import grouped
 from finetune.training.run_plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = ROOT / "accelerate_configs"
 WORKER = ROOT / "tests" / "distributed" / "worker.py"
 TRAIN_KEYS = {"step", "epoch", "loss", "grad_norm", "lr", "tokens", "supervised_tokens", "tokens_per_s", "step_s"}
 ROWS, EPOCHS, LR = 4, 9, 1e-2
@@ -38,14 +37,6 @@ Line = dict[str, Any]
 def run(*command: object) -> forks.Done:
     """A program of ours; it must succeed."""
     done = forks.python(*command)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done
-
-
-def really_run(*command: object, stdin: str | None = None) -> forks.Done:
-    """The same by the command a person types, with all that it imports."""
-    words = [sys.executable, *map(str, command)]
-    done = subprocess.run(words, capture_output=True, text=True, input=stdin, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done
 
@@ -103,9 +94,9 @@ def full_recipe(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def full_run(full_recipe: Path) -> Path:
-    """On one process, by the command a person types."""
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / "single.yaml"]
-    really_run(*launcher, "--num_processes", 1, "-m", "finetune", "train", full_recipe)
+    """On one process. By the command a person types: test_preemption.py."""
+    done = launch("single", 1, "train", full_recipe)
+    assert done.returncode == 0, done.stderr[-6000:]
     return full_recipe.parent / "runs" / "full"
 
 
@@ -467,7 +458,8 @@ def test_an_adapter_ends_where_its_own_config_says(lora_run: Path, tmp_path: Pat
 
 def test_generate_reads_standard_input(full_run: Path, lora_run: Path) -> None:
     typed = "river stone\ngreen\n\nnot asked\n"
-    done = really_run("-m", "finetune", "generate", full_run, "--json", "--max-new-tokens", 4, stdin=typed)
+    command = [sys.executable, "-m", "finetune", "generate", str(full_run), "--json", "--max-new-tokens", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, input=typed, check=True)
     assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["river stone", "green"]
     shown = run("-m", "finetune", "generate", full_run, "river stone", "--max-new-tokens", 4).stdout
     answer = json.loads(done.stdout.splitlines()[0])["answer"].strip()
@@ -528,8 +520,8 @@ def test_quickstart_learns(tmp_path: Path) -> None:
         for name, file in (("train", "train.jsonl"), ("eval", "test.jsonl"))
     ]
     short = (
-        "train.max_steps=30",
-        "schedule.warmup_steps=5",
+        "train.max_steps=12",
+        "schedule.warmup_steps=3",
         "evaluate.at_start=false",
         "evaluate.exact_match=0",
         "evaluate.generate=2",
@@ -547,7 +539,7 @@ def test_quickstart_learns(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [line["loss"] for line in train_lines(tmp_path / "runs" / "quickstart-full")]
-    assert len(losses) == 30
+    assert len(losses) == 12
     assert losses[-1] < 0.5 * losses[0]
     assert "quickstart-full" in done.stdout
     assert (tmp_path / "runs" / "quickstart-full" / "model" / "model.safetensors").is_file()

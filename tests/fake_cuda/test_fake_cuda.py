@@ -161,23 +161,23 @@ def test_pairs_that_share_their_prompts_wait_for_nothing(results: Path, cell: Ce
     assert {phase: phases[phase]["waits"] for phase in ("forward", "backward")} == {"forward": {}, "backward": {}}
 
 
-@pytest.mark.parametrize("prefixes", [(), (0, 60, 0, 90)], ids=["documents", "shared beginnings"])
-def test_masks_of_flex_attention_are_copied_without_a_wait(prefixes: tuple[int, ...]) -> None:
-    program = f"""
+def test_masks_of_flex_attention_are_copied_without_a_wait() -> None:
+    """Of documents, and of documents with shared beginnings: a copy for each tensor of each window's mask."""
+    program = """
 import os
 from fake_devices import enable, fake_cuda, real
 enable()
 from finetune.models.attention import kernels
-with fake_cuda() as meter:
-    meter.begin("masks")
-    kernels.prepare_flex((100, 200, 150, 60), {prefixes}, device="cuda", windows=(None, 64))
-print(dict(meter.phases["masks"].host_copies), dict(meter.phases["masks"].waits), flush=True)
+for prefixes in ((), (0, 60, 0, 90)):
+    with fake_cuda() as meter:
+        meter.begin("masks")
+        kernels.prepare_flex((100, 200, 150, 60), prefixes, device="cuda", windows=(None, 64))
+    print(dict(meter.phases["masks"].host_copies), dict(meter.phases["masks"].waits), flush=True)
 os._exit(0)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    copies = 2 * (5 + 3 * bool(prefixes))  # of each window's mask
-    assert done.stdout.strip() == f"{{'cpu to cuda': {copies}}} {{}}", done.stderr[-3000:]
+    assert done.stdout.splitlines() == ["{'cpu to cuda': 10} {}", "{'cpu to cuda': 16} {}"], done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("cell", [Cell("single", 1, "full"), Cell("fsdp2", 2, "qlora")], ids=name)

@@ -7,7 +7,7 @@ import torch
 from interpreted import needs_interpreter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.models.head import TokenLoss
+from finetune.models.head import TokenLoss, chunked
 from finetune.models.head.chunked import HeadTask, MatrixHead, liger_losses, matrix_losses
 from finetune.models.head.token_loss import HeadLosses, LogitMap
 
@@ -52,6 +52,13 @@ def test_equal_to_the_plain_way(case: str) -> None:
     ours, theirs = gradients(found, leaves), gradients(HeadLosses(each.sum(), each), exact)
     for mine, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("case", ["plain", "all"])
+def test_a_vocabulary_of_several_blocks(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """As most have: a block has 32,768 columns."""
+    monkeypatch.setattr(chunked, "_LIGER_BLOCK", 16)
+    test_equal_to_the_plain_way(case)
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=["frozen types", "autocast"])

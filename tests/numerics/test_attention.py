@@ -381,7 +381,16 @@ def test_flash_attention_3_is_varlen_with_kernels_that_torch_activates() -> None
         with pytest.raises(UserError, match="needs a Hopper GPU"):
             choose("flash_attention_3", LLAMA, "cuda", True, elsewhere)
     there = replace(HOPPER, no_flash_3=None)
-    assert "`flash_attention_3` is there, too" in choose("auto", LLAMA, "cuda", True, there).reason
+    for config, kernels_there, flash_3 in (
+        (LLAMA, there, True),
+        (LLAMA, HOPPER, False),  # not installed
+        (LLAMA, replace(there, capability=(8, 9)), False),
+        (LlamaConfig(**{**LLAMA.to_dict(), "attention_dropout": 0.1}), there, None),  # refused, as by varlen
+    ):
+        auto = choose("auto", config, "cuda", True, kernels_there)
+        assert (auto.implementation == VARLEN) == (flash_3 is not None)
+        assert auto.reason.startswith("FlashAttention-3 is installed") == bool(flash_3)
+        assert getattr(auto.prepare, "keywords", {}).get("flash_3") == flash_3
     choice = choose("flash_attention_3", LLAMA, "cuda", True, there)
     assert (choice.implementation, choice.reason) == (VARLEN, "FlashAttention-3, asked for in the recipe")
     assert kernels.flash_3_missing() is not None

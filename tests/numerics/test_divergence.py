@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
 
 from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.models.head import TokenLoss
-from finetune.models.head.chunked import HeadTask, matrix_losses, module_losses
+from finetune.models.head.chunked import HeadDevice, HeadTask, matrix_losses, module_losses
 from finetune.models.head.divergence import Divergence
 from finetune.models.head.token_loss import LogitMap
 from finetune.models.loss_model import choose_cross_entropy
@@ -210,7 +210,7 @@ def test_other_cross_entropies_are_refused() -> None:
     objective = make_objective(Settings(name="distill"))
     assert not objective.only_sums
     with pytest.raises(Exception, match="the objective needs more; use `auto`"):
-        choose_cross_entropy("torch", LogitMap(), True, 32_000, "cpu", objective.only_sums)
+        choose_cross_entropy("torch", LogitMap(), True, 32_000, HeadDevice("cpu"), objective.only_sums)
 
 
 # --- what it is good for

@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import tiny
@@ -15,15 +16,18 @@ from conftest import metrics, train_here
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.engine.hardware import shipped_hardware
 from finetune.errors import UserError
-from finetune.models.attention import choose_attention
+from finetune.models.assemble import assemble, skeleton
+from finetune.models.attention import attention_for, choose_attention
 from finetune.models.config import model_config
 from finetune.models.head import TokenLoss, chunked
-from finetune.models.head.chunked import HeadTask, matrix_losses, rows_at_once, torch_losses
+from finetune.models.head.chunked import HeadDevice, HeadTask, is_small, matrix_losses, torch_losses
 from finetune.models.head.token_loss import LogitMap, UnknownHead, logit_map
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens, choose_cross_entropy
 from finetune.models.weights import Placement, add_adapters, load_model
 from finetune.models.wrapped import trained_head
+from finetune.plan.micro_batch import How, model_at
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
 
@@ -47,7 +51,7 @@ SCALE = 0.37  # what the loop multiplies the sum with
 def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four positions at a time: three chunks, the last one short."""
     monkeypatch.setattr(chunked, "FEWEST_ROWS", 4)
-    monkeypatch.setattr(chunked, "CHUNK_BYTES", {"cpu": 0})
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", dict.fromkeys(chunked.CHUNK_BYTES, 0))
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -270,6 +274,23 @@ WEIGHTED = {
 }
 
 
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=["16 bit weights", "autocast"])
+def test_a_gradient_that_is_written_in_16_bits_has_the_bits_of_one_in_fp32(weights: torch.dtype) -> None:
+    """With weights of 1 it is multiplied by them, in fp32."""
+    torch.manual_seed(0)
+    ids, found = torch.randint(0, 70, (13,)), []
+    hidden, weight = torch.randn(13, 16).bfloat16() * 4, torch.randn(70, 16).to(weights)
+    ids[0] = (hidden[0].float() @ weight.float().t()).argmax()  # likely: p - 1 near 0
+    for of_tokens in (None, torch.ones(13)):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = matrix_losses(*leaves, None, HeadTask(ids, NLL, LogitMap(), 4, of_tokens))
+        losses.total.backward()
+        found.append([losses.each, *(leaf.grad for leaf in leaves)])
+    for rounded, usual in zip(*found, strict=True):
+        assert torch.equal(rounded, usual)
+
+
 @pytest.mark.parametrize("token_loss", [TOKEN_LOSSES[0], TOKEN_LOSSES[3]], ids=str)
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("kind", WEIGHTED)
@@ -441,9 +462,24 @@ def test_an_architecture_that_does_more_keeps_its_own_forward(shape: dict[str, A
         CausalLMWithLoss(model, "chunked")
 
 
+def test_auto_takes_liger_s_kernel_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = HeadDevice("cuda", liger=True)
+    assert choose_cross_entropy("auto", LogitMap(), True, 32_000, gpu).implementation == "chunked"  # not installed
+    monkeypatch.setattr("finetune.models.loss_model.why_not_liger", lambda _device: None)
+    for matrix, only_sums, device, expected in (
+        (True, True, gpu, "liger"),
+        (False, True, gpu, "chunked"),
+        (True, False, gpu, "chunked"),
+        (True, True, HeadDevice("cuda"), "chunked"),  # `model.kernels: plain`
+    ):
+        found = choose_cross_entropy("auto", LogitMap(), matrix, 32_000, device, only_sums)
+        assert found.implementation == expected
+    assert choose_cross_entropy("chunked", LogitMap(), True, 32_000, gpu).implementation == "chunked"
+
+
 def test_what_cannot_be_is_refused_with_its_reason() -> None:
     def choose(asked: str, found: LogitMap | UnknownHead = LogitMap(), matrix: bool = True) -> str:  # noqa: B008
-        return choose_cross_entropy(asked, found, matrix, 32_000, "cpu").implementation
+        return choose_cross_entropy(asked, found, matrix, 32_000, HeadDevice("cpu")).implementation
 
     assert [choose(asked) for asked in ("auto", "plain", "chunked")] == ["chunked", "plain", "chunked"]
     with pytest.raises(UserError, match="`liger` is not possible: its kernels need a CUDA device"):
@@ -451,7 +487,7 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
     with pytest.raises(UserError, match="`torch` is not possible: it takes a head that is one matrix"):
         choose("torch", matrix=False)
     with pytest.raises(UserError, match="`torch` is not possible: it gives the sum of the token losses only"):
-        choose_cross_entropy("torch", LogitMap(), True, 32_000, "cpu", only_sums=False)
+        choose_cross_entropy("torch", LogitMap(), True, 32_000, HeadDevice("cpu"), only_sums=False)
     if hasattr(torch.nn.functional, "linear_cross_entropy"):
         assert choose("torch") == "torch"
         with pytest.raises(UserError, match="`torch` is not possible: it cannot cap the logits"):
@@ -463,8 +499,30 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
 
 def test_chunks_follow_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert [rows_at_once(words, "cpu") for words in (32_768, 131_072, 262_144)] == [256, 128, 128]
-    assert rows_at_once(131_072, "cuda") == 1024
+    assert [HeadDevice("cpu").rows(words) for words in (32_768, 131_072, 262_144)] == [256, 128, 128]
+    assert HeadDevice("cuda").rows(131_072) == 1024
+    assert HeadDevice("cuda", small=True).rows(131_072) == 512
+    cards = ("T4-16", "4090-24", "5090-32", "V100-32", "H100-80")
+    assert [is_small(shipped_hardware().devices[card].gib) for card in cards] == [True, True, False, False, False]
+    assert not is_small(None)
+
+
+def test_a_run_s_chunks_follow_the_memory_of_its_device(
+    recipe: dict[str, Any], write_recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    loaded = load_recipe(write_recipe(recipe))
+    config = model_config(loaded.model)
+    attention, cuda = attention_for(loaded, config, "cpu"), torch.device("cuda")
+    rows = []
+    for gib in (23.5, 79.1):
+        properties = SimpleNamespace(total_memory=int(gib * 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device, it=properties: it)
+        wrapped = assemble(skeleton(loaded, config, attention), loaded, cuda, has_scores=False, only_sums=True)
+        rows.append(cast(CausalLMWithLoss, wrapped)._rows)
+    assert rows[0] == rows[1] // 2
+    planned = [model_at(loaded, config, attention, How(small=small))[0]._rows for small in (True, False)]
+    assert planned == rows
 
 
 # --- a run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from finetune.models import lora_linear
+from finetune.models.casts import cast_once
+from finetune.models.compiled import compilations
 from finetune.models.lora_linear import FusedLinear, Siblings, fuse_adapters
 from finetune.models.packed_linear import keep_weights_unpacked, pack_linear_layers, unpacked_weight
 from finetune.models.weights import fuse_adapters as fuse_for
@@ -147,6 +151,77 @@ def test_under_autocast_it_is_as_near_to_the_truth_as_peft() -> None:
     theirs = adapted()
     truth = step(copy.deepcopy(theirs).double())
     assert difference(step(fused(theirs), autocast=True), truth) < 1.1 * difference(step(theirs, autocast=True), truth)
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_the_micro_batches_of_a_step_share_one_cast_of_each_adapter(recomputed: bool) -> None:
+    """With the bits of a cast at each use; another step, and a forward after it, read the weights of then."""
+    casts = 0
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal casts
+            shape = [*args[0].shape] if args and isinstance(args[0], Tensor) else []
+            to_16_bits = (kwargs or {}).get("dtype") == torch.bfloat16
+            casts += func.name() == "aten::_to_copy" and to_16_bits and len(shape) == 2 and bool({4, 8, 12} & {*shape})
+            return func(*args, **(kwargs or {}))
+
+    def steps(model: Any, context: Any) -> list[Tensor]:
+        found, optimizer = [], torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with context():
+                for shift in (0, 5):
+                    ids = (torch.arange(24)[None] * 7 + shift) % 64
+                    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                        loss = model(input_ids=ids, labels=ids).loss
+                    loss.backward()
+                    found.append(loss.detach())
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return [*found, model(input_ids=ids).logits]
+
+    models = [fused(adapted()) for _ in range(2)]
+    if recomputed:
+        for model in models:
+            model.enable_input_require_grads()
+            model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    wanted = steps(models[0], contextlib.nullcontext)
+    with Casts():
+        found = steps(models[1], cast_once)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    # 4 matrices A of those with one input and 7 B in each of two layers: in each step, and in the forward at the end.
+    assert casts == 2 * (4 + 7) * (2 + 1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_layers_compute_the_same_bits_in_one_graph() -> None:
+    """With recomputation, and without a break, as `fullgraph` allows none. The bits are those of layers that share no
+    input."""
+    theirs = adapted(3)
+    theirs.config.use_cache = theirs.base_model.model.config.use_cache = False
+    theirs.train().gradient_checkpointing_enable({"use_reentrant": False})
+    ours = fused(theirs)
+    for layer in fused_of(ours):
+        layer.siblings = Siblings([layer])
+    wanted = step(ours, autocast=True)
+    torch.compiler.reset()
+    before = compilations()
+    for layer in ours.base_model.model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    found = step(ours, autocast=True)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert compilations() - before == 1
+    torch.compiler.reset()
+
+
+def test_the_operator_of_compiled_layers_is_registered_as_it_computes() -> None:
+    torch.manual_seed(0)
+    rows, down, up = (torch.randn(shape, requires_grad=True) for shape in ((5, 8), (2, 8), (6, 2)))
+    for bias in (torch.randn(6), None):
+        torch.library.opcheck(lora_linear._adapted, (rows, torch.randn(6, 8), bias, down, up, 2.0))
 
 
 @pytest.mark.parametrize("shape", [(5, 32), (2, 5, 32)])

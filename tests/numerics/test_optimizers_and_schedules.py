@@ -105,6 +105,23 @@ def test_muon_steps_no_table(architecture: str, tables: set[str]) -> None:
     assert of_adamw == set(names.values()) - of_muon
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_is_torchs_to_the_last_bit(dtype: torch.dtype) -> None:
+    recipe = Optimizer(name="muon", lr=0.02, weight_decay=0.1, momentum=0.9)
+    ours = {f"{rows}": torch.randn(rows, 24).to(dtype) for rows in (5, 24, 65)}
+    theirs = [matrix.clone() for matrix in ours.values()]
+    (muon,) = build_optimizers(recipe, ParameterRoles(), list(ours.items()))
+    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        for mine, other in zip(ours.values(), theirs, strict=True):
+            mine.grad = other.grad = torch.randn(mine.shape).to(dtype)
+        muon.step()
+        reference.step()
+    for mine, other in zip(ours.values(), theirs, strict=True):
+        assert torch.equal(mine, other)
+        assert torch.equal(muon.state[mine]["momentum_buffer"], reference.state[other]["momentum_buffer"])
+
+
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")  # peft's, of Conv1D
 def test_muon_steps_no_trained_copy_and_no_added_row() -> None:
     """Under adapters the tables are modules of peft: a copy with a name of its own, rows of added tokens."""

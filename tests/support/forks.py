@@ -87,7 +87,9 @@ def _launcher_variables(config: Path, processes: int) -> list[dict[str, str]]:
             launcher = _launch_command(config, processes)[1:]
             done = python(*launcher, Path(__file__).resolve(), "--environment-to", folder)
             assert done.returncode == 0, done.stdout + done.stderr
-            ranks = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
+            # As many as the launcher starts, which may be fewer than requested.
+            files = sorted(Path(folder).glob("*.json"), key=lambda file: int(file.stem))
+            ranks = [json.loads(file.read_text(encoding="utf-8")) for file in files]
             added = [{k: v for k, v in rank.items() if os.environ.get(k) != v} for rank in ranks]
             finished = Path(folder, "added.json")
             finished.write_text(json.dumps(added), encoding="utf-8")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,9 @@ import numpy as np
 import structure
 import torch
 
+from finetune.engine.launch import Kind
+from finetune.engine.pipeline import Pipeline
+from finetune.engine.start import ENGINES
 from finetune.models.patches import PATCHES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -50,10 +55,51 @@ def test_imports_are_found_at_the_top_in_functions_and_relative_ones(tmp_path: P
     assert {(arrow.importer, arrow.imported) for arrow in found.arrows} == {("data", "recipe"), ("recipe", "errors")}
 
 
+@functools.cache
+def measured_here() -> dict[str, typing.Any]:
+    return structure.measure(ROOT)
+
+
 def test_names_of_classes_and_files_are_unique_in_the_package():
-    measured = structure.measure(ROOT)
+    measured = measured_here()
     assert measured["class names used more than once"] == []
     assert measured["file names used more than once"] == []
+
+
+def test_helpers_that_only_split_a_thought_do_not_come_back():
+    """A function of up to 40 lines tells a step; a helper of its own pays if it is called twice, or names a thought."""
+    measured = measured_here()
+    assert measured["private functions called once"] <= 520
+    assert measured["private functions called once that a caller could hold"] <= 365
+
+
+def backend_tests(source: str) -> list[int]:
+    """Returns the lines that compare a launch's kind, or ask for the class of an engine."""
+    kinds = set(typing.get_args(Kind))
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            values = {one.value for side in sides for one in ast.walk(side) if isinstance(one, ast.Constant)}
+            if any(ast.unparse(side).endswith("kind") for side in sides) and values & kinds:
+                lines.append(node.lineno)
+        elif isinstance(node, ast.Attribute) and node.attr in ("is_sharded", "is_stage_3", "is_fsdp"):
+            lines.append(node.lineno)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            classes = {one.id for one in ast.walk(node.args[1]) if isinstance(one, ast.Name)}
+            lines += [node.lineno] * bool(classes & {engine.__name__ for engine in (*ENGINES.values(), Pipeline)})
+    return sorted(lines)
+
+
+def test_no_room_but_engine_asks_which_backend_runs():
+    source = "if launch.kind == 'zero' or launch.is_sharded: pass\nisinstance(engine, Fsdp2)\nrow.kind == 'full'"
+    assert backend_tests(source) == [1, 1, 2]
+    found = {
+        str(path.relative_to(ROOT)): backend_tests(path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / "finetune").rglob("*.py"))
+        if "engine" not in path.parts
+    }
+    assert not {file: lines for file, lines in found.items() if lines}
 
 
 def test_forwards_and_classes_are_replaced_by_the_table_of_patches_alone():

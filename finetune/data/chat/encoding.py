@@ -51,7 +51,14 @@ class Encoder:
     def encode(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
         """Returns ids and masks of many texts in a few calls. Raises UserError for a text that the library fails on."""
         try:
-            return self._encoded(texts, spans)
+            fast: Any = self.tokenizer
+            backend = fast.backend_tokenizer
+            backend.no_truncation()  # a tokenizer.json may ask for them
+            backend.no_padding()
+            # Not through the tokenizer's __call__: it lists the offsets of all tokens, and masks need only a few.
+            # add_special_tokens=False: the template writes its own, a second BOS would be one too many.
+            encoded = backend.encode_batch(list(texts), add_special_tokens=False)
+            return [self._by_offsets(*one) for one in zip(texts, spans, encoded, strict=True)]
         except BaseException as error:
             if not is_from_rust(error):
                 raise
@@ -69,16 +76,6 @@ class Encoder:
                     raise
                 return f" on the text that begins {text[:60]!a}"
         return ""
-
-    def _encoded(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Tokens]:
-        fast: Any = self.tokenizer
-        backend = fast.backend_tokenizer
-        backend.no_truncation()  # a tokenizer.json may ask for them
-        backend.no_padding()
-        # Not through the tokenizer's __call__: it lists the offsets of all tokens, and masks need only a few.
-        # add_special_tokens=False: the template writes its own, a second BOS would be one too many.
-        encoded = backend.encode_batch(list(texts), add_special_tokens=False)
-        return [self._by_offsets(*one) for one in zip(texts, spans, encoded, strict=True)]
 
     def _by_offsets(self, text: str, spans: Sequence[Span], encoding: Any) -> Tokens:
         ids = encoding.ids  # a new list each time

@@ -224,34 +224,29 @@ class _Idefics(ImageFamily):
         super().__init__(settings, processor, "<image>", (self.fake, self.overview), self.length)
 
     def write(self, height: int, width: int) -> Written:
-        rows, columns = self._tiles(height, width)
+        processor = self.processor
+        rows = columns = 0  # of tiles, if the image is not one
+        if processor.do_image_splitting:
+            # As their processors resize: `get_number_of_image_patches` rounds otherwise if the longest side is not a
+            # whole number of tiles.
+            if processor.do_resize:
+                resized = _pil_module("idefics3").get_resize_output_image_size
+                height, width = resized(np.broadcast_to(np.uint8(0), (height, width)), processor.size["longest_edge"])
+            side, ratio = processor.max_image_size["longest_edge"], width / height
+            if width >= height:
+                columns = math.ceil(width / side)
+                rows = math.ceil(int(columns * side / ratio) / side)
+            else:
+                rows = math.ceil(height / side)
+                columns = math.ceil(int(rows * side * ratio) / side)
+            if max(rows, columns) == 1:
+                rows = columns = 0
         tile = self.token * self.length
         lines = [
             "".join(f"{self.fake}<row_{i + 1}_col_{j + 1}>{tile}" for j in range(columns)) + "\n" for i in range(rows)
         ]
         text = "".join(lines) + ("\n" if lines else "") + f"{self.fake}{self.overview}{tile}{self.fake}"
         return Written(text, (rows * columns + 1) * self.length)
-
-    def _tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Returns (rows, columns) of tiles, (0, 0) if an image is one.
-
-        As their processors resize: `get_number_of_image_patches` rounds otherwise if the longest side is not a whole
-        number of tiles.
-        """
-        processor = self.processor
-        if not processor.do_image_splitting:
-            return 0, 0
-        if processor.do_resize:
-            resized = _pil_module("idefics3").get_resize_output_image_size
-            height, width = resized(np.broadcast_to(np.uint8(0), (height, width)), processor.size["longest_edge"])
-        tile, ratio = processor.max_image_size["longest_edge"], width / height
-        if width >= height:
-            columns = math.ceil(width / tile)
-            rows = math.ceil(int(columns * tile / ratio) / tile)
-        else:
-            rows = math.ceil(height / tile)
-            columns = math.ceil(int(rows * tile * ratio) / tile)
-        return (rows, columns) if max(rows, columns) > 1 else (0, 0)
 
     def call(self, image: Any) -> Pixels:
         return dict(self.processor(images=[[image]], return_tensors="np", return_row_col_info=True))

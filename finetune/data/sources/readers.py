@@ -136,7 +136,24 @@ class _Array:
         number = 0
         while not (self._peek() == "]" and not number):
             number += 1
-            yield number, self._item()
+            self._peek()
+            line = self._line
+            while True:  # until the value is complete
+                try:
+                    value, end = decode_at(self._text, self._at)
+                    if end < len(self._text) or self._ended:  # else a number may continue in the next block
+                        break
+                except json.JSONDecodeError as error:
+                    is_cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - LONGEST_CUT
+                    if self._ended or not is_cut:
+                        raise self._problem(error.pos, _not_json(error, self._text)) from None
+                except (RecursionError, ValueError) as error:
+                    raise self._problem(self._at, f"JSON that cannot be read: {str(error)[:200]}") from None
+                self._read()
+            if not isinstance(value, BadRow) and undecodable(self._text[self._at : end]):
+                value = BadRow("it is not UTF-8; save the file as UTF-8")
+            self._pass(end)
+            yield number, (BadRow(f"(line {line}) {value}") if isinstance(value, BadRow) else value)
             if self._peek() != ",":
                 break
             self._take(",")
@@ -158,26 +175,6 @@ class _Array:
             actual = f"found {self._text[self._at : self._at + 20]!a}" if self._peek() else "the file ends"
             raise self._problem(self._at, f"not valid JSON: expected `{expected}`, {actual}")
         self._pass(self._at + 1)
-
-    def _item(self) -> dict[str, Any] | BadRow:
-        self._peek()
-        line = self._line
-        while True:  # until the value is complete
-            try:
-                value, end = decode_at(self._text, self._at)
-                if end < len(self._text) or self._ended:  # else a number may continue in the next block
-                    break
-            except json.JSONDecodeError as error:
-                is_cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - LONGEST_CUT
-                if self._ended or not is_cut:
-                    raise self._problem(error.pos, _not_json(error, self._text)) from None
-            except (RecursionError, ValueError) as error:
-                raise self._problem(self._at, f"JSON that cannot be read: {str(error)[:200]}") from None
-            self._read()
-        if not isinstance(value, BadRow) and undecodable(self._text[self._at : end]):
-            value = BadRow("it is not UTF-8; save the file as UTF-8")
-        self._pass(end)
-        return BadRow(f"(line {line}) {value}") if isinstance(value, BadRow) else value
 
     def _problem(self, at: int, problem: str) -> UserError:
         """Returns an error of the file, not of one row: the begin of the next item is unknown."""

@@ -25,29 +25,31 @@ def xlsx(file: File) -> NumberedRows:
     """
     try:
         with seekable_content(file) as stream, zipfile.ZipFile(stream) as book:
-            yield from _rows(file.label, book)
+            shared = []  # texts that cells refer to by number
+            if "xl/sharedStrings.xml" in book.namelist():
+                with book.open("xl/sharedStrings.xml") as texts:
+                    shared = [_text(item) for item in _elements(texts, "si")]
+            filled = [
+                (name, path) for name, path in _sheets(book) if next(_lines(book, path, shared), None) is not None
+            ]
+            if len(filled) != 1:
+                names = ", ".join(name for name, _ in filled) or "none"
+                raise UserError(
+                    f"{file.label}: expected one sheet with cells, and has {names}: save the one to use as a file "
+                    "of its own"
+                )
+            lines = _lines(book, filled[0][1], shared)
+            number, first = next(lines)
+            header = {column: cell.strip() for column, cell in first.items() if isinstance(cell, str) and cell.strip()}
+            check_unique(f"{file.label}:{number}: the header has", list(header.values()))
+            for number, cells in lines:
+                yield number, _row(header, cells)
     except _BROKEN as error:
         reason = " ".join(str(error).split())[:100]
         raise UserError(
             f"{file.label}: not a readable spreadsheet ({reason}); is it damaged, or protected by a password? Save the "
             "sheet as CSV (UTF-8)"
         ) from None
-
-
-def _rows(label: str, book: zipfile.ZipFile) -> NumberedRows:
-    shared = _shared_texts(book)
-    filled = [(name, path) for name, path in _sheets(book) if next(_lines(book, path, shared), None) is not None]
-    if len(filled) != 1:
-        names = ", ".join(name for name, _ in filled) or "none"
-        raise UserError(
-            f"{label}: expected one sheet with cells, and has {names}: save the one to use as a file of its own"
-        )
-    lines = _lines(book, filled[0][1], shared)
-    number, first = next(lines)
-    header = {column: cell.strip() for column, cell in first.items() if isinstance(cell, str) and cell.strip()}
-    check_unique(f"{label}:{number}: the header has", list(header.values()))
-    for number, cells in lines:
-        yield number, _row(header, cells)
 
 
 def _row(header: dict[str, str], cells: dict[str, str | BadRow]) -> dict[str, Any] | BadRow:
@@ -68,14 +70,6 @@ def _sheets(book: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
         yield sheet.get("name", ""), target.lstrip("/") if target.startswith("/") else f"xl/{target}"
 
 
-def _shared_texts(book: zipfile.ZipFile) -> list[str]:
-    """Returns the texts that cells refer to by number."""
-    if "xl/sharedStrings.xml" not in book.namelist():
-        return []
-    with book.open("xl/sharedStrings.xml") as stream:
-        return [_text(item) for item in _elements(stream, "si")]
-
-
 def _lines(book: zipfile.ZipFile, path: str, shared: list[str]) -> Iterator[tuple[int, dict[str, str | BadRow]]]:
     """Yields (number, cells by the letters of their column) of the lines with a value."""
     number = 0
@@ -85,20 +79,17 @@ def _lines(book: zipfile.ZipFile, path: str, shared: list[str]) -> Iterator[tupl
             cells: dict[str, str | BadRow] = {}
             for i, cell in enumerate(line.iter(f"{_MAIN}c")):
                 column = re.sub(r"\d", "", cell.get("r", "")) or f"#{i}"
-                cells[column] = _value(cell, shared)
+                kind, value = cell.get("t", "n"), cell.findtext(f"{_MAIN}v") or ""
+                if kind == "s":
+                    cells[column] = shared[int(value)]
+                elif kind == "inlineStr":
+                    cells[column] = "".join(_text(inline) for inline in cell.iter(f"{_MAIN}is"))
+                elif kind == "b":
+                    cells[column] = "true" if value == "1" else "false"
+                else:
+                    cells[column] = BadRow(f"has the error {value}") if kind == "e" else value
             if any(cells.values()):
                 yield number, cells
-
-
-def _value(cell: ElementTree.Element, shared: list[str]) -> str | BadRow:
-    kind, value = cell.get("t", "n"), cell.findtext(f"{_MAIN}v") or ""
-    if kind == "s":
-        return shared[int(value)]
-    if kind == "inlineStr":
-        return "".join(_text(inline) for inline in cell.iter(f"{_MAIN}is"))
-    if kind == "b":
-        return "true" if value == "1" else "false"
-    return BadRow(f"has the error {value}") if kind == "e" else value
 
 
 def _text(item: ElementTree.Element) -> str:

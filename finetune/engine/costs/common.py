@@ -50,6 +50,11 @@ class Weight:
     def bytes(self) -> int:
         return self.numel * self.size
 
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Returns whether Muon steps it, if it trains."""
+        return len(self.shape) == 2 and not self.table
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -178,6 +183,7 @@ class Costs(abc.ABC):
     casts_weights = False  # gathers weights in the compute type
     keeps_inputs_alone = False  # linear layers keep no casts of their weights
     frees_gradients = True  # after the step; else they are one buffer for the engine's lifetime
+    loads_by_copies = False  # of trained weights, on the rank that reads them
 
     @property
     def sizes(self) -> Parallelism:
@@ -228,6 +234,27 @@ class Costs(abc.ABC):
         """Returns the bytes used to sum the gradients' norm, in fp64 on a CPU."""
         trained = max((weight.numel for weight in self.shapes.weights if weight.trains), default=0)
         return 8 * min(NORM_CHUNK, trained) if self.device == "cpu" else 0
+
+    @property
+    def orthogonalized(self) -> list[Weight]:
+        """Returns the matrices that Muon steps, none with another optimizer."""
+        uses_muon = self.recipe.optimizer.name == "muon"
+        return [weight for weight in self.shapes.weights if uses_muon and weight.trains and weight.is_hidden_matrix]
+
+    def orthogonalizing(self) -> int:
+        """Returns the bytes to orthogonalize the largest matrix (`engine/muon.py`): its direction in fp32, or a bf16
+        copy and its parts; two bf16 matrices of the iteration and two squares of its shorter side."""
+        ranks = self.sizes.tensor
+        sizes = [(w.numel * ranks, min(max(w.shape), min(w.shape) * ranks)) for w in self.orthogonalized]
+        return max(((4 + 2 * 2) * numel + 2 * 2 * side**2 for numel, side in sizes), default=0)
+
+    def shared_matrices(self, ranks: int, parts: int) -> Iterator[Transfer]:
+        """Yields the exchange of whole matrices: `ranks` gather them in bf16 and send them back. parts: ranks that
+        divide a matrix as `shapes` has it."""
+        if ranks > 1 and (matrices := self.orthogonalized):
+            own = 2 * 2 * sum(weight.numel for weight in matrices) / parts
+            rounds = -(-len(matrices) // ranks)
+            yield Transfer("all-to-all", one_way(ranks, own), 2 * rounds, ranks, overlaps=False)
 
     def whole_tensor(self) -> int:
         """Returns the bytes of the result's largest tensor on the device, if it is gathered there."""

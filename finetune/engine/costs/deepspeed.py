@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from finetune.engine.costs.common import (
     BUFFERS,
@@ -43,11 +44,13 @@ class ZeroCosts(Costs):
 
     @property
     def decay_groups(self) -> list[list[Weight]]:
-        """Returns matrices and vectors, those for images separately, as `training/optim.py` groups them."""
-        groups: dict[tuple[bool, bool], list[Weight]] = {}
+        """Returns matrices and vectors, those for images and for Muon separately, as `training/optim.py` does."""
+        groups: dict[tuple[bool, bool, bool], list[Weight]] = {}
+        of_muon = {weight.name for weight in self.orthogonalized}
         for weight in self.shapes.weights:
             if weight.trains:
-                groups.setdefault((weight.of_images, len(weight.shape) < 2), []).append(weight)
+                kind = weight.name not in of_muon, weight.of_images, len(weight.shape) < 2
+                groups.setdefault(kind, []).append(weight)
         return [groups[key] for key in sorted(groups)]
 
     # --- memory
@@ -82,7 +85,7 @@ class ZeroCosts(Costs):
             flat = -(-numel // (2 * ranks)) * 2 * ranks
             part = flat // ranks
             state.persistent[WEIGHTS] += 4 * flat
-            optimizer += 4 * part + self._of_flat(part)
+            optimizer += 4 * part + self._of_flat(group, part)
             # With offload the gradients of master weights are in the host's memory instead.
             offloads = self.launch.offloads_optimizer
             gradients += 4 * (part if offloads else _touched(group, rank * part, (rank + 1) * part))
@@ -103,7 +106,7 @@ class ZeroCosts(Costs):
         for group in self.decay_groups:
             part = sum(-(-weight.numel // ranks) for weight in group)
             groups = max(1, -(-part // _SUB_GROUP))
-            optimizer += 4 * part + self._of_flat(part) + 4 * (groups - 1)
+            optimizer += 4 * part + self._of_flat(group, part) + 4 * (groups - 1)
         gradients = sum(4 * part for weight, part in parts if weight.trains)
         state.persistent[BUFFERS] = 4 * self.bucket_elements
         state.persistent[BUFFERS] += sum(w.bytes for w in weights if w.numel <= PERSISTENT and ranks > 1)
@@ -116,8 +119,8 @@ class ZeroCosts(Costs):
             state.persistent[GRADIENTS], state.persistent[OPTIMIZER] = gradients, optimizer
         return state
 
-    def _of_flat(self, numel: int) -> int:
-        weight = Weight("flat", (numel,), 4, True, None, "rest")
+    def _of_flat(self, group: list[Weight], numel: int) -> int:
+        weight = replace(group[0], size=4)  # one of its kind
         return sum(self.optimizer_bytes([Shard(weight, numel, numel)], "cpu"))
 
     def moving(self) -> Moving:
@@ -171,6 +174,7 @@ class ZeroCosts(Costs):
         ranks, times, units = self.sizes.processes, micro_batches, model.gathered
         if ranks == 1:
             return
+        yield from self.shared_matrices(ranks, ranks)
         weights, trained = model.parameters * self.weight_bytes(), 4 * model.trained
         copied = times * trained * COPIES_OF_GRADIENTS
         if self.stage < 3:

@@ -32,6 +32,8 @@ class ShardedCosts(Costs):
 
     # --- memory
 
+    loads_by_copies = True
+
     @property
     def casts_weights(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.recipe.train.precision in ("bf16", "fp16", "fp8")
@@ -150,6 +152,7 @@ class ShardedCosts(Costs):
             yield Transfer("all-reduce", moved, every, sizes.processes, stride=ranks)
         if not self.is_fsdp:
             yield from self.replicas(model)
+        yield from self.shared_matrices(ranks, group)
 
     def transfers_to_host(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
         """Yields transfers. Shards travel for each gather in the type in which they are kept. Gradients of the first

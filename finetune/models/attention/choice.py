@@ -197,8 +197,10 @@ def _fastest(case: _Case) -> AttentionChoice:
         return _from_transformers(case.plain, case, why)
     if case.device == "cuda" and case.half:
         if (not_varlen := _obstacle("varlen", case)) is None:
-            faster = "" if _obstacle("flash_attention_3", case) else "; `flash_attention_3` is there, too"
-            return _within_documents("varlen", case, f"CUDA, 16 bit: one kernel for all documents of a row{faster}")
+            if _obstacle("flash_attention_3", case) is None:
+                reason = "FlashAttention-3 is installed: one kernel for all documents of a row"
+                return _within_documents("flash_attention_3", case, reason)
+            return _within_documents("varlen", case, "CUDA, 16 bit: one kernel for all documents of a row")
         if _obstacle("flash_attention_2", case) is None:
             reason = f"flash-attn is installed; not varlen: {not_varlen}"
             return _within_documents("flash_attention_2", case, reason)

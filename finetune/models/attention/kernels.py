@@ -180,7 +180,8 @@ def prepare_varlen(
 def varlen_attention(call: AttentionCall, documents: Boundaries) -> Tensor:  # (1, T, H, D)
     if call.dropout or call.softcap is not None:
         raise ValueError("varlen attention has neither dropout nor soft-capping: set model.attention: auto")
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in in_one_type(*call[:3]))  # (T, H or K, D)
+    # Not `tensor[0]`, whose gradient would be a copy in zeros.
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in in_one_type(*call[:3]))  # (T, H or K, D)
     grouped: dict[str, Any] = {"enable_gqa": True} if _TAKES_GROUPS and q.shape[1] != k.shape[1] else {}
     # (-1, 0) is the kernel's word for causal; (w - 1, 0) for the token itself and w - 1 before it.
     window = (-1, 0) if call.window is None else (call.window - 1, 0)

@@ -35,14 +35,30 @@ from finetune.models.head.token_loss import (
 )
 
 # Size of one chunk's logits in fp32. CPU: benchmarks/head.py. Accelerators: by arithmetic, not measured: 1,024 rows at
-# 128k words, at which the matrix products outweigh reading the weight and adding up its gradient.
-CHUNK_BYTES = {"cpu": 32 * 2**20, "accelerator": 512 * 2**20}
+# 128k words, at which the matrix products outweigh reading the weight and adding up its gradient. Half of it is
+# 0.6 GiB less at the peak (logits in 16 bit, and two copies in fp32), of which small ones have few.
+CHUNK_BYTES = {"cpu": 32 * 2**20, "small": 256 * 2**20, "accelerator": 512 * 2**20}
+SMALL_GIB = 28  # accelerators with less are small: cards have 24 GB or less, or 32 GB or more
 FEWEST_ROWS = 128  # below, the matrix products wait for the weight
 
 
-def rows_at_once(vocabulary: int, device: str) -> int:
-    """Returns C, the rows of logits to have at once."""
-    return max(FEWEST_ROWS, CHUNK_BYTES["cpu" if device == "cpu" else "accelerator"] // (4 * vocabulary))
+@dataclass(frozen=True)
+class HeadDevice:
+    """The device that a head runs on, which a plan need not have."""
+
+    type: str  # `cpu` or `cuda`
+    small: bool = False
+    liger: bool = False  # `auto` takes Liger's kernel if it is installed
+
+    def rows(self, vocabulary: int) -> int:
+        """Returns C, the rows of logits to have at once."""
+        size = CHUNK_BYTES["cpu" if self.type == "cpu" else "small" if self.small else "accelerator"]
+        return max(FEWEST_ROWS, size // (4 * vocabulary))
+
+
+def is_small(gib: float | None) -> bool:
+    """Returns whether an accelerator is small. gib: its memory; None: not known."""
+    return gib is not None and gib < SMALL_GIB
 
 
 @dataclass(frozen=True)
@@ -245,29 +261,31 @@ class MatrixHead:
         sum_dtype = torch.promote_types(compute, torch.float32)
         matrix, offset = self._in(compute)
         grad_hidden = torch.empty_like(hidden) if needs[0] else None
-        grad_weight = torch.zeros_like(self.weight, dtype=sum_dtype) if needs[1] else None
+        grad_weight = torch.empty_like(self.weight, dtype=sum_dtype) if needs[1] else None
         grad_bias = torch.zeros_like(self.bias, dtype=sum_dtype) if self.bias is not None and needs[2] else None
         chunks = []
         # Allocated once: fresh memory for every chunk costs the CPU as much as the softmax.
         product = hidden.new_empty((min(task.rows, len(hidden)), len(self.weight)), dtype=compute)
         scratch = self._scratch(product, sum_dtype)
+        final = token_gradients is None and grad_bias is None  # all else that reads a chunk's gradient are products
         for rows in task.chunks():
             x = hidden[rows].to(compute)
             raw = product[: len(x)]
             torch.mm(x, matrix.t(), out=raw)
             if offset is not None:
                 raw.add_(offset)
-            losses, back = self._losses_and_gradient(task, rows, raw, [tensor[: len(x)] for tensor in scratch])
-            chunks.append(losses)
+            parts = [tensor[: len(x)] for tensor in scratch]
+            losses, back = self._losses_and_gradient(task, rows, raw, parts, final)
             if token_gradients is not None:
                 back.mul_(token_gradients[rows, None])
             if grad_bias is not None:
                 grad_bias.add_(back.sum(0, dtype=sum_dtype))
-            back = back if sum_dtype == compute else raw.copy_(back)
+            back = back if back.dtype == compute else raw.copy_(back)
             if grad_hidden is not None:
                 grad_hidden[rows] = back @ matrix
             if grad_weight is not None:
-                _add_product(grad_weight, back.t(), x)
+                _add_product(grad_weight, back.t(), x, first=not chunks)
+            chunks.append(losses)
         return _joined(chunks), [grad_hidden, grad_weight, *([] if self.bias is None else [grad_bias])]
 
     def _scratch(self, product: Tensor, sum_dtype: torch.dtype) -> list[Tensor]:
@@ -276,12 +294,17 @@ class MatrixHead:
         return [gradient, product if sum_dtype == product.dtype else torch.empty_like(gradient)]
 
     def _losses_and_gradient(
-        self, task: HeadTask, rows: slice, raw: Tensor, scratch: list[Tensor]
+        self, task: HeadTask, rows: slice, raw: Tensor, scratch: list[Tensor], final: bool
     ) -> tuple[ChunkLosses, Tensor]:
         """Returns the losses of a chunk, and the gradient (C, V) of their sum by the head's output `raw`, which is
-        overwritten."""
+        overwritten. final: the gradient may be in the type of `raw`, rounded once."""
         gradient, logits = scratch
-        return task.losses_and_gradient(rows, raw if raw.dtype == logits.dtype else logits.copy_(raw), gradient)
+        if raw.dtype == logits.dtype:
+            return task.losses_and_gradient(rows, raw, gradient)
+        logits.copy_(raw)
+        if final and task.logit_map == LogitMap() and task.token_loss == TokenLoss():
+            return TokenLoss().rounded_gradient(logits, task.target_ids[rows], gradient, raw)
+        return task.losses_and_gradient(rows, logits, gradient)
 
 
 class LigerHead(MatrixHead):
@@ -296,7 +319,7 @@ class LigerHead(MatrixHead):
         return []
 
     def _losses_and_gradient(
-        self, task: HeadTask, rows: slice, raw: Tensor, scratch: list[Tensor]
+        self, task: HeadTask, rows: slice, raw: Tensor, scratch: list[Tensor], final: bool
     ) -> tuple[ChunkLosses, Tensor]:
         loss, scale, cap = task.token_loss, task.logit_map.scale, task.logit_map.cap
         assert isinstance(loss, TokenLoss)  # see `Objective.only_sums`
@@ -304,7 +327,7 @@ class LigerHead(MatrixHead):
         if len(raw):
             if scale != 1.0:
                 raw.mul_(scale)
-            _liger_kernel()[(len(raw),)](
+            liger_cross_entropy()[(len(raw),)](
                 X_ptr=raw,
                 X_stride=raw.stride(0),
                 Y_ptr=task.target_ids[rows],
@@ -342,7 +365,7 @@ _LIGER_UNUSED: dict[str, Any] = {
 }
 
 
-def _liger_kernel() -> Any:
+def liger_cross_entropy() -> Any:
     from liger_kernel.ops.cross_entropy import (  # pyright: ignore[reportMissingImports]
         liger_cross_entropy_kernel,
     )
@@ -387,12 +410,14 @@ def _joined(chunks: Sequence[ChunkLosses]) -> ChunkLosses:
     return ChunkLosses(torch.cat(each), tuple(torch.cat(parts) for parts in zip(*details, strict=True)))
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, added up in the type of `total`."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """total += left @ right, added up in the type of `total`, whose values are not read if it is the first."""
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=0 if first else 1)
     elif total.device.type == "cuda":
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total, beta=0 if first else 1)
+    elif first:
+        total.copy_(left @ right)
     else:
         total.add_(left @ right)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from finetune.data.samples import Example, Image
+from finetune.data.samples import Example
 from finetune.data.samples import Sequence as TokenSequence
 from finetune.data.token_text import image_note, left_out_note, shortened, tokens_of
 from finetune.data.visible_text import Token, visible
@@ -178,22 +178,21 @@ def _page_example(view: DatasetView, example: Example, full: bool) -> dict[str, 
 
 def with_pictures(tokens: Sequence[Token], sequence: TokenSequence) -> Markup:
     """Returns the text of a sequence with its pictures at their tokens, small and inline."""
-    pieces, last = [], 0
-    for number, image in enumerate(sequence.images, start=1):
-        pieces += [tokens_html(tokens[last : image.begin], last), _picture(image, number)]
-        last = image.end
-    return Markup().join([*pieces, tokens_html(tokens[last:], last)])
-
-
-def _picture(image: Image, number: int) -> Markup:
+    if not sequence.images:
+        return tokens_html(tokens)
     from finetune.data.images.image_files import BROKEN, thumbnails
 
-    note = image_note(image, number)
-    try:
-        source = base64.b64encode(thumbnails([image.source])).decode()
-    except BROKEN as error:
-        return Markup("<span>[{}: {}]</span>").format(note, visible(str(error)))
-    return Markup('<img src="data:image/png;base64,{}" alt="{}" title="{}">').format(source, note, note)
+    pieces, last = [], 0
+    for number, image in enumerate(sequence.images, start=1):
+        note = image_note(image, number)
+        try:
+            source = base64.b64encode(thumbnails([image.source])).decode()
+            picture = Markup('<img src="data:image/png;base64,{}" alt="{}" title="{}">').format(source, note, note)
+        except BROKEN as error:
+            picture = Markup("<span>[{}: {}]</span>").format(note, visible(str(error)))
+        pieces += [tokens_html(tokens[last : image.begin], last), picture]
+        last = image.end
+    return Markup().join([*pieces, tokens_html(tokens[last:], last)])
 
 
 def _packed_row(view: DatasetView, number: int, full: bool) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 from data_helpers import byte_level, conversation, ids, labels, prepare, recipe, text_tokenizer, write_jsonl
+from forks import start_forkserver
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.building import CHUNK_ROWS, EntryBuild, OpenedSources, build_source
@@ -173,7 +174,10 @@ def test_a_builder_that_is_killed_leaves_nothing_that_loads_and_no_process(tmp_p
     assert list(folder.parent.glob("*.tmp")) == []
 
 
-def prepare_in_process(path: Path, eval_path: Path, weight: float, tokenizer: Path, barrier: Any, results: Any) -> None:
+def prepare_in_process(
+    path: Path, eval_path: Path, weight: float, tokenizer: Path, cache: Path, barrier: Any, results: Any
+) -> None:
+    os.environ["FINETUNE_CACHE"] = str(cache)  # the environment is that of the server that forks
     loaded = PreTrainedTokenizerFast.from_pretrained(tokenizer)
     made = recipe(
         path, source={"weight": weight}, data__max_length=64, data__eval=[{"path": str(eval_path), "format": "text"}]
@@ -186,11 +190,14 @@ def prepare_in_process(path: Path, eval_path: Path, weight: float, tokenizer: Pa
 def test_three_processes_and_two_recipes_build_each_entry_once(tmp_path, cache_folder):
     paths = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": "hello world"}] * 2000) for i in (1, 2)]
     text_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    context = multiprocessing.get_context("spawn")
+    start_forkserver()
+    context = multiprocessing.get_context("forkserver")  # one import for all
     barrier, results = context.Barrier(3), context.Queue()
     processes = [
         context.Process(
-            target=prepare_in_process, args=(*paths, weight, tmp_path / "tokenizer", barrier, results), daemon=True
+            target=prepare_in_process,
+            args=(*paths, weight, tmp_path / "tokenizer", cache_folder, barrier, results),
+            daemon=True,
         )
         for weight in (1.0, 1.0, 2.0)
     ]

@@ -171,18 +171,27 @@ def test_8_bit_state_is_not_swapped_to_nvme(recipe: dict[str, Any], write_recipe
         check_launch(loaded, "recipe.yaml", read_config_file(str(CONFIGS / "zero3_nvme.yaml"), 2))
 
 
+@pytest.mark.parametrize("config", ["fsdp2", "fsdp2_offload", "zero2", "zero3_offload", "zero3_nvme"])
+def test_muon_is_refused_on_nvme_alone(recipe: dict[str, Any], write_recipe: Any, config: str) -> None:
+    recipe["optimizer"]["name"] = "muon"
+    loaded, launch = load_recipe(write_recipe(recipe)), read_config_file(str(CONFIGS / f"{config}.yaml"), 2)
+    if not launch.uses_nvme:
+        check_launch(loaded, "recipe.yaml", launch)
+        return
+    with pytest.raises(UserError, match="`muon` was not tried with optimizer state on NVMe: use another config"):
+        check_launch(loaded, "recipe.yaml", launch)
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "precision", "compiled", "fragment"),
+    ("precision", "compiled", "fragment"),
     [
-        ("muon", "fp32", False, "Muon needs unsharded matrices"),
-        ("adamw", "bf16_true", False, "against `bf16_true`"),
-        ("adamw", "fp32", True, "`train.compile` does not support DeepSpeed"),
+        ("bf16_true", False, "against `bf16_true`"),
+        ("fp32", True, "`train.compile` does not support DeepSpeed"),
     ],
 )
 def test_what_zero_cannot_do_is_refused(
-    recipe: dict[str, Any], write_recipe: Any, optimizer: str, precision: str, compiled: bool, fragment: str
+    recipe: dict[str, Any], write_recipe: Any, precision: str, compiled: bool, fragment: str
 ) -> None:
-    recipe["optimizer"]["name"] = optimizer
     recipe["train"].update(precision=precision, compile=compiled)
     launch = read_config_file(str(CONFIGS / "zero3.yaml"), 2)
     with pytest.raises(UserError) as error:

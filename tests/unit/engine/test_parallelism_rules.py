@@ -68,7 +68,6 @@ REFUSED = [
     (TENSOR, DROPOUT, (), "`attention_dropout: 0.1`.*use fsdp2"),
     (TENSOR, MIXTRAL_4, (), "4 experts cannot be sharded by columns here: .*ep_size`, or fsdp2"),
     (TENSOR, GPT2Config(), (), "transformers has no tensor parallel plan for this model: use fsdp2"),
-    (launch("replicated", 2, tp=2), LLAMA, ("optimizer.name=muon",), "Muon needs unsharded matrices"),
     (TENSOR, LLAMA, IN_BACKWARD, "use fsdp2, or `in_backward: false`"),
     (TENSOR, LLAMA, (*LORA, "lora.dora=true"), "DoRA divides by the norms"),
     (TENSOR, LLAMA, QLORA, "4-bit blocks run along the rows"),

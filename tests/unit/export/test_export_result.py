@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from finetune.errors import RunFailure
-from finetune.export.result import finish_replace, partial_path, start_replace
+from finetune.export.result import finish_replace, partial_path, start_replace, write_config
 from finetune.export.weight_files import INDEX, Verification, WeightsWriter, weight_files
 
 STATE = {"embed.weight": torch.ones(6, 4), "layer.weight": torch.ones(4, 4), "norm.weight": torch.ones(4)}
@@ -185,3 +186,14 @@ def test_remains_of_an_interrupted_save_are_removed(tmp_path: Path, left: tuple[
     assert held(tmp_path / "model") == stays
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.partial"]
     assert not list((tmp_path / "model.partial").iterdir())
+
+
+def test_the_config_of_a_model_that_trains_on_is_not_changed(made: Path, tmp_path: Path) -> None:
+    """As a sampler's copy of the weights is written in each step."""
+    model = AutoModelForCausalLM.from_pretrained(made / "llama")
+    model.config.use_cache = False
+    before = model.config.to_dict()
+    write_config(model, torch.bfloat16, tmp_path)
+    assert model.config.to_dict() == before
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["use_cache"], written["dtype"]) == (True, "bfloat16")

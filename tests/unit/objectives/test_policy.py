@@ -97,6 +97,11 @@ def test_an_off_policy_loss_is_its_formula(loss: str, kl: float) -> None:
     assert value == pytest.approx(formula, rel=1e-12)
     torch.testing.assert_close(gradient, of_formula, rtol=1e-11, atol=1e-15)
     assert sums.totals["clip_low"] + sums.totals["clip_high"] > 0
+    largest = max(
+        np.exp((new - past).mean() if loss == "gspo" else (new - past).max())
+        for new, past in zip(NEW, PAST, strict=True)
+    )
+    assert sums.totals["ratio_max"].item() == pytest.approx(largest, rel=1e-12)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

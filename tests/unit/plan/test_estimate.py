@@ -14,7 +14,7 @@ from conftest import ROOT
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from finetune.engine.base import StorageCounter
-from finetune.engine.costs import Shapes, Weight, costs_of
+from finetune.engine.costs import ModelSize, Shapes, Weight, costs_of
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
@@ -95,6 +95,21 @@ def test_state_is_that_of_real_tensors(recipe: Any, overrides: tuple[str, ...]) 
     }
     state = costs_at(loaded, config, ALONE, "cpu").state(0).persistent
     assert {name: state[name] for name in real} == real
+
+
+@pytest.mark.parametrize(("kind", "processes"), [("replicated", 2), ("fsdp2", 1), ("fsdp2", 4), ("zero", 4)])
+def test_matrices_that_muon_gathers_are_in_memory_and_traffic(recipe: Any, kind: Any, processes: int) -> None:
+    loaded, launch = recipe("optimizer={name: muon, lr: 0.1}"), Launch(kind, processes)
+    shapes = Shapes(
+        (Weight("tall", (30, 8), 4, True, 0, "layer"), Weight("wide", (2, 6), 4, True, 0, "layer")), 0, 0, 1
+    )
+    costs = costs_of(loaded, launch, shapes, "cpu", lambda *_: (0, 0))
+    assert costs.orthogonalizing() == 8 * 240 + 4 * 8**2
+    size = ModelSize(252, 252, 0, 0, 0, 2, 2, 2, 1, 8, 8, 8, 0)
+    sent = [one.moved for one in costs.transfers_of_weights(size, 1) if one.kind == "all-to-all"]
+    # bf16, there and back, of this rank's quarter to three others
+    assert sent == ([] if kind == "replicated" or processes == 1 else [2 * 2 * 252 / 4 * 3 / 4])
+    assert costs_of(recipe(), launch, shapes, "cpu", lambda *_: (0, 0)).orthogonalizing() == 0
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8])

@@ -88,10 +88,18 @@ def test_template_marks_the_answer_and_the_end_of_turn(data: Path):
     assert tokenizer.apply_chat_template(messages, tokenize=False) == prompt + "2021-03-03<|im_end|>\n"
 
 
+def test_every_number_of_digits_is_trained_or_tested_with_its_reverse(data: Path):
+    recipe = load_recipe(ROOT / "recipes/quickstart/digits-full.yaml")
+    train, test = (turns(data, source[0].path) for source in (recipe.data.train, recipe.data.eval_sources))
+    assert len(test) == 200
+    assert sorted(question for question, _ in [*train, *test]) == [f"{n:04}" for n in range(10_000)]
+    assert all(answer == question[::-1] for question, answer in [*train, *test])
+
+
 def test_every_run_writes_the_same_bytes(quickstart: ModuleType, data: Path, tmp_path: Path):
     quickstart.make(tmp_path)
     files = sorted(path.relative_to(data) for path in data.rglob("*") if path.is_file())
-    assert [(data / file).read_bytes() == (tmp_path / file).read_bytes() for file in files] == [True] * 9
+    assert [(data / file).read_bytes() == (tmp_path / file).read_bytes() for file in files] == [True] * 11
 
 
 def test_pairs_are_of_both_writings_and_none_is_both_trained_and_tested(data: Path):

@@ -11,6 +11,8 @@ import pytest
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 
+VLLM = ["rollouts.engine=vllm", "rollouts.url=http://gpu:8000"]
+
 
 @pytest.fixture
 def online(recipe: dict[str, Any], write_recipe: Callable[..., Path]) -> Path:
@@ -43,13 +45,16 @@ def test_the_recipe_is_valid_without_a_change(online: Path) -> None:
         (["batch.rows_per_device=auto"], "batch.rows_per_device: `auto` tries the rows of the data"),
         (["rollouts.max_new_tokens=64"], "rollouts.max_new_tokens: 64 leaves no room for a prompt"),
         (["rollouts.top_k=1"], "rollouts.top_k: 1 makes all samples of a prompt equal"),
-        (["rollouts.top_p=0"], "rollouts.top_p"),
-        (["rollouts.top_p=1.5"], "rollouts.top_p"),
-        (["rollouts.temperature=0"], "rollouts.temperature"),
-        (["rollouts.temperature=-1"], "rollouts.temperature"),
-        (["rollouts.samples=0"], "rollouts.samples"),
-        (["rollouts.prompts=0"], "rollouts.prompts"),
-        (["rollouts.cohort=0"], "rollouts.cohort"),
+        (["rollouts.top_p=0"], "rollouts.top_p: expected a number > 0, got 0"),
+        (["rollouts.top_p=1.5"], "rollouts.top_p: expected a number <= 1, got 1.5"),
+        (["rollouts.temperature=0"], "rollouts.temperature: expected a number > 0, got 0"),
+        (["rollouts.temperature=-1"], "rollouts.temperature: expected a number > 0, got -1"),
+        (["rollouts.samples=0"], "rollouts.samples: expected a number >= 1, got 0"),
+        (["rollouts.prompts=0"], "rollouts.prompts: expected a number >= 1, got 0"),
+        (["rollouts.prompts=many"], 'rollouts.prompts: expected an integer, got "many" (text)'),
+        (["rollouts.max_new_tokens=0"], "rollouts.max_new_tokens: expected a number >= 1, got 0"),
+        (["rollouts.cohort=0"], "rollouts.cohort: expected a number >= 1, got 0"),
+        (["rollouts=[]"], "rollouts: expected a section, got a list of 0"),
         (["rollouts.staleness=-1"], "rollouts.staleness"),
         (["rollouts.staleness=500"], "rollouts.staleness: 500: no batch is drawn from weights that were trained"),
         (["rollouts.reuse=0"], "rollouts.reuse"),
@@ -67,7 +72,21 @@ def test_the_recipe_is_valid_without_a_change(online: Path) -> None:
             "objective.correction_bounds: [1.5, 2] leaves out 1",
         ),
         (["objective.name=sft", "objective.kl=0.1"], "objective.kl: has no effect under `name: sft`"),
-        (["rollouts.engine=vllm"], "rollouts.engine"),
+        (["rollouts.engine=sglang"], "rollouts.engine"),
+        (["rollouts.engine=vllm"], "rollouts.url: `engine: vllm` needs it, as http://HOST:PORT"),
+        ([*VLLM, "rollouts.url=http://gpu:8000/v1"], "rollouts.url: `engine: vllm` needs it"),
+        ([*VLLM, "rollouts.url=gpu:8000"], "rollouts.url: `engine: vllm` needs it"),
+        ([*VLLM, "rollouts.url=http://me:secret@gpu:8000"], "rollouts.url: must not hold a user, a password"),
+        (["rollouts.url=http://gpu:8000"], "rollouts.url: has no effect under `engine: own`, only under vllm"),
+        (["rollouts.max_mismatch=1"], "rollouts.max_mismatch: has no effect under `engine: own`"),
+        ([*VLLM, "rollouts.key=sk-secret"], "expected the name of an environment variable in capitals"),
+        ([*VLLM, "rollouts.cohort=8"], "rollouts.cohort: has no effect under `engine: vllm`"),
+        ([*VLLM, "rollouts.top_k=8"], "rollouts.top_k: a vLLM server gives log-probabilities among the likeliest"),
+        ([*VLLM, "rollouts.top_p=0.9"], "rollouts.top_p: a vLLM server gives log-probabilities among the likeliest"),
+        ([*VLLM, "rollouts.replay=runs/a/rollouts", "rewards=[]"], "rollouts.engine: has no effect under `rollouts.re"),
+        ([*VLLM, "mode=lora", "lora={dora: true}"], "lora.dora: a vLLM server loads adapters of linear layers alone"),
+        ([*VLLM, "mode=lora", "lora={modules_to_save: [lm_head]}"], "lora.modules_to_save: a vLLM server loads"),
+        ([*VLLM, "mode=lora", "lora={}", "tokens={add: ['<t>']}"], "tokens: a vLLM server loads adapters of linear"),
         (["rollouts.max_tokens=9"], "did you mean `max_new_tokens`"),
         (["train.max_steps=null", "train.epochs=1"], "train.max_steps: the length of a run that samples its rows"),
         (["train.epochs=1"], "train.max_steps: the length of a run that samples its rows"),
@@ -87,12 +106,32 @@ def test_the_recipe_is_valid_without_a_change(online: Path) -> None:
         (["data.train.0.format=text"], "rows of format `text` are not for `objective.name: grpo`"),
         (["data.train.0.format=preference"], "rows of format `preference` are not for `objective.name: grpo`"),
         (["rewards.0.name=exact"], "did you mean `exact_match`"),
+        (["data.eval.0.format=preference"], "rows of format `preference` are not for `objective.name: grpo`"),
+        (["evaluate.prompts=-1"], "evaluate.prompts: expected a number >= 0, got -1"),
+        (["evaluate.samples=0"], "evaluate.samples: expected a number >= 1, got 0"),
+        (["data.eval=[]", "evaluate.prompts=3"], "evaluate.prompts: is of held-out prompts that are sampled: set"),
+        (["evaluate.prompts=0", "evaluate.samples=2"], "evaluate.samples: has no effect under `evaluate.prompts: 0`"),
+        (["data.eval=[]", "checkpoint.best=reward"], "checkpoint.best: `eval_reward` needs `rewards`, and held-out"),
+        (
+            ["evaluate.prompts=0", "checkpoint.best=eval_reward/exact_match"],
+            "checkpoint.best: `eval_reward/exact_match` needs `rewards`, and held-out prompts to sample",
+        ),
+        (
+            ["rewards=[]", "rollouts.replay=x", "train.stop_when={metric: eval_pass@1/x}", "evaluate.every_steps=1"],
+            "train.stop_when: `eval_pass@1/x` needs `rewards`",
+        ),
     ],
 )
 def test_a_mistake_is_refused_with_its_key(online: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as error:
         load_recipe(online, overrides)
     assert message in str(error.value)
+
+
+def test_the_best_checkpoint_may_be_that_of_the_reward(online: Path) -> None:
+    assert load_recipe(online, ["checkpoint.best=reward"]).checkpoint.best == "eval_reward"
+    for name in ("eval_reward/exact_match", "eval_pass@1/exact_match"):
+        assert load_recipe(online, [f"checkpoint.best={name}"]).checkpoint.best == name
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from finetune.data.chat.renderer import build_renderer
-from finetune.data.dataset import Dataset, build_training
+from finetune.data.dataset import Dataset, build_held_out, build_training
 from finetune.data.samples import Conversation, Message, PromptCompletion, PromptOnly
 from finetune.errors import UserError
 from finetune.models.tokenizer import load_tokenizer
@@ -62,6 +62,18 @@ def test_prompts_without_room_are_dropped_and_counted_or_refused(path: Path) -> 
         prompts_of(path, "data.overlong=error")
     with pytest.raises(UserError, match="none of 4 rows has a prompt of at most 8 tokens"):
         prompts_of(path, "rollouts.max_new_tokens=120")
+
+
+def test_prompts_of_held_out_rows_are_read_and_named_alike(path: Path) -> None:
+    recipe = load_recipe(path, [f"data.eval={path.parent / 'sums.jsonl'}"])
+    data = build_held_out(recipe, load_tokenizer(recipe.model))
+    assert data is not None
+    prompts = RunPrompts(recipe, data, "eval")
+    assert [prompt.row for prompt in prompts.prompts] == [1, 2, 3]
+    assert prompts.notes == ["1 held-out prompts dropped: with 58 tokens or fewer a sample has room"]
+    narrow = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 8})})
+    with pytest.raises(UserError, match=r"data\.eval: none of \d rows has a prompt of at most"):
+        RunPrompts(narrow, data, "eval")
 
 
 def test_each_epoch_draws_every_prompt_once_in_another_order(path: Path) -> None:
