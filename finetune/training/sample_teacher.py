@@ -71,7 +71,7 @@ class SampleTeacher:
         return ForwardPass(replace(attention, shares_prompts=shares), objective)
 
     @cached_property
-    def _model(self) -> WrappedModel:
+    def model(self) -> WrappedModel:
         with self._engine.loading_whole():
             placement = Placement("load", self.device)
             model = load_model(self._recipe, self._pass.config, self._forward.attention, placement)
@@ -87,4 +87,4 @@ class SampleTeacher:
 
     def forwards(self, batches: Iterable[Batch], forward: ForwardPass) -> Iterator[tuple[Batch, Outputs]]:
         for batch in batches:
-            yield batch, forward(self._model, batch)
+            yield batch, forward(self.model, batch)
