@@ -348,8 +348,10 @@ def until_end(ids: list[int], end_ids: Collection[int]) -> list[int]:
 def check_questions(recipe: Evaluate, examples: Examples, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns notes on references that no answer can match; before the model loads.
 
-    Raises UserError if no row has a prompt, or if none of the references holds an answer.
+    Raises UserError if no row has an answer, or a prompt, or if none of the references holds an answer.
     """
+    if not examples.num_targets.any():
+        raise UserError("data.eval: no row has an answer, and eval_loss is that of answers: give rows that have some")
     if not max(recipe.exact_match, recipe.generate):
         return []
     if next(questions(examples, ()), None) is None:

@@ -146,19 +146,18 @@ def reads_reference(settings: RewardSettings) -> bool:
             tree = ast.parse(_source(settings, "rewards")["source"])
         except (SyntaxError, ValueError, UserError):  # the start of the reward says so
             return False
-        named = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == settings.function]
-        return any("reference" in _required(node.args) for node in named)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name == settings.function:
+                arguments = node.args
+                positional = [*arguments.posonlyargs, *arguments.args]
+                required = positional[: len(positional) - len(arguments.defaults)]
+                pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+                required += [argument for argument, default in pairs if default is None]
+                return any(argument.arg == "reference" for argument in required)
+        return False
     if settings.kind == "reward_model":
         return False
     return "reference" in inspect.signature(REWARDS[settings.kind].function).parameters
-
-
-def _required(arguments: ast.arguments) -> list[str]:
-    """Returns the names of the parameters without a default."""
-    positional = [*arguments.posonlyargs, *arguments.args]
-    given = positional[: len(positional) - len(arguments.defaults)]
-    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    return [one.arg for one in (*given, *(one for one, default in pairs if default is None))]
 
 
 def _source(settings: RewardSettings, place: str) -> dict[str, Any]:

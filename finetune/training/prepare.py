@@ -130,7 +130,6 @@ def prepare(recipe: Recipe, recipe_file: str, launch: Launch, problems: Problems
         notes += problems.attempt(lambda: RunPrompts(recipe, on_disk(training)).notes) or []
     held_out = problems.attempt(build_held_out, recipe, tokenizer, opened)
     if held_out is not None:
-        problems.attempt(_check_answers, held_out)
         notes += problems.attempt(check_questions, recipe.evaluate, held_out.examples, tokenizer) or []
         if recipe.samples_held_out:
             notes += problems.attempt(lambda: RunPrompts(recipe, held_out, "eval").notes) or []
@@ -146,12 +145,6 @@ def _checked_config(recipe: Recipe) -> PretrainedConfig:
     if recipe.batch.rows_per_device == "auto":
         check_no_dropout(config)
     return config
-
-
-def _check_answers(held_out: Dataset) -> None:
-    """Raises UserError if `eval_loss` would be over nothing, as of prompts whose answers are sampled."""
-    if not held_out.supervised_tokens:
-        raise UserError("data.eval: no row has an answer, and eval_loss is that of answers: give rows that have some")
 
 
 def _check_models(recipe: Recipe, config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -51,13 +51,15 @@ class SampleTeacher:
         return json.dumps([settings.teacher, self._pass.count, settings.value("temperature")])
 
     def __call__(self, examples: Sequence[Example]) -> list[list[Values]]:
-        return TargetPass(self, self._forward, self._loader)(examples)
+        batch, shares = self._pass.recipe.batch, self._forward.attention.shares_prompts
+        # Ranks that share the student's sequences compute the same ones.
+        ranks = (self._engine.data_rank, self._engine.parallelism.data)
 
-    def _loader(self, rows: RunRows, total_rows: int) -> Loader:
-        recipe, engine = self._pass.recipe, self._engine
-        ranks = (engine.data_rank, engine.parallelism.data)  # ranks that share sequences compute the same ones
-        budget, shares = recipe.batch.tokens_per_device, self._forward.attention.shares_prompts
-        return Loader(rows, recipe.batch.rows, self._rows_per_device, *ranks, total_rows, budget, shares_prompts=shares)
+        def loader(rows: RunRows, total_rows: int) -> Loader:
+            sizes = (batch.rows, self._rows_per_device, *ranks, total_rows, batch.tokens_per_device)
+            return Loader(rows, *sizes, shares_prompts=shares)
+
+        return TargetPass(self, self._forward, loader)(examples)
 
     @cached_property
     def _forward(self) -> ForwardPass:
@@ -69,7 +71,7 @@ class SampleTeacher:
         return ForwardPass(replace(attention, shares_prompts=shares), objective)
 
     @cached_property
-    def _model(self) -> WrappedModel:
+    def model(self) -> WrappedModel:
         with self._engine.loading_whole():
             placement = Placement("load", self.device)
             model = load_model(self._recipe, self._pass.config, self._forward.attention, placement)
@@ -85,4 +87,4 @@ class SampleTeacher:
 
     def forwards(self, batches: Iterable[Batch], forward: ForwardPass) -> Iterator[tuple[Batch, Outputs]]:
         for batch in batches:
-            yield batch, forward(self._model, batch)
+            yield batch, forward(self.model, batch)

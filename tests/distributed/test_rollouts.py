@@ -346,7 +346,7 @@ def test_a_prompt_that_samples_share_is_computed_once(
     shared, whole = (tmp_path / "runs" / name for name in ("shared", "whole"))
     assert_same_tokens(whole, shared)
     assert_same_curve(curve(whole), curve(shared))
-    for ours, theirs in zip(metrics(shared), metrics(whole), strict=True):
+    for ours, theirs in zip(steps_of(shared), steps_of(whole), strict=True):
         assert ours["tokens"] == theirs["tokens"]
         assert "shared_token_share" not in theirs
         assert ours["shared_token_share"] > 0.3  # prompts of 9 tokens and more, 4 samples of at most 6
@@ -360,7 +360,7 @@ def test_distillation_on_own_samples_is_the_closed_form_and_is_recorded(
     path = write_recipe(online | {"checkpoint": {"every_steps": 2}})
     train_here(path)
     run, teacher = tmp_path / "runs" / "run", tmp_path / "teacher"
-    (samples, _), lines = read_record(run / "rollouts", 1) or ([], ""), metrics(run)
+    (samples, _), lines = read_record(run / "rollouts", 1) or ([], ""), steps_of(run)
     models = [AutoModelForCausalLM.from_pretrained(folder).double() for folder in (teacher, made / "llama")]
     divergences = []
     for sample in samples:
@@ -382,7 +382,7 @@ def test_distillation_on_own_samples_is_the_closed_form_and_is_recorded(
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     train_here(path)
     assert curve(run) == whole
-    assert not {"time/generation", "time/log_probs"} & set(metrics(run)[2])
+    assert not {"time/generation", "time/log_probs"} & set(steps_of(run)[2])
 
     (teacher / "model.safetensors").unlink()  # which a replay does not load
     online["run"]["name"] = "replayed"
