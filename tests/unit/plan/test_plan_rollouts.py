@@ -64,7 +64,7 @@ def test_bytes_of_a_cohort_are_those_of_a_real_one(model: str, recipe_file: Path
             weights = [tensor.detach() for tensor in engine.model.parameters()]  # views of them are results, too
             meter.begin("sampling")
             before = meter.now
-            drawn = drawer.draw(0, [[5] * PROMPT, [6] * PROMPT])
+            drawn = drawer.draw(0, [[5] * PROMPT, [6] * PROMPT], rollouts.samples)
         assert {len(one.ids) for one in drawn} == {NEW}
         assert before >= sum(weight.nbytes for weight in weights)
     finally:
