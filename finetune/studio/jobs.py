@@ -100,12 +100,15 @@ class Jobs:
 
     def status(self, job: StartedCommand) -> int | None:
         """Returns the exit status; None while it runs; -1 if it ended without one, with the machine for instance."""
-        if (child := self._children.get(job.number)) is not None:
-            child.poll()  # else it stays a zombie
         try:
-            return int((self._root / str(job.number) / "status.txt").read_text(encoding="utf-8"))
+            status = int((self._root / str(job.number) / "status.txt").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return None if self._is_alive(job) else -1
+            if self._is_alive(job):
+                return None
+            status = -1
+        if (child := self._children.get(job.number)) is not None:
+            child.wait()  # else it stays a zombie; it has ended, or wrote its status as the last it does
+        return status
 
     def _is_alive(self, job: StartedCommand) -> bool:
         try:

@@ -32,7 +32,10 @@ def samples(run: Path) -> dict[int, Counter[str]]:
 
 
 def _files(run: Path) -> set[str]:
-    return {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    """But for what a rank wrote when another one was killed, if its launcher left it the time."""
+    files = {path for path in run.rglob("*") if path.is_file()}
+    lost = {path for path in run.glob("finetune-error-*.log") if "Connection closed by peer" in path.read_text()}
+    return {path.relative_to(run).as_posix() for path in files - lost}
 
 
 def _content(path: Path) -> Content:
