@@ -160,7 +160,8 @@ class RolloutRows(RunRows):
                     records.set_record_aside(self._records, int(file.stem.removeprefix(f"{kind}-")), kind)
         if self._server is not None:
             self._server.open()
-        self._rewards.__enter__()
+        with self._engine.loading_whole():  # of a reward model
+            self._rewards.__enter__()
         for note in self._rewards.notes:
             log.warning("%s", note)
 

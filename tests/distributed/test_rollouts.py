@@ -214,6 +214,24 @@ def test_an_evaluation_that_was_recorded_is_read_again(
     assert (run / "rollouts" / "aside-0-eval-00000000.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
+def test_a_reward_model_is_whole_on_its_process_under_zero3(
+    online: dict[str, Any], recipe: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    """transformers shards every model that is loaded under ZeRO-3; the main process loads this one by itself."""
+    pairs = tiny.write_rows(tmp_path / "pairs.jsonl", tiny.preferences(8))
+    data = {"train": [{"path": str(pairs), "format": "preference"}], "max_length": 128}
+    run = {**recipe["run"], "name": "judge"}
+    train_here(write_recipe({**recipe, "run": run, "objective": {"name": "reward"}, "data": data}), "train.max_steps=1")
+    online["rewards"] = [{"reward_model": str(tmp_path / "runs" / "judge")}]
+    train_here(write_recipe(online))
+    done = launch("zero3", 2, "train", write_recipe(online, "sampled.yaml"), "run.name=sampled")
+    assert done.returncode == 0, done.stderr
+    single, sampled = tmp_path / "runs" / "run", tmp_path / "runs" / "sampled"
+    assert_same_curve(curve(single), curve(sampled))
+    assert_same_tokens(single, sampled)
+
+
 @pytest.fixture
 def off_policy(online: dict[str, Any]) -> dict[str, Any]:
     online["objective"] |= {"loss": "grpo", "kl": 0.2, "correction": "tis"}
