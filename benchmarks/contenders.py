@@ -28,9 +28,9 @@ sys.path.append(str(Path(__file__).resolve().parent))
 from workload import UNTRAINED, StepRows, Work, read_steps
 
 LAUNCHED = "BENCHMARK_LAUNCHED"  # environment: time.time() when the process was started; stopwatch.py reads it
-# glibc maps each block of 32 MiB and more anew, and page faults cost more than the arithmetic on it. Here freed memory
-# stays with the process, and is not asked for in large pages, which `train` does: torch advises the kernel at every
-# allocation, which on kept memory costs more than it saves.
+# glibc asks the system for each block of 32 MiB or more and gives it back, and the page faults cost more than the
+# arithmetic. Here freed memory stays with the process, and is not asked for in large pages, which `train` does: torch
+# advises the kernel at every allocation, which costs more on kept memory than it saves.
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30), "THP_MEM_ALLOC_ENABLE": "0"}
 RUN_SEED = 42  # the recipe's default
 CLIP = 1.0

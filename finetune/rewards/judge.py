@@ -52,7 +52,7 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def content_until(deadline: float, response: http.client.HTTPResponse, most: int) -> bytes:
     """Returns the body of a response, at most `most` bytes of it. Raises TimeoutError if it is not complete at the
-    deadline (of time.monotonic), whatever arrives until then: a timeout of the socket begins anew with every byte."""
+    deadline (of time.monotonic), whatever arrives until then: a timeout of the socket starts again with every byte."""
     content = bytearray()
     while chunk := response.read1(1 << 16):
         content += chunk[: most - len(content)]

@@ -58,16 +58,17 @@ from finetune.recipe.schema import ENGINE_KEYS, TAKES_REWARDS
 from finetune.rewards.completion import Completion, Reward
 from finetune.rewards.scoring import Rewards
 from finetune.rollouts import records
-from finetune.rollouts.advantages import advantages, has_variance
+from finetune.rollouts.advantages import advantages
 from finetune.rollouts.correction import correction_weights
 from finetune.rollouts.drawing import Drawer, Drawn
+from finetune.rollouts.held_out import HeldOutSamples
 from finetune.rollouts.prompts import PromptContent, RowPrompt, RunPrompts, completion_of
 from finetune.rollouts.records import Predicted, Sample
+from finetune.rollouts.sample_metrics import measured, measured_corrections
 from finetune.rollouts.server_drawing import ServerDrawer
 from finetune.rollouts.target_values import ExampleRows, MakeLoader, TargetPass, Values
 
 log = logging.getLogger(__name__)
-_FIRST_HELD_OUT = 1 << 62  # draw of the first held-out prompt: no run has as many
 
 
 class Teacher(Protocol):
@@ -105,7 +106,7 @@ class RolloutRows(RunRows):
         assert recipe.rollouts is not None  # the caller's condition
         assert isinstance(tokenizer.pad_token_id, int)  # load_tokenizer ensures it
         self._recipe, self._settings, self._engine, self._prompts = recipe, recipe.rollouts, engine, prompts
-        self._tokenizer, self._end_ids, self._folder, self._held_out = tokenizer, end_ids, folder, held_out
+        self._tokenizer, self._end_ids, self._folder = tokenizer, end_ids, folder
         self._records = Path(self._settings.replay).expanduser() if self._settings.replay else folder / records.FOLDER
         self._server = (
             ServerDrawer(recipe, engine, tokenizer, end_ids, folder) if recipe.rollouts.engine == "vllm" else None
@@ -114,6 +115,10 @@ class RolloutRows(RunRows):
         self._drawer = self._server or own
         self._rewards = Rewards(recipe.rewards, folder)
         self._identity = on_main(engine, lambda: run_identity(recipe, content))
+        self._held_out = None
+        if held_out is not None:
+            through = (self._drawer, self._rewarded, self._records, self._identity)
+            self._held_out = HeldOutSamples(recipe, engine, held_out, *through)
         self._takes_rewards, self._teacher = recipe.objective.name in TAKES_REWARDS, teacher
         self._corrects = self._takes_rewards and recipe.objective.value("correction") != "none"
         cooled = Objective(
@@ -132,7 +137,7 @@ class RolloutRows(RunRows):
         self._samples: dict[int, list[Sample]] = {}  # by batch: the one in memory, and those to come that are drawn
         self._batch = -1  # of the rows in memory
         self._rows = ExampleRows([])
-        self._measured, self._times = dict[str, float](), dict[str, float]()
+        self._measured, self._times, self._of_server = dict[str, float](), dict[str, float](), dict[str, float]()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -180,10 +185,13 @@ class RolloutRows(RunRows):
         if batch != self._batch:
             self._batch, samples = batch, self._samples[batch]
             rewards = np.array([sample.reward.total for sample in samples]).reshape(-1, self._settings.samples)
-            weights = self._corrections(samples)
+            objective = self._recipe.objective
+            pairs = [(one.old, one.log_probs) for one in samples if self._corrects and one.old is not None]
+            weights = [correction_weights(old, sampler, objective) for old, sampler in pairs]
             self._rows = ExampleRows(self._examples(samples, rewards, weights), {ROOM: self._settings.max_new_tokens})
             self._measured = measured(samples, rewards) | measured_corrections(weights)
         self._times = times
+        self._of_server = self._server.measured if self._server is not None and times else {}
 
     def _examples(
         self, samples: Sequence[Sample], rewards: NDArray[np.float64], weights: Sequence[NDArray[np.float64]]
@@ -197,11 +205,6 @@ class RolloutRows(RunRows):
             return examples
         corrected = zip(examples, weights, strict=True)
         return [replace(one, target_columns={**one.target_columns, CORRECTION: each}) for one, each in corrected]
-
-    def _corrections(self, samples: Sequence[Sample]) -> list[NDArray[np.float64]]:
-        objective = self._recipe.objective
-        pairs = [(one.old, one.log_probs) for one in samples if self._corrects and one.old is not None]
-        return [correction_weights(old, sampler, objective) for old, sampler in pairs]
 
     def _first_step(self, batch: int) -> int:
         """Returns the step (from 0) before which a batch is drawn: its weights are those after so many steps."""
@@ -258,8 +261,6 @@ class RolloutRows(RunRows):
         times = {"time/generation": drawn_at - began, "time/rewards": rewarded_at - drawn_at}
         if self._passes:
             times["time/log_probs"] = time.perf_counter() - rewarded_at
-        if self._server is not None:
-            times |= self._server.measured
         return samples, times
 
     def _completed(self, samples: list[Sample], names: Iterable[str]) -> list[Sample]:
@@ -292,43 +293,8 @@ class RolloutRows(RunRows):
         rewards = self._rewards.score(completions)
         return [sample.rewarded(reward) for sample, reward in zip(samples, rewards, strict=True)]
 
-    # --- evaluation
-
     def evaluated(self, step: int) -> Mapping[str, float]:
-        """Returns metrics of samples of the held-out prompts: rewards, pass@1, lengths; {} without rewards.
-
-        Sampled as in training, not greedily, so that `eval_reward` is for unseen prompts what `reward` is for those of
-        a step. Draws are far beyond those of any run, and the same in every evaluation: two evaluations differ by their
-        weights alone. Recorded and read again as a step's are.
-        """
-        settings, held_out, folder = self._recipe.evaluate, self._held_out, self._records
-        if held_out is None:
-            return {}
-        read_by_it = [self._identity, held_out.content, settings.prompts, settings.samples]
-        identity = hashlib.sha256(json.dumps(read_by_it, sort_keys=True).encode()).hexdigest()
-        prompts, kind = held_out.prompts[: settings.prompts], records.EVALUATION
-
-        def read() -> list[Sample] | None:
-            found = records.read_record(folder, step, kind)
-            if found is not None and found[1] == identity:
-                return found[0]
-            records.set_record_aside(folder, step, kind)
-            return None
-
-        samples = on_main(self._engine, read)
-        if samples is None:
-            drawn = self._drawer.draw(_FIRST_HELD_OUT, [prompt.ids for prompt in prompts], settings.samples)
-
-            def score_and_record() -> list[Sample]:
-                samples = self._rewarded(prompts, held_out.contents(prompts), drawn)
-                records.write_record(folder, step, samples, identity, kind)
-                return samples
-
-            samples = on_main(self._engine, score_and_record)
-        rewards = np.array([sample.reward.total for sample in samples]).reshape(len(prompts), -1)
-        metrics = measured(samples, rewards)
-        del metrics["zero_variance"]  # of groups that are trained on
-        return {f"eval_{name}": value for name, value in metrics.items()}
+        return {} if self._held_out is None else self._held_out.metrics(step)
 
     # --- as a loader reads them
 
@@ -349,7 +315,7 @@ class RolloutRows(RunRows):
         return self._prompts.epochs(position // (self._settings.samples * self._settings.reuse))
 
     def measured(self, step: int) -> Mapping[str, float]:
-        return {**self._measured, **self._times}
+        return {**self._measured, **self._of_server, **self._times}
 
     def _at(self, position: int) -> int:
         step, row = divmod(position, self._recipe.batch.rows)
@@ -368,43 +334,6 @@ def example_of(sample: Sample, advantage: float) -> Example:
         given |= {IDS: sample.teacher.ids.astype(np.int64), LOG_PROBS: sample.teacher.log_probs}
     shared = SharedPrompt(tuple(sample.prompt), len(sample.prompt))
     return Example(sample.path, sample.row, sample.source, (Tokens(ids, loss_mask),), columns, given, shared)
-
-
-def measured_corrections(weights: Sequence[NDArray[np.float64]]) -> dict[str, float]:
-    """Returns the mean of the correction's weights over the tokens of a batch, and the share that is 0."""
-    if not weights:
-        return {}
-    each = np.concatenate(weights)
-    return {"correction/weight": float(each.mean()), "correction/masked": float((each == 0).mean())}
-
-
-def measured(samples: Sequence[Sample], rewards: NDArray[np.float64]) -> dict[str, float]:
-    """Returns the metrics of a step's rollouts. rewards: (P, G), weighted sums.
-
-    pass@G/<name>: share of prompts with a sample that has 1, if this reward has only the values 0 and 1; pass@1/<name>:
-    share of samples.
-    """
-    finite = [float(margin) for sample in samples for margin in sample.margins if np.isfinite(margin)]
-    line = {
-        "completion_tokens": float(np.mean([len(sample.ids) for sample in samples])),
-        "truncated": float(np.mean([sample.is_truncated for sample in samples])),
-        **({"margin": min(finite)} if finite else {}),
-    }
-    if samples[0].reward.by_name:
-        line["reward"] = float(rewards.mean())
-        line["zero_variance"] = float(1 - has_variance(rewards).mean())  # share of prompts that teach nothing
-    for name in samples[0].reward.by_name:
-        values = [sample.reward.by_name[name] for sample in samples]
-        answered = [value for value in values if value is not None]
-        if answered:
-            line[f"reward/{name}"] = float(np.mean(answered))
-        if len(answered) < len(values):
-            line[f"reward_failures/{name}"] = float(len(values) - len(answered))
-        if set(answered) <= {0.0, 1.0}:
-            right = np.array([value == 1.0 for value in values]).reshape(rewards.shape)
-            line[f"pass@1/{name}"] = float(right.mean())
-            line[f"pass@{rewards.shape[1]}/{name}"] = float(right.any(1).mean())
-    return line
 
 
 # Parts of a recipe that decide a step's rollouts; `data` without what evaluation reads.
