@@ -32,9 +32,10 @@ def samples(run: Path) -> dict[int, Counter[str]]:
 
 
 def _files(run: Path) -> set[str]:
-    """But for what a rank wrote when another one was killed, if its launcher left it the time."""
+    """But for what a rank wrote when it lost its connection to one that was killed, if its launcher left it the time. A
+    rank that fails by itself writes another error."""
     files = {path for path in run.rglob("*") if path.is_file()}
-    lost = {path for path in run.glob("finetune-error-*.log") if "Connection closed by peer" in path.read_text()}
+    lost = {path for path in run.glob("finetune-error-*.log") if "gloo/transport/" in path.read_text()}
     return {path.relative_to(run).as_posix() for path in files - lost}
 
 
