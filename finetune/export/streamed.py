@@ -144,7 +144,20 @@ class StreamedModel:
             copies = {name for group in _groups(self.model, tied) for name in group.shapes} if tied else set()
             extra = [name for name in self._files.names() if name not in self._groups and name not in copies]
             self.shapes |= {name: self._cast(self._files.meta(name)) for name in extra}
-        self._check()
+        # What cannot be merged in the layout of the files is refused.
+        names = {name for group in self._groups.values() for name in group.names}
+        if unknown := sorted(set(self.patches) - names - set(self._aliases)):
+            raise UserError(
+                f"{self.trained.folder}: {unknown[0]} was trained but is not in this base model; is --base the right "
+                "one?"
+            )
+        for group in self._groups.values():
+            kinds = {self.patches[name].kind for name in group.names if name in self.patches}
+            if not group.is_renaming and not kinds <= {"lora"} and not kinds <= {"full"}:
+                raise UserError(
+                    f"{group.names[0]}: {' and '.join(sorted(kinds))} of a tensor that files hold in another layout "
+                    "than transformers is not merged tensor by tensor: merge it in memory by peft's `merge_and_unload`"
+                )
 
     @cached_property
     def text_part(self) -> TextPart | None:
@@ -248,22 +261,6 @@ class StreamedModel:
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
-
-    def _check(self) -> None:
-        """Raises UserError for what cannot be merged in the layout of the files."""
-        names = {name for group in self._groups.values() for name in group.names}
-        if unknown := sorted(set(self.patches) - names - set(self._aliases)):
-            raise UserError(
-                f"{self.trained.folder}: {unknown[0]} was trained but is not in this base model; is --base the right "
-                "one?"
-            )
-        for group in self._groups.values():
-            kinds = {self.patches[name].kind for name in group.names if name in self.patches}
-            if not group.is_renaming and not kinds <= {"lora"} and not kinds <= {"full"}:
-                raise UserError(
-                    f"{group.names[0]}: {' and '.join(sorted(kinds))} of a tensor that files hold in another layout "
-                    "than transformers is not merged tensor by tensor: merge it in memory by peft's `merge_and_unload`"
-                )
 
 
 def auto_class(about: Model, labels: tuple[str, ...]) -> Any:

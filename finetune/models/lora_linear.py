@@ -106,7 +106,14 @@ class FusedLinear:
         return (
             isinstance(layer.lora_dropout[name], nn.Identity)
             # A packed weight in a compiled layer would be kept unpacked for the backward.
-            and (_is_plain(base) or (_is_packed(base) and not torch.compiler.is_compiling()))
+            and (
+                _is_plain(base)
+                or (
+                    (type(base) is Fp8Linear or packed_linear.is_4bit(base))
+                    and not _has_hooks(base)
+                    and not torch.compiler.is_compiling()
+                )
+            )
             and all(map(_is_plain, (down, up)))
             and up.bias is None
             and not any(parameter.requires_grad for parameter in base.parameters())
@@ -115,10 +122,6 @@ class FusedLinear:
 
 def _is_plain(layer: Any) -> bool:
     return type(layer) is nn.Linear and not _has_hooks(layer) and "forward" not in vars(layer)
-
-
-def _is_packed(layer: Any) -> bool:
-    return (type(layer) is Fp8Linear or packed_linear.is_4bit(layer)) and not _has_hooks(layer)
 
 
 def _has_hooks(layer: Any) -> bool:

@@ -115,19 +115,6 @@ def _sampled(sampled: Sampled) -> dict[str, Any]:
     return {**counts, **sizes, "largest_cohort": sampled.largest}
 
 
-def _rollouts(request: PlanRequest, one: Choice, sampled: Sampled) -> str:
-    """Returns a line on the rollouts of a step."""
-    settings = request.recipe.rollouts
-    assert settings is not None
-    fits = f"rollouts.cohort up to {sampled.largest:,} fits" if sampled.largest else "not even one sample fits"
-    seconds = one.step.parts.get("generation") if one.step else None
-    took = f", at most {seconds:.3g} s" if seconds else ""
-    return (
-        f"rollouts: {sampled.cohorts:,} cohorts of {settings.cohort:,} samples, {sampled.each:,} on a rank one after "
-        f"another{took}; a cohort takes {sampled.peak / GIB:.2f} GiB, {sampled.cache / GIB:.2f} of it cache; {fits}"
-    )
-
-
 def _difference(one: StepTime, other: StepTime) -> tuple[str, float]:
     """Returns the part of a step that the other has most of in addition, and its seconds."""
     gains = {name: other.parts.get(name, 0.0) - one.parts.get(name, 0.0) for name in (*one.parts, *other.parts)}
@@ -221,7 +208,16 @@ def show(
         if one is first[0] and second is not None:
             print_line(console, _against(one, second), highlight=False, markup=False)
         if one.sampled is not None:
-            print_line(console, _rollouts(request, one, one.sampled), highlight=False, markup=False)
+            sampled, settings = one.sampled, request.recipe.rollouts
+            assert settings is not None
+            fits = f"rollouts.cohort up to {sampled.largest:,} fits" if sampled.largest else "not even one sample fits"
+            seconds = one.step.parts.get("generation") if one.step else None
+            took = f", at most {seconds:.3g} s" if seconds else ""
+            line = (
+                f"rollouts: {sampled.cohorts:,} cohorts of {settings.cohort:,} samples, {sampled.each:,} on a rank one "
+                f"after another{took}; a cohort takes {sampled.peak / GIB:.2f} GiB, {sampled.cache / GIB:.2f} of it cache; {fits}"
+            )
+            print_line(console, line, highlight=False, markup=False)
     for line in refused(results):
         print_line(console, f"[bold]{line['on']}[/bold]: {escape(line['why'])}", highlight=False)
     console.print()

@@ -97,7 +97,8 @@ def _sampling(key: CacheKey) -> CohortCosts:
                 f"{type(config).__name__}: what its layers compute depends on values ({error}), so the memory of "
                 "sampling cannot be calculated from shapes"
             ) from None
-        caches = [sum(tensor.nbytes for tensor in _tensors(layer)) for layer in cache.layers]
+        # Keys and values, or states of layers that mix by them.
+        caches = [sum(one.nbytes for one in vars(layer).values() if isinstance(one, Tensor)) for layer in cache.layers]
     # Caches of the layers that the short model lacks, in full; those of the prompts by their share of the length.
     whole = sum(caches[kind] for kind in kinds)
     more, share = whole - sum(caches), prompt / (prompt + settings.max_new_tokens)
@@ -119,11 +120,6 @@ def _one_forward(model: torch.nn.Module, sampler: Sampler, cache: DynamicCache, 
         logits_to_keep=1,
     )
     sampler(output.logits[:, -1], place)
-
-
-def _tensors(layer: object) -> list[Tensor]:
-    """Returns the tensors of a layer's cache: keys and values, or states of layers that mix by them."""
-    return [value for value in vars(layer).values() if isinstance(value, Tensor)]
 
 
 def _lengthen(cache: DynamicCache, tokens: int) -> None:

@@ -35,7 +35,26 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), text: str | Non
             override(tree, text, _is_text)
         except RecipeError as error:
             problems += error.problems
-    _give_way(tree, path)
+    # Keys that cannot stay next to a nearer one, or that have no effect without evaluation data, are removed.
+
+    def distance(key: Key) -> int:  # of its source: 0 the command line, 1 the recipe's own file, 2 one it extends
+        place = tree.place(key)
+        return 0 if place.line is None else 1 if place.file == str(path) else 2
+
+    def given(key: Key) -> Any:
+        try:
+            return _value_at(tree.values, key)
+        except (KeyError, TypeError, IndexError):
+            return None
+
+    pairs = list(_GIVES_WAY)
+    if not given(("data", "eval")):
+        pairs += [(key, "data.eval") for key in _ONLY_WITH_EVALUATION]
+    for dropped, kept in pairs:
+        key, nearer = tuple(dropped.split(".")), tuple(kept.split("."))
+        is_met = kept == "data.eval" or given(nearer) is not None
+        if is_met and given(key) is not None and distance(nearer) < distance(key):
+            del tree.values[key[0]][key[1]]
     recipe = None
     try:
         recipe = Recipe.model_validate(tree.values)
@@ -60,29 +79,6 @@ _GIVES_WAY = (
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
 )
 _ONLY_WITH_EVALUATION = tuple(f"evaluate.{name}" for name in ("every_steps", "generate", "exact_match", "answer"))
-
-
-def _give_way(tree: Tree, path: Path) -> None:
-    """Removes keys that could not stay next to a nearer one, or that have no effect without evaluation data."""
-
-    def distance(key: Key) -> int:  # of its source: 0 the command line, 1 the recipe's own file, 2 one it extends
-        place = tree.place(key)
-        return 0 if place.line is None else 1 if place.file == str(path) else 2
-
-    def given(key: Key) -> Any:
-        try:
-            return _value_at(tree.values, key)
-        except (KeyError, TypeError, IndexError):
-            return None
-
-    pairs = list(_GIVES_WAY)
-    if not given(("data", "eval")):
-        pairs += [(key, "data.eval") for key in _ONLY_WITH_EVALUATION]
-    for dropped, kept in pairs:
-        key, nearer = tuple(dropped.split(".")), tuple(kept.split("."))
-        is_met = kept == "data.eval" or given(nearer) is not None
-        if is_met and given(key) is not None and distance(nearer) < distance(key):
-            del tree.values[key[0]][key[1]]
 
 
 def _with_name(recipe: Recipe) -> tuple[Recipe, list[Finding]]:

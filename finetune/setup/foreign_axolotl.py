@@ -68,7 +68,18 @@ def convert_axolotl(c: Conversion) -> None:
     convert_run(c)
     convert_model(c, "base_model")
     c.take("model_type", "tokenizer_type", "base_model_config")
-    _template(c)
+    name, jinja = c.word("chat_template"), c.word("chat_template_jinja")
+    if jinja and Path(str(jinja)).suffix in (".jinja", ".jinja2"):
+        c.set("model.chat_template", str(jinja))
+    elif jinja:
+        c.leave("chat_template_jinja", "save it to a file and name that in `model.chat_template`")
+    elif name in _TEMPLATES:
+        if _TEMPLATES[name]:
+            c.set("model.chat_template", _TEMPLATES[name])
+    elif name:
+        c.set("model.chat_template", None, f"the tokenizer's own, in place of axolotl's {name}")
+    if arguments := c.table("chat_template_kwargs"):
+        c.set("model.chat_template_arguments", arguments)
     adapter, four, eight = c.take("adapter"), c.is_on("load_in_4bit"), c.is_on("load_in_8bit")
     if adapter in (None, "", False):
         c.set("mode", "full")
@@ -90,21 +101,6 @@ def convert_axolotl(c: Conversion) -> None:
     _objective(c)
     _data(c)
     convert_training(c, _DEFAULTS, keeps_16_bits=True)
-
-
-def _template(c: Conversion) -> None:
-    name, jinja = c.word("chat_template"), c.word("chat_template_jinja")
-    if jinja and Path(str(jinja)).suffix in (".jinja", ".jinja2"):
-        c.set("model.chat_template", str(jinja))
-    elif jinja:
-        c.leave("chat_template_jinja", "save it to a file and name that in `model.chat_template`")
-    elif name in _TEMPLATES:
-        if _TEMPLATES[name]:
-            c.set("model.chat_template", _TEMPLATES[name])
-    elif name:
-        c.set("model.chat_template", None, f"the tokenizer's own, in place of axolotl's {name}")
-    if arguments := c.table("chat_template_kwargs"):
-        c.set("model.chat_template_arguments", arguments)
 
 
 # A regular expression that takes the same modules of every layer, such as `model.layers.[\d]+.mlp.(up|down)_proj`.

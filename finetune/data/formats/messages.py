@@ -277,23 +277,6 @@ def check_answers(conversation: Conversation) -> None:
 
 def context_of(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
     """Returns a conversation that is only read: it may be without an answer."""
-    _check_order(messages)
-    first = messages[0]
-    if not system or (first.role in FIRST and first.content == system):
-        return Conversation(tuple(messages), tools)
-    if first.role in FIRST:
-        raise BadRow(
-            f"`system` is {shown(system)}, but message 0 ({first.role}) is {shown(first.content)}; keep one of them"
-        )
-    return Conversation((Message("system", system), *messages), tools)
-
-
-def as_context(messages: Sequence[Message]) -> list[Message]:
-    """Marks messages as context: they are seen, not trained."""
-    return [replace(message, train=False) if message.role == "assistant" else message for message in messages]
-
-
-def _check_order(messages: Sequence[Message]) -> None:
     # One system or developer message at most: templates that know both take the first, and some drop a second unseen.
     start = 1 if messages and messages[0].role in FIRST else 0
     before: Message | None = messages[0] if start else None
@@ -324,6 +307,19 @@ def _check_order(messages: Sequence[Message]) -> None:
         before = message
     if waiting and before and before.role == "tool":
         raise BadRow(f"the conversation ends at message {len(messages) - 1} (tool){_unanswered(waiting)}")
+    first = messages[0]
+    if not system or (first.role in FIRST and first.content == system):
+        return Conversation(tuple(messages), tools)
+    if first.role in FIRST:
+        raise BadRow(
+            f"`system` is {shown(system)}, but message 0 ({first.role}) is {shown(first.content)}; keep one of them"
+        )
+    return Conversation((Message("system", system), *messages), tools)
+
+
+def as_context(messages: Sequence[Message]) -> list[Message]:
+    """Marks messages as context: they are seen, not trained."""
+    return [replace(message, train=False) if message.role == "assistant" else message for message in messages]
 
 
 def _unanswered(waiting: list[str | None]) -> str:
