@@ -227,8 +227,15 @@ def run_sweep(path: Path, trials: int, overrides: Sequence[str] = (), console: C
             waiting = {trial.user_attrs.get("run") for trial in study.trials if not trial.state.is_finished()}
             ended = {trial.user_attrs.get("run") for trial in study.trials} - waiting - {None}
             if (missing := trials - len(ended)) > 0:
-                say = [lambda _, trial: console.print(_told(trial), markup=False)] if console else []
-                study.optimize(lambda trial: run_trial(sweep, trial), missing, catch=RunFailure, callbacks=say)
+
+                def say(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+                    values = " ".join(f"{name}={value}" for name, value in trial.params.items())
+                    result = trial.user_attrs.get("error", "" if trial.value is None else f"{trial.value:.5g}")
+                    line = f"trial {trial.number}: {trial.state.name.lower()} {result} with {values}"
+                    if console:
+                        console.print(line, markup=False)
+
+                study.optimize(lambda trial: run_trial(sweep, trial), missing, catch=RunFailure, callbacks=[say])
     except Timeout:
         raise UserError(f"{storage}: another sweep is running: wait for it, or stop it") from None
     return study
@@ -242,12 +249,6 @@ def _take_up(study: optuna.Study) -> None:
         study.tell(trial.number, state=TrialState.FAIL)
         if "run" in trial.user_attrs:
             study.enqueue_trial(trial.params, {"run": trial.user_attrs["run"]})
-
-
-def _told(trial: optuna.trial.FrozenTrial) -> str:
-    values = " ".join(f"{name}={value}" for name, value in trial.params.items())
-    result = trial.user_attrs.get("error", "" if trial.value is None else f"{trial.value:.5g}")
-    return f"trial {trial.number}: {trial.state.name.lower()} {result} with {values}"
 
 
 def show_trials(study: optuna.Study, console: Console) -> None:

@@ -255,7 +255,14 @@ def write_scores(
         before = json.loads(path.read_text(encoding="utf-8"))["scores"] if path.is_file() else {}
         again = {(name.partition("/")[0], suffix[1:]) for name in scores}
         kept = {k: score for k, score in before.items() if (k.partition("/")[0], k.partition("@")[2]) not in again}
-        step = _step_of_result(run_dir, recipe) if checkpoint is None else checkpoint
+        if checkpoint is not None:
+            step = checkpoint
+        elif recipe is not None and recipe.train.result == "best":
+            best = best_checkpoint(run_dir / "checkpoints", recipe.checkpoint.best)
+            step = int(best.name.removeprefix("step-")) if best else None
+        else:  # None without a run's metrics
+            lines = read_steps(run_dir / "metrics.jsonl")
+            step = lines[-1]["step"] if lines else None
         new = {}
         for name, score in scores.items():
             figures = {field: getattr(score, field) for field in ("rows", *_FIELDS)}
@@ -281,15 +288,6 @@ def write_scores(
         raise RunFailure(
             f"{run_dir}: the scores above could not be written: {error}; free space and run the command again"
         ) from None
-
-
-def _step_of_result(run_dir: Path, recipe: Recipe | None) -> int | None:
-    """Returns None without a run's metrics."""
-    lines = read_steps(run_dir / "metrics.jsonl")
-    if recipe is not None and recipe.train.result == "best":
-        best = best_checkpoint(run_dir / "checkpoints", recipe.checkpoint.best)
-        return int(best.name.removeprefix("step-")) if best else None
-    return lines[-1]["step"] if lines else None
 
 
 def show_scores(console: Console, run_dirs: Sequence[Path], scores_of_runs: Sequence[dict[str, Score]]) -> None:

@@ -91,7 +91,18 @@ class FusedLinear:
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or not self.fuses():
             return super().forward(x, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  (of peft's)
-        return _compiled_product(self, x) if torch.compiler.is_compiling() else self.siblings.output(self, x)
+        if not torch.compiler.is_compiling():
+            return self.siblings.output(self, x)
+        # Casts are left to the compiler, which has few kernels for all of them; layers of one input, too: those that
+        # take another's output would change its state, which recomputation must not.
+        layer: Any = self
+        device, name, base = x.device.type, layer.active_adapters[0], layer.base_layer
+        compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        bias = None if base.bias is None else base.bias.to(compute)
+        down, up = (half[name].weight.to(compute) for half in (layer.lora_A, layer.lora_B))
+        rows = x.to(compute).reshape(-1, x.shape[-1])
+        y, _ = _adapted(rows, base.weight.to(compute), bias, down, up, layer.scaling[name])
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def fuses(self) -> bool:
         """Returns whether this layer computes the formula above, with weights that are on this rank. It does not with
@@ -217,18 +228,6 @@ def _matrix(base: Any, weight: Tensor, compute: torch.dtype) -> Tensor:  # (O, I
 
 
 # --- in a compiled layer: an operator that torch.compile calls as it is
-
-
-def _compiled_product(layer: Any, x: Tensor) -> Tensor:
-    """Returns as `products` of one layer. Casts are left to the compiler, which has few kernels for all of them; layers
-    of one input, too: those that take another's output would change its state, which recomputation must not."""
-    device, name, base = x.device.type, layer.active_adapters[0], layer.base_layer
-    compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    bias = None if base.bias is None else base.bias.to(compute)
-    down, up = (half[name].weight.to(compute) for half in (layer.lora_A, layer.lora_B))
-    rows = x.to(compute).reshape(-1, x.shape[-1])
-    y, _ = _adapted(rows, base.weight.to(compute), bias, down, up, layer.scaling[name])
-    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 @torch.library.custom_op("finetune::adapted", mutates_args=())

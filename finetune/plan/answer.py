@@ -20,7 +20,6 @@ from finetune.plan.search import (
     SAVE_S,
     Choice,
     PlanRequest,
-    Sampled,
     SearchResult,
     answers,
     as_lines,
@@ -59,7 +58,19 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
             "step_s": one.step and one.step.seconds,
             "step_parts_s": one.step and one.step.parts,
             "speeds": one.step and one.step.source,
-            **({"rollouts": _sampled(one.sampled)} if one.sampled else {}),
+            **(
+                {
+                    "rollouts": {
+                        "cohorts": sampled.cohorts,
+                        "cohorts_of_a_rank": sampled.each,
+                        "cache_gib": round(sampled.cache / GIB, 3),
+                        "cohort_gib": round(sampled.peak / GIB, 3),
+                        "largest_cohort": sampled.largest,
+                    }
+                }
+                if (sampled := one.sampled)
+                else {}
+            ),
             "tokens_per_s": one.tokens_per_s,
             "hours": one.hours,
             "price": one.price,
@@ -107,12 +118,6 @@ def why(request: PlanRequest, one: Choice) -> str:
         fewer = f"{one.faster.config} on {one.faster.machines.name}"
         not_faster = f"; not faster than {fewer} ({one.faster.step.seconds:.3g} s a step): {more:.3g} s more of {part}"
     return f"{room}; limited by {one.step.limit} ({share:.0%} of a step){not_faster}"
-
-
-def _sampled(sampled: Sampled) -> dict[str, Any]:
-    sizes = {"cache_gib": round(sampled.cache / GIB, 3), "cohort_gib": round(sampled.peak / GIB, 3)}
-    counts = {"cohorts": sampled.cohorts, "cohorts_of_a_rank": sampled.each}
-    return {**counts, **sizes, "largest_cohort": sampled.largest}
 
 
 def _difference(one: StepTime, other: StepTime) -> tuple[str, float]:
@@ -215,7 +220,8 @@ def show(
             took = f", at most {seconds:.3g} s" if seconds else ""
             line = (
                 f"rollouts: {sampled.cohorts:,} cohorts of {settings.cohort:,} samples, {sampled.each:,} on a rank one "
-                f"after another{took}; a cohort takes {sampled.peak / GIB:.2f} GiB, {sampled.cache / GIB:.2f} of it cache; {fits}"
+                f"after another{took}; a cohort takes {sampled.peak / GIB:.2f} GiB, {sampled.cache / GIB:.2f} of it "
+                f"cache; {fits}"
             )
             print_line(console, line, highlight=False, markup=False)
     for line in refused(results):

@@ -73,7 +73,7 @@ def _sampling(key: CacheKey) -> CohortCosts:
     settings, samples, prompt, how = key.others
     short, kinds = short_model(config), shortened(config)[1]
     model, _ = model_at(recipe, short, attention_at(recipe, config, how), how)
-    vocabulary, operators = config.get_text_config().vocab_size, OperatorCounter()
+    operators = OperatorCounter()
     meter = Meter("cpu", count=operators.count)
     model.eval()
     with contextlib.ExitStack() as stack:
@@ -91,7 +91,7 @@ def _sampling(key: CacheKey) -> CohortCosts:
                     _lengthen(cache, place - prompt)
                 operators.part = phase
                 meter.begin(phase)
-                _one_forward(model, sampler, cache, tokens, place, vocabulary)
+                _one_forward(model, sampler, cache, tokens, place)
         except DynamicOutputShapeException as error:
             raise NotEstimated(
                 f"{type(config).__name__}: what its layers compute depends on values ({error}), so the memory of "
@@ -107,7 +107,7 @@ def _sampling(key: CacheKey) -> CohortCosts:
     return CohortCosts(samples, whole, int(peaks["prompts"] + more * share), peaks["tokens"] + more, *works)
 
 
-def _one_forward(model: torch.nn.Module, sampler: Sampler, cache: DynamicCache, tokens: int, place: int, columns: int):
+def _one_forward(model: torch.nn.Module, sampler: Sampler, cache: DynamicCache, tokens: int, place: int) -> None:
     """Runs one turn of `rollouts.decoding.decode`. place: of the first of `tokens` in each sequence."""
     samples = len(sampler.keys)
     positions = torch.arange(place, place + tokens).expand(samples, -1)

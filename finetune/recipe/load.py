@@ -114,7 +114,16 @@ def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
     # A union reports the failure of every branch: one problem per key, the expectations of the branches joined by "or".
     by_key: dict[Key, list[dict[str, Any]]] = {}
     for detail in error.errors():
-        by_key.setdefault(_key(detail["loc"], detail["type"], tree.values), []).append(dict(detail))
+        # The part of pydantic's location that exists in the recipe; it also names branches of unions.
+        location, values, key = detail["loc"], tree.values, Key()
+        for i, part in enumerate(location):
+            keys = range(len(values)) if isinstance(values, list) else values if isinstance(values, dict) else ()
+            if part in keys:
+                key = (*key, part)
+                values = _value_at(values, (part,))
+            elif detail["type"] == "missing" and i == len(location) - 1 and isinstance(part, str):
+                key = (*key, part)
+        by_key.setdefault(key, []).append(dict(detail))
     first, problems = dict(islice(by_key.items(), MAX_PROBLEMS)), []
     for key, group in first.items():
         # Another branch of the union may have got further: `targets: [q_proj, 3]` is a list, not `all-linear`.
@@ -124,19 +133,6 @@ def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
     if (more := len(by_key) - len(first)) > 0:
         problems.append(Problem(tree.place(()), (), f"and {more:,} more problems"))
     return problems
-
-
-def _key(loc: tuple[str | int, ...], kind: str, values: Any) -> Key:
-    """Returns the part of pydantic's location that exists in the recipe (it also names branches of unions)."""
-    key: Key = ()
-    for i, part in enumerate(loc):
-        keys = range(len(values)) if isinstance(values, list) else values if isinstance(values, dict) else ()
-        if part in keys:
-            key = (*key, part)
-            values = _value_at(values, (part,))
-        elif kind == "missing" and i == len(loc) - 1 and isinstance(part, str):
-            key = (*key, part)
-    return key
 
 
 def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> str:
@@ -162,7 +158,12 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
         if given in (instead := FOREIGN_FORMATS if is_format else FOREIGN_VALUES.get(dotted(key), {})):
             return f"{message}; {instead[given]}"
         choices = [choice.strip("'") for choice in first["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-        message += _did_you_mean(given, choices)
+        nearest = difflib.get_close_matches(given.lower(), choices, n=1, cutoff=0.6)
+        if nearest:
+            hint = f"; did you mean `{nearest[0]}`?"
+        else:
+            hint = f"; valid here: {', '.join(choices)}" if choices else ""
+        message += hint
     if first["type"] == "model_type" and isinstance(given, str) and "name" in _fields_at(key):
         message += f"; did you mean `{dotted((*key, 'name'))}`?"
     if key == ("rewards",) and given is None:
@@ -263,13 +264,6 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     text = f'"{value}" (text)' if isinstance(value, str) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _did_you_mean(name: str, choices: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), choices, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean `{close[0]}`?"
-    return f"; valid here: {', '.join(choices)}" if choices else ""
 
 
 def _value_at(values: Any, key: Key) -> Any:

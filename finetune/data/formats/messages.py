@@ -87,7 +87,19 @@ def read_message(value: Any, where: str) -> Message:
     part_calls: tuple[Call, ...] = ()
     if isinstance(item.get("content"), list):
         item, part_calls = _from_parts(item, f"{where}.content")
-    calls = _calls(item, part_calls, role, where)
+    keys = [key for key in ("tool_calls", "function_call") if has_value(item.get(key))]
+    if part_calls and (keys or role != "assistant"):
+        raise BadRow(f"{where} is from {role} and has {names(['content', *keys])} with calls; keep an assistant's")
+    if part_calls or not keys:
+        calls = part_calls
+    elif role != "assistant":
+        raise BadRow(f"{where} is from {role} and has {names(keys)}; only an assistant calls tools")
+    elif len(keys) == 2:
+        raise BadRow(f"{where} has {names(keys)}, the new and the old name of the same; keep one")
+    elif keys == ["function_call"]:
+        calls = ({"type": "function", "function": function_of(item["function_call"], f"{where}.function_call")},)
+    else:
+        calls = read_calls(item["tool_calls"], f"{where}.tool_calls")
     content, images = _content(item.get("content"), role, f"{where}.content", has_calls=bool(calls))
     train = _train(item, role, where)
     reasoning = {key: text(item[key], f"{where}.{key}") for key in REASONING if has_value(item.get(key))}
@@ -212,22 +224,6 @@ def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:
             raise BadRow(f"{where} has reasoning, and so has {names(others)}; keep one")
         message["reasoning_content"] = "".join(values["reasoning"])
     return message, tuple(call for value in values["tool_call"] for call in read_turn_calls(value, where))
-
-
-def _calls(item: Row, part_calls: tuple[Call, ...], role: str, where: str) -> tuple[Call, ...]:
-    """Returns the calls of a message. part_calls: those in its content."""
-    keys = [key for key in ("tool_calls", "function_call") if has_value(item.get(key))]
-    if part_calls and (keys or role != "assistant"):
-        raise BadRow(f"{where} is from {role} and has {names(['content', *keys])} with calls; keep an assistant's")
-    if part_calls or not keys:
-        return part_calls
-    if role != "assistant":
-        raise BadRow(f"{where} is from {role} and has {names(keys)}; only an assistant calls tools")
-    if len(keys) == 2:
-        raise BadRow(f"{where} has {names(keys)}, the new and the old name of the same; keep one")
-    if keys == ["function_call"]:
-        return ({"type": "function", "function": function_of(item["function_call"], f"{where}.function_call")},)
-    return read_calls(item["tool_calls"], f"{where}.tool_calls")
 
 
 def _train(item: Row, role: str, where: str) -> bool:

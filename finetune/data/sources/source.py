@@ -196,8 +196,8 @@ class HubRows:
                     begin, end = part.bounds(lambda: 0)
                     rows = builder.as_streaming_dataset(split=part.name).skip(begin)
                     self._rows = rows if end is None else rows.take(end - begin)
-                # `hash` is the commit of the repository on the hub, or a digest of the data files' names, sizes and times; a digest
-                # of the rows themselves would need reading them all.
+                # `hash` is the commit of the repository on the hub, or a digest of the data files' names, sizes and
+                # times; a digest of the rows themselves would need reading them all.
                 self._digest = (
                     f"streamed {source.path} {source.config} {source.split} {builder.hash} {builder.config_id}"
                 )
