@@ -41,23 +41,20 @@ def fuse_adapters(model: nn.Module) -> None:
     for parent in modules:
         for names in OF_ONE_INPUT:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
-            if all(isinstance(layer, FusedLinear) for layer in layers) and _called_alike(type(parent), names):
+            if not all(isinstance(layer, FusedLinear) for layer in layers):
+                continue
+            # The forward has to call each of these layers once, with the same variable and at the same depth: not in
+            # a branch of its own, as in models whose layers take over another's keys.
+            calls = [
+                (layer, variable, len(line) - len(line.lstrip()))
+                for line in inspect.getsource(type(parent).forward).splitlines()
+                for layer, variable in re.findall(rf"self\.({'|'.join(names)})\((\w+)\)", line)
+            ]
+            is_alike = len({call[1:] for call in calls}) == 1
+            if is_alike and sorted(layer for layer, _, _ in calls) == sorted(names):
                 shared = Siblings(layers)
                 for layer in layers:
                     layer.siblings = shared
-
-
-def _called_alike(kind: type[nn.Module], names: tuple[str, ...]) -> bool:
-    """Returns whether a module's forward calls each of these layers once, with the same variable and at the same
-    depth: not in a branch of its own, as models do whose layers take over another's keys."""
-    lines = inspect.getsource(kind.forward).splitlines()
-    calls = [
-        (layer, variable, len(line) - len(line.lstrip()))
-        for line in lines
-        for layer, variable in re.findall(rf"self\.({'|'.join(names)})\((\w+)\)", line)
-    ]
-    layers = sorted(layer for layer, _, _ in calls)
-    return layers == sorted(names) and len({call[1:] for call in calls}) == 1
 
 
 class Siblings:

@@ -164,23 +164,24 @@ def _forward(
     for name, stacked in experts.named_parameters(recurse=False):
         weights[name] = part_of_parameter(exchange.weight(stacked))
         if name in adapters and not adapters[name].disable_adapters:
-            weight, wrapper = weights[name], adapters[name]
-            # W[e] + s B[e] A[e] of the experts from `first` on, by peft's layout: A (E*r, in), B (out, r*E).
-            number, adapter = wrapper.num_experts, wrapper.active_adapters[0]
-            a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-            right = a.view(number, -1, a.shape[1])[first : first + len(weight)]  # (E/P, r, in)
-            left = b.view(len(b), -1, number)[..., first : first + len(weight)].permute(2, 0, 1)  # (E/P, out, r)
-            if getattr(experts, "is_transposed", False):  # (in, out)
-                left, right = right.transpose(1, 2), left.transpose(1, 2)
-            weights[name] = torch.baddbmm(
-                weight, left.to(weight.dtype), right.to(weight.dtype), alpha=wrapper.scaling[adapter]
-            )
+            weights[name] = _adapted(weights[name], adapters[name], first, experts)
     computed = forward(_Self(experts, weights), rows, expert[:, None], rows.new_ones(len(rows), 1))[:arrived]
     outputs = exchange.rows(computed, received, sent)  # (T*K, D), in `order`
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     weighted = outputs[place].view(*top_k_index.shape, -1) * top_k_weights[..., None]  # (T, K, D)
     return weighted.sum(1).to(hidden_states.dtype)
+
+
+def _adapted(weight: Tensor, wrapper: Any, first: int, experts: Any) -> Tensor:
+    """Returns W[e] + s B[e] A[e] of the experts from `first` on, by peft's layout: A (E*r, in), B (out, r*E)."""
+    number, adapter = wrapper.num_experts, wrapper.active_adapters[0]
+    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    right = a.view(number, -1, a.shape[1])[first : first + len(weight)]  # (E/P, r, in)
+    left = b.view(len(b), -1, number)[..., first : first + len(weight)].permute(2, 0, 1)  # (E/P, out, r)
+    if getattr(experts, "is_transposed", False):  # (in, out)
+        left, right = right.transpose(1, 2), left.transpose(1, 2)
+    return torch.baddbmm(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=wrapper.scaling[adapter])
 
 
 class _Self:
