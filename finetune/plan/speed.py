@@ -4,7 +4,8 @@
     element-wise          bytes that all other operators read and write, as `timeline.py` runs them
     launches              operators that the host starts: on a CPU all of them, else if the device waits for the host
     unpacking             4-bit weights, and fp32 weights that are cast for each forward
-    optimizer             bytes of weights, gradients and moments; on the host's processors under offload
+    optimizer             bytes of weights, gradients and moments; on the host's processors under offload; Muon's
+                          products
     communication         the part that compute does not hide, by link
     host transfers        the same of weights, gradients and activations that are kept in the host's memory
     bubble                stages of a pipeline that wait for its first and last micro-batches
@@ -319,19 +320,8 @@ class Job:
         compute["launches"] = max(0.0, of_host - busy) if speeds.beside_host else of_host
         compute = {name: seconds / speeds.level.compute for name, seconds in compute.items()}
         busy = sum(compute.values())
-        owned, host = self.shape.trained / self.costs.owners, self.hardware.host
-        if self.costs.is_away:
-            on_disk = 24 * owned * self.machines.per_machine / (host.disk_gb_s * 1e9) if self.launch.uses_nvme else 0.0
-            # The processor is limited by its memory: an addition reads and writes 12 bytes.
-            added = self.costs.host_additions(self.shape, self.micro_batches) * 12 / _BYTES_OF_ADAMW
-            optimizer = (owned + added) / (host.adamw_per_core * host.cores_per_device) + on_disk
-        elif speeds.step_elements is not None:
-            tensors = self.shape.tensors / sizes.pipeline * _OF_STEPPED * speeds.operator_s
-            optimizer = owned / speeds.step_elements + tensors
-        else:
-            each = _BYTES_OF_8BIT if self.recipe.optimizer.name.endswith("8bit") else _BYTES_OF_ADAMW
-            optimizer = owned * each / speeds.bandwidth(1e9)
-        optimizer = optimizer / speeds.level.optimizer
+        stepping = self._stepping() + self.costs.orthogonalizing_flops() / speeds.products
+        optimizer = stepping / speeds.level.optimizer
         parts = {**compute, "optimizer": optimizer, **self._waits(busy)}
         if sizes.pipeline > 1:
             waiting = (sizes.pipeline - 1) / (micro_batches * sizes.stages_per_rank)
@@ -376,6 +366,21 @@ class Job:
         alone, of_host_alone = (sum(seconds for seconds, overlaps in x if not overlaps) for x in (others, host))
         left, left_of_host = max(0.0, overlapping - hidden), max(0.0, of_host - max(0.0, hidden - overlapping))
         return {"communication": left + alone, "host transfers": left_of_host + of_host_alone}
+
+    def _stepping(self) -> float:
+        """Returns the seconds to read and write weights, gradients and moments."""
+        sizes, launch, speeds = self.launch.parallelism, self.launch, self.speeds
+        owned, host = self.shape.trained / self.costs.owners, self.hardware.host
+        if self.costs.is_away:
+            on_disk = 24 * owned * self.machines.per_machine / (host.disk_gb_s * 1e9) if launch.uses_nvme else 0.0
+            # The processor is limited by its memory: an addition reads and writes 12 bytes.
+            added = self.costs.host_additions(self.shape, self.micro_batches) * 12 / _BYTES_OF_ADAMW
+            return (owned + added) / (host.adamw_per_core * host.cores_per_device) + on_disk
+        if speeds.step_elements is not None:
+            tensors = self.shape.tensors / sizes.pipeline * _OF_STEPPED * speeds.operator_s
+            return owned / speeds.step_elements + tensors
+        each = _BYTES_OF_8BIT if self.recipe.optimizer.name.endswith("8bit") else _BYTES_OF_ADAMW
+        return owned * each / speeds.bandwidth(1e9)
 
     def _traffic(self) -> Iterator[tuple[float, bool]]:
         """Yields (seconds, whether compute may overlap) of each transfer of a rank to others in a step."""
