@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from transformers import DynamicCache
 
 from finetune.data.batch import TokenShare
 from finetune.engine.context_parallel import token_ranks
@@ -47,7 +48,6 @@ class Engine(abc.ABC):
 
     forwards_alike = False  # all micro-batches of a step must have equally many tokens
     gathers_in_forward = False  # a forward waits for the other ranks at each part of the model
-    caches = True  # a forward supports a cache of keys and values
     copies_state = True  # a save may copy this rank's state to CPU memory, and write it while steps run
     # First backwards of a process that differ from later ones, in memory or in the order of sums over ranks. The loop
     # runs these before its first step and drops them, or a resumed run would not be bitwise the same.
@@ -141,6 +141,10 @@ class Engine(abc.ABC):
                 yield
         finally:
             self.model.train()
+
+    def new_cache(self) -> Any:
+        """Returns an empty cache of keys and values, for `past_key_values` of the forwards of a generation."""
+        return DynamicCache(config=self.unwrapped.config)
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:

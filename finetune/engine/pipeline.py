@@ -27,11 +27,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from transformers import DynamicCache
 
 from finetune.engine.base import BuildOptimizers, Engine, Forward, Loss, NamedTensors, T, detached
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Schedule
 from finetune.engine.ranks import group_along, sum_gradients
+from finetune.engine.stage_cache import stage_cache
 from finetune.engine.stages import (
     SINGLE_STAGE_SCHEDULES,
     StageModel,
@@ -62,7 +64,6 @@ class _RunningStep:
 
 class Pipeline(Engine):
     forwards_alike = True
-    caches = False  # a cache of keys and values begins with layer 0, which most stages lack
 
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
@@ -192,6 +193,8 @@ class Pipeline(Engine):
         return None
 
     def _run_received(self, stage: StageModel, /, **arguments: Any) -> Any:
+        if (caches := arguments.pop("past_key_values", None)) is not None:
+            arguments["past_key_values"] = caches[stage.index]
         if stage.index == 0:
             return stage.run(arguments, None)
         shape = (*arguments["input_ids"].shape, self._width)
@@ -202,11 +205,17 @@ class Pipeline(Engine):
     def _rank_of(self, stage: int) -> int:
         return self._layout.rank_of(stage) * self.parallelism.replicate + self.replica
 
+    def new_cache(self) -> dict[int, DynamicCache]:
+        """Returns an empty cache for each stage of this rank."""
+        layers = {stage.index: self._layout.layers(stage.index) for stage in self._stages}
+        return {index: stage_cache(self.unwrapped.config, of_stage) for index, of_stage in layers.items()}
+
     def answer(self, arguments: dict[str, Any]) -> Any:
         """Returns the logits of the last stage, on every rank of the pipeline."""
         output = self._relay(lambda model: model(**arguments))
         vocabulary = self.unwrapped.config.get_text_config().vocab_size
-        shape = (arguments["input_ids"].shape[0], arguments["logits_to_keep"], vocabulary)
+        rows, tokens = arguments["input_ids"].shape
+        shape = (rows, arguments.get("logits_to_keep", tokens), vocabulary)
         logits = torch.empty(shape, device=self.device) if output is None else output.logits.float().contiguous()
         dist.broadcast(logits, self._rank_of(self._layout.stages - 1), group=self._pipeline)
         return SimpleNamespace(logits=logits)

@@ -11,10 +11,11 @@ import pytest
 import tiny
 import torch
 import yaml
-from transformers import AutoConfig
+from transformers import AutoConfig, DynamicCache
 
 from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import Launch
+from finetune.engine.stage_cache import stage_cache
 from finetune.engine.stages import Layout, StageModel, check_cuttable, holders, keep_only, lay_out, stage_bounds
 from finetune.errors import UserError
 from finetune.models.base_config import without_weights
@@ -65,7 +66,7 @@ def test_stages_one_after_another_are_the_model(made: Path, name: str) -> None:
     whole = model_of(made / name).eval()
     layout, ids = lay_out(whole, 2, 2), torch.arange(3, 12)[None]
     arguments = {"input_ids": ids, "position_ids": torch.arange(9)[None], "use_cache": False}
-    hidden, names = None, set()
+    hidden, names, stages = None, set(), []
     for rank in range(2):
         model = model_of(made / name).eval()
         check_cuttable(model)
@@ -73,11 +74,28 @@ def test_stages_one_after_another_are_the_model(made: Path, name: str) -> None:
         keep_only(model, lambda one, rank=rank, held=held: rank in held[one], torch.device("cpu"))
         assert list(model.state_dict()) == list(whole.state_dict())
         names |= {one for one, parameter in model.named_parameters(remove_duplicate=False) if not parameter.is_meta}
-        stage = StageModel(CausalLMWithLoss(model), layout, rank, torch.float32)
+        stages.append(StageModel(CausalLMWithLoss(model), layout, rank, torch.float32))
         with torch.no_grad():
-            hidden = stage.run(arguments, hidden)  # in the last stage the model's output
+            hidden = stages[-1].run(arguments, hidden)  # in the last stage the model's output
     assert torch.equal(hidden.logits, whole(**arguments).logits)
     assert names == {one for one, _ in whole.named_parameters(remove_duplicate=False)}
+    assert_same_with_caches(whole, layout, stages)
+
+
+@torch.no_grad()
+def assert_same_with_caches(whole: Any, layout: Layout, stages: list[StageModel]) -> None:
+    """Two prompts, the second padded at the left, and two tokens more, beyond the window of models that have one."""
+    caches = [stage_cache(whole.config, layout.layers(rank)) for rank in range(2)]
+    own, mask = DynamicCache(config=whole.config), torch.tensor([[1] * 9, [0] * 4 + [1] * 5])
+    for ids in (torch.arange(3, 21).reshape(2, 9), torch.tensor([[7], [8]]), torch.tensor([[9], [4]])):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        arguments = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": True}
+        hidden = None
+        for stage, cache in zip(stages, caches, strict=True):
+            hidden = stage.run({**arguments, "past_key_values": cache}, hidden)
+        assert hidden is not None
+        assert torch.equal(hidden.logits, whole(**arguments, past_key_values=own).logits)
+        mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
 
 
 def test_a_model_that_does_more_between_its_layers_is_refused() -> None:
