@@ -35,6 +35,7 @@ from finetune.models.weights import Placement
 from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.objectives.objective import TokenRanks
 from finetune.recipe.schema import Recipe
+from finetune.utils import divisors
 
 T = TypeVar("T")  # a micro-batch; this package does not look into it
 Forward = Callable[[Any, T], Any]  # calls a model with a micro-batch's inputs, and returns what the model returns
@@ -171,10 +172,15 @@ class Engine(abc.ABC):
         If `steps_in_backward`, the optimizer has stepped when it returns.
         """
 
-    def trial(self, loss: Callable[[Any], Tensor]) -> None:
-        """Use the memory of a micro-batch: run `loss` and its backward. `drop_gradients` undoes it."""
+    def micro_batch_sizes(self, rows: int) -> list[int]:
+        """Returns the sizes that a trial may choose from, ascending. rows: of a step, on each data-parallel rank."""
+        return divisors(rows)
+
+    def trial(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T]) -> None:
+        """Use the memory of a step's forwards and backwards. `drop_gradients` undoes it. batches: equal ones, of which
+        one suffices if they run one after another."""
         with self.micro_batch(last=False):
-            self.backward(loss(self.model))
+            self.backward(loss(forward(self.model, batches[0]), batches[0]))
 
     @abc.abstractmethod
     def drop_gradients(self) -> None:

@@ -227,18 +227,21 @@ def pipeline_stages(c: Combination) -> Iterator[str]:
 def pipeline_micro_batches(c: Combination) -> Iterator[str]:
     """The schedule must be able to run a step's micro-batches. If their number varies, empty ones pad it."""
     sizes, batch = c.sizes, c.recipe.batch
-    if sizes.pipeline == 1 or batch.rows_per_device == "auto" or batch.tokens_per_device is not None:
+    if sizes.pipeline == 1 or batch.tokens_per_device is not None:
         return
-    if batch.rows % (batch.rows_per_device * sizes.data):
+    rows_per_device = 1 if batch.rows_per_device == "auto" else batch.rows_per_device
+    if batch.rows % (rows_per_device * sizes.data):
         return  # reported by check_launch
     rows = batch.rows // sizes.data  # per pipeline
 
     def schedulable(count: int) -> int:
         return schedulable_micro_batches(sizes.schedule, sizes.pipeline, count)
 
-    if (count := rows // batch.rows_per_device) and schedulable(count) != count:
+    if (count := rows // rows_per_device) and schedulable(count) != count:
         others = [n for n in divisors(rows) if schedulable(rows // n) == rows // n]
-        near = sorted(others, key=lambda n: abs(n - int(batch.rows_per_device)))[:2]
+        if others and batch.rows_per_device == "auto":
+            return  # it chooses among these
+        near = sorted(others, key=lambda n: abs(n - rows_per_device))[:2]
         advice = [f"`batch.rows_per_device: {n}`" for n in sorted(near)]
         advice += [f"`batch.rows: {schedulable(count) * batch.rows // count}`"]
         if sizes.schedule in SINGLE_STAGE_SCHEDULES:
@@ -254,18 +257,11 @@ def pipeline_recipe(c: Combination) -> Iterator[str]:
     key, recipe = c.key("pipeline"), c.recipe
     if c.sizes.pipeline == 1:
         return
-    if recipe.batch.rows_per_device == "auto":
-        yield (
-            f"{key}: `batch.rows_per_device: auto` tries one micro-batch, and a stage holds several at a time: "
-            "give a number"
-        )
     if recipe.optimizer.in_backward:
         yield f"{key}: `optimizer.in_backward` needs one micro-batch a step, a pipeline needs several: set `false`"
     for name in c.dropouts():
-        yield (
-            f"{key}: dropout draws its numbers layer after layer, and a stage does not know those of the layers before "
-            f"it: set {name} to 0"
-        )
+        if "layerdrop" in name:
+            yield f"{key}: whole layers are left out at random, those of other stages as well: set {name} to 0"
     if c.sizes.schedule != "zero_bubble":
         return
     key, loss = c.key("schedule"), recipe.model.cross_entropy  # torch runs each backward in two parts

@@ -42,6 +42,7 @@ from finetune.engine.stages import (
     holders,
     keep_only,
     lay_out,
+    micro_batch_sizes,
     schedulable_micro_batches,
 )
 from finetune.engine.state_shards import ShardPart, replica_parts
@@ -156,6 +157,14 @@ class Pipeline(Engine):
     def _computing_backward(self) -> Iterator[None]:
         with self._computing(), self.stopwatch.phase("backward"):
             yield
+
+    def micro_batch_sizes(self, rows: int) -> list[int]:
+        sizes = self.parallelism
+        return micro_batch_sizes(sizes.schedule, sizes.pipeline, sizes.stages_per_rank, rows)
+
+    def trial(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T]) -> None:
+        """Runs the schedule of a step: a stage keeps the activations of several micro-batches."""
+        self.accumulate(batches, forward, loss)
 
     def backward(self, loss: Tensor) -> None:
         raise NotImplementedError("a pipeline's backwards are its schedule's: see accumulate")

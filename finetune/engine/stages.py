@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from finetune.engine.parallelism import Schedule
 from finetune.errors import UserError
 from finetune.models.wrapped import WrappedModel, output_head
-from finetune.utils import unwrap_peft
+from finetune.utils import divisors, unwrap_peft
 
 SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")  # one stage on each rank
 PLAN = frozenset({"embed_tokens", "layers", "norm"})  # the modules of a base model that can be split, in transformers
@@ -145,6 +145,21 @@ def schedulable_micro_batches(schedule: Schedule, ranks: int, micro_batches: int
     while micro_batches % max(1, micro_batches // ranks):
         micro_batches += 1
     return micro_batches
+
+
+_SMALL_BUBBLE = 0.2  # of a step: four micro-batches for each rank, when Huang et al. 2018 call it negligible (2.3)
+
+
+def micro_batch_sizes(schedule: Schedule, ranks: int, stages_per_rank: int, rows: int) -> list[int]:
+    """Returns sizes of micro-batches, ascending, that a schedule runs with a small bubble; the one with the smallest if
+    there is none. rows: of a step, in each pipeline.
+
+    >>> micro_batch_sizes("1f1b", 2, 1, 32), micro_batch_sizes("1f1b", 2, 1, 6)
+    ([1, 2, 4], [1])
+    """
+    sizes = [n for n in divisors(rows) if schedulable_micro_batches(schedule, ranks, rows // n) == rows // n]
+    small = [n for n in sizes if bubble_share(schedule, ranks, stages_per_rank, rows // n) < _SMALL_BUBBLE]
+    return small or sizes[:1]
 
 
 # --- one stage of a model
@@ -265,8 +280,11 @@ def check_cuttable(model: Any) -> None:
     device = next(buffers, torch.empty(0)).device  # device of the rotary frequencies
     hidden = torch.linspace(-1, 1, 2 * base.config.hidden_size, device=device).reshape(1, 2, -1)
     shown = {"layers": nn.ModuleList(_PassOn() for _ in base.layers), "norm": _PassOn()}
+    was_training = base.training
     with torch.no_grad(), _showing(base, shown):
+        base.train()  # dropout of an embedding's output would be drawn in each stage
         passed = base(inputs_embeds=hidden, position_ids=torch.arange(2, device=device)[None], use_cache=False)[0]
+        base.train(was_training)
     if not torch.equal(passed, hidden):
         raise UserError(
             f"pipeline: {name} changes hidden states outside its layers, once for each stage: use another config"

@@ -160,9 +160,7 @@ def test_pipelines_that_cannot_be_are_refused(
 @pytest.mark.parametrize(
     ("section", "values", "says"),
     [
-        ("batch", {"rows_per_device": "auto"}, "a stage holds several at a time: give a number"),
         ("optimizer", {"in_backward": True, "max_grad_norm": None}, "a pipeline needs several"),
-        ("lora", {"rank": 4, "alpha": 8, "dropout": 0.1}, "a stage does not know those of the layers before it"),
         ("train", {"compile": True}, "torch cannot split a compiled backward"),
         ("train", {"activation_checkpointing": True}, "recomputed activations exist once"),
         ("model", {"cross_entropy": "auto"}, "has its gradients once: use `1f1b`, or `cross_entropy: plain`"),
@@ -172,8 +170,12 @@ def test_recipes_that_no_pipeline_can_keep_are_refused(
     recipe: dict[str, Any], write_recipe: Any, section: str, values: dict[str, Any], says: str
 ) -> None:
     recipe[section] = {**recipe.get(section, {}), **values}
-    recipe["mode"] = "lora" if section == "lora" else "full"
     assert says in refused(write_recipe, recipe, 2, pp_size=2, pp_schedule="zero_bubble")
+
+
+def test_automatic_rows_need_a_number_of_micro_batches_that_runs(recipe: dict[str, Any], write_recipe: Any) -> None:
+    recipe["batch"] = {"rows": 1, "rows_per_device": "auto"}
+    assert "cannot run 1 micro-batches a step: set `batch.rows: 2` or" in refused(write_recipe, recipe, 2, pp_size=2)
 
 
 def test_shards_and_pipelines_are_refused_together(recipe: dict[str, Any], write_recipe: Any) -> None:
