@@ -38,7 +38,6 @@ from finetune.engine.stages import (
     SINGLE_STAGE_SCHEDULES,
     StageModel,
     bubble_share,
-    check_cuttable,
     holders,
     keep_only,
     lay_out,
@@ -83,7 +82,6 @@ class Pipeline(Engine):
         return Placement("load", self.device, self._layout.layers_of(self.place))
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
-        check_cuttable(model.causal_lm)
         self.unwrapped, self.model = model.causal_lm, _FullPipeline(self, model)
         self._holders = holders(self.unwrapped, self._layout)
         keep_only(self.unwrapped, lambda name: self.place in self._holders[name], self.device)
@@ -202,8 +200,6 @@ class Pipeline(Engine):
         return None
 
     def _run_received(self, stage: StageModel, /, **arguments: Any) -> Any:
-        if (caches := arguments.pop("past_key_values", None)) is not None:
-            arguments["past_key_values"] = caches[stage.index]
         if stage.index == 0:
             return stage.run(arguments, None)
         shape = (*arguments["input_ids"].shape, self._width)
@@ -216,8 +212,8 @@ class Pipeline(Engine):
 
     def new_cache(self) -> dict[int, DynamicCache]:
         """Returns an empty cache for each stage of this rank."""
-        layers = {stage.index: self._layout.layers(stage.index) for stage in self._stages}
-        return {index: stage_cache(self.unwrapped.config, of_stage) for index, of_stage in layers.items()}
+        config, layout = self.unwrapped.config, self._layout
+        return {stage: stage_cache(config, layout, stage) for stage in layout.stages_of(self.place)}
 
     def answer(self, arguments: dict[str, Any]) -> Any:
         """Returns the logits of the last stage, on every rank of the pipeline."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -16,7 +17,8 @@ from transformers import AutoConfig, DynamicCache
 from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import Launch
 from finetune.engine.stage_cache import stage_cache
-from finetune.engine.stages import Layout, StageModel, check_cuttable, holders, keep_only, lay_out, stage_bounds
+from finetune.engine.stage_trial import why_not_in_stages
+from finetune.engine.stages import Layout, StageModel, holders, keep_only, lay_out, stage_bounds
 from finetune.errors import UserError
 from finetune.models.base_config import without_weights
 from finetune.models.loss_model import CausalLMWithLoss
@@ -69,7 +71,6 @@ def test_stages_one_after_another_are_the_model(made: Path, name: str) -> None:
     hidden, names, stages = None, set(), []
     for rank in range(2):
         model = model_of(made / name).eval()
-        check_cuttable(model)
         held = holders(model, layout)
         keep_only(model, lambda one, rank=rank, held=held: rank in held[one], torch.device("cpu"))
         assert list(model.state_dict()) == list(whole.state_dict())
@@ -85,26 +86,35 @@ def test_stages_one_after_another_are_the_model(made: Path, name: str) -> None:
 @torch.no_grad()
 def assert_same_with_caches(whole: Any, layout: Layout, stages: list[StageModel]) -> None:
     """Two prompts, the second padded at the left, and two tokens more, beyond the window of models that have one."""
-    caches = [stage_cache(whole.config, layout.layers(rank)) for rank in range(2)]
+    caches = {rank: stage_cache(whole.config, layout, rank) for rank in range(2)}
     own, mask = DynamicCache(config=whole.config), torch.tensor([[1] * 9, [0] * 4 + [1] * 5])
     for ids in (torch.arange(3, 21).reshape(2, 9), torch.tensor([[7], [8]]), torch.tensor([[9], [4]])):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         arguments = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": True}
-        hidden = None
-        for stage, cache in zip(stages, caches, strict=True):
-            hidden = stage.run({**arguments, "past_key_values": cache}, hidden)
-        assert hidden is not None
+        hidden: Any = None
+        for stage in stages:
+            hidden = stage.run({**arguments, "past_key_values": caches}, hidden)
         assert torch.equal(hidden.logits, whole(**arguments, past_key_values=own).logits)
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
 
 
-def test_a_model_that_does_more_between_its_layers_is_refused() -> None:
-    """Granite multiplies what comes in, which would be done once for each stage."""
-    shape = {**tiny.MODELS["llama"], "model_type": "granite", "embedding_multiplier": 2.0}
-    model = without_weights(AutoConfig.for_model(**shape))
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    with pytest.raises(UserError, match="GraniteForCausalLM changes hidden states outside its layers"):
-        check_cuttable(model)
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({**tiny.MODELS["llama"], "model_type": "granite", "embedding_multiplier": 2.0}, None),  # before the layers
+        ({"model_type": "gemma2"}, None),
+        ({"model_type": "nemotron_h"}, None),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 16}, None),
+        ({"model_type": "phi"}, None),  # no plan of transformers
+        ({"model_type": "gemma4_text"}, r"weights outside of its layers \(.*embed_tokens_per_layer"),
+        ({"model_type": "zamba2"}, "stages give other logits"),  # its layers read the first one's input
+        ({"model_type": "gpt2"}, "GPT2Model has no `layers`"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
+)
+def test_a_trial_says_which_models_stages_can_hold(shape: dict[str, Any], reason: str | None) -> None:
+    found = why_not_in_stages(AutoConfig.for_model(**shape))
+    assert found is None if reason is None else re.search(reason, found or "")
 
 
 # --- rules
