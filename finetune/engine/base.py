@@ -47,7 +47,6 @@ BuildOptimizers = Callable[[NamedTensors], list[Optimizer]]
 class Engine(abc.ABC):
     """One backend, one model. Attributes describe this process and its group."""
 
-    forwards_alike = False  # all micro-batches of a step must have equally many tokens
     gathers_in_forward = False  # a forward waits for the other ranks at each part of the model
     copies_state = True  # a save may copy this rank's state to CPU memory, and write it while steps run
     # First backwards of a process that differ from later ones, in memory or in the order of sums over ranks. The loop

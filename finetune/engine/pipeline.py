@@ -27,6 +27,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from finetune.engine.base import BuildOptimizers, Engine, Forward, Loss, NamedTensors, T, detached
@@ -63,8 +64,6 @@ class _RunningStep:
 
 
 class Pipeline(Engine):
-    forwards_alike = True
-
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
         sizes, place = self.parallelism, self.parallelism.coordinates(self.rank)
@@ -108,8 +107,7 @@ class Pipeline(Engine):
         count = schedulable_micro_batches(self.parallelism.schedule, self.parallelism.pipeline, len(batches))
         filled = [*batches, *[batches[-1]] * (count - len(batches))]
         self._step = _RunningStep(filled, len(batches), forward, loss)
-        first: Any = batches[0]  # the loader gives all of a step as many tokens
-        shape = count, first.inputs["input_ids"].shape[1]
+        shape = count, sent_tokens(max(_tokens(batch) for batch in batches))
         if self._prepared is None or self._prepared[0] != shape:
             self._prepared = shape, self._schedule(*shape)
         indices = torch.arange(count)  # micro-batch indices: torch passes one to each forward
@@ -128,6 +126,7 @@ class Pipeline(Engine):
                 sum_gradients(shared, self._ends, self.device)
 
     def _schedule(self, count: int, tokens: int) -> Any:
+        self._sent_tokens = tokens
         hidden = torch.empty(1, tokens, self._width, dtype=self._compute, device="meta", requires_grad=True)
         shared = self._layout.stages, self._pipeline, hidden, self.device, self._computing_backward
         stages: list[PipelineStage] = [TimedStage(_InSchedule(self, s), s.index, *shared) for s in self._stages]
@@ -139,8 +138,12 @@ class Pipeline(Engine):
         with self._computing():
             if stage.is_last and received is not None and index >= step.counted:
                 return received.sum() * 0.0
-            output = step.forward(lambda **arguments: stage.run(arguments, received), batch)
-            return step.loss(output, batch) * self.loss_scale.value if stage.is_last else output
+            own = None if received is None else received[:, : _tokens(batch)]
+            output = step.forward(lambda **arguments: stage.run(arguments, own), batch)
+            if stage.is_last:
+                return step.loss(output, batch) * self.loss_scale.value
+            missing = self._sent_tokens - output.shape[1]
+            return pad(output, (0, 0, 0, missing)) if missing else output
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -281,6 +284,21 @@ class _FullPipeline:
 
     def eval(self) -> None:
         self.train(False)
+
+
+def _tokens(batch: Any) -> int:
+    return batch.inputs["input_ids"].shape[1]
+
+
+def sent_tokens(longest: int) -> int:
+    """Returns the tokens of hidden states that stages send, of a step's longest micro-batch: others are padded on the
+    way. Of few different lengths, as stages prepare buffers for each; at most 1/16 more.
+
+    >>> [sent_tokens(n) for n in (15, 100, 1000, 1025)]
+    [15, 100, 1024, 1088]
+    """
+    unit = max(1, 1 << longest.bit_length() >> 5)
+    return -(-longest // unit) * unit
 
 
 # --- torch's schedules, with stages that report when they compute

@@ -216,7 +216,7 @@ class StageModel(nn.Module):
         """Returns the model's output; before the last stage hidden states (B, T, D), as `received`."""
         (model,), layers = self._model, self._shown["layers"]
         assert isinstance(layers, nn.ModuleList)
-        first, last = layers[0], layers[-1]  # of the whole model
+        first, last = layers[0], layers[-1]  # of the whole model; of other stages, unless this one has them
         if (caches := arguments.get("past_key_values")) is not None:
             arguments = {**arguments, "past_key_values": caches[self.index]}
         if received is not None:
@@ -224,7 +224,7 @@ class StageModel(nn.Module):
             del arguments["input_ids"]
         try:
             with _showing(unwrap_peft(model.causal_lm).base_model, self._shown):
-                if self.index:
+                if isinstance(first, _OtherLayer):
                     first.received = received
                 if self.is_last:
                     return model(**arguments)

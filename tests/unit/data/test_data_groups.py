@@ -4,7 +4,6 @@ the end of an epoch. Seen on pairs of a preference."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,21 +162,6 @@ def test_samples_of_a_prompt_lie_together_and_share_it_within_a_micro_batch(budg
         assert all(batch.counts["tokens"] <= budget for batch in whole.batches)
         saved = whole.counts["shared_tokens"] / sum(3 * example.prompt.tokens for example in examples[::4])
         assert saved > 0.6  # of what could be: prompts whose samples are in several micro-batches are computed in each
-
-
-def test_forwards_of_several_steps_are_alike_to_a_multiple(pairs):
-    """A pipeline's stages agree anew on what they exchange for each new length."""
-    packed = pack(pairs.lengths, 150)
-    loader = Loader(Dataset(pairs, packed), 3, 1, 0, 1, len(packed))
-
-    def lengths(alike: int) -> list[int]:
-        steps = [replace(loader, alike=alike).step(number) for number in range(len(packed) // 3)]
-        assert [sum(batch.num_padding for batch in step.batches) for step in steps] == [step.padding for step in steps]
-        return [batch.inputs["input_ids"].shape[1] for step in steps for batch in step.batches]
-
-    exact, rounded = lengths(1), lengths(20)
-    assert all(0 <= more - less < 20 and more % 20 == 0 for less, more in zip(exact, rounded, strict=True))
-    assert len(set(rounded)) < len(set(exact))
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0, 1.5])
