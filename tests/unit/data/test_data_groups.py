@@ -116,11 +116,10 @@ def test_batches_of_any_world_size_have_both_answers_next_to_each_other(pairs, s
     assert Counter(row for (_, row), times in seen.items() for _ in range(times)) == taken
 
 
-@pytest.mark.parametrize("alike", [0, 1])
-def test_shared_prompts_make_forwards_shorter_and_nothing_else(pairs, alike):
+def test_shared_prompts_make_forwards_shorter_and_nothing_else(pairs):
     """The same pairs in the same micro-batches; padding is what is computed in addition."""
     rows = Dataset(pairs, pack(pairs.lengths, 150))
-    steps = [Loader(rows, 6, 2, 0, 1, 6, alike=alike, shares_prompts=shares).step(0) for shares in (True, False)]
+    steps = [Loader(rows, 6, 2, 0, 1, 6, shares_prompts=shares).step(0) for shares in (True, False)]
     assert steps[0].counts == steps[1].counts
     assert steps[0].counts["shared_tokens"] == sum(one.shared_tokens for i in range(6) for one in rows.row(i)) > 0
     lengths = [[batch.inputs["input_ids"].shape[1] for batch in step.batches] for step in steps]

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 import yaml
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import Launch
@@ -20,8 +20,11 @@ from finetune.engine.stage_cache import stage_cache
 from finetune.engine.stage_trial import why_not_in_stages
 from finetune.engine.stages import Layout, StageModel, holders, keep_only, lay_out, stage_bounds
 from finetune.errors import UserError
+from finetune.models.activations import recompute_activations
 from finetune.models.base_config import without_weights
+from finetune.models.dropout import seed_layers, seed_micro_batch
 from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.remote_code import from_config
 from finetune.plan.tables import shipped_config
 from finetune.recipe import load_recipe
 
@@ -96,6 +99,35 @@ def assert_same_with_caches(whole: Any, layout: Layout, stages: list[StageModel]
             hidden = stage.run({**arguments, "past_key_values": caches}, hidden)
         assert torch.equal(hidden.logits, whole(**arguments, past_key_values=own).logits)
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+
+
+def test_stages_draw_the_dropout_of_the_whole_model() -> None:
+    """In each layer; and a layer that is computed again, by when others have drawn, draws the same."""
+    shape = {**tiny.MODELS["llama"], "num_hidden_layers": 4, "attention_dropout": 0.3}
+    torch.manual_seed(0)
+    whole = from_config(AutoModelForCausalLM, AutoConfig.for_model(**shape), dtype=torch.float32)
+    seed_layers(whole)
+    wrapped, layout = CausalLMWithLoss(whole.train(), "plain"), Layout((0, 1, 3, 4), 3)
+    arguments = {"input_ids": torch.arange(3, 12)[None], "position_ids": torch.arange(9)[None], "use_cache": False}
+
+    def computed(stages: list[StageModel]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden: Any = None
+        whole.zero_grad()
+        for stage in stages:
+            seed_micro_batch(42, 3, 1)
+            hidden = stage.run(arguments, hidden)
+        hidden.logits.square().mean().backward()
+        return hidden.logits.detach(), whole.model.layers[2].self_attn.q_proj.weight.grad.clone()
+
+    undivided = computed([StageModel(wrapped, Layout((0, 4), 1), 0, torch.float32)])
+    divided = computed([StageModel(wrapped, layout, stage, torch.float32) for stage in range(3)])
+    recompute_activations(whole, True)
+    again = computed([StageModel(wrapped, layout, stage, torch.float32) for stage in range(3)])
+    seed_micro_batch(42, 3, 2)
+    other = wrapped(**arguments).logits
+    for one in (divided, again):
+        assert all(torch.equal(a, b) for a, b in zip(one, undivided, strict=True))
+    assert not torch.allclose(other, undivided[0])
 
 
 @pytest.mark.parametrize(
