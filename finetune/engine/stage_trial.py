@@ -38,10 +38,10 @@ def why_not_in_stages(config: PretrainedConfig) -> str | None:
         return f"a tiny copy could not be tried ({failure_text(error)})"
     code = b"".join(Path(str(file)).read_bytes() for file in (__file__, stages.__file__))
     name = f"stages {hashlib.sha256(code).hexdigest()}"
-    return cached(tiny, name, lambda: {"why": _why_not(tiny)}, may_keep=lambda outcome: outcome["why"] is None)["why"]
+    return cached(tiny, name, lambda: {"why": differ(tiny)}, may_keep=lambda outcome: outcome["why"] is None)["why"]
 
 
-def _why_not(tiny: Any) -> str | None:
+def differ(tiny: Any) -> str | None:
     with quietly():
         try:
             torch.manual_seed(0)
@@ -56,14 +56,14 @@ def _why_not(tiny: Any) -> str | None:
             if len(base.layers) < 2:
                 return "it has one layer"
             for cut in range(1, len(base.layers)):
-                if (reason := _why_not_at(whole, Layout((0, cut, len(base.layers)), ranks=2))) is not None:
+                if (reason := differ_when_cut(whole, Layout((0, cut, len(base.layers)), ranks=2))) is not None:
                     return reason
         except FAILURES as error:
             return f"a tiny copy could not be tried ({failure_text(error)})"
     return None
 
 
-def _why_not_at(whole: Any, layout: Layout) -> str | None:
+def differ_when_cut(whole: Any, layout: Layout) -> str | None:
     """Returns why two stages differ from the whole model."""
     parts = [part for stage in range(2) for part in parts_of(whole, layout, stage)]
     within = {id(parameter) for part in parts for parameter in part.parameters()}
@@ -94,11 +94,11 @@ def _why_not_at(whole: Any, layout: Layout) -> str | None:
         found, wanted = sum(of_ranks, torch.zeros(())), torch.zeros(()) if gradient is None else gradient
         if not torch.allclose(found.expand_as(wanted), wanted, rtol=_TOLERANCE, atol=_TOLERANCE * largest):
             return f"stages give another gradient of `{name}` than the whole model"
-    return _why_not_cached(whole, divided, layout, ids)
+    return differ_with_caches(whole, divided, layout, ids)
 
 
 @torch.no_grad()
-def _why_not_cached(whole: Any, divided: list[StageModel], layout: Layout, ids: Tensor) -> str | None:
+def differ_with_caches(whole: Any, divided: list[StageModel], layout: Layout, ids: Tensor) -> str | None:
     """Returns why generation with the caches of stages differs from that with one cache."""
     config = whole.config
     cache, caches = DynamicCache(config=config), {i: stage_cache(config, layout, i) for i in range(2)}

@@ -223,7 +223,7 @@ class StageModel(nn.Module):
             arguments = {**arguments, "inputs_embeds": received}
             del arguments["input_ids"]
         try:
-            with _showing(unwrap_peft(model.causal_lm).base_model, self._shown):
+            with showing(unwrap_peft(model.causal_lm).base_model, self._shown):
                 if isinstance(first, _OtherLayer):
                     first.received = received
                 if self.is_last:
@@ -247,7 +247,7 @@ class StageModel(nn.Module):
 
 
 @contextlib.contextmanager
-def _showing(base: Any, modules: dict[str, nn.Module]) -> Iterator[None]:
+def showing(base: Any, modules: dict[str, nn.Module]) -> Iterator[None]:
     before = {name: base._modules[name] for name in modules}
     base._modules.update(modules)
     try:
