@@ -71,7 +71,8 @@ def test_stages_one_after_another_are_the_model(made: Path, name: str) -> None:
     whole = model_of(made / name).eval()
     layout, ids = lay_out(whole, 2, 2), torch.arange(3, 12)[None]
     arguments = {"input_ids": ids, "position_ids": torch.arange(9)[None], "use_cache": False}
-    hidden, names, stages = None, set(), []
+    hidden: Any = None
+    names, stages = set(), list[StageModel]()
     for rank in range(2):
         model = model_of(made / name).eval()
         held = holders(model, layout)
