@@ -21,6 +21,7 @@ from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.errors import UserError
 from finetune.models.base_config import base_config
 from finetune.models.config import training_config, without_dropout
+from finetune.models.dropout import drops
 from finetune.plan.answer import as_dicts, refused, show
 from finetune.plan.finished_runs import speeds_here
 from finetune.plan.lengths import Lengths, RowFacts, read_lengths, widest
@@ -33,7 +34,6 @@ from finetune.plan.search import (
     as_lines,
     best,
     changed,
-    drops,
     search,
     value_of,
     with_faster,

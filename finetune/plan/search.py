@@ -22,7 +22,7 @@ from finetune.engine.compatibility import check_launch, check_products
 from finetune.engine.hardware import CPU, GIB, Hardware
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
-from finetune.models.config import active_dropouts
+from finetune.models.dropout import drops
 from finetune.plan.lengths import RowFacts
 from finetune.plan.memory import HeaviestBatch, Memory, Place, estimate_memory, how_of
 from finetune.plan.rollouts import cohorts, longest_prompt, sampling_of
@@ -229,11 +229,6 @@ def with_faster(choices: Sequence[Choice], known: Sequence[Choice]) -> list[Choi
 
     faster = [[other for other in known if beats(other, one)] for one in choices]
     return [replace(one, faster=best(others) if others else None) for one, others in zip(choices, faster, strict=True)]
-
-
-def drops(recipe: Recipe, config: PretrainedConfig) -> bool:
-    """Returns whether dropout is drawn in each forward, so that rows per device change the result."""
-    return bool(recipe.lora and recipe.lora.dropout) or any(True for _ in active_dropouts(config))
 
 
 def best(choices: Sequence[Choice]) -> Choice:
