@@ -81,12 +81,12 @@ def verdict(
 ) -> tuple[str | None, str | None]:
     """Returns why grouped products are not the same, and those of adapters; None if they are. trained: weights have
     gradients. Raises the error of one expert after the other, if that fails."""
-    trial = _Trial(experts, device, dtype)
+    trial = _TinyExperts(experts, device, dtype)
     why = trial.why_not("grouped_mm", trained, False)
     return why, trial.why_not("adapters", False, True) if adapted and why is None else None
 
 
-class _Trial:
+class _TinyExperts:
     """A tiny layer of experts, with inputs."""
 
     def __init__(self, experts: Any, device: torch.device, dtype: torch.dtype):
@@ -145,7 +145,11 @@ class _Trial:
         if implementation == "adapters":
             output = adapted_experts(self.experts, weights, adapters, *routed)
         else:
-            whole = {name: _added(weights[name], one, self.experts.is_transposed) for name, one in adapters.items()}
+            whole = {}  # W + s B A of each expert
+            for name, (down, up, scaling, *_) in adapters.items():
+                a, b = down.view(_EXPERTS, _RANK, -1), up.view(len(up), _RANK, _EXPERTS).permute(2, 0, 1)
+                delta = a.mT @ b.mT if self.experts.is_transposed else b @ a
+                whole[name] = weights[name] + scaling * delta
             config = SimpleNamespace(_experts_implementation=implementation)
             layer = WithWeights(self.experts, {**weights, **whole}, config=config)
             output = type(self.experts).forward(layer, *routed)
@@ -157,14 +161,6 @@ class _Trial:
         gradients = {f"the gradient of {name}": one.grad for name, one in named.items()}
         results = {"the output": output.detach(), **gradients}
         return {name: torch.zeros(1) if one is None else one.cpu().double() for name, one in results.items()}
-
-
-def _added(weight: Tensor, adapter: Adapter, is_transposed: bool) -> Tensor:
-    """Returns W + s B A of each expert."""
-    a = adapter.down.view(adapter.experts, -1, adapter.down.shape[1])  # (E, r, I)
-    b = adapter.up.view(len(adapter.up), -1, adapter.experts).permute(2, 0, 1)  # (E, O, r)
-    delta = b @ a
-    return weight + adapter.scaling * (delta.transpose(1, 2) if is_transposed else delta)
 
 
 def _distance(other: Tensor, exact: Tensor) -> float:

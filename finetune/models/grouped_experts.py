@@ -51,23 +51,22 @@ class GroupedWrapper:
 def adapters_in(wrappers: Mapping[str, Any], first: int = 0) -> dict[str, Adapter]:
     """Returns the adapters by parameter, if this forward may compute them as grouped products; else {}: with several
     adapters or none, in a compiled layer, or if hooks gather their weights (ZeRO-3)."""
-    if torch.compiler.is_compiling() or not all(map(_fuses, wrappers.values())):
-        return {}
+
+    def fuses(wrapper: Any) -> bool:
+        name = wrapper.active_adapters[0] if len(wrapper.active_adapters) == 1 else ""
+        if wrapper.disable_adapters or wrapper.merged or name not in wrapper.lora_A or wrapper.num_experts == 1:
+            return False
+        halves = (wrapper.lora_A[name], wrapper.lora_B[name])
+        return all(map(is_plain, halves)) and halves[1].bias is None and not wrapper.get_param().requires_grad
 
     def adapter(wrapper: Any) -> Adapter:
         name = wrapper.active_adapters[0]
         down, up = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
         return Adapter(down, up, wrapper.scaling[name], wrapper.num_experts, first)
 
+    if torch.compiler.is_compiling() or not all(map(fuses, wrappers.values())):
+        return {}
     return {parameter: adapter(wrapper) for parameter, wrapper in wrappers.items()}
-
-
-def _fuses(wrapper: Any) -> bool:
-    name = wrapper.active_adapters[0] if len(wrapper.active_adapters) == 1 else ""
-    if wrapper.disable_adapters or wrapper.merged or name not in wrapper.lora_A or wrapper.num_experts == 1:
-        return False
-    halves = (wrapper.lora_A[name], wrapper.lora_B[name])
-    return all(map(is_plain, halves)) and halves[1].bias is None and not wrapper.get_param().requires_grad
 
 
 def with_adapters(
@@ -107,17 +106,25 @@ def adapted_experts(
 
     def product(rows: Tensor, name: str) -> Tensor:
         matrices = weights[name] if experts.is_transposed else weights[name].transpose(1, 2)  # (E, I, O)
+        rows = rows.to(matrices.dtype)  # a gate may compute in fp32
         if name in adapters:
-            outputs = _products(rows, matrices, adapters[name], ends)
+            halves = (adapters[name].down, adapters[name].up)
+            cast = partial(aligned_halves, adapter=adapters[name], here=len(matrices), compute=rows.dtype)
+            with torch.no_grad():
+                # Without a cast they are used at once: FSDP2 has gathered them for this layer, and frees them.
+                shares = any(half.dtype != rows.dtype for half in halves)
+                casts = shared_cast(halves, cast) if shares else cast(halves)
+            outputs: Any = _AdaptedProducts.apply(rows, matrices, adapters[name], ends, *casts, *halves)
         else:
             outputs = grouped_mm(rows, matrices, ends)
         return outputs.add_(weights[f"{name}_bias"][expert]) if experts.has_bias else outputs
 
     rows: Any = _ToExperts.apply(hidden_states, order, place, top_k)  # (S, D)
     inner = product(rows, "gate_up_proj" if experts.has_gate else "up_proj")
+    # The gate of each class has no public name.
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     outputs = product(inner, "down_proj")
-    if getattr(experts, "has_post_expert_norm", False):  # transformers >= 5.18
+    if getattr(experts, "has_post_expert_norm", False):  # later than transformers 5.17
         outputs = experts.post_expert_norm(outputs)
     by_token: Any = _ToTokens.apply(outputs, order, place)
     weighted = by_token.view(tokens, top_k, -1) * top_k_weights[..., None]
@@ -162,17 +169,9 @@ def grouped_mm(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(rows, others, offs=ends)
 
 
-def _products(rows: Tensor, matrices: Tensor, adapter: Adapter, ends: Tensor) -> Tensor:
-    halves = (adapter.down, adapter.up)
-    cast = partial(_cast, adapter=adapter, here=len(matrices), compute=rows.dtype)
-    with torch.no_grad():
-        # Without a cast they are used at once: FSDP2 has gathered them for this layer, and frees them.
-        casts = shared_cast(halves, cast) if any(half.dtype != rows.dtype for half in halves) else cast(halves)
-    outputs: Any = _Products.apply(rows, matrices, adapter, ends, *casts, *halves)
-    return outputs
-
-
-def _cast(halves: tuple[Tensor, ...], adapter: Adapter, here: int, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+def aligned_halves(
+    halves: tuple[Tensor, ...], adapter: Adapter, here: int, compute: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Returns A (E, R, I) and B (E, R, O) of the experts that are here; ranks beyond r, which align strides, are 0."""
     down, up = halves
     rank = len(down) // adapter.experts
@@ -187,8 +186,8 @@ def _cast(halves: tuple[Tensor, ...], adapter: Adapter, here: int, compute: torc
     return made[0], made[1]
 
 
-class _Products(torch.autograd.Function):
-    """Outputs (S, O) of rows (S, I). a, b: of `_cast`; down, up: what they were cast from."""
+class _AdaptedProducts(torch.autograd.Function):
+    """Outputs (S, O) of rows (S, I). a, b: of `aligned_halves`; down, up: what they were cast from."""
 
     @staticmethod
     def forward(

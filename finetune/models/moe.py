@@ -8,7 +8,7 @@ Expert parallel: each rank of a group has some experts of every layer, and token
 
 Letters: T tokens of this rank, K experts chosen for each, E experts of a layer, P ranks of the group, R rows that
 arrive on this one, D hidden. GShard (Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668), without capacity: no
-token is dropped. Adapters on experts are added to the weights of the experts that are here alone.
+token is dropped. Adapters on experts act on the rows that arrive, or are added to the weights of the experts here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from finetune.errors import UserError
 from finetune.models.activations import part_of_parameter
-from finetune.models.grouped_experts import GroupedWrapper, with_adapters
+from finetune.models.grouped_experts import GroupedWrapper, adapted_experts, adapters_in, with_adapters
 from finetune.models.patches import mix_in, replace_forward
 from finetune.utils import full_shape, unwrap_peft
 
@@ -178,12 +178,17 @@ def _forward(
     expert = expert.repeat_interleave(arriving.flatten(), output_size=arrived)  # (R,)
     if arrived == 0:  # one of zeros: weights without a gradient would leave out a reduction that others wait in
         rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
+    grouped = adapters_in(adapters, first) if all(isinstance(w, GroupedWrapper) for w in adapters.values()) else {}
     weights: dict[str, Tensor] = {}  # of the experts that are here, (E/P, ...) each
     for name, stacked in experts.named_parameters(recurse=False):
         weights[name] = part_of_parameter(exchange.weight(stacked))
-        if name in adapters and not adapters[name].disable_adapters:
+        if name in adapters and not grouped and not adapters[name].disable_adapters:
             weights[name] = _adapted(weights[name], adapters[name], first, experts)
-    computed = forward(WithWeights(experts, weights), rows, expert[:, None], rows.new_ones(len(rows), 1))[:arrived]
+    routed = (rows, expert[:, None], rows.new_ones(len(rows), 1))
+    if grouped:
+        computed = adapted_experts(experts, weights, grouped, *routed)[:arrived]
+    else:
+        computed = forward(WithWeights(experts, weights), *routed)[:arrived]
     outputs = exchange.rows(computed, received, sent)  # (T*K, D), in `order`
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)

@@ -46,7 +46,7 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
     # operator for these has the same in- and outputs, and always makes the weight's gradient. In transformers 5.17 the
     # backward of that reads values.
     if compute != torch.bfloat16:
-        moe._can_use_grouped_mm, grouped_experts.grouped_mm = (lambda *_: False), _grouped_product
+        moe._can_use_grouped_mm, grouped_experts.grouped_mm = (lambda *_: False), grouped_product
         if not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
             moe._grouped_mm = lambda rows, weight, offs: _Grouped.apply(rows.to(weight.dtype), weight)
     try:
@@ -124,7 +124,7 @@ class _Grouped(torch.autograd.Function):
         return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
-def _grouped_product(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
     """Of `grouped_experts.grouped_mm`."""
     if others.dim() == 2:
         return rows.new_empty(len(ends), len(rows), others.shape[1])

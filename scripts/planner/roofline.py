@@ -1,7 +1,7 @@
 """Operators, launches, bytes and least time of a micro-batch on an H100 that is not there, with and without kernels.
 
     python scripts/planner/roofline.py                       # 8B LoRA, 8B QLoRA, 1B full: docs/proofs/gpu.md
-    python scripts/planner/roofline.py mixtral qwen3-moe gpt-oss         # adapters on experts: docs/reference/experts.md
+    python scripts/planner/roofline.py mixtral qwen3-moe gpt-oss         # docs/reference/experts.md
     python scripts/planner/roofline.py 8b-lora --set train.activation_checkpointing=false
 
 Forward and backward of the project's own model, as `assemble` makes it, on simulated devices (`tests/support/
@@ -41,8 +41,7 @@ RECIPES = {
     "1b-full": ("llama3.2-1b/full.yaml", ()),
     "mixtral": ("mixtral-8x7b/qlora.yaml", ("mode=lora", "quantization=null", "lora.targets=all-linear")),
     "qwen3-moe": ("qwen3-30b-a3b/lora.yaml", ("lora.targets=all-linear",)),
-    "gpt-oss": ("gpt-oss-20b/lora.yaml", ("lora.targets=all-linear",)),
-    "qwen3-moe-attention": ("qwen3-30b-a3b/lora.yaml", ()),
+    "gpt-oss": ("gpt-oss-20b/lora.yaml", ()),
 }
 # Without arguments.
 DENSE = ("8b-lora", "8b-qlora", "1b-full")
@@ -50,7 +49,7 @@ BEFORE = {
     "8b-lora": ("model.kernels=plain",),
     "8b-qlora": ("model.kernels=plain", "lora.dropout=0.05"),  # with which peft computes adapters
     "1b-full": ("model.kernels=plain",),
-    **dict.fromkeys(("mixtral", "qwen3-moe", "gpt-oss", "qwen3-moe-attention"), ("model.kernels=plain",)),
+    **dict.fromkeys(("mixtral", "qwen3-moe", "gpt-oss"), ("model.kernels=plain",)),
 }
 COMMON = ("data.max_length=4096", "batch.rows_per_device=1", "train.activation_checkpointing=true")
 MM = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
