@@ -1,10 +1,12 @@
-"""The base of a model with adapters."""
+"""Adapters of a model: disabled, and their layers."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+
+from torch import nn
 
 
 @contextlib.contextmanager
@@ -24,3 +26,14 @@ def adapters_off(model: Any) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+def is_plain(layer: Any) -> bool:
+    """Returns whether a linear layer of an adapter is torch's own, without hooks or another forward: whether its weight
+    may be multiplied by without calling it."""
+    return type(layer) is nn.Linear and not has_hooks(layer) and "forward" not in vars(layer)
+
+
+def has_hooks(layer: Any) -> bool:
+    # torch calls a layer's hooks only in `__call__`, which is passed over, and has no list of them.
+    return bool(layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks)

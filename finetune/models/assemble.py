@@ -12,13 +12,21 @@ from finetune.models.activations import ActivationOffload
 from finetune.models.attention import AttentionChoice
 from finetune.models.base_config import dtypes
 from finetune.models.dropout import drops, seed_layers
+from finetune.models.experts_trial import choose_experts
 from finetune.models.fused_layers import choose_kernels, fuse_layers
 from finetune.models.head.chunked import HeadDevice, is_small
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import Routers, compute_experts_in
 from finetune.models.score_model import ScoreModel
 from finetune.models.vision import ImagePart
-from finetune.models.weights import Placement, compute_in_fp8, fuse_adapters, keep_input_types, load_model
+from finetune.models.weights import (
+    Placement,
+    compute_in_fp8,
+    fuse_adapters,
+    keep_input_types,
+    load_model,
+    may_add_to_products,
+)
 from finetune.models.wrapped import WrappedModel
 from finetune.recipe import Recipe
 from finetune.utils import unwrap_peft
@@ -69,12 +77,22 @@ def assemble(
         gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
         head_device = HeadDevice(device.type, is_small(gib), recipe.model.kernels != "plain")
     choice = choose_kernels(recipe.model.kernels, head_device.type, recipe.train.compile, again)
+    adds = may_add_to_products(recipe.train.activation_checkpointing, schedule) and not recipe.train.compile
+    of_experts = choose_experts(
+        model,
+        recipe.model.kernels,
+        device,
+        types.compute,
+        device_type=head_device.type,
+        may_group_adapters=adds,
+    )
+    of_layers = fuse_layers(model, unwrap_peft(model).config, choice)
     surroundings: dict[str, Any] = {
         "device_type": device.type,
         "autocast": types.compute if casts else None,
         "offload": ActivationOffload(device) if recipe.train.activation_offload else None,
         "routers": routers,
-        "kernels": fuse_layers(model, unwrap_peft(model).config, choice),
+        "kernels": f"{of_layers}; {of_experts}" if of_experts else of_layers,
     }
     if has_scores:
         return ScoreModel(model, **surroundings)

@@ -224,7 +224,7 @@ def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> M
         attention=tuple(_attention(model.config, first, reached)),
         implementation=implementation,
         recomputes=recomputes,
-        # Adapters on fused experts, and DoRA's norms, compute full matrices in each forward.
+        # DoRA's norms, and adapters on fused experts if peft computes them, take full matrices in each forward.
         hardware_known=not any(
             type(module).__name__ == "ParamWrapper" or getattr(module, "lora_magnitude_vector", None)
             for module in model.modules()

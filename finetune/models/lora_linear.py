@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.models import packed_linear
+from finetune.models.adapters import has_hooks, is_plain
 from finetune.models.casts import shared_cast
 from finetune.models.packed_linear import Fp8Linear
 from finetune.models.patches import mix_in
@@ -115,26 +116,17 @@ class FusedLinear:
             isinstance(layer.lora_dropout[name], nn.Identity)
             # A packed weight in a compiled layer would be kept unpacked for the backward.
             and (
-                _is_plain(base)
+                is_plain(base)
                 or (
                     (type(base) is Fp8Linear or packed_linear.is_4bit(base))
-                    and not _has_hooks(base)
+                    and not has_hooks(base)
                     and not torch.compiler.is_compiling()
                 )
             )
-            and all(map(_is_plain, (down, up)))
+            and all(map(is_plain, (down, up)))
             and up.bias is None
             and not any(parameter.requires_grad for parameter in base.parameters())
         )
-
-
-def _is_plain(layer: Any) -> bool:
-    return type(layer) is nn.Linear and not _has_hooks(layer) and "forward" not in vars(layer)
-
-
-def _has_hooks(layer: Any) -> bool:
-    # torch calls a layer's hooks only in `__call__`, which is passed over here, and has no list of them.
-    return bool(layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 def products(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ Expert parallel: each rank of a group has some experts of every layer, and token
 
 Letters: T tokens of this rank, K experts chosen for each, E experts of a layer, P ranks of the group, R rows that
 arrive on this one, D hidden. GShard (Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668), without capacity: no
-token is dropped. Adapters on experts are added to the weights of the experts that are here alone.
+token is dropped. Adapters on experts act on the rows that arrive, or are added to the weights of the experts here.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ from torch import Tensor, nn
 
 from finetune.errors import UserError
 from finetune.models.activations import part_of_parameter
-from finetune.models.patches import replace_forward
+from finetune.models.grouped_experts import GroupedWrapper, adapted_experts, adapters_in, with_adapters
+from finetune.models.patches import mix_in, replace_forward
 from finetune.utils import full_shape, unwrap_peft
 
-_ARGUMENTS = ("self", "hidden_states", "top_k_index", "top_k_weights")  # of transformers' experts, >= 5.17
+_ARGUMENTS = (  # of transformers' experts, >= 5.17
+    ("self", "hidden_states", "top_k_index", "top_k_weights"),
+    ("self", "hidden_states", "router_indices", "routing_weights"),  # gpt-oss
+)
 
 
 class Exchange(Protocol):
@@ -54,7 +58,7 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
 
     Raises UserError if there are none: transformers stores this architecture's experts in another way.
     """
-    experts = _stacked_experts(model)
+    experts = stacked_experts(model)
     if not experts:
         raise UserError(
             f"{type(model).__name__} has no experts that can be divided over ranks: remove `parallelism_config_ep_size`"
@@ -77,11 +81,13 @@ def adapts_experts(model: nn.Module) -> bool:
     return any(type(module).__name__ == "ParamWrapper" for module in model.modules())
 
 
-def _stacked_experts(model: nn.Module) -> dict[str, Any]:
+def stacked_experts(model: nn.Module) -> dict[str, Any]:
+    """Returns `experts_of`, {} if there are none."""
+
     def is_stacked(module: nn.Module) -> bool:
         num_experts, weights = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
         takes = tuple(inspect.signature(type(module).forward).parameters)
-        return bool(weights) and takes == _ARGUMENTS and all(full_shape(w)[0] == num_experts for w in weights)
+        return bool(weights) and takes in _ARGUMENTS and all(full_shape(w)[0] == num_experts for w in weights)
 
     return {name: module for name, module in model.named_modules() if is_stacked(module)}
 
@@ -108,10 +114,22 @@ def reach_experts(model: nn.Module) -> None:
 def compute_experts_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Let stacked experts compute in autocast's type and return it, as other matrices do: grouped products ignore it
     (https://github.com/pytorch/pytorch/issues/174763)."""
-    for experts in _stacked_experts(model).values():
+    for experts in stacked_experts(model).values():
         names = [name for name, _ in experts.named_parameters(recurse=False)]
         forward = partial(_forward_in, experts, type(experts).forward, names, dtype)
         replace_forward(experts, forward, "experts' type")
+
+
+def group_adapters(model: nn.Module) -> None:
+    """Let adapters on stacked experts compute as grouped products (grouped_experts.py), in place. Call after
+    `compute_experts_in`."""
+    for name, experts in stacked_experts(model).items():
+        if wrappers := adapters_of(model, name):
+            for wrapper in wrappers.values():
+                mix_in(wrapper, GroupedWrapper, "grouped adapter")
+                wrapper.group = wrappers
+            forward = partial(with_adapters, experts, experts.forward, wrappers)
+            replace_forward(experts, forward, "grouped adapter")
 
 
 def _forward_in(
@@ -124,7 +142,7 @@ def _forward_in(
     **kwargs: Any,
 ) -> Tensor:  # (T, D)
     weights = {name: getattr(experts, name).to(dtype) for name in names}  # with adapters, if they have any
-    return forward(_Self(experts, weights), hidden_states.to(dtype), *args, **kwargs)
+    return forward(WithWeights(experts, weights), hidden_states.to(dtype), *args, **kwargs)
 
 
 def dispatch_tokens(experts: Any, exchange: Exchange, adapters: Mapping[str, Any], first: int) -> None:
@@ -160,12 +178,17 @@ def _forward(
     expert = expert.repeat_interleave(arriving.flatten(), output_size=arrived)  # (R,)
     if arrived == 0:  # one of zeros: weights without a gradient would leave out a reduction that others wait in
         rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
+    grouped = adapters_in(adapters, first) if all(isinstance(w, GroupedWrapper) for w in adapters.values()) else {}
     weights: dict[str, Tensor] = {}  # of the experts that are here, (E/P, ...) each
     for name, stacked in experts.named_parameters(recurse=False):
         weights[name] = part_of_parameter(exchange.weight(stacked))
-        if name in adapters and not adapters[name].disable_adapters:
+        if name in adapters and not grouped and not adapters[name].disable_adapters:
             weights[name] = _adapted(weights[name], adapters[name], first, experts)
-    computed = forward(_Self(experts, weights), rows, expert[:, None], rows.new_ones(len(rows), 1))[:arrived]
+    routed = (rows, expert[:, None], rows.new_ones(len(rows), 1))
+    if grouped:
+        computed = adapted_experts(experts, weights, grouped, *routed)[:arrived]
+    else:
+        computed = forward(WithWeights(experts, weights), *routed)[:arrived]
     outputs = exchange.rows(computed, received, sent)  # (T*K, D), in `order`
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
@@ -184,11 +207,11 @@ def _adapted(weight: Tensor, wrapper: Any, first: int, experts: Any) -> Tensor:
     return torch.baddbmm(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=wrapper.scaling[adapter])
 
 
-class _Self:
+class WithWeights:
     """The `self` of a forward of a module of experts, with other weights, and as many experts as these have."""
 
-    def __init__(self, experts: nn.Module, weights: dict[str, Tensor]):
-        self.__dict__.update(weights)
+    def __init__(self, experts: nn.Module, weights: Mapping[str, Tensor], **settings: Any):
+        self.__dict__.update(weights, **settings)
         self._experts, self.num_experts = experts, len(next(iter(weights.values())))
 
     def __getattr__(self, name: str) -> Any:

@@ -88,6 +88,10 @@ PATCHES: dict[str, tuple[str, str]] = {
         "peft's linear layers with LoRA, on packed weights as well; after the layers above, which it multiplies by",
         "the product with the weight and those with the adapter are one autograd function",
     ),
+    "grouped adapter": (
+        "peft's wrappers around stacked experts, and these experts, after `experts' type`",
+        "peft adds adapters to the weights of all experts, which a product with those of each row does without",
+    ),
     "fused norm": (
         "norms whose formula is known, with `model.kernels`",
         "one kernel takes the place of the whole forward",

@@ -387,13 +387,18 @@ def keep_input_types(model: Any) -> None:
             set_attribute(module, "cast_input_dtype_enabled", False, "input types")
 
 
-def fuse_adapters(model: Any, recomputed: Literal["selective"] | bool, schedule: str | None = None) -> None:
-    """Let adapted layers compute in fewer passes than peft's do (lora_linear.py), in place.
+def may_add_to_products(recomputed: Literal["selective"] | bool, schedule: str | None = None) -> bool:
+    """Returns whether a product may be added to the result of another one, with one backward for both.
 
     recomputed: `train.activation_checkpointing`: selective keeps results of products, which no other may add to.
     schedule: of a pipeline: zero_bubble asks for gradients of inputs and of weights apart, and would have both twice.
     """
-    if hasattr(model, "peft_config") and recomputed != "selective" and schedule != "zero_bubble":
+    return recomputed != "selective" and schedule != "zero_bubble"
+
+
+def fuse_adapters(model: Any, recomputed: Literal["selective"] | bool, schedule: str | None = None) -> None:
+    """Let adapted layers compute in fewer passes than peft's do (lora_linear.py), in place, if they may."""
+    if hasattr(model, "peft_config") and may_add_to_products(recomputed, schedule):
         from finetune.models import lora_linear
 
         lora_linear.fuse_adapters(model)

@@ -123,12 +123,6 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
             if isinstance(module, torch.nn.Linear) and id(module.weight) in packed:
                 shape = (module.out_features, module.in_features)
                 replace_forward(module, partial(unpacked_product, shape), "unpacked product")
-    if how.expert > 1:  # a rank keeps its experts, and tokens travel, as in `engine/expert_parallel.py`
-        for path, experts in experts_of(model).items():
-            for name, weight in list(experts.named_parameters(recurse=False)):
-                own = torch.empty_like(weight[: len(weight) // how.expert])
-                experts.register_parameter(name, torch.nn.Parameter(own, weight.requires_grad))
-            dispatch_tokens(experts, EvenExchange(how.expert), adapters_of(model, path), 0)
     settings = recipe.objective.model_copy(update={"router_aux_loss_coef": None})  # a number for each token and expert
     if score_labels(settings) or OBJECTIVES[settings.name].reads_tokens_alone:
         objective = make_objective(settings)
@@ -147,6 +141,12 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
         emulates_fp8=how.device == "cpu",
         head_device=HeadDevice(how.device, how.small, recipe.model.kernels != "plain"),
     )
+    if how.expert > 1:  # a rank keeps its experts, and tokens travel, as in `engine/expert_parallel.py`
+        for path, experts in experts_of(model).items():
+            for name, weight in list(experts.named_parameters(recurse=False)):
+                own = torch.empty_like(weight[: len(weight) // how.expert])
+                experts.register_parameter(name, torch.nn.Parameter(own, weight.requires_grad))
+            dispatch_tokens(experts, EvenExchange(how.expert), adapters_of(model, path), 0)
     return wrapped, ForwardPass(attention, objective)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from finetune.engine import tensor_parallel
-from finetune.models import fused_layers, packed_linear
+from finetune.models import fused_layers, grouped_experts, packed_linear
 from finetune.models.head import chunked
 
 
@@ -34,6 +34,7 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
     packed_linear.unpacked_weight = lambda layer, _weight: torch.empty(
         layer.out_features, layer.in_features, dtype=compute
     )
+    of_adapters = grouped_experts.grouped_mm
     norm, liger, of_head = fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy
     fused_layers.rms_norm, fused_layers.liger_function = fused_norm, liger_function
     chunked.liger_cross_entropy = LigerKernel
@@ -45,13 +46,14 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
     # operator for these has the same in- and outputs, and always makes the weight's gradient. In transformers 5.17 the
     # backward of that reads values.
     if compute != torch.bfloat16:
-        moe._can_use_grouped_mm = lambda *_: False
+        moe._can_use_grouped_mm, grouped_experts.grouped_mm = (lambda *_: False), grouped_product
         if not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
             moe._grouped_mm = lambda rows, weight, offs: _Grouped.apply(rows.to(weight.dtype), weight)
     try:
         yield
     finally:
         moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear = can_use, grouped, linear
+        grouped_experts.grouped_mm = of_adapters
         tensor_parallel.dist, torch.is_autocast_enabled = collectives, is_enabled
         fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy = norm, liger, of_head
         packed_linear.unpacked_weight = unpacked_weight
@@ -120,6 +122,15 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_gradients: Any) -> Any:
         return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+def grouped_product(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
+    """Of `grouped_experts.grouped_mm`."""
+    if others.dim() == 2:
+        return rows.new_empty(len(ends), len(rows), others.shape[1])
+    if rows.requires_grad:
+        return _Grouped.apply(rows, others)  # pyright: ignore[reportReturnType]
+    return torch.ops.transformers.grouped_mm_fallback(rows, others, ends)  # counted as a product
 
 
 # --- fused kernels, each an operator: fake tensors would take torch's norm to pieces, and Triton has none for them

@@ -1,6 +1,7 @@
 """Operators, launches, bytes and least time of a micro-batch on an H100 that is not there, with and without kernels.
 
     python scripts/planner/roofline.py                       # 8B LoRA, 8B QLoRA, 1B full: docs/proofs/gpu.md
+    python scripts/planner/roofline.py mixtral qwen3-moe gpt-oss         # docs/reference/experts.md
     python scripts/planner/roofline.py 8b-lora --set train.activation_checkpointing=false
 
 Forward and backward of the project's own model, as `assemble` makes it, on simulated devices (`tests/support/
@@ -38,14 +39,21 @@ RECIPES = {
     "8b-lora": ("llama3.1-8b/lora.yaml", ()),
     "8b-qlora": ("llama3.1-8b/qlora.yaml", ()),
     "1b-full": ("llama3.2-1b/full.yaml", ()),
+    "mixtral": ("mixtral-8x7b/qlora.yaml", ("mode=lora", "quantization=null", "lora.targets=all-linear")),
+    "qwen3-moe": ("qwen3-30b-a3b/lora.yaml", ("lora.targets=all-linear",)),
+    "gpt-oss": ("gpt-oss-20b/lora.yaml", ()),
 }
+# Without arguments.
+DENSE = ("8b-lora", "8b-qlora", "1b-full")
 BEFORE = {
     "8b-lora": ("model.kernels=plain",),
     "8b-qlora": ("model.kernels=plain", "lora.dropout=0.05"),  # with which peft computes adapters
     "1b-full": ("model.kernels=plain",),
+    **dict.fromkeys(("mixtral", "qwen3-moe", "gpt-oss"), ("model.kernels=plain",)),
 }
 COMMON = ("data.max_length=4096", "batch.rows_per_device=1", "train.activation_checkpointing=true")
 MM = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
+GROUPED = {"_grouped_mm"}  # (S, I) with (E, I, O), or (M, S) with (S, N): S rows, each of one expert
 # Operators that read or write some elements of a tensor: the rest of what they get.
 PICKS = {**dict.fromkeys(("gather", "scatter_", "scatter_add_"), slice(2, None)), "embedding": slice(1, None)}
 
@@ -148,6 +156,8 @@ def cost(func: Any, args: Any, out: Any, model: Any, phase: str) -> tuple[str, f
     if name in MM:
         left, right = args[-2:] if name.startswith(("mm", "bmm")) else args[1:3]
         flops = 2.0 * left.numel() * right.shape[-1] / (PRODUCTS * PEAK)
+    elif name in GROUPED:
+        flops = 2.0 * args[0].numel() * args[1].shape[-1] / (PRODUCTS * PEAK)
     elif group == "attention":
         width = model.config.hidden_size
         share = ATTENTION[phase == "backward" and "backward" in name]
@@ -158,8 +168,10 @@ def cost(func: Any, args: Any, out: Any, model: Any, phase: str) -> tuple[str, f
 def group_of(name: str, args: Any, out: Any) -> str:
     if "attn" in name or "attention" in name:
         return "attention"
-    if name in MM:
-        shapes = [tensor.shape for tensor in args if hasattr(tensor, "shape")]
+    if name in MM | GROUPED:
+        shapes = [tensor.shape[-2:] for tensor in args if hasattr(tensor, "shape")]
+        if name in GROUPED:  # by sizes of the weights: not by their number, and not by that of the rows
+            shapes = [out.shape[-2:] if out.dim() == 3 else args[1].shape[-2:]]
         small = any(8 <= size <= 64 for shape in shapes for size in shape)
         return "products of adapters" if small else "products"
     known = {"norm": "norms", "norm_backward": "norms", "gate": "gates", "gate_backward": "gates"}
@@ -224,7 +236,7 @@ def one_silu(torch: Any) -> Callable[..., Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(RECIPES)}; default: all")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(RECIPES)}; default: {', '.join(DENSE)}")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", dest="overrides", help="of the recipe")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -232,7 +244,7 @@ def main() -> None:
         print(json.dumps(measure(arguments.names[0], arguments.overrides)))
         sys.stdout.flush()
         os._exit(0)
-    for name in arguments.names or RECIPES:
+    for name in arguments.names or DENSE:
         found = []
         for overrides in (BEFORE[name], ()):
             program = [sys.executable, __file__, name, "--measure", "--set", *overrides, *arguments.overrides]

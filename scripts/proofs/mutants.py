@@ -52,6 +52,7 @@ _FAKE_CUDA = "tests/fake_cuda/test_fake_cuda.py"
 _EPOCHS, _FLIPS = "tests/unit/data/test_data_epochs.py", "tests/unit/data/test_data_flips.py"
 _PARITY = "scripts/proofs/parity_matrix.py"
 _ROLLOUTS = "tests/distributed/test_rollouts.py"
+_GROUPED = "tests/numerics/test_grouped_experts.py"
 _HEAD, _LOSS = "tests/numerics/test_head.py", "finetune/models/head/token_loss.py"
 MUTANTS = (
     Mutant(
@@ -682,7 +683,39 @@ MUTANTS += (
     ),
     Mutant(
         "experts",
-        "expert parallel: every rank adds the first experts' adapters",
+        "grouped products: an expert's last row goes to the next one",
+        "finetune/models/grouped_experts.py",
+        "right=True, out_int32=True)  # (E,), of the rows of each",
+        "right=True, out_int32=True).sub(1).clamp_min(0)",
+        (_GROUPED, "-k", "as_peft"),
+    ),
+    Mutant(
+        "experts",
+        "adapters of experts without tokens have a gradient as the kernel left it",
+        "finetune/models/grouped_experts.py",
+        ".mul_(ctx.scaling).masked_fill_(idle, 0.0)",
+        ".mul_(ctx.scaling)",
+        (_GROUPED, "-k", "without_tokens"),
+    ),
+    Mutant(
+        "experts",
+        "grouped adapters: the gradient of hidden states leaves out the adapter",
+        "finetune/models/grouped_experts.py",
+        "            of_rows.add_(grouped_mm(of_inner, a, ends), alpha=ctx.scaling)\n",
+        "",
+        (_GROUPED, "-k", "as_peft"),
+    ),
+    Mutant(
+        "experts",
+        "the trial takes grouped products whatever they compute",
+        "finetune/models/experts_trial.py",
+        "if distances[worst] <= bound:",
+        "if distances[worst] <= 1e9:",
+        (_GROUPED, "-k", "wrong_or_missing"),
+    ),
+    Mutant(
+        "experts",
+        "expert parallel: every rank computes the first experts' adapters",
         "finetune/engine/expert_parallel.py",
         "first = mesh.get_local_rank() * (",
         "first = 0 * (",

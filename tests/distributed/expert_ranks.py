@@ -9,13 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from finetune.engine.expert_parallel import parallelize_experts
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.timing import Stopwatch
+from finetune.models.moe import group_adapters
 
 EXPERTS, TOP_K, HIDDEN = 8, 2, 16
 KINDS: dict[str, Any] = {
@@ -24,28 +26,32 @@ KINDS: dict[str, Any] = {
         Qwen3MoeExperts,
         Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=12, num_experts=EXPERTS),
     ),
+    "gpt_oss": (GptOssExperts, GptOssConfig(hidden_size=HIDDEN, intermediate_size=12, num_local_experts=EXPERTS)),
 }
 
 
 def differences(
-    rank: int, size: int, store: Path, kind: str, implementation: str, choices: str, adapted: bool
+    rank: int, size: int, store: Path, kind: str, implementation: str, choices: str, adapted: str
 ) -> dict[str, float]:
     """Largest relative difference of outputs and of gradients; in fp64 where the implementation has it.
 
-    adapted: with adapters on the experts.
+    adapted: computed by "peft" or "grouped" in the divided layer, by peft in the whole one; "": without adapters.
     """
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     try:
         torch.set_default_dtype(torch.float64 if implementation == "eager" else torch.float32)
         torch.manual_seed(0)
-        whole = nn.ModuleList([_layer(kind, implementation, adapted)])
+        whole = nn.ModuleList([_layer(kind, implementation, bool(adapted))])
         divided = copy.deepcopy(whole)
+        if adapted == "grouped":
+            group_adapters(divided)
         parallelize_experts(divided, Parallelism(shard=size, expert=size), "cpu", Stopwatch(torch.device("cpu"), True))
         torch.manual_seed(1 + rank)
         inputs = _inputs(3 + 5 * rank, choices)
         output = torch.randn(3 + 5 * rank, HIDDEN)
         expected, found = _run(whole[0], inputs, output), _run(divided[0], inputs, output)
-        for name, weight in whole[0].named_parameters():  # of the tokens of all ranks, and of the experts that are here
+        trained = [(name, weight) for name, weight in whole[0].named_parameters() if weight.requires_grad]
+        for name, weight in trained:  # of the tokens of all ranks, and of the experts that are here
             dist.all_reduce(weight.grad)
             ours: Any = divided[0].get_parameter(name).grad
             if "lora_" in name:  # of all experts, with a gradient for those that are here
@@ -69,8 +75,9 @@ def _layer(kind: str, implementation: str, adapted: bool) -> nn.Module:
 
         for name in ("gate_up_proj", "down_proj"):
             made = ParamWrapper(made, "default", name, LoraConfig(), r=3, lora_alpha=6)
-    for weight in made.parameters():
+    for name, weight in made.named_parameters():
         nn.init.normal_(weight)
+        weight.requires_grad_(not adapted or "lora_" in name)
     return made
 
 

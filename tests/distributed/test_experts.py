@@ -15,15 +15,17 @@ from forks import start_forkserver
 @pytest.mark.parametrize(
     ("size", "kind", "implementation", "choices", "adapted"),
     [
-        (2, "mixtral", "grouped_mm", "uneven", False),
-        (2, "mixtral", "eager", "uneven", False),
-        (2, "qwen3_moe", "grouped_mm", "one rank", False),
-        (4, "qwen3_moe", "grouped_mm", "uneven", True),
-        pytest.param(4, "mixtral", "eager", "one rank", True, marks=pytest.mark.long),
+        (2, "mixtral", "grouped_mm", "uneven", ""),
+        (2, "mixtral", "eager", "uneven", ""),
+        (2, "qwen3_moe", "grouped_mm", "one rank", ""),
+        (4, "qwen3_moe", "grouped_mm", "uneven", "grouped"),
+        pytest.param(4, "mixtral", "eager", "one rank", "peft", marks=pytest.mark.long),
+        pytest.param(2, "gpt_oss", "grouped_mm", "one rank", "grouped", marks=pytest.mark.long),
+        pytest.param(2, "gpt_oss", "grouped_mm", "uneven", "", marks=pytest.mark.long),
     ],
 )
 def test_same_as_the_full_layer(
-    tmp_path: Path, size: int, kind: str, implementation: str, choices: str, adapted: bool
+    tmp_path: Path, size: int, kind: str, implementation: str, choices: str, adapted: str
 ) -> None:
     start_forkserver()
     context = multiprocessing.get_context("forkserver")  # one import for all ranks, and no threads that are forked
@@ -40,6 +42,7 @@ def test_same_as_the_full_layer(
         found = list(pool.map(ranks, range(size)))
     for of_rank in found:
         names = {name.rpartition(".")[2] for name in of_rank}
-        assert names >= {"output", "hidden", "weights", "gate_up_proj", "down_proj"}
-        assert any("lora_B" in name for name in of_rank) == adapted
+        trained = {"weight"} if adapted else {"gate_up_proj", "down_proj"}  # of A and B
+        assert names >= {"output", "hidden", "weights"} | trained
+        assert any("lora_B" in name for name in of_rank) == bool(adapted)
         assert max(of_rank.values()) < (1e-13 if implementation == "eager" else 1e-6), of_rank

@@ -240,13 +240,15 @@ def _compute_with_real_numbers() -> None:
     import torch.distributed.tensor._utils as shards
 
     from finetune.engine import expert_parallel, sharding
-    from finetune.models import fused_layers, loss_model
+    from finetune.models import experts_trial, fused_layers, loss_model
     from finetune.models.head import chunked
     from finetune.plan import stand_ins
 
     loss_model.logit_map = real(loss_model.logit_map)
     for name in ("_formula_of", "_gates", "_turns_halves", "_has_equal_halves", "why_not_same"):
         setattr(fused_layers, name, real(getattr(fused_layers, name)))
+    verdict = experts_trial.verdict
+    experts_trial.verdict = real(lambda experts, _device, *others: verdict(experts, torch.device("cpu"), *others))
     fused_layers.rms_norm, fused_layers.liger_function = stand_ins.fused_norm, stand_ins.liger_function
     chunked.liger_cross_entropy = stand_ins.LigerKernel
     meshes.init_device_mesh = torch.distributed.init_device_mesh = real(meshes.init_device_mesh)
