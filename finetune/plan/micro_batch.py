@@ -145,7 +145,7 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
         has_scores=bool(objective.num_scores),
         only_sums=objective.only_sums,
         emulates_fp8=how.device == "cpu",
-        head_device=HeadDevice(how.device, how.small, recipe.model.kernels != "plain"),
+        head_device=HeadDevice(how.device, how.small, recipe.model.kernels != "plain", how.tensor),
     )
     return wrapped, ForwardPass(attention, objective)
 

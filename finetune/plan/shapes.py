@@ -18,7 +18,8 @@ from transformers import PretrainedConfig
 from finetune.engine.costs import Costs, Shapes, Weight, costs_of
 from finetune.engine.launch import Launch
 from finetune.engine.sharding import final_norm
-from finetune.engine.tensor_parallel import TensorGroup, parallelize
+from finetune.engine.tensor_group import TensorGroup
+from finetune.engine.tensor_parallel import parallelize
 from finetune.models import assemble
 from finetune.models.attention import AttentionChoice
 from finetune.models.packed_linear import linear_weights, state_tensors
