@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
@@ -85,7 +84,7 @@ def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
                 "next to matrices that it shards: use fsdp2"
             )
     ends = split_vocabulary(model, group)
-    return ShardedParameters({**shards, **ends.shards}, partial | ends.partial)
+    return ShardedParameters({**shards, **ends.shards}, frozenset(partial) | ends.partial)
 
 
 def _planned(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, str, Any]]:

@@ -1,4 +1,4 @@
-"""Losses from logits whose columns are on several ranks, here threads: those of all columns, with the gradient of each."""
+"""Losses from logits whose columns are on several ranks, here threads: those of all columns, and their gradients."""
 
 from __future__ import annotations
 
