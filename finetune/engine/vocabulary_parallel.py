@@ -26,7 +26,7 @@ from finetune.utils import unwrap_peft
 
 
 @dataclass(frozen=True)
-class Part:
+class GroupVocabulary:
     """A `VocabularyPart` (models/head/vocabulary.py) over a tensor parallel group."""
 
     group: TensorGroup
@@ -69,17 +69,23 @@ def split_vocabulary(model: Any, group: TensorGroup) -> ShardedParameters:
         if hasattr(module, ROWS):  # of added tokens
             vars(module)["first_added"] -= shard.start
     for embedding in embeddings:
-        _look_up(embedding, shard, group)
+        split_embedding(embedding, shard, group)
     partial = [f"{names[id(one)]}.{ROWS}" for one in (*embeddings, *linear) if hasattr(one, ROWS)]
     partial += [f"{names[id(one)]}.weight" for one in down]  # its gradient comes through this rank's columns of B
     for one in linear:
         one.out_features = shard.size
-    if head is not None:
-        _split_logits(head, Part(group, shard.start, total))
+    if head is not None:  # it returns this rank's columns to a loss that takes them, and else gathers logits
+        part = GroupVocabulary(group, shard.start, total)
+        for module in head.modules_to_save.values() if hasattr(head, "modules_to_save") else (head,):
+            module.vocabulary = part  # the module whose forward has the losses, which may be peft's full copy
+        head.register_forward_pre_hook(lambda _module, inputs: Communicate.apply(*inputs, group, "copy"))
+        head.register_forward_hook(
+            lambda _module, _inputs, output: _WholeLogits.apply(output, part) if isinstance(output, Tensor) else output
+        )
     return ShardedParameters(shards, frozenset(partial))
 
 
-def _look_up(embedding: Any, shard: ParameterShard, group: TensorGroup) -> None:
+def split_embedding(embedding: Any, shard: ParameterShard, group: TensorGroup) -> None:
     """Make an embedding look up this rank's tokens, and sum over the ranks."""
     embedding.num_embeddings = shard.size
     padding = embedding.padding_idx
@@ -97,21 +103,11 @@ def _look_up(embedding: Any, shard: ParameterShard, group: TensorGroup) -> None:
     replace_forward(embedding, forward, "part of the vocabulary")
 
 
-def _split_logits(head: Any, part: Part) -> None:
-    """Make a head return this rank's columns to a loss that takes them, and else gather logits."""
-    for module in head.modules_to_save.values() if hasattr(head, "modules_to_save") else (head,):
-        module.vocabulary = part  # the module whose forward has the losses, which may be peft's full copy
-    head.register_forward_pre_hook(lambda _module, inputs: Communicate.apply(*inputs, part.group, "copy"))
-    head.register_forward_hook(
-        lambda _module, _inputs, output: _WholeLogits.apply(output, part) if isinstance(output, Tensor) else output
-    )
-
-
 class _WholeLogits(torch.autograd.Function):
     """Gathers columns of logits, each of which has its gradient on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, part: Part) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, part: GroupVocabulary) -> Tensor:
         ctx.first, ctx.size = part.first, logits.shape[-1]
         return all_gathered(logits, part.group, -1, part.total)
 

@@ -173,8 +173,6 @@ def choose_cross_entropy(
         obstacle = why_not_torch(mapping) if requested == "torch" else why_not_liger(device.type)
         if not matrix:
             obstacle = "it takes a head that is one matrix, and this one has adapters or quantized weights"
-        if device.ranks > 1:
-            obstacle = "it takes all of the vocabulary, which tensor parallel ranks share"
         if not only_sums:
             obstacle = "it gives the sum of the token losses only, and the objective needs more"
         if obstacle:

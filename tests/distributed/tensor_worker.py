@@ -41,7 +41,8 @@ from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Lora
 
 PHI3 = {**tiny.MODELS["llama"], "model_type": "phi3"}
-QWEN2 = {**tiny.MODELS["llama"], "model_type": "qwen2"}  # with biases
+# With biases, and a vocabulary that is not divisible.
+QWEN2 = {**tiny.MODELS["llama"], "model_type": "qwen2", "vocab_size": 383}
 CASES: dict[str, tuple[dict[str, Any], Lora | None]] = {
     "llama": (tiny.MODELS["llama"], None),
     "llama_tied lora": (tiny.MODELS["llama_tied"], Lora(rank=4)),
