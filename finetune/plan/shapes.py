@@ -68,8 +68,7 @@ def shapes_of(recipe: Recipe, config: PretrainedConfig, tensor: int = 1) -> Shap
 def _shapes(key: CacheKey) -> Shapes:
     short, kinds = shortened(key.config)
     model, (tensor,) = skeleton(key.recipe, short), key.others
-    if tensor > 1:
-        parallelize(model, TensorGroup(None, 0, tensor))
+    shards = parallelize(model, TensorGroup(None, 0, tensor)).shards if tensor > 1 else {}
     packed = {id(parameter): weights for parameter, weights in linear_weights(model)}
     scales = {
         id(module.weight): sum(tensor.nbytes for _, tensor in state_tensors(module))
@@ -105,6 +104,7 @@ def _shapes(key: CacheKey) -> Shapes:
                 packed=packed.get(id(parameter), 0),
                 scales=scales.get(id(parameter), 0),
                 expert=".experts." in name and parameter.ndim == 3,
+                rows=shards[name].total if name in shards and shards[name].dim == 0 else 0,
                 table=name in roles.tables,
                 of_images=name in roles.of_images,
             )

@@ -39,6 +39,7 @@ class Weight:
     packed: int = 0  # quantized weights that its elements hold; 0: not packed
     scales: int = 0  # bytes of the tensors that unpack them
     expert: bool = False  # dimension 0 counts experts
+    rows: int = 0  # of all tensor parallel ranks, whose parts of dimension 0 differ by one if not divisible; 0: of one
     table: bool = False  # see `ParameterRoles`, as for the next
     of_images: bool = False
 

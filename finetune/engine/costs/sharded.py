@@ -46,6 +46,9 @@ class ShardedCosts(Costs):
         if weight.expert and sizes.expert > 1:
             rows //= sizes.expert
             count, index = sizes.shard // sizes.expert, place["shard"] // sizes.expert
+        elif weight.rows:
+            each, more = divmod(weight.rows, sizes.tensor)  # as `TensorGroup.shard`
+            rows = each + (place["tensor"] < more)
         each = -(-rows // count)
         own = min(each, max(0, rows - index * each))
         return Shard(weight, own * width, each * width)
