@@ -4,7 +4,8 @@
     element-wise          bytes that all other operators read and write, as `timeline.py` runs them
     launches              operators that the host starts: on a CPU all of them, else if the device waits for the host
     unpacking             4-bit weights, and fp32 weights that are cast for each forward
-    optimizer             bytes of weights, gradients and moments; on the host's processors under offload
+    optimizer             bytes of weights, gradients and moments; on the host's processors under offload; Muon's
+                          products
     communication         the part that compute does not hide, by link
     host transfers        the same of weights, gradients and activations that are kept in the host's memory
     bubble                stages of a pipeline that wait for its first and last micro-batches
@@ -319,7 +320,8 @@ class Job:
         compute["launches"] = max(0.0, of_host - busy) if speeds.beside_host else of_host
         compute = {name: seconds / speeds.level.compute for name, seconds in compute.items()}
         busy = sum(compute.values())
-        optimizer = self._optimizer() / speeds.level.optimizer
+        stepping = self._stepping() + self.costs.orthogonalizing_flops() / speeds.products
+        optimizer = stepping / speeds.level.optimizer
         parts = {**compute, "optimizer": optimizer, **self._waits(busy)}
         if sizes.pipeline > 1:
             waiting = (sizes.pipeline - 1) / (micro_batches * sizes.stages_per_rank)
@@ -359,7 +361,8 @@ class Job:
         left, left_of_host = max(0.0, overlapping - hidden), max(0.0, of_host - max(0.0, hidden - overlapping))
         return {"communication": left + alone, "host transfers": left_of_host + of_host_alone}
 
-    def _optimizer(self) -> float:
+    def _stepping(self) -> float:
+        """Returns the seconds to read and write weights, gradients and moments."""
         sizes, launch, speeds = self.launch.parallelism, self.launch, self.speeds
         owned, host = self.shape.trained / self.costs.owners, self.hardware.host
         if self.costs.is_away:
