@@ -66,8 +66,6 @@ class Loader:
     tokens_per_device: int | None = None  # no less than the longest row has
     padded_to: int | None = None  # tokens of every forward, if they must be equally many
     share: TokenShare = UNSHARDED  # of every row, if several ranks with the same `rank` have its tokens
-    # Forwards of a step are padded to its longest, rounded up to a multiple of this many tokens; 0: no padding.
-    alike: int = 0
     shares_prompts: bool = False  # the beginning that two sequences share is computed once, see `collate`
     image_inputs: ImageInputs | None = None  # see `collate`
     positions: Callable[[Batch], Batch] | None = None  # gives a batch those of a model that has others than places
@@ -82,7 +80,7 @@ class Loader:
         positions = self._positions(step)
         assignment = self._assign(positions)
         forwards = [*assignment.micro_batch_tokens, *(assignment.shortest,) * assignment.num_dummies]
-        computed = sum(self._forward_tokens(assignment, tokens) for tokens in forwards)
+        computed = sum(self._forward_tokens(tokens) for tokens in forwards)
         return StepBatches(
             batches=list(self._batches(assignment)),
             counts=self._counts(positions),
@@ -127,10 +125,9 @@ class Loader:
             counts["shared_tokens"] = sum(_shared(prompts, rows) for rows in self._micro_batches(lengths, prompts))
         return dict(counts)
 
-    def _forward_tokens(self, assignment: StepAssignment, tokens: int) -> int:
+    def _forward_tokens(self, tokens: int) -> int:
         """Returns the tokens of a forward of `tokens` tokens, padding included, over all ranks that share it."""
-        of_step = -(-assignment.longest // self.alike) * self.alike if self.alike else tokens
-        return self.share.padded(self.padded_to or of_step)
+        return self.share.padded(self.padded_to or tokens)
 
     def _assign(self, positions: range) -> StepAssignment:
         lengths = [self.rows.lengths(position) for position in positions]
@@ -172,7 +169,7 @@ class Loader:
             if index < len(assignment.micro_batches):
                 rows = assignment.micro_batches[index]
                 examples = [one for row in rows for one in self.rows.row(assignment.positions[row])]
-                padded_to = self._forward_tokens(assignment, assignment.micro_batch_tokens[index])
+                padded_to = self._forward_tokens(assignment.micro_batch_tokens[index])
                 row_lengths = tuple(int(assignment.lengths[row].sum()) for row in rows)
                 batch = collate(examples, index, padded_to, self.shares_prompts, self.image_inputs)
                 batch = replace(batch, row_lengths=row_lengths)
@@ -181,7 +178,7 @@ class Loader:
                 examples = self.rows.row(assignment.positions[row])
                 # The one with the shortest sequence of the step.
                 example = min(examples, key=lambda one: min(len(sequence.input_ids) for sequence in one.sequences))
-                padded_to = self._forward_tokens(assignment, assignment.shortest)
+                padded_to = self._forward_tokens(assignment.shortest)
                 batch = dummy_batch(example, index, padded_to, self.image_inputs)
             yield token_shard(self.positions(batch) if self.positions else batch, self.share)
 
@@ -207,11 +204,6 @@ class StepAssignment:
     def shortest(self) -> int:
         """Tokens of the shortest sequence."""
         return min(int(of_row.min()) for of_row in self.lengths)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest micro-batch."""
-        return max(self.micro_batch_tokens)
 
 
 def _shared(prompts: Sequence[SharedPrompt | None], rows: NDArray[np.int64]) -> int:

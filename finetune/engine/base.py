@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from transformers import DynamicCache
 
 from finetune.data.batch import TokenShare
 from finetune.engine.context_parallel import token_ranks
@@ -34,6 +35,7 @@ from finetune.models.weights import Placement
 from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.objectives.objective import TokenRanks
 from finetune.recipe.schema import Recipe
+from finetune.utils import divisors
 
 T = TypeVar("T")  # a micro-batch; this package does not look into it
 Forward = Callable[[Any, T], Any]  # calls a model with a micro-batch's inputs, and returns what the model returns
@@ -45,9 +47,7 @@ BuildOptimizers = Callable[[NamedTensors], list[Optimizer]]
 class Engine(abc.ABC):
     """One backend, one model. Attributes describe this process and its group."""
 
-    forwards_alike = False  # all micro-batches of a step must have equally many tokens
     gathers_in_forward = False  # a forward waits for the other ranks at each part of the model
-    caches = True  # a forward supports a cache of keys and values
     copies_state = True  # a save may copy this rank's state to CPU memory, and write it while steps run
     # First backwards of a process that differ from later ones, in memory or in the order of sums over ranks. The loop
     # runs these before its first step and drops them, or a resumed run would not be bitwise the same.
@@ -142,6 +142,10 @@ class Engine(abc.ABC):
         finally:
             self.model.train()
 
+    def new_cache(self) -> Any:
+        """Returns an empty cache of keys and values, for `past_key_values` of the forwards of a generation."""
+        return DynamicCache(config=self.unwrapped.config)
+
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:
         """Context manager for the many short forwards of a generation, inside `evaluating`. Collective."""
@@ -167,10 +171,15 @@ class Engine(abc.ABC):
         If `steps_in_backward`, the optimizer has stepped when it returns.
         """
 
-    def trial(self, loss: Callable[[Any], Tensor]) -> None:
-        """Use the memory of a micro-batch: run `loss` and its backward. `drop_gradients` undoes it."""
+    def micro_batch_sizes(self, rows: int) -> list[int]:
+        """Returns the sizes that a trial may choose from, ascending. rows: of a step, on each data-parallel rank."""
+        return divisors(rows)
+
+    def trial(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T]) -> None:
+        """Use the memory of a step's forwards and backwards. `drop_gradients` undoes it. batches: equal ones, of which
+        one suffices if they run one after another."""
         with self.micro_batch(last=False):
-            self.backward(loss(self.model))
+            self.backward(loss(forward(self.model, batches[0]), batches[0]))
 
     @abc.abstractmethod
     def drop_gradients(self) -> None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from finetune.engine.base import BuildOptimizers, Engine, detached, named_trainables, wait_after_gradients
+from finetune.engine.base import (
+    BuildOptimizers,
+    Engine,
+    Forward,
+    Loss,
+    T,
+    detached,
+    named_trainables,
+    wait_after_gradients,
+)
 from finetune.engine.state_shards import ShardPart, replica_parts
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel
@@ -60,9 +68,10 @@ class Ddp(Engine):
         """True for the part of DDP's reduction that the backward does not hide, and for sums of the loss."""
         return True
 
-    def trial(self, loss: Callable[[Any], Tensor]) -> None:
+    def trial(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T]) -> None:
         """Runs without DDP's reduction, so that no rank waits for one that runs out of memory."""
-        (loss(getattr(self.model, "module", self.model)) * (self.world_size * self.loss_scale.value)).backward()
+        value = loss(forward(getattr(self.model, "module", self.model), batches[0]), batches[0])
+        (value * (self.world_size * self.loss_scale.value)).backward()
 
     def drop_gradients(self) -> None:
         gradients = self.gradients()

@@ -13,7 +13,8 @@ from typing import Any
 
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism, dimension_key
-from finetune.engine.stages import PLAN, SINGLE_STAGE_SCHEDULES, schedulable_micro_batches
+from finetune.engine.stage_trial import why_not_in_stages
+from finetune.engine.stages import SINGLE_STAGE_SCHEDULES, schedulable_micro_batches
 from finetune.errors import UserError
 from finetune.models.base_config import layer_configs
 from finetune.models.config import active_dropouts, length_dependent_rope
@@ -30,15 +31,15 @@ class Architecture:
     kv_heads: int
     experts: int
     attention: tuple[str, ...]  # other than full causal attention: "sliding_attention", "chunked_attention"
-    modules: tuple[str, ...] = ()  # modules of the base model, if transformers has a plan to split it between them
+    not_in_stages: str | None = None  # why it cannot be divided into stages of layers, if that was asked
     soft_capped: bool = False  # attention's logits
     dropouts: dict[str, float] = field(default_factory=dict)  # settings of active dropout
     rope_types: tuple[str, ...] = ()  # those whose frequencies depend on the length of a document
     tensor_styles: frozenset[str] = frozenset()  # styles in the tensor parallel plan; empty without a plan
 
     @classmethod
-    def of(cls, config: Any) -> Architecture:
-        """Returns the properties from a transformers config."""
+    def of(cls, config: Any, in_stages: bool = False) -> Architecture:
+        """Returns the properties from a transformers config. in_stages: try whether it can be divided into stages."""
         text = config.get_text_config()
         # Layers may have different numbers of heads (Gemma 4): a divisor of all of them divides their common divisor.
         layers = layer_configs(text)
@@ -53,7 +54,7 @@ class Architecture:
             kv_heads=kv_heads or heads,
             experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
             attention=tuple(sorted(attention - {"full_attention"})),
-            modules=tuple(sorted(getattr(text, "base_model_pp_plan", None) or ())),
+            not_in_stages=why_not_in_stages(config) if in_stages else None,
             soft_capped=getattr(text, "attn_logit_softcapping", None) is not None,
             dropouts=dict(active_dropouts(text)),
             rope_types=tuple(length_dependent_rope(config)),
@@ -89,7 +90,8 @@ class Combination:
 
 def check_combination(recipe: Recipe, recipe_file: str, launch: Launch, config: Any | None) -> None:
     """Raises UserError with the messages of all rules. config: of transformers, if available."""
-    combination = Combination(launch, launch.parallelism, recipe, None if config is None else Architecture.of(config))
+    model = None if config is None else Architecture.of(config, in_stages=launch.parallelism.pipeline > 1)
+    combination = Combination(launch, launch.parallelism, recipe, model)
     problems = [problem for rule in RULES for problem in rule(combination)]
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
@@ -222,8 +224,8 @@ def pipeline_stages(c: Combination) -> Iterator[str]:
         yield f"{key} with {c.key(name)}: not supported: remove one"
     if c.model is None:
         return
-    if frozenset(c.model.modules) != PLAN:
-        yield f"{key}: this architecture is not just an embedding, layers and a norm: remove it"
+    if c.model.not_in_stages is not None:
+        yield f"{key}: a stage cannot hold a part of this model's layers: {c.model.not_in_stages}: use fsdp2"
     if (stages := sizes.pipeline * sizes.stages_per_rank) > (layers := c.model.layers):
         most = max(1, layers // sizes.stages_per_rank)
         yield f"{key}: {stages} stages need as many layers, and the model has {layers}: set it to {most} or less"
@@ -232,18 +234,21 @@ def pipeline_stages(c: Combination) -> Iterator[str]:
 def pipeline_micro_batches(c: Combination) -> Iterator[str]:
     """The schedule must be able to run a step's micro-batches. If their number varies, empty ones pad it."""
     sizes, batch = c.sizes, c.recipe.batch
-    if sizes.pipeline == 1 or batch.rows_per_device == "auto" or batch.tokens_per_device is not None:
+    if sizes.pipeline == 1 or batch.tokens_per_device is not None:
         return
-    if batch.rows % (batch.rows_per_device * sizes.data):
+    rows_per_device = 1 if batch.rows_per_device == "auto" else batch.rows_per_device
+    if batch.rows % (rows_per_device * sizes.data):
         return  # reported by check_launch
     rows = batch.rows // sizes.data  # per pipeline
 
     def schedulable(count: int) -> int:
         return schedulable_micro_batches(sizes.schedule, sizes.pipeline, count)
 
-    if (count := rows // batch.rows_per_device) and schedulable(count) != count:
+    if (count := rows // rows_per_device) and schedulable(count) != count:
         others = [n for n in divisors(rows) if schedulable(rows // n) == rows // n]
-        near = sorted(others, key=lambda n: abs(n - int(batch.rows_per_device)))[:2]
+        if others and batch.rows_per_device == "auto":
+            return  # it chooses among these
+        near = sorted(others, key=lambda n: abs(n - rows_per_device))[:2]
         advice = [f"`batch.rows_per_device: {n}`" for n in sorted(near)]
         advice += [f"`batch.rows: {schedulable(count) * batch.rows // count}`"]
         if sizes.schedule in SINGLE_STAGE_SCHEDULES:
@@ -259,20 +264,11 @@ def pipeline_recipe(c: Combination) -> Iterator[str]:
     key, recipe = c.key("pipeline"), c.recipe
     if c.sizes.pipeline == 1:
         return
-    if recipe.batch.rows_per_device == "auto":
-        yield (
-            f"{key}: `batch.rows_per_device: auto` tries one micro-batch, and a stage holds several at a time: "
-            "give a number"
-        )
     if recipe.optimizer.in_backward:
         yield f"{key}: `optimizer.in_backward` needs one micro-batch a step, a pipeline needs several: set `false`"
-    if recipe.rollouts is not None:
-        yield f"{key}: `rollouts` are decoded with a cache of keys and values, which a pipeline does not have"
     for name in c.dropouts():
-        yield (
-            f"{key}: dropout draws its numbers layer after layer, and a stage does not know those of the layers before "
-            f"it: set {name} to 0"
-        )
+        if "layerdrop" in name:
+            yield f"{key}: whole layers are left out at random, those of other stages as well: set {name} to 0"
     if c.sizes.schedule != "zero_bubble":
         return
     key, loss = c.key("schedule"), recipe.model.cross_entropy  # torch runs each backward in two parts

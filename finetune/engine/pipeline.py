@@ -27,19 +27,22 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
+from torch.nn.functional import pad
+from transformers import DynamicCache
 
 from finetune.engine.base import BuildOptimizers, Engine, Forward, Loss, NamedTensors, T, detached
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Schedule
 from finetune.engine.ranks import group_along, sum_gradients
+from finetune.engine.stage_cache import stage_cache
 from finetune.engine.stages import (
     SINGLE_STAGE_SCHEDULES,
     StageModel,
     bubble_share,
-    check_cuttable,
     holders,
     keep_only,
     lay_out,
+    micro_batch_sizes,
     schedulable_micro_batches,
 )
 from finetune.engine.state_shards import ShardPart, replica_parts
@@ -61,9 +64,6 @@ class _RunningStep:
 
 
 class Pipeline(Engine):
-    forwards_alike = True
-    caches = False  # a cache of keys and values begins with layer 0, which most stages lack
-
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
         sizes, place = self.parallelism, self.parallelism.coordinates(self.rank)
@@ -81,7 +81,6 @@ class Pipeline(Engine):
         return Placement("load", self.device, self._layout.layers_of(self.place))
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
-        check_cuttable(model.causal_lm)
         self.unwrapped, self.model = model.causal_lm, _FullPipeline(self, model)
         self._holders = holders(self.unwrapped, self._layout)
         keep_only(self.unwrapped, lambda name: self.place in self._holders[name], self.device)
@@ -108,8 +107,7 @@ class Pipeline(Engine):
         count = schedulable_micro_batches(self.parallelism.schedule, self.parallelism.pipeline, len(batches))
         filled = [*batches, *[batches[-1]] * (count - len(batches))]
         self._step = _RunningStep(filled, len(batches), forward, loss)
-        first: Any = batches[0]  # the loader gives all of a step as many tokens
-        shape = count, first.inputs["input_ids"].shape[1]
+        shape = count, sent_tokens(max(_tokens(batch) for batch in batches))
         if self._prepared is None or self._prepared[0] != shape:
             self._prepared = shape, self._schedule(*shape)
         indices = torch.arange(count)  # micro-batch indices: torch passes one to each forward
@@ -128,6 +126,7 @@ class Pipeline(Engine):
                 sum_gradients(shared, self._ends, self.device)
 
     def _schedule(self, count: int, tokens: int) -> Any:
+        self._sent_tokens = tokens
         hidden = torch.empty(1, tokens, self._width, dtype=self._compute, device="meta", requires_grad=True)
         shared = self._layout.stages, self._pipeline, hidden, self.device, self._computing_backward
         stages: list[PipelineStage] = [TimedStage(_InSchedule(self, s), s.index, *shared) for s in self._stages]
@@ -139,8 +138,12 @@ class Pipeline(Engine):
         with self._computing():
             if stage.is_last and received is not None and index >= step.counted:
                 return received.sum() * 0.0
-            output = step.forward(lambda **arguments: stage.run(arguments, received), batch)
-            return step.loss(output, batch) * self.loss_scale.value if stage.is_last else output
+            own = None if received is None else received[:, : _tokens(batch)]
+            output = step.forward(lambda **arguments: stage.run(arguments, own), batch)
+            if stage.is_last:
+                return step.loss(output, batch) * self.loss_scale.value
+            missing = self._sent_tokens - output.shape[1]
+            return pad(output, (0, 0, 0, missing)) if missing else output
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -155,6 +158,14 @@ class Pipeline(Engine):
     def _computing_backward(self) -> Iterator[None]:
         with self._computing(), self.stopwatch.phase("backward"):
             yield
+
+    def micro_batch_sizes(self, rows: int) -> list[int]:
+        sizes = self.parallelism
+        return micro_batch_sizes(sizes.schedule, sizes.pipeline, sizes.stages_per_rank, rows)
+
+    def trial(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T]) -> None:
+        """Runs the schedule of a step: a stage keeps the activations of several micro-batches."""
+        self.accumulate(batches, forward, loss)
 
     def backward(self, loss: Tensor) -> None:
         raise NotImplementedError("a pipeline's backwards are its schedule's: see accumulate")
@@ -202,11 +213,17 @@ class Pipeline(Engine):
     def _rank_of(self, stage: int) -> int:
         return self._layout.rank_of(stage) * self.parallelism.replicate + self.replica
 
+    def new_cache(self) -> dict[int, DynamicCache]:
+        """Returns an empty cache for each stage of this rank."""
+        config, layout = self.unwrapped.config, self._layout
+        return {stage: stage_cache(config, layout, stage) for stage in layout.stages_of(self.place)}
+
     def answer(self, arguments: dict[str, Any]) -> Any:
         """Returns the logits of the last stage, on every rank of the pipeline."""
         output = self._relay(lambda model: model(**arguments))
         vocabulary = self.unwrapped.config.get_text_config().vocab_size
-        shape = (arguments["input_ids"].shape[0], arguments["logits_to_keep"], vocabulary)
+        rows, tokens = arguments["input_ids"].shape
+        shape = (rows, arguments.get("logits_to_keep", tokens), vocabulary)
         logits = torch.empty(shape, device=self.device) if output is None else output.logits.float().contiguous()
         dist.broadcast(logits, self._rank_of(self._layout.stages - 1), group=self._pipeline)
         return SimpleNamespace(logits=logits)
@@ -267,6 +284,21 @@ class _FullPipeline:
 
     def eval(self) -> None:
         self.train(False)
+
+
+def _tokens(batch: Any) -> int:
+    return batch.inputs["input_ids"].shape[1]
+
+
+def sent_tokens(longest: int) -> int:
+    """Returns the tokens of hidden states that stages send, of a step's longest micro-batch: others are padded on the
+    way. Of few different lengths, as stages prepare buffers for each; at most 1/16 more.
+
+    >>> [sent_tokens(n) for n in (15, 100, 1000, 1025)]
+    [15, 100, 1024, 1088]
+    """
+    unit = max(1, 1 << longest.bit_length() >> 5)
+    return -(-longest // unit) * unit
 
 
 # --- torch's schedules, with stages that report when they compute

@@ -28,10 +28,9 @@ from torch import Tensor, nn
 from finetune.engine.parallelism import Schedule
 from finetune.errors import UserError
 from finetune.models.wrapped import WrappedModel, output_head
-from finetune.utils import unwrap_peft
+from finetune.utils import divisors, unwrap_peft
 
 SINGLE_STAGE_SCHEDULES = ("gpipe", "1f1b")  # one stage on each rank
-PLAN = frozenset({"embed_tokens", "layers", "norm"})  # the modules of a base model that can be split, in transformers
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ def lay_out(model: Any, stages: int, ranks: int, scores: bool = False) -> Layout
     base = model.base_model
     layers = [_numel(layer) for layer in base.layers]
     head = 0 if scores else _numel(model.get_output_embeddings())
-    first, last = _numel(model.get_input_embeddings()), _numel(base.norm) + head
-    return Layout(stage_bounds(tuple(layers), stages, first, last), ranks)
+    last = head + sum(_numel(getattr(base, name)) for name in final_norms(base))
+    return Layout(stage_bounds(tuple(layers), stages, _numel(model.get_input_embeddings()), last), ranks)
 
 
 def _numel(module: Any) -> int:
@@ -147,17 +146,54 @@ def schedulable_micro_batches(schedule: Schedule, ranks: int, micro_batches: int
     return micro_batches
 
 
+_SMALL_BUBBLE = 0.2  # of a step: four micro-batches for each rank, when Huang et al. 2018 call it negligible (2.3)
+
+
+def micro_batch_sizes(schedule: Schedule, ranks: int, stages_per_rank: int, rows: int) -> list[int]:
+    """Returns sizes of micro-batches, ascending, that a schedule runs with a small bubble; the one with the smallest if
+    there is none. rows: of a step, in each pipeline.
+
+    >>> micro_batch_sizes("1f1b", 2, 1, 32), micro_batch_sizes("1f1b", 2, 1, 6)
+    ([1, 2, 4], [1])
+    """
+    sizes = [n for n in divisors(rows) if schedulable_micro_batches(schedule, ranks, rows // n) == rows // n]
+    small = [n for n in sizes if bubble_share(schedule, ranks, stages_per_rank, rows // n) < _SMALL_BUBBLE]
+    return small or sizes[:1]
+
+
 # --- one stage of a model
 #
 # The modules of other stages are on `meta`, without memory, so parameters have the same names as on every other
 # backend. While a stage runs, the base model has that stage's layers, and in place of the others modules that
 # return the hidden states unchanged; transformers computes embeddings, masks and rotations from
-# `inputs_embeds` and `position_ids`.
+# `inputs_embeds` and `position_ids`. What it does to hidden states before its first layer and after its last one is
+# part of the first and the last stage alone: others begin and end in the place of a layer.
 
 
 class _PassOn(nn.Module):
     def forward(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
         return hidden
+
+
+class _OtherLayer(nn.Module):
+    """In place of another stage's layer, whose attributes base models read."""
+
+    received: Tensor | None = None  # what it returns, in place of what comes
+    returned: Tensor | None = None
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self._layer = [layer]  # in a list, so that it is no submodule
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._layer[0], name)
+
+    def forward(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        self.returned = hidden if self.received is None else self.received
+        return self.returned
 
 
 class StageModel(nn.Module):
@@ -171,23 +207,34 @@ class StageModel(nn.Module):
         self._compute = compute
         base = unwrap_peft(model.causal_lm).base_model
         mine = layout.layers(index)
-        self._shown = {
-            "layers": nn.ModuleList(layer if i in mine else _PassOn() for i, layer in enumerate(base.layers)),
-            "norm": base.norm if self.is_last else _PassOn(),
-        }
+        layers = nn.ModuleList(layer if i in mine else _OtherLayer(layer) for i, layer in enumerate(base.layers))
+        norms: dict[str, nn.Module] = {} if self.is_last else {name: _PassOn() for name in final_norms(base)}
+        self._shown: dict[str, nn.Module] = {"layers": layers, **norms}
         self.own_modules = nn.ModuleList(parts_of(model.causal_lm, layout, index))
 
     def run(self, arguments: dict[str, Any], received: Tensor | None) -> Any:
         """Returns the model's output; before the last stage hidden states (B, T, D), as `received`."""
-        (model,) = self._model
+        (model,), layers = self._model, self._shown["layers"]
+        assert isinstance(layers, nn.ModuleList)
+        first, last = layers[0], layers[-1]  # of the whole model; of other stages, unless this one has them
+        if (caches := arguments.get("past_key_values")) is not None:
+            arguments = {**arguments, "past_key_values": caches[self.index]}
         if received is not None:
             arguments = {**arguments, "inputs_embeds": received}
             del arguments["input_ids"]
-        with _showing(unwrap_peft(model.causal_lm).base_model, self._shown):
-            if self.is_last:
-                return model(**arguments)
-            inputs = {name: value for name, value in arguments.items() if name not in ("logits_to_keep", "targets")}
-            hidden = model.hidden_states(**inputs)
+        try:
+            with showing(unwrap_peft(model.causal_lm).base_model, self._shown):
+                if isinstance(first, _OtherLayer):
+                    first.received = received
+                if self.is_last:
+                    return model(**arguments)
+                inputs = {name: value for name, value in arguments.items() if name not in ("logits_to_keep", "targets")}
+                model.hidden_states(**inputs)
+                hidden = last.returned
+        finally:
+            for layer in (first, last):  # hidden states are the schedule's
+                if isinstance(layer, _OtherLayer):
+                    layer.received = layer.returned = None
         if hidden.dtype != self._compute:
             name = type(unwrap_peft(model.causal_lm)).__name__
             raise UserError(
@@ -200,7 +247,7 @@ class StageModel(nn.Module):
 
 
 @contextlib.contextmanager
-def _showing(base: Any, modules: dict[str, nn.Module]) -> Iterator[None]:
+def showing(base: Any, modules: dict[str, nn.Module]) -> Iterator[None]:
     before = {name: base._modules[name] for name in modules}
     base._modules.update(modules)
     try:
@@ -217,8 +264,16 @@ def parts_of(model: Any, layout: Layout, stage: int) -> list[nn.Module]:
     if stage == 0:
         parts.append(causal.get_input_embeddings())
     if stage == layout.stages - 1:
-        parts += [base.norm, output_head(model)]
+        parts += [*(getattr(base, name) for name in final_norms(base)), output_head(model)]
     return parts
+
+
+def final_norms(base: Any) -> list[str]:
+    """Returns the names of a base model's parts that have weights and are neither embedding nor layers: of one that can
+    be divided its final norm, or none."""
+    others = ((name, part) for name, part in base.named_children() if part is not base.layers)
+    embedding = base.get_input_embeddings()
+    return [name for name, part in others if part is not embedding and next(part.parameters(), None) is not None]
 
 
 def holders(model: Any, layout: Layout) -> dict[str, list[int]]:
@@ -250,24 +305,3 @@ def keep_only(model: nn.Module, keeps: Callable[[str], bool], device: torch.devi
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
-
-
-def check_cuttable(model: Any) -> None:
-    """Raises UserError if a base model, run without its layers and norm, changes hidden states."""
-    causal = unwrap_peft(model)
-    base, name = causal.base_model, type(causal).__name__
-    others = [
-        key for key, part in base.named_children() if key not in PLAN and next(part.parameters(), None) is not None
-    ]
-    if others:
-        raise UserError(f"pipeline: {name} has weights outside its layers ({', '.join(others)}): use another config")
-    buffers = (buffer for buffer in base.buffers() if not buffer.is_meta)  # other stages' layers may be
-    device = next(buffers, torch.empty(0)).device  # device of the rotary frequencies
-    hidden = torch.linspace(-1, 1, 2 * base.config.hidden_size, device=device).reshape(1, 2, -1)
-    shown = {"layers": nn.ModuleList(_PassOn() for _ in base.layers), "norm": _PassOn()}
-    with torch.no_grad(), _showing(base, shown):
-        passed = base(inputs_embeds=hidden, position_ids=torch.arange(2, device=device)[None], use_cache=False)[0]
-    if not torch.equal(passed, hidden):
-        raise UserError(
-            f"pipeline: {name} changes hidden states outside its layers, once for each stage: use another config"
-        )

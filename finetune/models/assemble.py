@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from finetune.models.activations import ActivationOffload
 from finetune.models.attention import AttentionChoice
 from finetune.models.base_config import dtypes
+from finetune.models.dropout import drops, seed_layers
 from finetune.models.fused_layers import choose_kernels, fuse_layers
 from finetune.models.head.chunked import HeadDevice, is_small
 from finetune.models.loss_model import CausalLMWithLoss
@@ -62,6 +63,8 @@ def assemble(
         keep_input_types(model)
     if recipe.train.precision == "fp8":
         compute_in_fp8(model, device.type != "cuda" if emulates_fp8 is None else emulates_fp8)
+    if drops(recipe, model.config):
+        seed_layers(model)
     fuse_adapters(model, recipe.train.activation_checkpointing, schedule)
     again = recipe.train.activation_checkpointing == "selective" or schedule == "zero_bubble"
     if head_device is None:

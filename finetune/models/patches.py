@@ -68,6 +68,10 @@ PATCHES: dict[str, tuple[str, str]] = {
         "the output is put together from two matrices; both stay the module's own, for backends that gather by module",
     ),
     # --- before the engine wraps the model, in this order
+    "dropout of a layer": (
+        "`__call__` of decoder layers, if a model drops at random",
+        "hooks run again when a layer is recomputed, and inside of what torch compiles",
+    ),
     "experts' type": (
         "stacked experts under autocast, which grouped products ignore",
         "its weights are cast inside of it, and no hook changes what a forward reads from `self`",

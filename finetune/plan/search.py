@@ -22,7 +22,7 @@ from finetune.engine.compatibility import check_launch, check_products
 from finetune.engine.hardware import CPU, GIB, Hardware
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
-from finetune.models.config import active_dropouts
+from finetune.models.dropout import drops
 from finetune.plan.lengths import RowFacts
 from finetune.plan.memory import HeaviestBatch, Memory, Place, estimate_memory, how_of
 from finetune.plan.rollouts import cohorts, longest_prompt, sampling_of
@@ -149,7 +149,17 @@ def launches(machines: Machines) -> Iterator[Launch]:
         if (key := open_size(as_written.config)) is None:
             yield Launch(as_written.kind, machines.count, str(path), as_written.config)
             continue
-        for size in _sizes(key, as_written, machines):
+        # By what the config does with its own number of processes.
+        if key == "dp_replicate_size":  # replicas are machines if there are several
+            sizes = [machines.machines] if machines.machines > 1 else [2] if machines.count % 2 == 0 else []
+        else:
+            divides = as_written.config[_PARALLELISM][f"{_PARALLELISM}_{key}"] < as_written.processes
+            if key == "pp_size" and not divides:
+                sizes = [machines.count]
+            else:  # tensor parallel groups stay on a machine
+                sizes = sorted(divisors(machines.count if key in ("pp_size", "ep_size") else machines.per_machine))
+            sizes = [size for size in sizes if 1 < size <= 16 and not (divides and size == machines.count)]
+        for size in sizes:
             config = copy.deepcopy(as_written.config)
             config[_PARALLELISM][f"{_PARALLELISM}_{key}"] = size
             yield Launch(as_written.kind, machines.count, str(path), config)
@@ -159,18 +169,6 @@ def open_size(config: dict[str, Any]) -> str | None:
     """Returns the key of the size, such as `tp_size`, that a config leaves to the devices: the only one that it has."""
     keys = [key for key in config.get(_PARALLELISM) or {} if key.endswith("_size")]
     return keys[0].removeprefix(f"{_PARALLELISM}_") if len(keys) == 1 else None
-
-
-def _sizes(key: str, as_written: Launch, machines: Machines) -> list[int]:
-    """Returns the sizes to try, by what the config does with its own number of processes."""
-    if key == "dp_replicate_size":  # replicas are machines if there are several
-        return [machines.machines] if machines.machines > 1 else [2] if machines.count % 2 == 0 else []
-    divides = as_written.config[_PARALLELISM][f"{_PARALLELISM}_{key}"] < as_written.processes
-    if key == "pp_size" and not divides:
-        sizes = [machines.count]
-    else:  # tensor parallel groups stay on a machine
-        sizes = sorted(divisors(machines.count if key in ("pp_size", "ep_size") else machines.per_machine))
-    return [size for size in sizes if 1 < size <= 16 and not (divides and size == machines.count)]
 
 
 def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, widely: bool = True) -> SearchResult:
@@ -201,10 +199,22 @@ def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, wide
 def _best_of(request: PlanRequest, launch: Launch, machines: Machines, speeds: Speeds | None, widely: bool) -> Choice:
     """Returns the best choice of one launch. Raises UserError if a rule forbids it."""
     own = evaluate(request, launch, machines, speeds, {})
+    recipe, rows = request.recipe, request.recipe.batch.rows_per_device
+    fewer, keeps = own.verdict != "fits", recipe.train.activation_checkpointing
+    if not widely or own.memory.at_least or (not fewer and launch.parallelism.data < launch.processes):
+        return own
+    # Changes of the recipe that do not change its result: less memory if it does not fit, else more speed.
+    changes: list[dict[str, Any]] = []
+    if keeps is not fewer:
+        changes.append({"train.activation_checkpointing": fewer})
+    if rows != "auto" and recipe.batch.tokens_per_device is None and not drops(recipe, request.config):
+        changes += [{"batch.rows_per_device": n} for n in _ROWS if n != rows and (n < rows) == fewer]
+        if fewer and keeps is not True and rows > 1:
+            changes.append({"train.activation_checkpointing": True, "batch.rows_per_device": 1})
     choices = [own]
-    for changes in _other_keys(request, own) if widely else ():
+    for change in changes:
         with contextlib.suppress(UserError):
-            choices.append(evaluate(request, launch, machines, speeds, changes))
+            choices.append(evaluate(request, launch, machines, speeds, change))
     return best(choices)
 
 
@@ -219,27 +229,6 @@ def with_faster(choices: Sequence[Choice], known: Sequence[Choice]) -> list[Choi
 
     faster = [[other for other in known if beats(other, one)] for one in choices]
     return [replace(one, faster=best(others) if others else None) for one, others in zip(choices, faster, strict=True)]
-
-
-def _other_keys(request: PlanRequest, own: Choice) -> list[dict[str, Any]]:
-    """Returns changes of the recipe that do not change its result: less memory if it does not fit, else more speed."""
-    recipe, rows, launch = request.recipe, request.recipe.batch.rows_per_device, own.launch
-    fewer, keeps = own.verdict != "fits", recipe.train.activation_checkpointing
-    if own.memory.at_least or (not fewer and launch.parallelism.data < launch.processes):
-        return []
-    changes: list[dict[str, Any]] = []
-    if keeps is not fewer:
-        changes.append({"train.activation_checkpointing": fewer})
-    if rows != "auto" and recipe.batch.tokens_per_device is None and not drops(recipe, request.config):
-        changes += [{"batch.rows_per_device": n} for n in _ROWS if n != rows and (n < rows) == fewer]
-        if fewer and keeps is not True and rows > 1:
-            changes.append({"train.activation_checkpointing": True, "batch.rows_per_device": 1})
-    return changes
-
-
-def drops(recipe: Recipe, config: PretrainedConfig) -> bool:
-    """Returns whether dropout is drawn in each forward, so that rows per device change the result."""
-    return bool(recipe.lora and recipe.lora.dropout) or any(True for _ in active_dropouts(config))
 
 
 def best(choices: Sequence[Choice]) -> Choice:

@@ -355,7 +355,13 @@ class Job:
     def _waits(self, busy: float) -> dict[str, float]:
         """Returns the seconds in which compute waits for other ranks, and for the host's memory. busy: of compute."""
         hidden = busy * self.costs.hides if self.speeds.beside_host else 0.0
-        others, host = list(self._traffic()), list(self._host_traffic())
+        shape, link, rate = self.shape, self.host_link, self.host_rate
+        transfers = self.costs.transfers_to_host(shape, self.micro_batches)
+        others, host = list(self._traffic()), [(_seconds(link, rate, one.moved), one.overlaps) for one in transfers]
+        if self.recipe.train.activation_offload and self.machines.key != CPU:
+            element = 4 if self.recipe.train.precision == "fp32" else 2
+            moved = 2 * self.row_tokens / self.launch.parallelism.tokens * shape.hidden * element
+            host.append((_seconds(link, rate, moved * shape.layers), True))
         overlapping, of_host = (sum(seconds for seconds, overlaps in x if overlaps) for x in (others, host))
         alone, of_host_alone = (sum(seconds for seconds, overlaps in x if not overlaps) for x in (others, host))
         left, left_of_host = max(0.0, overlapping - hidden), max(0.0, of_host - max(0.0, hidden - overlapping))
@@ -389,16 +395,6 @@ class Job:
             # An engine's copies, which a device hides during the collective.
             copies = 0.0 if self.speeds.beside_host else one.copied / self.speeds.bandwidth(_FRESH)
             yield _seconds(link, rate, one.moved, one.collectives, copies), one.overlaps
-
-    def _host_traffic(self) -> Iterator[tuple[float, bool]]:
-        """Yields the same of transfers to and from the host's memory."""
-        shape = self.shape
-        for one in self.costs.transfers_to_host(shape, self.micro_batches):
-            yield _seconds(self.host_link, self.host_rate, one.moved), one.overlaps
-        if self.recipe.train.activation_offload and self.machines.key != CPU:
-            element = 4 if self.recipe.train.precision == "fp32" else 2
-            moved = 2 * self.row_tokens / self.launch.parallelism.tokens * shape.hidden * element
-            yield _seconds(self.host_link, self.host_rate, moved * shape.layers), True
 
     @property
     def host_link(self) -> Link:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from finetune.engine.base import Engine
 
@@ -55,7 +54,7 @@ def decode(
     input_ids, mask = left_padded(prompts or [[pad_id]], pad_id, engine.device)  # (B, P), (B, P)
     finished = torch.tensor([i >= num_prompts for i in range(len(input_ids))], device=engine.device)
     ends = torch.tensor(sorted(end_ids), device=engine.device)
-    cache = DynamicCache(config=engine.unwrapped.config) if engine.caches else None
+    cache = engine.new_cache()
     new_tokens: list[Tensor] = []  # (B,) each
     for position in range(max_new_tokens):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
@@ -69,7 +68,7 @@ def decode(
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
-            use_cache=cache is not None,
+            use_cache=True,
             logits_to_keep=1,
             **image_inputs,
         )
@@ -78,7 +77,7 @@ def decode(
         finished = finished | torch.isin(next_token, ends)
         if engine.ranks.sum((~finished).sum())[0] == 0:
             break
-        input_ids = next_token[:, None] if cache is not None else torch.cat([input_ids, next_token[:, None]], dim=1)
+        input_ids = next_token[:, None]
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
     rows = torch.stack(new_tokens, dim=1).tolist() if new_tokens else [[] for _ in range(num_prompts)]
     return [through_end(row, end_ids) for row in rows[:num_prompts]]

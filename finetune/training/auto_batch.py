@@ -37,7 +37,7 @@ from finetune.models.parameter_roles import parameter_roles
 from finetune.objectives.forward import ForwardPass
 from finetune.recipe import Recipe
 from finetune.training.optim import state_bytes
-from finetune.utils import divisors, peak_resident_bytes
+from finetune.utils import peak_resident_bytes
 
 MARGIN = 0.08
 _GIB = 2**30
@@ -66,11 +66,12 @@ def find_rows(
     """
     heaviest = data.heaviest_row(recipe.data.max_length, forward.attention.shares_prompts)
     row = HeaviestRow(data.row(0)[0], *heaviest)
-    sizes = divisors(recipe.batch.rows // engine.parallelism.data)
+    rows_of_step = recipe.batch.rows // engine.parallelism.data
+    sizes = engine.micro_batch_sizes(rows_of_step)
     limit = min(engine.ranks.gather(memory.limit))
     start: int | None = engine.ranks.gather(estimate)[0]
     say(f"batch.rows_per_device: auto: trying micro-batches of up to {sizes[-1]} x {row.tokens:,} tokens")
-    trials = Trials(engine, memory, forward, row, optimizer_bytes(engine, recipe))
+    trials = Trials(engine, memory, forward, row, rows_of_step, optimizer_bytes(engine, recipe))
 
     def attempt(rows: int) -> float:
         required = trials.attempt(rows)
@@ -92,7 +93,9 @@ def find_rows(
     needs = f"{required / _GIB:.1f} of {limit / _GIB:.1f} GiB, measured"
     if required > limit:
         return RowsPerDevice(rows, f"auto: the smallest, although it needs {needs}")
-    what = "all of a step, no accumulation" if rows == sizes[-1] else f"the largest up to {start} that fits"
+    what = f"the largest up to {start} that fits"
+    if rows == sizes[-1]:
+        what = "all of a step, no accumulation" if rows == rows_of_step else "the largest with a small bubble"
     return RowsPerDevice(rows, f"auto: {what}, {needs}")
 
 
@@ -111,10 +114,10 @@ def largest_that_fits(
 ) -> tuple[int, float]:
     """Returns the largest size up to `start` that takes at most `limit` bytes, or the smallest of all; and its bytes.
 
-    sizes: ascending, from 1. attempt: measures the bytes that a size needs; infinite if it ran out of memory.
+    sizes: ascending. attempt: measures the bytes that a size needs; infinite if it ran out of memory.
     """
-    size, required = 1, math.inf
-    for size in reversed([size for size in sizes if size <= max(1, start)]):
+    size, required = sizes[0], math.inf
+    for size in reversed([size for size in sizes if size <= max(sizes[0], start)]):
         required = attempt(size)
         if required <= limit:
             break
@@ -160,6 +163,7 @@ class Trials:
     memory: CudaMemory | HostMemory
     forward: ForwardPass
     row: HeaviestRow
+    rows_of_step: int  # on each data-parallel rank
     optimizer_bytes: int  # state not allocated yet
 
     def begin(self) -> None:
@@ -196,7 +200,7 @@ class Trials:
         engine, objective = self.engine, self.forward.objective
         batch = self.row.batch(rows, engine.context_shard).map_tensors(lambda tensor: tensor.to(engine.device))
         with cast_once():
-            engine.trial(lambda model: objective.trial_loss(self.forward(model, batch), batch))
+            engine.trial([batch] * max(1, self.rows_of_step // rows), self.forward, objective.trial_loss)
 
 
 def optimizer_bytes(engine: Engine, recipe: Recipe) -> int:

@@ -219,14 +219,11 @@ class Loaders(NamedTuple):
     images: ImageInputs | None
 
     def each_once(self, data: Dataset) -> Loader:
-        return self.training(data, len(data.rows), in_steps=False)
+        return self.training(data, len(data.rows))
 
-    def training(self, rows: RunRows, total_rows: int, in_steps: bool = True) -> Loader:
-        """Returns a loader; under `train.compile` it pads every micro-batch to the length that layers are compiled for.
-
-        in_steps: pad forwards of a pipeline to multiples of 3 % of the longest, so that packed steps nearly always have
-        one length, and stages need not exchange shapes again.
-        """
+    def training(self, rows: RunRows, total_rows: int) -> Loader:
+        """Returns a loader; under `train.compile` it pads every micro-batch to the length that layers are compiled
+        for."""
         recipe, engine = self.recipe, self.engine
         budget = recipe.batch.tokens_per_device
         longest = budget or self.rows_per_device.rows * recipe.data.max_length
@@ -240,7 +237,6 @@ class Loaders(NamedTuple):
             budget and budget * engine.parallelism.tokens,
             longest if recipe.train.compile else None,
             engine.context_shard,
-            alike=max(1, longest // 32) if in_steps and engine.forwards_alike else 0,
             shares_prompts=self.attention.shares_prompts,
             image_inputs=self.images,
             positions=None if recipe.model.train is None else row_positions(model_config(recipe.model)),

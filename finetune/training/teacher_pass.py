@@ -49,7 +49,7 @@ def compute_predictions(teacher: TeacherPass, trainer: Trainer) -> str:
     examples = data.examples
     if settings.samples:
         examples = examples.with_predictions(Draws(settings.samples))
-    loader = replace(trainer.loader, rows=replace(data, examples=examples), total_rows=len(data.rows), alike=0)
+    loader = replace(trainer.loader, rows=replace(data, examples=examples), total_rows=len(data.rows))
     rows = _rows(engine, forward, loader, trainer.console)
     if not engine.is_main:
         for _ in rows:

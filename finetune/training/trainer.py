@@ -43,6 +43,7 @@ from finetune.export.result import model_card, save_result, write_tokenizer
 from finetune.models.base_config import dtypes
 from finetune.models.casts import cast_once
 from finetune.models.compiled import CompilationWatch, compilations
+from finetune.models.dropout import seed_micro_batch
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.wrapped import Outputs
 from finetune.objectives import make_objective
@@ -585,11 +586,6 @@ class _MicroBatches:
             f"the {what} is not finite at step {self._step + 1}; {state}. Rows in question: {shown}. Check these "
             "rows with `finetune inspect`, lower optimizer.lr, or use train.precision: bf16 instead of fp16"
         )
-
-
-def seed_micro_batch(seed: int, step: int, index: int) -> None:
-    """Seeds dropout by the global index of the micro-batch, so that it does not depend on the process that runs it."""
-    torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + index & (2**63 - 1))
 
 
 def row_ids(batches: list[Batch]) -> list[str]:

@@ -84,7 +84,8 @@ DEFAULT = (("ddp", 2, "full"), ("fsdp2", 2, "full"), ("zero3", 2, "full"))
 MORE = (
     *((config, 2, "full") for config in ("zero2", "tp", "cp", "ulysses", "ep")),
     *((config, 2, "full") for config in ("fsdp2_offload", "zero2_offload", "zero3_offload")),
-    *((config, 4, "full") for config in ("hsdp", "fsdp2_tp", "fsdp2_cp", "ddp", "ep")),
+    *((config, 4, "full") for config in ("hsdp", "fsdp2_tp", "fsdp2_cp", "ddp", "ep", "pp_dp")),
+    *(("pp", 2, mode) for mode in ("full", "lora", "qlora", "distill")),
     *((config, 2, "lora") for config in ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload", "tp", "cp", "ulysses")),
     *((config, 2, "qlora") for config in ("ddp", "fsdp2", "zero2", "zero3", "cp", "ulysses")),
     *(("hsdp", 4, mode) for mode in ("lora", "qlora")),
@@ -240,7 +241,8 @@ def off_policy(online: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "config", ["fsdp2", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "zero2", "zero3", "tp", "cp"))]
+    "config",
+    ["fsdp2", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "zero2", "zero3", "tp", "cp", "pp"))],
 )
 def test_older_samples_and_a_reference_are_the_same_on_processes(
     config: str, off_policy: dict[str, Any], write_recipe: Write, tmp_path: Path

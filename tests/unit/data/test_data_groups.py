@@ -4,7 +4,6 @@ the end of an epoch. Seen on pairs of a preference."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +116,10 @@ def test_batches_of_any_world_size_have_both_answers_next_to_each_other(pairs, s
     assert Counter(row for (_, row), times in seen.items() for _ in range(times)) == taken
 
 
-@pytest.mark.parametrize("alike", [0, 1])
-def test_shared_prompts_make_forwards_shorter_and_nothing_else(pairs, alike):
+def test_shared_prompts_make_forwards_shorter_and_nothing_else(pairs):
     """The same pairs in the same micro-batches; padding is what is computed in addition."""
     rows = Dataset(pairs, pack(pairs.lengths, 150))
-    steps = [Loader(rows, 6, 2, 0, 1, 6, alike=alike, shares_prompts=shares).step(0) for shares in (True, False)]
+    steps = [Loader(rows, 6, 2, 0, 1, 6, shares_prompts=shares).step(0) for shares in (True, False)]
     assert steps[0].counts == steps[1].counts
     assert steps[0].counts["shared_tokens"] == sum(one.shared_tokens for i in range(6) for one in rows.row(i)) > 0
     lengths = [[batch.inputs["input_ids"].shape[1] for batch in step.batches] for step in steps]
@@ -132,7 +130,7 @@ def test_shared_prompts_make_forwards_shorter_and_nothing_else(pairs, alike):
     assert [sum(batch.num_padding for batch in step.batches) for step in steps] == [step.padding for step in steps]
     tokens = steps[0].counts["tokens"] - steps[0].counts["shared_tokens"]
     assert sum(lengths[0]) == tokens + steps[0].padding
-    assert (len(set(lengths[0])) == 1) == bool(alike) == (steps[0].padding > 0)
+    assert steps[0].padding == 0
 
 
 @pytest.mark.parametrize("budget", [None, 130])
@@ -163,21 +161,6 @@ def test_samples_of_a_prompt_lie_together_and_share_it_within_a_micro_batch(budg
         assert all(batch.counts["tokens"] <= budget for batch in whole.batches)
         saved = whole.counts["shared_tokens"] / sum(3 * example.prompt.tokens for example in examples[::4])
         assert saved > 0.6  # of what could be: prompts whose samples are in several micro-batches are computed in each
-
-
-def test_forwards_of_several_steps_are_alike_to_a_multiple(pairs):
-    """A pipeline's stages agree anew on what they exchange for each new length."""
-    packed = pack(pairs.lengths, 150)
-    loader = Loader(Dataset(pairs, packed), 3, 1, 0, 1, len(packed))
-
-    def lengths(alike: int) -> list[int]:
-        steps = [replace(loader, alike=alike).step(number) for number in range(len(packed) // 3)]
-        assert [sum(batch.num_padding for batch in step.batches) for step in steps] == [step.padding for step in steps]
-        return [batch.inputs["input_ids"].shape[1] for step in steps for batch in step.batches]
-
-    exact, rounded = lengths(1), lengths(20)
-    assert all(0 <= more - less < 20 and more % 20 == 0 for less, more in zip(exact, rounded, strict=True))
-    assert len(set(rounded)) < len(set(exact))
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0, 1.5])

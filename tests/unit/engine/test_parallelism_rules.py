@@ -96,10 +96,6 @@ REFUSED = [
     (launch("zero", 2, ep=2), MIXTRAL, (), "needs FSDP's shards: set `distributed_type: FSDP`"),
     (EXPERT, MIXTRAL, ("train.compile=true",), "with `train.compile: true`"),
     (launch("fsdp2", 2, cp=2), MIXTRAL, BALANCE, "cp_size: 2` with `objective.router_aux_loss_coef`: no rank sees"),
-    *(
-        (launch("replicated", 2, pp=2), LLAMA, overrides, "`rollouts` are decoded with a cache of keys and values")
-        for overrides in (GRPO, DISTILL)
-    ),
     (launch("fsdp2", 4, ep=2, tp=2), MIXTRAL, (), "`parallelism_config_tp_size: 2`: not supported"),
 ]
 
@@ -127,7 +123,11 @@ SUPPORTED = [
         for processes in (2, 4, 6)
         for overrides in ((), (*LORA, "lora.targets=[q_proj]"), BALANCE)
     ),
-    *((where, SIX_HEADS, GRPO) for where in (TENSOR, CONTEXT, SEQUENCE, launch("fsdp2", 4, dp_replicate=2))),
+    *(
+        (where, SIX_HEADS, overrides)
+        for where in (TENSOR, CONTEXT, SEQUENCE, launch("fsdp2", 4, dp_replicate=2), launch("replicated", 2, pp=2))
+        for overrides in (GRPO, DISTILL)
+    ),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -11,14 +12,19 @@ import pytest
 import tiny
 import torch
 import yaml
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import Launch
-from finetune.engine.stages import Layout, StageModel, check_cuttable, holders, keep_only, lay_out, stage_bounds
+from finetune.engine.stage_cache import stage_cache
+from finetune.engine.stage_trial import why_not_in_stages
+from finetune.engine.stages import Layout, StageModel, holders, keep_only, lay_out, stage_bounds
 from finetune.errors import UserError
+from finetune.models.activations import recompute_activations
 from finetune.models.base_config import without_weights
+from finetune.models.dropout import seed_layers, seed_micro_batch
 from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.remote_code import from_config
 from finetune.plan.tables import shipped_config
 from finetune.recipe import load_recipe
 
@@ -65,28 +71,83 @@ def test_stages_one_after_another_are_the_model(made: Path, name: str) -> None:
     whole = model_of(made / name).eval()
     layout, ids = lay_out(whole, 2, 2), torch.arange(3, 12)[None]
     arguments = {"input_ids": ids, "position_ids": torch.arange(9)[None], "use_cache": False}
-    hidden, names = None, set()
+    hidden: Any = None
+    names, stages = set(), list[StageModel]()
     for rank in range(2):
         model = model_of(made / name).eval()
-        check_cuttable(model)
         held = holders(model, layout)
         keep_only(model, lambda one, rank=rank, held=held: rank in held[one], torch.device("cpu"))
         assert list(model.state_dict()) == list(whole.state_dict())
         names |= {one for one, parameter in model.named_parameters(remove_duplicate=False) if not parameter.is_meta}
-        stage = StageModel(CausalLMWithLoss(model), layout, rank, torch.float32)
+        stages.append(StageModel(CausalLMWithLoss(model), layout, rank, torch.float32))
         with torch.no_grad():
-            hidden = stage.run(arguments, hidden)  # in the last stage the model's output
+            hidden = stages[-1].run(arguments, hidden)  # in the last stage the model's output
     assert torch.equal(hidden.logits, whole(**arguments).logits)
     assert names == {one for one, _ in whole.named_parameters(remove_duplicate=False)}
+    assert_same_with_caches(whole, layout, stages)
 
 
-def test_a_model_that_does_more_between_its_layers_is_refused() -> None:
-    """Granite multiplies what comes in, which would be done once for each stage."""
-    shape = {**tiny.MODELS["llama"], "model_type": "granite", "embedding_multiplier": 2.0}
-    model = without_weights(AutoConfig.for_model(**shape))
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    with pytest.raises(UserError, match="GraniteForCausalLM changes hidden states outside its layers"):
-        check_cuttable(model)
+@torch.no_grad()
+def assert_same_with_caches(whole: Any, layout: Layout, stages: list[StageModel]) -> None:
+    """Two prompts, the second padded at the left, and two tokens more, beyond the window of models that have one."""
+    caches = {rank: stage_cache(whole.config, layout, rank) for rank in range(2)}
+    own, mask = DynamicCache(config=whole.config), torch.tensor([[1] * 9, [0] * 4 + [1] * 5])
+    for ids in (torch.arange(3, 21).reshape(2, 9), torch.tensor([[7], [8]]), torch.tensor([[9], [4]])):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        arguments = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "use_cache": True}
+        hidden: Any = None
+        for stage in stages:
+            hidden = stage.run({**arguments, "past_key_values": caches}, hidden)
+        assert torch.equal(hidden.logits, whole(**arguments, past_key_values=own).logits)
+        mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+
+
+def test_stages_draw_the_dropout_of_the_whole_model() -> None:
+    """In each layer; and a layer that is computed again, by when others have drawn, draws the same."""
+    shape = {**tiny.MODELS["llama"], "num_hidden_layers": 4, "attention_dropout": 0.3}
+    torch.manual_seed(0)
+    whole = from_config(AutoModelForCausalLM, AutoConfig.for_model(**shape), dtype=torch.float32)
+    seed_layers(whole)
+    wrapped, layout = CausalLMWithLoss(whole.train(), "plain"), Layout((0, 1, 3, 4), 3)
+    arguments = {"input_ids": torch.arange(3, 12)[None], "position_ids": torch.arange(9)[None], "use_cache": False}
+
+    def computed(stages: list[StageModel]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden: Any = None
+        whole.zero_grad()
+        for stage in stages:
+            seed_micro_batch(42, 3, 1)
+            hidden = stage.run(arguments, hidden)
+        hidden.logits.square().mean().backward()
+        return hidden.logits.detach(), whole.model.layers[2].self_attn.q_proj.weight.grad.clone()
+
+    undivided = computed([StageModel(wrapped, Layout((0, 4), 1), 0, torch.float32)])
+    divided = computed([StageModel(wrapped, layout, stage, torch.float32) for stage in range(3)])
+    recompute_activations(whole, True)
+    again = computed([StageModel(wrapped, layout, stage, torch.float32) for stage in range(3)])
+    seed_micro_batch(42, 3, 2)
+    other = wrapped(**arguments).logits
+    for one in (divided, again):
+        assert all(torch.equal(a, b) for a, b in zip(one, undivided, strict=True))
+    assert not torch.allclose(other, undivided[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({**tiny.MODELS["llama"], "model_type": "granite", "embedding_multiplier": 2.0}, None),  # before the layers
+        ({"model_type": "gemma2"}, None),
+        ({"model_type": "nemotron_h"}, None),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 16}, None),
+        ({"model_type": "phi"}, None),  # no plan of transformers
+        ({"model_type": "gemma4_text"}, r"weights outside of its layers \(.*embed_tokens_per_layer"),
+        ({"model_type": "zamba2"}, "stages give other logits"),  # its layers read the first one's input
+        ({"model_type": "gpt2"}, "GPT2Model has no `layers`"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
+)
+def test_a_trial_says_which_models_stages_can_hold(shape: dict[str, Any], reason: str | None) -> None:
+    found = why_not_in_stages(AutoConfig.for_model(**shape))
+    assert found is None if reason is None else re.search(reason, found or "")
 
 
 # --- rules
@@ -142,9 +203,7 @@ def test_pipelines_that_cannot_be_are_refused(
 @pytest.mark.parametrize(
     ("section", "values", "says"),
     [
-        ("batch", {"rows_per_device": "auto"}, "a stage holds several at a time: give a number"),
         ("optimizer", {"in_backward": True, "max_grad_norm": None}, "a pipeline needs several"),
-        ("lora", {"rank": 4, "alpha": 8, "dropout": 0.1}, "a stage does not know those of the layers before it"),
         ("train", {"compile": True}, "torch cannot split a compiled backward"),
         ("train", {"activation_checkpointing": True}, "recomputed activations exist once"),
         ("model", {"cross_entropy": "auto"}, "has its gradients once: use `1f1b`, or `cross_entropy: plain`"),
@@ -154,8 +213,12 @@ def test_recipes_that_no_pipeline_can_keep_are_refused(
     recipe: dict[str, Any], write_recipe: Any, section: str, values: dict[str, Any], says: str
 ) -> None:
     recipe[section] = {**recipe.get(section, {}), **values}
-    recipe["mode"] = "lora" if section == "lora" else "full"
     assert says in refused(write_recipe, recipe, 2, pp_size=2, pp_schedule="zero_bubble")
+
+
+def test_automatic_rows_need_a_number_of_micro_batches_that_runs(recipe: dict[str, Any], write_recipe: Any) -> None:
+    recipe["batch"] = {"rows": 1, "rows_per_device": "auto"}
+    assert "cannot run 1 micro-batches a step: set `batch.rows: 2` or" in refused(write_recipe, recipe, 2, pp_size=2)
 
 
 def test_shards_and_pipelines_are_refused_together(recipe: dict[str, Any], write_recipe: Any) -> None:

@@ -138,7 +138,7 @@ class Started:
 
     def trials(self) -> Trials:
         row = HeaviestRow(self.data.row(0)[0], *self.data.heaviest_row(self.recipe.data.max_length))
-        return Trials(self.engine, HostMemory(), self.forward, row, 0)
+        return Trials(self.engine, HostMemory(), self.forward, row, 8, 0)
 
     def find(self, limit: int | None = None, estimate: int | None = None) -> RowsPerDevice:
         memory, self.said = HostMemory(limit=limit), []
