@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from finetune.engine.base import BuildOptimizers, Engine, detached, named_trainables, wait_after_gradients
@@ -32,7 +31,8 @@ from finetune.engine.sharding import (
     take_weights,
 )
 from finetune.engine.state_shards import ShardPart
-from finetune.engine.tensor_parallel import ShardedParameters, TensorGroup, all_gathered, parallelize
+from finetune.engine.tensor_group import ShardedParameters, TensorGroup, all_gathered
+from finetune.engine.tensor_parallel import parallelize
 from finetune.engine.timing import Stopwatch
 from finetune.errors import UserError
 from finetune.models.base_config import dtypes
@@ -136,14 +136,13 @@ class Fsdp2(Engine):
             with self.stopwatch.waiting():
                 of_heads = [gradient for name, _, gradient in own if name in self._sharded.partial]
                 sum_gradients(of_heads, self._tensor_group.process_group, self.device)
-        counted = [gradient for name, parameter, gradient in own if self._counts(name, parameter)]
+        counted = [gradient for name, _, gradient in own if self._counts(name)]
         return self.clip_and_step([gradient for *_, gradient in own], lambda local: self.ranks.sum(local)[0], counted)
 
-    def _counts(self, name: str, parameter: Tensor) -> bool:
+    def _counts(self, name: str) -> bool:
         """Returns whether this rank's shard is the first of equal ones: it counts for the norm, and is saved."""
         coordinates = self.parallelism.coordinates(self.rank)
-        over_all_ranks = isinstance(parameter, DTensor) and parameter.device_mesh == self._meshes.ends
-        unique = coordinates["tensor"] == 0 or name in self._sharded.shards or over_all_ranks
+        unique = coordinates["tensor"] == 0 or name in self._sharded.shards
         return unique and coordinates["replicate"] == 0
 
     def drop_gradients(self) -> None:
@@ -164,7 +163,7 @@ class Fsdp2(Engine):
         return [
             part_of_shard(name, parameter, local, self._sharded.shards.get(name))
             for name, parameter, local in self._shards
-            if local.numel() and (reading or self._counts(name, parameter))
+            if local.numel() and (reading or self._counts(name))
         ]
 
     def restored(self) -> None:
@@ -177,7 +176,7 @@ class Fsdp2(Engine):
     def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         full, shard = full_tensor(detached(tensor.to(self.device), dtype)), self._sharded.shards.get(name)
         if shard is not None and self._tensor_group is not None:
-            full = all_gathered(full, self._tensor_group, shard.dim)
+            full = all_gathered(full, self._tensor_group, shard.dim, shard.total)
         if self.is_main:
             return full.cpu()
         # Otherwise all gathers of the model are queued while rank 0 writes, and the NCCL timeout of each runs.

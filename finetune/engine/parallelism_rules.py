@@ -136,6 +136,11 @@ def tensor_parallel(c: Combination) -> Iterator[str]:
         yield f"{key} with `mode: qlora`: 4-bit blocks run along the rows, and columns would split them: use fsdp2"
     if recipe.lora is not None and recipe.lora.dora:
         yield f"{key} with `lora.dora: true`: DoRA divides by the norms of full rows, and ranks have parts: use fsdp2"
+    if recipe.model.cross_entropy in ("torch", "liger"):
+        yield (
+            f"{key} with `model.cross_entropy: {recipe.model.cross_entropy}`: it takes all of the vocabulary, which "
+            "tensor ranks share: use `auto`"
+        )
     if recipe.optimizer.in_backward:
         yield (
             f"{key} with `optimizer.in_backward: true`: the gradient of a norm between sharded matrices is complete "

@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.state_shards import ShardPart
-from finetune.engine.tensor_parallel import ParameterShard
+from finetune.engine.tensor_group import ParameterShard
 from finetune.errors import UserError
 from finetune.models.packed_linear import state_tensors
 from finetune.models.wrapped import WrappedModel, output_head
@@ -38,26 +38,22 @@ from finetune.utils import unwrap_peft
 class Meshes:
     """The ranks that share a parameter. One dimension: shards; two: replicas of shards (HSDP)."""
 
-    layers: DeviceMesh
-    ends: DeviceMesh  # for embeddings, final norm and head: not tensor parallel, so also over those ranks
-    tensor: DeviceMesh | None  # ranks with other columns of a layer's matrices
+    shards: DeviceMesh
+    tensor: DeviceMesh | None  # ranks with other parts of the matrices
 
 
 def device_meshes(parallelism: Parallelism, device_type: str) -> Meshes:
     """Returns this rank's meshes. Ranks that share the tokens of a row have different shards."""
-
-    def meshes(shard: int, tensor: int) -> tuple[DeviceMesh, DeviceMesh]:
-        """Returns a mesh of all ranks, and this rank's replicas x shards."""
-        sizes = {"pipeline": parallelism.pipeline, "replicate": parallelism.replicate, "shard": shard, "tensor": tensor}
-        used = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-        grid = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-        return grid, grid["replicate", "shard"] if "replicate" in used else grid["shard"]
-
-    sharing = parallelism.shard * parallelism.tokens
-    grid, layers = meshes(sharing, parallelism.tensor)
-    if parallelism.tensor == 1:
-        return Meshes(layers, layers, None)
-    return Meshes(layers, meshes(sharing * parallelism.tensor, 1)[1], grid["tensor"])
+    sizes = {
+        "pipeline": parallelism.pipeline,
+        "replicate": parallelism.replicate,
+        "shard": parallelism.shard * parallelism.tokens,
+        "tensor": parallelism.tensor,
+    }
+    used = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    grid = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+    shards = grid["replicate", "shard"] if "replicate" in used else grid["shard"]
+    return Meshes(shards, grid["tensor"] if "tensor" in used else None)
 
 
 @dataclass(frozen=True)
@@ -86,9 +82,9 @@ def shard_model(
     """
     for module, mesh in (expert_meshes or {}).items():
         fully_shard(module, **sharding.options(mesh), reshard_after_forward=sharding.reshard)
-    layers, ends = sharding.options(sharding.meshes.layers), sharding.options(sharding.meshes.ends)
+    options = sharding.options(sharding.meshes.shards)
     for module in units:
-        fully_shard(module, **layers, reshard_after_forward=sharding.reshard)
+        fully_shard(module, **options, reshard_after_forward=sharding.reshard)
     causal_lm = model.causal_lm
     embedding, head = causal_lm.get_input_embeddings(), output_head(causal_lm)
     freed = [*(expert_meshes or {}), *units]
@@ -97,10 +93,10 @@ def shard_model(
     if any(id(parameter) in embedding_parameters for parameter in head.parameters()):  # tied
         tail.insert(0, embedding)  # the first to run gathers all of them
     else:
-        fully_shard(embedding, **ends, reshard_after_forward=sharding.reshard)
+        fully_shard(embedding, **options, reshard_after_forward=sharding.reshard)
         freed.append(embedding)
-    fully_shard([module for module in tail if module is not None], **ends, reshard_after_forward=False)
-    fully_shard(model, **layers)
+    fully_shard([module for module in tail if module is not None], **options, reshard_after_forward=False)
+    fully_shard(model, **options)
     return freed if sharding.reshard is True else []
 
 
@@ -272,8 +268,8 @@ def part_of_shard(name: str, parameter: Tensor, local: Tensor, shard: ParameterS
     first, width = first_row(parameter), math.prod(parameter.shape[1:])
     if shard is None or shard.dim == 0:
         shape = parameter.shape if shard is None else shard.full_shape(parameter.shape)
-        above = 0 if shard is None else shard.index * parameter.shape[0]
+        above = 0 if shard is None else shard.start
         return ShardPart(name, tuple(shape), (above + first) * width, local.numel(), local, 0)
-    pitch = width * shard.count
-    start = first * pitch + shard.index * width
+    pitch = width // shard.size * shard.total
+    start = first * pitch + width // shard.size * shard.start
     return ShardPart(name, tuple(shard.full_shape(parameter.shape)), start, local.numel(), local, 0, width, pitch)

@@ -3,7 +3,8 @@
     full x -> column parallel matrix -> some of the features -> row parallel matrix -> sum over the ranks -> full x
 
 (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.) The model's own plan says which matrices are paired
-(transformers' `base_model_tp_plan`). All other parameters are full on every rank: norms, embeddings, the head.
+(transformers' `base_model_tp_plan`). Embedding and head are split by tokens (`vocabulary_parallel.py`). All other
+parameters are full on every rank, such as norms.
 
 Parameters stay plain tensors of the size of a rank's shard, so adapters, 8-bit optimizers and packed attention
 over the local heads work as on a smaller model; a `ParameterShard` gives the range of each in the full parameter. In an
@@ -14,61 +15,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from finetune.engine.parallelism_rules import nearest_divisors, tensor_plan
+from finetune.engine.tensor_group import Communicate, ParameterShard, ShardedParameters, TensorGroup
+from finetune.engine.vocabulary_parallel import split_vocabulary
 from finetune.errors import UserError
 from finetune.models.patches import replace_forward
 from finetune.utils import unwrap_peft
-
-
-@dataclass(frozen=True)
-class TensorGroup:
-    """The ranks that share matrices."""
-
-    process_group: Any
-    index: int  # this rank's position
-    size: int
-
-    def own(self, features: Tensor) -> Tensor:
-        """Returns this rank's part of the last dimension."""
-        return features.chunk(self.size, -1)[self.index]
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self.process_group)  # this file's `dist`: a plan replaces it
-        return total
-
-
-@dataclass(frozen=True)
-class ParameterShard:
-    """Part `index` of `count` equal parts of a parameter, along dimension `dim`."""
-
-    dim: int
-    index: int
-    count: int
-
-    def full_shape(self, shape: torch.Size) -> torch.Size:
-        """Returns the shape of the full parameter, from the shard's."""
-        return torch.Size(size * self.count if dim == self.dim else size for dim, size in enumerate(shape))
-
-    def take(self, full: Tensor) -> Tensor:
-        return full.chunk(self.count, self.dim)[self.index]
-
-
-@dataclass(frozen=True)
-class ShardedParameters:
-    """Parameters of a tensor parallel model, by name."""
-
-    shards: Mapping[str, ParameterShard]
-    partial: frozenset[str]  # full, but each rank has only the gradient of its heads
 
 
 @dataclass(frozen=True)
@@ -86,7 +45,8 @@ STYLES = {
     "rowwise_split_input": Style(1, full=True),
 }
 PARTIAL = "replicated_with_grad_allreduce"  # full weights, with gradients from this rank's heads only
-REPLICATED = {"replicate", "embedding_rowwise", "embedding_colwise"}  # full on every rank, with full input and output
+# Full on every rank, with full input and output, or split by tokens below.
+REPLICATED = {"replicate", "embedding_rowwise", "embedding_colwise"}
 
 
 def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
@@ -95,7 +55,7 @@ def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
     base, plan = causal.base_model, tensor_plan(causal.config)
     names = {id(module): name for name, module in model.named_modules()}
     shards: dict[str, ParameterShard] = {}
-    partial: set[str] = set()
+    partial = set[str]()
     inputs: defaultdict[str, SharedInput] = defaultdict(lambda: SharedInput(group))  # by receiving module
     for pattern, style, path, planned in _planned(base, plan):
         if style == PARTIAL:
@@ -123,7 +83,8 @@ def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
                 f"tensor parallel: the plan of {type(base).__name__} does not mention `{missing[0]}`, which is "
                 "next to matrices that it shards: use fsdp2"
             )
-    return ShardedParameters(shards, frozenset(partial))
+    ends = split_vocabulary(model, group)
+    return ShardedParameters({**shards, **ends.shards}, frozenset(partial) | ends.partial)
 
 
 def _planned(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, str, Any]]:
@@ -163,7 +124,7 @@ def _shard_linear(
             f"tensor parallel: the {size} {'outputs' if style.dim == 0 else 'inputs'} of {path} are not divisible by "
             f"{group.size} ranks: make the tensor size {nearest_divisors(group.size, size)}"
         )
-    shard = ParameterShard(style.dim, group.index, group.size)
+    shard = group.shard(style.dim, size)
     sharded = {name: shard for name, _ in module.named_parameters() if name == "weight" or style.dim == 0}
     for name in sharded:
         parameter = getattr(module, name)
@@ -174,13 +135,13 @@ def _shard_linear(
         module.register_forward_pre_hook(lambda _module, inputs: shared_input(*inputs))
         if style.full:
             module.register_forward_hook(
-                lambda _module, _inputs, features: _Communicate.apply(features, group, "gather")
+                lambda _module, _inputs, features: Communicate.apply(features, group, "gather")
             )
         return sharded
 
     def forward(x: Tensor) -> Tensor:  # with this rank's columns of the weight, its inputs
-        features: Any = _Communicate.apply(x, group, "scatter") if style.full else x
-        output: Any = _Communicate.apply(linear(features, module.weight), group, "reduce")
+        features: Any = Communicate.apply(x, group, "scatter") if style.full else x
+        output: Any = Communicate.apply(linear(features, module.weight), group, "reduce")
         return output if module.bias is None else output + module.bias.to(output.dtype)  # once, not on each rank
 
     module.in_features //= group.size
@@ -188,31 +149,7 @@ def _shard_linear(
     return sharded
 
 
-# --- communication of sharded linear layers
-
-_FORWARD: dict[str, Callable[[TensorGroup, Tensor], Tensor]] = {
-    "copy": lambda group, x: x.view_as(x),
-    "reduce": TensorGroup.sum,
-    "gather": lambda group, features: all_gathered(features, group),
-    "scatter": lambda group, x: group.own(x).contiguous(),
-}
-_BACKWARD: dict[str, Callable[[TensorGroup, Tensor], Tensor]] = {
-    "copy": TensorGroup.sum,
-    "reduce": lambda group, gradient: gradient,
-    "gather": TensorGroup.own,
-    "scatter": lambda group, gradient: all_gathered(gradient, group),
-}
-
-
-class _Communicate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup, kind: str) -> Tensor:
-        ctx.group, ctx.kind = group, kind
-        return _FORWARD[kind](group, x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _BACKWARD[ctx.kind](ctx.group, gradient), None, None
+# --- inputs of sharded linear layers
 
 
 class SharedInput:
@@ -224,7 +161,7 @@ class SharedInput:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x is not self._x:
-            self._x, self._copy, self._remaining = x, _Communicate.apply(x, self._group, "copy"), self.layers
+            self._x, self._copy, self._remaining = x, Communicate.apply(x, self._group, "copy"), self.layers
         copy: Any = self._copy
         self._remaining -= 1
         if self._remaining == 0:
@@ -242,9 +179,3 @@ def sharded_dropout(module: Any, group: TensorGroup) -> None:
         return x * group.own(mask)
 
     replace_forward(module, forward, "sharded dropout")
-
-
-def all_gathered(tensor: Tensor, group: TensorGroup, dim: int = -1) -> Tensor:
-    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size)]
-    dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
-    return torch.cat(parts, dim)

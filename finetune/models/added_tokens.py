@@ -129,9 +129,11 @@ class _WithRows:
             added = embedding(index.clamp(0, count - 1), rows) * getattr(module, "embed_scale", 1.0)
             return torch.where(is_added[..., None], added.to(out.dtype), out)  # (..., T, D)
         bias = getattr(module, "bias", None)
-        bias = None if bias is None else bias[first : first + count].to(rows.dtype)
-        added = linear(inputs.to(rows.dtype), rows, bias).to(out.dtype)  # (..., n)
-        return torch.cat([out[..., :first], added, out[..., first + count :]], dim=-1)  # (..., V)
+        # Of a vocabulary that ranks share, a part may have some of the rows, or none.
+        low, high = (min(max(place, 0), out.shape[-1]) for place in (first, first + count))
+        bias = None if bias is None else bias[low:high].to(rows.dtype)
+        added = linear(inputs.to(rows.dtype), rows[low - first : high - first], bias).to(out.dtype)  # (..., n)
+        return torch.cat([out[..., :low], added, out[..., high:]], dim=-1)  # (..., V)
 
 
 def train_rows(model: Any, first: int, count: int, dtype: torch.dtype) -> None:

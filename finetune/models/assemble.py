@@ -51,6 +51,7 @@ def assemble(
     routers: Routers | None = None,
     schedule: str | None = None,
     gathers_in_forward: bool = False,
+    vocabulary_ranks: int = 1,
     emulates_fp8: bool | None = None,
     head_device: HeadDevice | None = None,
 ) -> WrappedModel:
@@ -58,7 +59,8 @@ def assemble(
 
     model: of `load_model`, before an engine divides it; has_scores: whether its head has a score for each label;
     only_sums: see `CausalLMWithLoss`; routers: those whose logits are recorded; schedule: of a pipeline;
-    gathers_in_forward: whether all ranks must run the image tower in each forward; emulates_fp8: None: unless the
+    gathers_in_forward: whether all ranks must run the image tower in each forward; vocabulary_ranks: those that share
+    embedding and head; emulates_fp8: None: unless the
     device is a GPU; head_device: the device that is planned for, in place of `device`. Raises UserError if a precision,
     kernels or a cross entropy are not possible.
     """
@@ -75,7 +77,7 @@ def assemble(
     again = recipe.train.activation_checkpointing == "selective" or schedule == "zero_bubble"
     if head_device is None:
         gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
-        head_device = HeadDevice(device.type, is_small(gib), recipe.model.kernels != "plain")
+        head_device = HeadDevice(device.type, is_small(gib), recipe.model.kernels != "plain", vocabulary_ranks)
     choice = choose_kernels(recipe.model.kernels, head_device.type, recipe.train.compile, again)
     adds = may_add_to_products(recipe.train.activation_checkpointing, schedule) and not recipe.train.compile
     of_experts = choose_experts(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from finetune.models.head.token_loss import (
     at_least_fp32,
     logit_map,
 )
+from finetune.models.head.vocabulary import VocabularyPart
 from finetune.models.patches import mix_in
 from finetune.models.wrapped import (
     CrossEntropyChoice,
@@ -132,12 +133,15 @@ class HeadWithLoss:
     """Mixed into the class of a model's head: given a task, its forward returns losses in place of logits."""
 
     loss_implementation: str
+    vocabulary: VocabularyPart | None = None  # set by an engine that splits this head
 
     def forward(self, hidden: Tensor, *args: Any, task: HeadTask | None = None, **kwargs: Any) -> Any:
         own = super().forward  # pyright: ignore[reportAttributeAccessIssue]  (of the class it is mixed into)
         if task is None:
             return own(hidden, *args, **kwargs)
         head: Any = self
+        if self.vocabulary is not None:
+            task = replace(task, part=self.vocabulary)
         if self.loss_implementation in _MATRIX_LOSSES:
             return _MATRIX_LOSSES[self.loss_implementation](hidden[0], head.weight, head.bias, task)
         return module_losses(hidden[0], own, [p for p in head.parameters() if p.requires_grad], task)
@@ -174,8 +178,9 @@ def choose_cross_entropy(
         if obstacle:
             raise UserError(f"model.cross_entropy: `{requested}` is not possible: {obstacle}; use `auto`")
         return CrossEntropyChoice(requested, "asked for in the recipe")
-    if requested == "auto" and device.liger and matrix and only_sums and why_not_liger(device.type) is None:
+    fits_liger = matrix and only_sums and device.ranks == 1
+    if requested == "auto" and device.liger and fits_liger and why_not_liger(device.type) is None:
         return CrossEntropyChoice("liger", "liger-kernel is installed")
     rows = device.rows(vocabulary)
-    size = f"logits of {rows:,} tokens at a time, {rows * vocabulary * 4 / 2**20:,.0f} MiB"
+    size = f"logits of {rows:,} tokens at a time, {rows * vocabulary * 4 / device.ranks / 2**20:,.0f} MiB"
     return CrossEntropyChoice("chunked", size if requested == "auto" else f"asked for in the recipe; {size}")

@@ -117,6 +117,10 @@ PATCHES: dict[str, tuple[str, str]] = {
         "backends gather weights around a module's own forward, once for all chunks of the logits",
     ),
     # --- in the engine, before parameters are sharded
+    "part of the vocabulary": (
+        "embeddings of a tensor parallel model",
+        "a rank has the rows of some tokens; the module stays itself, with its own scale and added rows",
+    ),
     "row parallel": (
         "linear layers with a rank's columns of their weight",
         "the bias is added after the sum over ranks, so no hook on the output will do",

@@ -139,7 +139,7 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
         has_scores=bool(objective.num_scores),
         only_sums=objective.only_sums,
         emulates_fp8=how.device == "cpu",
-        head_device=HeadDevice(how.device, how.small, recipe.model.kernels != "plain"),
+        head_device=HeadDevice(how.device, how.small, recipe.model.kernels != "plain", how.tensor),
     )
     if how.expert > 1:  # a rank keeps its experts, and tokens travel, as in `engine/expert_parallel.py`
         for path, experts in experts_of(model).items():

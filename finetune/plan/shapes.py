@@ -18,7 +18,8 @@ from transformers import PretrainedConfig
 from finetune.engine.costs import Costs, Shapes, Weight, costs_of
 from finetune.engine.launch import Launch
 from finetune.engine.sharding import final_norm
-from finetune.engine.tensor_parallel import TensorGroup, parallelize
+from finetune.engine.tensor_group import TensorGroup
+from finetune.engine.tensor_parallel import parallelize
 from finetune.models import assemble
 from finetune.models.attention import AttentionChoice
 from finetune.models.packed_linear import linear_weights, state_tensors
@@ -67,8 +68,7 @@ def shapes_of(recipe: Recipe, config: PretrainedConfig, tensor: int = 1) -> Shap
 def _shapes(key: CacheKey) -> Shapes:
     short, kinds = shortened(key.config)
     model, (tensor,) = skeleton(key.recipe, short), key.others
-    if tensor > 1:
-        parallelize(model, TensorGroup(None, 0, tensor))
+    shards = parallelize(model, TensorGroup(None, 0, tensor)).shards if tensor > 1 else {}
     packed = {id(parameter): weights for parameter, weights in linear_weights(model)}
     scales = {
         id(module.weight): sum(tensor.nbytes for _, tensor in state_tensors(module))
@@ -104,6 +104,7 @@ def _shapes(key: CacheKey) -> Shapes:
                 packed=packed.get(id(parameter), 0),
                 scales=scales.get(id(parameter), 0),
                 expert=".experts." in name and parameter.ndim == 3,
+                rows=shards[name].total if name in shards and shards[name].dim == 0 else 0,
                 table=name in roles.tables,
                 of_images=name in roles.of_images,
             )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.integrations import moe
 
-from finetune.engine import tensor_parallel
+from finetune.engine import tensor_group
 from finetune.models import fused_layers, grouped_experts, packed_linear
 from finetune.models.head import chunked
 
@@ -38,8 +38,8 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
     norm, liger, of_head = fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy
     fused_layers.rms_norm, fused_layers.liger_function = fused_norm, liger_function
     chunked.liger_cross_entropy = LigerKernel
-    collectives: Any = tensor_parallel.dist
-    tensor_parallel.dist = _OneRank()  # pyright: ignore[reportAttributeAccessIssue]
+    collectives: Any = tensor_group.dist
+    tensor_group.dist = _OneRank()  # pyright: ignore[reportAttributeAccessIssue]
     if keeps_inputs_alone:
         torch.nn.functional.linear = lambda x, weight, bias=None: _InputAlone.apply(x, weight, bias)
     # torch knows the shapes of grouped products in bf16 only, though its kernels compute others; transformers' own
@@ -54,7 +54,7 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
     finally:
         moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear = can_use, grouped, linear
         grouped_experts.grouped_mm = of_adapters
-        tensor_parallel.dist, torch.is_autocast_enabled = collectives, is_enabled
+        tensor_group.dist, torch.is_autocast_enabled = collectives, is_enabled
         fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy = norm, liger, of_head
         packed_linear.unpacked_weight = unpacked_weight
         torch.nn.functional.dropout = dropout

@@ -88,6 +88,7 @@ def with_objective(
         routers=routers if divided is None else None,
         schedule=parallelism.schedule,
         gathers_in_forward=gathers_in_forward,
+        vocabulary_ranks=parallelism.tensor,
     )
     return wrapped, objective
 

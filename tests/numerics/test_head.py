@@ -501,6 +501,7 @@ def test_chunks_follow_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert [HeadDevice("cpu").rows(words) for words in (32_768, 131_072, 262_144)] == [256, 128, 128]
     assert HeadDevice("cuda").rows(131_072) == 1024
+    assert HeadDevice("cuda", ranks=4).rows(131_072) == 4096  # of as many bytes on each rank
     assert HeadDevice("cuda", small=True).rows(131_072) == 512
     cards = ("T4-16", "4090-24", "5090-32", "V100-32", "H100-80")
     assert [is_small(shipped_hardware().devices[card].gib) for card in cards] == [True, True, False, False, False]

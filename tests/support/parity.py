@@ -355,7 +355,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp_interleaved": ("pp", {"pp_size": 2, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}),
     "pp_4": ("pp", {"pp_size": 4}),
 }
-# What tensor parallelism cuts: matrices in pairs, with adapters on each, norms between them, and none of the rest.
+# What tensor parallelism cuts: matrices in pairs, with adapters on each, norms between them, embedding and head.
 TENSOR = (
     *("full", "lora", "full unpacked", "lora unpacked", "full tied", "lora tied", "full mistral window"),
     *("full checkpointing selective", "lora dropout rslora", "lora and whole head", "lora tied chunked head"),
@@ -363,6 +363,9 @@ TENSOR = (
     *PREFERENCES,
     "lora reward",
     *("lora tokens", "lora tied tokens", "lora tied and whole head", "lora tied tokens whole", "full muon"),
+    # A vocabulary that ranks share: the losses of its parts.
+    *("full chunked head", "lora chunked head", "full focal", "lora focal", "full distill", "lora distill"),
+    "full classify",
 )
 EXPERTS = tuple(
     case.name for case in CASES if case.model in ("mixtral", "qwen3_moe") and (case.on is None or "ep" in case.on)
@@ -418,7 +421,7 @@ LAUNCHES = (
         ),
     ),
     ("tp", 2, TENSOR),
-    ("tp", 4, ("full", "lora", *OF_PAIRS)),
+    ("tp", 4, ("full", "lora", "full tied", "lora tied tokens", "lora chunked head", *OF_PAIRS, "full distill")),
     (
         "fsdp2_tp",
         4,

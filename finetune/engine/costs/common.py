@@ -40,6 +40,7 @@ class Weight:
     packed: int = 0  # quantized weights that its elements hold; 0: not packed
     scales: int = 0  # bytes of the tensors that unpack them
     expert: bool = False  # dimension 0 counts experts
+    rows: int = 0  # of all tensor parallel ranks, whose parts of dimension 0 differ by one if not divisible; 0: of one
     table: bool = False  # see `ParameterRoles`, as for the next
     of_images: bool = False
 
@@ -316,8 +317,9 @@ class Costs(abc.ABC):
         layers, here = model.layers / sizes.pipeline, tokens / sizes.tokens
         hidden, keys, times = here * model.hidden * element, 2 * model.keys * element, layers * micro_batches
         wait = functools.partial(Transfer, overlaps=False)
-        if (n := sizes.tensor) > 1:
+        if (n := sizes.tensor) > 1:  # twice in a layer; the embedding in a forward, the head's input in the backward
             yield wait("all-reduce", layers * passes * 2 * all_reduce(n, hidden), 2 * passes * times, n)
+            yield wait("all-reduce", 2 * all_reduce(n, hidden), 2 * micro_batches, n)
         neighbours = sizes.tensor * sizes.tokens
         if (n := sizes.context) > 1:
             row = layers * one_way(n, here * n * keys)

@@ -46,8 +46,9 @@ class ShardedCosts(Costs):
         if weight.expert and sizes.expert > 1:
             rows //= sizes.expert
             count, index = sizes.shard // sizes.expert, place["shard"] // sizes.expert
-        elif weight.layer is None and weight.unit != "rest" and sizes.tensor > 1:
-            count, index = count * sizes.tensor, index * sizes.tensor + place["tensor"]
+        elif weight.rows:
+            each, more = divmod(weight.rows, sizes.tensor)  # as `TensorGroup.shard`
+            rows = each + (place["tensor"] < more)
         each = -(-rows // count)
         own = min(each, max(0, rows - index * each))
         return Shard(weight, own * width, each * width)
@@ -70,14 +71,13 @@ class ShardedCosts(Costs):
         for weight in self.shapes.weights:
             units.setdefault(weight.unit, []).append(weight)
         root, _, embedding, tail, *tower = units.values()  # the root's stay gathered until the backward has ended
-        inner = sizes.shard * sizes.tokens
-        outer, same = inner * sizes.tensor, sizes.shard // sizes.expert  # same: ranks with the same experts
+        inner, same = sizes.shard * sizes.tokens, sizes.shard // sizes.expert  # same: ranks with the same experts
         gathered = _gathered(layer, cast, inner) + _gathered(experts, cast, same)
         copied = _gathered(layer, cast, inner) if inner > 1 else 0
         copied += _gathered(experts, cast, same) if same > 1 else 0
         moving.layer = gathered + copied
-        moving.embedding = _gathered(embedding, cast, outer) * (2 if outer > 1 else 1)
-        moving.tail = _gathered(tail, cast, outer) * (2 if outer > 1 else 1)
+        moving.embedding = _gathered(embedding, cast, inner) * (2 if inner > 1 else 1)
+        moving.tail = _gathered(tail, cast, inner) * (2 if inner > 1 else 1)
         moving.always = _gathered(root, cast, inner)
         of_tower = [_gathered(unit, cast, inner) * (2 if inner > 1 else 1) for unit in tower]
         moving.embedding = max(moving.embedding, *of_tower, 0)
@@ -89,20 +89,21 @@ class ShardedCosts(Costs):
         moving.stays = 0 if reshards else gathered
         moving.layer_backward = (gathered + copied if reshards else 0) + reduction
         moving.sharded = of_layer // inner + of_experts // same
-        moving.sharded_tail = _reduced(tail, reduced, outer) // outer
+        moving.sharded_tail = _reduced(tail, reduced, inner) // inner
         moving.layer_end = (gathered if reshards else 0) + reduction + moving.sharded
-        moving.tail_end = _reduced(tail, reduced, outer) + moving.sharded_tail
+        moving.tail_end = _reduced(tail, reduced, inner) + moving.sharded_tail
         if self.is_away:
             moving.sharded = moving.sharded_tail = 0
         return moving
 
     def load(self, state: State) -> int:
-        return state.persistent[WEIGHTS] + max(weight.bytes for weight in self.shapes.weights)
+        return state.persistent[WEIGHTS] + self.sizes.tensor * max(weight.bytes for weight in self.shapes.weights)
 
     def whole_tensor(self) -> int:
         """Gathers the tensor in one more piece."""
         full = self.recipe.mode == "full"
-        return 2 * max(weight.bytes for weight in self.shapes.weights if weight.trains or full)
+        largest = max(weight.bytes for weight in self.shapes.weights if weight.trains or full)
+        return 2 * self.sizes.tensor * largest
 
     # --- time
 
@@ -123,16 +124,15 @@ class ShardedCosts(Costs):
 
     def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
         """Yields transfers. Each micro-batch gathers for forward and backward, the tail once, and scatters gradients.
-        Ranks of a tensor parallel group shard embedding, norm and head, which they do not divide. Divided experts are
-        separate units."""
+        Divided experts are separate units."""
         sizes, each, share = self.sizes, self.weight_bytes(), model.trained / model.parameters
         group, gathers, times = sizes.shard * sizes.tokens, 2 if self.is_fsdp else 1, micro_batches
         ranks, divided = group * sizes.tensor, model.experts if sizes.expert > 1 else 0
-        layers = (model.parameters - model.ends - divided) / (sizes.tensor * sizes.pipeline)
-        ends, units = model.ends / sizes.pipeline, model.layers / sizes.pipeline
-        gathered_ends = gathers * ends - (gathers - 1) * model.tail / sizes.pipeline
-        units_of = ((layers, gathers * layers, units, group, sizes.tensor), (ends, gathered_ends, 2, ranks, 1))
-        for size, again, count, n, stride in units_of:
+        own, units = sizes.tensor * sizes.pipeline, model.layers / sizes.pipeline
+        layers, ends = (model.parameters - model.ends - divided) / own, model.ends / own
+        gathered_ends = gathers * ends - (gathers - 1) * model.tail / own
+        n, stride = group, sizes.tensor
+        for size, again, count in ((layers, gathers * layers, units), (ends, gathered_ends, 2)):
             if n > 1:
                 gathered, reduced = times * again * each, times * size * share * 4
                 copies = COPIES * gathered, COPIES_OF_GRADIENTS * reduced
@@ -147,7 +147,7 @@ class ShardedCosts(Costs):
             yield Transfer("all-gather", one_way(n, gathers * experts * each), gathers * every, ranks, stride=stride)
             yield Transfer("reduce-scatter", one_way(n, experts * share * 4), every, ranks, stride=stride)
         if self.is_fsdp and sizes.replicate > 1:
-            shard = times * 4 * share * (layers / group + ends / ranks)
+            shard = times * 4 * share * (layers + ends) / group
             every, moved = units * times, all_reduce(sizes.replicate, shard)
             yield Transfer("all-reduce", moved, every, sizes.processes, stride=ranks)
         if not self.is_fsdp:

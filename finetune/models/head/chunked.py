@@ -33,6 +33,7 @@ from finetune.models.head.token_loss import (
     TokenLoss,
     at_least_fp32,
 )
+from finetune.models.head.vocabulary import VocabularyPart
 
 # Size of one chunk's logits in fp32. CPU: benchmarks/head.py. Accelerators: by arithmetic, not measured: 1,024 rows at
 # 128k words, at which the matrix products outweigh reading the weight and adding up its gradient. Half of it is
@@ -49,11 +50,12 @@ class HeadDevice:
     type: str  # `cpu` or `cuda`
     small: bool = False
     liger: bool = False  # `auto` takes Liger's kernel if it is installed
+    ranks: int = 1  # that share the vocabulary
 
     def rows(self, vocabulary: int) -> int:
         """Returns C, the rows of logits to have at once."""
         size = CHUNK_BYTES["cpu" if self.type == "cpu" else "small" if self.small else "accelerator"]
-        return max(FEWEST_ROWS, size // (4 * vocabulary))
+        return max(FEWEST_ROWS, size * self.ranks // (4 * vocabulary))
 
 
 def is_small(gib: float | None) -> bool:
@@ -72,6 +74,7 @@ class HeadTask:
     weights: Tensor | None = None  # (S,) of the tokens in the sum; None: 1 each
     differentiable: bool = False  # each token's loss has a graph, for objectives that are not linear in them
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # (S, ...) each, that the loss reads
+    part: VocabularyPart | None = None  # of the head, whose output has this rank's columns alone; None: it has all
 
     def chunks(self) -> Iterator[slice]:
         """Yields slices of like size; at least one, so that a forward without targets has a graph as well."""
@@ -82,7 +85,11 @@ class HeadTask:
 
     def losses(self, rows: slice, raw: Tensor) -> ChunkLosses:
         """Returns the losses of a chunk, from the head's output (C, V)."""
-        return self.token_loss.losses(self.logit_map(at_least_fp32(raw)), self.target_ids[rows], self._columns(rows))
+        logits = self.logit_map(at_least_fp32(raw))
+        if self.part is not None:
+            each, *details = _OfPart.apply(logits, self, rows)
+            return ChunkLosses(each, tuple(details))
+        return self.token_loss.losses(logits, self.target_ids[rows], self._columns(rows))
 
     def losses_and_gradient(self, rows: slice, raw: Tensor, out: Tensor) -> tuple[ChunkLosses, Tensor]:
         """Returns the losses of a chunk, and the gradient (C, V) of their sum by the head's output, in `out`.
@@ -90,11 +97,35 @@ class HeadTask:
         raw: (C, V), fp32 or fp64: the head's output; overwritten.
         """
         logits = self.logit_map.apply_(raw)
-        losses, gradient = self.token_loss.losses_and_gradient(logits, self.target_ids[rows], self._columns(rows), out)
+        losses, gradient = self.by_logits(rows, logits, out)
         return losses, self.logit_map.chain_(gradient, logits)
+
+    def by_logits(self, rows: slice, logits: Tensor, out: Tensor) -> tuple[ChunkLosses, Tensor]:
+        """Returns the losses of a chunk, and the gradient (C, V) of their sum by the logits, in `out`."""
+        ids, columns = self.target_ids[rows], self._columns(rows)
+        if self.part is not None:
+            return self.token_loss.split_losses_and_gradient(logits, ids, columns, out, self.part)
+        return self.token_loss.losses_and_gradient(logits, ids, columns, out)
 
     def _columns(self, rows: slice) -> dict[str, Tensor]:
         return {name: values[rows] for name, values in self.columns.items()}
+
+
+class _OfPart(torch.autograd.Function):
+    """The losses of a chunk from this rank's logits. Each loss is of its own row, whose gradient it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, task: HeadTask, rows: slice) -> tuple[Tensor, ...]:
+        (each, details), gradient = task.by_logits(rows, logits, torch.empty_like(logits))
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(*details)
+        return each, *details
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_each: Tensor, *_: Any) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * of_each[:, None], None, None
 
 
 class Head(Protocol):
@@ -302,7 +333,7 @@ class MatrixHead:
         if raw.dtype == logits.dtype:
             return task.losses_and_gradient(rows, raw, gradient)
         logits.copy_(raw)
-        if final and task.logit_map == LogitMap() and task.token_loss == TokenLoss():
+        if final and task.part is None and task.logit_map == LogitMap() and task.token_loss == TokenLoss():
             return TokenLoss().rounded_gradient(logits, task.target_ids[rows], gradient, raw)
         return task.losses_and_gradient(rows, logits, gradient)
 

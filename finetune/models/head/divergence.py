@@ -28,6 +28,7 @@ from torch.nn.functional import cross_entropy
 
 from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.models.head.token_loss import ChunkLosses, TokenLoss
+from finetune.models.head.vocabulary import VocabularyPart, at_own, own_columns, split_nll, totals
 
 SMALLEST_TAIL = 2.0**-24  # half of fp32's step below 1: 1 - sum(p) cannot tell smaller ones from 0
 
@@ -87,13 +88,43 @@ class Divergence:
         largest = cooled.scatter_(1, index, -torch.inf).amax(1, keepdim=True)
         tail = cooled.sub_(largest).exp_()  # (C, V) shares of the tail, times their total
         total = tail.sum(1, keepdim=True)
+        divergence, by_event = self._by_event(log_p, top, largest + total.log(), scale)
+        gradient = tail.mul_(by_event[:, -1:] / total).scatter_(1, index, by_event[:, :-1])
+        return divergence, gradient
+
+    def split_losses_and_gradient(
+        self, logits: Tensor, ids: Tensor, columns: Mapping[str, Tensor], out: Tensor, part: VocabularyPart
+    ) -> tuple[ChunkLosses, Tensor]:
+        log_p, scale = columns[LOG_PROBS], (1 - self.nll_weight) * self.temperature
+        cooled = torch.div(logits, self.temperature, out=out)
+        index, own = own_columns(columns[IDS], logits, part)  # (C, k) each
+        of_ids = at_own(cooled, index, own)
+        if not self.sampled:  # the ids of this rank leave the tail; those of others go to a column beyond the last
+            beyond = torch.where(own, index, cooled.shape[1])
+            ours = own.new_zeros(len(cooled), cooled.shape[1] + 1).scatter_(1, beyond, True)
+            cooled.masked_fill_(ours[:, :-1], -torch.inf)
+        largest = part.largest(cooled.amax(1, keepdim=True))
+        shares = cooled.sub_(largest).exp_()  # of all tokens or of the tail, times their total
+        total, top = totals(part, shares.sum(1, keepdim=True), of_ids)
+        if self.sampled:
+            divergence = (log_p - (top - largest - total.log())).mean(1)
+            by_id, of_rest = torch.full_like(top, -scale / index.shape[1]), scale / total
+        else:
+            divergence, by_event = self._by_event(log_p, top, largest + total.log(), scale)
+            by_id, of_rest = by_event[:, :-1], by_event[:, -1:] / total
+        gradient = shares.mul_(of_rest).scatter_add_(1, index, by_id.masked_fill(~own, 0.0))
+        if not self.nll_weight:
+            return self._combined(split_nll(logits, ids, part), divergence), gradient
+        (nll, _), of_nll = TokenLoss().split_losses_and_gradient(logits, ids, {}, torch.empty_like(logits), part)
+        return self._combined(nll, divergence), gradient.add_(of_nll, alpha=self.nll_weight)
+
+    def _by_event(self, log_p: Tensor, top: Tensor, rest: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Returns D (C,) and its scaled gradient (C, k + 1) by the ids' logits and by the tail's logsumexp."""
         with torch.enable_grad():
-            log_q = _log_events(top, largest + total.log()).requires_grad_()  # (C, k + 1)
+            log_q = _log_events(top, rest).requires_grad_()  # (C, k + 1)
             divergence = self._of_events(log_p, log_q)
             (g,) = torch.autograd.grad(divergence.sum(), log_q)
-        by_event = scale * (g - g.sum(1, keepdim=True) * log_q.detach().exp())
-        gradient = tail.mul_(by_event[:, -1:] / total).scatter_(1, index, by_event[:, :-1])
-        return divergence.detach(), gradient
+        return divergence.detach(), scale * (g - g.sum(1, keepdim=True) * log_q.detach().exp())
 
     def _of_events(self, log_p: Tensor, log_q: Tensor) -> Tensor:  # (C, k), (C, k + 1) -> (C,)
         """Returns D."""

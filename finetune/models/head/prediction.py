@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from finetune.models.head.token_loss import ChunkLosses
+from finetune.models.head.vocabulary import VocabularyPart, at_own, own_columns, split_nll
 
 UNIFORM = "uniform"  # column, (C, k) fp64 in [0, 1): numbers that draws follow from, so that they do on any config
 
@@ -40,3 +41,29 @@ class Prediction:
         self, logits: Tensor, ids: Tensor, columns: Mapping[str, Tensor], out: Tensor
     ) -> tuple[ChunkLosses, Tensor]:
         raise NotImplementedError("a prediction has no gradient")
+
+    def split_losses_and_gradient(
+        self, logits: Tensor, ids: Tensor, columns: Mapping[str, Tensor], out: Tensor, part: VocabularyPart
+    ) -> tuple[ChunkLosses, Tensor]:
+        """Returns the losses; there is no gradient, and `out` has other values."""
+        log_p = torch.div(logits, self.temperature, out=out)
+        log_p[:, max(0, self.vocabulary - part.first) :] = -torch.inf
+        log_p.sub_(part.largest(log_p.amax(1, keepdim=True)))
+        log_p.sub_(part.sum(log_p.exp().sum(1, keepdim=True)).log())
+        if UNIFORM in columns:  # the number of tokens up to which the sum of probabilities is not beyond the draw
+            reached = log_p.double().exp().cumsum(1)
+            of_parts = part.gather(reached[:, -1:])
+            before = part.gather(torch.full_like(reached[:, :1], part.first)) < part.first
+            reached += of_parts.masked_fill(~before, 0.0).sum(1, keepdim=True)
+            draws = columns[UNIFORM] * of_parts.sum(1, keepdim=True)
+            passed = part.sum(torch.searchsorted(reached, draws, right=True))
+            chosen = passed.clamp(max=self.vocabulary - 1)
+        else:
+            count = min(self.count, log_p.shape[1])
+            values, ours = log_p.topk(count, 1)
+            missing = (0, self.count - count)  # so that ranks have equally many
+            values = part.gather(torch.nn.functional.pad(values, missing, value=-torch.inf))
+            candidates = part.gather(torch.nn.functional.pad(ours + part.first, missing))
+            chosen = candidates.gather(1, values.topk(self.count, 1).indices)
+        of_chosen = part.sum(at_own(log_p, *own_columns(chosen, log_p, part)))
+        return ChunkLosses(split_nll(logits, ids, part), (chosen, of_chosen)), out

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from finetune.models.head.vocabulary import VocabularyPart, at_own, own_columns, totals
+
 
 class HeadLosses(NamedTuple):
     """Losses of the targets, and their weighted sum. `each` has a graph only if the task is differentiable."""
@@ -59,6 +61,17 @@ class TargetLoss(Protocol):
         """Returns the losses, and the gradient (C, V) of their sum by the logits."""
         ...
 
+    def split_losses_and_gradient(
+        self,
+        logits: Tensor,  # (C, W), this rank's columns; not to be changed
+        ids: Tensor,  # (C,)
+        columns: Mapping[str, Tensor],
+        out: Tensor,  # (C, W): for the gradient
+        part: VocabularyPart,
+    ) -> tuple[ChunkLosses, Tensor]:
+        """Returns the losses, and the gradient (C, W) of their sum by this rank's logits. Collective."""
+        ...
+
 
 @dataclass(frozen=True)
 class TokenLoss:
@@ -93,6 +106,26 @@ class TokenLoss:
             gradient.sub_(smoothing / logits.shape[1])
         return ChunkLosses(losses[:, 0]), gradient
 
+    def split_losses_and_gradient(
+        self, logits: Tensor, ids: Tensor, columns: Mapping[str, Tensor], out: Tensor, part: VocabularyPart
+    ) -> tuple[ChunkLosses, Tensor]:
+        index, own = own_columns(ids[:, None], logits, part)
+        largest, smoothing = part.largest(logits.amax(1, keepdim=True)), self.label_smoothing
+        gradient = torch.sub(logits, largest, out=out).exp_()
+        of_own = [gradient.sum(1, keepdim=True), at_own(logits, index, own)]
+        total, of_target, *of_all = totals(part, *of_own, *([logits.sum(1, keepdim=True)] if smoothing else []))
+        lse = largest + total.log()
+        losses = lse - of_target
+        if smoothing:
+            losses = (1 - smoothing) * losses + smoothing * (lse - of_all[0] / part.total)
+        if self.z_loss:
+            losses = losses + self.z_loss * lse.square()
+        gradient.mul_((1 + 2 * self.z_loss * lse) / total)
+        gradient.scatter_add_(1, index, (smoothing - 1.0) * own.to(gradient.dtype))
+        if smoothing:
+            gradient.sub_(smoothing / part.total)
+        return ChunkLosses(losses[:, 0]), gradient
+
     def rounded_gradient(self, logits: Tensor, ids: Tensor, scratch: Tensor, out: Tensor) -> tuple[ChunkLosses, Tensor]:
         """Returns the same without z-loss and smoothing, with the gradient rounded to the type of `out` as it is
         written: a pass less than writing it in fp32 first, and the same bits. scratch: (C, V), as the logits."""
@@ -125,6 +158,20 @@ class CooledTokenLoss:
         entropy = -(gradient * log_p).sum(1)
         gradient.scatter_add_(1, index, torch.full_like(nll, -1.0))
         return ChunkLosses(nll[:, 0], (entropy,)), gradient.div_(self.temperature)
+
+    def split_losses_and_gradient(
+        self, logits: Tensor, ids: Tensor, columns: Mapping[str, Tensor], out: Tensor, part: VocabularyPart
+    ) -> tuple[ChunkLosses, Tensor]:
+        index, own = own_columns(ids[:, None], logits, part)
+        cooled = logits / self.temperature
+        cooled.sub_(part.largest(cooled.amax(1, keepdim=True)))
+        gradient = torch.exp(cooled, out=out)
+        of_target = at_own(cooled, index, own)
+        weighted = cooled.mul_(gradient).sum(1, keepdim=True)
+        total, of_target, weighted = totals(part, gradient.sum(1, keepdim=True), of_target, weighted)
+        nll, entropy = total.log() - of_target, total.log() - weighted / total
+        gradient.div_(total).scatter_add_(1, index, -own.to(gradient.dtype))
+        return ChunkLosses(nll[:, 0], (entropy[:, 0],)), gradient.div_(self.temperature)
 
 
 @dataclass(frozen=True)
