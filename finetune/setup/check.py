@@ -111,7 +111,11 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
         if reads_columns(recipe):  # log-probabilities of another model, which must have been computed
             problems.attempt(find_reference, recipe, prepared.training, prepared.held_out)
         problems.attempt(_check_model, prepared, attention)
-    trial = problems.attempt(_try_rewards, prepared) if recipe.rewards else None
+    tried = any(one.kind != "environment" for one in recipe.rewards)
+    trial = problems.attempt(_try_rewards, prepared) if tried else None
+    environment = None
+    if recipe.rollouts is not None and recipe.rollouts.environment is not None:
+        environment = problems.attempt(_try_environment, prepared)
     if (rollouts := recipe.rollouts) is not None and rollouts.engine == "vllm":
         problems.attempt(lambda: VllmServer(rollouts).base_model(length))
     if problems.messages:
@@ -125,6 +129,8 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     if trial is not None:
         report.facts["rewards"] = "".join(f"\n    {line}" for line in trial.table().splitlines())
         report.notes += trial.notes
+    if environment is not None:
+        report.facts["environment"] = "".join(f"\n    {line}" for line in environment)
     return prepared
 
 
@@ -133,6 +139,13 @@ def _try_rewards(prepared: Prepared) -> RewardTrial:
     from finetune.setup.reward_rows import check_rewards
 
     return check_rewards(prepared.recipe, on_disk(prepared.training), prepared.tokenizer)
+
+
+def _try_environment(prepared: Prepared) -> list[str]:
+    from finetune.data.dataset import on_disk
+    from finetune.setup.environment_rows import check_environment
+
+    return check_environment(prepared.recipe, on_disk(prepared.training), prepared.tokenizer)
 
 
 def _check_model(prepared: Prepared, attention: AttentionChoice) -> None:
