@@ -13,7 +13,7 @@ from finetune.rollouts.prompts import RowPrompt, RunPrompts, completion_of, read
 
 
 def check_rewards(recipe: Recipe, data: Dataset, tokenizer: PreTrainedTokenizerBase) -> RewardTrial:
-    """Returns the trial of the recipe's rewards, without the environment's. Raises UserError if a run could not use them
+    """Returns the trial of the rewards but the environment's. Raises UserError if a run could not use them
     or learn from them."""
     rewards = tuple(one for one in recipe.rewards if one.kind != "environment")
     count = JUDGED_ROWS if any(one.kind == "judge" for one in rewards) else TRIED_ROWS

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from conftest import launch, metrics, train_here
 from transformers import AutoModelForCausalLM
@@ -53,7 +52,7 @@ def talkative(folder: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.get_input_embeddings().weight[:, 0] = 0.1
-        model.get_output_embeddings().weight[2, 0] = 1.0
+        model.get_output_embeddings().weight[2, 0] = 1.2
     model.save_pretrained(folder)
     return folder
 
@@ -72,8 +71,8 @@ def online(recipe: dict[str, Any], model: Path, tmp_path: Path) -> dict[str, Any
     recipe["model"]["name"] = str(model)
     return recipe | {
         "objective": {"name": "grpo"},
-        "rollouts": {"prompts": PROMPTS, "samples": SAMPLES, "max_new_tokens": 48, "cohort": 4, "temperature": 0.8}
-        | {"environment": {"file": str(tmp_path / "env.py"), "max_turns": 4}},
+        "rollouts": {"prompts": PROMPTS, "samples": SAMPLES, "max_new_tokens": 72, "cohort": 4, "temperature": 0.8}
+        | {"environment": {"file": str(tmp_path / "env.py"), "max_turns": 3}},
         "rewards": [{"name": "environment"}, {"name": "regex", "pattern": "[aeiou]"}],
         "batch": {"rows": PROMPTS * SAMPLES, "tokens_per_device": 256},
         "train": {"max_steps": STEPS, "precision": "fp32"},
@@ -97,9 +96,205 @@ def curve(run: Path) -> list[float]:
     return [line["loss"] for line in steps_of(run)]
 
 
-def test_first(online, write_recipe, tmp_path):
+@pytest.fixture
+def trained(online: dict[str, Any], write_recipe: Write, tmp_path: Path) -> Path:
+    """Returns the folder of a run on one process."""
+    train_here(write_recipe(online | {"checkpoint": {"every_steps": 2}}))
+    return tmp_path / "runs" / "run"
+
+
+def assert_same(run: Path, other: Path) -> None:
+    assert curve(other) == pytest.approx(curve(run), rel=REPLAYED, abs=1e-7)
+    for step in range(1, STEPS + 1):
+        margin = min(float(sample.margins.min()) for sample in samples_of(run, step))
+        ours, theirs = lines_of(run, step), lines_of(other, step)
+        assert ours == theirs, f"step {step}: the nearest tie had a margin of {margin:.2e}"
+
+
+def replaying(online: dict[str, Any], records: Path) -> dict[str, Any]:
+    rollouts = {**online["rollouts"], "environment": None, "replay": str(records)}
+    return {**online, "rollouts": rollouts, "rewards": [], "evaluate": {}}
+
+
+LORA = {"mode": "lora", "lora": {"rank": 4, "alpha": 8}, "optimizer": {"lr": 5e-3}}
+LONG = (
+    *((config, 2, {}) for config in ("fsdp2", "zero2", "zero3", "tp", "cp", "ulysses")),
+    *((config, 4, {}) for config in ("ddp", "hsdp", "fsdp2_tp")),
+    *((config, 2, LORA) for config in ("fsdp2", "zero3")),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "processes", "mode"), [("ddp", 2, {}), *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
+)
+def test_processes_sample_the_same_turns_and_train_on_them_alike(
+    config: str,
+    processes: int,
+    mode: dict[str, Any],
+    online: dict[str, Any],
+    write_recipe: Write,
+    tmp_path: Path,
+) -> None:
+    train_here(write_recipe(online | mode))
+    single, online["run"]["name"] = tmp_path / "runs" / "run", "sampled"
+    assert len(set(curve(single))) == STEPS
+    done = launch(config, processes, "train", write_recipe(online | mode, "sampled.yaml"))
+    assert done.returncode == 0, done.stderr
+    assert_same(single, tmp_path / "runs" / "sampled")
+    assert lines_of(tmp_path / "runs" / "sampled", 4, EVALUATION) == lines_of(single, 4, EVALUATION)
+    if config != "ddp":
+        online["run"]["name"] = "replayed"
+        path = write_recipe(replaying(online | mode, single / "rollouts"), "replayed.yaml")
+        done = launch(config, processes, "train", path)
+        assert done.returncode == 0, done.stderr
+        assert curve(tmp_path / "runs" / "replayed") == pytest.approx(curve(single), rel=REPLAYED, abs=1e-7)
+
+
+@torch.no_grad()
+def log_probs_of(model: Any, sample: Sample) -> np.ndarray[Any, Any]:
+    """Returns the log-probabilities of a sample's own tokens by plain transformers."""
+    ids = torch.tensor([*sample.prompt, *sample.ids])
+    logits = model(input_ids=ids[None]).logits[0, :-1]
+    log_probs = (logits / 0.8).log_softmax(1).gather(1, ids[1:, None])[:, 0].double().numpy()
+    return log_probs[len(sample.prompt) - 1 :][sample.sampled]
+
+
+def test_turns_stay_as_sampled_between_messages_that_are_not_trained(trained: Path, model: Path) -> None:
+    """The turns of the first step, by the initial weights; all that a step is made of is recorded."""
+    tokenizer, plain = read_tokenizer(model), AutoModelForCausalLM.from_pretrained(model)
+    samples, again = samples_of(trained, 1), 0
+    ends = {sample.turns.ended for step in (1, 2, 3, 4) for sample in samples_of(trained, step) if sample.turns}
+    assert ends == {"over", "max_turns", "max_new_tokens"}
+    for sample in samples:
+        assert sample.turns is not None
+        spans = sample.turns.spans
+        assert spans[0][0] == 0
+        assert spans[-1][1] == len(sample.ids)
+        for (begin, end), (following, _) in zip(spans, [*spans[1:], (len(sample.ids), 0)], strict=True):
+            turn = sample.ids[begin:end]
+            assert 2 not in turn[:-1]
+            again += tokenizer.encode(tokenizer.decode(turn), add_special_tokens=False) != turn
+            if following < len(sample.ids):
+                letters = len(str(tokenizer.decode(turn, skip_special_tokens=True)))
+                message, _, rest = str(tokenizer.decode(sample.ids[end:following])).partition(", ")
+                assert message == f"<|im_start|>user\n{letters} letters"
+                assert rest[1:] == "<|im_end|><|im_start|>assistant\n"
+        (sequence,) = example_of(sample, 1.0).sequences
+        assert sequence.loss_mask.tolist() == [False] * len(sample.prompt) + sample.sampled.tolist()
+        assert sequence.num_targets == sum(end - begin for begin, end in spans) == len(sample.log_probs)
+        np.testing.assert_allclose(sample.log_probs, log_probs_of(plain, sample), rtol=0, atol=2e-5)
+    assert again > 5  # a tokenizer gives other ids for the same text
+    prompts = [str(tokenizer.decode(sample.prompt)) for sample in samples]
+    assert len(set(prompts)) == PROMPTS  # `reset` draws a task for a prompt, not for a sample
+    assert any("task" in prompt for prompt in prompts)
+    line = steps_of(trained)[0]
+    assert line["turns"] == np.mean([len(sample.turns.spans) for sample in samples if sample.turns])
+    assert line["completion_tokens"] == np.mean([len(sample.log_probs) for sample in samples])
+    lengths = [sum(len(turn) for turn in turns_of(sample, tokenizer)) for sample in samples]
+    assert [sample.reward.by_name["environment"] for sample in samples] == [length % 7 for length in lengths]
+
+
+def turns_of(sample: Sample, tokenizer: Any) -> list[str]:
+    """Returns the texts of the turns that the environment has read: those with an end."""
+    spans = sample.turns.spans if sample.turns else ()
+    read = [sample.ids[begin:end] for begin, end in spans if sample.ids[end - 1] == 2]
+    return [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in read]
+
+
+def test_a_run_with_turns_goes_on_and_is_replayed(
+    trained: Path, online: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    """After a kill with the turns of step 3 recorded, and those of step 4 half written."""
+    whole = tmp_path / "whole"
+    shutil.copytree(trained, whole)
+    shutil.rmtree(trained / "checkpoints" / "step-00000004")
+    (trained / "rollouts" / "step-00000004.safetensors").unlink()
+    train_here(write_recipe(online | {"checkpoint": {"every_steps": 2}}))
+    assert curve(trained) == curve(whole)
+    assert_same(trained, whole)
+    assert "turns" in steps_of(trained)[2]
+    assert "time/generation" not in steps_of(trained)[2]
+    online["run"]["name"] = "replayed"
+    train_here(write_recipe(replaying(online, whole / "rollouts")))
+    assert curve(tmp_path / "runs" / "replayed") == curve(whole)
+
+
+@pytest.mark.long
+def test_what_is_decoded_together_changes_no_turn(
+    trained: Path, online: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    online["rollouts"]["cohort"], online["run"]["name"] = PROMPTS * SAMPLES, "together"
+    online["rollouts"]["environment"]["processes"] = 3
     train_here(write_recipe(online))
-    run = tmp_path / "runs" / "run"
-    for line in metrics(run): print(line)
-    for s in samples_of(run, 1): print(repr(s.text), s.turns, s.reward)
-    assert 0
+    assert lines_of(trained, 1) == lines_of(tmp_path / "runs" / "together", 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", ["single", "fsdp2"])
+def test_older_turns_a_reference_and_corrections(
+    config: str, online: dict[str, Any], write_recipe: Write, model: Path, tmp_path: Path
+) -> None:
+    """Log-probabilities of a turn's tokens by the trainer, by its initial weights and by the sampler agree."""
+    online["objective"] |= {"loss": "grpo", "kl": 0.2, "correction": "tis"}
+    online["rollouts"] |= {"reuse": 2}
+    done = launch(config, 1 if config == "single" else 2, "train", write_recipe(online))
+    assert done.returncode == 0, done.stderr
+    run, plain = tmp_path / "runs" / "run", AutoModelForCausalLM.from_pretrained(model)
+    for sample in samples_of(run, 1):
+        for values in (sample.old, sample.initial, sample.log_probs):
+            np.testing.assert_allclose(values, log_probs_of(plain, sample), rtol=0, atol=2e-5)
+    assert all(np.isfinite(line["kl"]) and abs(line["correction/weight"] - 1) < 1e-4 for line in steps_of(run))
+
+
+BROKEN = """
+import os, time
+
+
+class Environment:
+    def reset(self, row):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        print("reading", text)
+        action = len(text) % 4
+        if action == 0:
+            raise KeyError(f"no key in turn {self.turns}")
+        if action == 1:
+            os._exit(3)
+        if action == 2:
+            return 7
+        return "go on"
+
+    def reward(self):
+        return self.turns
+"""
+
+
+def test_an_environment_that_fails_is_counted_and_told_or_stops_the_run(
+    online: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    """Never a silent 0: the reward of a sample that failed is what the recipe says, or the run stops."""
+    (tmp_path / "env.py").write_text(BROKEN)
+    online["train"]["max_steps"], online["evaluate"] = 1, {"at_start": False, "prompts": 0}
+    with pytest.raises(UserError, match=r"rollouts.environment: .*rows.jsonl:\d+, sample \d, turn 1: .*Fix the env"):
+        train_here(write_recipe(online))
+    run, online["run"]["name"] = tmp_path / "runs" / "ended", "ended"
+    online["rollouts"]["environment"]["on_failure"] = "end"
+    with pytest.raises(UserError, match=r"rewards\[0\] \(environment\): .*set `on_failure` to the value"):
+        train_here(write_recipe(online))
+    online["rewards"][0]["on_failure"] = -1.0
+    train_here(write_recipe(online))
+    samples = samples_of(run, 1)
+    failed = [sample for sample in samples if sample.turns and sample.turns.failure]
+    assert {sample.turns.failure for sample in failed if sample.turns} == {"raised", "died", "invalid"}
+    assert all(sample.reward.by_name["environment"] is None and sample.reward.failures for sample in failed)
+    line = steps_of(run)[0]
+    assert line["environment_failures"] == line["reward_failures/environment"] == len(failed)
+    log = (run / LOG).read_text()
+    assert "raised KeyError: 'no key in turn 1'" in log
+    assert "ended its process (status 3)" in log
+    assert "step returned int (7); expected a text, messages, or None at the end" in log
+    assert "    reading " in log  # what it printed
+    others = [sample for sample in samples if sample not in failed]
+    assert all(sample.reward.by_name["environment"] is not None for sample in others)
