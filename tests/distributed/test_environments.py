@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import launch, metrics, train_here
 from transformers import AutoModelForCausalLM
 
@@ -59,25 +60,49 @@ def talkative(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def model(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a model's folder, with `env.py` beside it."""
     folder = tmp_path_factory.mktemp("talkative") / "llama"
     shutil.copytree(made / "llama", folder)
+    (folder.parent / "env.py").write_text(ECHO)
     return talkative(folder)
 
 
-@pytest.fixture
-def online(recipe: dict[str, Any], model: Path, tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "env.py").write_text(ECHO)
-    recipe["data"] |= {"packing": False, "max_length": 128}
-    recipe["model"]["name"] = str(model)
-    return recipe | {
+def recipe_with_turns(made: Path, model: Path, runs: Path) -> dict[str, Any]:
+    environment = {"file": str(model.parent / "env.py"), "max_turns": 3}
+    data = {
+        name: [{"path": str(made / file), "format": "messages"}]
+        for name, file in (("train", "rows.jsonl"), ("eval", "held_out.jsonl"))
+    }
+    return {
+        "run": {"name": "run", "dir": str(runs)},
+        "model": {"name": str(model)},
+        "mode": "full",
+        "data": {**data, "packing": False, "max_length": 128},
         "objective": {"name": "grpo"},
         "rollouts": {"prompts": PROMPTS, "samples": SAMPLES, "max_new_tokens": 72, "cohort": 4, "temperature": 0.8}
-        | {"environment": {"file": str(tmp_path / "env.py"), "max_turns": 3}},
+        | {"environment": environment},
         "rewards": [{"name": "environment"}, {"name": "regex", "pattern": "[aeiou]"}],
         "batch": {"rows": PROMPTS * SAMPLES, "tokens_per_device": 256},
+        "optimizer": {"lr": 1e-3},
         "train": {"max_steps": STEPS, "precision": "fp32"},
         "evaluate": {"every_steps": 4, "at_start": False, "prompts": 2},
+        "checkpoint": {"every_steps": 2},
     }
+
+
+@pytest.fixture
+def online(made: Path, model: Path, tmp_path: Path) -> dict[str, Any]:
+    return recipe_with_turns(made, model, tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def trained(made: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of a run of `online` on one process."""
+    folder = tmp_path_factory.mktemp("trained")
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe_with_turns(made, model, folder / "runs")))
+    train_here(path)
+    return folder / "runs" / "run"
 
 
 def samples_of(run: Path, step: int, kind: str = STEP) -> list[Sample]:
@@ -94,13 +119,6 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 def curve(run: Path) -> list[float]:
     return [line["loss"] for line in steps_of(run)]
-
-
-@pytest.fixture
-def trained(online: dict[str, Any], write_recipe: Write, tmp_path: Path) -> Path:
-    """Returns the folder of a run on one process."""
-    train_here(write_recipe(online | {"checkpoint": {"every_steps": 2}}))
-    return tmp_path / "runs" / "run"
 
 
 def assert_same(run: Path, other: Path) -> None:
@@ -131,12 +149,16 @@ def test_processes_sample_the_same_turns_and_train_on_them_alike(
     config: str,
     processes: int,
     mode: dict[str, Any],
+    trained: Path,
     online: dict[str, Any],
     write_recipe: Write,
     tmp_path: Path,
 ) -> None:
-    train_here(write_recipe(online | mode))
-    single, online["run"]["name"] = tmp_path / "runs" / "run", "sampled"
+    single, online["run"]["name"] = trained, "single"
+    if mode:
+        train_here(write_recipe(online | mode))
+        single = tmp_path / "runs" / "single"
+    online["run"]["name"] = "sampled"
     assert len(set(curve(single))) == STEPS
     done = launch(config, processes, "train", write_recipe(online | mode, "sampled.yaml"))
     assert done.returncode == 0, done.stderr
@@ -205,18 +227,18 @@ def test_a_run_with_turns_goes_on_and_is_replayed(
     trained: Path, online: dict[str, Any], write_recipe: Write, tmp_path: Path
 ) -> None:
     """After a kill with the turns of step 3 recorded, and those of step 4 half written."""
-    whole = tmp_path / "whole"
-    shutil.copytree(trained, whole)
-    shutil.rmtree(trained / "checkpoints" / "step-00000004")
-    (trained / "rollouts" / "step-00000004.safetensors").unlink()
-    train_here(write_recipe(online | {"checkpoint": {"every_steps": 2}}))
-    assert curve(trained) == curve(whole)
-    assert_same(trained, whole)
-    assert "turns" in steps_of(trained)[2]
-    assert "time/generation" not in steps_of(trained)[2]
+    run = tmp_path / "runs" / "run"
+    shutil.copytree(trained, run)
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    (run / "rollouts" / "step-00000004.safetensors").unlink()
+    train_here(write_recipe(online))
+    assert curve(run) == curve(trained)
+    assert_same(trained, run)
+    assert "turns" in steps_of(run)[2]
+    assert "time/generation" not in steps_of(run)[2]
     online["run"]["name"] = "replayed"
-    train_here(write_recipe(replaying(online, whole / "rollouts")))
-    assert curve(tmp_path / "runs" / "replayed") == curve(whole)
+    train_here(write_recipe(replaying(online, trained / "rollouts")))
+    assert curve(tmp_path / "runs" / "replayed") == curve(trained)
 
 
 @pytest.mark.long
@@ -276,6 +298,7 @@ def test_an_environment_that_fails_is_counted_and_told_or_stops_the_run(
 ) -> None:
     """Never a silent 0: the reward of a sample that failed is what the recipe says, or the run stops."""
     (tmp_path / "env.py").write_text(BROKEN)
+    online["rollouts"]["environment"]["file"] = str(tmp_path / "env.py")
     online["train"]["max_steps"], online["evaluate"] = 1, {"at_start": False, "prompts": 0}
     with pytest.raises(UserError, match=r"rollouts.environment: .*rows.jsonl:\d+, sample \d, turn 1: .*Fix the env"):
         train_here(write_recipe(online))
