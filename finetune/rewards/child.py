@@ -188,11 +188,11 @@ def _cut(text: str) -> str:
 
 
 def shortened(error: BaseException | None, file: str = __file__) -> str:
-    """Returns the first lines of a traceback, without those of `file`, which called the user's code."""
+    """Returns the first lines of a traceback, without those of this file and `file`, which called the user's code."""
     if error is None:
         return ""
     begin = error.__traceback__
-    while begin is not None and begin.tb_frame.f_code.co_filename == file:
+    while begin is not None and begin.tb_frame.f_code.co_filename in (__file__, file):
         begin = begin.tb_next
     lines = "".join(traceback.format_exception(type(error), error, begin)).splitlines()
     left = [f"... {len(lines) - _TRACEBACK_LINES} lines"] if len(lines) > _TRACEBACK_LINES else []
