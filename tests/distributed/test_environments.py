@@ -16,11 +16,15 @@ import yaml
 from conftest import launch, metrics, train_here
 from transformers import AutoModelForCausalLM
 
+from finetune.data.dataset import Dataset, build_training
 from finetune.errors import UserError
-from finetune.models.tokenizer import read_tokenizer
+from finetune.models.tokenizer import load_tokenizer, read_tokenizer
+from finetune.recipe import load_recipe
 from finetune.rollouts.environment import LOG
+from finetune.rollouts.noise import gumbel, sample_keys
 from finetune.rollouts.records import EVALUATION, STEP, Sample, read_record, record_file
 from finetune.rollouts.step_rows import example_of
+from finetune.setup.environment_rows import check_environment
 
 Write = Callable[..., Path]
 STEPS, PROMPTS, SAMPLES = 4, 4, 4
@@ -172,13 +176,17 @@ def test_processes_sample_the_same_turns_and_train_on_them_alike(
         assert curve(tmp_path / "runs" / "replayed") == pytest.approx(curve(single), rel=REPLAYED, abs=1e-7)
 
 
-@torch.no_grad()
 def log_probs_of(model: Any, sample: Sample) -> np.ndarray[Any, Any]:
     """Returns the log-probabilities of a sample's own tokens by plain transformers."""
-    ids = torch.tensor([*sample.prompt, *sample.ids])
-    logits = model(input_ids=ids[None]).logits[0, :-1]
-    log_probs = (logits / 0.8).log_softmax(1).gather(1, ids[1:, None])[:, 0].double().numpy()
-    return log_probs[len(sample.prompt) - 1 :][sample.sampled]
+    each = distributions(model, sample).gather(1, torch.tensor(sample.ids)[:, None])[:, 0]
+    return each.numpy()[sample.sampled]
+
+
+@torch.no_grad()
+def distributions(model: Any, sample: Sample) -> torch.Tensor:
+    """Returns the log-probabilities of all tokens at each place after the prompt."""
+    logits = model(input_ids=torch.tensor([[*sample.prompt, *sample.ids]])).logits[0, len(sample.prompt) - 1 : -1]
+    return (logits.double() / 0.8).log_softmax(1)
 
 
 def test_turns_stay_as_sampled_between_messages_that_are_not_trained(trained: Path, model: Path) -> None:
@@ -187,7 +195,7 @@ def test_turns_stay_as_sampled_between_messages_that_are_not_trained(trained: Pa
     samples, again = samples_of(trained, 1), 0
     ends = {sample.turns.ended for step in (1, 2, 3, 4) for sample in samples_of(trained, step) if sample.turns}
     assert ends == {"over", "max_turns", "max_new_tokens"}
-    for sample in samples:
+    for i, sample in enumerate(samples):
         assert sample.turns is not None
         spans = sample.turns.spans
         assert spans[0][0] == 0
@@ -205,6 +213,12 @@ def test_turns_stay_as_sampled_between_messages_that_are_not_trained(trained: Pa
         assert sequence.loss_mask.tolist() == [False] * len(sample.prompt) + sample.sampled.tolist()
         assert sequence.num_targets == sum(end - begin for begin, end in spans) == len(sample.log_probs)
         np.testing.assert_allclose(sample.log_probs, log_probs_of(plain, sample), rtol=0, atol=2e-5)
+        log_p = distributions(plain, sample)  # the noise is that of a token's place after the prompt
+        key = sample_keys(42, torch.tensor([i // SAMPLES]), torch.tensor([i % SAMPLES]))
+        drawn = [int((log_p[at] + gumbel(key, at, log_p.shape[1])[0]).argmax()) for at in range(len(sample.ids))]
+        assert [id_ for id_, own in zip(drawn, sample.sampled, strict=True) if own] == [
+            id_ for id_, own in zip(sample.ids, sample.sampled, strict=True) if own
+        ]
     assert again > 5  # a tokenizer gives other ids for the same text
     prompts = [str(tokenizer.decode(sample.prompt)) for sample in samples]
     assert len(set(prompts)) == PROMPTS  # `reset` draws a task for a prompt, not for a sample
@@ -321,3 +335,29 @@ def test_an_environment_that_fails_is_counted_and_told_or_stops_the_run(
     assert "    reading " in log  # what it printed
     others = [sample for sample in samples if sample not in failed]
     assert all(sample.reward.by_name["environment"] is not None for sample in others)
+
+
+def test_check_tries_the_environment(online: dict[str, Any], write_recipe: Write, tmp_path: Path) -> None:
+    """With the reference and with garbage as a turn; `calls` need a template that writes them."""
+    assert tried(online, write_recipe) == [
+        "the reference as a turn, of 4 rows: is answered 3, ends it 1; mean reward 3.750",
+        "garbage as a turn, of 4 rows: ends it 4; mean reward 2.000",
+        "the chat template writes no tool calls as JSON: `calls` is always empty, `text` has the turn",
+    ]
+    (tmp_path / "env.py").write_text(BROKEN)
+    online["rollouts"]["environment"]["file"] = str(tmp_path / "env.py")
+    with pytest.raises(UserError, match=r"rows.jsonl:1, sample 0, turn 1: "):
+        tried(online, write_recipe)
+    online["rollouts"]["environment"]["on_failure"] = "end"
+    assert "fails 4 (ended its process" in tried(online, write_recipe)[1]
+    (tmp_path / "env.py").write_text(BROKEN.replace("self.turns = 0", "raise OSError('no disk')"))
+    with pytest.raises(UserError, match=r"sample 0, reset: raised OSError: no disk. Fix the environment, or take the"):
+        tried(online, write_recipe)
+
+
+def tried(online: dict[str, Any], write_recipe: Write) -> list[str]:
+    recipe = load_recipe(write_recipe(online))
+    tokenizer = load_tokenizer(recipe.model)
+    data = build_training(recipe, tokenizer)
+    assert isinstance(data, Dataset)
+    return check_environment(recipe, data, tokenizer)
