@@ -43,11 +43,6 @@ def _names(value: Any) -> Any:
     return [name for part in value.split(",") if (name := part.strip())] if is_list else value
 
 
-def _environment(value: Any) -> Any:
-    """Text is the path of an environment's file."""
-    return {"file": value} if isinstance(value, str) else value
-
-
 _PATH = {"type": "string", "minLength": 1}
 _PATHS = {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/Source"}, _PATH]}}
 _SHARE = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
@@ -56,7 +51,9 @@ SHORTHANDS: dict[tuple[str, str], Shorthand] = {
     ("data", "train"): Shorthand(_sources, "a path", (_PATH, {**_PATHS, "minItems": 1})),
     ("data", "eval"): Shorthand(_held_out, "a path or a share", (_PATH, _PATHS, _SHARE)),
     ("tracking", "wandb"): Shorthand(_wandb, "true or a project's name", ({"type": "boolean"}, {"type": "string"})),
-    ("rollouts", "environment"): Shorthand(_environment, "a path", (_PATH,)),
+    ("rollouts", "environment"): Shorthand(
+        lambda value: {"file": value} if isinstance(value, str) else value, "a path", (_PATH,)
+    ),
     ("lora", "targets"): Shorthand(_names, "names with commas", ({"type": "string", "pattern": ","},)),
 }
 

@@ -25,7 +25,7 @@ _MODULE, _LOGGED = "finetune.rollouts.environment_child", 100  # failures with t
 
 
 @dataclass(frozen=True)
-class Request:
+class EnvironmentCall:
     """The next call of an episode, with all that has happened in it."""
 
     episode: int  # within a batch of episodes
@@ -64,7 +64,7 @@ class Environments:
         for child in filter(None, self._children):
             child.end()
 
-    def replies(self, requests: Sequence[Request]) -> list[dict[str, Any] | Outcome]:
+    def replies(self, requests: Sequence[EnvironmentCall]) -> list[dict[str, Any] | Outcome]:
         """Returns the replies in order, see `environment_child.answer`; an outcome without a value if a call failed.
         Raises UserError if a process that replaces another cannot load the file."""
         slots = len(self._children)
@@ -85,7 +85,7 @@ class Environments:
                 raise
         return [replies[i] for i in range(len(requests))]
 
-    def _reply(self, slot: int, request: Request) -> dict[str, Any] | Outcome:
+    def _reply(self, slot: int, request: EnvironmentCall) -> dict[str, Any] | Outcome:
         child, held = self._children[slot], self._held[slot]
         if child is None:
             child = self._children[slot] = Child(self._child, _MODULE)

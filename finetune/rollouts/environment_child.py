@@ -122,7 +122,8 @@ def answer(make: Callable[[], Any], live: Live, task: Mapping[str, Any]) -> dict
 def opening(result: Any) -> dict[str, Any]:
     """Returns what `reset` returned: messages, or None for those of the row; with tools, if there are two values."""
     messages, tools = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if messages is not None and not _are_messages(messages):
+    are_messages = isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages)
+    if messages is not None and not are_messages:
         expected = "a list of messages, (messages, tools), or None for the row's own"
         raise Invalid(f"reset returned {_shown(result)}; expected {expected}")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
@@ -148,10 +149,6 @@ def following(result: Any, calls: list[dict[str, Any]]) -> dict[str, Any]:
             one = {**to_call, "content": one}
         messages.append(one)
     return {"messages": _as_json(messages)}
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
 
 
 def _as_json(value: Any) -> Any:

@@ -37,7 +37,7 @@ from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.rewards.completion import Outcome
 from finetune.rollouts.drawing import Beginning, Drawer, Drawn, Talk
-from finetune.rollouts.environment import LOG, Environments, Request
+from finetune.rollouts.environment import LOG, EnvironmentCall, Environments
 from finetune.rollouts.prompts import PromptContent, RowPrompt, RunPrompts, message_dict
 from finetune.rollouts.records import Turns
 
@@ -74,8 +74,16 @@ class Episode:
     failure: Outcome | None = None
     outcome: Outcome | None = None
 
-    def request(self, ends: bool = False) -> Request:
-        return Request(self.number, self.begin, self.seeds, self.read, ends)
+    def talk(self, spans: Sequence[tuple[int, int]]) -> Talk:
+        """Returns the finished episode. spans: of its turns in the ids after the prompt."""
+        assert self.ended is not None
+        failure = self.failure and self.failure.kind
+        turns = Turns(tuple(spans), self.ended, self.calls, self.malformed_calls, failure)
+        messages = (*self.prompt.messages, *self.messages[:-1])
+        return Talk(self.prompt_ids, tuple(map(message_dict, messages)), turns, self.outcome)
+
+    def request(self, ends: bool = False) -> EnvironmentCall:
+        return EnvironmentCall(self.number, self.begin, self.seeds, self.read, ends)
 
 
 class Episodes:
@@ -262,26 +270,14 @@ class EpisodeDrawer:
                 one.log_probs.append(turn.log_probs)
                 one.margins.append(turn.margins)
             rooms = [most - len(one.ids) for one in tokens]
-            step = partial(self._step, begun, going, [turn.ids for turn in drawn], rooms)
+            talking = [begun[i] for i in going] if begun else []
+            step = partial(self.episodes.step, talking, [turn.ids for turn in drawn], rooms)
             for one, following in zip(tokens, on_main(self.engine, step), strict=True):
                 one.ids += following or []
                 one.is_over = following is None
         on_main(self.engine, lambda: self.episodes.end(begun))
-        talks = [_talk(episode, one.spans) for episode, one in zip(begun, samples, strict=True)] if begun else []
+        talks = [episode.talk(one.spans) for episode, one in zip(begun, samples, strict=True)] if begun else []
         return [
             Drawn(one.ids, np.concatenate(one.log_probs), np.concatenate(one.margins), talks[i] if talks else None)
             for i, one in enumerate(samples)
         ]
-
-    def _step(
-        self, begun: Sequence[Episode], going: Sequence[int], turns: Sequence[list[int]], rooms: Sequence[int]
-    ) -> list[list[int] | None]:
-        return self.episodes.step([begun[i] for i in going], turns, rooms)
-
-
-def _talk(episode: Episode, spans: Sequence[tuple[int, int]]) -> Talk:
-    assert episode.ended is not None
-    failure = episode.failure and episode.failure.kind
-    turns = Turns(tuple(spans), episode.ended, episode.calls, episode.malformed_calls, failure)
-    messages = (*episode.prompt.messages, *episode.messages[:-1])
-    return Talk(episode.prompt_ids, tuple(map(message_dict, messages)), turns, episode.outcome)

@@ -93,8 +93,10 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     both."""
     import torch
 
+    from finetune.data.dataset import on_disk
     from finetune.engine.compatibility import check_products
     from finetune.rollouts.vllm_server import VllmServer
+    from finetune.setup.environment_rows import check_environment
     from finetune.training.prepare import Problems, prepare
     from finetune.training.reference import find_reference, reads_columns
     from finetune.training.run_plan import training_length
@@ -115,7 +117,8 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     trial = problems.attempt(_try_rewards, prepared) if tried else None
     environment = None
     if recipe.rollouts is not None and recipe.rollouts.environment is not None:
-        environment = problems.attempt(_try_environment, prepared)
+        data, tokenizer = on_disk(prepared.training), prepared.tokenizer
+        environment = problems.attempt(check_environment, recipe, data, tokenizer)
     if (rollouts := recipe.rollouts) is not None and rollouts.engine == "vllm":
         problems.attempt(lambda: VllmServer(rollouts).base_model(length))
     if problems.messages:
@@ -139,13 +142,6 @@ def _try_rewards(prepared: Prepared) -> RewardTrial:
     from finetune.setup.reward_rows import check_rewards
 
     return check_rewards(prepared.recipe, on_disk(prepared.training), prepared.tokenizer)
-
-
-def _try_environment(prepared: Prepared) -> list[str]:
-    from finetune.data.dataset import on_disk
-    from finetune.setup.environment_rows import check_environment
-
-    return check_environment(prepared.recipe, on_disk(prepared.training), prepared.tokenizer)
 
 
 def _check_model(prepared: Prepared, attention: AttentionChoice) -> None:

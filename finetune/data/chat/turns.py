@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -55,12 +55,12 @@ class CallPattern:
             return text, [], 0
         for begin in begins:
             try:
-                calls += self._calls_at(text, begin + len(self.opener))
+                calls += self.calls_at(text, begin + len(self.opener))
             except (ValueError, KeyError, TypeError, RecursionError):
                 malformed += 1
         return (text[: begins[0]] if calls else text), calls, malformed
 
-    def _calls_at(self, text: str, at: int) -> list[dict[str, Any]]:
+    def calls_at(self, text: str, at: int) -> list[dict[str, Any]]:
         """Returns the calls after one opener: one, or those of a list. Raises ValueError, KeyError and TypeError."""
         calls = list[dict[str, Any]]()
         while True:
@@ -95,7 +95,7 @@ def call_pattern(chat: Chat) -> CallPattern | None:
             text = chat.jinja.text([*question, *chat.traits.as_dicts(message)], tools).rpartition(QUESTION)[2]
         except BadRow:
             continue
-        found = list(_objects_in(text, ARGUMENT))
+        found = list(json_objects(text, ARGUMENT))
         if len(found) == number:
             break
     else:
@@ -115,7 +115,7 @@ def call_pattern(chat: Chat) -> CallPattern | None:
     return CallPattern(opener, name, arguments) if opener or number == 1 else None
 
 
-def _objects_in(text: str, marker: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def json_objects(text: str, marker: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yields (begin, end, value) of the outermost JSON objects of a text that hold a marker."""
     end = 0
     for match in re.finditer(r"\{", text):
@@ -174,7 +174,13 @@ class TurnRenderer:
         of sampled turns are replaced: the template must neither read nor change them. Raises BadRow if the template or
         the tokenizer refuses the environment's messages.
         """
-        messages = (*prompt.messages, *(_without_text(one) if one.role == "assistant" else one for one in turns))
+        messages = prompt.messages
+        for turn in turns:
+            if turn.role == "assistant":  # with a text that is found again in the rendering, at its end
+                names = [{"name": call["function"]["name"], "arguments": {"x": ANSWER}} for call in turn.tool_calls]
+                calls = tuple({"type": "function", "function": function} for function in names)
+                turn = Message("assistant", "" if calls else ANSWER, tool_calls=calls)
+            messages = (*messages, turn)
         whole = replace(prompt, messages=messages)
         chat = self.renderer.chat_for(whole)
         last = max(i for i, message in enumerate(messages) if message.role == "assistant")
@@ -190,29 +196,14 @@ class TurnRenderer:
                 f"{text[at : at + 40]!r} does not begin with its end, so the text after a sampled turn is unclear; "
                 "give another model.chat_template"
             )
-        return self._behind(chat.traits.end_of_turn, text[at + len(end_of_turn) :])
-
-    def _behind(self, end: str, text: str) -> list[int]:
-        """Returns the tokens of a text as they follow an end-of-turn. Raises UserError if they depend on it."""
-        pieces = [end, end + text]
-        alone, joined = (ids.tolist() for ids, _ in self.renderer.encoder.encode(pieces, [[], []]))
+        # As it follows an end of turn, which is nearly always a token of its own.
+        end, following = chat.traits.end_of_turn, text[at + len(end_of_turn) :]
+        alone, joined = (ids.tolist() for ids, _ in self.renderer.encoder.encode([end, end + following], [[], []]))
         if joined[: len(alone)] == alone:
             return joined[len(alone) :]
         if self.renderer.encoder.can_cut:
-            return self.renderer.encoder.encode([text], [[]])[0][0].tolist()
+            return self.renderer.encoder.encode([following], [[]])[0][0].tolist()
         raise UserError(
-            f"model.chat_template: the tokens of {text[:40]!r} depend on the text before it, {end!r}, which is no "
+            f"model.chat_template: the tokens of {following[:40]!r} depend on the text before it, {end!r}, which is no "
             "token of its own: turns of an environment need a template whose end-of-turn is one"
         )
-
-
-def _without_text(turn: Message) -> Message:
-    """Returns a sampled turn with a text that is found again in the rendering, at its end."""
-    if not turn.tool_calls:
-        return Message("assistant", ANSWER)
-    calls = tuple(_with_arguments(call, {"x": ANSWER}) for call in turn.tool_calls)
-    return Message("assistant", "", tool_calls=calls)
-
-
-def _with_arguments(call: Mapping[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    return {**call, "function": {**call["function"], "arguments": arguments}}

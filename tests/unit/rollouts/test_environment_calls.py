@@ -13,7 +13,7 @@ from finetune.errors import UserError
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import EnvironmentSettings
 from finetune.rewards.completion import Outcome
-from finetune.rollouts.environment import Environments, Request
+from finetune.rollouts.environment import EnvironmentCall, Environments
 
 FILE = """
 import os, random, sys, time
@@ -97,12 +97,12 @@ def environment(file: Path, name: str = "Tools", is_rewarded: bool = True, **key
     return Environments(EnvironmentSettings(file=str(file), name=name, **keys), is_rewarded, None)
 
 
-def request(episode: int, *texts: str, ends: bool = False, calls: tuple[str, ...] = ()) -> Request:
+def request(episode: int, *texts: str, ends: bool = False, calls: tuple[str, ...] = ()) -> EnvironmentCall:
     begin = {"row": {"name": f"row {episode}"}, "messages": [{"role": "user", "content": "Hi"}], "tools": []}
     called = [{"name": name, "arguments": {}} for name in calls]
     turns = [{"text": text, "calls": called} for text in texts]
     seeds = [f"{episode}", *(f"{episode}:{i}" for i in range(len(texts)))]
-    return Request(episode, {**begin, "reference": None, "seed": 9}, seeds, turns, ends)
+    return EnvironmentCall(episode, {**begin, "reference": None, "seed": 9}, seeds, turns, ends)
 
 
 def test_replies_of_calls(file: Path) -> None:
