@@ -72,14 +72,18 @@ def read_inputs(
 
 
 def reward_files(recipe: Recipe) -> dict[str, str]:
-    """Returns a digest of each Python file of `rewards`, by its place in the list. Raises UserError."""
+    """Returns a digest of each Python file of `rewards`, and that of `rollouts.environment`, by its key. Raises
+    UserError."""
+    files = {f"rewards[{i}].file": reward.file for i, reward in enumerate(recipe.rewards)}
+    if recipe.rollouts is not None and recipe.rollouts.environment is not None:
+        files["rollouts.environment.file"] = recipe.rollouts.environment.file
     digests = {}
-    for i, reward in enumerate(recipe.rewards):
-        if reward.file is not None:
+    for key, file in files.items():
+        if file is not None:
             try:
-                digests[f"rewards[{i}].file"] = digest(Path(reward.file).expanduser().read_bytes())
+                digests[key] = digest(Path(file).expanduser().read_bytes())
             except OSError as error:
-                raise UserError(f"rewards[{i}].file: {reward.file} cannot be read: {error.strerror}") from None
+                raise UserError(f"{key}: {file} cannot be read: {error.strerror}") from None
     return digests
 
 

@@ -24,6 +24,7 @@ def rewards(recipe: Recipe) -> Iterator[tuple[str, str]]:
         takers = " or ".join(f"`{name}`" for name in sorted(TAKES_REWARDS))
         yield "rewards", f"`objective.name: {recipe.objective.name}` takes no rewards, only {takers}: remove this"
     labels: dict[str, int] = {}
+    environment = recipe.rollouts.environment if recipe.rollouts is not None else None
     for i, reward in enumerate(recipe.rewards):
         key = f"rewards[{i}]"
         given = [kind for kind in _KINDS if getattr(reward, kind) is not None]
@@ -31,6 +32,8 @@ def rewards(recipe: Recipe) -> Iterator[tuple[str, str]]:
             has = f"has {' and '.join(f'`{kind}`' for kind in given)}: keep one" if given else "has none"
             yield key, f"a reward is one of `name`, `file`, `reward_model` and `judge`, and this {has}"
             continue
+        if reward.kind == "environment" and environment is None:
+            yield key, "`environment` is what `rollouts.environment` returns: add that, such as `environment: env.py`"
         yield from ((f"{key}.{name}" if name else key, problem) for name, problem in _problems(reward))
         first = labels.setdefault(reward.label, i)
         if first != i:
@@ -48,10 +51,13 @@ def _problems(reward: RewardSettings) -> Iterator[tuple[str, str]]:
         yield "", f"`{kind}` needs {example}"
     if reward.weight == 0:
         yield "weight", "is 0, so the reward has no effect: remove the reward"
-    if kind == "reward_model":
-        for key in ("seconds", "processes"):
-            if getattr(reward, key) != RewardSettings.model_fields[key].default:
-                yield key, "has no effect on `reward_model`, which scores in the run's own process: remove it"
+    limited = {
+        "reward_model": "which scores in the run's own process: remove it",
+        "environment": "which is called as `rollouts.environment` says: set it there",
+    }
+    for key in ("seconds", "processes"):
+        if kind in limited and getattr(reward, key) != RewardSettings.model_fields[key].default:
+            yield key, f"has no effect on `{kind}`, {limited[kind]}"
     if kind == "boxed" and reward.on_failure is None:
         yield (
             "on_failure",

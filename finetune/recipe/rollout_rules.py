@@ -41,6 +41,10 @@ def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _off_policy(recipe)
     yield from _data(recipe)
     yield from _engine(recipe)
+    if settings.environment is not None and settings.replay is not None:
+        yield "rollouts.environment", "has no effect under `rollouts.replay`, which samples nothing: remove it"
+    elif settings.environment is not None and settings.engine != "own":
+        yield "rollouts.environment", f"`engine: {settings.engine}` samples one turn of each prompt: use `engine: own`"
     if name in TAKES_REWARDS and not recipe.rewards and settings.replay is None:
         yield "rewards", f"`objective.name: {name}` needs a reward, such as `rewards: [{{name: exact_match}}]`"
     if recipe.rewards and settings.replay is not None:

@@ -505,6 +505,20 @@ def _variable(name: str) -> str:
     return name
 
 
+class EnvironmentSettings(Section):
+    """Your environment, in whose turns an answer is sampled; see docs/reference/rollouts.md#environments."""
+
+    file: str  # a Python file of your own, which is run: only code that you trust
+    # The class in it, or a function that returns an environment: `reset` begins an episode, `step` answers a turn
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] = "Environment"
+    max_turns: Count = 8  # of the model in a sample
+    seconds: Positive = 10.0  # limit for one call of `reset`, `step` or `reward`
+    processes: Count = 2  # processes that share the episodes out
+    # If a call fails: it raises, exceeds `seconds`, ends its process, or returns what cannot be used. stop: the run
+    # stops with the row and the reason; end: the sample ends with the turn before, and is counted
+    on_failure: Literal["stop", "end"] = "stop"
+
+
 class Rollouts(Section):
     """Answers that the model samples during the run, and is trained on; see docs/reference/rollouts.md.
 
@@ -513,7 +527,8 @@ class Rollouts(Section):
 
     prompts: Count  # of a step; a row of `data.train` gives one
     samples: Count  # of each prompt; `batch.rows` is prompts x samples
-    max_new_tokens: Count  # of a sample; prompt and sample together have at most `data.max_length`
+    # Of a sample, with an environment all turns and its messages; prompt and sample have at most `data.max_length`
+    max_new_tokens: Count
     temperature: Positive = 1.0  # of the samples, and of their log-probabilities in the loss
     top_k: Count | None = None  # sample from the likeliest tokens only; null: from all
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0  # sample from the likeliest tokens that have this probability
@@ -522,6 +537,8 @@ class Rollouts(Section):
     # Batches of samples that lie between the weights that a batch is drawn from and those that it trains first: exactly
     # so many; the first ones are drawn from the initial weights. 0: from the weights that the step before has left
     staleness: Annotated[int, Field(ge=0, le=1000)] = 0
+    # Answers turns of the model, as tools do, until the sample is over. null: a sample is one turn
+    environment: EnvironmentSettings | None = None
     # Folder of recorded rollouts, such as runs/NAME/rollouts: they are trained on again, and nothing is sampled
     replay: str | None = None
     # own: the modules that train; vllm: a server (`vllm serve`), which gets the weights of each step through
@@ -558,6 +575,7 @@ REWARD_KEYS: dict[str, dict[str, Any]] = {
     "json_schema": {"answer_schema": None},
     "length": {"target": None, "margin": None},
     "tests": {"column": "tests", "partial": False, "memory_mb": 1024},
+    "environment": {},
     "file": {"function": None},
     "reward_model": {},
     "judge": {"model": None, "prompt": None, "pattern": None, "scale": (0.0, 10.0), "key": None, "max_new_tokens": 256},
@@ -575,8 +593,11 @@ class RewardSettings(Section):
 
     # A built-in. exact_match: equal to the reference; number: the last numbers are equal; boxed: the last boxed
     # expressions are mathematically equal; regex: `pattern` is found; json_schema: JSON that fits `answer_schema`;
-    # length: tokens beyond `target` cost; tests: the code passes the row's tests
-    name: Literal["exact_match", "number", "boxed", "regex", "json_schema", "length", "tests"] | None = None
+    # length: tokens beyond `target` cost; tests: the code passes the row's tests; environment: what `reward` of
+    # `rollouts.environment` returns
+    name: Literal["exact_match", "number", "boxed", "regex", "json_schema", "length", "tests", "environment"] | None = (
+        None
+    )
     file: str | None = None  # a Python file of your own, which is run: only code that you trust
     function: str | None = None  # with `file`, required: the function in it
     reward_model: str | None = None  # run directory or model folder of `objective.name: reward`

@@ -51,6 +51,9 @@ SHORTHANDS: dict[tuple[str, str], Shorthand] = {
     ("data", "train"): Shorthand(_sources, "a path", (_PATH, {**_PATHS, "minItems": 1})),
     ("data", "eval"): Shorthand(_held_out, "a path or a share", (_PATH, _PATHS, _SHARE)),
     ("tracking", "wandb"): Shorthand(_wandb, "true or a project's name", ({"type": "boolean"}, {"type": "string"})),
+    ("rollouts", "environment"): Shorthand(
+        lambda value: {"file": value} if isinstance(value, str) else value, "a path", (_PATH,)
+    ),
     ("lora", "targets"): Shorthand(_names, "names with commas", ({"type": "string", "pattern": ","},)),
 }
 

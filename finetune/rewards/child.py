@@ -37,35 +37,40 @@ class Unusable(Exception):
 
 
 def main(requests: int, replies: int) -> None:
-    """Answers until the pipe of requests ends. Stop signals are for the run, which ends this process itself."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that the function starts would inherit
+    """Answers until the pipe of requests ends."""
+    ignore_stop_signals()
     source, sink = os.fdopen(requests, "rb"), os.fdopen(replies, "wb")
-    settings = _read(source)
+    settings = read_frame(source)
     try:
         function, notes = load(settings)
-        names = accepted(function)
+        names = accepted_by_reward(function)
     except Unusable as reason:
-        _write(sink, {"problem": str(reason), "details": _shortened(reason.__cause__), "id": settings["id"]})
+        write_frame(sink, {"problem": str(reason), "details": shortened(reason.__cause__), "id": settings["id"]})
         os._exit(0)
-    _write(sink, {"notes": notes, "id": settings["id"]})
-    while (task := _read(source)) is not None:
+    write_frame(sink, {"notes": notes, "id": settings["id"]})
+    while (task := read_frame(source)) is not None:
         # Without a handler the signal ends the process, whatever holds Python's lock.
         signal.setitimer(signal.ITIMER_REAL, settings["seconds"] + GRACE_S)
         random.seed(zlib.crc32(task["completion"].encode("utf-8", "replace")))  # not the order of calls
         reply = call(function, {name: task[name] for name in names})
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _write(sink, {**reply, "id": task["id"]})
+        write_frame(sink, {**reply, "id": task["id"]})
     os._exit(0)  # without waiting for threads of the function
 
 
-def _read(source: BinaryIO) -> Any:
+def ignore_stop_signals() -> None:
+    """Leaves them to the run, which ends this process itself."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that the function starts would inherit
+
+
+def read_frame(source: BinaryIO) -> Any:
     """Returns the next request; None at the end of the pipe."""
     size = source.read(8)
     return pickle.loads(source.read(int.from_bytes(size, "big"))) if len(size) == 8 else None  # noqa: S301 - see above
 
 
-def _write(sink: BinaryIO, reply: Mapping[str, Any]) -> None:
+def write_frame(sink: BinaryIO, reply: Mapping[str, Any]) -> None:
     content = json.dumps(reply).encode()
     sink.write(len(content).to_bytes(8, "big") + content)
     sink.flush()
@@ -81,11 +86,20 @@ def load(settings: Mapping[str, Any]) -> tuple[Callable[..., Any], list[str]]:
         except Unanswerable as reason:
             raise Unusable(str(reason)) from None
         return partial(reward.function, **prepared), notes
-    return _own_function(settings["file"], settings["source"], settings["function"]), []
+    path, name = settings["file"], settings["function"]
+    module = run_file(path, settings["source"])
+    function = getattr(module, name, None)
+    if function is None:
+        raise Unusable(f"{path} has no function `{name}`; it has {own_names(module, inspect.isfunction)}")
+    if not callable(function):
+        raise Unusable(f"{path}: `{name}` is {type(function).__name__}, not a function")
+    if inspect.iscoroutinefunction(function):
+        raise Unusable(f"{path}: `{name}` is an `async def`, and nothing awaits it: write it with `def`")
+    return function, []
 
 
-def _own_function(path: str, source: bytes, name: str) -> Callable[..., Any]:
-    """Runs the user's file as it was when the run began, and returns its function."""
+def run_file(path: str, source: bytes) -> types.ModuleType:
+    """Runs the user's file as it was when the run began. Raises Unusable."""
     module = types.ModuleType("finetune_reward_file")
     module.__file__ = path
     sys.modules[module.__name__] = module  # dataclasses look their module up
@@ -96,41 +110,44 @@ def _own_function(path: str, source: bytes, name: str) -> Callable[..., Any]:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path]
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else lines[-1:] and lines[-1]
-        raise Unusable(f"{path}{f':{line}' if line else ''}: {_one_line(error)}") from error
-    function = getattr(module, name, None)
-    if function is None:
-        own = [
-            key for key, one in vars(module).items() if inspect.isfunction(one) and one.__module__ == module.__name__
-        ]
-        raise Unusable(f"{path} has no function `{name}`; it has {', '.join(own) or 'none'}")
-    if not callable(function):
-        raise Unusable(f"{path}: `{name}` is {type(function).__name__}, not a function")
-    if inspect.iscoroutinefunction(function):
-        raise Unusable(f"{path}: `{name}` is an `async def`, and nothing awaits it: write it with `def`")
-    return function
+        raise Unusable(f"{path}{f':{line}' if line else ''}: {one_line(error)}") from error
+    return module
 
 
-def accepted(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Returns the arguments that a function declares; all of them with `**kwargs`. Raises Unusable for others."""
+def own_names(module: types.ModuleType, is_kind: Callable[[Any], bool]) -> str:
+    """Returns the names that the user's file defines, of functions or of classes."""
+    own = [key for key, one in vars(module).items() if is_kind(one) and one.__module__ == module.__name__]
+    return ", ".join(own) or "none"
+
+
+def accepted(function: Callable[..., Any], arguments: tuple[str, ...] = ARGUMENTS) -> tuple[str, ...]:
+    """Returns the arguments that a function declares, of those that it may; all of them with `**kwargs`. Raises
+    Unusable for others."""
     name = getattr(function, "__name__", "the function")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise Unusable(f"`{name}` does not say which arguments it takes: wrap it in a `def`") from None
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return ARGUMENTS
+        return arguments
     names = []
     for one in parameters:
         if one.kind is one.POSITIONAL_ONLY:
             raise Unusable(f"`{name}` takes `{one.name}` by position only; arguments are given by name: remove the `/`")
-        if one.name in ARGUMENTS:
+        if one.name in arguments:
             names.append(one.name)
         elif one.default is one.empty and one.kind is not one.VAR_POSITIONAL:
-            column = f"; a column of the row is `row[{one.name!r}]`"
-            raise Unusable(f"`{name}` asks for `{one.name}`; there are {', '.join(ARGUMENTS)}{column}")
-    if not names:
-        raise Unusable(f"`{name}` asks for nothing, so it cannot tell answers apart; there are {', '.join(ARGUMENTS)}")
+            column = f"; a column of the row is `row[{one.name!r}]`" if "row" in arguments else ""
+            raise Unusable(f"`{name}` asks for `{one.name}`; there are {', '.join(arguments)}{column}")
     return tuple(names)
+
+
+def accepted_by_reward(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the arguments that a reward declares. Raises Unusable if there are none."""
+    if names := accepted(function):
+        return names
+    name = getattr(function, "__name__", "the function")
+    raise Unusable(f"`{name}` asks for nothing, so it cannot tell answers apart; there are {', '.join(ARGUMENTS)}")
 
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,7 +157,7 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str
     except Unanswerable as reason:
         return {"kind": "unanswerable", "what": _cut(str(reason))}
     except BaseException as error:  # noqa: BLE001 - code of the user's, which may raise anything
-        return {"kind": "raised", "what": f"raised {_one_line(error)}", "details": _shortened(error)}
+        return {"kind": "raised", "what": f"raised {one_line(error)}", "details": shortened(error)}
 
 
 def as_number(value: Any) -> dict[str, Any]:
@@ -162,7 +179,7 @@ def as_number(value: Any) -> dict[str, Any]:
     return {"value": number}
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     return _cut(" ".join("".join(traceback.format_exception_only(type(error), error)).split()))
 
 
@@ -170,12 +187,12 @@ def _cut(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
-def _shortened(error: BaseException | None) -> str:
-    """Returns the first lines of a traceback, without this file's own."""
+def shortened(error: BaseException | None, file: str = __file__) -> str:
+    """Returns the first lines of a traceback, without those of this file and `file`, which called the user's code."""
     if error is None:
         return ""
     begin = error.__traceback__
-    while begin is not None and begin.tb_frame.f_code.co_filename == __file__:
+    while begin is not None and begin.tb_frame.f_code.co_filename in (__file__, file):
         begin = begin.tb_next
     lines = "".join(traceback.format_exception(type(error), error, begin)).splitlines()
     left = [f"... {len(lines) - _TRACEBACK_LINES} lines"] if len(lines) > _TRACEBACK_LINES else []

@@ -16,9 +16,10 @@ class Completion:
     text: str  # the sampled answer, without special tokens
     reference: str | None  # text of the row's last assistant turn, if there is one
     columns: Mapping[str, Any]  # the row's other columns, by name
-    num_tokens: int  # sampled
+    num_tokens: int  # sampled, in all turns
     is_truncated: bool  # stopped by max_new_tokens
     place: str = ""  # in messages: "rows.jsonl:3, sample 2"; "" is the number in the list
+    outcome: Outcome | None = None  # the reward of `rollouts.environment`, which answered the turns before this one
 
 
 @dataclass(frozen=True)

@@ -32,17 +32,15 @@ class NoReply(Exception):
 
 
 class Child:
-    """One process of `child.py`."""
+    """One process of `child.py`, or of another module with such a `main`."""
 
-    def __init__(self, settings: Mapping[str, Any]):
-        """Raises UserError if the function cannot be loaded."""
+    def __init__(self, settings: Mapping[str, Any], module: str = "finetune.rewards.child"):
+        """Raises UserError if the user's code cannot be loaded."""
         request, self._requests = os.pipe()
         self._replies, reply = os.pipe()
         self._output, output = os.pipe()
         path = [os.path.abspath(entry) for entry in sys.path]  # "" is the folder of the moment
-        program = (
-            f"import sys; sys.path[:] = {path!r}; from finetune.rewards.child import main; main({request}, {reply})"
-        )
+        program = f"import sys; sys.path[:] = {path!r}; from {module} import main; main({request}, {reply})"
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", program],

@@ -29,6 +29,14 @@ class Scoring(Protocol):
     def outcomes(self, completions: Sequence[Completion]) -> Sequence[Outcome | None]: ...
 
 
+class EnvironmentRewards:
+    """`environment`: what the environment returned at the end of the sample, see `rollouts/episodes.py`."""
+
+    def outcomes(self, completions: Sequence[Completion]) -> list[Outcome]:
+        without = Outcome(None, "unanswerable", "the completion is not of an environment")
+        return [completion.outcome or without for completion in completions]
+
+
 class Rewards:
     """Scores completions. A context manager, which starts and ends processes.
 
@@ -100,14 +108,14 @@ class Rewards:
                 entry += "".join(f"    {line}\n" for line in outcome.details.splitlines())
             entries.append(entry)
         if entries and self._folder is not None:
-            _append(self._folder / LOG, without_secrets("".join(entries)))
+            append_to_log(self._folder / LOG, without_secrets("".join(entries)))
 
 
 def _place(completions: Sequence[Completion], j: int) -> str:
     return completions[j].place or f"completion {j + 1} of {len(completions)}"
 
 
-def _append(path: Path, text: str) -> None:
+def append_to_log(path: Path, text: str) -> None:
     """Appends to a file that only its owner can read, and never to the target of a link. Raises RunFailure."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     try:
@@ -121,6 +129,8 @@ def _start(settings: RewardSettings, place: str, stack: ExitStack, notes: list[s
     """Returns a reward, started; `stack` ends its processes. Adds to `notes`. Raises UserError."""
     if settings.kind == "judge":
         return Judge(settings, place)
+    if settings.kind == "environment":
+        return EnvironmentRewards()
     if settings.kind == "reward_model":
         from finetune.rewards.scorer import ScoringModel  # torch and transformers
 
@@ -155,7 +165,7 @@ def reads_reference(settings: RewardSettings) -> bool:
                 required += [argument for argument, default in pairs if default is None]
                 return any(argument.arg == "reference" for argument in required)
         return False
-    if settings.kind == "reward_model":
+    if settings.kind in ("reward_model", "environment"):
         return False
     return "reference" in inspect.signature(REWARDS[settings.kind].function).parameters
 

@@ -8,7 +8,7 @@ Letters: B prompts, P longest prompt, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,15 +45,19 @@ def decode(
     max_new_tokens: int,
     choose: Choose,
     images: PromptImages | None = None,
+    rooms: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Returns the new tokens of each prompt, up to and with its end token. Collective; prompts of ranks may differ.
 
-    A rank without prompts runs a dummy prompt and returns an empty list.
+    A rank without prompts runs a dummy prompt and returns an empty list. rooms: most new tokens of each prompt, at most
+    `max_new_tokens`.
     """
     num_prompts = len(prompts)
     input_ids, mask = left_padded(prompts or [[pad_id]], pad_id, engine.device)  # (B, P), (B, P)
     finished = torch.tensor([i >= num_prompts for i in range(len(input_ids))], device=engine.device)
     ends = torch.tensor(sorted(end_ids), device=engine.device)
+    rooms = rooms or [max_new_tokens] * len(input_ids)
+    room = torch.tensor(rooms, device=engine.device)  # (B,)
     cache = engine.new_cache()
     new_tokens: list[Tensor] = []  # (B,) each
     for position in range(max_new_tokens):
@@ -74,13 +78,13 @@ def decode(
         )
         next_token = choose(output.logits[:, -1], position)  # (B,)
         new_tokens.append(torch.where(finished, pad_id, next_token))
-        finished = finished | torch.isin(next_token, ends)
+        finished = finished | torch.isin(next_token, ends) | (room <= position + 1)
         if engine.ranks.sum((~finished).sum())[0] == 0:
             break
         input_ids = next_token[:, None]
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
     rows = torch.stack(new_tokens, dim=1).tolist() if new_tokens else [[] for _ in range(num_prompts)]
-    return [through_end(row, end_ids) for row in rows[:num_prompts]]
+    return [through_end(row[: rooms[i]], end_ids) for i, row in enumerate(rows[:num_prompts])]
 
 
 def through_end(ids: list[int], end_ids: set[int]) -> list[int]:

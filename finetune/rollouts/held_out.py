@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -21,14 +20,10 @@ from finetune.rollouts.sample_metrics import measured
 
 _FIRST_DRAW = 1 << 62  # of the first held-out prompt: no run has as many
 
+# Of the number of the first draw, prompts of a source, and the number of samples of each: these, on every rank.
+Draw = Callable[[int, RunPrompts, Sequence[RowPrompt], int], list[Drawn]]
 # Of prompts, the contents of their rows, and samples: these with their rewards, on the main rank.
 Rewarded = Callable[[Sequence[RowPrompt], Sequence[PromptContent], Sequence[Drawn]], list[Sample]]
-
-
-class SampleSource(Protocol):
-    """What samples: the run's engine or a server."""
-
-    def draw(self, first_draw: int, prompts: Sequence[list[int]], each: int) -> list[Drawn]: ...
 
 
 class HeldOutSamples:
@@ -44,13 +39,13 @@ class HeldOutSamples:
         recipe: Recipe,
         engine: Engine,
         prompts: RunPrompts,
-        drawer: SampleSource,
+        draw: Draw,
         rewarded: Rewarded,
         folder: Path,
         run_identity: str,
     ):
         """folder: of the run's records."""
-        self._settings, self._engine, self._prompts, self._drawer = recipe.evaluate, engine, prompts, drawer
+        self._settings, self._engine, self._prompts, self._draw = recipe.evaluate, engine, prompts, draw
         self._rewarded, self._folder = rewarded, folder
         read = [run_identity, prompts.content, self._settings.prompts, self._settings.samples]
         self._identity = hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
@@ -60,7 +55,7 @@ class HeldOutSamples:
         prompts = self._prompts.prompts[: self._settings.prompts]
         samples = on_main(self._engine, lambda: self._recorded(step))
         if samples is None:
-            drawn = self._drawer.draw(_FIRST_DRAW, [prompt.ids for prompt in prompts], self._settings.samples)
+            drawn = self._draw(_FIRST_DRAW, self._prompts, prompts, self._settings.samples)
 
             def reward_and_record() -> list[Sample]:
                 samples = self._rewarded(prompts, self._prompts.contents(prompts), drawn)

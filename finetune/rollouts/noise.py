@@ -31,8 +31,8 @@ def sample_keys(seed: int, draws: Tensor, samples: Tensor) -> Tensor:  # (B,), (
     return mixed(mixed(mixed(torch.full_like(draws, seed)) ^ draws) ^ samples)
 
 
-def gumbel(keys: Tensor, position: int, columns: int) -> Tensor:  # (B,) -> (B, V) fp64
-    """Returns the noise of the token at a position (from 0) of each sequence."""
+def gumbel(keys: Tensor, position: int | Tensor, columns: int) -> Tensor:  # (B,) -> (B, V) fp64
+    """Returns the noise of the token at a position (from 0) of each sequence: of all, or (B,) of each."""
     of_token = mixed(keys ^ position)[:, None]
     hashed = mixed(of_token ^ torch.arange(columns, device=keys.device))
     uniform = (_shifted(hashed, 64 - _BITS).double() + 0.5) * 2.0**-_BITS

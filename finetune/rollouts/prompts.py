@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ class PromptContent:
 
     messages: tuple[dict[str, Any], ...]  # of the prompt
     columns: Mapping[str, Any]  # that the format does not read
+    conversation: Conversation | None = field(default=None, compare=False, repr=False)  # of the prompt, for turns
 
 
 class RunPrompts:
@@ -149,7 +150,7 @@ def content_of(row: Mapping[str, Any], source: Source) -> PromptContent:
     """Returns the parts of a row that rewards may read. source: its format is resolved, never `auto`."""
     sample = parse_row(row, source.format, source.columns, prompts=True)
     if isinstance(sample, PromptOnly):
-        messages = sample.conversation.messages
+        conversation, messages = sample.conversation, sample.conversation.messages
     else:
         assert isinstance(sample, Conversation | PromptCompletion)  # by `Recipe.row_kind`
         conversation = sample.as_conversation() if isinstance(sample, PromptCompletion) else sample
@@ -158,10 +159,10 @@ def content_of(row: Mapping[str, Any], source: Source) -> PromptContent:
     renamed = source.columns or {}
     read = {*renamed.values(), *(field for field in FORMATS[source.format].fields if field not in renamed)}
     columns = {name: value for name, value in row.items() if name not in read}
-    return PromptContent(tuple(map(_as_dict, messages)), columns)
+    return PromptContent(tuple(map(message_dict, messages)), columns, replace(conversation, messages=tuple(messages)))
 
 
-def _as_dict(message: Message) -> dict[str, Any]:
+def message_dict(message: Message) -> dict[str, Any]:
     """Returns a message with the keys that its row has."""
     optional = {
         "reasoning_content": message.reasoning,

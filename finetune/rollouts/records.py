@@ -1,6 +1,7 @@
 """The record of a step's rollouts, in the run's folder before the step is taken, and that of an evaluation.
 
-    step-00000001.jsonl          one line per sample, in order: row, sample, ids, text, reward, rewards, ...
+    step-00000001.jsonl          one line per sample, in order: row, sample, ids, text, reward, rewards, ...; with an
+                                 environment also its turns
     step-00000001.safetensors    ids of the prompts; log-probabilities and margins of each sampled token
     eval-00000001.*              the same of the held-out prompts, sampled after that step
 
@@ -14,10 +15,10 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +35,20 @@ STEP, EVALUATION = "step", "eval"  # kinds of records
 class Predicted(NamedTuple):
     """A teacher's distributions at the tokens of a sample."""
 
-    ids: NDArray[np.int32]  # (len(ids), k)
-    log_probs: NDArray[np.float32]  # (len(ids), k)
+    ids: NDArray[np.int32]  # (num_sampled, k)
+    log_probs: NDArray[np.float32]  # (num_sampled, k)
     of: str  # teacher and settings, see `Teacher.of`
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Turns of a sample that an environment answered, as they are recorded."""
+
+    spans: tuple[tuple[int, int], ...]  # [begin, end) of each in the sample's ids; between them is the environment's
+    ended: Literal["over", "max_turns", "max_new_tokens", "failed"]  # by what; over: by the environment
+    calls: int = 0  # of tools
+    malformed_calls: int = 0  # of those that were begun, without the form of one
+    failure: str | None = None  # kind, see `Outcome`, if a call of the environment failed
 
 
 @dataclass(frozen=True)
@@ -48,17 +60,30 @@ class Sample:
     source: int  # index in `data.train`, in the record of an evaluation in `data.eval`
     sample: int  # of its prompt, from 0
     prompt: list[int]
-    ids: list[int]  # sampled, with the end token
-    text: str  # of them, without special tokens
+    ids: list[int]  # sampled, with the end token; of an environment also what it added between turns
+    text: str  # of them, without special tokens; of turns with them
     is_truncated: bool  # ended by max_new_tokens
-    log_probs: NDArray[np.float64]  # (len(ids),) of the sampler, under the temperature
-    margins: NDArray[np.float64]  # (len(ids),) see `Sampler`
+    log_probs: NDArray[np.float64]  # (num_sampled,) of the sampler, under the temperature
+    margins: NDArray[np.float64]  # (num_sampled,) see `Sampler`
     reward: Reward
-    # (len(ids),) log-probabilities of the trainer, under the temperature, if the loss reads them: by the weights that
-    # the sample was drawn from, and by the initial weights.
+    # (num_sampled,) log-probabilities of the trainer, under the temperature, if the loss reads them: by the weights
+    # that the sample was drawn from, and by the initial weights.
     old: NDArray[np.float64] | None = None
     initial: NDArray[np.float64] | None = None
     teacher: Predicted | None = None  # under `objective.name: distill`
+    turns: Turns | None = None  # None: all ids are one turn
+
+    @property
+    def sampled(self) -> NDArray[np.bool_]:  # (len(ids),)
+        """Returns which ids the model sampled: those of its turns. The others are never trained."""
+        mask = np.full(len(self.ids), self.turns is None)
+        for begin, end in self.turns.spans if self.turns is not None else ():
+            mask[begin:end] = True
+        return mask
+
+    @property
+    def num_sampled(self) -> int:
+        return int(np.count_nonzero(self.sampled))
 
     def rewarded(self, reward: Reward) -> Sample:
         return replace(self, reward=reward)
@@ -106,7 +131,8 @@ def read_record(folder: Path, step: int, kind: str = STEP) -> tuple[list[Sample]
         return None
     parsed = [json.loads(line) for line in content.decode().splitlines()]
     prompts = [flat["prompt_ids"][a:b].tolist() for a, b in pairwise([0, *flat["prompt_ends"].tolist()])]
-    ends = np.cumsum([len(line["ids"]) for line in parsed])[:-1]
+    spans = [line["turns"]["spans"] if "turns" in line else [(0, len(line["ids"]))] for line in parsed]
+    ends = np.cumsum([sum(end - begin for begin, end in of_sample) for of_sample in spans])[:-1]
     tensors = zip(parsed, prompts, np.split(flat["log_probs"], ends), np.split(flat["margins"], ends), strict=True)
     samples = [_sample(*one) for one in tensors]
     for name in ("old", "initial"):
@@ -163,6 +189,7 @@ def _line(sample: Sample) -> dict[str, Any]:
         "failures": list(sample.reward.failures),
         "truncated": sample.is_truncated,
         "source": sample.source,
+        **({"turns": asdict(sample.turns)} if sample.turns is not None else {}),
     }
 
 
@@ -170,7 +197,11 @@ def _sample(line: dict[str, Any], prompt: list[int], log_probs: NDArray[Any], ma
     path, _, row = line["row"].rpartition(":")
     reward = Reward(line["reward"], line["rewards"], tuple(line["failures"]))
     place = (path, int(row), line["source"], line["sample"])
-    return Sample(*place, prompt, line["ids"], line["text"], line["truncated"], log_probs, margins, reward)
+    turns = line.get("turns")
+    if turns is not None:
+        turns = Turns(**{**turns, "spans": tuple((begin, end) for begin, end in turns["spans"])})
+    of_ids = (line["ids"], line["text"], line["truncated"], log_probs, margins)
+    return Sample(*place, prompt, *of_ids, reward, turns=turns)
 
 
 def _write_through(path: Path, content: bytes) -> None:

@@ -27,10 +27,17 @@ def measured(samples: Sequence[Sample], rewards: NDArray[np.float64]) -> dict[st
     """
     finite = [float(margin) for sample in samples for margin in sample.margins if np.isfinite(margin)]
     line = {
-        "completion_tokens": float(np.mean([len(sample.ids) for sample in samples])),
+        "completion_tokens": float(np.mean([sample.num_sampled for sample in samples])),
         "truncated": float(np.mean([sample.is_truncated for sample in samples])),
         **({"margin": min(finite)} if finite else {}),
     }
+    if turns := [sample.turns for sample in samples if sample.turns is not None]:
+        line["turns"] = float(np.mean([len(one.spans) for one in turns]))
+        line["tool_calls"] = float(np.mean([one.calls for one in turns]))
+        line["malformed_calls"] = float(sum(one.malformed_calls for one in turns))
+        line["out_of_turns"] = float(np.mean([one.ended == "max_turns" for one in turns]))
+        line["environment_failures"] = float(sum(one.failure is not None for one in turns))
+        line["environment_timeouts"] = float(sum(one.failure == "timeout" for one in turns))
     if samples[0].reward.by_name:
         line["reward"] = float(rewards.mean())
         line["zero_variance"] = float(1 - has_variance(rewards).mean())  # share of prompts that teach nothing

@@ -20,15 +20,16 @@ class Sampler:
 
     settings: Rollouts
     keys: Tensor  # (B,) int64, see `noise.sample_keys`
+    begun: Tensor | int = 0  # (B,) int64: tokens after the prompt that a sample has already, of earlier turns
     log_probs: list[Tensor] = field(default_factory=list)  # (B,) fp64 each, under the temperature
     # (B,) fp64 each: distance of the chosen token's logit with noise from the next best. A difference of logits below
     # it cannot change the token.
     margins: list[Tensor] = field(default_factory=list)
 
     def __call__(self, logits: Tensor, position: int) -> Tensor:  # (B, V) -> (B,)
-        """Returns the token at a position (from 0) of each sample: the first of the largest."""
+        """Returns the token at a position (from 0) of each turn: the first of the largest."""
         log_p = torch.log_softmax(logits.double() / self.settings.temperature, 1)
-        noisy = within(log_p, self.settings) + gumbel(self.keys, position, logits.shape[1])
+        noisy = within(log_p, self.settings) + gumbel(self.keys, self.begun + position, logits.shape[1])
         best, second = noisy.topk(2, 1).values.unbind(1)
         tokens = noisy.argmax(1)
         self.log_probs.append(log_p.gather(1, tokens[:, None])[:, 0])

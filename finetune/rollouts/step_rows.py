@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from finetune.checkpoints.inputs import on_main, reward_files, sample_teacher
+from finetune.data.chat.turns import TurnRenderer
+from finetune.data.examples import recipe_renderer
 from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.data.row_source import RunRows
 from finetune.data.samples import Example, SharedPrompt
@@ -61,6 +63,7 @@ from finetune.rollouts import records
 from finetune.rollouts.advantages import advantages
 from finetune.rollouts.correction import correction_weights
 from finetune.rollouts.drawing import Drawer, Drawn
+from finetune.rollouts.episodes import EpisodeDrawer, Episodes
 from finetune.rollouts.held_out import HeldOutSamples
 from finetune.rollouts.prompts import PromptContent, RowPrompt, RunPrompts, completion_of
 from finetune.rollouts.records import Predicted, Sample
@@ -113,11 +116,15 @@ class RolloutRows(RunRows):
         )
         own = Drawer(engine, recipe.rollouts, recipe.run.seed, end_ids, tokenizer.pad_token_id)
         self._drawer = self._server or own
+        self._episodes = None
+        if recipe.rollouts.environment is not None and recipe.rollouts.replay is None:
+            renderer = TurnRenderer(recipe_renderer(recipe, tokenizer), frozenset(end_ids))
+            self._episodes = EpisodeDrawer(engine, own, Episodes(recipe, renderer, folder))
         self._rewards = Rewards(recipe.rewards, folder)
         self._identity = on_main(engine, lambda: run_identity(recipe, content))
         self._held_out = None
         if held_out is not None:
-            through = (self._drawer, self._rewarded, self._records, self._identity)
+            through = (self._draw, self._rewarded, self._records, self._identity)
             self._held_out = HeldOutSamples(recipe, engine, held_out, *through)
         self._takes_rewards, self._teacher = recipe.objective.name in TAKES_REWARDS, teacher
         self._corrects = self._takes_rewards and recipe.objective.value("correction") != "none"
@@ -155,16 +162,20 @@ class RolloutRows(RunRows):
         finally:
             if self._engine.is_main and self._settings.replay is None:
                 self._rewards.__exit__(None, None, None)
+                if self._episodes is not None:
+                    self._episodes.episodes.__exit__()
 
     def _open(self) -> None:
-        """Looks for the server; starts the rewards; sets the records of an earlier run aside if none of it is resumed.
-        Raises UserError."""
+        """Looks for the server; starts the environment and the rewards; sets the records of an earlier run aside if
+        none of it is resumed. Raises UserError."""
         if self._recipe.checkpoint.resume == "never":  # or those of the earlier run would be trained on
             for kind in (records.STEP, records.EVALUATION):
                 for file in sorted(self._records.glob(f"{kind}-*.jsonl")):
                     records.set_record_aside(self._records, int(file.stem.removeprefix(f"{kind}-")), kind)
         if self._server is not None:
             self._server.open()
+        if self._episodes is not None:
+            self._episodes.episodes.__enter__()
         with self._engine.loading_whole():  # of a reward model
             self._rewards.__enter__()
         for note in self._rewards.notes:
@@ -251,7 +262,7 @@ class RolloutRows(RunRows):
         """Returns new samples of a batch, recorded, and the seconds that they took. Collective. Raises UserError."""
         first, began = batch * self._settings.prompts, time.perf_counter()
         prompts = [self._prompts.drawn(first + i) for i in range(self._settings.prompts)]
-        drawn = self._drawer.draw(first, [prompt.ids for prompt in prompts], self._settings.samples)
+        drawn = self._draw(first, self._prompts, prompts, self._settings.samples)
         drawn_at = time.perf_counter()
         rewarded = on_main(self._engine, lambda: self._rewarded(prompts, self._prompts.contents(prompts), drawn))
         rewarded_at = time.perf_counter()
@@ -262,6 +273,12 @@ class RolloutRows(RunRows):
         if self._passes:
             times["time/log_probs"] = time.perf_counter() - rewarded_at
         return samples, times
+
+    def _draw(self, first_draw: int, source: RunPrompts, prompts: Sequence[RowPrompt], each: int) -> list[Drawn]:
+        """Returns `each` samples of each prompt of a source, in order. Collective. Raises UserError."""
+        if self._episodes is not None:
+            return self._episodes.draw(first_draw, source, prompts, each)
+        return self._drawer.draw(first_draw, [prompt.ids for prompt in prompts], each)
 
     def _completed(self, samples: list[Sample], names: Iterable[str]) -> list[Sample]:
         """Returns samples with log-probabilities in these fields, by the passes of the same names. Collective."""
@@ -281,15 +298,21 @@ class RolloutRows(RunRows):
         each = len(drawn) // len(prompts)
         completions, samples = list[Completion](), list[Sample]()
         for i, one in enumerate(drawn):
-            prompt, number = prompts[i // each], i % each
-            is_truncated = one.ids[-1] not in self._end_ids
-            completion = completion_of(prompt, contents[i // each], one.ids, self._tokenizer, is_truncated, number)
+            prompt, content, number = prompts[i // each], contents[i // each], i % each
+            ids, turns, is_truncated = one.ids, None, one.ids[-1] not in self._end_ids
+            if one.talk is not None:  # rewards see its last turn, after all others
+                prompt, content = replace(prompt, ids=one.talk.prompt), replace(content, messages=one.talk.messages)
+                turns, is_truncated = one.talk.turns, one.talk.turns.ended == "max_new_tokens"
+                ids = one.ids[turns.spans[-1][0] :]
+            completion = completion_of(prompt, content, ids, self._tokenizer, is_truncated, number)
+            text = completion.text
+            if one.talk is not None:
+                completion = replace(completion, num_tokens=len(one.log_probs), outcome=one.talk.outcome)
+                text = str(self._tokenizer.decode(one.ids))  # with the marks between turns
             completions.append(completion)
             of_prompt = (prompt.path, prompt.row, prompt.source, number, prompt.ids)
-            nothing = Reward(0.0, {}, ())
-            samples.append(
-                Sample(*of_prompt, one.ids, completion.text, is_truncated, one.log_probs, one.margins, nothing)
-            )
+            of_ids = (one.ids, text, is_truncated, one.log_probs, one.margins)
+            samples.append(Sample(*of_prompt, *of_ids, Reward(0.0, {}, ()), turns=turns))
         rewards = self._rewards.score(completions)
         return [sample.rewarded(reward) for sample, reward in zip(samples, rewards, strict=True)]
 
@@ -326,8 +349,8 @@ class RolloutRows(RunRows):
 def example_of(sample: Sample, advantage: float) -> Example:
     """Returns a sample as an example of one sequence, whose sampled tokens are its targets."""
     ids = np.array([*sample.prompt, *sample.ids], np.int32)
-    loss_mask = np.arange(len(ids)) >= len(sample.prompt)
-    columns = {ADVANTAGE: advantage, SAMPLED: float(len(sample.ids))}
+    loss_mask = np.concatenate([np.zeros(len(sample.prompt), bool), sample.sampled])
+    columns = {ADVANTAGE: advantage, SAMPLED: float(sample.num_sampled)}
     of_targets = {SAMPLER: sample.log_probs, OLD: sample.old, INITIAL: sample.initial}
     given: dict[str, NDArray[Any]] = {name: values for name, values in of_targets.items() if values is not None}
     if sample.teacher is not None:

@@ -93,8 +93,10 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     both."""
     import torch
 
+    from finetune.data.dataset import on_disk
     from finetune.engine.compatibility import check_products
     from finetune.rollouts.vllm_server import VllmServer
+    from finetune.setup.environment_rows import check_environment
     from finetune.training.prepare import Problems, prepare
     from finetune.training.reference import find_reference, reads_columns
     from finetune.training.run_plan import training_length
@@ -111,7 +113,12 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
         if reads_columns(recipe):  # log-probabilities of another model, which must have been computed
             problems.attempt(find_reference, recipe, prepared.training, prepared.held_out)
         problems.attempt(_check_model, prepared, attention)
-    trial = problems.attempt(_try_rewards, prepared) if recipe.rewards else None
+    tried = any(one.kind != "environment" for one in recipe.rewards)
+    trial = problems.attempt(_try_rewards, prepared) if tried else None
+    environment = None
+    if recipe.rollouts is not None and recipe.rollouts.environment is not None:
+        data, tokenizer = on_disk(prepared.training), prepared.tokenizer
+        environment = problems.attempt(check_environment, recipe, data, tokenizer)
     if (rollouts := recipe.rollouts) is not None and rollouts.engine == "vllm":
         problems.attempt(lambda: VllmServer(rollouts).base_model(length))
     if problems.messages:
@@ -125,6 +132,8 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     if trial is not None:
         report.facts["rewards"] = "".join(f"\n    {line}" for line in trial.table().splitlines())
         report.notes += trial.notes
+    if environment is not None:
+        report.facts["environment"] = "".join(f"\n    {line}" for line in environment)
     return prepared
 
 

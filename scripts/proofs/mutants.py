@@ -53,6 +53,7 @@ _EPOCHS, _FLIPS = "tests/unit/data/test_data_epochs.py", "tests/unit/data/test_d
 _PARITY = "scripts/proofs/parity_matrix.py"
 _ROLLOUTS = "tests/distributed/test_rollouts.py"
 _GROUPED = "tests/numerics/test_grouped_experts.py"
+_ENVIRONMENTS = "tests/distributed/test_environments.py"
 _HEAD, _LOSS = "tests/numerics/test_head.py", "finetune/models/head/token_loss.py"
 MUTANTS = (
     Mutant(
@@ -99,8 +100,8 @@ MUTANTS = (
         "rollouts",
         "stale weights in the sampler: samples are of the initial weights",
         "finetune/rollouts/step_rows.py",
-        "drawn = self._drawer.draw(first,",
-        'with self._passes["initial"].changed():\n            drawn = self._drawer.draw(first,',
+        "drawn = self._draw(first,",
+        'with self._passes["initial"].changed():\n            drawn = self._draw(first,',
         (_ROLLOUTS, "-k", "weights_that"),
     ),
     Mutant(
@@ -134,6 +135,39 @@ MUTANTS = (
         "if outcome is None or (outcome.value is None and settings.on_failure is None):",
         "if outcome is None:",
         ("tests/unit/rewards/test_reward_children.py::test_the_first_failure_stops_the_run",),
+    ),
+    Mutant(
+        "rollouts",
+        "tokens that an environment wrote are trained",
+        "finetune/rollouts/records.py",
+        "mask = np.full(len(self.ids), self.turns is None)",
+        "mask = np.full(len(self.ids), True)",
+        (_ENVIRONMENTS, "-k", "turns_stay"),
+    ),
+    Mutant(
+        "rollouts",
+        "turns are tokenized again before the next one",
+        "finetune/rollouts/episodes.py",
+        "[*one.prompt, *one.ids]",
+        "self.episodes._renderer.renderer.tokenizer.encode("
+        "self.episodes._renderer.renderer.tokenizer.decode([*one.prompt, *one.ids]), add_special_tokens=False)",
+        (_ENVIRONMENTS, "-k", "turns_stay"),
+    ),
+    Mutant(
+        "rollouts",
+        "the noise of every turn begins anew",
+        "finetune/rollouts/drawing.py",
+        "sample_keys(self.seed, draws, samples), begun)",
+        "sample_keys(self.seed, draws, samples))",
+        (_ENVIRONMENTS, "-k", "turns_stay"),
+    ),
+    Mutant(
+        "rollouts",
+        "an environment that fails ends a sample without a word",
+        "finetune/rollouts/episodes.py",
+        'if self._settings.on_failure == "stop":',
+        "if False:",
+        (_ENVIRONMENTS, "-k", "counted_and_told"),
     ),
     Mutant(
         "objectives",

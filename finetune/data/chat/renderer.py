@@ -112,8 +112,8 @@ class Renderer:
                 return [(Rendered(sample.text, is_plain=True, is_prompt=True),)]
             if any(message.images for message in sample.conversation.messages):
                 raise BadRow("the row has images, and answers to prompts with images are not sampled")
-            return [(Rendered(prompt_of(self._chat_for(sample.conversation), sample.conversation), is_prompt=True),)]
-        chat = self._chat_for(sample)
+            return [(Rendered(prompt_of(self.chat_for(sample.conversation), sample.conversation), is_prompt=True),)]
+        chat = self.chat_for(sample)
         examples = []
         for part in parts_of(chat, sample, self.train_on):
             references = [one for message in sample.messages[: part.messages] for one in message.images]
@@ -126,7 +126,7 @@ class Renderer:
                 examples.append((Rendered(part.text, part.spans),))
         return examples
 
-    def _chat_for(self, sample: Conversation) -> Chat:
+    def chat_for(self, sample: Conversation) -> Chat:
         """Returns the template under the arguments of a row. Raises UserError if there is none, and BadRow for special
         tokens in the row's texts."""
         if self.chat is None:

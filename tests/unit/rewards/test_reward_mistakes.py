@@ -28,7 +28,7 @@ JUDGE = "judge: http://host/v1, model: m"
 
 IN_THE_RECIPE = {  # rewards, one a line: problem with the place that `:9` is for the first
     "name: exactmatch": ":9: rewards[0].name: expected 'exact_match', 'number', 'boxed', 'regex', 'json_schema', "
-    "'length' or 'tests', got \"exactmatch\" (text); did you mean `exact_match`?",
+    "'length', 'tests' or 'environment', got \"exactmatch\" (text); did you mean `exact_match`?",
     "weigth: 1, name: number": ":9: rewards[0].weigth: unknown key; did you mean `weight`?",
     "name: number, weight: heavy": ':9: rewards[0].weight: expected a number, got "heavy" (text)',
     "name: number, weight: .nan": ":9: rewards[0].weight: expected a finite number, got nan",
