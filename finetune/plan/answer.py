@@ -110,9 +110,14 @@ def why(request: PlanRequest, one: Choice) -> str:
 
 
 def _sampled(sampled: Sampled) -> dict[str, Any]:
-    sizes = {"cache_gib": round(sampled.cache / GIB, 3), "cohort_gib": round(sampled.peak / GIB, 3)}
-    counts = {"cohorts": sampled.cohorts, "cohorts_of_a_rank": sampled.each}
-    return {**counts, **sizes, "largest_cohort": sampled.largest}
+    sizes = {
+        "cache_gib": sampled.cache,
+        "cohort_gib": sampled.peak,
+        "teacher_gib": sampled.teacher,
+        "initial_weights_gib": sampled.initial,
+    }
+    counts = {"cohorts": sampled.cohorts, "cohorts_of_a_rank": sampled.each, "largest_cohort": sampled.largest}
+    return {**counts, **{name: round(size / GIB, 3) for name, size in sizes.items()}}
 
 
 def _rollouts(request: PlanRequest, one: Choice, sampled: Sampled) -> str:
@@ -122,9 +127,13 @@ def _rollouts(request: PlanRequest, one: Choice, sampled: Sampled) -> str:
     fits = f"rollouts.cohort up to {sampled.largest:,} fits" if sampled.largest else "not even one sample fits"
     seconds = one.step.parts.get("generation") if one.step else None
     took = f", at most {seconds:.3g} s" if seconds else ""
+    kept = f"; on each device the teacher, {sampled.teacher / GIB:.2f} GiB" if sampled.teacher else ""
+    if sampled.initial:
+        kept += f"; in host memory of each process the initial weights, {sampled.initial / GIB:.2f} GiB"
+    size = f"{sampled.peak / GIB:.2f} GiB, {sampled.cache / GIB:.2f} of it cache"
     return (
         f"rollouts: {sampled.cohorts:,} cohorts of {settings.cohort:,} samples, {sampled.each:,} on a rank one after "
-        f"another{took}; a cohort takes {sampled.peak / GIB:.2f} GiB, {sampled.cache / GIB:.2f} of it cache; {fits}"
+        f"another{took}; a cohort takes {size}; {fits}{kept}"
     )
 
 
