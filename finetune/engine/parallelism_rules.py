@@ -261,8 +261,11 @@ def pipeline_recipe(c: Combination) -> Iterator[str]:
         )
     if recipe.optimizer.in_backward:
         yield f"{key}: `optimizer.in_backward` needs one micro-batch a step, a pipeline needs several: set `false`"
-    if recipe.rollouts is not None:
-        yield f"{key}: `rollouts` are decoded with a cache of keys and values, which a pipeline does not have"
+    if recipe.rollouts is not None and recipe.rollouts.engine == "own" and recipe.rollouts.replay is None:
+        yield (
+            f"{key}: `rollouts` are decoded with a cache of keys and values, which a pipeline does not have: use "
+            "`rollouts.engine: vllm`, or another config"
+        )
     for name in c.dropouts():
         yield (
             f"{key}: dropout draws its numbers layer after layer, and a stage does not know those of the layers before "
