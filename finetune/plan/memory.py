@@ -26,7 +26,7 @@ from finetune.models.head.chunked import is_small
 from finetune.plan.micro_batch import HeaviestBatch, How
 from finetune.plan.rollouts import longest_prompt, sampling_of
 from finetune.plan.shapes import costs_at, shapes_of, shortened
-from finetune.plan.teacher import teacher_of
+from finetune.plan.teacher_memory import teacher_of
 from finetune.plan.timeline import Part, Timeline, timeline_of
 from finetune.recipe import Recipe
 

@@ -24,7 +24,7 @@ from finetune.plan.meter import Meter
 from finetune.plan.micro_batch import HeaviestBatch, How, examples_of
 from finetune.plan.rollouts import CohortCosts, cohorts, sampling_of
 from finetune.plan.search import Choice
-from finetune.plan.teacher import teacher_of
+from finetune.plan.teacher_memory import teacher_of
 from finetune.recipe import Recipe, load_recipe
 from finetune.rollouts.drawing import Drawer
 from finetune.training.sample_teacher import SampleTeacher

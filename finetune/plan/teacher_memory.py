@@ -47,11 +47,12 @@ def teacher_of(recipe: Recipe, batch: HeaviestBatch, how: How) -> TeacherCosts |
     kept += shapes.buffers + shapes.buffers_of_layer * shapes.layers
     alone = How(device=how.device, capability=how.capability, small=how.small)
     settings = (recipe.objective.value("top_k"), recipe.objective.value("temperature"))
-    return TeacherCosts(kept, _forward(CacheKey(beside, config, {"precision"}, *settings, batch, alone)))
+    return TeacherCosts(kept, forward_of(CacheKey(beside, config, {"precision"}, *settings, batch, alone)))
 
 
 @functools.lru_cache(maxsize=64)
-def _forward(key: CacheKey) -> int:
+def forward_of(key: CacheKey) -> int:
+    """Returns the bytes of a micro-batch on a teacher. key: others: k, temperature, batch, how."""
     recipe, config = key.recipe, key.config
     count, temperature, heaviest, how = key.others
     attention, meter = attention_at(recipe, config, how), Meter("cpu")
