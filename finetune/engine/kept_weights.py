@@ -16,7 +16,7 @@ class KeptWeights:
     def __init__(self, engine: Engine):
         """engine: has wrapped its model."""
         self._engine = engine
-        self._kept = [part.view(part.stepped).to("cpu", copy=True) for part in engine.parts(reading=True)]
+        self.weights = [part.view(part.stepped).to("cpu", copy=True) for part in engine.parts(reading=True)]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -30,7 +30,7 @@ class KeptWeights:
     @torch.no_grad()
     def _exchange(self) -> None:
         """Exchanges the model's and the kept weights, so that there is never a third copy of all."""
-        for part, kept in zip(self._engine.parts(reading=True), self._kept, strict=True):
+        for part, kept in zip(self._engine.parts(reading=True), self.weights, strict=True):
             present = part.view(part.stepped)
             others = present.to("cpu", copy=True)
             present.copy_(kept)

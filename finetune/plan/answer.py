@@ -65,6 +65,8 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
                         "cohorts_of_a_rank": sampled.each,
                         "cache_gib": round(sampled.cache / GIB, 3),
                         "cohort_gib": round(sampled.peak / GIB, 3),
+                        "teacher_gib": round(sampled.teacher / GIB, 3),
+                        "initial_weights_gib": round(sampled.initial / GIB, 3),
                         "largest_cohort": sampled.largest,
                     }
                 }
@@ -218,10 +220,13 @@ def show(
             fits = f"rollouts.cohort up to {sampled.largest:,} fits" if sampled.largest else "not even one sample fits"
             seconds = one.step.parts.get("generation") if one.step else None
             took = f", at most {seconds:.3g} s" if seconds else ""
+            kept = f"; on each device the teacher, {sampled.teacher / GIB:.2f} GiB" if sampled.teacher else ""
+            if sampled.initial:
+                kept += f"; in host memory of each process the initial weights, {sampled.initial / GIB:.2f} GiB"
             line = (
                 f"rollouts: {sampled.cohorts:,} cohorts of {settings.cohort:,} samples, {sampled.each:,} on a rank one "
                 f"after another{took}; a cohort takes {sampled.peak / GIB:.2f} GiB, {sampled.cache / GIB:.2f} of it "
-                f"cache; {fits}"
+                f"cache; {fits}{kept}"
             )
             print_line(console, line, highlight=False, markup=False)
     for line in refused(results):

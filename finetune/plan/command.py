@@ -19,8 +19,6 @@ from transformers import PretrainedConfig
 
 from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.errors import UserError
-from finetune.models.base_config import base_config
-from finetune.models.config import training_config, without_dropout
 from finetune.models.dropout import drops
 from finetune.plan.answer import as_dicts, refused, show
 from finetune.plan.finished_runs import speeds_here
@@ -40,7 +38,7 @@ from finetune.plan.search import (
 )
 from finetune.plan.shapes import shapes_of as weights_of
 from finetune.plan.speed import Shape
-from finetune.plan.tables import Machines, parse_machines, read_prices, shapes_source, shipped_config
+from finetune.plan.tables import Machines, config_and_source, parse_machines, read_prices
 from finetune.recipe import Recipe, load_recipe
 from finetune.utils import print_line, write_atomically
 
@@ -161,24 +159,6 @@ def shapes_of(recipe: Recipe, config: PretrainedConfig, on_cpu: bool) -> dict[bo
 
 def config_of(recipe: Recipe) -> PretrainedConfig:
     return config_and_source(recipe)[0]
-
-
-def config_and_source(recipe: Recipe) -> tuple[PretrainedConfig, str]:
-    """Returns the config of the recipe's model, from its folder or the hub's cache, else from the shipped table; and
-    its source. Raises UserError."""
-    try:
-        base_config(recipe.model)
-    except UserError as error:
-        name, sees_images = recipe.model.name or "", recipe.model.train is not None
-        config = shipped_config(name, sees_images)
-        if config is None:
-            raise UserError(
-                f"{error}\n`plan` downloads nothing, and the shipped table does not have this model: give a folder "
-                "with its config.json, or download it once"
-            ) from None
-        config = without_dropout(config) if recipe.drops_nothing else config
-        return config, shapes_source(name, sees_images)
-    return training_config(recipe), "its config.json"
 
 
 def ranked(choices: Sequence[Choice], options: PlanOptions) -> list[Choice]:

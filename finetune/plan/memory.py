@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from finetune.engine.costs import Costs, Moving, Shapes, State
-from finetune.engine.costs.common import GRADIENTS, different_ranks, layout_of
+from finetune.engine.costs.common import GRADIENTS, INITIAL, TEACHER, different_ranks, layout_of
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.stages import schedulable_micro_batches
@@ -26,6 +26,7 @@ from finetune.models.head.chunked import is_small
 from finetune.plan.micro_batch import HeaviestBatch, How
 from finetune.plan.rollouts import longest_prompt, sampling_of
 from finetune.plan.shapes import costs_at, shapes_of, shortened
+from finetune.plan.teacher_memory import teacher_of
 from finetune.plan.timeline import Part, Timeline, timeline_of
 from finetune.recipe import Recipe
 
@@ -57,6 +58,7 @@ class Memory:
     after: dict[str, int] = field(default_factory=dict)  # bytes in the host's memory of one process: save, merge
     reading: int = 0  # bytes in the host's memory of rank 0 while it reads weights for all
     at_least: bool = False  # a step takes more: the persistent bytes exceed the device, so no step was weighed
+    initial: int = 0  # bytes of one process in its machine's memory: the weights of `objective.kl`
 
     @property
     def tensors(self) -> int:
@@ -93,7 +95,7 @@ def estimate_memory(
         phases, state = phases_of(costs, config, rank, place.capability, batch, micro_batches, most, place.gib)
         host, disk = state.host * place.per_host, state.disk * place.per_host
         at_least = list(phases) == [KEPT]
-        memories.append(Memory(rank, phases, state.persistent, host, disk, after, reading, at_least))
+        memories.append(Memory(rank, phases, state.persistent, host, disk, after, reading, at_least, state.initial))
         if memories[-1].at_least:
             return memories[-1]
     return max(memories, key=lambda memory: memory.tensors)
@@ -154,6 +156,15 @@ def phases_of(
     """Returns the bytes of tensors at the peak of each phase, and the persistent state. If that is more than `most`,
     it is the only phase, `KEPT`: weighing a step takes longer than all the rest."""
     recipe, sizes, state = costs.recipe, costs.sizes, costs.state(rank)
+    if recipe.objective.kl:
+        state.initial = costs.initial_weights(rank)
+        if costs.device == "cpu":  # the host's memory is the device's
+            state.persistent[INITIAL] = state.initial
+        else:
+            state.host += state.initial
+    teacher = teacher_of(recipe, batch, how_of(costs, capability, micro_batches, gib))
+    if teacher is not None:
+        state.persistent[TEACHER] = teacher.kept
     gradients = state.persistent[GRADIENTS] if costs.frees_gradients else 0
     rest = state.device_bytes - gradients
     if most is not None and rest > most:
@@ -189,6 +200,8 @@ def phases_of(
         sampled = sampling_of(recipe, config, prompt, how_of(costs, capability, micro_batches))
         walk.reach("sampling", sampled.peak + max(moving.layer, moving.tail))
     walk.now = rest
+    if teacher is not None:
+        walk.reach("teacher", teacher.forward)
     walk.reach("checkpoint", 0)
     walk.reach("save", costs.whole_tensor())
     return walk.phases, state

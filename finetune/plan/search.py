@@ -19,6 +19,7 @@ from rich.progress import track
 from transformers import PretrainedConfig
 
 from finetune.engine.compatibility import check_launch, check_products
+from finetune.engine.costs.common import TEACHER
 from finetune.engine.hardware import CPU, GIB, Hardware
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
@@ -67,6 +68,8 @@ class Sampled:
     cache: int  # bytes of one cohort's keys and values
     peak: int  # bytes of one cohort in all
     largest: int  # `rollouts.cohort` that fits
+    teacher: int  # bytes of its weights, on each device
+    initial: int  # bytes of the weights that `objective.kl` keeps in the host's memory, of each process
 
 
 @dataclass(frozen=True)
@@ -333,7 +336,9 @@ def _sampled(
     room = int((device * (1 - reserve.margin) - fixed) / (1 + (0 if place.device == "cpu" else reserve.gaps))) - others
     count, each = cohorts(recipe.rollouts, place.launch.parallelism.data)
     most = recipe.rollouts.prompts * recipe.rollouts.samples
-    return Sampled(count, each, sampling.cache, sampling.peak, sampling.largest(max(0, room), most))
+    largest = sampling.largest(max(0, room), most)
+    models = memory.persistent.get(TEACHER, 0), memory.initial
+    return Sampled(count, each, sampling.cache, sampling.peak, largest, *models)
 
 
 def host_need(request: PlanRequest, memory: Memory, place: Place) -> float:

@@ -18,6 +18,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from finetune.engine.hardware import CPU, Day, Device, Hardware, Text, checked, read_table
 from finetune.errors import UserError
+from finetune.models.base_config import base_config
+from finetune.models.config import training_config, without_dropout
+from finetune.recipe import Recipe
 from finetune.recipe.schema import Positive, Section
 
 _FOLDER = Path(__file__).parent
@@ -145,3 +148,21 @@ def shipped_config(name: str, sees_images: bool = False) -> PretrainedConfig | N
     config = AutoConfig.for_model(**facts["config"])
     config.name_or_path = name
     return config if sees_images else text_config(config, has_head=not config.tie_word_embeddings)
+
+
+def config_and_source(recipe: Recipe) -> tuple[PretrainedConfig, str]:
+    """Returns the config of the recipe's model, from its folder or the hub's cache, else from the shipped table; and
+    its source. Raises UserError."""
+    try:
+        base_config(recipe.model)
+    except UserError as error:
+        name, sees_images = recipe.model.name or "", recipe.model.train is not None
+        config = shipped_config(name, sees_images)
+        if config is None:
+            raise UserError(
+                f"{error}\n`plan` downloads nothing, and the shipped table does not have this model: give a folder "
+                "with its config.json, or download it once"
+            ) from None
+        config = without_dropout(config) if recipe.drops_nothing else config
+        return config, shapes_source(name, sees_images)
+    return training_config(recipe), "its config.json"

@@ -113,6 +113,18 @@ def _off_policy(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     if objective.clip is not None and objective.clip[0] > 1:
         yield "objective.clip", f"{objective.clip[0]:g}: ratios are above 0, so use at most 1, which is no lower bound"
+    if settings.engine == "vllm" and recipe.objective.name in TAKES_REWARDS and objective.correction is None:
+        yield (
+            "objective.correction",
+            "a server rounds otherwise than the trainer, and samples that are taken as the trainer's own have made "
+            "runs collapse: set `sequence_mask` (TRL's default), `tis` or `icepop`; or `none`, to go without",
+        )
+    own = settings.engine == "own" and settings.replay is None
+    if own and recipe.train.precision == "fp32" and objective.value("correction") not in (None, "none"):
+        yield (
+            "objective.correction",
+            "has no effect: the modules that train sample, in fp32, so all of its ratios are 1: remove it",
+        )
     bounds = objective.correction_bounds
     if bounds is not None and objective.value("correction") == "none":
         yield "objective.correction_bounds", "has no effect without `objective.correction`: remove it, or set that"

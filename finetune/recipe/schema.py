@@ -464,7 +464,8 @@ class ObjectiveSettings(Section):
     kl: NonNegative = 0.0
     # grpo: for a sampler that rounds otherwise than the trainer: weigh each sampled token's loss by the ratio of the
     # trainer's to the sampler's probability. tis: of each token, truncated; icepop: of each token, 0 outside the
-    # bounds; sequence_mask: of the whole sample, 0 outside the bounds; see rollouts/correction.py. null: none
+    # bounds; sequence_mask: of the whole sample, 0 outside the bounds; see rollouts/correction.py. null: none, and to
+    # be chosen under `engine: vllm`
     correction: Literal["none", "tis", "icepop", "sequence_mask"] | None = None
     correction_bounds: Bounds | None = None  # [low, high] of that ratio; null: see rollouts/correction.py
     # all but sft, focal and distill, which always apply it: apply the dropout of the model's config and of the adapters

@@ -155,7 +155,13 @@ class ServerDrawer:
         with self._engine.evaluating(), self._engine.generating(), uncompiled():
             places = torch.arange(ids.shape[1], device=ids.device)[None]
             mask = torch.ones_like(ids)
-            output = self._engine.model(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False)
+            output = self._engine.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=places,
+                use_cache=False,
+                logits_to_keep=ids.shape[1],  # all; stages of a pipeline have to know
+            )
         log_p = torch.log_softmax(output.logits[0, :-1].double(), 1)
         return log_p.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
 

@@ -370,6 +370,8 @@ def run_identity(recipe: Recipe, content: Mapping[str, Any]) -> str:
     settings = recipe.model_dump(mode="json")
     for key in ENGINE_KEYS["vllm"]:  # where a server is changes no sample
         del settings["rollouts"][key]
+    if recipe.schedule.name == "constant" and recipe.schedule.warmup_ratio is None:
+        del settings["train"]["max_steps"]  # no rate depends on it
     parts = {
         **{name: settings[name] for name in _DECIDING},
         "seed": recipe.run.seed,

@@ -27,8 +27,23 @@ from finetune.models.weights import Placement, load_model
 from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective
+from finetune.recipe import Recipe
 from finetune.rollouts.target_values import TargetPass, Values
 from finetune.training.teacher import TeacherPass, recipe_of_teacher
+
+
+def recipe_beside_student(recipe: Recipe) -> Recipe:
+    """Returns the recipe of a student's teacher as it is loaded next to the student, for forwards alone."""
+    frozen = recipe_of_teacher(recipe)
+    train = frozen.train.model_copy(update={"activation_checkpointing": False, "activation_offload": False})
+    # Weights that nothing trains are kept in the type of frozen ones, which `mode: full` has none of.
+    return frozen.model_copy(update={"mode": "lora", "train": train})
+
+
+def predictions(count: int, temperature: float, vocabulary: int) -> Objective:
+    """Returns an objective without a loss, whose outputs have the likeliest ids of each target. Arguments: see
+    `Prediction`."""
+    return Objective(lambda outputs, batch: {}, token_loss=Prediction(count, temperature, vocabulary), num_details=2)
 
 
 class SampleTeacher:
@@ -40,10 +55,7 @@ class SampleTeacher:
         """teacher: of the student's recipe; engine: of the student, for its ranks and device."""
         self._pass, self._engine, self._rows_per_device = teacher, engine, rows_per_device
         self.device, self.ranks = engine.device, engine.ranks
-        frozen = recipe_of_teacher(teacher.recipe)
-        train = frozen.train.model_copy(update={"activation_checkpointing": False, "activation_offload": False})
-        # Weights that nothing trains are kept in the type of frozen ones, which `mode: full` has none of.
-        self._recipe = frozen.model_copy(update={"mode": "lora", "train": train})
+        self._recipe = recipe_beside_student(teacher.recipe)
 
     @property
     def of(self) -> str:
@@ -64,10 +76,9 @@ class SampleTeacher:
     @cached_property
     def _forward(self) -> ForwardPass:
         settings, config = self._pass.recipe.objective, self._pass.config
-        prediction = Prediction(self._pass.count, settings.value("temperature"), self._pass.common_ids(config))
+        objective = predictions(self._pass.count, settings.value("temperature"), self._pass.common_ids(config))
         attention = attention_for(self._recipe, config, self.device.type)
         shares = settings.share_prompts is not False and attention.not_shared is None
-        objective = Objective(lambda outputs, batch: {}, token_loss=prediction, num_details=2)
         return ForwardPass(replace(attention, shares_prompts=shares), objective)
 
     @cached_property

@@ -5,7 +5,8 @@
 
 Every accelerate config x full, LoRA, QLoRA, Muon x 1, 2, 4 CPU processes, wherever `check` allows it; the modes of a
 config and size share a launch. Each rank trains a step, and counts the storages of its weights with buffers and scales,
-of its gradients before the optimizer, and of the optimizer's state with master weights. Memory of a device that offload
+of its gradients before the optimizer, of the optimizer's state with master weights, and of the copy of what it trains
+that `objective.kl` would keep. Memory of a device that offload
 moves to its host is on a CPU the same memory, so what is counted there is the sum.
 """
 
@@ -27,6 +28,7 @@ CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yam
 SIZES = (1, 2, 4)
 LIBAIO = Path("/usr/include/libaio.h")
 TOKENS = 32  # of a row
+INITIAL = "initial weights"  # that `objective.kl` keeps
 # What 2 and 4 do not divide is padded: rows of embedding and head, elements of groups.
 _SHAPE = {"hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1031}
 MODELS = {
@@ -85,6 +87,7 @@ def measure_case(
 ) -> dict[str, Any]:
     """Trains a step in this process group; returns the bytes that this rank keeps."""
     from finetune.engine.base import StorageCounter, measure_state_bytes
+    from finetune.engine.kept_weights import KeptWeights
 
     trainer, state = ready_trainer(recipe_file, out, name, overrides, config_file), dict[str, int]()
     engine = trainer.engine
@@ -95,6 +98,7 @@ def measure_case(
     trainer.meters.measure_gradients = measure_gradients
     trainer.train_step(trainer.loader.step(0))
     state["weights"], state["optimizer state"] = measure_state_bytes(engine)
+    state[INITIAL] = sum(weight.nbytes for weight in KeptWeights(engine).weights)
     engine.close()
     return state
 
@@ -160,7 +164,8 @@ def predicted(folder: Path, cell: Cell) -> list[dict[str, int]] | str:
         return " ".join(str(refusal).split())
     costs = costs_at(recipe, config, launch, "cpu")
     states = [costs.state(rank) for rank in range(cell.processes)]
-    return [{part: state.persistent[part] for part in (WEIGHTS, GRADIENTS, OPTIMIZER)} for state in states]
+    kept = [{part: state.persistent[part] for part in (WEIGHTS, GRADIENTS, OPTIMIZER)} for state in states]
+    return [{**of_rank, INITIAL: costs.initial_weights(rank)} for rank, of_rank in enumerate(kept)]
 
 
 def measure(folder: Path, wanted: list[Cell]) -> dict[Cell, list[dict[str, int]]]:

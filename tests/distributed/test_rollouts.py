@@ -235,7 +235,7 @@ def test_a_reward_model_is_whole_on_its_process_under_zero3(
 
 @pytest.fixture
 def off_policy(online: dict[str, Any]) -> dict[str, Any]:
-    online["objective"] |= {"loss": "grpo", "kl": 0.2, "correction": "tis"}
+    online["objective"] |= {"loss": "grpo", "kl": 0.2}
     online["rollouts"] |= {"reuse": 2, "staleness": 1}
     return online | {"train": {"max_steps": 6, "precision": "fp32"}}
 

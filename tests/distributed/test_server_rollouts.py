@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from conftest import launch, metrics, train_here
 from sampling_server import MODEL, SamplingServer, sampling_server
@@ -44,7 +45,7 @@ def served(recipe: dict[str, Any], server: SamplingServer) -> dict[str, Any]:
     return recipe | {
         "mode": "lora",
         "lora": {"rank": 4},
-        "objective": {"name": "grpo"},
+        "objective": {"name": "grpo", "correction": "sequence_mask"},
         "optimizer": {"lr": 1e-2},
         "rollouts": {**rollouts, "engine": "vllm", "url": server.url, "requests": 3},
         "rewards": [{"name": "regex", "pattern": "[aeiou]"}],
@@ -125,6 +126,31 @@ def test_all_weights_are_replaced_while_the_server_is_paused(
     lines = [line for line in metrics(tmp_path / "runs" / "run") if "loss" in line]
     assert all(line["sampler_mismatch"] < 1e-5 for line in lines)
     assert len({line["loss"] for line in lines}) == STEPS
+
+
+def test_a_student_is_taught_at_the_samples_of_a_server(
+    served: dict[str, Any], server: SamplingServer, made: Path, write_recipe: Write, tmp_path: Path
+) -> None:
+    """Samples come from the server, with each step's adapter; the teacher's distributions from beside the student, and
+    a replay needs neither."""
+    teacher = tiny.save_teacher(made / "qwen3", tmp_path / "teacher")
+    served["objective"] = {"name": "distill", "teacher": str(teacher), "divergence": "reverse_kl", "top_k": 8}
+    served |= {"rewards": [], "train": {"max_steps": 2, "precision": "fp32"}}
+    train_here(write_recipe(served))
+    run = tmp_path / "runs" / "run"
+    assert server.paths(LOAD, UNLOAD) == [LOAD, LOAD, UNLOAD, UNLOAD]
+    assert len(samples_of(server)) == 2 * PROMPTS * SAMPLES
+    lines = [line for line in metrics(run) if "loss" in line]
+    assert all(line["divergence"] > 0.1 and line["sampler_mismatch"] < 1e-5 for line in lines)
+    recorded = (read_record(run / "rollouts", 1) or ([], ""))[0]
+    assert all(sample.teacher is not None and sample.teacher.ids.shape == (len(sample.ids), 8) for sample in recorded)
+    own = {key: value for key, value in served["rollouts"].items() if key not in ("engine", "url", "requests")}
+    served |= {"rollouts": {**own, "replay": str(run / "rollouts")}, "run": {**served["run"], "name": "replayed"}}
+    (teacher / "model.safetensors").unlink()
+    server.calls.clear()
+    train_here(write_recipe(served))
+    assert curve(tmp_path / "runs" / "replayed") == curve(run)
+    assert server.calls == []
 
 
 @pytest.mark.parametrize(("fault", "mode"), [("stale", "lora"), ("base", "lora"), ("stale", "full")])
@@ -219,7 +245,10 @@ def test_lost_connections_are_tried_again_and_switches_are_named(made: Path, mon
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("config", "mode"), [("fsdp2", "lora"), ("zero3", "full"), ("tp", "lora"), ("cp", "full")])
+@pytest.mark.parametrize(
+    ("config", "mode"),
+    [("fsdp2", "lora"), ("zero3", "full"), ("tp", "lora"), ("cp", "full"), ("pp", "lora"), ("pp", "full")],
+)
 def test_processes_get_the_samples_of_one_process(
     config: str, mode: str, served: dict[str, Any], made: Path, write_recipe: Write, tmp_path: Path
 ) -> None:

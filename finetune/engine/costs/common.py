@@ -17,6 +17,7 @@ from finetune.recipe import Recipe
 
 WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS = "weights", "gradients", "optimizer state", "buffers"
 PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS)
+INITIAL, TEACHER = "initial weights", "teacher"  # parts of few runs
 NORM_CHUNK = 2**18  # elements of `optimizer_step.squared_norm`'s buffer, fp64, on the CPU
 # Passes over gathered weights, and over gradients, in new memory: an engine's copies around its collectives, on CPUs.
 COPIES, COPIES_OF_GRADIENTS = 2.2, 7.0
@@ -96,11 +97,14 @@ class State:
     gradients           before the optimizer's step
     optimizer state     master weights as well
     buffers             of an engine, for its lifetime: DeepSpeed's bucket, its gathered small weights
+    initial weights     for `objective.kl`, in the host's memory: on processors only
+    teacher             of the student's own samples, whole
     """
 
     persistent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     host: int = 0
     disk: int = 0
+    initial: int = 0  # of the host's memory: initial weights
 
     @property
     def device_bytes(self) -> int:
@@ -216,6 +220,13 @@ class Costs(abc.ABC):
         scales = sum(weight.scales for weight in kept)
         state.persistent[WEIGHTS] += scales + self.shapes.buffers + self.shapes.buffers_of_layer * len(layers)
         return state
+
+    def initial_weights(self, rank: int) -> int:
+        """Returns the bytes that `engine/kept_weights.py` keeps in the host's memory: what a rank trains, as it is
+        stepped."""
+        place = self.sizes.coordinates(rank)
+        trained = [weight for weight in weights_of_stage(self.shapes, self.sizes, rank) if weight.trains]
+        return sum(self.shard(weight, place).numel * weight.size for weight in trained)
 
     def gradients_there(self, micro_batches: int) -> bool:
         """Returns whether a backward of the timeline adds to full gradients rather than allocating them."""

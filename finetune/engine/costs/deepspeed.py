@@ -119,6 +119,16 @@ class ZeroCosts(Costs):
             state.persistent[GRADIENTS], state.persistent[OPTIMIZER] = gradients, optimizer
         return state
 
+    def initial_weights(self, rank: int) -> int:
+        """Returns the bytes of this rank's range of master weights, without what pads it: of each group, under stage 3
+        of each weight."""
+        if self.stage == 3:
+            sizes, unit = [weight.numel for weight in self.shapes.weights if weight.trains], 1
+        else:
+            sizes, unit = [sum(weight.numel for weight in group) for group in self.decay_groups], 2
+        parts = [(numel, unit * -(-numel // (unit * self.launch.processes))) for numel in sizes]
+        return 4 * sum(max(0, min(part, numel - rank * part)) for numel, part in parts)
+
     def _of_flat(self, group: list[Weight], numel: int) -> int:
         weight = replace(group[0], size=4)  # one of its kind
         return sum(self.optimizer_bytes([Shard(weight, numel, numel)], "cpu"))

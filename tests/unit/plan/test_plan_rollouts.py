@@ -11,16 +11,24 @@ import yaml
 from rich.console import Console
 from trainers import prepared_run, ready_trainer, started_engine
 
+from finetune.data.dataset import on_disk
+from finetune.engine.base import StorageCounter
+from finetune.engine.launch import Kind, Launch
 from finetune.models.config import training_config
 from finetune.plan import command
+from finetune.plan.answer import as_dicts, show
 from finetune.plan.command import PlanOptions
 from finetune.plan.lengths import Lengths, read_lengths, widest
+from finetune.plan.memory import Memory, Place, estimate_memory
 from finetune.plan.meter import Meter
-from finetune.plan.micro_batch import How
+from finetune.plan.micro_batch import HeaviestBatch, How, examples_of
 from finetune.plan.rollouts import CohortCosts, cohorts, sampling_of
 from finetune.plan.search import Choice
+from finetune.plan.teacher_memory import teacher_of
 from finetune.recipe import Recipe, load_recipe
 from finetune.rollouts.drawing import Drawer
+from finetune.training.sample_teacher import SampleTeacher
+from finetune.training.teacher import TeacherPass
 
 PROMPT, NEW = 40, 24
 
@@ -149,3 +157,68 @@ def test_rows_of_a_plan_are_prompts_with_the_longest_sample(recipe_file: Path) -
     assert rows.heaviest == (max(prompts) + NEW,)
     assert rows.targets_per_row == rows.most_targets == NEW
     assert widest(recipe, "no tokenizer", training_config(recipe)).heaviest == (PROMPT + NEW,)
+
+
+def test_bytes_of_a_teacher_are_those_of_a_real_one(recipe_file: Path, made: Path) -> None:
+    """Its weights, and the forward of a micro-batch of four samples."""
+    teacher = f"objective={{name: distill, teacher: {made / 'qwen3'}, divergence: reverse_kl, top_k: 8}}"
+    prepared = prepared_run(str(recipe_file), [teacher, "rewards=[]"])
+    recipe, heaviest = prepared.recipe, HeaviestBatch((PROMPT + NEW,) * 4, 4 * NEW)
+    expected = teacher_of(recipe, heaviest, How("cpu", None))
+    assert expected is not None
+    engine = started_engine(prepared)
+    try:
+        vocabulary = prepared.config.get_text_config().vocab_size
+        beside = SampleTeacher(TeacherPass(recipe, on_disk(prepared.training), vocabulary), engine, 4)
+        kept = StorageCounter(engine.device).add([*beside.model.parameters(), *beside.model.buffers()])
+        with Meter("cpu") as meter:
+            weights = [tensor.detach() for tensor in beside.model.parameters()]  # views of them are results, too
+            meter.begin("forward")
+            before = meter.now
+            beside(examples_of(recipe, heaviest))
+        assert before >= sum(weight.nbytes for weight in weights)
+    finally:
+        engine.close()
+    assert expected.kept == kept
+    assert meter.peaks["forward"] - before == pytest.approx(expected.forward, rel=0.02)
+
+
+def test_a_second_model_is_counted_where_it_is(recipe_file: Path, made: Path) -> None:
+    """The initial weights of `kl` are divided as those that a rank trains, in the host's memory; on processors that is
+    the device's. A teacher is whole on each device."""
+    batch = HeaviestBatch((PROMPT + NEW,) * 4, 4 * NEW)
+
+    def memory(kind: Kind, device: str, *changes: str) -> Memory:
+        recipe = load_recipe(recipe_file, changes)
+        # No step is weighed, as it takes more than a byte.
+        return estimate_memory(recipe, training_config(recipe), Place(Launch(kind, 2), 2, device), batch, most=1)
+
+    trained = memory("replicated", "cpu").persistent["weights"]
+    for kind, share in (("replicated", 1.0), ("fsdp2", 0.5)):
+        without, on_gpu = (memory(kind, "cuda", *changes) for changes in ((), ("objective.kl=0.1",)))
+        on_cpu = memory(kind, "cpu", "objective.kl=0.1")
+        assert on_gpu.host == 2 * on_gpu.initial == 2 * on_cpu.persistent["initial weights"]
+        assert on_gpu.initial == pytest.approx(share * trained, rel=0.01)
+        assert on_gpu.phases == without.phases
+        assert on_cpu.tensors - memory(kind, "cpu").tensors == on_gpu.initial
+    distills = ("rewards=[]", f"objective={{name: distill, teacher: {made / 'qwen3'}, divergence: reverse_kl}}")
+    one, other = (memory(kind, "cuda", *distills) for kind in ("replicated", "fsdp2"))
+    assert one.persistent["teacher"] == other.persistent["teacher"] > 0
+
+
+@pytest.mark.long
+def test_plan_names_the_second_model(recipe_file: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(recipe_file.parent)
+    monkeypatch.setattr("finetune.plan.answer.GIB", 1 << 20)  # of models that are small
+    distills = ["rewards=[]", f"objective={{name: distill, teacher: {made / 'qwen3'}, divergence: reverse_kl}}"]
+    for changes, key, words in (
+        (["objective.kl=0.1"], "initial_weights_gib", "in host memory of each process the initial weights, "),
+        (distills, "teacher_gib", "on each device the teacher, "),
+    ):
+        out = StringIO()
+        request, choices, results = command.plan(recipe_file, changes, PlanOptions(("2xH100-80",)))
+        show(Console(file=out, width=400), request, choices, results)
+        size = as_dicts(request, choices)[0]["rollouts"][key]
+        assert size > 0
+        assert f"{words}{size:.2f} GiB" in out.getvalue()
+        assert ("teacher" in choices[0].memory.phases) == (changes is distills)

@@ -11,7 +11,7 @@ import pytest
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
 
-VLLM = ["rollouts.engine=vllm", "rollouts.url=http://gpu:8000"]
+VLLM = ["rollouts.engine=vllm", "rollouts.url=http://gpu:8000", "objective.correction=tis"]
 
 
 @pytest.fixture
@@ -71,6 +71,8 @@ def test_the_recipe_is_valid_without_a_change(online: Path) -> None:
             ["objective.correction=tis", "objective.correction_bounds=[1.5,2]"],
             "objective.correction_bounds: [1.5, 2] leaves out 1",
         ),
+        ([*VLLM, "objective.correction=null"], "objective.correction: a server rounds otherwise than the trainer"),
+        (["objective.correction=tis"], "objective.correction: has no effect: the modules that train sample, in fp32"),
         (["objective.name=sft", "objective.kl=0.1"], "objective.kl: has no effect under `name: sft`"),
         (["rollouts.engine=sglang"], "rollouts.engine"),
         (["rollouts.engine=vllm"], "rollouts.url: `engine: vllm` needs it, as http://HOST:PORT"),
