@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -69,10 +70,19 @@ class Fsdp2(Engine):
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.model, self.unwrapped = model, model.causal_lm
+        make_plain(self.unwrapped)
+        weights = take_weights(self.unwrapped, self.is_main) if self._rank_0_reads else None
+        sharding, units, expert_meshes = self._prepare(self.unwrapped)
+        self._freed: list[Any] = shard_model(model, units, sharding, expert_meshes)
+        if weights is not None:
+            fill_shards(self.unwrapped, weights, self._sharded.shards, self.device, sharding.device(self.device))
+            self.unwrapped.tie_weights()
+        self._waits = ShardWaits(self.model, self.stopwatch)
+        self._build(build)
+
+    def _prepare(self, causal_lm: Any) -> tuple[Sharding, list[nn.Module], dict[nn.Module, DeviceMesh]]:
+        """Split matrices and experts. Returns what is left to shard: options, units, and the meshes of experts."""
         self._meshes = device_meshes(self.parallelism, self.device.type)
-        causal_lm = self.unwrapped
-        make_plain(causal_lm)
-        weights = take_weights(causal_lm, self.is_main) if self._rank_0_reads else None
         self._sharded, self._tensor_group = ShardedParameters({}, frozenset()), None
         if (mesh := self._meshes.tensor) is not None:
             self._tensor_group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
@@ -94,12 +104,12 @@ class Fsdp2(Engine):
                 f"FSDP2 cannot shard {type(causal_lm).__name__}: {shared} are one weight, in modules that are "
                 "sharded one by one: use ddp, or zero3"
             )
-        self._freed: list[Any] = shard_model(model, units, sharding, expert_meshes)
-        if weights is not None:
-            shard_device = torch.device("cpu") if offloads else self.device
-            fill_shards(causal_lm, weights, self._sharded.shards, self.device, shard_device)
-        self._waits = ShardWaits(self.model, self.stopwatch)
-        self._shards = [(name, p, local_tensor(p.detach())) for name, p in named_trainables(causal_lm)]
+        return sharding, units, expert_meshes
+
+    def _build(self, build: BuildOptimizers) -> None:
+        """Build the optimizers over this rank's shards."""
+        trained = [(name, p) for name, p in named_trainables(self.unwrapped) if not p.is_meta]
+        self._shards = [(name, p, local_tensor(p.detach())) for name, p in trained]
         self.build_optimizers([shard for shard in self._shards if shard[2].numel()], build)  # these share memory
         if (muon := muon_of(self.optimizers)) is not None:
             replica = group_over(("shard", "context", "sequence", "tensor"), self.parallelism, self.rank)
@@ -174,10 +184,14 @@ class Fsdp2(Engine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    def _gathered(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         full, shard = full_tensor(detached(tensor.to(self.device), dtype)), self._sharded.shards.get(name)
         if shard is not None and self._tensor_group is not None:
             full = all_gathered(full, self._tensor_group, shard.dim)
+        return full
+
+    def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        full = self._gathered(name, tensor, dtype)
         if self.is_main:
             return full.cpu()
         # Otherwise all gathers of the model are queued while rank 0 writes, and the NCCL timeout of each runs.

@@ -211,10 +211,8 @@ def pipeline_stages(c: Combination) -> Iterator[str]:
     if sizes.schedule == "interleaved" and sizes.stages_per_rank == 1:
         at_least_two = f"`{dimension_key('stages_per_rank')}: 2` or more"
         yield f"{c.key('schedule')} needs {at_least_two}; with one it is `1f1b`"
-    if c.launch.is_sharded or sizes.shard > 1:
-        yield f"{key} cannot be combined with sharding of its stages: use `distributed_type: MULTI_GPU`"
-    for name in c.uses("context", "sequence", "tensor", "expert"):
-        yield f"{key} with {c.key(name)}: not supported: remove one"
+    if c.launch.kind == "zero":
+        yield f"{key}: DeepSpeed's stages have no shards: use pp_fsdp2, or pp"
     if c.model is None:
         return
     if frozenset(c.model.modules) != PLAN:

@@ -355,6 +355,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp_zero_bubble_2": ("pp", {"pp_size": 2, "pp_schedule": "zero_bubble", "pp_stages_per_rank": 2}),
     "pp_interleaved": ("pp", {"pp_size": 2, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}),
     "pp_4": ("pp", {"pp_size": 4}),
+    "pp_fsdp2_gpipe": ("pp_fsdp2", {"pp_size": 2, "pp_schedule": "gpipe"}),
+    "pp_fsdp2_interleaved": ("pp_fsdp2", {"pp_size": 2, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}),
+    "pp_fsdp2_zero_bubble": ("pp_fsdp2", {"pp_size": 2, "pp_schedule": "zero_bubble"}),
+    "pp_4_fsdp2_interleaved": ("pp_fsdp2", {"pp_size": 4, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}),
+    "pp_zero": ("fsdp2", {"pp_size": 2}),  # gathers in each micro-batch
+    "pp_hsdp": ("pp_fsdp2", {"pp_size": 2, "dp_replicate_size": 2}),
+    "pp_fsdp2_cp": ("pp_fsdp2", {"pp_size": 2, "cp_size": 2}),
+    "pp_zero_cp": ("fsdp2", {"pp_size": 2, "cp_size": 2, "cp_comm_strategy": "ring"}),
+    "pp_ulysses": ("pp_fsdp2", {"pp_size": 2, "sp_size": 2}),
+    "pp_cp": ("pp", {"pp_size": 2, "cp_size": 2}),
+    "pp_ep": ("pp_fsdp2", {"pp_size": 2, "ep_size": 2}),
+    "pp_zero_tp": ("fsdp2", {"pp_size": 2, "tp_size": 2}),
 }
 # What tensor parallelism cuts: matrices in pairs, with adapters on each, norms between them, and none of the rest.
 TENSOR = (
