@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from typing import Any
 
@@ -72,7 +72,7 @@ class Fsdp2(Engine):
         self.model, self.unwrapped = model, model.causal_lm
         make_plain(self.unwrapped)
         weights = take_weights(self.unwrapped, self.is_main) if self._rank_0_reads else None
-        sharding, units, expert_meshes = self._prepare(self.unwrapped)
+        sharding, units, expert_meshes = self._prepare(self.unwrapped, set(self.unwrapped.modules()))
         self._freed: list[Any] = shard_model(model, units, sharding, expert_meshes)
         if weights is not None:
             fill_shards(self.unwrapped, weights, self._sharded.shards, self.device, sharding.device(self.device))
@@ -80,14 +80,19 @@ class Fsdp2(Engine):
         self._waits = ShardWaits(self.model, self.stopwatch)
         self._build(build)
 
-    def _prepare(self, causal_lm: Any) -> tuple[Sharding, list[nn.Module], dict[nn.Module, DeviceMesh]]:
-        """Split matrices and experts. Returns what is left to shard: options, units, and the meshes of experts."""
+    def _prepare(
+        self, causal_lm: Any, here: Set[nn.Module]
+    ) -> tuple[Sharding, list[nn.Module], dict[nn.Module, DeviceMesh]]:
+        """Split matrices and experts between ranks. Returns how to shard the rest: options, units, meshes of experts.
+
+        here: modules of this rank's pipeline stages, or of the model.
+        """
         self._meshes = device_meshes(self.parallelism, self.device.type)
         self._sharded, self._tensor_group = ShardedParameters({}, frozenset()), None
         if (mesh := self._meshes.tensor) is not None:
             self._tensor_group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
             self._sharded = parallelize(causal_lm, self._tensor_group)
-        expert_meshes = parallelize_experts(causal_lm, self.parallelism, self.device.type, self.stopwatch)
+        expert_meshes = parallelize_experts(causal_lm, self.parallelism, self.device.type, self.stopwatch, here)
         plugin: Any
         if self.launch.kind == "fsdp2":
             plugin = self.accelerator.state.fsdp_plugin  # with the config's options
@@ -98,7 +103,7 @@ class Fsdp2(Engine):
         offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if offloads else OffloadPolicy()
         sharding = Sharding(self._meshes, self._policy, offload, plugin.reshard_after_forward)
-        units = sharding_units(causal_lm, plugin)
+        units = [unit for unit in sharding_units(causal_lm, plugin) if unit in here]
         if shared := shared_by_units(causal_lm, units):
             raise UserError(
                 f"FSDP2 cannot shard {type(causal_lm).__name__}: {shared} are one weight, in modules that are "

@@ -75,6 +75,12 @@ class Launch:
         }
 
     @property
+    def frees_gathered(self) -> bool:
+        """Returns whether FSDP2 frees a layer's gathered weights after its forward; it does by default."""
+        fsdp = self.config.get("fsdp_config") or {}
+        return self.kind == "fsdp2" and str(fsdp.get("fsdp_reshard_after_forward", True)).lower() != "false"
+
+    @property
     def deepspeed(self) -> dict[str, Any]:
         """The config's DeepSpeed section, with the content of a JSON file that it names. Raises UserError."""
         section = dict(self.config.get("deepspeed_config") or {})

@@ -17,14 +17,16 @@ any number of micro-batches, the latter keeps the least.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from finetune.engine.base import BuildOptimizers, detached, named_trainables
+from finetune.engine.base import BuildOptimizers, detached
 from finetune.engine.fsdp2 import Fsdp2
 from finetune.engine.pipeline import CalledStage, Pipeline
 from finetune.engine.ranks import group_over
@@ -53,10 +55,12 @@ class ShardedPipeline(Fsdp2, Pipeline):
             stage = group_over(("replicate", "shard", "context", "sequence", "tensor"), self.parallelism, self.rank)
             is_source = self.rank == self._first_of_stage
             weights = take_weights(causal_lm, is_source, Source(self._first_of_stage, stage))
-        tied = self._tied()
-        sharding, units, expert_meshes = self._prepare(causal_lm)
-        self._keeps_gathered = sharding.reshard is False
-        self._freed = [module for stage in self._stages for module in self._shard(stage, units, sharding)]
+        here = {module for called in self._stages for module in called.modules()}
+        tied = self._tied(here)
+        sharding, units, expert_meshes = self._prepare(causal_lm, here)
+        self._freed = [
+            module for called in self._stages for module in self._shard(called, units, sharding, expert_meshes)
+        ]
         self._tie(tied)
         if weights is not None:
             fill_shards(causal_lm, weights, self._sharded.shards, self.device, sharding.device(self.device))
@@ -68,15 +72,22 @@ class ShardedPipeline(Fsdp2, Pipeline):
     def _first_of_stage(self) -> int:
         return self.place * self._ranks_of_stage
 
-    def _shard(self, called: CalledStage, units: list[nn.Module], sharding: Sharding) -> list[nn.Module]:
+    def _shard(
+        self,
+        called: CalledStage,
+        units: list[nn.Module],
+        sharding: Sharding,
+        expert_meshes: dict[nn.Module, DeviceMesh],
+    ) -> list[nn.Module]:
         """Shard a stage. Returns the modules whose gathered parameters are freed after their forward.
 
         Layers are units of their own; so is the embedding, and norm and head together; what is called is the root.
         """
         layers, ends = sharding.options(sharding.meshes.layers), sharding.options(sharding.meshes.ends)
-        own, stage = {id(module) for module in called.modules()}, called.stage
-        mine = [unit for unit in units if id(unit) in own]
-        shard_layers(mine, sharding)
+        own, stage = set(called.modules()), called.stage
+        mine = [unit for unit in units if unit in own]
+        experts = {module: mesh for module, mesh in expert_meshes.items() if module in own}
+        shard_layers(mine, sharding, experts)
         parts = parts_of(self.unwrapped, self._layout, stage.index)[len(self._layout.layers(stage.index)) :]
         first, last = (parts[:1] if stage.index == 0 else []), (parts[-2:] if stage.is_last else [])
         if first:
@@ -84,18 +95,17 @@ class ShardedPipeline(Fsdp2, Pipeline):
         if last:
             fully_shard(last, **ends, reshard_after_forward=False)
         fully_shard(called, **layers, reshard_after_forward=sharding.reshard)
-        return [*mine, *first] if sharding.reshard is True else []
+        return [*experts, *mine, *first] if sharding.reshard is True else []
 
-    def _tied(self) -> list[tuple[str, list[str]]]:
+    def _tied(self, here: Set[nn.Module]) -> list[tuple[str, list[str]]]:
         """Returns, for each parameter of this rank with several names, that of a stage's module, and the others."""
-        own = {id(module) for called in self._stages for module in called.modules()}
         names: dict[int, list[str]] = {}
         for name, parameter in self.unwrapped.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         tied = []
         for several in (each for each in names.values() if len(each) > 1):
-            here = [name for name in several if id(self.unwrapped.get_submodule(name.rpartition(".")[0])) in own]
-            tied += [(here[0], [name for name in several if name != here[0]])] if here else []
+            own = [name for name in several if self.unwrapped.get_submodule(name.rpartition(".")[0]) in here]
+            tied += [(own[0], [name for name in several if name != own[0]])] if own else []
         return tied
 
     def _tie(self, tied: list[tuple[str, list[str]]]) -> None:
@@ -109,7 +119,7 @@ class ShardedPipeline(Fsdp2, Pipeline):
 
     def _scheduled(self, stage: CalledStage) -> nn.Module:
         """Returns a module by which torch's schedule sees FSDP2, and reduces once, or does not."""
-        return stage if self._keeps_gathered else _OneByOne(stage)
+        return _OneByOne(stage) if self.launch.frees_gathered else stage
 
     @property
     def _loss_factor(self) -> float:

@@ -159,7 +159,7 @@ def phases_of(
     if most is not None and rest > most:
         return {KEPT: rest}, state
     parts = timeline_of(recipe, config, of_rank(batch, sizes), how_of(costs, capability, micro_batches, gib))
-    moving = costs.moving()
+    moving = costs.moving(rank)
     if sizes.tokens > 1:
         # Keys and values of the row's other tokens are gathered and put in order; in the backward also their gradients,
         # in fp32 (`engine/context_parallel.py`).

@@ -48,7 +48,7 @@ LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
 # A fifth of LoRA's rate: gradients of the last layer's k_proj are 1e-6 of the whole here, so that AdamW, which divides
 # each by its own size, makes steps of their rounding; the bound on parameters is for the rate's size of step.
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}", "optimizer.lr=1e-3")
-DEEP = ("pp_interleaved", "pp_4")  # four stages
+DEEP = ("pp_interleaved", "pp_4", "pp_fsdp2_interleaved")  # four stages
 HYBRID = ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload")
 ATTENTION = "lora.targets=[q_proj, k_proj, v_proj, o_proj]"
 CLASSIFY = (f"objective={{name: classify, labels: [{', '.join(tiny.LABELS)}]}}",)
@@ -305,6 +305,8 @@ CASES = (
     ),
     Case("full deep", (), model="llama_deep", on=DEEP),
     Case("lora deep", LORA, model="llama_deep", on=DEEP),
+    Case("full deepest", (), model="llama_deepest", on=("pp_4_fsdp2_interleaved",)),
+    Case("lora deepest", LORA, model="llama_deepest", on=("pp_4_fsdp2_interleaved",)),
     Case(
         "full deep token budget",  # numbers of micro-batches that these schedules do not take as they come
         ("data.packing=false", "data.max_length=32", "batch.rows=9", "batch.tokens_per_device=40"),

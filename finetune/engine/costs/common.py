@@ -223,7 +223,7 @@ class Costs(abc.ABC):
         """Returns whether a rank's gradients exist before a step's heaviest micro-batch."""
         return micro_batches > 1 and not self.recipe.optimizer.in_backward
 
-    def moving(self) -> Moving:
+    def moving(self, rank: int) -> Moving:
         return Moving()
 
     def load(self, state: State) -> int:
