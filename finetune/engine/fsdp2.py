@@ -74,6 +74,7 @@ class Fsdp2(Engine):
         weights = take_weights(self.unwrapped, self.is_main) if self._rank_0_reads else None
         sharding, units, expert_meshes = self._prepare(self.unwrapped, set(self.unwrapped.modules()))
         self._freed: list[Any] = shard_model(model, units, sharding, expert_meshes)
+        self._roots: list[nn.Module] = [model]
         if weights is not None:
             fill_shards(self.unwrapped, weights, self._sharded.shards, self.device, sharding.device(self.device))
             self.unwrapped.tie_weights()
@@ -185,7 +186,7 @@ class Fsdp2(Engine):
     def restored(self) -> None:
         """Frees gathered weights that a forward without a backward has left, as the last layers' are, and that would be
         used again in place of the new shards."""
-        for module in self.model.modules():
+        for module in (module for root in self._roots for module in root.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
 

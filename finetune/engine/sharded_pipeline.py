@@ -61,6 +61,7 @@ class ShardedPipeline(Fsdp2, Pipeline):
         self._freed = [
             module for called in self._stages for module in self._shard(called, units, sharding, expert_meshes)
         ]
+        self._roots = list(self._stages)
         self._tie(tied)
         if weights is not None:
             fill_shards(causal_lm, weights, self._sharded.shards, self.device, sharding.device(self.device))
