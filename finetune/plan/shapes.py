@@ -67,8 +67,7 @@ def shapes_of(recipe: Recipe, config: PretrainedConfig, tensor: int = 1) -> Shap
 def _shapes(key: CacheKey) -> Shapes:
     short, kinds = shortened(key.config)
     model, (tensor,) = skeleton(key.recipe, short), key.others
-    if tensor > 1:
-        parallelize(model, TensorGroup(None, 0, tensor))
+    divided = parallelize(model, TensorGroup(None, 0, tensor)).shards if tensor > 1 else {}
     packed = {id(parameter): weights for parameter, weights in linear_weights(model)}
     scales = {
         id(module.weight): sum(tensor.nbytes for _, tensor in state_tensors(module))
@@ -103,6 +102,7 @@ def _shapes(key: CacheKey) -> Shapes:
                 unit=units.get(id(parameter), "rest" if layer is None else "layer"),
                 packed=packed.get(id(parameter), 0),
                 scales=scales.get(id(parameter), 0),
+                parts=divided[name].count if name in divided else 1,
                 expert=".experts." in name and parameter.ndim == 3,
                 table=name in roles.tables,
                 of_images=name in roles.of_images,

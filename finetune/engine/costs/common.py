@@ -38,6 +38,7 @@ class Weight:
     # module of the tower that must not be split, by its path
     packed: int = 0  # quantized weights that its elements hold; 0: not packed
     scales: int = 0  # bytes of the tensors that unpack them
+    parts: int = 1  # of the parameter, of which this is one: ranks of a tensor parallel group
     expert: bool = False  # dimension 0 counts experts
     table: bool = False  # see `ParameterRoles`, as for the next
     of_images: bool = False
@@ -356,7 +357,7 @@ def layout_of(shapes: Shapes, sizes: Parallelism) -> Layout:
     numel = [0] * shapes.layers
     first = last = 0
     for weight in base:
-        count = weight.packed or weight.numel
+        count = (weight.packed or weight.numel) * weight.parts
         if weight.layer is not None:
             numel[weight.layer] += count
         first += count if "embed_tokens" in weight.name else 0
