@@ -32,8 +32,9 @@ def parallelize_experts(
 ) -> dict[nn.Module, DeviceMesh]:
     """Keep each rank's own experts, and dispatch tokens to them. Call before the model is sharded; collective.
 
-    here: modules of this rank's pipeline stages, or of the model. Returns, for each module of experts, the mesh over which it must be sharded (ranks with equal experts); {} without
-    expert parallel. Raises UserError for a model whose experts are not supported.
+    here: modules of this rank's pipeline stages, or of the model. Returns, for each module of experts, the mesh over
+    which it must be sharded (ranks with equal experts); {} without expert parallel. Raises UserError for a model whose
+    experts are not supported.
     """
     if parallelism.expert == 1:
         return {}

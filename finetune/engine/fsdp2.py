@@ -72,16 +72,16 @@ class Fsdp2(Engine):
         self.model, self.unwrapped = model, model.causal_lm
         make_plain(self.unwrapped)
         weights = take_weights(self.unwrapped, self.is_main) if self._rank_0_reads else None
-        sharding, units, expert_meshes = self._prepare(self.unwrapped, set(self.unwrapped.modules()))
+        sharding, units, expert_meshes = self.split(self.unwrapped, set(self.unwrapped.modules()))
         self._freed: list[Any] = shard_model(model, units, sharding, expert_meshes)
         self._roots: list[nn.Module] = [model]
         if weights is not None:
             fill_shards(self.unwrapped, weights, self._sharded.shards, self.device, sharding.device(self.device))
             self.unwrapped.tie_weights()
         self._waits = ShardWaits(self.model, self.stopwatch)
-        self._build(build)
+        self.build_over_shards(build)
 
-    def _prepare(
+    def split(
         self, causal_lm: Any, here: Set[nn.Module]
     ) -> tuple[Sharding, list[nn.Module], dict[nn.Module, DeviceMesh]]:
         """Split matrices and experts between ranks. Returns how to shard the rest: options, units, meshes of experts.
@@ -112,7 +112,7 @@ class Fsdp2(Engine):
             )
         return sharding, units, expert_meshes
 
-    def _build(self, build: BuildOptimizers) -> None:
+    def build_over_shards(self, build: BuildOptimizers) -> None:
         """Build the optimizers over this rank's shards."""
         trained = [(name, p) for name, p in named_trainables(self.unwrapped) if not p.is_meta]
         self._shards = [(name, p, local_tensor(p.detach())) for name, p in trained]
@@ -190,14 +190,14 @@ class Fsdp2(Engine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _gathered(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    def gathered(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         full, shard = full_tensor(detached(tensor.to(self.device), dtype)), self._sharded.shards.get(name)
         if shard is not None and self._tensor_group is not None:
             full = all_gathered(full, self._tensor_group, shard.dim)
         return full
 
     def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-        full = self._gathered(name, tensor, dtype)
+        full = self.gathered(name, tensor, dtype)
         if self.is_main:
             return full.cpu()
         # Otherwise all gathers of the model are queued while rank 0 writes, and the NCCL timeout of each runs.

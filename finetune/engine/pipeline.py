@@ -82,11 +82,11 @@ class Pipeline(Engine):
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         check_cuttable(model.causal_lm)
-        self._divide(model, self.device)
+        self.keep_stages(model, self.device)
         self._replicas = group_over(("replicate", "context", "sequence"), self.parallelism, self.rank)
         self.optimizers = build(trained) if (trained := self._trained()) else []
 
-    def _divide(self, model: WrappedModel, device: torch.device) -> None:
+    def keep_stages(self, model: WrappedModel, device: torch.device) -> None:
         """Keep the weights of this rank's stages, on `device`, and connect the stages."""
         self.unwrapped, self.model = model.causal_lm, _FullPipeline(self, model)
         self._holders = holders(self.unwrapped, self._layout)
@@ -96,8 +96,8 @@ class Pipeline(Engine):
         self._width = model.config.get_text_config().hidden_size
         self._pipeline = group_along("pipeline", self.parallelism, self.rank)
         if any(len(ranks) > 1 for ranks in self._holders.values()):  # a matrix is embedding and head
-            for first in range(self._ranks_of_stage):  # every rank creates all groups
-                ends = [first, self.world_size - self._ranks_of_stage + first]
+            for first in range(self.ranks_of_stage):  # every rank creates all groups
+                ends = [first, self.world_size - self.ranks_of_stage + first]
                 group = dist.new_group(ends)
                 self._ends = group if self.rank in ends else self._ends
 
@@ -118,9 +118,9 @@ class Pipeline(Engine):
         indices = torch.arange(count)  # micro-batch indices: torch passes one to each forward
         with self.stopwatch.waiting():
             self._prepared[1].step(*[indices] * (self.place == 0), of=indices, target=indices, return_outputs=False)
-            self._sum_gradients()
+            self.reduce_gradients()
 
-    def _sum_gradients(self) -> None:
+    def reduce_gradients(self) -> None:
         """Add up a step's gradients over replicas, and those of a matrix that is embedding and head."""
         for _, parameter in self._trained():
             if parameter.grad is None:
@@ -128,9 +128,9 @@ class Pipeline(Engine):
         gradients = [(name, p.grad) for name, p in self._trained() if p.grad is not None]
         if self._replicas is not None:
             sum_gradients([gradient for _, gradient in gradients], self._replicas, self.device)
-        self._sum_ends(gradients)
+        self.sum_ends(gradients)
 
-    def _sum_ends(self, gradients: NamedTensors) -> None:
+    def sum_ends(self, gradients: NamedTensors) -> None:
         if self._ends is not None:
             shared = [gradient for name, gradient in gradients if len(self._holders[name]) > 1]
             sum_gradients(shared, self._ends, self.device)
@@ -138,10 +138,12 @@ class Pipeline(Engine):
     def _schedule(self, count: int, tokens: int) -> Any:
         hidden = torch.empty(1, tokens, self._width, dtype=self._compute, device="meta", requires_grad=True)
         shared = self._layout.stages, self._pipeline, hidden, self.device, self._computing_backward
-        stages: list[PipelineStage] = [TimedStage(self._scheduled(s), s.stage.index, *shared) for s in self._stages]
+        stages: list[PipelineStage] = [
+            TimedStage(self.scheduled_module(s), s.stage.index, *shared) for s in self._stages
+        ]
         return make_schedule(self.parallelism.schedule, stages, count)
 
-    def _scheduled(self, stage: CalledStage) -> nn.Module:
+    def scheduled_module(self, stage: CalledStage) -> nn.Module:
         """Returns the module that torch's schedule calls for a stage."""
         return stage
 
@@ -152,10 +154,10 @@ class Pipeline(Engine):
             if stage.is_last and received is not None and index >= step.counted:
                 return received.sum() * 0.0
             output = step.forward(lambda **arguments: stage.run(arguments, received), batch)
-            return step.loss(output, batch) * self._loss_factor if stage.is_last else output
+            return step.loss(output, batch) * self.loss_factor if stage.is_last else output
 
     @property
-    def _loss_factor(self) -> float:
+    def loss_factor(self) -> float:
         return self.loss_scale.value
 
     @contextlib.contextmanager
@@ -182,7 +184,7 @@ class Pipeline(Engine):
     def step(self) -> float | None:
         trained = [(name, p.grad) for name, p in self._trained() if p.grad is not None]
         counted = [gradient for name, gradient in trained if self._holders[name][0] == self.place]
-        copies = self._ranks_of_stage
+        copies = self.ranks_of_stage
         return self.clip_and_step([g for _, g in trained], lambda local: self.ranks.sum(local)[0] / copies, counted)
 
     def knows_waits(self, recipe: Recipe) -> bool:
@@ -215,12 +217,12 @@ class Pipeline(Engine):
         return called(hidden, arguments)
 
     @property
-    def _ranks_of_stage(self) -> int:
+    def ranks_of_stage(self) -> int:
         return self.world_size // self.parallelism.pipeline
 
     def _rank_of(self, stage: int) -> int:
         """Returns the rank that runs a stage of this pipeline."""
-        return self._layout.rank_of(stage) * self._ranks_of_stage + self.rank % self._ranks_of_stage
+        return self._layout.rank_of(stage) * self.ranks_of_stage + self.rank % self.ranks_of_stage
 
     def answer(self, arguments: dict[str, Any]) -> Any:
         """Returns the logits of the last stage, on every rank of the pipeline."""
@@ -242,11 +244,11 @@ class Pipeline(Engine):
     def parts(self, reading: bool) -> list[ShardPart]:
         """Returns the stage's parameters: each replica writes a range; the first stage writes shared ones."""
         trained = [(name, p) for name, p in self._trained() if reading or self._holders[name][0] == self.place]
-        return replica_parts(trained, self.rank % self._ranks_of_stage, self._ranks_of_stage, reading)
+        return replica_parts(trained, self.rank % self.ranks_of_stage, self.ranks_of_stage, reading)
 
     def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         """Returns the tensor on rank 0, sent by the first replica of its stage."""
-        full, source = detached(tensor, dtype), self._holders.get(name, [0])[0] * self._ranks_of_stage
+        full, source = detached(tensor, dtype), self._holders.get(name, [0])[0] * self.ranks_of_stage
         if self.is_main and source != 0:
             full = torch.empty_like(full, device=self.device)
             dist.recv(full, source)
@@ -263,7 +265,7 @@ class Pipeline(Engine):
 
 
 class CalledStage(nn.Module):
-    """Stage with one call for schedules and for forwards alone, so that FSDP2 has one module to gather its weights for."""
+    """Stage with one call for schedules and for forwards alone: FSDP2 gathers weights for calls of one root."""
 
     def __init__(self, engine: Pipeline, stage: StageModel):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Pipeline parallel with shards in its stages: the ranks of a stage share its weights, as FSDP2's ranks share a model's,
-the columns of its matrices (tensor parallel), or the tokens of its rows.
+"""Pipeline parallel with shards in its stages: the ranks of a stage share its weights, as FSDP2's ranks share those of
+a model, the columns of its matrices (tensor parallel), or the tokens of its rows.
 
     stage 0                        stage 1                         processes = pipeline 2 x shard 2 x tensor 2
     ranks 0 1 2 3                  ranks 4 5 6 7
@@ -30,7 +30,7 @@ from finetune.engine.base import BuildOptimizers, detached
 from finetune.engine.fsdp2 import Fsdp2
 from finetune.engine.pipeline import CalledStage, Pipeline
 from finetune.engine.ranks import group_over
-from finetune.engine.sharding import Sharding, Source, fill_shards, local_tensor, shard_layers, take_weights
+from finetune.engine.sharding import ReadingRank, Sharding, fill_shards, local_tensor, shard_layers, take_weights
 from finetune.engine.stages import check_cuttable, parts_of
 from finetune.models.packed_linear import make_plain
 from finetune.models.weights import Placement
@@ -39,27 +39,27 @@ from finetune.recipe.schema import Recipe
 
 
 class ShardedPipeline(Fsdp2, Pipeline):
-    """Schedules and relays of `Pipeline`; shards, steps and checkpoints of `Fsdp2`, whose ranks are those of a stage."""
+    """Schedules and relays of `Pipeline`; shards, steps and checkpoints of `Fsdp2`, here of the ranks of a stage."""
 
     def placement(self, recipe: Recipe) -> Placement:
         """Returns host memory of the first rank of each stage: it reads the stage's layers for the others."""
-        reads = self.rank == self._first_of_stage or not self._rank_0_reads
+        reads = self.rank == self.first_of_stage or not self._rank_0_reads
         layers = self._layout.layers_of(self.place)
         return Placement("load" if reads else "meta", self.device, layers, packed_on=torch.device("cpu"))
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         make_plain(model.causal_lm)
-        self._divide(model, torch.device("cpu") if self._rank_0_reads else self.device)
+        self.keep_stages(model, torch.device("cpu") if self._rank_0_reads else self.device)
         weights, causal_lm = None, self.unwrapped
         if self._rank_0_reads:
             stage = group_over(("replicate", "shard", "context", "sequence", "tensor"), self.parallelism, self.rank)
-            is_source = self.rank == self._first_of_stage
-            weights = take_weights(causal_lm, is_source, Source(self._first_of_stage, stage))
+            is_source = self.rank == self.first_of_stage
+            weights = take_weights(causal_lm, is_source, ReadingRank(self.first_of_stage, stage))
         here = {module for called in self._stages for module in called.modules()}
-        tied = self._tied(here)
-        sharding, units, expert_meshes = self._prepare(causal_lm, here)
+        tied = self.tied_names(here)
+        sharding, units, expert_meshes = self.split(causal_lm, here)
         self._freed = [
-            module for called in self._stages for module in self._shard(called, units, sharding, expert_meshes)
+            module for called in self._stages for module in self.shard_stage(called, units, sharding, expert_meshes)
         ]
         self._roots = list(self._stages)
         self._tie(tied)
@@ -67,13 +67,13 @@ class ShardedPipeline(Fsdp2, Pipeline):
             fill_shards(causal_lm, weights, self._sharded.shards, self.device, sharding.device(self.device))
             self._tie(tied)
         check_cuttable(causal_lm)
-        self._build(build)
+        self.build_over_shards(build)
 
     @property
-    def _first_of_stage(self) -> int:
-        return self.place * self._ranks_of_stage
+    def first_of_stage(self) -> int:
+        return self.place * self.ranks_of_stage
 
-    def _shard(
+    def shard_stage(
         self,
         called: CalledStage,
         units: list[nn.Module],
@@ -98,7 +98,7 @@ class ShardedPipeline(Fsdp2, Pipeline):
         fully_shard(called, **layers, reshard_after_forward=sharding.reshard)
         return [*experts, *mine, *first] if sharding.reshard is True else []
 
-    def _tied(self, here: Set[nn.Module]) -> list[tuple[str, list[str]]]:
+    def tied_names(self, here: Set[nn.Module]) -> list[tuple[str, list[str]]]:
         """Returns, for each parameter of this rank with several names, that of a stage's module, and the others."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.unwrapped.named_parameters(remove_duplicate=False):
@@ -118,18 +118,18 @@ class ShardedPipeline(Fsdp2, Pipeline):
 
     # --- a step
 
-    def _scheduled(self, stage: CalledStage) -> nn.Module:
+    def scheduled_module(self, stage: CalledStage) -> nn.Module:
         """Returns a module by which torch's schedule sees FSDP2, and reduces once, or does not."""
         return _OneByOne(stage) if self.launch.frees_gathered else stage
 
     @property
-    def _loss_factor(self) -> float:
+    def loss_factor(self) -> float:
         """Reductions average over the ranks of a stage, like those of `Fsdp2`."""
         return self.loss_scale.value * self.parallelism.data * self.parallelism.tokens
 
-    def _sum_gradients(self) -> None:
+    def reduce_gradients(self) -> None:
         named = [(name, p.grad) for name, p, _ in self._shards if p.grad is not None]
-        self._sum_ends([(name, local_tensor(gradient)) for name, gradient in named])
+        self.sum_ends([(name, local_tensor(gradient)) for name, gradient in named])
 
     def _counts(self, name: str, parameter: Tensor) -> bool:
         return super()._counts(name, parameter) and self._holders[name][0] == self.place
@@ -144,8 +144,8 @@ class ShardedPipeline(Fsdp2, Pipeline):
         """Returns the tensor on rank 0, sent by the first rank of its stage, all of which gather it."""
         source = self._holders.get(name, [0])[0]
         if self.place == source:
-            full = self._gathered(name, tensor, dtype)
-            if self.rank == self._first_of_stage != 0:
+            full = self.gathered(name, tensor, dtype)
+            if self.rank == self.first_of_stage != 0:
                 dist.send(full.contiguous(), 0)
             return full.cpu() if self.is_main else None
         if not self.is_main:
@@ -153,7 +153,7 @@ class ShardedPipeline(Fsdp2, Pipeline):
         shard = self._sharded.shards.get(name)
         shape = tensor.shape if shard is None else shard.full_shape(tensor.shape)
         full = torch.empty(shape, dtype=detached(tensor, dtype).dtype, device=self.device)
-        dist.recv(full, source * self._ranks_of_stage)
+        dist.recv(full, source * self.ranks_of_stage)
         return full.cpu()
 
 

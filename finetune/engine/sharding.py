@@ -155,7 +155,7 @@ def sharding_units(model: Any, plugin: Any) -> list[nn.Module]:
 
 
 @dataclass(frozen=True)
-class Source:
+class ReadingRank:
     """The rank that has read a model's weights, for the ranks of a process group; None: for all."""
 
     rank: int = 0
@@ -168,11 +168,11 @@ class Weights:
 
     saved: dict[str, Tensor]  # state dict; empty on the other ranks
     computed: dict[str, Tensor]  # {path of attributes: tensor} missing from a state dict, such as rotary frequencies
-    names: frozenset[str]  # of the state dict, with values
-    source: Source = Source()
+    names: frozenset[str] | None = None  # of the state dict, with values; None: all
+    source: ReadingRank = ReadingRank()
 
 
-def take_weights(model: Any, on_this_rank: bool, source: Source = Source()) -> Weights:
+def take_weights(model: Any, on_this_rank: bool, source: ReadingRank = ReadingRank()) -> Weights:
     """Move a model to `meta`. Returns its values on the rank that has them, shapes on the others. Collective.
 
     on_this_rank: whether the values are here. Raises UserError on every rank if their models differ.
@@ -240,7 +240,7 @@ def fill_shards(
     by_identity: dict[int, Tensor] = {}  # the model's tensors: tied weights have two names
     source = {"src": weights.source.rank, "group": weights.source.group}
     for name, sharded in model.state_dict(keep_vars=True).items():
-        if name not in weights.names:
+        if weights.names is not None and name not in weights.names:
             continue
         if id(sharded) not in by_identity:
             own, shard = weights.saved.pop(name, None), shards.get(name)

@@ -148,8 +148,8 @@ def config_folder() -> Path:
 
 
 def launches(machines: Machines) -> Iterator[Launch]:
-    """Yields every config that uses all devices, with every size of its dimensions that they allow; a pipeline of shards
-    also with what FSDP2 frees after each forward."""
+    """Yields every config that uses all devices, with every size of its dimensions that they allow; a pipeline of
+    shards also with what FSDP2 frees after each forward."""
     for path in sorted(config_folder().glob("*.yaml")):
         as_written = read_config_file(str(path))
         alone = as_written.config["distributed_type"] == "NO"
@@ -159,16 +159,16 @@ def launches(machines: Machines) -> Iterator[Launch]:
         written = math.prod(as_written.config[_PARALLELISM][f"{_PARALLELISM}_{key}"] for key in keys)
         for sizes in product(*(_sizes(key, as_written, machines) for key in keys)):
             taken = math.prod(sizes)
-            if keys and (machines.count % taken or (written < as_written.processes and taken == machines.count)):
+            leaves = written < as_written.processes and "dp_replicate_size" not in keys  # shards or replicas
+            if keys and (machines.count % taken or (leaves and taken == machines.count)):
                 continue
             config = copy.deepcopy(as_written.config)
             for key, size in zip(keys, sizes, strict=True):
                 config[_PARALLELISM][f"{_PARALLELISM}_{key}"] = size
             launch = Launch(as_written.kind, machines.count, str(path), config)
             yield launch
-            if launch.kind == "fsdp2" and "pp_size" in keys:
-                frees = {**config["fsdp_config"], _FREES: not launch.frees_gathered}
-                yield replace(launch, config={**config, "fsdp_config": frees})
+            if "pp_size" in keys and launch.with_other_freeing is not launch:
+                yield launch.with_other_freeing
 
 
 def open_sizes(config: dict[str, Any]) -> list[str]:

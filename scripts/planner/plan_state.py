@@ -4,9 +4,9 @@
     python scripts/planner/plan_state.py --only zero3 x4
 
 Every accelerate config x full, LoRA, QLoRA, Muon x 1, 2, 4 CPU processes (three dimensions: 8), wherever `check` allows
-it; the modes of a config and size share a launch. Each rank trains a step, and counts the storages of its weights with buffers and scales,
-of its gradients before the optimizer, and of the optimizer's state with master weights. Memory of a device that offload
-moves to its host is on a CPU the same memory, so what is counted there is the sum.
+it; the modes of a config and size share a launch. Each rank trains a step, and counts the storages of its weights with
+buffers and scales, of its gradients before the optimizer, and of the optimizer's state with master weights. Memory of a
+device that offload moves to its host is on a CPU the same memory, so what is counted there is the sum.
 """
 
 from __future__ import annotations

@@ -103,9 +103,9 @@ class ShardedCosts(Costs):
         moving.tail_end = _reduced(tail, reduced, outer) + moving.sharded_tail
         if self.is_away:
             moving.sharded = moving.sharded_tail = 0
-        return self._kept_in_stage(moving, rank, cast, reduced) if self.once_a_step else moving
+        return self.in_kept_stage(moving, rank, cast, reduced) if self.once_a_step else moving
 
-    def _kept_in_stage(self, moving: Moving, rank: int, cast: int | None, reduced: int) -> Moving:
+    def in_kept_stage(self, moving: Moving, rank: int, cast: int | None, reduced: int) -> Moving:
         """Returns the moving bytes of a stage that stays gathered, with sums of unsharded gradients, until the last
         backward of a step: then unit by unit is reduced."""
         sizes, kept = self.sizes, weights_of_stage(self.shapes, self.sizes, rank)
