@@ -148,10 +148,24 @@ def run_trial(sweep: Sweep, trial: optuna.Trial) -> float:
         trial.study.enqueue_trial(trial.params, {"run": name})
         raise KeyboardInterrupt
     if status:
-        error = _failure(status, folder.with_name(f"{name}.log"))
+        log = folder.with_name(f"{name}.log")
+        log_lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
+        reason = next((line for line in reversed(log_lines) if line.startswith("error: ")), log_lines[-1])
+        kind = UserError if status == 2 else RunFailure
+        error = kind(f"{log}: the run ended with status {status}: {reason.removeprefix('error: ')}")
         trial.set_user_attr("error", str(error))
         raise error
-    return _best(folder / "metrics.jsonl", sweep.metric)
+    metrics = folder / "metrics.jsonl"
+    metric = sweep.metric
+    lines = read_steps(metrics)
+    values = [line[metric] for line in lines if line.get(metric) is not None]
+    if values:
+        return (min if metric_direction(metric) == "lower" else max)(values)
+    if any(metric in line for line in lines):
+        raise RunFailure(f"{metrics}: {metric} overflowed in every evaluation")
+    raise UserError(
+        f"{metrics}: no evaluation measured {metric!r}: set `data.eval` and `evaluate`, or another `metric`"
+    )
 
 
 def _start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -178,26 +192,6 @@ def _follow(process: subprocess.Popen[bytes], trial: optuna.Trial, metrics: Path
         time.sleep(POLL_S)
 
 
-def _best(metrics: Path, metric: str) -> float:
-    lines = read_steps(metrics)
-    values = [line[metric] for line in lines if line.get(metric) is not None]
-    if values:
-        return (min if metric_direction(metric) == "lower" else max)(values)
-    if any(metric in line for line in lines):
-        raise RunFailure(f"{metrics}: {metric} overflowed in every evaluation")
-    raise UserError(
-        f"{metrics}: no evaluation measured {metric!r}: set `data.eval` and `evaluate`, or another `metric`"
-    )
-
-
-def _failure(status: int, log: Path) -> Exception:
-    """Returns the error of a run that ended with a status other than 0 and 75."""
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
-    reason = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])
-    kind = UserError if status == 2 else RunFailure
-    return kind(f"{log}: the run ended with status {status}: {reason.removeprefix('error: ')}")
-
-
 def run_sweep(path: Path, trials: int, overrides: Sequence[str] = (), console: Console | None = None) -> optuna.Study:
     """Begins or continues the study of a file until it has so many trials; returns it. Raises UserError.
 
@@ -218,7 +212,14 @@ def run_sweep(path: Path, trials: int, overrides: Sequence[str] = (), console: C
                 direction="minimize" if metric_direction(sweep.metric) == "lower" else "maximize",
                 pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP_TRIALS),
             )
-            _compare(study, sweep, storage)
+            now = {**asdict(sweep), "overrides": list(sweep.overrides)}
+            before = study.user_attrs.get("sweep", now)
+            if changed := [key for key in now if now[key] != before[key]]:
+                raise UserError(
+                    f"{storage}: its trials are of other {' and '.join(changed)}, and cannot be compared: undo the "
+                    f"change, or give {storage.with_suffix('.yaml').name} another name, which begins a new study"
+                )
+            study.set_user_attr("sweep", now)
             _take_up(study)
             seed = len(study.trials)  # a study that continues draws no value a second time
             study.sampler = optuna.samplers.TPESampler(n_startup_trials=STARTUP_TRIALS, seed=seed)
@@ -226,23 +227,18 @@ def run_sweep(path: Path, trials: int, overrides: Sequence[str] = (), console: C
             waiting = {trial.user_attrs.get("run") for trial in study.trials if not trial.state.is_finished()}
             ended = {trial.user_attrs.get("run") for trial in study.trials} - waiting - {None}
             if (missing := trials - len(ended)) > 0:
-                say = [lambda _, trial: console.print(_told(trial), markup=False)] if console else []
-                study.optimize(lambda trial: run_trial(sweep, trial), missing, catch=RunFailure, callbacks=say)
+
+                def say(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+                    values = " ".join(f"{name}={value}" for name, value in trial.params.items())
+                    result = trial.user_attrs.get("error", "" if trial.value is None else f"{trial.value:.5g}")
+                    line = f"trial {trial.number}: {trial.state.name.lower()} {result} with {values}"
+                    if console:
+                        console.print(line, markup=False)
+
+                study.optimize(lambda trial: run_trial(sweep, trial), missing, catch=RunFailure, callbacks=[say])
     except Timeout:
         raise UserError(f"{storage}: another sweep is running: wait for it, or stop it") from None
     return study
-
-
-def _compare(study: optuna.Study, sweep: Sweep, storage: Path) -> None:
-    """Raises UserError if the study's trials were of something else."""
-    now = {**asdict(sweep), "overrides": list(sweep.overrides)}
-    before = study.user_attrs.get("sweep", now)
-    if changed := [key for key in now if now[key] != before[key]]:
-        raise UserError(
-            f"{storage}: its trials are of other {' and '.join(changed)}, and cannot be compared: undo the change, or "
-            f"give {storage.with_suffix('.yaml').name} another name, which begins a new study"
-        )
-    study.set_user_attr("sweep", now)
 
 
 def _take_up(study: optuna.Study) -> None:
@@ -253,12 +249,6 @@ def _take_up(study: optuna.Study) -> None:
         study.tell(trial.number, state=TrialState.FAIL)
         if "run" in trial.user_attrs:
             study.enqueue_trial(trial.params, {"run": trial.user_attrs["run"]})
-
-
-def _told(trial: optuna.trial.FrozenTrial) -> str:
-    values = " ".join(f"{name}={value}" for name, value in trial.params.items())
-    result = trial.user_attrs.get("error", "" if trial.value is None else f"{trial.value:.5g}")
-    return f"trial {trial.number}: {trial.state.name.lower()} {result} with {values}"
 
 
 def show_trials(study: optuna.Study, console: Console) -> None:

@@ -156,7 +156,11 @@ def changes_since(recipe: Recipe, folder: Path, of_inputs: list[InputChange]) ->
 
     Raises UserError listing the differences that are not allowed, all of them.
     """
-    saved, now = _saved_recipe(folder), yaml.safe_load(dump_recipe(recipe))
+    file, now = folder / "recipe.yaml", yaml.safe_load(dump_recipe(recipe))
+    try:  # with today's defaults for keys that its version did not have
+        saved = yaml.safe_load(dump_recipe(load_recipe(file, ())))
+    except UserError:  # as it was written: it has keys that no longer exist
+        saved = yaml.safe_load(file.read_text(encoding="utf-8"))
     accepted = recipe.checkpoint.accept_changes
     fixed = [line for key in _FIXED for line in _differences_at(key, saved, now)]
     refused = {}  # by the key of `checkpoint.accept_changes` that allows them
@@ -178,16 +182,6 @@ def changes_since(recipe: Recipe, folder: Path, of_inputs: list[InputChange]) ->
             + f"\n{restore}use another `run.name`, or `checkpoint.resume=never` to start over{accept}"
         )
     return [*differences(saved, now), *(change.text for change in of_inputs if change.part is not None)]
-
-
-def _saved_recipe(folder: Path) -> dict[str, Any]:
-    """Returns the recipe of a checkpoint, with today's defaults for keys that its version did not have; as it was
-    written if it has keys that no longer exist."""
-    file = folder / "recipe.yaml"
-    try:
-        return yaml.safe_load(dump_recipe(load_recipe(file, ())))
-    except UserError:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
 _INPUTS = {

@@ -123,6 +123,13 @@ def plan_job(path: Path, overrides: Sequence[str], target: Target, options: JobO
     limit = options.hours or max(_LEAST_HOURS, math.ceil(((choice.hours or 0) * MARGIN + _START_HOURS) * 4) / 4)
     config, text = _config(choice, target)
     changes = tuple(line.replace(": ", "=") for line in as_lines(choice.changes))
+    lines = [f"{choice.name}: {choice.peak / 2**30:.1f} of {choice.machines.device.gib:.1f} GiB a device"]
+    if choice.hours is not None:
+        lines.append(f"{choice.hours:.3g} hours expected (`plan` in a model of the devices, not measured on them)")
+    offer = cheapest(request.prices, choice.machines, request.spot)
+    if choice.price is not None and offer is not None:
+        price = offer[0]
+        lines.append(f"{choice.price:.3g} {choice.currency} at {price.provider}'s price of {price.date}")
     job = ClusterJob(
         name=re.sub(r"[^a-z0-9]+", "-", recipe.run.name.lower()).strip("-")[:40].rstrip("-") or "finetune",
         recipe=place,
@@ -133,7 +140,7 @@ def plan_job(path: Path, overrides: Sequence[str], target: Target, options: JobO
         gpu=gpu,
         hours=limit,
         host_gib=math.ceil(choice.host_need * _HOST_MARGIN) + _HOST_GIB,
-        expects=_expects(request, choice),
+        expects=tuple(lines),
         options=options,
     )
     return job, recipe
@@ -199,14 +206,3 @@ def _config(choice: Choice, target: Target) -> tuple[str, str | None]:
     text = yaml.safe_dump({**launch.config, **sizes}, sort_keys=False)
     folder = "/tmp" if target.has_containers else "runs"
     return f"{folder}/accelerate-{launch.where}-{launch.processes}.yaml", text
-
-
-def _expects(request: PlanRequest, choice: Choice) -> tuple[str, ...]:
-    lines = [f"{choice.name}: {choice.peak / 2**30:.1f} of {choice.machines.device.gib:.1f} GiB a device"]
-    if choice.hours is not None:
-        lines.append(f"{choice.hours:.3g} hours expected (`plan` in a model of the devices, not measured on them)")
-    offer = cheapest(request.prices, choice.machines, request.spot)
-    if choice.price is not None and offer is not None:
-        price = offer[0]
-        lines.append(f"{choice.price:.3g} {choice.currency} at {price.provider}'s price of {price.date}")
-    return tuple(lines)

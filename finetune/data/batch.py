@@ -169,7 +169,12 @@ def collate(
             raise ValueError(f"{example.path}:{example.row}: the first token of a sequence cannot be trained")
     sequences = [sequence for example in examples for sequence in example.sequences]
     input_ids = np.concatenate([sequence.input_ids for sequence in sequences])
-    sizes = _sizes(examples)
+    sizes = ExampleSizes(
+        offsets=np.cumsum([0, *(len(example.sequences) for example in examples)]),
+        lengths=np.array([len(sequence.input_ids) for sequence in sequences]),
+        targets=np.array([sequence.num_targets for sequence in sequences]),
+        shared=np.array([example.shared_tokens for example in examples]),
+    )
     shared = shared_beginnings(examples, sizes)
     layout = _layout(sizes, padded_to, shared if shares_prompts else np.zeros_like(shared))
     targets = _targets(input_ids, np.concatenate([sequence.loss_mask for sequence in sequences]), sizes, layout)
@@ -200,16 +205,6 @@ def collate(
         sequence_targets=tuple(sizes.targets.tolist()),
         index=index,
         images=image_places,
-    )
-
-
-def _sizes(examples: ListLike[Example]) -> ExampleSizes:
-    sequences = [sequence for example in examples for sequence in example.sequences]
-    return ExampleSizes(
-        offsets=np.cumsum([0, *(len(example.sequences) for example in examples)]),
-        lengths=np.array([len(sequence.input_ids) for sequence in sequences]),
-        targets=np.array([sequence.num_targets for sequence in sequences]),
-        shared=np.array([example.shared_tokens for example in examples]),
     )
 
 

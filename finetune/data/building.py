@@ -69,7 +69,33 @@ class OpenedSources:
         for known, streamed, opened in self._opened:
             if known == source and streamed == streaming:
                 return opened
-        opened = _open(source, streaming, self._recipe.row_kind.formats)
+        reader, name = SourceReader(source, streaming), without_credentials(source.path)
+        note = None
+        if reader.text_unit:
+            is_line = reader.text_unit == "line" and not source.text_unit
+            longer = "; `text_unit: paragraph` and `file` make longer ones" if is_line else ""
+            note = f"{name}: each {reader.text_unit} of text is a row{longer}"
+        if source.format != "auto":
+            check_columns(source.format, source.columns)
+            opened = OpenedSource(source, reader, note, None)
+        else:
+            items, readable = list[Item](), list[Mapping[str, Any]]()
+            with closing(read_items(reader)) as rows:
+                while len(readable) < FORMAT_ROWS and (item := next(rows, None)):
+                    items.append(item)
+                    if not isinstance(item[2], str):
+                        readable.append(item[2])
+            if not readable:
+                raise UserError(f"{name}: no row can be read, so its format is unknown; set `format`")
+            try:
+                detected = detect_format(readable, source.columns, self._recipe.row_kind.formats)
+            except UserError as error:  # its message is about the first row
+                label, number = next((label, number) for label, number, row in items if not isinstance(row, str))
+                raise UserError(f"{label}:{number}: {error}") from None
+            resolved = source.model_copy(update={"format": detected.format, "columns": detected.columns})
+            check_columns(resolved.format, resolved.columns)
+            note = note or f"{name}: format {detected.format} ({detected.reason})"
+            opened = OpenedSource(resolved, reader, note, tuple(items[:HEAD_ROWS]))
         if problem := format_problem(self._recipe, opened.source.format):
             raise UserError(f"{opened.name}: {problem}")
         self._opened.append((source, streaming, opened))
@@ -92,36 +118,6 @@ class OpenedSources:
                         if not settings.skips_bad:
                             raise UserError(bad_row_message(item[:2], error)) from None
         self._heads_checked = True
-
-
-def _open(source: Source, streaming: bool, formats: tuple[str, ...]) -> OpenedSource:
-    """formats: those of the objective."""
-    reader, name = SourceReader(source, streaming), without_credentials(source.path)
-    note = None
-    if reader.text_unit:
-        is_line = reader.text_unit == "line" and not source.text_unit
-        longer = "; `text_unit: paragraph` and `file` make longer ones" if is_line else ""
-        note = f"{name}: each {reader.text_unit} of text is a row{longer}"
-    if source.format != "auto":
-        check_columns(source.format, source.columns)
-        return OpenedSource(source, reader, note, None)
-    items, readable = list[Item](), list[Mapping[str, Any]]()
-    with closing(read_items(reader)) as rows:
-        while len(readable) < FORMAT_ROWS and (item := next(rows, None)):
-            items.append(item)
-            if not isinstance(item[2], str):
-                readable.append(item[2])
-    if not readable:
-        raise UserError(f"{name}: no row can be read, so its format is unknown; set `format`")
-    try:
-        detected = detect_format(readable, source.columns, formats)
-    except UserError as error:  # its message is about the first row
-        label, number = next((label, number) for label, number, row in items if not isinstance(row, str))
-        raise UserError(f"{label}:{number}: {error}") from None
-    resolved = source.model_copy(update={"format": detected.format, "columns": detected.columns})
-    check_columns(resolved.format, resolved.columns)
-    note = note or f"{name}: format {detected.format} ({detected.reason})"
-    return OpenedSource(resolved, reader, note, tuple(items[:HEAD_ROWS]))
 
 
 def row_settings(recipe: Recipe, source: Source, renderer: Renderer) -> RowSettings:

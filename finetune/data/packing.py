@@ -73,7 +73,17 @@ def pack(lengths: NDArray[np.integer] | Sequence[int], max_length: int) -> Rows:
     if len(lengths) and not 1 <= lengths.min() <= lengths.max() <= max_length:
         raise ValueError(f"lengths must be within 1..{max_length}, got {lengths.min()}..{lengths.max()}")
     present, counts = np.unique(lengths, return_counts=True)
-    patterns = _best_fit(present, counts, max_length)
+    # The rows that one example at a time would fill, computed for all examples of a length together.
+    open_rows = _OpenRows(max_length)
+    for size, number in zip(present[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        open_rows.place(size, number)
+    patterns = []
+    for chain, repeats in open_rows.all():
+        entries = []
+        while chain is not None:
+            chain, size, in_row = chain
+            entries.append((size, in_row))
+        patterns.append((entries, repeats))
     improvable = lengths.sum() < _FULL * _num_rows(patterns) * max_length
     if improvable and len(present) * present[-1] <= _SEARCHABLE:
         patterns = min(patterns, _closed(present, counts, max_length), key=_num_rows)
@@ -105,21 +115,6 @@ def _num_rows(patterns: list[_Pattern]) -> int:
 # --- best-fit decreasing
 
 
-def _best_fit(present: NDArray[np.int64], counts: NDArray[np.int64], max_length: int) -> list[_Pattern]:
-    """Returns the rows that one example at a time would fill, computed for all examples of a length together."""
-    rows = _OpenRows(max_length)
-    for length, count in zip(present[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        rows.place(length, count)
-    patterns = []
-    for chain, times in rows.all():
-        entries = []
-        while chain is not None:
-            chain, length, each = chain
-            entries.append((length, each))
-        patterns.append((entries, times))
-    return patterns
-
-
 class _OpenRows:
     """Rows by the room they have left. There are at most max_length distinct rooms, located by bisection."""
 
@@ -135,7 +130,15 @@ class _OpenRows:
     def place(self, length: int, count: int) -> None:
         """`count` examples of one length. A row that takes one is the fullest from then on, and takes all it can."""
         while count:
-            room, chain, rows = self._tightest(length, count)
+            # The rows with the least room that still holds `length`; if there are none, new ones for all.
+            at = bisect_left(self._rooms, length)
+            if at == len(self._rooms):
+                room, chain, rows = self.max_length, None, -(-count // (self.max_length // length))
+            else:
+                room = self._rooms[at]
+                chain, rows = self._rows_with[room].pop()
+                if not self._rows_with[room]:
+                    del self._rows_with[room], self._rooms[at]
             fits = room // length
             full = min(rows, count // fits)
             rest = count - full * fits if full < rows else 0  # for one more row
@@ -143,17 +146,6 @@ class _OpenRows:
             self._add(room - rest * length, (chain, length, rest), int(rest > 0))
             self._add(room, chain, rows - full - (rest > 0))
             count -= full * fits + rest
-
-    def _tightest(self, length: int, count: int) -> tuple[int, _Chain, int]:
-        """Takes out rows with the least room that still holds `length`; if there are none, new ones for all."""
-        at = bisect_left(self._rooms, length)
-        if at == len(self._rooms):
-            return self.max_length, None, -(-count // (self.max_length // length))
-        room = self._rooms[at]
-        chain, rows = self._rows_with[room].pop()
-        if not self._rows_with[room]:
-            del self._rows_with[room], self._rooms[at]
-        return room, chain, rows
 
     def _add(self, room: int, chain: _Chain, rows: int) -> None:
         if rows and not room:

@@ -78,7 +78,14 @@ class Prefetched(Generic[T], Iterator[T]):
     def _make(self) -> None:
         failure = None
         try:
-            while self._has_room():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._closed or (len(self._ready) < self._most and self._allowed > 0)
+                    )
+                    self._allowed -= 1
+                    if self._closed:
+                        break
                 item = next(self._items, _END)
                 if item is _END:
                     break
@@ -92,13 +99,6 @@ class Prefetched(Generic[T], Iterator[T]):
             if not self._closed:
                 self._failure, self._ended = failure, True
             self._changed.notify_all()
-
-    def _has_room(self) -> bool:
-        """Waits for it; False after `close`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or (len(self._ready) < self._most and self._allowed > 0))
-            self._allowed -= 1
-            return not self._closed
 
 
 _END = object()

@@ -46,7 +46,7 @@ from finetune.data.checksums import (
     verify,
 )
 from finetune.data.samples import Example, ExampleSizes, Image, Sequence
-from finetune.data.tokenizing import ChunkResult, ExampleArrays
+from finetune.data.tokenizing import ChunkResult
 from finetune.errors import RunFailure
 from finetune.utils import fsync
 
@@ -297,7 +297,24 @@ class EntryWriter:
         arrays["image_numbers"] = images.reshape(-1)
         for name, array in arrays.items():
             self._files[name].append(array)
-        self._files["example_checksums"].append(_example_checksums(chunk, len(self.columns)))
+        width = len(self.columns)
+        # (N,), see `CacheEntry.checksum`
+        ends = np.concatenate(([0], np.cumsum(chunk.sizes)))  # of sequences
+        places = np.concatenate(([0], np.cumsum(chunk.lengths)))[ends]  # of tokens
+        of_image = chunk.image_numbers
+        image_ends = np.searchsorted(of_image[:, 0], ends)
+        byte_ends = np.concatenate(([0], np.cumsum(of_image[:, 5])))[image_ends]
+        checksums = [
+            checksum(
+                chunk.input_ids[places[i] : places[i + 1]],
+                chunk.loss_mask[places[i] : places[i + 1]],
+                chunk.numbers[i * width : (i + 1) * width],
+                of_image[image_ends[i] : image_ends[i + 1], 1:5],
+                chunk.image_sources[byte_ends[i] : byte_ends[i + 1]],
+            )
+            for i in range(len(chunk.sizes))
+        ]
+        self._files["example_checksums"].append(np.array(checksums, np.uint32))
         self._num_image_bytes += len(chunk.image_sources)
         self._num_tokens += len(chunk.input_ids)
         self._num_sequences += len(chunk.lengths)
@@ -319,23 +336,3 @@ class EntryWriter:
         }
         (self.folder / "report.json").write_text(sealed(everything), encoding="utf-8")
         fsync(self.folder / "report.json")
-
-
-def _example_checksums(chunk: ExampleArrays, width: int) -> NDArray[np.uint32]:
-    """(N,) see `CacheEntry.checksum`; width: numbers of an example."""
-    ends = np.concatenate(([0], np.cumsum(chunk.sizes)))  # of sequences
-    places = np.concatenate(([0], np.cumsum(chunk.lengths)))[ends]  # of tokens
-    images = chunk.image_numbers
-    image_ends = np.searchsorted(images[:, 0], ends)
-    byte_ends = np.concatenate(([0], np.cumsum(images[:, 5])))[image_ends]
-    checksums = [
-        checksum(
-            chunk.input_ids[places[i] : places[i + 1]],
-            chunk.loss_mask[places[i] : places[i + 1]],
-            chunk.numbers[i * width : (i + 1) * width],
-            images[image_ends[i] : image_ends[i + 1], 1:5],
-            chunk.image_sources[byte_ends[i] : byte_ends[i + 1]],
-        )
-        for i in range(len(chunk.sizes))
-    ]
-    return np.array(checksums, np.uint32)

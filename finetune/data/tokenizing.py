@@ -309,7 +309,20 @@ def tokenize_chunks(
     pool = ProcessPoolExecutor(workers, context, _begin, (pickle.dumps(settings),))
     gc.freeze()  # as in the workers, see `_begin`
     try:
-        yield from _in_order(pool, settings, chunks, workers * CHUNKS_PER_WORKER)
+        most = workers * CHUNKS_PER_WORKER
+        # When this process would wait for the others, it works, too: they take seconds to start.
+        waiting: deque[Future[ChunkResult]] = deque()
+        for chunk in chunks:
+            if sum(not future.done() for future in waiting) >= most:
+                finished: Future[ChunkResult] = Future()
+                finished.set_result(tokenize_chunk(settings, chunk))
+                waiting.append(finished)
+            else:
+                waiting.append(pool.submit(_tokenize_in_worker, chunk))
+            while waiting and (waiting[0].done() or len(waiting) > MOST_WAITING * most):
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
     except BrokenProcessPool:
         raise RunFailure(
             f"one of the {workers} processes that tokenize has died; most often the system ended it for want of memory "
@@ -318,25 +331,6 @@ def tokenize_chunks(
     finally:
         gc.unfreeze()
         pool.shutdown(cancel_futures=True)
-
-
-def _in_order(
-    pool: ProcessPoolExecutor, settings: RowSettings, chunks: Iterable[list[Item | UserError]], most: int
-) -> Iterator[ChunkResult]:
-    """Gives the processes `most` chunks. When this one would wait for them, it works, too: they take seconds to
-    start."""
-    waiting: deque[Future[ChunkResult]] = deque()
-    for chunk in chunks:
-        if sum(not future.done() for future in waiting) >= most:
-            finished: Future[ChunkResult] = Future()
-            finished.set_result(tokenize_chunk(settings, chunk))
-            waiting.append(finished)
-        else:
-            waiting.append(pool.submit(_tokenize_in_worker, chunk))
-        while waiting and (waiting[0].done() or len(waiting) > MOST_WAITING * most):
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
 
 
 # --- in a worker

@@ -103,6 +103,12 @@ def orthogonalized(matrix: Tensor) -> Tensor:  # of the shape of `matrix`, bf16
     return x.T if is_tall else x
 
 
+def iteration_flops(rows: int, columns: int) -> int:
+    """Returns the FLOPs to orthogonalize a matrix: three products an iteration."""
+    side = min(rows, columns)
+    return _ITERATIONS * (2 * 2 * side * rows * columns + 2 * side**3)
+
+
 def _update(weight: Tensor, direction: Tensor, shape: Sequence[int], group: dict[str, Any]) -> None:
     """Decay and update a matrix of `shape` or a part of it, by AdamW's root mean square (Liu et al. 2025,
     https://arxiv.org/abs/2502.16982, section 2.2)."""

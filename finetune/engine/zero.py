@@ -118,7 +118,12 @@ class Zero(Engine):
         optimizers = build(trained)
         optimizer = optimizers[0] if len(optimizers) == 1 else JoinedOptimizer(optimizers)
         if self.is_stage_3 and next(linear_weights(self.unwrapped), None) is not None:
-            self._shard_packed(self.unwrapped, config)
+            # Packed weights are sharded from host memory, one by one: DeepSpeed would first move all of them to the
+            # device.
+            from deepspeed.runtime.zero import Init
+
+            Init(module=self.unwrapped, dtype=torch.float32, config_dict_or_path=config)
+            move_states(self.unwrapped, self.device)
         self.accelerator.gradient_accumulation_steps = micro_batches
         self.model, wrapped = self.accelerator.prepare(model, optimizer)
         self.optimizers = [optimizer]
@@ -130,13 +135,6 @@ class Zero(Engine):
             batches = [(flat, [part for part in parts if part.stepped is flat]) for flat in flats]
             group = torch.distributed.group.WORLD if self.world_size > 1 else None
             muon.share(batches, group, self.device, self.stopwatch)
-
-    def _shard_packed(self, model: Any, config: dict[str, Any]) -> None:
-        """Shard packed weights from host memory, one by one: DeepSpeed would first move all of them to the device."""
-        from deepspeed.runtime.zero import Init
-
-        Init(module=model, dtype=torch.float32, config_dict_or_path=config)
-        move_states(model, self.device)
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:

@@ -37,7 +37,24 @@ class QuantizedModel:
 
     def __init__(self, model: StreamedModel, kind: str):
         self._model, self.kind = model, kind
-        chosen, experts = text_layers(model.model), _expert_weights(model, kind)
+        # A matrix of each expert and projection, as vLLM's WNA16 reads them. Refused if no server, or nothing here,
+        # reads it in 8 bits.
+        stacked = stacked_experts(model.model)
+        experts = [name for name in model.shapes if _EXPERT.fullmatch(name)]
+        elsewhere = "use llm-compressor on the folder that `export --to hf` writes"
+        if stacked and kind == "fp8":
+            raise UserError(
+                f"--quantize fp8: vLLM loads experts ({stacked[0]}) in fp8 only with activations in fp8: give int8, or "
+                + elsewhere
+            )
+        what = "a model of scores" if model.is_scoring else ""
+        if stacked and (not experts or any(tensor.ndim > 2 for tensor in model.shapes.values())):
+            what = f"a model whose files have tensors of three dimensions ({stacked[0]})"
+        if stacked and any(model.shapes[name].shape[-1] % _PER_INT32 for name in experts):
+            what = f"a model with experts ({stacked[0]}) whose rows are no multiple of {_PER_INT32}"
+        if what:
+            raise UserError(f"--quantize {kind}: {what} is not quantized here: {elsewhere}")
+        chosen = text_layers(model.model)
         others = {name for name, module in model.model.named_modules() if type(module) is torch.nn.Linear}
         # Routers, which are linear layers to vLLM.
         routers = {f"{name.partition('.experts.')[0]}.gate" for name in experts}
@@ -72,27 +89,6 @@ class QuantizedModel:
             parts = quantize(self._model.make(source), self.kind)
             self._ready |= {source.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
         return self._ready.pop(name)
-
-
-def _expert_weights(model: StreamedModel, kind: str) -> list[str]:
-    """Returns the weights of experts by the files' names, a matrix of each expert and projection, as vLLM's WNA16 reads
-    them. Raises UserError for models that no server, or nothing here, would read in eight bits."""
-    stacked = stacked_experts(model.model)
-    names = [name for name in model.shapes if _EXPERT.fullmatch(name)]
-    elsewhere = "use llm-compressor on the folder that `export --to hf` writes"
-    if stacked and kind == "fp8":
-        raise UserError(
-            f"--quantize fp8: vLLM loads experts ({stacked[0]}) in fp8 only with activations in fp8: give int8, or "
-            + elsewhere
-        )
-    what = "a model of scores" if model.is_scoring else ""
-    if stacked and (not names or any(tensor.ndim > 2 for tensor in model.shapes.values())):
-        what = f"a model whose files have tensors of three dimensions ({stacked[0]})"
-    if stacked and any(model.shapes[name].shape[-1] % _PER_INT32 for name in names):
-        what = f"a model with experts ({stacked[0]}) whose rows are no multiple of {_PER_INT32}"
-    if what:
-        raise UserError(f"--quantize {kind}: {what} is not quantized here: {elsewhere}")
-    return names
 
 
 def stacked_experts(model: Any) -> list[str]:

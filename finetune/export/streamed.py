@@ -144,7 +144,20 @@ class StreamedModel:
             copies = {name for group in _groups(self.model, tied) for name in group.shapes} if tied else set()
             extra = [name for name in self._files.names() if name not in self._groups and name not in copies]
             self.shapes |= {name: self._cast(self._files.meta(name)) for name in extra}
-        self._check()
+        # What cannot be merged in the layout of the files is refused.
+        names = {name for group in self._groups.values() for name in group.names}
+        if unknown := sorted(set(self.patches) - names - set(self._aliases)):
+            raise UserError(
+                f"{self.trained.folder}: {unknown[0]} was trained but is not in this base model; is --base the right "
+                "one?"
+            )
+        for group in self._groups.values():
+            kinds = {self.patches[name].kind for name in group.names if name in self.patches}
+            if not group.is_renaming and not kinds <= {"lora"} and not kinds <= {"full"}:
+                raise UserError(
+                    f"{group.names[0]}: {' and '.join(sorted(kinds))} of a tensor that files hold in another layout "
+                    "than transformers is not merged tensor by tensor: merge it in memory by peft's `merge_and_unload`"
+                )
 
     @cached_property
     def text_part(self) -> TextPart | None:
@@ -205,7 +218,8 @@ class StreamedModel:
         return self._disk_name.get(self._aliases.get(self._groups[name].names[0], ""), name)
 
     def _find_patches(self) -> dict[str, Patch]:
-        """Returns what was trained; {} for a full result, which has all that is exported."""
+        """Returns what was trained; {} for a full result, which has all that is exported. Raises UserError for adapters
+        that are not merged here."""
         trained, part = self.trained, self.part
         if not (trained.is_adapter or trained.is_checkpoint):
             return {}
@@ -217,7 +231,24 @@ class StreamedModel:
             model = part.base_without_weights()
         else:
             model = _skeleton(trained, self._about)
-        adapted = _adapted(trained, model, self._about.name)
+        from peft import get_peft_model
+
+        with warnings.catch_warnings():
+            # About tied weights, patterns for experts and gradient checkpointing: handled, or not done here.
+            warnings.simplefilter("ignore")
+            if trained.is_checkpoint:
+                assert trained.recipe is not None
+                assert trained.recipe.lora is not None
+                lora, parts = trained.recipe.lora, trained.recipe.model.train
+                paths = adapted_modules(model, family_of(model.config), parts, lora) if parts is not None else None
+                adapted = add_adapters(model, lora, torch.float32, trained.recipe.tokens, paths)
+            else:
+                config = read_lora(trained.folder)
+                if getattr(config, "bias", "none") != "none":
+                    raise UserError(f"{trained.folder}: only LoRA without trained biases is merged")
+                with FittingAdapter(trained.folder):
+                    adapted = get_peft_model(model, config)
+                check_shapes(trained, adapted, self._about.name)
         return {in_base(name): one for name, one in adapter_patches(adapted, trained).items()}
 
     def _shape(self, name: str) -> Tensor:
@@ -248,22 +279,6 @@ class StreamedModel:
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if self._dtype is not None and tensor.is_floating_point() else tensor
-
-    def _check(self) -> None:
-        """Raises UserError for what cannot be merged in the layout of the files."""
-        names = {name for group in self._groups.values() for name in group.names}
-        if unknown := sorted(set(self.patches) - names - set(self._aliases)):
-            raise UserError(
-                f"{self.trained.folder}: {unknown[0]} was trained but is not in this base model; is --base the right "
-                "one?"
-            )
-        for group in self._groups.values():
-            kinds = {self.patches[name].kind for name in group.names if name in self.patches}
-            if not group.is_renaming and not kinds <= {"lora"} and not kinds <= {"full"}:
-                raise UserError(
-                    f"{group.names[0]}: {' and '.join(sorted(kinds))} of a tensor that files hold in another layout "
-                    "than transformers is not merged tensor by tensor: merge it in memory by peft's `merge_and_unload`"
-                )
 
 
 def auto_class(about: Model, labels: tuple[str, ...]) -> Any:
@@ -306,28 +321,6 @@ def _find_files(trained: Trained, about: Model) -> Base | None:
                 renamed = re.sub(pattern, target, renamed, count=1)
             names[renamed] = name
     return replace(base, files=base.files.renamed(names))
-
-
-def _adapted(trained: Trained, model: Any, base: str | None) -> Any:
-    """Returns peft's model of an adapter, without weights. Raises UserError for adapters that are not merged here."""
-    from peft import get_peft_model
-
-    with warnings.catch_warnings():
-        # About tied weights, patterns for experts and gradient checkpointing: handled, or not done here.
-        warnings.simplefilter("ignore")
-        if not trained.is_checkpoint:
-            config = read_lora(trained.folder)
-            if getattr(config, "bias", "none") != "none":
-                raise UserError(f"{trained.folder}: only LoRA without trained biases is merged")
-            with FittingAdapter(trained.folder):
-                adapted = get_peft_model(model, config)
-            check_shapes(trained, adapted, base)
-            return adapted
-        assert trained.recipe is not None
-        assert trained.recipe.lora is not None
-        lora, parts = trained.recipe.lora, trained.recipe.model.train
-        paths = adapted_modules(model, family_of(model.config), parts, lora) if parts is not None else None
-        return add_adapters(model, lora, torch.float32, trained.recipe.tokens, paths)
 
 
 def own_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -69,7 +69,16 @@ def load_served(runs: Sequence[tuple[str, Path]], device: str) -> dict[str, Answ
             model = shared[key]
             model.load_adapter(str(folder), adapter_name=adapter)
         else:
-            model = _placed(folder, device, adapter)
+            # auto: over all accelerators if there are several.
+            if device == "auto" and torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
+                model = load_trained(folder, adapter=adapter, device_map="auto")
+            else:
+                try:
+                    model = load_trained(folder, adapter=adapter).to(
+                        default_device() if device == "auto" else torch.device(device)
+                    )
+                except (RuntimeError, AssertionError) as error:
+                    raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
             if base is not None:
                 shared[key] = model
         has_settings = (folder / "generation_config.json").is_file()
@@ -77,16 +86,6 @@ def load_served(runs: Sequence[tuple[str, Path]], device: str) -> dict[str, Answ
         served = Served(model.eval(), adapter if adapter_file.is_file() else None, settings)
         entries[name] = answerer_of(run_dir, served, tokenizer)
     return entries
-
-
-def _placed(folder: Path, device: str, adapter: str) -> Any:
-    """Returns the model on a device; auto: over all accelerators if there are several. Raises UserError."""
-    if device == "auto" and torch.accelerator.is_available() and torch.accelerator.device_count() > 1:
-        return load_trained(folder, adapter=adapter, device_map="auto")
-    try:
-        return load_trained(folder, adapter=adapter).to(default_device() if device == "auto" else torch.device(device))
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
 
 
 def hosts_of(host: str, more: Sequence[str]) -> set[str]:

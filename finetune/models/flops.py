@@ -98,21 +98,22 @@ class ModelFlops:
             per_pair = layer.per_pair * (2 if self.recomputes else 1)
             if layer.executed_backward:  # fused attention computes the scores again
                 per_pair += layer.per_pair * 2 + (0 if self.implementation == "eager" else layer.scores)
-            hardware += number * per_pair * self._executed_pairs(executed, layer.window, prefixes)
+            if self.implementation in _MASKED:
+                executed_pairs = float(sum(executed) ** 2)
+            elif self.implementation != DOCUMENTS:
+                executed_pairs = causal_pairs(executed, layer.window, prefixes)
+            else:
+                sizes = itertools.zip_longest(executed, prefixes, fillvalue=0)
+                # A window is a mask, and so are the keys of another document.
+                executed_pairs = float(
+                    sum(n * (n + p) if p or n > (layer.window or n) else n * (n + 1) / 2 for n, p in sizes)
+                )
+            hardware += number * per_pair * executed_pairs
         return Flops(model, hardware if self.hardware_known else math.nan)
 
     def patches_in(self, inputs: Mapping[str, Tensor]) -> list[int]:
         """Returns the patches of each picture among the inputs of a forward."""
         return [] if self.tower is None else patches_in(self.tower.config, inputs)
-
-    def _executed_pairs(self, lengths: Sequence[int], window: int | None, prefixes: Sequence[int]) -> float:
-        if self.implementation in _MASKED:
-            return float(sum(lengths) ** 2)
-        if self.implementation != DOCUMENTS:
-            return causal_pairs(lengths, window, prefixes)
-        sizes = itertools.zip_longest(lengths, prefixes, fillvalue=0)
-        # A window is a mask, and so are the keys of another document.
-        return float(sum(n * (n + p) if p or n > (window or n) else n * (n + 1) / 2 for n, p in sizes))
 
 
 @dataclass(frozen=True)

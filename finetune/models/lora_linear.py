@@ -41,23 +41,20 @@ def fuse_adapters(model: nn.Module) -> None:
     for parent in modules:
         for names in OF_ONE_INPUT:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
-            if all(isinstance(layer, FusedLinear) for layer in layers) and _called_alike(type(parent), names):
+            if not all(isinstance(layer, FusedLinear) for layer in layers):
+                continue
+            # The forward has to call each of these layers once, with the same variable and at the same depth: not in
+            # a branch of its own, as in models whose layers take over another's keys.
+            calls = [
+                (layer, variable, len(line) - len(line.lstrip()))
+                for line in inspect.getsource(type(parent).forward).splitlines()
+                for layer, variable in re.findall(rf"self\.({'|'.join(names)})\((\w+)\)", line)
+            ]
+            is_alike = len({call[1:] for call in calls}) == 1
+            if is_alike and sorted(layer for layer, _, _ in calls) == sorted(names):
                 shared = Siblings(layers)
                 for layer in layers:
                     layer.siblings = shared
-
-
-def _called_alike(kind: type[nn.Module], names: tuple[str, ...]) -> bool:
-    """Returns whether a module's forward calls each of these layers once, with the same variable and at the same
-    depth: not in a branch of its own, as models do whose layers take over another's keys."""
-    lines = inspect.getsource(kind.forward).splitlines()
-    calls = [
-        (layer, variable, len(line) - len(line.lstrip()))
-        for line in lines
-        for layer, variable in re.findall(rf"self\.({'|'.join(names)})\((\w+)\)", line)
-    ]
-    layers = sorted(layer for layer, _, _ in calls)
-    return layers == sorted(names) and len({call[1:] for call in calls}) == 1
 
 
 class Siblings:
@@ -91,7 +88,18 @@ class FusedLinear:
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or not self.fuses():
             return super().forward(x, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  (of peft's)
-        return _compiled_product(self, x) if torch.compiler.is_compiling() else self.siblings.output(self, x)
+        if not torch.compiler.is_compiling():
+            return self.siblings.output(self, x)
+        # Casts are left to the compiler, which has few kernels for all of them; layers of one input, too: those that
+        # take another's output would change its state, which recomputation must not.
+        layer: Any = self
+        device, name, base = x.device.type, layer.active_adapters[0], layer.base_layer
+        compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        bias = None if base.bias is None else base.bias.to(compute)
+        down, up = (half[name].weight.to(compute) for half in (layer.lora_A, layer.lora_B))
+        rows = x.to(compute).reshape(-1, x.shape[-1])
+        y, _ = _adapted(rows, base.weight.to(compute), bias, down, up, layer.scaling[name])
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def fuses(self) -> bool:
         """Returns whether this layer computes the formula above, with weights that are on this rank. It does not with
@@ -106,7 +114,14 @@ class FusedLinear:
         return (
             isinstance(layer.lora_dropout[name], nn.Identity)
             # A packed weight in a compiled layer would be kept unpacked for the backward.
-            and (_is_plain(base) or (_is_packed(base) and not torch.compiler.is_compiling()))
+            and (
+                _is_plain(base)
+                or (
+                    (type(base) is Fp8Linear or packed_linear.is_4bit(base))
+                    and not _has_hooks(base)
+                    and not torch.compiler.is_compiling()
+                )
+            )
             and all(map(_is_plain, (down, up)))
             and up.bias is None
             and not any(parameter.requires_grad for parameter in base.parameters())
@@ -115,10 +130,6 @@ class FusedLinear:
 
 def _is_plain(layer: Any) -> bool:
     return type(layer) is nn.Linear and not _has_hooks(layer) and "forward" not in vars(layer)
-
-
-def _is_packed(layer: Any) -> bool:
-    return (type(layer) is Fp8Linear or packed_linear.is_4bit(layer)) and not _has_hooks(layer)
 
 
 def _has_hooks(layer: Any) -> bool:
@@ -214,18 +225,6 @@ def _matrix(base: Any, weight: Tensor, compute: torch.dtype) -> Tensor:  # (O, I
 
 
 # --- in a compiled layer: an operator that torch.compile calls as it is
-
-
-def _compiled_product(layer: Any, x: Tensor) -> Tensor:
-    """Returns as `products` of one layer. Casts are left to the compiler, which has few kernels for all of them; layers
-    of one input, too: those that take another's output would change its state, which recomputation must not."""
-    device, name, base = x.device.type, layer.active_adapters[0], layer.base_layer
-    compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    bias = None if base.bias is None else base.bias.to(compute)
-    down, up = (half[name].weight.to(compute) for half in (layer.lora_A, layer.lora_B))
-    rows = x.to(compute).reshape(-1, x.shape[-1])
-    y, _ = _adapted(rows, base.weight.to(compute), bias, down, up, layer.scaling[name])
-    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 @torch.library.custom_op("finetune::adapted", mutates_args=())

@@ -20,7 +20,6 @@ from finetune.plan.search import (
     SAVE_S,
     Choice,
     PlanRequest,
-    Sampled,
     SearchResult,
     answers,
     as_lines,
@@ -59,7 +58,19 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
             "step_s": one.step and one.step.seconds,
             "step_parts_s": one.step and one.step.parts,
             "speeds": one.step and one.step.source,
-            **({"rollouts": _sampled(one.sampled)} if one.sampled else {}),
+            **(
+                {
+                    "rollouts": {
+                        "cohorts": sampled.cohorts,
+                        "cohorts_of_a_rank": sampled.each,
+                        "cache_gib": round(sampled.cache / GIB, 3),
+                        "cohort_gib": round(sampled.peak / GIB, 3),
+                        "largest_cohort": sampled.largest,
+                    }
+                }
+                if (sampled := one.sampled)
+                else {}
+            ),
             "tokens_per_s": one.tokens_per_s,
             "hours": one.hours,
             "price": one.price,
@@ -108,25 +119,6 @@ def why(request: PlanRequest, one: Choice) -> str:
         fewer = f"{one.faster.config} on {one.faster.machines.name}"
         not_faster = f"; not faster than {fewer} ({one.faster.step.seconds:.3g} s a step): {more:.3g} s more of {part}"
     return f"{room}; limited by {one.step.limit} ({share:.0%} of a step){not_faster}"
-
-
-def _sampled(sampled: Sampled) -> dict[str, Any]:
-    sizes = {"cache_gib": round(sampled.cache / GIB, 3), "cohort_gib": round(sampled.peak / GIB, 3)}
-    counts = {"cohorts": sampled.cohorts, "cohorts_of_a_rank": sampled.each}
-    return {**counts, **sizes, "largest_cohort": sampled.largest}
-
-
-def _rollouts(request: PlanRequest, one: Choice, sampled: Sampled) -> str:
-    """Returns a line on the rollouts of a step."""
-    settings = request.recipe.rollouts
-    assert settings is not None
-    fits = f"rollouts.cohort up to {sampled.largest:,} fits" if sampled.largest else "not even one sample fits"
-    seconds = one.step.parts.get("generation") if one.step else None
-    took = f", at most {seconds:.3g} s" if seconds else ""
-    return (
-        f"rollouts: {sampled.cohorts:,} cohorts of {settings.cohort:,} samples, {sampled.each:,} on a rank one after "
-        f"another{took}; a cohort takes {sampled.peak / GIB:.2f} GiB, {sampled.cache / GIB:.2f} of it cache; {fits}"
-    )
 
 
 def _difference(one: StepTime, other: StepTime) -> tuple[str, float]:
@@ -222,7 +214,17 @@ def show(
         if one is first[0] and second is not None:
             print_line(console, _against(one, second), highlight=False, markup=False)
         if one.sampled is not None:
-            print_line(console, _rollouts(request, one, one.sampled), highlight=False, markup=False)
+            sampled, settings = one.sampled, request.recipe.rollouts
+            assert settings is not None
+            fits = f"rollouts.cohort up to {sampled.largest:,} fits" if sampled.largest else "not even one sample fits"
+            seconds = one.step.parts.get("generation") if one.step else None
+            took = f", at most {seconds:.3g} s" if seconds else ""
+            line = (
+                f"rollouts: {sampled.cohorts:,} cohorts of {settings.cohort:,} samples, {sampled.each:,} on a rank one "
+                f"after another{took}; a cohort takes {sampled.peak / GIB:.2f} GiB, {sampled.cache / GIB:.2f} of it "
+                f"cache; {fits}"
+            )
+            print_line(console, line, highlight=False, markup=False)
     for line in refused(results):
         print_line(console, f"[bold]{line['on']}[/bold]: {escape(line['why'])}", highlight=False)
     console.print()

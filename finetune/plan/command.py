@@ -321,15 +321,25 @@ def to_fit(
         if not (effective := _effective(request.recipe, changes)):
             continue
         with contextlib.suppress(UserError):  # a rule forbids it
-            other = _with_changes(request, effective, remake)
-            after = search(other, machines, speeds, widely=False).choices
-            saving = [(_saved(before.get((one.config, one.sizes)), one), one) for one in after]
-            saving = [
-                (saved, one)
-                for saved, one in saving
-                if (one.verdict != "no" if saved is None else saved > _SAVING * one.peak / GIB)
-            ]
-            if saving and not _repeats(effective, chosen := best([one for _, one in saving]), found):
+            if "mode" in effective:  # another model
+                other = remake(effective)
+            else:
+                other = replace(request, recipe=changed(request.recipe, effective))
+                if "data.max_length" in effective and other.repack is not None:
+                    other = replace(other, rows=other.repack(other.recipe))
+            saving: list[tuple[float | None, Choice]] = []  # GiB; None if the peak of one of them is not known
+            for one in search(other, machines, speeds, widely=False).choices:
+                was = before.get((one.config, one.sizes))
+                is_known = was is not None and not was.memory.at_least and not one.memory.at_least
+                saved = (was.peak - one.peak) / GIB if was is not None and is_known else None
+                if one.verdict != "no" if saved is None else saved > _SAVING * one.peak / GIB:
+                    saving.append((saved, one))
+            if not saving:
+                continue
+            chosen = best([one for _, one in saving])
+            # Fewer of these changes, or the same ones, may save as much.
+            fewer = [other for less, _, _, other in found if less.items() <= effective.items()]
+            if not any(one.config == chosen.config and one.peak <= (1 + _SAVING) * chosen.peak for one in fewer):
                 found.append((effective, cost, next(saved for saved, one in saving if one is chosen), chosen))
     lines = [(f"{', '.join(as_lines(changes))} ({cost})", saved, one) for changes, cost, saved, one in found]
     lines.insert(0, ("no change", 0.0, best(list(before.values()))))
@@ -348,30 +358,3 @@ def _effective(recipe: Recipe, changes: dict[str, Any]) -> dict[str, Any]:
     if length := changes.get("data.max_length"):
         changes = {"data.max_length": int(recipe.data.max_length * length)}
     return {key: value for key, value in changes.items() if value_of(recipe, key) != value}
-
-
-def _with_changes(
-    request: PlanRequest, changes: dict[str, Any], remake: Callable[[dict[str, Any]], PlanRequest]
-) -> PlanRequest:
-    """Returns the request of a changed recipe. Raises UserError if no such recipe can be."""
-    if "mode" in changes:  # another model
-        return remake(changes)
-    other = replace(request, recipe=changed(request.recipe, changes))
-    if "data.max_length" in changes and other.repack is not None:
-        other = replace(other, rows=other.repack(other.recipe))
-    return other
-
-
-def _saved(before: Choice | None, after: Choice) -> float | None:
-    """Returns GiB; None if the peak of one of them is not known."""
-    if before is None or before.memory.at_least or after.memory.at_least:
-        return None
-    return (before.peak - after.peak) / GIB
-
-
-def _repeats(
-    changes: dict[str, Any], one: Choice, found: Sequence[tuple[dict[str, Any], str, float | None, Choice]]
-) -> bool:
-    """Returns whether fewer of these changes, or the same ones, save as much."""
-    fewer = [other for less, _, _, other in found if less.items() <= changes.items()]
-    return any(other.config == one.config and other.peak <= (1 + _SAVING) * one.peak for other in fewer)

@@ -205,7 +205,27 @@ def compare_run(folder: Path) -> list[Comparison]:
     predicted = plan.get("predicted") or {}
     whole = "step_s" in predicted and ("peak" in predicted.get("memory_bytes", {}) or plan["device"] == CPU)
     if not whole:
-        again = _launched(folder, plan).predict(with_time=True)
+        # plan.json has only the mean of the run's lengths.
+        recipe, of_launch = load_recipe(folder / "recipe.yaml", []), plan["launch"]
+        if plan["rows_per_device"]:
+            batch = recipe.batch.model_copy(update={"rows_per_device": plan["rows_per_device"]})
+            recipe = recipe.model_copy(update={"batch": batch})
+        launch = Launch(of_launch["kind"], plan["world_size"], None, of_launch["config"])
+        config = training_config(recipe)
+        counts = plan["rows_per_epoch"], plan["examples"], plan["tokens_per_epoch"], plan["supervised_tokens_per_epoch"]
+        if not all(counts) or recipe.rollouts is not None:
+            rows = widest(
+                recipe, "plan.json has the lengths of rows, not of prompts" if all(counts) else "a stream", config
+            )
+        else:
+            in_epoch, examples, tokens, targets = counts
+            full, share = recipe.data.max_length, targets / tokens
+            documents = (round(tokens / examples),) * max(1, round(examples / in_epoch))
+            of_row = tokens / in_epoch, targets / in_epoch
+            rows = RowFacts("plan.json", (documents,), *of_row, (full,), max(1, int((full - 1) * share)), in_epoch)
+        again = Launched(
+            recipe, config, launch, plan["micro_batches"], rows, plan["device"], of_launch["per_host"]
+        ).predict(with_time=True)
         sizes = {**again.get("memory_bytes", {}), **predicted.get("memory_bytes", {})}
         predicted = {**again, **predicted, "memory_bytes": sizes}
     comparisons: list[Comparison] = []
@@ -224,28 +244,6 @@ def compare_run(folder: Path) -> list[Comparison]:
         for name, (formula, took) in phases_of_time(predicted["parts_s"], measured["parts_s"]).items():
             add(f"  {name}", formula, took, "s", measured["step_s"])
     return comparisons
-
-
-def _launched(folder: Path, plan: dict[str, Any]) -> Launched:
-    """Returns a run from its plan.json, which has only the mean of its lengths."""
-    recipe, of_launch = load_recipe(folder / "recipe.yaml", []), plan["launch"]
-    if plan["rows_per_device"]:
-        batch = recipe.batch.model_copy(update={"rows_per_device": plan["rows_per_device"]})
-        recipe = recipe.model_copy(update={"batch": batch})
-    launch = Launch(of_launch["kind"], plan["world_size"], None, of_launch["config"])
-    config = training_config(recipe)
-    counts = plan["rows_per_epoch"], plan["examples"], plan["tokens_per_epoch"], plan["supervised_tokens_per_epoch"]
-    if not all(counts) or recipe.rollouts is not None:
-        rows = widest(
-            recipe, "plan.json has the lengths of rows, not of prompts" if all(counts) else "a stream", config
-        )
-    else:
-        in_epoch, examples, tokens, targets = counts
-        full, share = recipe.data.max_length, targets / tokens
-        documents = (round(tokens / examples),) * max(1, round(examples / in_epoch))
-        of_row = tokens / in_epoch, targets / in_epoch
-        rows = RowFacts("plan.json", (documents,), *of_row, (full,), max(1, int((full - 1) * share)), in_epoch)
-    return Launched(recipe, config, launch, plan["micro_batches"], rows, plan["device"], of_launch["per_host"])
 
 
 def table(comparisons: Sequence[Comparison]) -> str:

@@ -42,7 +42,22 @@ figure { min-width: 0; }
 def write_page(path: Path, request: PlanRequest, choices: Sequence[Choice], results: Sequence[SearchResult]) -> None:
     """choices: those of `plan`; results: of the search on each kind of machines."""
     shown, first = in_table(choices), answers(choices)
-    rows = [_row(one, any(one is other for other in first)) for one in shown]
+    rows: list[dict[str, Any]] = []  # of cells, "" for numbers that are not known
+    for one in shown:
+        price = [f"{value:,.2f} {one.currency}" if value is not None else "" for value in (one.price, one.per_million)]
+        cells = (
+            f"{one.hours:.2f}" if one.hours else "",
+            *price,
+            f"{'> ' if one.memory.at_least else ''}{one.peak / GIB:.1f}",
+            f"{one.free:+.1f}",
+            f"{one.host_need:.0f}" if one.memory.host or one.host_missing else "",
+            f"{one.step.seconds:.3g}" if one.step else "",
+            f"{one.tokens_per_s:,.0f}" if one.tokens_per_s else "",
+        )
+        changes = ", ".join(as_lines(one.changes))
+        about = {"config": f"{one.config} {one.sizes}".strip(), "changes": changes, "on": one.machines.name}
+        about |= {"verdict": one.verdict, "is_answer": any(one is other for other in first)}
+        rows.append({**about, **dict(zip(_NUMBERS, cells, strict=True))})
     empty = [title for title in _NUMBERS if all(row[title] == "" for row in rows)]
     values = {
         "facts": facts(request, shown, results),
@@ -57,23 +72,6 @@ def write_page(path: Path, request: PlanRequest, choices: Sequence[Choice], resu
     }
     names = {"eyebrow": "Plan", "heading": request.path, "width": _WIDTH, "left": _LEFT}
     write_atomically(path, render("plan.html.jinja", f"{request.path}: plan", _STYLE, **values, **names))
-
-
-def _row(one: Choice, is_answer: bool) -> dict[str, Any]:
-    """Returns the cells of a place; "" for numbers that are not known."""
-    price = [f"{value:,.2f} {one.currency}" if value is not None else "" for value in (one.price, one.per_million)]
-    cells = (
-        f"{one.hours:.2f}" if one.hours else "",
-        *price,
-        f"{'> ' if one.memory.at_least else ''}{one.peak / GIB:.1f}",
-        f"{one.free:+.1f}",
-        f"{one.host_need:.0f}" if one.memory.host or one.host_missing else "",
-        f"{one.step.seconds:.3g}" if one.step else "",
-        f"{one.tokens_per_s:,.0f}" if one.tokens_per_s else "",
-    )
-    changes = ", ".join(as_lines(one.changes))
-    names = {"config": f"{one.config} {one.sizes}".strip(), "changes": changes, "on": one.machines.name}
-    return {**names, "verdict": one.verdict, "is_answer": is_answer, **dict(zip(_NUMBERS, cells, strict=True))}
 
 
 def _figure(request: PlanRequest, one: Choice) -> dict[str, Any]:

@@ -51,22 +51,18 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace != "prim":  # properties of a tensor
             for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-                if isinstance(leaf, Tensor):
-                    self._weigh(leaf)
+                # `to_local` would dispatch an operator, and this is called from within one.
+                tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+                if not isinstance(tensor, Tensor) or device_type(tensor) != self._device:
+                    continue
+                storage = tensor.untyped_storage()
+                key = storage._cdata  # of the storage itself: torch makes a new Python object for it at each access
+                if key not in self._sizes:
+                    self._sizes[key] = 0
+                    weakref.finalize(storage, self._freed, key)
+                self._resized(key, storage.nbytes())
             self._count(func, args, out)
         return out
-
-    def _weigh(self, tensor: Tensor) -> None:
-        # `to_local` would dispatch an operator, and this is called from within one.
-        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if device_type(tensor) != self._device:
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata  # of the storage itself: torch makes a new Python object for it at each access
-        if key not in self._sizes:
-            self._sizes[key] = 0
-            weakref.finalize(storage, self._freed, key)
-        self._resized(key, storage.nbytes())
 
     def _resized(self, key: int, size: int) -> None:
         rounded = -(-size // self._block) * self._block

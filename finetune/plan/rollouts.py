@@ -73,7 +73,7 @@ def _sampling(key: CacheKey) -> CohortCosts:
     settings, samples, prompt, how = key.others
     short, kinds = short_model(config), shortened(config)[1]
     model, _ = model_at(recipe, short, attention_at(recipe, config, how), how)
-    vocabulary, operators = config.get_text_config().vocab_size, OperatorCounter()
+    operators = OperatorCounter()
     meter = Meter("cpu", count=operators.count)
     model.eval()
     with contextlib.ExitStack() as stack:
@@ -91,13 +91,14 @@ def _sampling(key: CacheKey) -> CohortCosts:
                     _lengthen(cache, place - prompt)
                 operators.part = phase
                 meter.begin(phase)
-                _one_forward(model, sampler, cache, tokens, place, vocabulary)
+                _one_forward(model, sampler, cache, tokens, place)
         except DynamicOutputShapeException as error:
             raise NotEstimated(
                 f"{type(config).__name__}: what its layers compute depends on values ({error}), so the memory of "
                 "sampling cannot be calculated from shapes"
             ) from None
-        caches = [sum(tensor.nbytes for tensor in _tensors(layer)) for layer in cache.layers]
+        # Keys and values, or states of layers that mix by them.
+        caches = [sum(one.nbytes for one in vars(layer).values() if isinstance(one, Tensor)) for layer in cache.layers]
     # Caches of the layers that the short model lacks, in full; those of the prompts by their share of the length.
     whole = sum(caches[kind] for kind in kinds)
     more, share = whole - sum(caches), prompt / (prompt + settings.max_new_tokens)
@@ -106,7 +107,7 @@ def _sampling(key: CacheKey) -> CohortCosts:
     return CohortCosts(samples, whole, int(peaks["prompts"] + more * share), peaks["tokens"] + more, *works)
 
 
-def _one_forward(model: torch.nn.Module, sampler: Sampler, cache: DynamicCache, tokens: int, place: int, columns: int):
+def _one_forward(model: torch.nn.Module, sampler: Sampler, cache: DynamicCache, tokens: int, place: int) -> None:
     """Runs one turn of `rollouts.decoding.decode`. place: of the first of `tokens` in each sequence."""
     samples = len(sampler.keys)
     positions = torch.arange(place, place + tokens).expand(samples, -1)
@@ -119,11 +120,6 @@ def _one_forward(model: torch.nn.Module, sampler: Sampler, cache: DynamicCache, 
         logits_to_keep=1,
     )
     sampler(output.logits[:, -1], place)
-
-
-def _tensors(layer: object) -> list[Tensor]:
-    """Returns the tensors of a layer's cache: keys and values, or states of layers that mix by them."""
-    return [value for value in vars(layer).values() if isinstance(value, Tensor)]
 
 
 def _lengthen(cache: DynamicCache, tokens: int) -> None:

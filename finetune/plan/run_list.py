@@ -10,7 +10,6 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -72,12 +71,23 @@ def read_run(run: Path, prices: Prices) -> RunInfo:
     """Returns what the files of a run say; numbers that are missing or damaged are left out."""
     plan, status, lines = read_plan(run / "plan.json"), read_status(run), read_steps(run / "metrics.jsonl")
     trained = [line for line in lines if "loss" in line]
-    seconds = [_seconds(line) for line in trained]
+    seconds: list[float] = []  # of each step with its evaluation and checkpoint
+    for line in trained:
+        parts = [value for name, value in line.items() if name.startswith("time/") and isinstance(value, int | float)]
+        seconds.append(sum(parts) or line.get("step_s") or 0.0)
     step, steps = trained[-1]["step"] if trained else 0, plan.get("steps")
     recent = statistics.median(seconds[-_RECENT:]) if seconds else None
     runs, hours = status == "running", sum(seconds) / 3600
     silent = time.time() - _last_written(run) if runs else None
-    rate = _rate(plan, prices)
+    # Of an hour of the run's devices, with its currency; None for processors and unknown devices.
+    if plan.get("device") in (None, CPU) or not isinstance(plan.get("world_size"), int):
+        rate = None
+    else:
+        hardware = read_hardware()
+        if (key := device_key(plan, hardware)) is None:
+            rate = None
+        else:
+            rate = hourly(prices, parse_machines(f"{plan['world_size']}x{key}", 1, hardware), spot=False)
     evaluations = [line for line in lines if any(name.startswith("eval_") for name in line)]
     last = evaluations[-1] if evaluations else {}
     return RunInfo(
@@ -99,22 +109,6 @@ def read_run(run: Path, prices: Prices) -> RunInfo:
         rate[1] if rate else None,
         f"{plan.get('world_size', '?')} x {plan.get('device', '?')}",
     )
-
-
-def _seconds(line: dict[str, Any]) -> float:
-    """Returns the time of a step with its evaluation and checkpoint."""
-    parts = [value for name, value in line.items() if name.startswith("time/") and isinstance(value, int | float)]
-    return sum(parts) or line.get("step_s") or 0.0
-
-
-def _rate(plan: dict[str, Any], prices: Prices) -> tuple[float, str] | None:
-    """Returns the price of an hour of a run's devices, and its currency; None for processors and unknown devices."""
-    if plan.get("device") in (None, CPU) or not isinstance(plan.get("world_size"), int):
-        return None
-    hardware = read_hardware()
-    if (key := device_key(plan, hardware)) is None:
-        return None
-    return hourly(prices, parse_machines(f"{plan['world_size']}x{key}", 1, hardware), spot=False)
 
 
 def show_runs(console: Console, folder: Path, runs: list[RunInfo]) -> None:

@@ -157,7 +157,7 @@ def launches(machines: Machines) -> Iterator[Launch]:
             continue
         keys = open_sizes(as_written.config)
         written = math.prod(as_written.config[_PARALLELISM][f"{_PARALLELISM}_{key}"] for key in keys)
-        for sizes in product(*(_sizes(key, as_written, machines) for key in keys)):
+        for sizes in product(*(sizes_to_try(key, as_written, machines) for key in keys)):
             taken = math.prod(sizes)
             leaves = written < as_written.processes and "dp_replicate_size" not in keys  # shards or replicas
             if keys and (machines.count % taken or (leaves and taken == machines.count)):
@@ -177,7 +177,7 @@ def open_sizes(config: dict[str, Any]) -> list[str]:
     return [key.removeprefix(f"{_PARALLELISM}_") for key in keys]
 
 
-def _sizes(key: str, as_written: Launch, machines: Machines) -> list[int]:
+def sizes_to_try(key: str, as_written: Launch, machines: Machines) -> list[int]:
     """Returns the sizes to try, by what the config does with its own number of processes."""
     if key == "dp_replicate_size":  # replicas are machines if there are several
         return [machines.machines] if machines.machines > 1 else [2] if machines.count % 2 == 0 else []
@@ -220,10 +220,22 @@ def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, wide
 def _best_of(request: PlanRequest, launch: Launch, machines: Machines, speeds: Speeds | None, widely: bool) -> Choice:
     """Returns the best choice of one launch. Raises UserError if a rule forbids it."""
     own = evaluate(request, launch, machines, speeds, {})
+    recipe, rows = request.recipe, request.recipe.batch.rows_per_device
+    fewer, keeps = own.verdict != "fits", recipe.train.activation_checkpointing
+    if not widely or own.memory.at_least or (not fewer and launch.parallelism.data < launch.processes):
+        return own
+    # Changes of the recipe that do not change its result: less memory if it does not fit, else more speed.
+    changes: list[dict[str, Any]] = []
+    if keeps is not fewer:
+        changes.append({"train.activation_checkpointing": fewer})
+    if rows != "auto" and recipe.batch.tokens_per_device is None and not drops(recipe, request.config):
+        changes += [{"batch.rows_per_device": n} for n in _ROWS if n != rows and (n < rows) == fewer]
+        if fewer and keeps is not True and rows > 1:
+            changes.append({"train.activation_checkpointing": True, "batch.rows_per_device": 1})
     choices = [own]
-    for changes in _other_keys(request, own) if widely else ():
+    for change in changes:
         with contextlib.suppress(UserError):
-            choices.append(evaluate(request, launch, machines, speeds, changes))
+            choices.append(evaluate(request, launch, machines, speeds, change))
     return best(choices)
 
 
@@ -238,22 +250,6 @@ def with_faster(choices: Sequence[Choice], known: Sequence[Choice]) -> list[Choi
 
     faster = [[other for other in known if beats(other, one)] for one in choices]
     return [replace(one, faster=best(others) if others else None) for one, others in zip(choices, faster, strict=True)]
-
-
-def _other_keys(request: PlanRequest, own: Choice) -> list[dict[str, Any]]:
-    """Returns changes of the recipe that do not change its result: less memory if it does not fit, else more speed."""
-    recipe, rows, launch = request.recipe, request.recipe.batch.rows_per_device, own.launch
-    fewer, keeps = own.verdict != "fits", recipe.train.activation_checkpointing
-    if own.memory.at_least or (not fewer and launch.parallelism.data < launch.processes):
-        return []
-    changes: list[dict[str, Any]] = []
-    if keeps is not fewer:
-        changes.append({"train.activation_checkpointing": fewer})
-    if rows != "auto" and recipe.batch.tokens_per_device is None and not drops(recipe, request.config):
-        changes += [{"batch.rows_per_device": n} for n in _ROWS if n != rows and (n < rows) == fewer]
-        if fewer and keeps is not True and rows > 1:
-            changes.append({"train.activation_checkpointing": True, "batch.rows_per_device": 1})
-    return changes
 
 
 def drops(recipe: Recipe, config: PretrainedConfig) -> bool:

@@ -4,7 +4,8 @@
     element-wise          bytes that all other operators read and write, as `timeline.py` runs them
     launches              operators that the host starts: on a CPU all of them, else if the device waits for the host
     unpacking             4-bit weights, and fp32 weights that are cast for each forward
-    optimizer             bytes of weights, gradients and moments; on the host's processors under offload
+    optimizer             bytes of weights, gradients and moments; on the host's processors under offload; Muon's
+                          products
     communication         the part that compute does not hide, by link
     host transfers        the same of weights, gradients and activations that are kept in the host's memory
     bubble                stages of a pipeline that wait for its first and last micro-batches
@@ -319,7 +320,8 @@ class Job:
         compute["launches"] = max(0.0, of_host - busy) if speeds.beside_host else of_host
         compute = {name: seconds / speeds.level.compute for name, seconds in compute.items()}
         busy = sum(compute.values())
-        optimizer = self._optimizer() / speeds.level.optimizer
+        stepping = self._stepping() + self.costs.orthogonalizing_flops() / speeds.products
+        optimizer = stepping / speeds.level.optimizer
         parts = {**compute, "optimizer": optimizer, **self._waits(busy)}
         if sizes.pipeline > 1:
             waiting = (sizes.pipeline - 1) / (micro_batches * sizes.stages_per_rank)
@@ -353,13 +355,20 @@ class Job:
     def _waits(self, busy: float) -> dict[str, float]:
         """Returns the seconds in which compute waits for other ranks, and for the host's memory. busy: of compute."""
         hidden = busy * self.costs.hides if self.speeds.beside_host else 0.0
-        others, host = list(self._traffic()), list(self._host_traffic())
+        shape, link, rate = self.shape, self.host_link, self.host_rate
+        transfers = self.costs.transfers_to_host(shape, self.micro_batches)
+        others, host = list(self._traffic()), [(_seconds(link, rate, one.moved), one.overlaps) for one in transfers]
+        if self.recipe.train.activation_offload and self.machines.key != CPU:
+            element = 4 if self.recipe.train.precision == "fp32" else 2
+            moved = 2 * self.row_tokens / self.launch.parallelism.tokens * shape.hidden * element
+            host.append((_seconds(link, rate, moved * shape.layers), True))
         overlapping, of_host = (sum(seconds for seconds, overlaps in x if overlaps) for x in (others, host))
         alone, of_host_alone = (sum(seconds for seconds, overlaps in x if not overlaps) for x in (others, host))
         left, left_of_host = max(0.0, overlapping - hidden), max(0.0, of_host - max(0.0, hidden - overlapping))
         return {"communication": left + alone, "host transfers": left_of_host + of_host_alone}
 
-    def _optimizer(self) -> float:
+    def _stepping(self) -> float:
+        """Returns the seconds to read and write weights, gradients and moments."""
         sizes, launch, speeds = self.launch.parallelism, self.launch, self.speeds
         owned, host = self.shape.trained / self.costs.owners, self.hardware.host
         if self.costs.is_away:
@@ -386,16 +395,6 @@ class Job:
             # An engine's copies, which a device hides during the collective.
             copies = 0.0 if self.speeds.beside_host else one.copied / self.speeds.bandwidth(_FRESH)
             yield _seconds(link, rate, one.moved, one.collectives, copies), one.overlaps
-
-    def _host_traffic(self) -> Iterator[tuple[float, bool]]:
-        """Yields the same of transfers to and from the host's memory."""
-        shape = self.shape
-        for one in self.costs.transfers_to_host(shape, self.micro_batches):
-            yield _seconds(self.host_link, self.host_rate, one.moved), one.overlaps
-        if self.recipe.train.activation_offload and self.machines.key != CPU:
-            element = 4 if self.recipe.train.precision == "fp32" else 2
-            moved = 2 * self.row_tokens / self.launch.parallelism.tokens * shape.hidden * element
-            yield _seconds(self.host_link, self.host_rate, moved * shape.layers), True
 
     @property
     def host_link(self) -> Link:

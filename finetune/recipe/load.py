@@ -35,7 +35,26 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), text: str | Non
             override(tree, text, _is_text)
         except RecipeError as error:
             problems += error.problems
-    _give_way(tree, path)
+    # Keys that cannot stay next to a nearer one, or that have no effect without evaluation data, are removed.
+
+    def distance(key: Key) -> int:  # of its source: 0 the command line, 1 the recipe's own file, 2 one it extends
+        place = tree.place(key)
+        return 0 if place.line is None else 1 if place.file == str(path) else 2
+
+    def given(key: Key) -> Any:
+        try:
+            return _value_at(tree.values, key)
+        except (KeyError, TypeError, IndexError):
+            return None
+
+    pairs = list(_GIVES_WAY)
+    if not given(("data", "eval")):
+        pairs += [(key, "data.eval") for key in _ONLY_WITH_EVALUATION]
+    for dropped, kept in pairs:
+        key, nearer = tuple(dropped.split(".")), tuple(kept.split("."))
+        is_met = kept == "data.eval" or given(nearer) is not None
+        if is_met and given(key) is not None and distance(nearer) < distance(key):
+            del tree.values[key[0]][key[1]]
     recipe = None
     try:
         recipe = Recipe.model_validate(tree.values)
@@ -60,29 +79,6 @@ _GIVES_WAY = (
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
 )
 _ONLY_WITH_EVALUATION = tuple(f"evaluate.{name}" for name in ("every_steps", "generate", "exact_match", "answer"))
-
-
-def _give_way(tree: Tree, path: Path) -> None:
-    """Removes keys that could not stay next to a nearer one, or that have no effect without evaluation data."""
-
-    def distance(key: Key) -> int:  # of its source: 0 the command line, 1 the recipe's own file, 2 one it extends
-        place = tree.place(key)
-        return 0 if place.line is None else 1 if place.file == str(path) else 2
-
-    def given(key: Key) -> Any:
-        try:
-            return _value_at(tree.values, key)
-        except (KeyError, TypeError, IndexError):
-            return None
-
-    pairs = list(_GIVES_WAY)
-    if not given(("data", "eval")):
-        pairs += [(key, "data.eval") for key in _ONLY_WITH_EVALUATION]
-    for dropped, kept in pairs:
-        key, nearer = tuple(dropped.split(".")), tuple(kept.split("."))
-        is_met = kept == "data.eval" or given(nearer) is not None
-        if is_met and given(key) is not None and distance(nearer) < distance(key):
-            del tree.values[key[0]][key[1]]
 
 
 def _with_name(recipe: Recipe) -> tuple[Recipe, list[Finding]]:
@@ -118,7 +114,16 @@ def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
     # A union reports the failure of every branch: one problem per key, the expectations of the branches joined by "or".
     by_key: dict[Key, list[dict[str, Any]]] = {}
     for detail in error.errors():
-        by_key.setdefault(_key(detail["loc"], detail["type"], tree.values), []).append(dict(detail))
+        # The part of pydantic's location that exists in the recipe; it also names branches of unions.
+        location, values, key = detail["loc"], tree.values, Key()
+        for i, part in enumerate(location):
+            keys = range(len(values)) if isinstance(values, list) else values if isinstance(values, dict) else ()
+            if part in keys:
+                key = (*key, part)
+                values = _value_at(values, (part,))
+            elif detail["type"] == "missing" and i == len(location) - 1 and isinstance(part, str):
+                key = (*key, part)
+        by_key.setdefault(key, []).append(dict(detail))
     first, problems = dict(islice(by_key.items(), MAX_PROBLEMS)), []
     for key, group in first.items():
         # Another branch of the union may have got further: `targets: [q_proj, 3]` is a list, not `all-linear`.
@@ -128,19 +133,6 @@ def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
     if (more := len(by_key) - len(first)) > 0:
         problems.append(Problem(tree.place(()), (), f"and {more:,} more problems"))
     return problems
-
-
-def _key(loc: tuple[str | int, ...], kind: str, values: Any) -> Key:
-    """Returns the part of pydantic's location that exists in the recipe (it also names branches of unions)."""
-    key: Key = ()
-    for i, part in enumerate(loc):
-        keys = range(len(values)) if isinstance(values, list) else values if isinstance(values, dict) else ()
-        if part in keys:
-            key = (*key, part)
-            values = _value_at(values, (part,))
-        elif kind == "missing" and i == len(loc) - 1 and isinstance(part, str):
-            key = (*key, part)
-    return key
 
 
 def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> str:
@@ -166,7 +158,12 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
         if given in (instead := FOREIGN_FORMATS if is_format else FOREIGN_VALUES.get(dotted(key), {})):
             return f"{message}; {instead[given]}"
         choices = [choice.strip("'") for choice in first["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-        message += _did_you_mean(given, choices)
+        nearest = difflib.get_close_matches(given.lower(), choices, n=1, cutoff=0.6)
+        if nearest:
+            hint = f"; did you mean `{nearest[0]}`?"
+        else:
+            hint = f"; valid here: {', '.join(choices)}" if choices else ""
+        message += hint
     if first["type"] == "model_type" and isinstance(given, str) and "name" in _fields_at(key):
         message += f"; did you mean `{dotted((*key, 'name'))}`?"
     if key == ("rewards",) and given is None:
@@ -267,13 +264,6 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     text = f'"{value}" (text)' if isinstance(value, str) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _did_you_mean(name: str, choices: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), choices, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean `{close[0]}`?"
-    return f"; valid here: {', '.join(choices)}" if choices else ""
 
 
 def _value_at(values: Any, key: Key) -> Any:

@@ -60,7 +60,22 @@ def _problems(reward: RewardSettings) -> Iterator[tuple[str, str]]:
         )
     yield from _pattern_problems(reward)
     if kind == "judge":
-        yield from _judge_problems(reward)
+        url = urlsplit(reward.judge or "")
+        if url.scheme not in ("http", "https") or not url.netloc:
+            yield "judge", "expected http://HOST:PORT/v1, or https://"
+        elif url.username or url.password or url.query:
+            yield (
+                "judge",
+                "must not hold a user, a password or a query: name the variable that has the key, `key: NAME`",
+            )
+        prompt, scale = reward.prompt, reward.value("scale")
+        if prompt is not None and "{completion}" not in prompt:
+            yield (
+                "prompt",
+                f"lacks {{completion}}, so every completion would be judged alike; there are {', '.join(PLACES)}",
+            )
+        if scale[0] >= scale[1]:
+            yield "scale", f"is the lowest and the highest number, and {scale[0]:g} is not below {scale[1]:g}"
 
 
 def _pattern_problems(reward: RewardSettings) -> Iterator[tuple[str, str]]:
@@ -75,19 +90,3 @@ def _pattern_problems(reward: RewardSettings) -> Iterator[tuple[str, str]]:
         yield "pattern", "needs a group for the answer, such as `#### (.+)`"
     if not reward.pattern:
         yield "pattern", "is empty, so it is found in every text: give a pattern"
-
-
-def _judge_problems(reward: RewardSettings) -> Iterator[tuple[str, str]]:
-    url = urlsplit(reward.judge or "")
-    if url.scheme not in ("http", "https") or not url.netloc:
-        yield "judge", "expected http://HOST:PORT/v1, or https://"
-    elif url.username or url.password or url.query:
-        yield "judge", "must not hold a user, a password or a query: name the variable that has the key, `key: NAME`"
-    prompt, scale = reward.prompt, reward.value("scale")
-    if prompt is not None and "{completion}" not in prompt:
-        yield (
-            "prompt",
-            f"lacks {{completion}}, so every completion would be judged alike; there are {', '.join(PLACES)}",
-        )
-    if scale[0] >= scale[1]:
-        yield "scale", f"is the lowest and the highest number, and {scale[0]:g} is not below {scale[1]:g}"

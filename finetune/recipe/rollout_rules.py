@@ -18,7 +18,22 @@ def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield "rollouts", f"`objective.name: {name}` trains on samples: add this, {example}"
         return
     if name == "distill":
-        yield from _distillation(recipe)
+        objective, lora = recipe.objective, recipe.lora
+        if objective.teacher is not None and objective.teacher.endswith(".parquet"):
+            yield (
+                "objective.teacher",
+                "a file has predictions of the rows' answers, and these are samples: name a model, or remove "
+                "`rollouts`",
+            )
+        if objective.samples is not None:
+            yield "objective.samples", "the teacher's draws are not supported with `rollouts`: use `top_k`"
+        if objective.nll_weight:
+            yield (
+                "objective.nll_weight",
+                "with `rollouts` targets are the student's own samples, not the truth: set it to 0",
+            )
+        if lora is not None and lora.dropout:
+            yield "lora.dropout", "samples are drawn without dropout, and have to be trained without: set it to 0"
     elif name not in TAKES_REWARDS:
         yield "rollouts", f"`objective.name: {name}` trains on rows, not on samples of the model: remove this"
         return
@@ -41,24 +56,6 @@ def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "train.compile", "lengths of samples differ from step to step, so layers would be compiled again: false"
     if recipe.objective.dropout:
         yield "objective.dropout", "samples are drawn without dropout, and have to be trained without: set it to false"
-
-
-def _distillation(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    objective, lora = recipe.objective, recipe.lora
-    if objective.teacher is not None and objective.teacher.endswith(".parquet"):
-        yield (
-            "objective.teacher",
-            "a file has predictions of the rows' answers, and these are samples: name a model, or remove `rollouts`",
-        )
-    if objective.samples is not None:
-        yield "objective.samples", "the teacher's draws are not supported with `rollouts`: use `top_k`"
-    if objective.nll_weight:
-        yield (
-            "objective.nll_weight",
-            "with `rollouts` targets are the student's own samples, not the truth: set it to 0",
-        )
-    if lora is not None and lora.dropout:
-        yield "lora.dropout", "samples are drawn without dropout, and have to be trained without: set it to 0"
 
 
 def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:

@@ -137,19 +137,17 @@ class Conversion:
         for reason, names in self.left.items():
             lines.append(f"#   {', '.join(names)}: {reason}")
         for section in _SECTIONS:
-            lines += self._section(section)
+            inside = {key.partition(".")[2]: one for key, one in self.keys.items() if key.partition(".")[0] == section}
+            if "" in inside:  # a key of its own, such as `mode`
+                value, comment = inside[""]
+                lines.append(_line(f"{section}: {flow(value)}", comment))
+                continue
+            below: list[str] = []
+            for part, sources in self.sources.items() if section == "data" else ():
+                below += [f"  {part}:", *(_line(f"    - {flow(source)}", comment) for source, comment in sources)]
+            below += [_line(f"  {name}: {flow(value)}", comment) for name, (value, comment) in inside.items()]
+            lines += [f"{section}:", *below] if below else []
         return "\n".join(lines) + "\n"
-
-    def _section(self, section: str) -> list[str]:
-        inside = {key.partition(".")[2]: one for key, one in self.keys.items() if key.partition(".")[0] == section}
-        if "" in inside:  # a key of its own, such as `mode`
-            value, comment = inside[""]
-            return [_line(f"{section}: {flow(value)}", comment)]
-        lines = []
-        for part, sources in self.sources.items() if section == "data" else ():
-            lines += [f"  {part}:", *(_line(f"    - {flow(source)}", comment) for source, comment in sources)]
-        lines += [_line(f"  {name}: {flow(value)}", comment) for name, (value, comment) in inside.items()]
-        return [f"{section}:", *lines] if lines else []
 
 
 def scalar(text: str) -> Any:

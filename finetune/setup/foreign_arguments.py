@@ -56,7 +56,16 @@ def convert_training(c: Conversion, defaults: ToolDefaults, keeps_16_bits: bool 
 
     keeps_16_bits: whether trained weights are in 16 bits there, unless ZeRO or FSDP has copies in fp32.
     """
-    _batch(c, defaults.micro, defaults.accumulation)
+    micro = int(c.number("per_device_train_batch_size", "micro_batch_size", default=defaults.micro))
+    accumulation = defaults.accumulation
+    if "batch_size" in c.theirs and c.tool == "axolotl":
+        accumulation = max(1, int(c.number("batch_size")) // micro)
+    steps = int(c.number("gradient_accumulation_steps", default=accumulation))
+    devices = c.devices or int(c.number("num_processes", default=0) or 0)
+    parts = f"{micro} a device x {steps} accumulated x {devices or 1} device{'s' if devices > 1 else ''}"
+    said = "" if devices else " (not said how many: --devices); rows are of all devices together"
+    c.set("batch.rows", micro * steps * (devices or 1), parts + said)
+    c.set("batch.rows_per_device", micro)
     _optimizer(c, defaults)
     _schedule(c, defaults)
     passes, most = (
@@ -136,19 +145,6 @@ def convert_adapters(
         c.set("lora.modules_to_save", saved)
     if bits:
         c.set("quantization.type", bits, "8-bit integers there; 8-bit floats here" if bits == "fp8" else "")
-
-
-def _batch(c: Conversion, micro: int, accumulation: int) -> None:
-    """Rows of a step over all devices; micro, accumulation: the tool's defaults."""
-    micro = int(c.number("per_device_train_batch_size", "micro_batch_size", default=micro))
-    if "batch_size" in c.theirs and c.tool == "axolotl":
-        accumulation = max(1, int(c.number("batch_size")) // micro)
-    steps = int(c.number("gradient_accumulation_steps", default=accumulation))
-    devices = c.devices or int(c.number("num_processes", default=0) or 0)
-    parts = f"{micro} a device x {steps} accumulated x {devices or 1} device{'s' if devices > 1 else ''}"
-    said = "" if devices else " (not said how many: --devices); rows are of all devices together"
-    c.set("batch.rows", micro * steps * (devices or 1), parts + said)
-    c.set("batch.rows_per_device", micro)
 
 
 def _optimizer(c: Conversion, defaults: ToolDefaults) -> None:

@@ -68,14 +68,34 @@ def convert_axolotl(c: Conversion) -> None:
     convert_run(c)
     convert_model(c, "base_model")
     c.take("model_type", "tokenizer_type", "base_model_config")
-    _template(c)
+    name, jinja = c.word("chat_template"), c.word("chat_template_jinja")
+    if jinja and Path(str(jinja)).suffix in (".jinja", ".jinja2"):
+        c.set("model.chat_template", str(jinja))
+    elif jinja:
+        c.leave("chat_template_jinja", "save it to a file and name that in `model.chat_template`")
+    elif name in _TEMPLATES:
+        if _TEMPLATES[name]:
+            c.set("model.chat_template", _TEMPLATES[name])
+    elif name:
+        c.set("model.chat_template", None, f"the tokenizer's own, in place of axolotl's {name}")
+    if arguments := c.table("chat_template_kwargs"):
+        c.set("model.chat_template_arguments", arguments)
     adapter, four, eight = c.take("adapter"), c.is_on("load_in_4bit"), c.is_on("load_in_8bit")
     if adapter in (None, "", False):
         c.set("mode", "full")
     else:
         if adapter not in ("lora", "qlora"):
             c.leave("adapter", f"{adapter} is not offered; `mode` has full, lora and qlora")
-        targets, comment = ("all-linear", "") if c.is_on("lora_target_linear") else _targets(c)
+        targets: Any = "all-linear"
+        comment = ""
+        named = [] if c.is_on("lora_target_linear") else c.listed("lora_target_modules")
+        text = ",".join(map(str, named))
+        if match := _OF_ALL_LAYERS.fullmatch(text):
+            targets, comment = [f"{name}_proj" for name in match[1].split("|")], "of each layer"
+        elif any(sign in text for sign in "()|\\*"):
+            comment = f"{TODO}list the modules that lora_target_modules fits"
+        elif named not in ([], ["all-linear"]):
+            targets = named
         bits = "nf4" if four or adapter == "qlora" else "fp8" if eight else None
         rank = c.number("lora_r", default=8)
         convert_adapters(
@@ -92,36 +112,8 @@ def convert_axolotl(c: Conversion) -> None:
     convert_training(c, _DEFAULTS, keeps_16_bits=True)
 
 
-def _template(c: Conversion) -> None:
-    name, jinja = c.word("chat_template"), c.word("chat_template_jinja")
-    if jinja and Path(str(jinja)).suffix in (".jinja", ".jinja2"):
-        c.set("model.chat_template", str(jinja))
-    elif jinja:
-        c.leave("chat_template_jinja", "save it to a file and name that in `model.chat_template`")
-    elif name in _TEMPLATES:
-        if _TEMPLATES[name]:
-            c.set("model.chat_template", _TEMPLATES[name])
-    elif name:
-        c.set("model.chat_template", None, f"the tokenizer's own, in place of axolotl's {name}")
-    if arguments := c.table("chat_template_kwargs"):
-        c.set("model.chat_template_arguments", arguments)
-
-
 # A regular expression that takes the same modules of every layer, such as `model.layers.[\d]+.mlp.(up|down)_proj`.
 _OF_ALL_LAYERS = re.compile(r".*layers\\?\.(?:\[\\d\]|\\d)\+.*\.\(((?:\w+\|)*\w+)\)_proj")
-
-
-def _targets(c: Conversion) -> tuple[Any, str]:
-    """Returns the modules of adapters, and a comment."""
-    named = c.listed("lora_target_modules")
-    if named in ([], ["all-linear"]):
-        return "all-linear", ""
-    text = ",".join(map(str, named))
-    if match := _OF_ALL_LAYERS.fullmatch(text):
-        return [f"{name}_proj" for name in match[1].split("|")], "of each layer"
-    if any(sign in text for sign in "()|\\*"):
-        return "all-linear", f"{TODO}list the modules that lora_target_modules fits"
-    return named, ""
 
 
 def _objective(c: Conversion) -> None:

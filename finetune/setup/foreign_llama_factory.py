@@ -101,7 +101,14 @@ def _objective(c: Conversion) -> None:
 
 def _data(c: Conversion) -> None:
     stage, folder = str(c.word("stage", default="sft")), Path(str(c.take("dataset_dir", default="data")))
-    entries, limit = _entries(folder), c.number("max_samples")
+    limit, file = c.number("max_samples"), folder / "dataset_info.json"
+    entries: dict[str, Any] = {}
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass  # not here
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
     for part, key in (("train", "dataset"), ("eval", "eval_dataset")):
         if names := c.listed(key):
             c.sources[part] = [_source(str(name), folder, entries, stage, limit) for name in names]
@@ -122,17 +129,6 @@ def _data(c: Conversion) -> None:
             "vision": c.is_on("freeze_vision_tower", default=True),
         }
         c.set("model.train", [part for part, is_frozen in frozen.items() if not is_frozen])
-
-
-def _entries(folder: Path) -> dict[str, Any]:
-    """Returns dataset_info.json of the folder; empty if it is not here."""
-    path = folder / "dataset_info.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
 
 
 def _source(name: str, folder: Path, entries: dict[str, Any], stage: str, limit: int | None) -> Rows:

@@ -80,7 +80,14 @@ def _objective(c: Conversion, trainer: str) -> None:
         c.set("objective.name", "sft")
         if losses[0] not in ("sigmoid", "nll", "chunked_nll"):
             c.leave("loss_type", "is not offered; `objective.name: focal` also weights tokens by their probability")
-        _trained_part(c)
+        completions = c.take("completion_only_loss")
+        if c.is_on("assistant_only_loss") or completions is True:
+            c.set("objective.train_on", "assistant")
+        elif completions is False:
+            c.set("objective.train_on", "all")
+        else:
+            doubt = "for rows of messages TRL trains all tokens unless assistant_only_loss: `all` is the same"
+            c.set("objective.train_on", "assistant", TODO + doubt)
     elif trainer == "dpo":
         c.set("objective.name", "dpo")
         if losses[0] in _LOSSES:
@@ -117,17 +124,6 @@ def _objective(c: Conversion, trainer: str) -> None:
         c.copy("objective.router_aux_loss_coef", "router_aux_loss_coef")
 
 
-def _trained_part(c: Conversion) -> None:
-    completions = c.take("completion_only_loss")
-    if c.is_on("assistant_only_loss") or completions is True:
-        c.set("objective.train_on", "assistant")
-    elif completions is False:
-        c.set("objective.train_on", "all")
-    else:
-        doubt = "for rows of messages TRL trains all tokens unless assistant_only_loss: `all` is the same"
-        c.set("objective.train_on", "assistant", TODO + doubt)
-
-
 def _data(c: Conversion, trainer: str) -> None:
     """Sources, whose format is detected: TRL's types of datasets are ours by their columns."""
     column = c.take("dataset_text_field", default="text")
@@ -135,7 +131,11 @@ def _data(c: Conversion, trainer: str) -> None:
     listed = [one for one in c.listed("datasets") if isinstance(one, dict)]
     for one in listed:
         source = {key: one[name] for key, name in (("config", "name"), ("split", "split")) if one.get(name)}
-        for file in _files(one):
+        path, files = str(one.get("path", "")), one.get("data_files")
+        files = [files] if isinstance(files, str) else list(files or [])
+        if path not in ("json", "csv", "parquet", "text", "arrow"):  # else the files are local, and this their kind
+            files = [f"hf://datasets/{path}/{file}" for file in files]
+        for file in files or [path]:
             c.sources.setdefault("train", []).append(({"path": file, **source, **common}, ""))
     name, config = c.take("dataset_name"), c.take("dataset_config")
     split, test = c.take("dataset_train_split", default="train"), c.take("dataset_test_split", default="test")
@@ -157,13 +157,3 @@ def _data(c: Conversion, trainer: str) -> None:
     c.set("data.packing", packs, "documents stay whole here" if packs and strategy == "wrapped" else "")
     if c.is_on("dataset_streaming", "streaming"):
         c.set("data.streaming", True)
-
-
-def _files(one: dict[str, Any]) -> list[str]:
-    """Returns the paths of one dataset of a mixture."""
-    path, files = str(one.get("path", "")), one.get("data_files")
-    if not files:
-        return [path]
-    files = [files] if isinstance(files, str) else list(files)
-    is_kind = path in ("json", "csv", "parquet", "text", "arrow")
-    return [file if is_kind else f"hf://datasets/{path}/{file}" for file in files]

@@ -47,7 +47,22 @@ def convert_unsloth(c: Conversion) -> None:
     c.theirs = flattened(c.theirs)
     convert_run(c, seed=3407)
     convert_model(c, "model_name", "model")
-    _adapters(c, rank=64 if is_nested else 16)
+    eight, fp8, in_16 = c.is_on("load_in_8bit"), c.is_on("load_in_fp8"), c.is_on("load_in_16bit")
+    four = c.is_on("load_in_4bit", default=not (eight or fp8 or in_16))
+    if c.is_on("full_finetuning") or c.take("training_type") == "full":
+        c.set("mode", "full")
+        c.take("r", "lora_r", "lora_alpha", "lora_dropout", "target_modules", "bias", "dtype")
+    else:
+        c.take("bias", "dtype", "finetune_language_layers")
+        targets = c.listed("target_modules") or list(_TARGETS)
+        convert_adapters(
+            c,
+            rank=c.number("r", "lora_r", default=64 if is_nested else 16),
+            alpha=c.number("lora_alpha", default=16),
+            dropout=c.number("lora_dropout", default=0.0),
+            targets="all-linear" if targets == ["all-linear"] else targets,
+            bits="nf4" if four else "fp8" if eight or fp8 else None,
+        )
     c.set("objective.name", "sft")
     if c.is_on("train_on_completions", "train_on_responses_only"):
         c.set("objective.train_on", "assistant")
@@ -70,22 +85,3 @@ def convert_unsloth(c: Conversion) -> None:
     if "batch_size" in c.theirs:
         c.theirs["per_device_train_batch_size"] = c.take("batch_size")
     convert_training(c, _OF_CONFIGS if is_nested else _OF_SCRIPTS, keeps_16_bits=True)
-
-
-def _adapters(c: Conversion, rank: int) -> None:
-    eight, fp8, in_16 = c.is_on("load_in_8bit"), c.is_on("load_in_fp8"), c.is_on("load_in_16bit")
-    four = c.is_on("load_in_4bit", default=not (eight or fp8 or in_16))
-    if c.is_on("full_finetuning") or c.take("training_type") == "full":
-        c.set("mode", "full")
-        c.take("r", "lora_r", "lora_alpha", "lora_dropout", "target_modules", "bias", "dtype")
-        return
-    c.take("bias", "dtype", "finetune_language_layers")
-    targets = c.listed("target_modules") or list(_TARGETS)
-    convert_adapters(
-        c,
-        rank=c.number("r", "lora_r", default=rank),
-        alpha=c.number("lora_alpha", default=16),
-        dropout=c.number("lora_dropout", default=0.0),
-        targets="all-linear" if targets == ["all-linear"] else targets,
-        bits="nf4" if four else "fp8" if eight or fp8 else None,
-    )

@@ -55,7 +55,13 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
     path = options.output or Path(f"{name}.yaml")
     if path.exists():
         raise UserError(f"{path} exists already and is left as it is: give another --output or --name, or remove it")
-    base = _base_folder(path.parent) / f"{options.mode}.yaml"
+    # recipes/base of the repository around the recipe or around the current folder, else of the package.
+    around = [*path.parent.resolve().parents, path.parent.resolve(), *Path.cwd().parents, Path.cwd()]
+    bases = (parent / "recipes" / "base" for parent in (*reversed(around), SHIPPED))
+    base = (
+        next((base for base in bases if (base / "lora.yaml").is_file()), SHIPPED / "recipes" / "base")
+        / f"{options.mode}.yaml"
+    )
     rows = _rows(options, console, ask)
     rows.check_labels()
     model = Model(name=options.model)
@@ -118,13 +124,6 @@ def _write(recipe: NewRecipe) -> Recipe:
         path.unlink()
         raise
     return loaded
-
-
-def _base_folder(folder: Path) -> Path:
-    """Returns recipes/base of the repository around the recipe or around the current folder, else of the package."""
-    around = [*folder.resolve().parents, folder.resolve(), *Path.cwd().parents, Path.cwd()]
-    bases = (parent / "recipes" / "base" for parent in (*reversed(around), SHIPPED))
-    return next((base for base in bases if (base / "lora.yaml").is_file()), SHIPPED / "recipes" / "base")
 
 
 def _tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase | None, str]:

@@ -56,6 +56,13 @@ def recipe_text(recipe: NewRecipe) -> str:
     few = "; these are few, and more rows would help most" if fit.steps < GOAL_STEPS // 2 else ""
     rate = f"{lr:.1e}".replace("e-0", "e-")  # `1e-4` is text in YAML 1.1
     processes = {1: "1 process", 2: "1 or 2 processes", 4: "1, 2 or 4 processes"}
+    if recipe.template.name:
+        comment = f"  # {recipe.template.reason}"
+    elif recipe.lengths.is_estimate and any(conversation_of(sample) for sample in recipe.rows.samples[:100]):
+        names = ", ".join(built_in_templates())
+        comment = f"  # TODO: a base model without a chat template needs `chat_template`: {names}"
+    else:
+        comment = ""
     lines = [
         f"# yaml-language-server: $schema={schema}",
         "#",
@@ -67,7 +74,7 @@ def recipe_text(recipe: NewRecipe) -> str:
         f"# Format:  {' '.join(rows.reason.split())}",
         f"extends: {flow(extends.as_posix())}",
         f"run: {flow({'name': recipe.name})}",
-        f"model: {flow(model)}" + _template_comment(recipe),
+        f"model: {flow(model)}" + comment,
         *_data_lines(options, rows, lengths, fit, about),
         *_objective_lines(rows, options.mode),
         f"batch: {{rows: {fit.rows}, rows_per_device: 1}}  # of about {fit.sequences:,} sequences; for "
@@ -84,15 +91,6 @@ def recipe_text(recipe: NewRecipe) -> str:
             evaluate["max_new_tokens"] = min(512, max(32, 1 << (longest_answer - 1).bit_length()))
         lines.append(f"evaluate: {flow(evaluate)}")
     return "\n".join([*lines, f"checkpoint: {{every_steps: {fit.interval}}}"]) + "\n"
-
-
-def _template_comment(recipe: NewRecipe) -> str:
-    if recipe.template.name:
-        return f"  # {recipe.template.reason}"
-    if recipe.lengths.is_estimate and any(conversation_of(sample) for sample in recipe.rows.samples[:100]):
-        names = ", ".join(built_in_templates())
-        return f"  # TODO: a base model without a chat template needs `chat_template`: {names}"
-    return ""
 
 
 def _learning_rate(mode: str, objective: str, parameters: int | None) -> tuple[float, str]:
@@ -119,6 +117,17 @@ def _data_lines(options: NewOptions, rows: RowsFound, lengths: ExampleLengths, f
         held_out = f"  eval: {{share: {fit.held_out:g}}}  # {count}: evaluated, never trained on"
     most = f"at most {lengths.longest:,}" + (f" by estimate: {SLACK} x that fit" if lengths.is_estimate else "")
     median = int(np.median(lengths.examples))
+    # Bad rows are skipped, up to a share with room for those that were not read.
+    bad: list[str] = []
+    if lengths.bad:
+        bad_share = len(lengths.bad) / len(rows.items)
+        allowed = math.ceil(bad_share * (1 if rows.is_all else 1.5) * 1000) / 1000
+        first = " ".join(lengths.bad[0].split())
+        bad.append(f"  on_bad_row: skip  # {len(lengths.bad):,} of {len(rows.items):,} rows, such as {first[:160]}")
+        if bad_share > LARGEST_BAD_SHARE:
+            bad.append(f"  max_bad_share: {allowed:g}  # TODO: these are many; is this the right format?")
+        elif allowed > 0.01:
+            bad.append(f"  max_bad_share: {allowed:g}")
     lines = [
         "data:",
         "  train:",
@@ -127,7 +136,7 @@ def _data_lines(options: NewOptions, rows: RowsFound, lengths: ExampleLengths, f
         f"  max_length: {fit.max_length}  # tokens; examples have {about}{median:,} (median), {most}"
         + ("; TODO: `check` counts them" if lengths.is_estimate else ""),
         *(["  image: {}  # the rows have images; `max_pixels` limits the tokens of one"] if rows.has_images else []),
-        *_bad_row_lines(rows, lengths),
+        *bad,
     ]
     share = f"{fit.overlong / len(lengths.examples):.1%} of the examples are longer"
     if fit.overlong and rows.format in ("text", "tokens"):
@@ -135,21 +144,6 @@ def _data_lines(options: NewOptions, rows: RowsFound, lengths: ExampleLengths, f
     elif fit.overlong:
         reason = f"{share}, and are left out; max_length is as long as the model allows, or {LONGEST:,}"
         lines.append(f"  overlong: drop  # {reason}")
-    return lines
-
-
-def _bad_row_lines(rows: RowsFound, lengths: ExampleLengths) -> list[str]:
-    """Returns the lines that skip bad rows, if there are any, up to a share with room for those that were not read."""
-    if not lengths.bad:
-        return []
-    share = len(lengths.bad) / len(rows.items)
-    allowed = math.ceil(share * (1 if rows.is_all else 1.5) * 1000) / 1000
-    first = " ".join(lengths.bad[0].split())
-    lines = [f"  on_bad_row: skip  # {len(lengths.bad):,} of {len(rows.items):,} rows, such as {first[:160]}"]
-    if share > LARGEST_BAD_SHARE:
-        lines.append(f"  max_bad_share: {allowed:g}  # TODO: these are many; is this the right format?")
-    elif allowed > 0.01:
-        lines.append(f"  max_bad_share: {allowed:g}")
     return lines
 
 

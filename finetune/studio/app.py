@@ -128,8 +128,8 @@ def _add_pages(app: FastAPI, jobs: Jobs) -> None:
     def run_values(path: str) -> dict[str, Any]:
         run = str(inside(path, folder))
         started = next((job for job in jobs.all() if job.action == "launch" and job.about == run), None)
-        if started is None:
-            _existing_run(path, folder)
+        if started is None and not any((folder / run / name).is_file() for name in OF_A_RUN):
+            raise HTTPException(404, f"{path}: no run here: nothing has been written yet, or it was removed")
         return {
             "row": pages.run_row(folder, run),
             "log": pages.run_log(folder / run),
@@ -190,13 +190,6 @@ def _add_pages(app: FastAPI, jobs: Jobs) -> None:
     def command(number: int) -> Any:
         job = _job(jobs, number)
         return page("command.html.jinja", f"Command {number}", "/commands", row=pages.job_row(jobs, job))
-
-
-def _existing_run(path: str, folder: Path) -> str:
-    run = str(inside(path, folder))
-    if not any((folder / run / name).is_file() for name in OF_A_RUN):
-        raise HTTPException(404, f"{path}: no run here: nothing has been written yet, or it was removed")
-    return run
 
 
 def _job(jobs: Jobs, number: int) -> StartedCommand:

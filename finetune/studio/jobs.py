@@ -103,20 +103,18 @@ class Jobs:
         try:
             status = int((self._root / str(job.number) / "status.txt").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            if self._is_alive(job):
+            try:
+                process = psutil.Process(job.pid)
+                same = abs(process.create_time() - job.created) < 1
+                is_alive = same and process.status() != psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                is_alive = False
+            if is_alive:
                 return None
             status = -1
         if (child := self._children.get(job.number)) is not None:
             child.wait()  # else it stays a zombie; it has ended, or wrote its status as the last it does
         return status
-
-    def _is_alive(self, job: StartedCommand) -> bool:
-        try:
-            process = psutil.Process(job.pid)
-            same = abs(process.create_time() - job.created) < 1
-            return same and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
 
     def running(self) -> list[StartedCommand]:
         return [job for job in self.all() if self.status(job) is None]

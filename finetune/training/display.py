@@ -43,7 +43,16 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         supervised, full = (plan.supervised_tokens_per_epoch or 0) / plan.tokens_per_epoch, plan.packing_efficiency or 0
         lines["data"] = f"{plan.examples:,} examples, {plan.tokens_per_epoch:,} tokens, {supervised:.0%} supervised"
         lines["sequences"] = f"{plan.rows_per_epoch:,} of up to {recipe.data.max_length:,} tokens, {full:.1%} full"
-    lines["training"] = f"{plan.steps:,} steps x {recipe.batch.rows} sequences ({_micro_batches(recipe, plan)})"
+    # Ranks that share sequences (tensor, context, pipeline) count once.
+    if recipe.batch.tokens_per_device is not None:
+        micro_batches = f"micro-batches of at most {recipe.batch.tokens_per_device:,} tokens"
+    else:
+        assert plan.rows_per_device is not None
+        replicas = recipe.batch.rows // (plan.rows_per_device * plan.micro_batches)
+        unit = "device" if replicas == plan.world_size else "replica"
+        units = unit if replicas == 1 else f"{unit}s"
+        micro_batches = f"{replicas} {units} x {plan.rows_per_device} per {unit} x {plan.micro_batches} accumulation"
+    lines["training"] = f"{plan.steps:,} steps x {recipe.batch.rows} sequences ({micro_batches})"
     if "bubble_share" in plan.division:
         stages = " + ".join(str(count) for count in plan.division["layers_of_stages"])
         lines["pipeline"] = (
@@ -60,17 +69,6 @@ def _show_table(console: Console, title: str, lines: Mapping[str, str]) -> None:
     for name, value in lines.items():
         table.add_row(name, value)
     console.print(table)
-
-
-def _micro_batches(recipe: Recipe, plan: Plan) -> str:
-    """Returns the factors of `batch.rows`; ranks that share sequences (tensor, context, pipeline) count once."""
-    if recipe.batch.tokens_per_device is not None:
-        return f"micro-batches of at most {recipe.batch.tokens_per_device:,} tokens"
-    assert plan.rows_per_device is not None
-    replicas = recipe.batch.rows // (plan.rows_per_device * plan.micro_batches)
-    unit = "device" if replicas == plan.world_size else "replica"
-    units = unit if replicas == 1 else f"{unit}s"
-    return f"{replicas} {units} x {plan.rows_per_device} per {unit} x {plan.micro_batches} accumulation"
 
 
 def show_evaluation(console: Console, step: int, metrics: dict[str, float], generations: list[Generation]) -> None:

@@ -106,7 +106,21 @@ class Evaluator:
         # Ranks that share sequences generate the same tokens.
         by_rank = dict(self.engine.ranks.gather((self.engine.data_rank, outputs)))
         ordered = [by_rank[i % num_ranks][i // num_ranks] for i in range(len(prompts))]
-        return [self._scored(question, ids) for question, ids in zip(prompts, ordered, strict=True)]
+        generations: list[Generation] = []
+        for question, output_ids in zip(prompts, ordered, strict=True):
+            output, reference = (
+                str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in (output_ids, question.reference)
+            )
+            expected = answer(reference, self.recipe.answer)
+            matches = expected is not None and answer(output, self.recipe.answer) == expected
+            pieces, last = list[str](), 0
+            for number, image in enumerate(question.images, start=1):
+                text = str(self.tokenizer.decode(question.prompt[last : image.begin]))
+                pieces, last = [*pieces, text, f"[{image_note(image, number)}]"], image.end
+            prompt = "".join([*pieces, str(self.tokenizer.decode(question.prompt[last:]))])
+            asked = last_question(prompt, self.tokenizer)
+            generations.append(Generation(prompt, asked, output, reference, matches, question.images))
+        return generations
 
     def _images(self, batch: Sequence[Question], pad_id: int) -> PromptImages | None:
         """Returns the images of a batch of prompts; None if there are none."""
@@ -123,19 +137,6 @@ class Evaluator:
         padded = [pad(document[:, 0], (ids.shape[1] - document.shape[2], 0)) for document in documents]
         beyond = torch.stack([document.max() + 1 - document.shape[2] for document in documents])
         return PromptImages(inputs, torch.stack(padded, dim=1), beyond)
-
-    def _scored(self, question: Question, output_ids: list[int]) -> Generation:
-        output, reference = (
-            str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in (output_ids, question.reference)
-        )
-        expected = answer(reference, self.recipe.answer)
-        matches = expected is not None and answer(output, self.recipe.answer) == expected
-        pieces, last = list[str](), 0
-        for number, image in enumerate(question.images, start=1):
-            text = str(self.tokenizer.decode(question.prompt[last : image.begin]))
-            pieces, last = [*pieces, text, f"[{image_note(image, number)}]"], image.end
-        prompt = "".join([*pieces, str(self.tokenizer.decode(question.prompt[last:]))])
-        return Generation(prompt, last_question(prompt, self.tokenizer), output, reference, matches, question.images)
 
 
 def greedy(

@@ -98,7 +98,17 @@ def summarize(steps: tuple[int, int], lines: Sequence[dict[str, float]], tracer:
     operators.sort(key=lambda operator: -operator.self_s)
     products = sum(operator.share for operator in operators if _PRODUCT.search(operator.name))
     seconds = sum(line["step_s"] for line in lines)
-    work, communication = _intervals(tracer.events(), on_device)
+    # Intervals of kernels, or of operators on the CPU.
+    device_type = DeviceType.CUDA if on_device else DeviceType.CPU
+    work, communication = [], []
+    for event in tracer.events():
+        if event.device_type != device_type or (on_device and event.is_user_annotation):
+            continue
+        interval = (event.time_range.start, event.time_range.end)
+        if _COMMUNICATION.search(event.name):
+            communication.append(interval)
+        elif on_device or event.name.startswith("aten::"):
+            work.append(interval)
     busy = _length([*work, *communication])
     shares = {
         "communication": (busy - _length(work)) / seconds,
@@ -124,21 +134,6 @@ def advice(shares: dict[str, float], products: float) -> str:
         f"compute-bound: matrix products and attention are {products:.0%} of the operators' time; only a lower "
         "precision, a faster device or fewer FLOPs (no activation checkpointing, fewer trained weights) help"
     )
-
-
-def _intervals(events: Iterable[Any], on_device: bool) -> tuple[list[Interval], list[Interval]]:
-    """Returns (work, communication): intervals of kernels, or of operators on the CPU."""
-    device_type = DeviceType.CUDA if on_device else DeviceType.CPU
-    work, communication = [], []
-    for event in events:
-        if event.device_type != device_type or (on_device and event.is_user_annotation):
-            continue
-        interval = (event.time_range.start, event.time_range.end)
-        if _COMMUNICATION.search(event.name):
-            communication.append(interval)
-        elif on_device or event.name.startswith("aten::"):
-            work.append(interval)
-    return work, communication
 
 
 def _length(intervals: Iterable[Interval]) -> float:

@@ -118,7 +118,17 @@ class RunLog:
             return
 
         def write() -> None:
-            pictures = [_picture_file(self._folder, of_row) if of_row else None for of_row in images if any(images)]
+            from finetune.data.images.image_files import thumbnails
+
+            pictures: list[Path | None] = []  # of each row; the file is there if the same images were logged before
+            for of_row in images if any(images) else ():
+                sources = [image.source for image in of_row]
+                digest = hashlib.sha256(repr(sources).encode()).hexdigest()[:16]
+                path = self._folder / PICTURES / f"{digest}.png" if sources else None
+                if path is not None and not path.is_file():
+                    path.parent.mkdir(exist_ok=True)
+                    write_atomically(path, thumbnails(sources))
+                pictures.append(path)
             if self._generations and name == "generations":
                 names = {"pictures": [path and f"{PICTURES}/{path.name}" for path in pictures]} if pictures else {}
                 self._generations.write({"step": step, "columns": columns, "rows": rows, **names})
@@ -157,19 +167,6 @@ class RunLog:
             for log in (self._metrics, self._samples, self._generations):
                 if log:
                     log.close()
-
-
-def _picture_file(folder: Path, images: Sequence[Image]) -> Path:
-    """Returns the file with these images, written if it does not exist."""
-    from finetune.data.images.image_files import thumbnails
-
-    sources = [image.source for image in images]
-    digest = hashlib.sha256(repr(sources).encode()).hexdigest()[:16]
-    path = folder / PICTURES / f"{digest}.png"
-    if not path.is_file():
-        path.parent.mkdir(exist_ok=True)
-        write_atomically(path, thumbnails(sources))
-    return path
 
 
 def _samples(engine: Engine, folder: Path, first_step: int) -> StepLog | None:

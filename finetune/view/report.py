@@ -258,13 +258,20 @@ def render(runs: Sequence[RunData], refresh_s: int | None = None) -> str:
             sections.append({"title": heading, "damage": reason})
     title = " / ".join(run.name for run in runs)
     colours = "".join(f".c{i} {{ stroke: {c}; }} i.c{i} {{ background: {c}; }}\n" for i, c in enumerate(COLOURS))
+    # Tokens and epoch of the steps of each run, by which a curve can be drawn instead.
+    axes: list[dict[str, str]] = []
+    for one in runs:
+        lines = [line for line in one.lines if _is_number(line.get("tokens")) and _is_number(line.get("epoch"))]
+        kept = lines[:: -(-len(lines) // POINTS) or 1] + lines[-1:]
+        columns = {f"{key}s": " ".join(json.dumps(line[key]) for line in kept) for key in ("step", "epoch")}
+        axes.append({"run": one.name, **columns, "tokens": " ".join(json.dumps(line["tokens"]) for line in kept)})
     return web_page.render(
         "report.html.jinja",
         f"{title}: report",
         _STYLE + colours,
         script,
         refresh_s=refresh_s,
-        axes=_axes(runs),
+        axes=axes,
         eyebrow="Report",
         heading=title,
         runs=legend,
@@ -299,17 +306,6 @@ def _charts(runs: Sequence[RunData]) -> list[Section]:
             grouped[name].append(_chart(both, runs))
     shown = [{"title": name, "charts": charts, "folded": name in _FOLDED} for name, charts in grouped.items() if charts]
     return sorted(shown, key=lambda section: section["folded"])
-
-
-def _axes(runs: Sequence[RunData]) -> list[dict[str, str]]:
-    """Returns tokens and epoch of the steps of each run, by which a curve can be drawn instead."""
-    axes = []
-    for run in runs:
-        lines = [line for line in run.lines if _is_number(line.get("tokens")) and _is_number(line.get("epoch"))]
-        kept = lines[:: -(-len(lines) // POINTS) or 1] + lines[-1:]
-        columns = {f"{key}s": " ".join(json.dumps(line[key]) for line in kept) for key in ("step", "epoch")}
-        axes.append({"run": run.name, **columns, "tokens": " ".join(json.dumps(line["tokens"]) for line in kept)})
-    return axes
 
 
 def _chart(keys: Sequence[str], runs: Sequence[RunData]) -> dict[str, Any]:

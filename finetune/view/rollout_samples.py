@@ -30,19 +30,15 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
     file, shown = folder / "tokenizer" / "tokenizer.json", list[dict[str, Any]]()
     tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
     for kind, name in ((records.STEP, "step {}"), (records.EVALUATION, "held-out prompts after step {}")):
-        steps = [int(path.stem.removeprefix(f"{kind}-")) for path in (folder / records.FOLDER).glob(f"{kind}-*.jsonl")]
-        read = [(step, records.read_record(folder / records.FOLDER, step, kind)) for step in _chosen(steps, kind)]
+        files = (folder / records.FOLDER).glob(f"{kind}-*.jsonl")
+        steps = sorted(int(path.stem.removeprefix(f"{kind}-")) for path in files)
+        first = () if kind == records.EVALUATION else (0, len(steps) // 2)
+        chosen = sorted({steps[i] for i in (*first, -1)}) if steps else []
+        read = [(step, records.read_record(folder / records.FOLDER, step, kind)) for step in chosen]
         shown += [
             {"title": name.format(step), **_step(found[0], tokenizer)} for step, found in read if found is not None
         ]
     return shown
-
-
-def _chosen(steps: list[int], kind: str) -> list[int]:
-    ordered = sorted(steps)
-    if kind == records.EVALUATION:
-        return ordered[-1:]
-    return sorted({ordered[0], ordered[len(ordered) // 2], ordered[-1]}) if ordered else []
 
 
 def _step(samples: Sequence[Sample], tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -52,23 +48,22 @@ def _step(samples: Sequence[Sample], tokenizer: Tokenizer | None) -> dict[str, A
     groups = [list(group) for _, group in groupby(samples, lambda one: (one.source, one.path, one.row, one.prompt))]
     ordered = sorted(groups, key=lambda group: np.mean([one.reward.total for one in group]))
     some = {id(group): group for group in (ordered[0], ordered[len(ordered) // 2], ordered[-1])}.values()
-    prompts = [_prompt(group, low, high, tokenizer) for group in some]
+    prompts: list[dict[str, Any]] = []
+    for group in some:
+        shown = sorted(group, key=lambda one: -one.reward.total)
+        if len(shown) > ANSWERS:
+            shown = [*shown[: ANSWERS // 2], *shown[-ANSWERS // 2 :]]
+        text = tokenizer.decode(group[0].prompt, skip_special_tokens=False) if tokenizer else ""
+        prompts.append(
+            {
+                "place": f"{group[0].path}:{group[0].row}",
+                "text": _cut(text),
+                "reward": float(np.mean([one.reward.total for one in group])),
+                "answers": [_answer(one, low, high) for one in shown],
+                "left_out": len(group) - len(shown),
+            }
+        )
     return {"reward": float(np.mean(rewards)), "num_prompts": len(groups), "prompts": prompts}
-
-
-def _prompt(group: Sequence[Sample], low: float, high: float, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns a prompt with its answers. low, high: rewards of its step."""
-    ordered = sorted(group, key=lambda one: -one.reward.total)
-    if len(ordered) > ANSWERS:
-        ordered = [*ordered[: ANSWERS // 2], *ordered[-ANSWERS // 2 :]]
-    text = tokenizer.decode(group[0].prompt, skip_special_tokens=False) if tokenizer else ""
-    return {
-        "place": f"{group[0].path}:{group[0].row}",
-        "text": _cut(text),
-        "reward": float(np.mean([one.reward.total for one in group])),
-        "answers": [_answer(one, low, high) for one in ordered],
-        "left_out": len(group) - len(ordered),
-    }
 
 
 def _answer(sample: Sample, low: float, high: float) -> dict[str, Any]:

@@ -26,10 +26,30 @@ def render(
 ) -> str:
     """Returns a page. template: below this folder; title: may be hostile; style: in addition to the shared one;
     script: at the page's end; refresh_s: seconds until a browser reloads the page."""
+    # The policy is by hashes: https://www.w3.org/TR/CSP3/#match-element-to-source-list
+    style = shared_style() + style
+    hashes = {
+        name: f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+        for name, content in (("style-src", style), ("script-src", script))
+        if content
+    }
+    policy = "; ".join(f"{name} {value}" for name, value in hashes.items())
+    loads = f"default-src 'none'; img-src data:; {policy}; base-uri 'none'; form-action 'none'"
+    refresh = f'\n<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     return (
         environment()
         .get_template(template)
-        .render(head=_head(title, style, script, refresh_s), script=Markup(script), **values)
+        .render(
+            head=Markup(f"""<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{loads}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">{refresh}
+<title>{escape(title)}</title>
+<style>{style}</style>"""),
+            script=Markup(script),
+            **values,
+        )
     )
 
 
@@ -56,24 +76,3 @@ def environment(*folders: Path) -> jinja2.Environment:
 
 def shared_style() -> str:
     return (_FOLDER / "inspect" / "page.css").read_text(encoding="utf-8")
-
-
-def _head(title: str, style: str, script: str, refresh_s: int | None) -> Markup:
-    """Returns the content of <head>: style, and a policy by hashes
-    (https://www.w3.org/TR/CSP3/#match-element-to-source-list)."""
-    style = shared_style() + style
-    hashes = {
-        name: f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
-        for name, content in (("style-src", style), ("script-src", script))
-        if content
-    }
-    policy = "; ".join(f"{name} {value}" for name, value in hashes.items())
-    loads = f"default-src 'none'; img-src data:; {policy}; base-uri 'none'; form-action 'none'"
-    refresh = f'\n<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
-    return Markup(f"""<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{loads}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="referrer" content="no-referrer">{refresh}
-<title>{escape(title)}</title>
-<style>{style}</style>""")

@@ -81,7 +81,7 @@ def recipe_of(run: dict[str, Any], folder: Path, data: int) -> Recipe:
     precision = "bf16_true" if run.get("pure") else "bf16"
     values: dict[str, Any] = {
         "run": {"name": "published", "dir": str(folder)},
-        "model": {"name": str(folder)},
+        "model": {"name": str(folder), "kernels": "auto" if run.get("fused") else "plain"},
         "mode": run["mode"],
         "data": {"train": [{"path": "rows.jsonl", "format": "messages"}], "max_length": run["length"]},
         "batch": {"rows": run["rows"] * run["micro_batches"] * data, "rows_per_device": run["rows"]},

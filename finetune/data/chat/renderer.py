@@ -163,7 +163,18 @@ class Renderer:
             else:
                 input_ids, trained = next(encoded)
                 if one.is_plain:
-                    input_ids, trained = self._with_ends(input_ids, trained, one.is_prompt)
+                    # BOS before a plain text if the tokenizer would add it, EOS after (see `ends_plain`) unless an
+                    # answer follows, neither twice.
+                    tokenizer: Any = self.tokenizer
+                    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+                    if eos is None:
+                        raise UserError(
+                            "the tokenizer has no end-of-text token (eos_token), so plain text would never end: set it"
+                        )
+                    if self.adds_bos and input_ids[:1].tolist() != [bos]:
+                        input_ids, trained = np.append(np.int32(bos), input_ids), np.append(False, trained)
+                    if self.ends_plain and not one.is_prompt and input_ids[-1:].tolist() != [eos]:
+                        input_ids, trained = np.append(input_ids, np.int32(eos)), np.append(trained, True)
                 if self.train_on == "all":
                     trained = np.ones(len(input_ids), bool)
             trained[:1] = False  # no token predicts the first one
@@ -172,19 +183,6 @@ class Renderer:
             else:
                 tokens.append((input_ids, trained))
         return tokens
-
-    def _with_ends(self, ids: NDArray[np.int32], trained: NDArray[np.bool_], is_prompt: bool) -> Tokens:
-        """BOS before a plain text if the tokenizer would add it, EOS after (see `ends_plain`) unless an answer follows,
-        neither twice."""
-        bos: Any = self.tokenizer.bos_token_id
-        eos: Any = self.tokenizer.eos_token_id
-        if eos is None:
-            raise UserError("the tokenizer has no end-of-text token (eos_token), so plain text would never end: set it")
-        if self.adds_bos and ids[:1].tolist() != [bos]:
-            ids, trained = np.append(np.int32(bos), ids), np.append(False, trained)
-        if self.ends_plain and not is_prompt and ids[-1:].tolist() != [eos]:
-            ids, trained = np.append(ids, np.int32(eos)), np.append(trained, True)
-        return ids, trained
 
 
 def _texts(conversation: Conversation) -> Iterator[tuple[str, str]]:

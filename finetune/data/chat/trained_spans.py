@@ -76,7 +76,14 @@ def parts_of(chat: Chat, conversation: Conversation, train_on: str) -> list[Trai
     Raises BadRow if the template leaves a part of the row out, UserError if no mask can be right.
     """
     if chat.traits.empty_thought and not chat.traits.writes_reasoning:
-        conversation = _thoughts_apart(conversation)
+        # Reasoning in the content of answers becomes `reasoning`: a template would cut it off.
+        apart: list[Message] = []
+        for message in conversation.messages:
+            match = THOUGHT_IN_CONTENT.fullmatch(message.content)
+            if match and message.role == "assistant" and message.reasoning is None:
+                message = replace(message, reasoning=match[1].strip("\n") or None, content=match[2])
+            apart.append(message)
+        conversation = replace(conversation, messages=tuple(apart))
     messages, tools = chat.traits.as_dicts(conversation), conversation.tools
     answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant" and message.train]
     trained = answers[-1:] if train_on == "last_assistant" else answers
@@ -125,7 +132,21 @@ def prompt_of(chat: Chat, conversation: Conversation) -> str:
 
 def _turn(chat: Chat, written: _Written, i: int) -> _Turn:
     traits, text = chat.traits, written.text
-    end = _end(chat, text, i)
+    # The end of the answer, end-of-turn included: the usual one, or another token, as a tool call may have its own.
+    if traits.tail is not None and text.endswith(traits.tail):
+        end = len(text) - len(traits.closing)
+    else:
+        body = text.rstrip()
+        if body.endswith(chat.tokens):
+            end = len(body)
+        elif chat.jinja.template.marks_generation:
+            end = len(text)
+        else:
+            raise UserError(
+                f"{chat.name} ends message {i} (assistant) with {text[-30:]!r}, not with {traits.tail!r} as after "
+                "other answers, nor with a token of this tokenizer: the model would not learn to stop. Mark what the "
+                "assistant writes in the template with {% generation %}, or give another model.chat_template"
+            )
     if not chat.jinja.template.marks_generation:
         # The model writes all that is not in the prompt, as Mistral's space and an empty thought, but no header.
         begin = 0
@@ -155,24 +176,6 @@ def _turn(chat: Chat, written: _Written, i: int) -> _Turn:
     if not joined:
         raise BadRow(f"{chat.name} marks nothing of message {i} (assistant) as generated, so nothing would be trained")
     return _Turn(written.prompt + text, joined, i + 1)
-
-
-def _end(chat: Chat, written: str, i: int) -> int:
-    """Returns the end of the answer, end-of-turn included: the usual one, or another token (a tool call may
-    have its own)."""
-    traits = chat.traits
-    if traits.tail is not None and written.endswith(traits.tail):
-        return len(written) - len(traits.closing)
-    body = written.rstrip()
-    if body.endswith(chat.tokens):
-        return len(body)
-    if chat.jinja.template.marks_generation:
-        return len(written)
-    raise UserError(
-        f"{chat.name} ends message {i} (assistant) with {written[-30:]!r}, not with {traits.tail!r} as after other "
-        "answers, nor with a token of this tokenizer: the model would not learn to stop. Mark what the assistant "
-        "writes in the template with {% generation %}, or give another model.chat_template"
-    )
 
 
 def _written(chat: Chat, messages: Messages, tools: Tools, i: int, so_far: Marked) -> _Written:
@@ -247,18 +250,6 @@ def _behind_an_opened_thought(chat: Chat, message: Mapping[str, Any], prompt: st
 
 
 THOUGHT_IN_CONTENT = re.compile(r"\s*<think>(.*?)</think>\s*(.+)", re.DOTALL)
-
-
-def _thoughts_apart(conversation: Conversation) -> Conversation:
-    """Returns a conversation with the reasoning in the content of answers as `reasoning`: a template would cut it
-    off."""
-    messages = []
-    for message in conversation.messages:
-        match = THOUGHT_IN_CONTENT.fullmatch(message.content)
-        if match and message.role == "assistant" and message.reasoning is None:
-            message = replace(message, reasoning=match[1].strip("\n") or None, content=match[2])
-        messages.append(message)
-    return replace(conversation, messages=tuple(messages))
 
 
 # --- no part of the row is lost

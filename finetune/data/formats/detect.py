@@ -62,7 +62,15 @@ def parse_row(row: Row, format: str, columns: Columns | None = None, prompts: bo
     try:
         return read(row, format, columns, prompts)
     except Misfit as error:
-        raise BadRow(f"format `{format}`: {error}{_hint(row, format)}") from None
+        others = [one for one in _candidates(list(row), {}) if one[0] != format and not FORMATS[one[0]].if_taken]
+        for other, others_columns in sorted(others, key=lambda one: FORMATS[one[0]].rank):
+            if not isinstance(_read_or_problem(row, other, others_columns), BadRow):
+                hint = f"; the row looks like format `{other}`{_with_columns(others_columns)}"
+                break
+        else:
+            nearest, why = nearest_format(row)
+            hint = f"; format `{nearest}` comes nearest, but: {why}" if nearest != format else ""
+        raise BadRow(f"format `{format}`: {error}{hint}") from None
     except BadRow as error:
         raise BadRow(f"format `{format}`: {error}") from None
 
@@ -139,16 +147,6 @@ def nearest_format(row: Row, columns: Columns | None = None) -> tuple[str, str]:
     if not columns and not _nearness(row, *best[:2])[0] and (why := _only_column(row, "text")):
         return "text", why
     return best[0], str(best[2])
-
-
-def _hint(row: Row, format: str) -> str:
-    """Returns the end of a message on a row that is not of `format`: the one that it fits, or comes nearest to."""
-    others = [one for one in _candidates(list(row), {}) if one[0] != format and not FORMATS[one[0]].if_taken]
-    for other, columns in sorted(others, key=lambda one: FORMATS[one[0]].rank):
-        if not isinstance(_read_or_problem(row, other, columns), BadRow):
-            return f"; the row looks like format `{other}`{_with_columns(columns)}"
-    nearest, why = nearest_format(row)
-    return f"; format `{nearest}` comes nearest, but: {why}" if nearest != format else ""
 
 
 def _candidates(present: Sequence[str], columns: Columns) -> Iterator[tuple[str, Columns]]:

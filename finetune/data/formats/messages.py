@@ -87,7 +87,19 @@ def read_message(value: Any, where: str) -> Message:
     part_calls: tuple[Call, ...] = ()
     if isinstance(item.get("content"), list):
         item, part_calls = _from_parts(item, f"{where}.content")
-    calls = _calls(item, part_calls, role, where)
+    keys = [key for key in ("tool_calls", "function_call") if has_value(item.get(key))]
+    if part_calls and (keys or role != "assistant"):
+        raise BadRow(f"{where} is from {role} and has {names(['content', *keys])} with calls; keep an assistant's")
+    if part_calls or not keys:
+        calls = part_calls
+    elif role != "assistant":
+        raise BadRow(f"{where} is from {role} and has {names(keys)}; only an assistant calls tools")
+    elif len(keys) == 2:
+        raise BadRow(f"{where} has {names(keys)}, the new and the old name of the same; keep one")
+    elif keys == ["function_call"]:
+        calls = ({"type": "function", "function": function_of(item["function_call"], f"{where}.function_call")},)
+    else:
+        calls = read_calls(item["tool_calls"], f"{where}.tool_calls")
     content, images = _content(item.get("content"), role, f"{where}.content", has_calls=bool(calls))
     train = _train(item, role, where)
     reasoning = {key: text(item[key], f"{where}.{key}") for key in REASONING if has_value(item.get(key))}
@@ -214,22 +226,6 @@ def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:
     return message, tuple(call for value in values["tool_call"] for call in read_turn_calls(value, where))
 
 
-def _calls(item: Row, part_calls: tuple[Call, ...], role: str, where: str) -> tuple[Call, ...]:
-    """Returns the calls of a message. part_calls: those in its content."""
-    keys = [key for key in ("tool_calls", "function_call") if has_value(item.get(key))]
-    if part_calls and (keys or role != "assistant"):
-        raise BadRow(f"{where} is from {role} and has {names(['content', *keys])} with calls; keep an assistant's")
-    if part_calls or not keys:
-        return part_calls
-    if role != "assistant":
-        raise BadRow(f"{where} is from {role} and has {names(keys)}; only an assistant calls tools")
-    if len(keys) == 2:
-        raise BadRow(f"{where} has {names(keys)}, the new and the old name of the same; keep one")
-    if keys == ["function_call"]:
-        return ({"type": "function", "function": function_of(item["function_call"], f"{where}.function_call")},)
-    return read_calls(item["tool_calls"], f"{where}.tool_calls")
-
-
 def _train(item: Row, role: str, where: str) -> bool:
     """Returns whether a message is trained, by a key of `TRAINED`; without one, every assistant's message is.
 
@@ -277,23 +273,6 @@ def check_answers(conversation: Conversation) -> None:
 
 def context_of(messages: Sequence[Message], system: str = "", tools: tuple[Tool, ...] = ()) -> Conversation:
     """Returns a conversation that is only read: it may be without an answer."""
-    _check_order(messages)
-    first = messages[0]
-    if not system or (first.role in FIRST and first.content == system):
-        return Conversation(tuple(messages), tools)
-    if first.role in FIRST:
-        raise BadRow(
-            f"`system` is {shown(system)}, but message 0 ({first.role}) is {shown(first.content)}; keep one of them"
-        )
-    return Conversation((Message("system", system), *messages), tools)
-
-
-def as_context(messages: Sequence[Message]) -> list[Message]:
-    """Marks messages as context: they are seen, not trained."""
-    return [replace(message, train=False) if message.role == "assistant" else message for message in messages]
-
-
-def _check_order(messages: Sequence[Message]) -> None:
     # One system or developer message at most: templates that know both take the first, and some drop a second unseen.
     start = 1 if messages and messages[0].role in FIRST else 0
     before: Message | None = messages[0] if start else None
@@ -324,6 +303,19 @@ def _check_order(messages: Sequence[Message]) -> None:
         before = message
     if waiting and before and before.role == "tool":
         raise BadRow(f"the conversation ends at message {len(messages) - 1} (tool){_unanswered(waiting)}")
+    first = messages[0]
+    if not system or (first.role in FIRST and first.content == system):
+        return Conversation(tuple(messages), tools)
+    if first.role in FIRST:
+        raise BadRow(
+            f"`system` is {shown(system)}, but message 0 ({first.role}) is {shown(first.content)}; keep one of them"
+        )
+    return Conversation((Message("system", system), *messages), tools)
+
+
+def as_context(messages: Sequence[Message]) -> list[Message]:
+    """Marks messages as context: they are seen, not trained."""
+    return [replace(message, train=False) if message.role == "assistant" else message for message in messages]
 
 
 def _unanswered(waiting: list[str | None]) -> str:

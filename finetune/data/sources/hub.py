@@ -45,8 +45,14 @@ def check_hub(recipe: Recipe) -> None:
     problem = offline_without_hub()
     if problem is None:
         return
+    from huggingface_hub import try_to_load_from_cache
+
     revisions = {"model.name": model.revision}
-    absent = [f"{key}={name}" for key, name in on_hub.items() if not _is_cached(name, revisions.get(key))]
+    absent: list[str] = []
+    for key, name in on_hub.items():
+        cached = (try_to_load_from_cache(name, file, revision=revisions.get(key)) for file in _FILES)
+        if not any(isinstance(path, str) for path in cached):
+            absent.append(f"{key}={name}")
     if absent:
         raise UserError(
             f"{problem}, and {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} neither a folder nor in its "
@@ -108,9 +114,3 @@ def _refuse(request: object) -> NoReturn:
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     raise OfflineModeIsEnabled("offline, because the hub could not be reached")
-
-
-def _is_cached(name: str, revision: str | None) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _FILES)

@@ -287,7 +287,10 @@ def csv_file(file: File) -> NumberedRows:
     """Yields a row for each record below the header; its number is the line that it begins on."""
     csv.field_size_limit(LARGEST_CELL)
     with content(file) as stream:
-        delimiter = "\t" if kind_of(file.name)[0] == ".tsv" else _delimiter(stream.peek(BUFFER_BYTES))
+        # A comma, unless the header has semicolons instead, as spreadsheet programs write if 1,5 is a number.
+        first = re.sub(rb'"[^"]*"', b"", stream.peek(BUFFER_BYTES).partition(b"\n")[0])
+        is_tab, is_semicolon = kind_of(file.name)[0] == ".tsv", b";" in first and b"," not in first
+        delimiter = "\t" if is_tab else ";" if is_semicolon else ","
         # Signs in place of bytes that are not UTF-8: a record may span several lines, so each line must stay.
         lines = (
             raw.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape").replace("\0", _NUL_SIGN)
@@ -314,13 +317,6 @@ def csv_file(file: File) -> NumberedRows:
                 reason = "a quote is opened here and never closed; quotes in a quoted cell are doubled"
             # An error of the file, not of one row: the begin of the next record is unknown.
             raise UserError(f"{file.label}:{begins}: not valid CSV: {reason}") from None
-
-
-def _delimiter(head: bytes) -> str:
-    """Returns the comma, unless the header has semicolons instead, as spreadsheet programs write where 1,5 is a
-    number."""
-    header = re.sub(rb'"[^"]*"', b"", head.partition(b"\n")[0])
-    return ";" if b";" in header and b"," not in header else ","
 
 
 def _csv_row(header: list[str], cells: list[str], delimiter: str) -> dict[str, str] | BadRow:

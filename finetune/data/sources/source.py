@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -184,7 +184,23 @@ class HubRows:
         self._label = f"{source.path}[{source.split}]"
         try:
             if streaming:
-                self._rows, self._digest = _streamed(source)
+                import datasets
+
+                # The same as load_dataset(streaming=True); the builder also knows the commit.
+                builder: Any = datasets.load_dataset_builder(source.path, source.config)
+                if "[" not in source.split:
+                    self._rows = builder.as_streaming_dataset(split=source.split)
+                else:
+                    part = parse_split(source.path, source.split)
+                    part.check_streamed(source.path, source.split)
+                    begin, end = part.bounds(lambda: 0)
+                    rows = builder.as_streaming_dataset(split=part.name).skip(begin)
+                    self._rows = rows if end is None else rows.take(end - begin)
+                # `hash` is the commit of the repository on the hub, or a digest of the data files' names, sizes and
+                # times; a digest of the rows themselves would need reading them all.
+                self._digest = (
+                    f"streamed {source.path} {source.config} {source.split} {builder.hash} {builder.config_id}"
+                )
             else:
                 self._rows = datasets.load_dataset(source.path, source.config, split=source.split)
                 # Of content and history; `datasets` has it only under this name.
@@ -205,25 +221,6 @@ class HubRows:
 
     def rows(self) -> LabelledRows:
         return dataset_rows(self._rows, self._label)
-
-
-def _streamed(source: Source) -> tuple[Iterable[Any], str]:
-    """Returns the rows and the digest of a streamed dataset."""
-    import datasets
-
-    # The same as load_dataset(streaming=True); the builder also knows the commit.
-    builder: Any = datasets.load_dataset_builder(source.path, source.config)
-    if "[" not in source.split:
-        rows = builder.as_streaming_dataset(split=source.split)
-    else:
-        part = parse_split(source.path, source.split)
-        part.check_streamed(source.path, source.split)
-        begin, end = part.bounds(lambda: 0)
-        rows = builder.as_streaming_dataset(split=part.name).skip(begin)
-        rows = rows if end is None else rows.take(end - begin)
-    # `hash` is the commit of the repository on the hub, or a digest of the data files' names, sizes and times; a digest
-    # of the rows themselves would need reading them all.
-    return rows, f"streamed {source.path} {source.config} {source.split} {builder.hash} {builder.config_id}"
 
 
 class SavedRows:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from finetune.engine.launch import Launch
+from finetune.engine.muon import iteration_flops
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.stages import Layout, stage_bounds
 from finetune.recipe import Recipe
@@ -248,6 +249,13 @@ class Costs(abc.ABC):
         ranks = self.sizes.tensor
         sizes = [(w.numel * ranks, min(max(w.shape), min(w.shape) * ranks)) for w in self.orthogonalized]
         return max(((4 + 2 * 2) * numel + 2 * 2 * side**2 for numel, side in sizes), default=0)
+
+    def orthogonalizing_flops(self) -> float:
+        """Returns the FLOPs of Muon's iteration on the busiest rank in a step: those that share a stage's weights take
+        turns, the largest matrices first."""
+        ranks, tensor = self.owners // self.sizes.pipeline, self.sizes.tensor
+        sides = [(min(max(w.shape), min(w.shape) * tensor), w.numel * tensor) for w in self.orthogonalized]
+        return sum(sorted((iteration_flops(side, numel // side) for side, numel in sides), reverse=True)[::ranks])
 
     def shared_matrices(self, ranks: int, parts: int) -> Iterator[Transfer]:
         """Yields the exchange of whole matrices: `ranks` gather them in bf16 and send them back. parts: ranks that

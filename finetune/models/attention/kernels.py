@@ -310,24 +310,22 @@ def flex_documents_attention(call: AttentionCall, documents: BlockMasks) -> Tens
     if call.dropout:
         raise ValueError("FlexAttention has no dropout: set model.attention: auto")
     query, key, value = in_one_type(*call[:3])
+    softcap: Any = call.softcap
+
+    def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
     attend = flex_attention if torch.compiler.is_compiling() else _compiled()
     out = attend(
         query,
         key,
         value,
-        score_mod=None if call.softcap is None else _capped(call.softcap),
+        score_mod=None if softcap is None else cap,
         block_mask=documents.masks[call.window],
         scale=call.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2).contiguous()
-
-
-def _capped(softcap: float) -> Callable[..., Tensor]:
-    def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    return cap
 
 
 @cache

@@ -250,7 +250,19 @@ def find_mixers(model: Any, forward: Callable[[], Any], lengths: tuple[int, ...]
     forward: of a row of documents of these lengths, whose sum T is no other size in the model. Raises
     NoMixers.
     """
-    calls = _calls(model, forward)
+    # The arguments of the first call of each module that takes hidden states.
+    calls: dict[Any, tuple[Any, Any]] = {}
+
+    def record(module: Any, args: Any, kwargs: Any) -> None:
+        calls.setdefault(module, (args, kwargs))
+
+    hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
     mixers: Mixers = {}
     with torch.no_grad(), documents_of_forward(lengths):
         for module in reversed(list(model.modules())):  # those inside a module before it
@@ -271,23 +283,6 @@ def find_mixers(model: Any, forward: Callable[[], Any], lengths: tuple[int, ...]
     if not mixers:
         raise NoMixers("no module was seen to mix documents")
     return mixers
-
-
-def _calls(model: Any, forward: Callable[[], Any]) -> dict[Any, tuple[Any, Any]]:
-    """Returns the arguments of the first call of each module that takes hidden states."""
-    calls: dict[Any, tuple[Any, Any]] = {}
-
-    def record(module: Any, args: Any, kwargs: Any) -> None:
-        calls.setdefault(module, (args, kwargs))
-
-    hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in model.modules()]
-    try:
-        with torch.no_grad():
-            forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
 
 
 def _mixes(module: Any, args: Any, kwargs: Any, lengths: tuple[int, ...]) -> bool:

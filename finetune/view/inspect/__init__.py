@@ -54,7 +54,22 @@ def check_options(options: InspectOptions) -> None:
 def inspect(recipe: Recipe, recipe_path: Path, options: InspectOptions, console: Console) -> None:
     """Shows a recipe's data. Raises UserError."""
     check_options(options)
-    view = _build_view(recipe, recipe_path, options.eval)
+    # The data is built alone, without a launch: `inspect` also shows data that `train` would refuse.
+    tokenizer = load_tokenizer(recipe.model, recipe.tokens)
+    notes = template_notes(recipe, tokenizer)
+    template, sources = template_of(recipe.model, tokenizer), recipe.data.train
+    if options.eval:
+        if not recipe.data.eval:
+            raise UserError("--eval: the recipe has no data.eval; add a source there, or remove --eval")
+        sources = recipe.data.eval_sources
+    elif recipe.data.streaming:
+        window = recipe.data.window  # a stream may be endless
+        sources = tuple(s.model_copy(update={"limit": min(s.limit or window, window)}) for s in sources)
+        notes.append(f"data.streaming: only the first {window:,} rows of each source are inspected")
+    held_out = options.eval and isinstance(recipe.data.eval, HeldOut)
+    data = build_dataset(recipe, sources, tokenizer, held_out=held_out)
+    totals = dataset_statistics(data, recipe.data, "eval" if options.eval else "train", notes)
+    view = DatasetView(recipe, recipe_path, sources, tokenizer, template.name if template else "none", data, totals)
     examples = view.data.examples
     if options.json and options.totals:
         print(json.dumps(view.totals.as_dict(), ensure_ascii=False))
@@ -77,25 +92,6 @@ def inspect(recipe: Recipe, recipe_path: Path, options: InspectOptions, console:
     print_examples(console, view, chosen, look)
     print_packed_rows(console, view, range(packed if options.packed else 0), look)
     print_totals(console, view)
-
-
-def _build_view(recipe: Recipe, recipe_path: Path, use_eval: bool) -> DatasetView:
-    """Builds an epoch of `data.train`, or `data.eval`, alone: `inspect` also shows data that `train` would refuse."""
-    tokenizer = load_tokenizer(recipe.model, recipe.tokens)
-    notes = template_notes(recipe, tokenizer)
-    template, sources = template_of(recipe.model, tokenizer), recipe.data.train
-    if use_eval:
-        if not recipe.data.eval:
-            raise UserError("--eval: the recipe has no data.eval; add a source there, or remove --eval")
-        sources = recipe.data.eval_sources
-    elif recipe.data.streaming:
-        window = recipe.data.window  # a stream may be endless
-        sources = tuple(s.model_copy(update={"limit": min(s.limit or window, window)}) for s in sources)
-        notes.append(f"data.streaming: only the first {window:,} rows of each source are inspected")
-    held_out = use_eval and isinstance(recipe.data.eval, HeldOut)
-    data = build_dataset(recipe, sources, tokenizer, held_out=held_out)
-    totals = dataset_statistics(data, recipe.data, "eval" if use_eval else "train", notes)
-    return DatasetView(recipe, recipe_path, sources, tokenizer, template.name if template else "none", data, totals)
 
 
 def _chosen(view: DatasetView, options: InspectOptions, rows: int) -> list[int]:

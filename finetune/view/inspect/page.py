@@ -41,6 +41,15 @@ def write_page(
     full: bool = False,
 ) -> None:
     """Writes the page with examples `chosen` and packed sequences `packed`. Raises UserError if it cannot."""
+    rows: list[dict[str, Any]] = []
+    for number in packed:
+        documents, start = [], 0  # with the place of their first token
+        for member in view.data.rows[number].tolist():
+            for shown in _page_example(view, view.data.examples[member], full)["sequences"]:
+                documents.append((start, shown))
+                start += shown["tokens"]
+        work = sum(shown["tokens"] ** 2 for _, shown in documents)  # of attention
+        rows.append({"number": number, "documents": documents, "used": start, "work": work})
     page = render(
         "inspect/page.html.jinja",
         f"{visible(view.recipe.run.name)}: what the model sees",
@@ -50,7 +59,7 @@ def write_page(
         report=view.totals.report,
         **_summary(view),
         examples=[_page_example(view, view.data.examples[index], full) for index in chosen],
-        rows=[_packed_row(view, number, full) for number in packed],
+        rows=rows,
     )
     try:
         path.write_text(page, encoding="utf-8", newline="\n")
@@ -193,14 +202,3 @@ def with_pictures(tokens: Sequence[Token], sequence: TokenSequence) -> Markup:
         pieces += [tokens_html(tokens[last : image.begin], last), picture]
         last = image.end
     return Markup().join([*pieces, tokens_html(tokens[last:], last)])
-
-
-def _packed_row(view: DatasetView, number: int, full: bool) -> dict[str, Any]:
-    """Returns a packed sequence: its documents with their first token's offset, tokens used, attention work."""
-    documents, start = [], 0
-    for member in view.data.rows[number].tolist():
-        for shown in _page_example(view, view.data.examples[member], full)["sequences"]:
-            documents.append((start, shown))
-            start += shown["tokens"]
-    work = sum(shown["tokens"] ** 2 for _, shown in documents)
-    return {"number": number, "documents": documents, "used": start, "work": work}

@@ -11,7 +11,6 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from finetune.data.samples import Example
 from finetune.data.token_cache import SourceReport
 from finetune.data.token_text import Look, render_rich, visible
 from finetune.view.inspect.dataset_view import (
@@ -52,7 +51,17 @@ def print_examples(console: Console, view: DatasetView, chosen: Iterable[int], l
         numbers = numbers_of(example, view.recipe.objective)
         title = visible("   ".join(filter(None, (f"{example.path}:{example.row}", tokens, numbers))))
         texts = [render_rich(one, view.tokenizer, look, example.shared_tokens) for one in example.sequences]
-        content = texts[0] if len(texts) == 1 else _side_by_side(view, example, texts, console.width)
+        named = zip(sequence_names(view.recipe.objective.name, len(texts)), example.sequences, strict=True)
+        titles = [f"{name}, {len(one.input_ids):,} tokens, {example.shared_tokens:,} shared" for name, one in named]
+        content: Text | Table | Group = texts[0]
+        if len(texts) > 1 and console.width < WIDE:  # one sequence of a pair below the other
+            rules = [Rule(Text(heading), align="left", style="cyan") for heading in titles]
+            content = Group(*(part for pair in zip(rules, texts, strict=True) for part in pair))
+        elif len(texts) > 1:
+            content = Table(box=None, expand=True, padding=(0, 1), header_style="cyan")
+            for heading in titles:
+                content.add_column(heading, ratio=1, overflow="fold")
+            content.add_row(*texts)
         console.print(Panel(content, title=Text(title), title_align="left"))
     marks = "  ⏎ newline, ⇥ tab, · trailing space in supervised text, ⟫ end of the tokens that a pair shares"
     words = (("supervised", "bold green"), "  ", ("context", "dim"), "  ", ("special token", "magenta"))
@@ -60,20 +69,6 @@ def print_examples(console: Console, view: DatasetView, chosen: Iterable[int], l
         console.print(Text.assemble(*words).append(marks, style="dim"))
     elif shown:
         console.print(Text("[[supervised]]  context" + marks))
-
-
-def _side_by_side(view: DatasetView, example: Example, texts: list[Text], width: int) -> Table | Group:
-    """Returns the sequences of a pair side by side, or one below the other in a narrow terminal."""
-    named = list(zip(sequence_names(view.recipe.objective.name, len(texts)), example.sequences, strict=True))
-    titles = [f"{name}, {len(one.input_ids):,} tokens, {example.shared_tokens:,} shared" for name, one in named]
-    if width < WIDE:
-        rules = [Rule(Text(title), align="left", style="cyan") for title in titles]
-        return Group(*(part for pair in zip(rules, texts, strict=True) for part in pair))
-    table = Table(box=None, expand=True, padding=(0, 1), header_style="cyan")
-    for title in titles:
-        table.add_column(title, ratio=1, overflow="fold")
-    table.add_row(*texts)
-    return table
 
 
 def print_packed_rows(console: Console, view: DatasetView, numbers: Iterable[int], look: Look) -> None:

@@ -11,11 +11,13 @@ import tiny
 import torch
 import yaml
 from conftest import ROOT
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from finetune.engine.base import StorageCounter
 from finetune.engine.costs import ModelSize, Shapes, Weight, costs_of
 from finetune.engine.launch import Launch, read_config_file
+from finetune.engine.muon import orthogonalized
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
 from finetune.models.base_config import without_weights
@@ -105,6 +107,13 @@ def test_matrices_that_muon_gathers_are_in_memory_and_traffic(recipe: Any, kind:
     )
     costs = costs_of(loaded, launch, shapes, "cpu", lambda *_: (0, 0))
     assert costs.orthogonalizing() == 8 * 240 + 4 * 8**2
+    counted = []
+    for weight in shapes.weights:
+        with FlopCounterMode(display=False) as counter:
+            orthogonalized(torch.randn(weight.shape))
+        counted.append(counter.get_total_flops())
+    # One rank, or each of several that hold copies, has both matrices; else the larger is the busiest rank's.
+    assert costs.orthogonalizing_flops() == (sum if costs.owners == 1 else max)(counted)
     size = ModelSize(252, 252, 0, 0, 0, 2, 2, 2, 1, 8, 8, 8, 0)
     sent = [one.moved for one in costs.transfers_of_weights(size, 1) if one.kind == "all-to-all"]
     # bf16, there and back, of this rank's quarter to three others

