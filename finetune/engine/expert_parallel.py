@@ -13,6 +13,7 @@ all ranks and gathered with their decoder layer; a rank has gradients for its ow
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -27,19 +28,21 @@ from finetune.models.moe import adapters_of, dispatch_tokens, experts_of
 
 
 def parallelize_experts(
-    model: Any, parallelism: Parallelism, device_type: str, stopwatch: Stopwatch
+    model: Any, parallelism: Parallelism, device_type: str, stopwatch: Stopwatch, here: Container[nn.Module]
 ) -> dict[nn.Module, DeviceMesh]:
     """Keep each rank's own experts, and dispatch tokens to them. Call before the model is sharded; collective.
 
-    Returns, for each module of experts, the mesh over which it must be sharded (ranks with equal experts); {} without
-    expert parallel. Raises UserError for a model whose experts are not supported.
+    here: modules of this rank's pipeline stages, or of the model. Returns, for each module of experts, the mesh over
+    which it must be sharded (ranks with equal experts); {} without expert parallel. Raises UserError for a model whose
+    experts are not supported.
     """
     if parallelism.expert == 1:
         return {}
-    sizes = {"replicate": parallelism.replicate, "same": parallelism.shard // parallelism.expert}
-    grid = init_device_mesh(device_type, (*sizes.values(), parallelism.expert), mesh_dim_names=(*sizes, "expert"))
+    sizes = {"pipeline": parallelism.pipeline, "replicate": parallelism.replicate}
+    sizes |= {"same": parallelism.shard // parallelism.expert, "expert": parallelism.expert}
+    grid = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     mesh, same_experts = grid["expert"], grid["replicate", "same"] if parallelism.replicate > 1 else grid["same"]
-    modules = experts_of(model)
+    modules = {path: module for path, module in experts_of(model).items() if module in here}
     for path, experts in modules.items():
         for name, weight in list(experts.named_parameters(recurse=False)):
             rows = weight.shape[0] // mesh.size()

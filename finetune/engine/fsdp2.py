@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.utils._pytree import tree_leaves
 
@@ -69,15 +70,30 @@ class Fsdp2(Engine):
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.model, self.unwrapped = model, model.causal_lm
+        make_plain(self.unwrapped)
+        weights = take_weights(self.unwrapped, self.is_main) if self._rank_0_reads else None
+        sharding, units, expert_meshes = self.split(self.unwrapped, set(self.unwrapped.modules()))
+        self._freed: list[Any] = shard_model(model, units, sharding, expert_meshes)
+        self._roots: list[nn.Module] = [model]
+        if weights is not None:
+            fill_shards(self.unwrapped, weights, self._sharded.shards, self.device, sharding.device(self.device))
+            self.unwrapped.tie_weights()
+        self._waits = ShardWaits(self.model, self.stopwatch)
+        self.build_over_shards(build)
+
+    def split(
+        self, causal_lm: Any, here: Set[nn.Module]
+    ) -> tuple[Sharding, list[nn.Module], dict[nn.Module, DeviceMesh]]:
+        """Split matrices and experts between ranks. Returns how to shard the rest: options, units, meshes of experts.
+
+        here: modules of this rank's pipeline stages, or of the model.
+        """
         self._meshes = device_meshes(self.parallelism, self.device.type)
-        causal_lm = self.unwrapped
-        make_plain(causal_lm)
-        weights = take_weights(causal_lm, self.is_main) if self._rank_0_reads else None
         self._sharded, self._tensor_group = ShardedParameters({}, frozenset()), None
         if (mesh := self._meshes.tensor) is not None:
             self._tensor_group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
             self._sharded = parallelize(causal_lm, self._tensor_group)
-        expert_meshes = parallelize_experts(causal_lm, self.parallelism, self.device.type, self.stopwatch)
+        expert_meshes = parallelize_experts(causal_lm, self.parallelism, self.device.type, self.stopwatch, here)
         plugin: Any
         if self.launch.kind == "fsdp2":
             plugin = self.accelerator.state.fsdp_plugin  # with the config's options
@@ -88,18 +104,18 @@ class Fsdp2(Engine):
         offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if offloads else OffloadPolicy()
         sharding = Sharding(self._meshes, self._policy, offload, plugin.reshard_after_forward)
-        units = sharding_units(causal_lm, plugin)
+        units = [unit for unit in sharding_units(causal_lm, plugin) if unit in here]
         if shared := shared_by_units(causal_lm, units):
             raise UserError(
                 f"FSDP2 cannot shard {type(causal_lm).__name__}: {shared} are one weight, in modules that are "
                 "sharded one by one: use ddp, or zero3"
             )
-        self._freed: list[Any] = shard_model(model, units, sharding, expert_meshes)
-        if weights is not None:
-            shard_device = torch.device("cpu") if offloads else self.device
-            fill_shards(causal_lm, weights, self._sharded.shards, self.device, shard_device)
-        self._waits = ShardWaits(self.model, self.stopwatch)
-        self._shards = [(name, p, local_tensor(p.detach())) for name, p in named_trainables(causal_lm)]
+        return sharding, units, expert_meshes
+
+    def build_over_shards(self, build: BuildOptimizers) -> None:
+        """Build the optimizers over this rank's shards."""
+        trained = [(name, p) for name, p in named_trainables(self.unwrapped) if not p.is_meta]
+        self._shards = [(name, p, local_tensor(p.detach())) for name, p in trained]
         self.build_optimizers([shard for shard in self._shards if shard[2].numel()], build)  # these share memory
         if (muon := muon_of(self.optimizers)) is not None:
             replica = group_over(("shard", "context", "sequence", "tensor"), self.parallelism, self.rank)
@@ -169,14 +185,18 @@ class Fsdp2(Engine):
     def restored(self) -> None:
         """Frees gathered weights that a forward without a backward has left, as the last layers' are, and that would be
         used again in place of the new shards."""
-        for module in self.model.modules():
+        for module in (module for root in self._roots for module in root.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    def gathered(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         full, shard = full_tensor(detached(tensor.to(self.device), dtype)), self._sharded.shards.get(name)
         if shard is not None and self._tensor_group is not None:
             full = all_gathered(full, self._tensor_group, shard.dim, shard.total)
+        return full
+
+    def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        full = self.gathered(name, tensor, dtype)
         if self.is_main:
             return full.cpu()
         # Otherwise all gathers of the model are queued while rank 0 writes, and the NCCL timeout of each runs.

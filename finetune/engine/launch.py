@@ -14,7 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -73,6 +73,20 @@ class Launch:
             "deepspeed": self.deepspeed,
             "parallelism": self.config.get("parallelism_config"),
         }
+
+    @property
+    def frees_gathered(self) -> bool:
+        """Returns whether FSDP2 frees a layer's gathered weights after its forward; it does by default."""
+        fsdp = self.config.get("fsdp_config") or {}
+        return self.kind == "fsdp2" and str(fsdp.get("fsdp_reshard_after_forward", True)).lower() != "false"
+
+    @property
+    def with_other_freeing(self) -> Launch:
+        """Returns the launch with the other value of `fsdp_reshard_after_forward`; itself if it has none."""
+        if self.kind != "fsdp2":
+            return self
+        fsdp = {**self.config["fsdp_config"], "fsdp_reshard_after_forward": not self.frees_gathered}
+        return replace(self, config={**self.config, "fsdp_config": fsdp})
 
     @property
     def deepspeed(self) -> dict[str, Any]:

@@ -218,10 +218,8 @@ def pipeline_stages(c: Combination) -> Iterator[str]:
     if sizes.schedule == "interleaved" and sizes.stages_per_rank == 1:
         at_least_two = f"`{dimension_key('stages_per_rank')}: 2` or more"
         yield f"{c.key('schedule')} needs {at_least_two}; with one it is `1f1b`"
-    if c.launch.is_sharded or sizes.shard > 1:
-        yield f"{key} cannot be combined with sharding of its stages: use `distributed_type: MULTI_GPU`"
-    for name in c.uses("context", "sequence", "tensor", "expert"):
-        yield f"{key} with {c.key(name)}: not supported: remove one"
+    if c.launch.kind == "zero":
+        yield f"{key}: DeepSpeed's engine has schedules of its own, without its shards: use pp_fsdp2, or pp"
     if c.model is None:
         return
     if c.model.not_in_stages is not None:
@@ -271,6 +269,16 @@ def pipeline_recipe(c: Combination) -> Iterator[str]:
             yield f"{key}: whole layers are left out at random, those of other stages as well: set {name} to 0"
     if c.sizes.schedule != "zero_bubble":
         return
+    if c.launch.frees_gathered:
+        yield (
+            f"{c.key('schedule')}: gradients of weights come when FSDP2 has reduced and freed the layer: set "
+            f"`fsdp_reshard_after_forward: false`, or `{dimension_key('schedule')}: 1f1b`"
+        )
+    for name in c.uses("context", "sequence", "tensor", "expert"):
+        yield (
+            f"{c.key('schedule')} with {c.key(name)}: ranks exchange in the backward of a layer, which this schedule "
+            f"splits: use `{dimension_key('schedule')}: 1f1b`"
+        )
     key, loss = c.key("schedule"), recipe.model.cross_entropy  # torch runs each backward in two parts
     if recipe.train.compile:
         yield f"{key}: torch cannot split a compiled backward: use `1f1b`, or `compile: false`"
@@ -295,8 +303,8 @@ def expert_parallel(c: Combination) -> Iterator[str]:
         yield f"{key} needs FSDP's shards: set `distributed_type: FSDP`, or remove it"
     elif shards % size:
         yield f"{key} must divide the {shards} shards of a model: set it to {nearest_divisors(size, shards)}"
-    for name in c.uses("tensor", "context", "sequence", "pipeline"):
-        yield f"{key} with {c.key(name)}: not supported: remove one"
+    for name in c.uses("tensor", "context", "sequence"):
+        yield f"{key} with {c.key(name)}: not supported: use pp_fsdp2 with `{dimension_key('expert')}`, or remove one"
     if model is not None and model.experts == 0:
         yield f"{key}: the model has no experts: remove it"
     elif model is not None and model.experts % size:

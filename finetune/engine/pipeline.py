@@ -33,7 +33,7 @@ from transformers import DynamicCache
 from finetune.engine.base import BuildOptimizers, Engine, Forward, Loss, NamedTensors, T, detached
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Schedule
-from finetune.engine.ranks import group_along, sum_gradients
+from finetune.engine.ranks import group_along, group_over, sum_gradients
 from finetune.engine.stage_cache import stage_cache
 from finetune.engine.stages import (
     SINGLE_STAGE_SCHEDULES,
@@ -67,35 +67,38 @@ class Pipeline(Engine):
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
         sizes, place = self.parallelism, self.parallelism.coordinates(self.rank)
-        self.place, self.replica = place["pipeline"], place["replicate"]
+        self.place = place["pipeline"]
         # From the model's own weights alone, so that the layout is the same in every mode.
         skeleton = without_weights(model_config(recipe.model), trusted=recipe.model.trust_remote_code)
         stages = sizes.pipeline * sizes.stages_per_rank
         self._layout = lay_out(skeleton, stages, sizes.pipeline, recipe.objective.scores_sequences)
         self._compute = dtypes(recipe).compute
         self._prepared: tuple[tuple[int, int], Any] | None = None  # a schedule, for (micro-batches, tokens of each)
-        self._stages: list[StageModel] = []
+        self._stages: list[CalledStage] = []
         self._ends: Any = None  # group of the first and the last stage, if these share a matrix
 
     def placement(self, recipe: Recipe) -> Placement:
         return Placement("load", self.device, self._layout.layers_of(self.place))
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
+        self.keep_stages(model, self.device)
+        self._replicas = group_over(("replicate", "context", "sequence"), self.parallelism, self.rank)
+        self.optimizers = build(trained) if (trained := self._trained()) else []
+
+    def keep_stages(self, model: WrappedModel, device: torch.device) -> None:
+        """Keep the weights of this rank's stages, on `device`, and connect the stages."""
         self.unwrapped, self.model = model.causal_lm, _FullPipeline(self, model)
         self._holders = holders(self.unwrapped, self._layout)
-        keep_only(self.unwrapped, lambda name: self.place in self._holders[name], self.device)
+        keep_only(self.unwrapped, lambda name: self.place in self._holders[name], device)
         stages = self._layout.stages_of(self.place)
-        self._stages = [StageModel(model, self._layout, index, self._compute) for index in stages]
+        self._stages = [CalledStage(self, StageModel(model, self._layout, index, self._compute)) for index in stages]
         self._width = model.config.get_text_config().hidden_size
         self._pipeline = group_along("pipeline", self.parallelism, self.rank)
-        self._replicas = group_along("replicate", self.parallelism, self.rank)
         if any(len(ranks) > 1 for ranks in self._holders.values()):  # a matrix is embedding and head
-            replicas, processes = self.parallelism.replicate, self.parallelism.processes
-            for first in range(replicas):  # every rank creates all groups
-                ends = [first, processes - replicas + first]
+            for first in range(self.ranks_of_stage):  # every rank creates all groups
+                ends = [first, self.world_size - self.ranks_of_stage + first]
                 group = dist.new_group(ends)
                 self._ends = group if self.rank in ends else self._ends
-        self.optimizers = build(trained) if (trained := self._trained()) else []
 
     def _trained(self) -> NamedTensors:
         """Returns the parameters that this rank has and trains."""
@@ -112,25 +115,36 @@ class Pipeline(Engine):
             self._prepared = shape, self._schedule(*shape)
         indices = torch.arange(count)  # micro-batch indices: torch passes one to each forward
         with self.stopwatch.waiting():
-            self._prepared[1].step(
-                *[indices] * (self.place == 0), micro_batch=indices, target=indices, return_outputs=False
-            )
-            for _, parameter in self._trained():
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            gradients = [(name, p.grad) for name, p in self._trained() if p.grad is not None]
-            if self._replicas is not None:
-                sum_gradients([gradient for _, gradient in gradients], self._replicas, self.device)
-            if self._ends is not None:
-                shared = [gradient for name, gradient in gradients if len(self._holders[name]) > 1]
-                sum_gradients(shared, self._ends, self.device)
+            self._prepared[1].step(*[indices] * (self.place == 0), of=indices, target=indices, return_outputs=False)
+            self.reduce_gradients()
+
+    def reduce_gradients(self) -> None:
+        """Add up a step's gradients over replicas, and those of a matrix that is embedding and head."""
+        for _, parameter in self._trained():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [(name, p.grad) for name, p in self._trained() if p.grad is not None]
+        if self._replicas is not None:
+            sum_gradients([gradient for _, gradient in gradients], self._replicas, self.device)
+        self.sum_ends(gradients)
+
+    def sum_ends(self, gradients: NamedTensors) -> None:
+        if self._ends is not None:
+            shared = [gradient for name, gradient in gradients if len(self._holders[name]) > 1]
+            sum_gradients(shared, self._ends, self.device)
 
     def _schedule(self, count: int, tokens: int) -> Any:
         self._sent_tokens = tokens
         hidden = torch.empty(1, tokens, self._width, dtype=self._compute, device="meta", requires_grad=True)
         shared = self._layout.stages, self._pipeline, hidden, self.device, self._computing_backward
-        stages: list[PipelineStage] = [TimedStage(_InSchedule(self, s), s.index, *shared) for s in self._stages]
+        stages: list[PipelineStage] = [
+            TimedStage(self.scheduled_module(s), s.stage.index, *shared) for s in self._stages
+        ]
         return make_schedule(self.parallelism.schedule, stages, count)
+
+    def scheduled_module(self, stage: CalledStage) -> nn.Module:
+        """Returns the module that torch's schedule calls for a stage."""
+        return stage
 
     def run_scheduled(self, stage: StageModel, received: Tensor | None, index: int) -> Tensor:
         """Returns a scheduled forward's hidden states, in the last stage the loss. index: of the micro-batch."""
@@ -141,9 +155,13 @@ class Pipeline(Engine):
             own = None if received is None else received[:, : _tokens(batch)]
             output = step.forward(lambda **arguments: stage.run(arguments, own), batch)
             if stage.is_last:
-                return step.loss(output, batch) * self.loss_scale.value
+                return step.loss(output, batch) * self.loss_factor
             missing = self._sent_tokens - output.shape[1]
             return pad(output, (0, 0, 0, missing)) if missing else output
+
+    @property
+    def loss_factor(self) -> float:
+        return self.loss_scale.value
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
@@ -177,7 +195,7 @@ class Pipeline(Engine):
     def step(self) -> float | None:
         trained = [(name, p.grad) for name, p in self._trained() if p.grad is not None]
         counted = [gradient for name, gradient in trained if self._holders[name][0] == self.place]
-        copies = self.parallelism.replicate
+        copies = self.ranks_of_stage
         return self.clip_and_step([g for _, g in trained], lambda local: self.ranks.sum(local)[0] / copies, counted)
 
     def knows_waits(self, recipe: Recipe) -> bool:
@@ -195,23 +213,27 @@ class Pipeline(Engine):
 
     def _relay(self, call: Callable[[Any], Any]) -> Any:
         """Returns the last stage's output, on its rank; None on the others."""
-        for stage in self._stages:
-            output = call(partial(self._run_received, stage))
-            if stage.is_last:
+        for called in self._stages:
+            output = call(partial(self._run_received, called))
+            if called.stage.is_last:
                 return output
-            dist.send(output.contiguous(), self._rank_of(stage.index + 1), group=self._pipeline)
+            dist.send(output.contiguous(), self._rank_of(called.stage.index + 1), group=self._pipeline)
         return None
 
-    def _run_received(self, stage: StageModel, /, **arguments: Any) -> Any:
-        if stage.index == 0:
-            return stage.run(arguments, None)
-        shape = (*arguments["input_ids"].shape, self._width)
+    def _run_received(self, called: CalledStage, /, **arguments: Any) -> Any:
+        shape = (*arguments["input_ids"].shape, self._width) if called.stage.index else (0,)
         hidden = torch.empty(shape, dtype=self._compute, device=self.device)
-        dist.recv(hidden, self._rank_of(stage.index - 1), group=self._pipeline)
-        return stage.run(arguments, hidden)
+        if called.stage.index:
+            dist.recv(hidden, self._rank_of(called.stage.index - 1), group=self._pipeline)
+        return called(hidden, arguments)
+
+    @property
+    def ranks_of_stage(self) -> int:
+        return self.world_size // self.parallelism.pipeline
 
     def _rank_of(self, stage: int) -> int:
-        return self._layout.rank_of(stage) * self.parallelism.replicate + self.replica
+        """Returns the rank that runs a stage of this pipeline."""
+        return self._layout.rank_of(stage) * self.ranks_of_stage + self.rank % self.ranks_of_stage
 
     def new_cache(self) -> dict[int, DynamicCache]:
         """Returns an empty cache for each stage of this rank."""
@@ -239,11 +261,11 @@ class Pipeline(Engine):
     def parts(self, reading: bool) -> list[ShardPart]:
         """Returns the stage's parameters: each replica writes a range; the first stage writes shared ones."""
         trained = [(name, p) for name, p in self._trained() if reading or self._holders[name][0] == self.place]
-        return replica_parts(trained, self.replica, self.parallelism.replicate, reading)
+        return replica_parts(trained, self.rank % self.ranks_of_stage, self.ranks_of_stage, reading)
 
     def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         """Returns the tensor on rank 0, sent by the first replica of its stage."""
-        full, source = detached(tensor, dtype), self._holders.get(name, [0])[0] * self.parallelism.replicate
+        full, source = detached(tensor, dtype), self._holders.get(name, [0])[0] * self.ranks_of_stage
         if self.is_main and source != 0:
             full = torch.empty_like(full, device=self.device)
             dist.recv(full, source)
@@ -259,15 +281,19 @@ class Pipeline(Engine):
         super().close()
 
 
-class _InSchedule(nn.Module):
-    """Stage with the call of torch's schedule: hidden states (unused in the first), and a micro-batch's index."""
+class CalledStage(nn.Module):
+    """Stage with one call for schedules and for forwards alone: FSDP2 gathers weights for calls of one root."""
 
     def __init__(self, engine: Pipeline, stage: StageModel):
         super().__init__()
         self.stage, self._engine = stage, engine
 
-    def forward(self, received: Tensor, micro_batch: Tensor) -> Tensor:
-        return self._engine.run_scheduled(self.stage, received if self.stage.index else None, int(micro_batch))
+    def forward(self, received: Tensor, of: Tensor | dict[str, Any]) -> Any:
+        """received: hidden states, unused in the first stage; of: index of a scheduled micro-batch, or arguments."""
+        hidden = received if self.stage.index else None
+        if isinstance(of, dict):
+            return self.stage.run(of, hidden)
+        return self._engine.run_scheduled(self.stage, hidden, int(of))
 
 
 class _FullPipeline:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -68,6 +68,10 @@ class Sharding:
     def options(self, mesh: DeviceMesh) -> dict[str, Any]:
         return {"mesh": mesh, "mp_policy": self.precision, "offload_policy": self.offload}
 
+    def device(self, compute: torch.device) -> torch.device:
+        """Returns the device of shards."""
+        return torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else compute
+
 
 def shard_model(
     model: WrappedModel,
@@ -80,11 +84,8 @@ def shard_model(
     units: decoder layers, inner ones first. expert_meshes: modules in them that are sharded over other ranks, each a
     separate unit. Returns the modules whose gathered parameters are freed after their forward, if any.
     """
-    for module, mesh in (expert_meshes or {}).items():
-        fully_shard(module, **sharding.options(mesh), reshard_after_forward=sharding.reshard)
+    shard_layers(units, sharding, expert_meshes)
     options = sharding.options(sharding.meshes.shards)
-    for module in units:
-        fully_shard(module, **options, reshard_after_forward=sharding.reshard)
     causal_lm = model.causal_lm
     embedding, head = causal_lm.get_input_embeddings(), output_head(causal_lm)
     freed = [*(expert_meshes or {}), *units]
@@ -98,6 +99,15 @@ def shard_model(
     fully_shard([module for module in tail if module is not None], **options, reshard_after_forward=False)
     fully_shard(model, **options)
     return freed if sharding.reshard is True else []
+
+
+def shard_layers(
+    units: list[nn.Module], sharding: Sharding, expert_meshes: Mapping[nn.Module, DeviceMesh] | None = None
+) -> None:
+    for module, mesh in (expert_meshes or {}).items():
+        fully_shard(module, **sharding.options(mesh), reshard_after_forward=sharding.reshard)
+    for module in units:
+        fully_shard(module, **sharding.options(sharding.meshes.shards), reshard_after_forward=sharding.reshard)
 
 
 def shared_by_units(model: Any, units: list[nn.Module]) -> str | None:
@@ -141,23 +151,34 @@ def sharding_units(model: Any, plugin: Any) -> list[nn.Module]:
 
 
 @dataclass(frozen=True)
+class ReadingRank:
+    """The rank that has read a model's weights, for the ranks of a process group; None: for all."""
+
+    rank: int = 0
+    group: Any = None
+
+
+@dataclass(frozen=True)
 class Weights:
-    """All values of a model, on the rank that has them; on the others only names."""
+    """All values of a model, or of a pipeline's stage, on the rank that has them; on the others only names."""
 
     saved: dict[str, Tensor]  # state dict; empty on the other ranks
     computed: dict[str, Tensor]  # {path of attributes: tensor} missing from a state dict, such as rotary frequencies
+    names: frozenset[str] | None = None  # of the state dict, with values; None: all
+    source: ReadingRank = ReadingRank()
 
 
-def take_weights(model: Any, on_this_rank: bool) -> Weights:
+def take_weights(model: Any, on_this_rank: bool, source: ReadingRank = ReadingRank()) -> Weights:
     """Move a model to `meta`. Returns its values on the rank that has them, shapes on the others. Collective.
 
     on_this_rank: whether the values are here. Raises UserError on every rank if their models differ.
     """
     state = model.state_dict(keep_vars=True)
     computed = dict(_computed_tensors(model))
-    own = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in (*state.items(), *computed.items())]
+    tensors = (*state.items(), *computed.items())
+    own = [(name, tuple(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in tensors]
     received: list[Any] = [own]
-    dist.broadcast_object_list(received, src=0)
+    dist.broadcast_object_list(received, src=source.rank, group=source.group)
     differences: list[Any] = [None] * dist.get_world_size()
     pairs = zip_longest(own, received[0], fillvalue=("no more tensors", ()))
     different = ((ours, theirs) for ours, theirs in pairs if ours[:2] != theirs[:2])
@@ -166,19 +187,25 @@ def take_weights(model: Any, on_this_rank: bool) -> Weights:
         if difference is not None:
             (name, shape, *_), (name_0, shape_0, *_) = difference
             raise UserError(
-                f"FSDP2: the model that rank {rank} created from the config is not the one that rank 0 has read: it "
+                f"FSDP2: the model that rank {rank} created from the config is not the one that another has read: it "
                 f"has `{name}` {list(shape)}, not `{name_0}` {list(shape_0)}. Use ddp or zero3, where every rank reads "
                 "the weights itself"
             )
-    types = {name: dtype for name, _, dtype in received[0]}  # only rank 0, which reads, knows what is kept in fp32
+    types = {name: dtype for name, _, dtype, _ in received[0]}  # only the rank that reads knows what is kept in fp32
+    elsewhere = {name for name, *_, is_meta in received[0] if is_meta}  # in another stage of a pipeline
     for name, tensor in state.items():
         if tensor.is_meta and tensor.dtype != types[name]:
             tensor.data = tensor.data.to(types[name])
-    saved = {name: tensor.detach() for name, tensor in state.items()} if on_this_rank else {}
-    computed = {name: tensor.to(types[name]) if tensor.is_meta else tensor for name, tensor in computed.items()}
+    names = frozenset(name for name in state if name not in elsewhere)
+    saved = {name: state[name].detach() for name in names} if on_this_rank else {}
+    computed = {
+        name: tensor.to(types[name]) if tensor.is_meta else tensor
+        for name, tensor in computed.items()
+        if name not in elsewhere
+    }
     model.to("meta")
     model.tie_weights()  # moved one by one, tied weights are separate tensors
-    return Weights(saved, computed)
+    return Weights(saved, computed, names, source)
 
 
 def _computed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -198,14 +225,19 @@ def fill_shards(
     device: torch.device,
     shard_device: torch.device,
 ) -> None:
-    """Give every rank its shard of rank 0's weights; one tensor at a time is full. Collective.
+    """Give every rank its shard of the weights that one has read; one tensor at a time is full. Collective.
+
+    Tied weights are separate tensors afterwards, as `load_state_dict` leaves them.
 
     shards: tensor parallel parameters by name. device: of full tensors. shard_device: the CPU if shards are offloaded.
     FSDP2 would move them itself, but only the local tensor in a DTensor, whose device would then be wrong.
     """
     filled: dict[str, Tensor] = {}
     by_identity: dict[int, Tensor] = {}  # the model's tensors: tied weights have two names
+    source = {"src": weights.source.rank, "group": weights.source.group}
     for name, sharded in model.state_dict(keep_vars=True).items():
+        if weights.names is not None and name not in weights.names:
+            continue
         if id(sharded) not in by_identity:
             own, shard = weights.saved.pop(name, None), shards.get(name)
             shape = sharded.shape if shard is None else shard.full_shape(sharded.shape)
@@ -213,16 +245,15 @@ def fill_shards(
                 torch.empty(shape, dtype=sharded.dtype, device=device) if own is None else own.to(device, sharded.dtype)
             )
             full = full.contiguous()
-            dist.broadcast(full, src=0)
+            dist.broadcast(full, **source)
             by_identity[id(sharded)] = _local_shard(full if shard is None else shard.take(full), sharded, shard_device)
         filled[name] = by_identity[id(sharded)]
-    model.load_state_dict(filled, assign=True)
-    model.tie_weights()
+    model.load_state_dict(filled, assign=True, strict=False)
     for name, tensor in weights.computed.items():
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if tensor.is_meta else tensor.to(device)
         full = full.clone(memory_format=torch.contiguous_format)
         if full.numel():
-            dist.broadcast(full.view(-1).view(torch.uint8), src=0)  # may be complex, or masks
+            dist.broadcast(full.view(-1).view(torch.uint8), **source)  # may be complex, or masks
         *path, attribute = name.split(".")
         setattr(reduce(getattr, path, model), attribute, full)
 

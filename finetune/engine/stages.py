@@ -293,7 +293,7 @@ def keep_only(model: nn.Module, keeps: Callable[[str], bool], device: torch.devi
     elsewhere: dict[int, nn.Parameter] = {}
     for name, parameter in named:
         if keeps(name):
-            if parameter.device != device:
+            if parameter.device != device and not parameter.is_meta:
                 parameter.data = parameter.data.to(device)
             continue
         if id(parameter) not in elsewhere:

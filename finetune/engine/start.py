@@ -68,9 +68,10 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
     check_started(launch, accelerator.num_processes, kind_of(accelerator.distributed_type.value))
     backend = ENGINES["fsdp2" if launch.parallelism.tensor > 1 else launch.kind]  # its replicas are shards of one
     if launch.parallelism.pipeline > 1:
-        from finetune.engine.pipeline import Pipeline  # torch's pipelining takes a third of a second to import
-
-        backend = Pipeline
+        if launch.parallelism.tensor > 1 or launch.kind == "fsdp2":
+            from finetune.engine.sharded_pipeline import ShardedPipeline as backend
+        else:
+            from finetune.engine.pipeline import Pipeline as backend  # takes a third of a second to import
     if is_rehearsal() and accelerator.is_main_process and launch.processes > 1:
         log.warning(
             "REHEARSAL: no accelerator here. %d CPU processes stand in for %d devices; "

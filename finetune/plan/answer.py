@@ -79,6 +79,7 @@ def as_dicts(request: PlanRequest, choices: Sequence[Choice]) -> list[dict[str, 
             "price_per_million_tokens": one.per_million,
             "currency": one.currency,
             "changes": one.changes,
+            "config_changes": one.config_changes,
             "why": why(request, one),
             "is_answer": any(one is other for other in first),
             "assumed": assumptions(request, one),
@@ -320,7 +321,8 @@ def _all_have(choices: Sequence[Choice], key: str) -> bool:
 
 
 def _own_changes(one: Choice, choices: Sequence[Choice]) -> list[str]:
-    return as_lines({key: value for key, value in one.changes.items() if not _all_have(choices, key)})
+    own = {key: value for key, value in one.changes.items() if not _all_have(choices, key)}
+    return as_lines({**own, **one.config_changes})
 
 
 def _table(choices: Sequence[Choice], letters: dict[str, str], results: Sequence[SearchResult]) -> Table:

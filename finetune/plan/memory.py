@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from finetune.engine.costs import Costs, Moving, Shapes, State
-from finetune.engine.costs.common import GRADIENTS, INITIAL, TEACHER, different_ranks, layout_of
+from finetune.engine.costs.common import (
+    GRADIENTS,
+    INITIAL,
+    TEACHER,
+    different_ranks,
+    layout_of,
+    weights_of_stage,
+)
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.stages import schedulable_micro_batches
@@ -56,7 +63,7 @@ class Memory:
     host: int  # bytes of offloaded tensors in its machine's memory, of all processes there
     disk: int = 0  # bytes on the disks of its machine: NVMe offload
     after: dict[str, int] = field(default_factory=dict)  # bytes in the host's memory of one process: save, merge
-    reading: int = 0  # bytes in the host's memory of rank 0 while it reads weights for all
+    reading: int = 0  # bytes in a machine's memory while ranks read weights for the others
     at_least: bool = False  # a step takes more: the persistent bytes exceed the device, so no step was weighed
     initial: int = 0  # bytes of one process in its machine's memory: the weights of `objective.kl`
 
@@ -82,16 +89,21 @@ def estimate_memory(
     # Bytes in the host's memory after the run: rank 0's while it writes the result (`export/result.py`), and those of
     # `merge`, which adds up and compares tensor by tensor: three times the largest one in fp32 (the base's, its
     # update, the file's), or the whole model if it is small enough to be loaded whole.
-    weights = shapes_of(recipe, config).weights
+    shapes, sizes = shapes_of(recipe, config), place.launch.parallelism
+    weights = shapes.weights
     if recipe.mode == "full":
         saved = sum(weight.numel for weight in weights) * dtypes(recipe).frozen.itemsize
         after = {"save": min(SHARD_BYTES, saved)}
     else:
-        sizes = [4 * (weight.packed or weight.numel) for weight in weights]
-        merged = max(3 * max(sizes), sum(sizes) if sum(sizes) <= WHOLE_BYTES else 0)
+        of_each = [4 * (weight.packed or weight.numel) for weight in weights]
+        merged = max(3 * max(of_each), sum(of_each) if sum(of_each) <= WHOLE_BYTES else 0)
         after = {"save": sum(weight.bytes for weight in weights if weight.trains), "merge": merged}
-    reading = sum(weight.bytes for weight in weights if weight.trains) if costs.loads_by_copies else 0
-    for rank in different_ranks(place.launch.parallelism):
+    reading = 0
+    if costs.loads_by_copies:  # the first rank of a pipeline's stage reads its layers, and drops what is at the ends
+        own = [{id(weight) for weight in weights_of_stage(shapes, sizes, rank)} for rank in different_ranks(sizes)]
+        reads = [sum(w.bytes for w in weights if w.trains and (w.layer is None or id(w) in kept)) for kept in own]
+        reading = max(reads) * -(-place.per_host * sizes.pipeline // sizes.processes)
+    for rank in different_ranks(sizes):
         phases, state = phases_of(costs, config, rank, place.capability, batch, micro_batches, most, place.gib)
         host, disk = state.host * place.per_host, state.disk * place.per_host
         at_least = list(phases) == [KEPT]
@@ -170,7 +182,7 @@ def phases_of(
     if most is not None and rest > most:
         return {KEPT: rest}, state
     parts = timeline_of(recipe, config, of_rank(batch, sizes), how_of(costs, capability, micro_batches, gib))
-    moving = costs.moving()
+    moving = costs.moving(rank)
     if sizes.tokens > 1:
         # Keys and values of the row's other tokens are gathered and put in order; in the backward also their gradients,
         # in fp32 (`engine/context_parallel.py`).

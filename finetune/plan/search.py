@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ from finetune.utils import divisors
 Verdict = Literal["fits", "tight", "no"]
 ORDER: tuple[Verdict, ...] = ("fits", "tight", "no")
 _PARALLELISM = "parallelism_config"
+_FREES = "fsdp_reshard_after_forward"
 _ROWS = (1, 2, 4)  # per device
 SAVE_S, RESUME_S = 60.0, 600.0  # assumed: a checkpoint that the step waits for; a new machine until it trains
 
@@ -103,9 +105,15 @@ class Choice:
         return "" if self.launch.parallelism.is_plain else self.launch.parallelism.summary()
 
     @property
+    def config_changes(self) -> dict[str, Any]:
+        """Other values of the accelerate config's keys than the shipped file's, beside sizes."""
+        frees = self.launch.parallelism.pipeline > 1 and self.launch.frees_gathered
+        return {_FREES: True} if frees else {}
+
+    @property
     def name(self) -> str:
         sizes = f" ({self.sizes})" if self.sizes else ""
-        changes = "".join(f", {line}" for line in as_lines(self.changes))
+        changes = "".join(f", {line}" for line in as_lines({**self.changes, **self.config_changes}))
         return f"{self.config}{sizes} on {self.machines.name}{changes}"
 
     @property
@@ -143,35 +151,44 @@ def config_folder() -> Path:
 
 
 def launches(machines: Machines) -> Iterator[Launch]:
-    """Yields every config that uses all devices, with every size of its dimension that they allow."""
+    """Yields every config that uses all devices, with every size of its dimensions that they allow; a pipeline of
+    shards also with what FSDP2 frees after each forward."""
     for path in sorted(config_folder().glob("*.yaml")):
         as_written = read_config_file(str(path))
         alone = as_written.config["distributed_type"] == "NO"
         if alone != (machines.count == 1) and not (machines.count == 1 and as_written.offloads_optimizer):
             continue
-        if (key := open_size(as_written.config)) is None:
-            yield Launch(as_written.kind, machines.count, str(path), as_written.config)
-            continue
-        # By what the config does with its own number of processes.
-        if key == "dp_replicate_size":  # replicas are machines if there are several
-            sizes = [machines.machines] if machines.machines > 1 else [2] if machines.count % 2 == 0 else []
-        else:
-            divides = as_written.config[_PARALLELISM][f"{_PARALLELISM}_{key}"] < as_written.processes
-            if key == "pp_size" and not divides:
-                sizes = [machines.count]
-            else:  # tensor parallel groups stay on a machine
-                sizes = sorted(divisors(machines.count if key in ("pp_size", "ep_size") else machines.per_machine))
-            sizes = [size for size in sizes if 1 < size <= 16 and not (divides and size == machines.count)]
-        for size in sizes:
+        keys = open_sizes(as_written.config)
+        written = math.prod(as_written.config[_PARALLELISM][f"{_PARALLELISM}_{key}"] for key in keys)
+        for sizes in product(*(sizes_to_try(key, as_written, machines) for key in keys)):
+            taken = math.prod(sizes)
+            leaves = written < as_written.processes and "dp_replicate_size" not in keys  # shards or replicas
+            if keys and (machines.count % taken or (leaves and taken == machines.count)):
+                continue
             config = copy.deepcopy(as_written.config)
-            config[_PARALLELISM][f"{_PARALLELISM}_{key}"] = size
-            yield Launch(as_written.kind, machines.count, str(path), config)
+            for key, size in zip(keys, sizes, strict=True):
+                config[_PARALLELISM][f"{_PARALLELISM}_{key}"] = size
+            launch = Launch(as_written.kind, machines.count, str(path), config)
+            yield launch
+            if "pp_size" in keys and launch.with_other_freeing is not launch:
+                yield launch.with_other_freeing
 
 
-def open_size(config: dict[str, Any]) -> str | None:
-    """Returns the key of the size, such as `tp_size`, that a config leaves to the devices: the only one that it has."""
+def open_sizes(config: dict[str, Any]) -> list[str]:
+    """Returns the keys of the sizes, such as `tp_size`, of which a config's own numbers are examples."""
     keys = [key for key in config.get(_PARALLELISM) or {} if key.endswith("_size")]
-    return keys[0].removeprefix(f"{_PARALLELISM}_") if len(keys) == 1 else None
+    return [key.removeprefix(f"{_PARALLELISM}_") for key in keys]
+
+
+def sizes_to_try(key: str, as_written: Launch, machines: Machines) -> list[int]:
+    """Returns the sizes to try, by what the config does with its own number of processes."""
+    if key == "dp_replicate_size":  # replicas are machines if there are several
+        return [machines.machines] if machines.machines > 1 else [2] if machines.count % 2 == 0 else []
+    if key == "pp_size" and as_written.config[_PARALLELISM][f"{_PARALLELISM}_{key}"] == as_written.processes:
+        sizes = [machines.count]
+    else:  # tensor parallel groups stay on a machine
+        sizes = sorted(divisors(machines.count if key in ("pp_size", "ep_size") else machines.per_machine))
+    return [size for size in sizes if 1 < size <= 16]
 
 
 def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, widely: bool = True) -> SearchResult:
@@ -180,17 +197,21 @@ def search(request: PlanRequest, machines: Machines, speeds: Speeds | None, wide
     widely: tries other rows per device and recomputation as well, if they could help; and one of several devices alone.
     """
     result, places = SearchResult(machines), list(launches(machines))
+    found = dict[tuple[str, str], list[Choice]]()  # those of equal sizes differ in what FSDP2 frees
     console = Console(stderr=True)
     for launch in track(places, machines.name, console=console, transient=True, disable=not console.is_terminal):
         try:
-            result.choices.append(_best_of(request, launch, machines, speeds, widely))
+            one = _best_of(request, launch, machines, speeds, widely)
+            found.setdefault((one.config, one.sizes), []).append(one)
         except UserError as error:
-            key = open_size(launch.config)
-            size = f" ({key} {launch.config[_PARALLELISM][f'{_PARALLELISM}_{key}']})" if key else ""
+            of_launch = launch.config.get(_PARALLELISM) or {}
+            sizes = [f"{key} {of_launch[f'{_PARALLELISM}_{key}']}" for key in open_sizes(launch.config)]
+            size = f" ({', '.join(sizes)})" if sizes else ""
             # A message of `check` has a heading.
             lines = [line.strip() for line in str(error).splitlines()]
             rule = lines[1] if len(lines) > 1 else lines[0].partition(": ")[2] or lines[0]
             result.illegal[f"{launch.where}{size}"] = rule
+    result.choices = [best(choices) for choices in found.values()]
     one = replace(machines, per_machine=1, machines=1)
     alone = next((x for x in launches(one) if x.config["distributed_type"] == "NO"), None)
     if widely and machines.count > 1 and alone is not None:

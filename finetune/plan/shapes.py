@@ -103,6 +103,7 @@ def _shapes(key: CacheKey) -> Shapes:
                 unit=units.get(id(parameter), "rest" if layer is None else "layer"),
                 packed=packed.get(id(parameter), 0),
                 scales=scales.get(id(parameter), 0),
+                parts=tensor if name in shards else 1,
                 expert=".experts." in name and parameter.ndim == 3,
                 rows=shards[name].total if name in shards and shards[name].dim == 0 else 0,
                 table=name in roles.tables,

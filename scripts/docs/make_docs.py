@@ -35,6 +35,7 @@ NAMES = {  # of the folders of recipes
     "llama3.2-3b": "Llama 3.2 3B",
     "llama3.1-8b": "Llama 3.1 8B",
     "llama3.3-70b": "Llama 3.3 70B",
+    "llama3.1-405b": "Llama 3.1 405B",
     "mistral-7b-v0.3": "Mistral 7B v0.3",
     "mistral-nemo-12b": "Mistral Nemo 12B",
     "mistral-small-24b": "Mistral Small 24B",

@@ -44,12 +44,14 @@ def planned_recipes() -> list[Path]:
 
 
 def launch_of(text: str) -> Launch:
-    """Returns the launch that a header names, with the sizes beside it (`parallelism_config_ep_size: 8`)."""
+    """Returns the launch that a header names, with the keys beside it (`parallelism_config_ep_size: 8`)."""
     found = re.search(r"--config-file (\S+)(?:.*?--num-processes (\d+))?", text.partition("# Where:")[0])
     assert found is not None
     launch = read_config_file(str(ROOT / found[1]), int(found[2]) if found[2] else None)
     for key, size in re.findall(r"(parallelism_config_\w+_size): (\d+)", text):
         launch.config["parallelism_config"][key] = int(size)
+    for key, value in re.findall(r"(fsdp_reshard_after_forward): (\w+)", text):
+        launch.config["fsdp_config"][key] = value == "true"
     return launch
 
 

@@ -3,11 +3,11 @@
     python scripts/planner/plan_state.py --json benchmarks/results/plan_state.json     # every config; minutes
     python scripts/planner/plan_state.py --only zero3 x4
 
-Every accelerate config x full, LoRA, QLoRA, Muon x 1, 2, 4 CPU processes, wherever `check` allows it; the modes of a
-config and size share a launch. Each rank trains a step, and counts the storages of its weights with buffers and scales,
-of its gradients before the optimizer, of the optimizer's state with master weights, and of the copy of what it trains
-that `objective.kl` would keep. Memory of a device that offload
-moves to its host is on a CPU the same memory, so what is counted there is the sum.
+Every accelerate config x full, LoRA, QLoRA, Muon x 1, 2, 4 CPU processes (three dimensions: 8), wherever `check` allows
+it; the modes of a config and size share a launch. Each rank trains a step, and counts the storages of its weights with
+buffers and scales, of its gradients before the optimizer, of the optimizer's state with master weights, and of the copy
+of what it trains that `objective.kl` would keep. Memory of a device that offload moves to its host is on a CPU the same
+memory, so what is counted there is the sum.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Cell(NamedTuple):
 
 def cells() -> Iterator[Cell]:
     for config in CONFIGS:
-        for processes in SIZES[:1] if config == "single" else SIZES:
+        for processes in SIZES[:1] if config == "single" else (*SIZES, 8) if config == "pp_fsdp2_tp" else SIZES:
             yield from (Cell(config, processes, mode) for mode in MODES)
 
 

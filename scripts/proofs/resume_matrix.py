@@ -38,13 +38,16 @@ PLACES: tuple[Place, ...] = (
     *((config, size) for size in (1, 2, 4) for config in SHARDED),
     *(("hsdp", 4), ("tp", 2), ("fsdp2_tp", 4)),
     *(("cp", 2), ("ulysses", 2), ("fsdp2_cp", 4)),
-    *(("pp", 2), ("pp_dp", 4)),
+    *(("pp", 2), ("pp_dp", 4), ("pp_fsdp2", 4), ("pp_zero", 4), ("pp_tp", 4), ("pp_fsdp2_tp", 8), ("pp_hsdp", 8)),
+    ("pp_fsdp2_cp", 8),
     *FOUR_STAGES,
     *DIVIDED,
 )
 STOP, STEPS = 10, 30  # the default suite sets fewer
 EVERYWHERE = tuple(case for case in parity.CASES if case.name in ("full", "full dpo", "lora", "lora dropout rslora"))
-NO_DROPOUT = ("cp", "ulysses", "fsdp2_cp", "pp", "pp_dp")  # where ranks share rows, a rule refuses it
+# Where ranks share rows, a rule refuses it.
+NO_DROPOUT = ("cp", "ulysses", "fsdp2_cp", "pp", "pp_dp", "pp_fsdp2", "pp_zero", "pp_tp", "pp_fsdp2_tp", "pp_hsdp")
+NO_DROPOUT += ("pp_fsdp2_cp",)
 # State that is not fp32, on a place of each kind.
 FEW: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero3", 2), ("tp", 2))
 ON_FEW: tuple[parity.Case, ...] = (

@@ -39,6 +39,7 @@ RUN: dict[Place, set[str]] = {
         *("lora and whole head", "lora tied chunked head", "full orpo"),
     },
     ("pp_dp", 4): {"full"},
+    ("pp_fsdp2", 4): {"full tied"},
     ("tp", 2): {"full tied", "lora dropout rslora"},
     ("ulysses", 2): {"full unpacked", "full mistral window", "full dpo ipo unpacked"},
     ("ep", 2): {"lora mixtral", "full mixtral balance", "full mixtral offloaded", "full orpo experts balance"},
@@ -49,7 +50,7 @@ LEFT = {
         *("full compile", "lora compile checkpointing"),
     ),
     "test_pipeline.py; pp: lora, full token budget, full orpo": (
-        *("full deep", "lora deep", "full deep token budget", "full deep dpo"),
+        *("full deep", "lora deep", "full deep token budget", "full deep dpo", "full deepest", "lora deepest"),
         *("full deep plain head", "lora plain head", "full dpo plain head"),
     ),
     "ep: full mixtral balance, full mixtral offloaded, lora mixtral; fsdp2: full qwen3_moe balance checkpointing": (
@@ -100,6 +101,15 @@ LEFT_PLACES: dict[str, tuple[Place, ...]] = {
     "test_pipeline.py, pp x2": (
         *(("pp_interleaved", 2), ("pp_gpipe", 2), ("pp_zero_bubble", 2), ("pp_zero_bubble_2", 2), ("pp_4", 4)),
     ),
+    "pp_fsdp2 x4": (
+        *(("pp_fsdp2_gpipe", 4), ("pp_fsdp2_interleaved", 4), ("pp_fsdp2_zero_bubble", 4), ("pp_zero", 4)),
+        *(("pp_4_fsdp2_interleaved", 8), ("pp_hsdp", 8)),
+    ),
+    "pp_fsdp2 x4; test_tensor_parallel.py": (("pp_tp", 4), ("pp_fsdp2_tp", 8), ("pp_zero_tp", 8)),
+    "pp_fsdp2 x4; test_context_parallel.py": (
+        *(("pp_cp", 4), ("pp_fsdp2_cp", 8), ("pp_zero_cp", 8), ("pp_ulysses", 8)),
+    ),
+    "pp_fsdp2 x4; ep x2": (("pp_ep", 4),),
     "test_context_parallel.py, ulysses x2": (
         *(("cp", 2), ("cp", 4), ("cp_alltoall", 2), ("cp_ring", 2), ("cp_ring_of_4", 4), ("zero3_cp", 2)),
         *(("ulysses_of_4", 4), ("cp_ulysses", 4), ("fsdp2_cp", 4)),

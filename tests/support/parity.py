@@ -48,7 +48,8 @@ LORA = ("mode=lora", "lora={rank: 4, alpha: 8}", "optimizer.lr=5e-3")
 # A fifth of LoRA's rate: gradients of the last layer's k_proj are 1e-6 of the whole here, so that AdamW, which divides
 # each by its own size, makes steps of their rounding; the bound on parameters is for the rate's size of step.
 QLORA = (*LORA, "mode=qlora", "quantization={type: nf4}", "optimizer.lr=1e-3")
-DEEP = ("pp_interleaved", "pp_4")  # four stages
+DEEP = ("pp_interleaved", "pp_4", "pp_fsdp2_interleaved")  # four stages
+DEEPEST = ("pp_4_fsdp2_interleaved",)  # eight
 HYBRID = ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload")
 ATTENTION = "lora.targets=[q_proj, k_proj, v_proj, o_proj]"
 CLASSIFY = (f"objective={{name: classify, labels: [{', '.join(tiny.LABELS)}]}}",)
@@ -258,7 +259,7 @@ CASES = (
         "lora mixtral experts",
         (*LORA, "optimizer.lr=1e-3", "optimizer.eps=1e-6"),
         model="mixtral",
-        on=("ddp", "fsdp2", "zero2", "zero3", "ep"),
+        on=("ddp", "fsdp2", "zero2", "zero3", "ep", "pp_ep"),
     ),
     Case(
         "lora qwen3_moe experts checkpointing",
@@ -305,6 +306,8 @@ CASES = (
     ),
     Case("full deep", (), model="llama_deep", on=DEEP),
     Case("lora deep", LORA, model="llama_deep", on=DEEP),
+    Case("full deepest", (), model="llama_deepest", on=DEEPEST),
+    Case("lora deepest", LORA, model="llama_deepest", on=DEEPEST),
     Case(
         "full deep token budget",  # numbers of micro-batches that these schedules do not take as they come
         ("data.packing=false", "data.max_length=32", "batch.rows=9", "batch.tokens_per_device=40"),
@@ -354,6 +357,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp_zero_bubble_2": ("pp", {"pp_size": 2, "pp_schedule": "zero_bubble", "pp_stages_per_rank": 2}),
     "pp_interleaved": ("pp", {"pp_size": 2, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}),
     "pp_4": ("pp", {"pp_size": 4}),
+    "pp_fsdp2_gpipe": ("pp_fsdp2", {"pp_size": 2, "pp_schedule": "gpipe"}),
+    "pp_fsdp2_interleaved": ("pp_fsdp2", {"pp_size": 2, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}),
+    "pp_fsdp2_zero_bubble": ("pp_fsdp2", {"pp_size": 2, "pp_schedule": "zero_bubble"}),
+    "pp_4_fsdp2_interleaved": ("pp_fsdp2", {"pp_size": 4, "pp_schedule": "interleaved", "pp_stages_per_rank": 2}),
+    "pp_zero": ("fsdp2", {"pp_size": 2}),  # gathers in each micro-batch
+    "pp_hsdp": ("pp_fsdp2", {"pp_size": 2, "pp_schedule": "gpipe", "dp_replicate_size": 2}),
+    "pp_fsdp2_cp": ("pp_fsdp2", {"pp_size": 2, "cp_size": 2}),
+    "pp_zero_cp": ("fsdp2", {"pp_size": 2, "cp_size": 2, "cp_comm_strategy": "ring"}),
+    "pp_ulysses": ("pp_fsdp2", {"pp_size": 2, "sp_size": 2}),
+    "pp_cp": ("pp", {"pp_size": 2, "cp_size": 2}),
+    "pp_ep": ("pp_fsdp2", {"pp_size": 2, "ep_size": 2}),
+    "pp_zero_tp": ("fsdp2", {"pp_size": 2, "tp_size": 2}),
 }
 # What tensor parallelism cuts: matrices in pairs, with adapters on each, norms between them, embedding and head.
 TENSOR = (
@@ -391,6 +406,30 @@ LAUNCHES = (
     ("pp_interleaved", 2, ("full deep", "lora deep", "full deep token budget", "full deep dpo")),
     ("pp_4", 4, ("full deep", "lora deep", "full deep token budget", "full deep dpo")),
     ("pp_dp", 4, ("full", "lora", "full tied", "full unpacked", *OF_PAIRS, "full orpo", "full distill")),
+    (
+        "pp_fsdp2",
+        4,
+        (
+            *("full", "lora", "qlora", "full tied", "lora tied", "full unpacked", "full token budget", "full bf16"),
+            *("full checkpointing selective", "lora tied tokens", "lora tied and whole head", "full muon"),
+            *OF_PAIRS,
+            *("lora dpo adapters off", "full reward", "full distill"),
+        ),
+    ),
+    ("pp_fsdp2_gpipe", 4, ("full", "lora")),
+    ("pp_fsdp2_interleaved", 4, ("full deep", "lora deep", "full deep token budget", "full deep dpo")),
+    ("pp_fsdp2_zero_bubble", 4, ("full plain head",)),
+    ("pp_4_fsdp2_interleaved", 8, ("full deepest", "lora deepest")),
+    ("pp_zero", 4, ("full", "lora", "qlora", "full tied", "full bf16", "full token budget", "full dpo", "full muon")),
+    ("pp_hsdp", 8, ("full", "lora", "full tied", "full unpacked", "full dpo")),
+    ("pp_tp", 4, (*FEW_SHARED, "full unpacked", "full qwen3", "full dpo", "full muon")),
+    ("pp_fsdp2_tp", 8, (*FEW_SHARED, "full unpacked", "full token budget", "full bf16", "full dpo", "full muon")),
+    ("pp_zero_tp", 8, FEW_SHARED),
+    ("pp_cp", 4, (*FEW_SHARED, "full dpo")),
+    ("pp_fsdp2_cp", 8, (*FEW_SHARED, "full unpacked", "full dpo")),
+    ("pp_zero_cp", 8, FEW_SHARED),
+    ("pp_ulysses", 8, FEW_SHARED),
+    ("pp_ep", 4, ("full mixtral", "lora mixtral", "lora mixtral experts", "full mixtral bf16")),
     ("ep", 2, EXPERTS),
     ("ep", 4, EXPERTS),
     ("ddp", 4, ("full", "lora", "full tied", "lora dropout rslora", *OF_PAIRS, *OF_IMAGES)),

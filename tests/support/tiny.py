@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_SHAPE},
     "llama_tied": {"model_type": "llama", **_SHAPE, "tie_word_embeddings": True},
     "llama_deep": {"model_type": "llama", **_SHAPE, "num_hidden_layers": 4},
+    "llama_deepest": {"model_type": "llama", **_SHAPE, "hidden_size": 32, "num_hidden_layers": 8},
     # The window is shorter than most documents, so that it matters.
     "mistral": {"model_type": "mistral", **_SHAPE, "sliding_window": 8},
     # Norms of each head, between the matrices that tensor parallelism cuts.

@@ -40,6 +40,7 @@ class Weight:
     # module of the tower that must not be split, by its path
     packed: int = 0  # quantized weights that its elements hold; 0: not packed
     scales: int = 0  # bytes of the tensors that unpack them
+    parts: int = 1  # of the parameter, of which this is one: ranks of a tensor parallel group
     expert: bool = False  # dimension 0 counts experts
     rows: int = 0  # of all tensor parallel ranks, whose parts of dimension 0 differ by one if not divisible; 0: of one
     table: bool = False  # see `ParameterRoles`, as for the next
@@ -236,7 +237,7 @@ class Costs(abc.ABC):
         """Returns whether a rank's gradients exist before a step's heaviest micro-batch."""
         return micro_batches > 1 and not self.recipe.optimizer.in_backward
 
-    def moving(self) -> Moving:
+    def moving(self, rank: int) -> Moving:
         return Moving()
 
     def load(self, state: State) -> int:
@@ -377,7 +378,9 @@ def layout_of(shapes: Shapes, sizes: Parallelism) -> Layout:
     numel = [0] * shapes.layers
     first = last = 0
     for weight in base:
-        count = weight.packed or weight.numel
+        count = (weight.packed or weight.numel) * weight.parts
+        if weight.rows:  # parts of the ranks may differ by one
+            count = weight.rows * math.prod(weight.shape[1:])
         if weight.layer is not None:
             numel[weight.layer] += count
         first += count if "embed_tokens" in weight.name else 0

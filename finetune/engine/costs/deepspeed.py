@@ -133,7 +133,7 @@ class ZeroCosts(Costs):
         weight = replace(group[0], size=4)  # one of its kind
         return sum(self.optimizer_bytes([Shard(weight, numel, numel)], "cpu"))
 
-    def moving(self) -> Moving:
+    def moving(self, rank: int) -> Moving:
         moving, bucket, ranks = Moving(), 4 * self.bucket_elements, self.launch.processes
         groups = [[weight.numel for weight in group] for group in self.decay_groups]
         if self.stage < 3:

@@ -19,16 +19,23 @@ from finetune.engine.costs.common import (
     Weight,
     all_reduce,
     one_way,
+    weights_of_stage,
 )
 from finetune.models.base_config import dtypes
 
 
 class ShardedCosts(Costs):
-    """Costs of FSDP2; with tensor parallel replicas alone, each group acts as one rank."""
+    """Costs of FSDP2, in stages of a pipeline as well; with tensor parallel replicas alone, each group acts as one
+    rank."""
 
     @property
     def is_fsdp(self) -> bool:
         return self.launch.kind == "fsdp2"
+
+    @property
+    def once_a_step(self) -> bool:
+        """Returns whether a pipeline's stage is gathered once a step, and its gradients reduced once."""
+        return self.sizes.pipeline > 1 and not self.launch.frees_gathered
 
     # --- memory
 
@@ -53,7 +60,10 @@ class ShardedCosts(Costs):
         own = min(each, max(0, rows - index * each))
         return Shard(weight, own * width, each * width)
 
-    def moving(self) -> Moving:
+    def begins_with_gradients(self, micro_batches: int) -> bool:
+        return super().begins_with_gradients(micro_batches) and not self.once_a_step
+
+    def moving(self, rank: int) -> Moving:
         """Returns the moving bytes. A unit is gathered into one buffer and copied from it; its gradients are reduced in
         fp32, and the buffer for that is kept until the next unit's (torch's _fsdp_param_group.py)."""
         sizes, types = self.sizes, dtypes(self.recipe)
@@ -84,8 +94,7 @@ class ShardedCosts(Costs):
         of_layer, of_experts = _reduced(layer, reduced, inner), _reduced(experts, reduced, same)
         reduction = of_layer + of_experts
         moving.freed_of_layer, moving.freed_of_tail = _gradients([*layer, *experts], cast), _gradients(tail, cast)
-        fsdp = self.launch.config.get("fsdp_config") or {}
-        reshards = self.is_fsdp and str(fsdp.get("fsdp_reshard_after_forward", True)).lower() != "false"
+        reshards = self.launch.frees_gathered
         moving.stays = 0 if reshards else gathered
         moving.layer_backward = (gathered + copied if reshards else 0) + reduction
         moving.sharded = of_layer // inner + of_experts // same
@@ -94,7 +103,24 @@ class ShardedCosts(Costs):
         moving.tail_end = _reduced(tail, reduced, inner) + moving.sharded_tail
         if self.is_away:
             moving.sharded = moving.sharded_tail = 0
-        return moving
+        return self.in_kept_stage(moving, rank, cast, reduced) if self.once_a_step else moving
+
+    def in_kept_stage(self, moving: Moving, rank: int, cast: int | None, reduced: int) -> Moving:
+        """Returns the moving bytes of a stage that stays gathered, with sums of unsharded gradients, until the last
+        backward of a step: then unit by unit is reduced."""
+        sizes, kept = self.sizes, weights_of_stage(self.shapes, self.sizes, rank)
+        inner = sizes.shard * sizes.tokens
+        own = [replace(w, shape=(w.shape[0] // (sizes.expert if w.expert else 1), *w.shape[1:])) for w in kept]
+        whole = _gathered(own, cast, inner) + sum(w.numel * reduced for w in own if w.trains)
+        largest = max(moving.layer_end, moving.tail_end)
+        return Moving(
+            always=whole,
+            embedding=moving.embedding // 2,  # into the buffer of a gather, in the first micro-batch
+            layer=moving.layer // 2,
+            freed_of_layer=moving.freed_of_layer,
+            freed_of_tail=moving.freed_of_tail,
+            end=largest,
+        )
 
     def load(self, state: State) -> int:
         return state.persistent[WEIGHTS] + self.sizes.tensor * max(weight.bytes for weight in self.shapes.weights)
@@ -123,10 +149,12 @@ class ShardedCosts(Costs):
         return 2 if casts else super().weight_bytes()
 
     def transfers_of_weights(self, model: ModelSize, micro_batches: int) -> Iterator[Transfer]:
-        """Yields transfers. Each micro-batch gathers for forward and backward, the tail once, and scatters gradients.
-        Divided experts are separate units."""
+        """Yields transfers. Each micro-batch gathers for forward and backward, the tail once, and scatters gradients;
+        or each step, in a pipeline's stages that stay gathered. Divided experts are separate units."""
         sizes, each, share = self.sizes, self.weight_bytes(), model.trained / model.parameters
         group, gathers, times = sizes.shard * sizes.tokens, 2 if self.is_fsdp else 1, micro_batches
+        if self.once_a_step:
+            gathers = times = 1
         ranks, divided = group * sizes.tensor, model.experts if sizes.expert > 1 else 0
         own, units = sizes.tensor * sizes.pipeline, model.layers / sizes.pipeline
         layers, ends = (model.parameters - model.ends - divided) / own, model.ends / own

@@ -22,7 +22,7 @@ from finetune.models.config import model_config
 from finetune.recipe import load_recipe
 
 CONFIGS = Path(__file__).resolve().parents[3] / "accelerate_configs"
-PIPELINES = {"pp", "pp_dp"}  # in tests/unit/engine/test_pipeline_stages.py
+PIPELINES = {"pp", "pp_dp", "pp_fsdp2", "pp_tp", "pp_fsdp2_tp"}  # in tests/unit/engine/test_pipeline_stages.py
 SHIPPED = {"single", "ddp", "fsdp2", "fsdp2_offload", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme"}
 SHARING_ROWS = {"cp", "ulysses", "fsdp2_cp"}  # two ranks each
 DIVIDED = {"hsdp": 4, "tp": 2, "fsdp2_tp": 2, "ep": 4}  # for some sizes only; how many shares of the rows four have

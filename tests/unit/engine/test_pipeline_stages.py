@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
-import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from finetune.engine.compatibility import check_launch
-from finetune.engine.launch import Launch
+from finetune.engine.launch import Launch, read_config_file
 from finetune.engine.stage_cache import stage_cache
 from finetune.engine.stage_trial import why_not_in_stages
 from finetune.engine.stages import Layout, StageModel, holders, keep_only, lay_out, stage_bounds
@@ -181,11 +180,26 @@ def refused(
         ({"pp_size": 2, "pp_stages_per_rank": 2}, 2, "`interleaved` or `zero_bubble` only: remove it"),
         ({"pp_stages_per_rank": 2}, 2, "has an effect with a pipeline and"),
         (
-            {"pp_size": 2, "tp_size": 2},
-            4,
-            "`parallelism_config_pp_size: 2` with `parallelism_config_tp_size: 2`: not supported: remove one",
+            {"pp_size": 2, "tp_size": 4},
+            8,
+            "`parallelism_config_tp_size: 4` must divide the 4 attention heads and the 2 key-value heads: set it to 2",
         ),
-        ({"pp_size": 2, "dp_shard_size": 2}, 4, "cannot be combined with sharding of its stages"),
+        (
+            {"pp_size": 2, "dp_shard_size": 2},
+            4,
+            "`parallelism_config_dp_shard_size: 2`: `distributed_type: MULTI_GPU` shards nothing: use fsdp2",
+        ),
+        (
+            {"pp_size": 2, "tp_size": 3},
+            8,
+            "pipeline 2 x tensor 3 needs a multiple of 6 processes, not 8: launch with `--num_processes 6 or 12`",
+        ),
+        (
+            {"pp_size": 2, "pp_schedule": "zero_bubble", "cp_size": 2},
+            4,
+            "`parallelism_config_pp_schedule: zero_bubble` with `parallelism_config_cp_size: 2`: ranks exchange in the "
+            "backward of a layer, which this schedule splits: use `parallelism_config_pp_schedule: 1f1b`",
+        ),
         (
             {"pp_size": 2, "dp_replicate_size": 2},
             4,
@@ -221,12 +235,40 @@ def test_automatic_rows_need_a_number_of_micro_batches_that_runs(recipe: dict[st
     assert "cannot run 1 micro-batches a step: set `batch.rows: 2` or" in refused(write_recipe, recipe, 2, pp_size=2)
 
 
-def test_shards_and_pipelines_are_refused_together(recipe: dict[str, Any], write_recipe: Any) -> None:
-    assert "use `distributed_type: MULTI_GPU`" in refused(write_recipe, recipe, 2, kind="fsdp2", pp_size=2)
+@pytest.mark.parametrize(
+    ("kind", "keys", "says"),
+    [
+        ("zero", {"pp_size": 2}, "use pp_fsdp2, or pp"),
+        ("fsdp2", {"pp_size": 2, "ep_size": 2}, "the model has no experts: remove it"),
+        (
+            "fsdp2",
+            {"pp_size": 2, "ep_size": 3, "dp_shard_size": 2},
+            "`parallelism_config_ep_size: 3` must divide the 2 shards of a model: set it to 2",
+        ),
+        (
+            "fsdp2",
+            {"pp_size": 2, "pp_schedule": "zero_bubble"},
+            "set `fsdp_reshard_after_forward: false`, or `parallelism_config_pp_schedule: 1f1b`",
+        ),
+    ],
+)
+def test_shards_that_no_stage_can_have_are_refused(
+    recipe: dict[str, Any], write_recipe: Any, kind: str, keys: dict[str, Any], says: str
+) -> None:
+    assert says in refused(write_recipe, recipe, 4, kind=kind, **keys)
 
 
-@pytest.mark.parametrize("name", ["pp", "pp_dp"])
-def test_shipped_configs_say_a_pipeline(name: str) -> None:
-    config = yaml.safe_load((Path(__file__).parents[3] / "accelerate_configs" / f"{name}.yaml").read_text())
-    launch = Launch("replicated", config["num_processes"], name, config)
-    assert launch.parallelism.summary() == {"pp": "pipeline 2", "pp_dp": "pipeline 2 x replicate 2"}[name]
+@pytest.mark.parametrize(
+    ("name", "summary"),
+    [
+        ("pp", "pipeline 2"),
+        ("pp_dp", "pipeline 2 x replicate 2"),
+        ("pp_fsdp2", "pipeline 2 x shard 2"),
+        ("pp_tp", "pipeline 2 x tensor 2"),
+        ("pp_fsdp2_tp", "pipeline 2 x shard 2 x tensor 2"),
+    ],
+)
+def test_shipped_configs_say_a_pipeline(name: str, summary: str) -> None:
+    launch = read_config_file(str(Path(__file__).parents[3] / "accelerate_configs" / f"{name}.yaml"))
+    assert launch.parallelism.summary() == summary
+    assert not launch.frees_gathered  # a stage is gathered once a step

@@ -70,7 +70,8 @@ def found(planned: dict[str, Any], recipe: dict[str, Any], write_recipe: Any) ->
 def test_every_config_is_planned_or_refused_with_its_rule(found: Any, planned: dict[str, Any]) -> None:
     shipped = {path.stem for path in Path("accelerate_configs").glob("*.yaml")}
     named = {one.config for one in found[1]} | {name.split()[0] for name in planned["illegal"]}
-    assert named == shipped - {"pp_dp", "fsdp2_tp", "fsdp2_cp", "single"}  # of four devices, and of one
+    of_more = {"pp_dp", "fsdp2_tp", "fsdp2_cp", "pp_fsdp2", "pp_tp", "pp_fsdp2_tp"}
+    assert named == shipped - of_more - {"single"}
     assert "experts" in planned["illegal"]["ep (ep_size 2)"]
 
 

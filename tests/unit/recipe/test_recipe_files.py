@@ -36,7 +36,7 @@ every_recipe = pytest.mark.parametrize("path", COMPLETE, ids=name_of)
 
 
 def test_count():
-    assert (len(COMPLETE), len(SHARED)) == (68, 6)
+    assert (len(COMPLETE), len(SHARED)) == (70, 6)
 
 
 @every_recipe
