@@ -90,10 +90,13 @@ FORMULAS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[list[Tensor]], T
 }
 
 
-def expected(model: Any, samples: list[Sample], loss: str) -> tuple[float, float]:
-    """Returns (loss of the linear form, norm of the gradient of the clipped form)."""
+def expected(model: Any, samples: list[Sample], loss: str, overlong: str) -> tuple[float, float]:
+    """Returns (loss of the linear form, norm of the gradient of the clipped form). overlong: mask: samples that are cut
+    count in means and divisors, and have no loss of their own."""
     rewards = torch.tensor([one.reward.total for one in samples], dtype=torch.float64).view(PROMPTS, SAMPLES)
     advantages, reduced = FORMULAS[loss][0](rewards).ravel(), FORMULAS[loss][1]
+    if overlong == "mask":
+        advantages = advantages * torch.tensor([not one.is_truncated for one in samples])
     log_probs = []
     for one in samples:
         logits = model(input_ids=torch.tensor([one.prompt + one.ids])).logits[0, len(one.prompt) - 1 : -1]
@@ -124,16 +127,17 @@ def replaying(recipe: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("loss", FORMULAS)
+@pytest.mark.parametrize(("loss", "overlong"), [*((loss, "keep") for loss in FORMULAS), ("dapo", "mask")])
 def test_a_loss_has_the_value_and_gradient_of_its_formula(
-    loss: str, replaying: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path
+    loss: str, overlong: str, replaying: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path
 ) -> None:
     samples = recorded(tmp_path / "recorded")
-    replaying["objective"] = {"name": "grpo", "loss": loss}
+    assert 0 < sum(one.is_truncated for one in samples) < len(samples)
+    replaying["objective"] = {"name": "grpo", "loss": loss, "overlong": overlong}
     train_here(write_recipe(replaying))
     (line,) = metrics(tmp_path / "runs" / "run")
     model = AutoModelForCausalLM.from_pretrained(made / "llama").double()
-    value, norm = expected(model, samples, loss)
+    value, norm = expected(model, samples, loss, overlong)
     assert line["loss"] == pytest.approx(value, rel=2e-6, abs=1e-7)
     assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
