@@ -45,7 +45,8 @@ def differences(
         divided = copy.deepcopy(whole)
         if adapted == "grouped":
             group_adapters(divided)
-        parallelize_experts(divided, Parallelism(shard=size, expert=size), "cpu", Stopwatch(torch.device("cpu"), True))
+        sizes, stopwatch = Parallelism(shard=size, expert=size), Stopwatch(torch.device("cpu"), True)
+        parallelize_experts(divided, sizes, "cpu", stopwatch, set(divided.modules()))
         torch.manual_seed(1 + rank)
         inputs = _inputs(3 + 5 * rank, choices)
         output = torch.randn(3 + 5 * rank, HIDDEN)
