@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.utils._pytree import tree_leaves
 
-from finetune.engine.base import BuildOptimizers, Engine, detached, named_trainables, wait_after_gradients
+from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, detached, named_trainables, wait_after_gradients
 from finetune.engine.expert_parallel import parallelize_experts
 from finetune.engine.launch import Launch
 from finetune.engine.muon import muon_of
@@ -114,12 +114,15 @@ class Fsdp2(Engine):
 
     def build_over_shards(self, build: BuildOptimizers) -> None:
         """Build the optimizers over this rank's shards."""
-        trained = [(name, p) for name, p in named_trainables(self.unwrapped) if not p.is_meta]
-        self._shards = [(name, p, local_tensor(p.detach())) for name, p in trained]
+        self._shards = [(name, p, local_tensor(p.detach())) for name, p in self.trained_here()]
         self.build_optimizers([shard for shard in self._shards if shard[2].numel()], build)  # these share memory
         if (muon := muon_of(self.optimizers)) is not None:
             replica = group_over(("shard", "context", "sequence", "tensor"), self.parallelism, self.rank)
             muon.share([(None, self.parts(reading=True))], replica, self.device, self.stopwatch)
+
+    def trained_here(self) -> NamedTensors:
+        """Returns the parameters that train, of which this rank has shards."""
+        return named_trainables(self.unwrapped)
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[None]:

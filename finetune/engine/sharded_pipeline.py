@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from finetune.engine.base import BuildOptimizers, detached
+from finetune.engine.base import BuildOptimizers, NamedTensors, detached
 from finetune.engine.fsdp2 import Fsdp2
 from finetune.engine.pipeline import CalledStage, Pipeline
 from finetune.engine.ranks import group_over
@@ -67,6 +67,10 @@ class ShardedPipeline(Fsdp2, Pipeline):
             fill_shards(causal_lm, weights, self._sharded.shards, self.device, sharding.device(self.device))
             self._tie(tied)
         self.build_over_shards(build)
+
+    def trained_here(self) -> NamedTensors:
+        """Those of this rank's stages: others are on `meta`."""
+        return self._trained()
 
     @property
     def first_of_stage(self) -> int:
