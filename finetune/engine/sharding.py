@@ -192,7 +192,8 @@ def take_weights(model: Any, on_this_rank: bool, source: ReadingRank = ReadingRa
                 "the weights itself"
             )
     types = {name: dtype for name, _, dtype, _ in received[0]}  # only the rank that reads knows what is kept in fp32
-    elsewhere = {name for name, *_, is_meta in received[0] if is_meta}  # in another stage of a pipeline
+    in_stages = source.group is not None
+    elsewhere = {name for name, *_, is_meta in received[0] if is_meta and in_stages}  # in another stage of a pipeline
     for name, tensor in state.items():
         if tensor.is_meta and tensor.dtype != types[name]:
             tensor.data = tensor.data.to(types[name])
