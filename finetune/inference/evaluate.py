@@ -131,38 +131,7 @@ def _evaluate(
 
         def measure(measured: Any) -> dict[str, TaskMetric]:
             measured.generation_config = ends
-            from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
-            from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
-
-            has_template = bool(tokenizer.chat_template)
-            bos = False if has_template else None  # a template itself writes the token at the beginning
-            results = simple_evaluate(
-                HFLM(measured, tokenizer=tokenizer, batch_size=options.batch_size, add_bos_token=bos),
-                tasks=list(options.tasks),
-                task_manager=manager,
-                limit=options.limit,
-                num_fewshot=options.fewshot,
-                apply_chat_template=has_template,
-                log_samples=True,
-            )
-            assert results is not None
-            metrics = {}
-            for task, values in results["results"].items():  # {"acc,none": 0.5, "acc_stderr,none": 0.1, ...}
-                rows = results["n-samples"].get(task, {}).get("effective", 0)  # a group has none of its own
-                for key, value in values.items():
-                    metric, comma, picked = key.partition(",")
-                    if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
-                        stderr = values.get(f"{metric}_stderr,{picked}")
-                        stderr = float(stderr) if isinstance(stderr, int | float) else None
-                        samples = [one for one in results["samples"].get(task, ()) if one["filter"] == picked]
-                        of_rows = {one["doc_id"]: one.get(metric) for one in samples}
-                        if not of_rows or not all(isinstance(one, int | float) for one in of_rows.values()):
-                            of_rows = {}
-                        elif not math.isclose(math.fsum(of_rows.values()) / len(of_rows), value, abs_tol=1e-9):
-                            of_rows = {}  # a metric of the corpus
-                        name = f"{task}/{metric}" + ("" if picked == "none" else f",{picked}")
-                        metrics[name] = TaskMetric(rows, float(value), stderr, of_rows)
-            return metrics
+            return _measure(measured, tokenizer, manager, options)
 
         is_adapter = hasattr(model, "disable_adapter")
         results = measure(model.get_base_model() if is_adapter else model)
@@ -221,6 +190,42 @@ def _task_manager(options: EvaluateOptions) -> Any:
     return manager
 
 
+def _measure(model: Any, tokenizer: Any, manager: Any, options: EvaluateOptions) -> dict[str, TaskMetric]:
+    """Returns a model's results by "task/metric"."""
+    from lm_eval.evaluator import simple_evaluate  # pyright: ignore[reportMissingImports]
+    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+
+    has_template = bool(tokenizer.chat_template)
+    bos = False if has_template else None  # a template itself writes the token at the beginning
+    results = simple_evaluate(
+        HFLM(model, tokenizer=tokenizer, batch_size=options.batch_size, add_bos_token=bos),
+        tasks=list(options.tasks),
+        task_manager=manager,
+        limit=options.limit,
+        num_fewshot=options.fewshot,
+        apply_chat_template=has_template,
+        log_samples=True,
+    )
+    assert results is not None
+    metrics = {}
+    for task, values in results["results"].items():  # {"acc,none": 0.5, "acc_stderr,none": 0.1, ...}
+        rows = results["n-samples"].get(task, {}).get("effective", 0)  # a group has none of its own
+        for key, value in values.items():
+            metric, comma, picked = key.partition(",")
+            if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
+                stderr = values.get(f"{metric}_stderr,{picked}")
+                stderr = float(stderr) if isinstance(stderr, int | float) else None
+                samples = [one for one in results["samples"].get(task, ()) if one["filter"] == picked]
+                of_rows = {one["doc_id"]: one.get(metric) for one in samples}
+                if not of_rows or not all(isinstance(one, int | float) for one in of_rows.values()):
+                    of_rows = {}
+                elif not math.isclose(math.fsum(of_rows.values()) / len(of_rows), value, abs_tol=1e-9):
+                    of_rows = {}  # a metric of the corpus
+                name = f"{task}/{metric}" + ("" if picked == "none" else f",{picked}")
+                metrics[name] = TaskMetric(rows, float(value), stderr, of_rows)
+    return metrics
+
+
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
     """Holds a run's lock, so that no other process writes its metrics. Raises UserError if a launch holds it."""
@@ -255,14 +260,7 @@ def write_scores(
         before = json.loads(path.read_text(encoding="utf-8"))["scores"] if path.is_file() else {}
         again = {(name.partition("/")[0], suffix[1:]) for name in scores}
         kept = {k: score for k, score in before.items() if (k.partition("/")[0], k.partition("@")[2]) not in again}
-        if checkpoint is not None:
-            step = checkpoint
-        elif recipe is not None and recipe.train.result == "best":
-            best = best_checkpoint(run_dir / "checkpoints", recipe.checkpoint.best)
-            step = int(best.name.removeprefix("step-")) if best else None
-        else:  # None without a run's metrics
-            lines = read_steps(run_dir / "metrics.jsonl")
-            step = lines[-1]["step"] if lines else None
+        step = _step_of_result(run_dir, recipe) if checkpoint is None else checkpoint
         new = {}
         for name, score in scores.items():
             figures = {field: getattr(score, field) for field in ("rows", *_FIELDS)}
@@ -288,6 +286,15 @@ def write_scores(
         raise RunFailure(
             f"{run_dir}: the scores above could not be written: {error}; free space and run the command again"
         ) from None
+
+
+def _step_of_result(run_dir: Path, recipe: Recipe | None) -> int | None:
+    """Returns None without a run's metrics."""
+    lines = read_steps(run_dir / "metrics.jsonl")
+    if recipe is not None and recipe.train.result == "best":
+        best = best_checkpoint(run_dir / "checkpoints", recipe.checkpoint.best)
+        return int(best.name.removeprefix("step-")) if best else None
+    return lines[-1]["step"] if lines else None
 
 
 def show_scores(console: Console, run_dirs: Sequence[Path], scores_of_runs: Sequence[dict[str, Score]]) -> None:

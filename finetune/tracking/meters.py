@@ -87,16 +87,6 @@ class Meters:
         fullest = max(ranks, key=lambda rank: rank["peak"])
         other = max(0.0, fullest["peak"] - sum(fullest[name] for name in _STORED))
         energy = sum(rank["energy_j"] for rank in ranks)
-        # Averaged over ranks. `other` is the step without its phases; stalls are added to the step.
-        step = mean("step")
-        phases = {name: mean(name) for name in PHASES if self._engine.stopwatch.knows_waits or name != COMMUNICATION}
-        stalls = {name: mean(name) for name in STALLS}
-        if not stalls["profile"]:
-            del stalls["profile"]  # absent in most runs
-        times = {**phases, "other": max(0.0, step - sum(phases.values())), **stalls}
-        total = step + sum(stalls.values())
-        seconds_of = {f"time/{name}": seconds for name, seconds in times.items()}
-        of_step = seconds_of | {f"share/{name}": min(1.0, seconds / total) for name, seconds in times.items()}
         line = {
             "supervised_tokens_per_s": supervised / seconds,
             "tokens_per_s_per_device": tokens / seconds / len(ranks),
@@ -106,7 +96,7 @@ class Meters:
             "memory_peak_gib": fullest["peak"] / GIB,
             **{f"memory/{name}_gib": fullest[name] / GIB for name in _STORED},
             "memory/other_gib": other / GIB,
-            **of_step,
+            **_times(mean, self._engine.stopwatch.knows_waits),
         }
         if len(ranks) > 1 and self._engine.stopwatch.knows_waits:
             busy = [rank["step"] - rank[COMMUNICATION] for rank in ranks]  # the one that waits least keeps the others
@@ -123,26 +113,7 @@ class Meters:
         lap, device = self._engine.stopwatch.lap(), self._engine.device
         if self._state is None:
             self._state = measure_state_bytes(self._engine)
-        if self._flops is None:
-            model, hardware = math.nan, math.nan
-        else:
-            # Ranks that share a row have equal parts of it: the FLOPs of the full row, divided by their number.
-            parallelism, work = self._engine.parallelism, []
-            for batch in batches:
-                at_head = (
-                    batch.counts["target_tokens"] if batch.distinct_targets is None else len(batch.distinct_targets.ids)
-                )
-                work.append(
-                    self._flops.of(
-                        batch.sequence_lengths[: len(batch.sequence_tokens)],  # padding comes after those of examples
-                        batch.sequence_lengths,
-                        at_head * parallelism.tokens,
-                        batch.prefix_lengths,
-                        self._flops.patches_in(batch.inputs),
-                    )
-                )
-            ranks = parallelism.processes / parallelism.data
-            model, hardware = sum(model for model, _ in work) / ranks, sum(hardware for _, hardware in work) / ranks
+        model, hardware = self._count_flops(batches)
         on_gpu = device.type == "cuda"
         weights, optimizer_state = self._state
         return {
@@ -157,6 +128,40 @@ class Meters:
             "optimizer_state": optimizer_state,
             **self._device.read()._asdict(),
         }
+
+    def _count_flops(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        if self._flops is None:
+            return math.nan, math.nan
+        # Ranks that share a row have equal parts of it: the FLOPs of the full row, divided by their number.
+        parallelism, work = self._engine.parallelism, []
+        for batch in batches:
+            at_head = (
+                batch.counts["target_tokens"] if batch.distinct_targets is None else len(batch.distinct_targets.ids)
+            )
+            work.append(
+                self._flops.of(
+                    batch.sequence_lengths[: len(batch.sequence_tokens)],  # padding comes after those of examples
+                    batch.sequence_lengths,
+                    at_head * parallelism.tokens,
+                    batch.prefix_lengths,
+                    self._flops.patches_in(batch.inputs),
+                )
+            )
+        ranks = parallelism.processes / parallelism.data
+        return sum(model for model, _ in work) / ranks, sum(hardware for _, hardware in work) / ranks
+
+
+def _times(mean: Callable[[str], float], knows_waits: bool) -> Line:
+    """Returns times averaged over ranks. `other` is the step without its phases; stalls are added to the step."""
+    step = mean("step")
+    phases = {name: mean(name) for name in PHASES if knows_waits or name != COMMUNICATION}
+    stalls = {name: mean(name) for name in STALLS}
+    if not stalls["profile"]:
+        del stalls["profile"]  # absent in most runs
+    times = {**phases, "other": max(0.0, step - sum(phases.values())), **stalls}
+    total = step + sum(stalls.values())
+    line = {f"time/{name}": seconds for name, seconds in times.items()}
+    return line | {f"share/{name}": min(1.0, seconds / total) for name, seconds in times.items()}
 
 
 class DeviceMeter:
