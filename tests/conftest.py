@@ -113,6 +113,21 @@ def write_recipe(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+@pytest.fixture
+def online(recipe: dict[str, Any], write_recipe: Callable[..., Path]) -> Path:
+    """A recipe that trains on samples of the model."""
+    recipe["data"] |= {"packing": False}
+    return write_recipe(
+        recipe
+        | {
+            "objective": {"name": "grpo"},
+            "rollouts": {"prompts": 2, "samples": 4, "max_new_tokens": 8},
+            "rewards": [{"name": "exact_match"}],
+            "batch": {"rows": 8, "rows_per_device": 2},
+        }
+    )
+
+
 def script(path: str) -> ModuleType:
     """A script of the repository, as a module; path: from its root."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)

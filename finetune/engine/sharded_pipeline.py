@@ -85,7 +85,7 @@ class ShardedPipeline(Fsdp2, Pipeline):
     ) -> list[nn.Module]:
         """Shard a stage. Returns the modules whose gathered parameters are freed after their forward.
 
-        Layers are units of their own; so is the embedding, and norm and head together; what is called is the root.
+        Each layer is a unit, so is the embedding, and norm and head together; `called` is the root.
         """
         options = sharding.options(sharding.meshes.shards)
         own, stage = set(called.modules()), called.stage

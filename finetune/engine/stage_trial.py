@@ -1,5 +1,5 @@
-"""Tests whether stages compute what a model does as a whole, on a tiny copy of its config: what a class does between
-its layers, or hands from one to another, is not known by its name.
+"""Tests on a tiny copy of a model whether stages compute the same as the whole: the name of a class does not say what
+its layers hand to each other, or what runs between them.
 
 Every cut of the copy in two is tried: outputs, gradients, and a token after a prompt with caches.
 """

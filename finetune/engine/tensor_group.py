@@ -23,7 +23,7 @@ class TensorGroup:
 
     def shard(self, dim: int, total: int, index: int | None = None) -> ParameterShard:
         """Returns the shard of a rank, by default this one's, in a dimension of `total`: those of the first ranks have
-        one more where it is not divisible."""
+        one more if it is not divisible."""
         index = self.index if index is None else index
         each, more = divmod(total, self.size)
         return ParameterShard(dim, index * each + min(index, more), each + (index < more), total)

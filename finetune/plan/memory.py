@@ -99,7 +99,7 @@ def estimate_memory(
         merged = max(3 * max(of_each), sum(of_each) if sum(of_each) <= WHOLE_BYTES else 0)
         after = {"save": sum(weight.bytes for weight in weights if weight.trains), "merge": merged}
     reading = 0
-    if costs.loads_by_copies:  # the first rank of a pipeline's stage reads its layers, and drops what is at the ends
+    if costs.loads_by_copies:  # a stage's first rank reads its layers, and embedding and head, which it may drop
         own = [{id(weight) for weight in weights_of_stage(shapes, sizes, rank)} for rank in different_ranks(sizes)]
         reads = [sum(w.bytes for w in weights if w.trains and (w.layer is None or id(w) in kept)) for kept in own]
         reading = max(reads) * -(-place.per_host * sizes.pipeline // sizes.processes)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from finetune.rewards.builtin import REWARDS, Unanswerable
 
@@ -88,11 +88,7 @@ def load(settings: Mapping[str, Any]) -> tuple[Callable[..., Any], list[str]]:
         return partial(reward.function, **prepared), notes
     path, name = settings["file"], settings["function"]
     module = run_file(path, settings["source"])
-    function = getattr(module, name, None)
-    if function is None:
-        raise Unusable(f"{path} has no function `{name}`; it has {own_names(module, inspect.isfunction)}")
-    if not callable(function):
-        raise Unusable(f"{path}: `{name}` is {type(function).__name__}, not a function")
+    function = defined(module, name, "function")
     if inspect.iscoroutinefunction(function):
         raise Unusable(f"{path}: `{name}` is an `async def`, and nothing awaits it: write it with `def`")
     return function, []
@@ -114,10 +110,16 @@ def run_file(path: str, source: bytes) -> types.ModuleType:
     return module
 
 
-def own_names(module: types.ModuleType, is_kind: Callable[[Any], bool]) -> str:
-    """Returns the names that the user's file defines, of functions or of classes."""
-    own = [key for key, one in vars(module).items() if is_kind(one) and one.__module__ == module.__name__]
-    return ", ".join(own) or "none"
+def defined(module: types.ModuleType, name: str, kind: Literal["function", "class"]) -> Callable[..., Any]:
+    """Returns the function or class of that name in the user's file. Raises Unusable."""
+    path, value = module.__file__, getattr(module, name, None)
+    if value is None:
+        is_kind = inspect.isfunction if kind == "function" else inspect.isclass
+        own = [key for key, one in vars(module).items() if is_kind(one) and one.__module__ == module.__name__]
+        raise Unusable(f"{path} has no {kind} `{name}`; it has {', '.join(own) or 'none'}")
+    if not callable(value):
+        raise Unusable(f"{path}: `{name}` is {type(value).__name__}, not a {kind}")
+    return value
 
 
 def accepted(function: Callable[..., Any], arguments: tuple[str, ...] = ARGUMENTS) -> tuple[str, ...]:

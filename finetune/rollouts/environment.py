@@ -32,14 +32,14 @@ class EnvironmentCall:
     begin: Mapping[str, Any]  # arguments of `reset`
     seeds: Sequence[str]  # of `random`, for `reset` and each turn
     turns: Sequence[Mapping[str, Any]] = ()  # text and calls, one for each call of `step`
-    ends: bool = False  # the episode is over: its reward is asked for
+    ends: bool = False  # the episode is over: a request for its reward
 
 
 class Environments:
     """Episodes of a recipe's environment. A context manager, which starts and ends processes."""
 
     def __init__(self, settings: EnvironmentSettings, is_rewarded: bool, folder: Path | None):
-        """is_rewarded: a reward of the recipe asks for that of the environment; folder: of the run, for the log."""
+        """is_rewarded: whether a reward of the recipe is the environment's; folder: of the run, for the log."""
         self._settings, self._is_rewarded, self._folder = settings, is_rewarded, folder
         self._children: list[Child | None] = [None] * settings.processes
         self._held: list[set[int]] = [set() for _ in self._children]  # episodes that a process has seen

@@ -24,9 +24,9 @@ from finetune.rewards.child import (
     Unusable,
     accepted,
     as_number,
+    defined,
     ignore_stop_signals,
     one_line,
-    own_names,
     read_frame,
     run_file,
     shortened,
@@ -71,11 +71,7 @@ def load(settings: Mapping[str, Any]) -> Callable[[], Any]:
     """Returns the class, or the function that returns an environment, after a trial. Raises Unusable."""
     path, name = settings["file"], settings["name"]
     module = run_file(path, settings["source"])
-    make = getattr(module, name, None)
-    if make is None:
-        raise Unusable(f"{path} has no class `{name}`; it has {own_names(module, inspect.isclass)}")
-    if not callable(make):
-        raise Unusable(f"{path}: `{name}` is {type(make).__name__}, not a class")
+    make = defined(module, name, "class")
     try:
         environment = make()
     except BaseException as error:  # code of the user's, which may raise anything

@@ -14,20 +14,6 @@ from finetune.recipe import load_recipe
 VLLM = ["rollouts.engine=vllm", "rollouts.url=http://gpu:8000", "objective.correction=tis"]
 
 
-@pytest.fixture
-def online(recipe: dict[str, Any], write_recipe: Callable[..., Path]) -> Path:
-    recipe["data"] |= {"packing": False}
-    return write_recipe(
-        recipe
-        | {
-            "objective": {"name": "grpo"},
-            "rollouts": {"prompts": 2, "samples": 4, "max_new_tokens": 8},
-            "rewards": [{"name": "exact_match"}],
-            "batch": {"rows": 8, "rows_per_device": 2},
-        }
-    )
-
-
 def test_the_recipe_is_valid_without_a_change(online: Path) -> None:
     assert load_recipe(online).objective.value("loss") == "dr_grpo"
 
