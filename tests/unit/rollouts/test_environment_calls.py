@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,22 @@ def test_replies_of_calls(file: Path) -> None:
         assert tried._children[0] is not None
         process = psutil.Process(tried._children[0]._process.pid)
     assert not process.is_running()
+
+
+def test_the_calculator_of_the_guide_adds_and_rewards(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "rewards-and-rollouts.md").read_text(encoding="utf-8")
+    code = guide.partition("```python\n# sums.py\n")[2].partition("```")[0]
+    (tmp_path / "sums.py").write_text(code)
+    begin = {"row": {}, "messages": [{"role": "user", "content": "1 + 2?"}], "reference": "3.0", "tools": [], "seed": 0}
+    asked = {"text": "", "calls": [{"name": "add", "arguments": {"sum": "1+2"}}]}
+    turns = [asked, {"text": "It is 3.0.", "calls": []}]
+    calls = [EnvironmentCall(0, begin, ["0", "1", "2"], turns[:n]) for n in range(3)]
+    with environment(tmp_path / "sums.py", "Calculator") as tried:
+        (begun,), (added,), (over,) = (tried.replies([call]) for call in calls)
+        (end,) = tried.replies([replace(calls[-1], ends=True)])
+    assert begun["tools"][0]["name"] == "add"
+    assert added["messages"] == [{"role": "tool", "name": "add", "content": "3.0"}]
+    assert (over["messages"], end["value"]) == (None, 1.0)
 
 
 FAILURES = {
