@@ -43,6 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "accelerate_configs"
 STEPS = (3, 7)  # of the two launches
 ROWS, TOKENS = 4, 512  # of a step, of a row
+TRAINED = 0.6  # of the tokens, by `random_documents`
 DENSE = llama(256, 4, 8, 4, 768, 2048, tied=False)
 MOE = {
     **DENSE,
@@ -204,7 +205,8 @@ def config_of(folder: Path, config: str, processes: int) -> Path:
 def predicted(costs: Costs, model: ModelSize) -> tuple[float, float]:
     """Returns the bytes that a process sends in a step: by the formulas, and by gloo."""
     rows = ROWS // costs.sizes.data
-    transfers = [*costs.transfers_of_weights(model, rows), *costs.transfers_of_rows(model, rows, rows * TOKENS)]
+    of_rows = costs.transfers_of_rows(model, rows, rows * TOKENS, TRAINED * rows * TOKENS)
+    transfers = [*costs.transfers_of_weights(model, rows), *of_rows]
     factors = {} if costs.launch.kind == "zero" else GLOO
     return sum(one.moved for one in transfers), sum(one.moved * factors.get(one.kind, 1.0) for one in transfers)
 

@@ -385,7 +385,8 @@ class Job:
     def _traffic(self) -> Iterator[tuple[float, bool]]:
         """Yields (seconds, whether compute may overlap) of each transfer of a rank to others in a step."""
         device, shape = self.machines.device, self.shape
-        rows = self.costs.transfers_of_rows(shape, self.micro_batches, self.row_tokens)
+        targets = self.rows.supervised_share * self.row_tokens
+        rows = self.costs.transfers_of_rows(shape, self.micro_batches, self.row_tokens, targets)
         for one in (*self.costs.transfers_of_weights(shape, self.micro_batches), *rows):
             link, per_machine = self.hardware.links[device.link], self.machines.per_machine
             rate = link.gb_s * link.share

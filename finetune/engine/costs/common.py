@@ -322,8 +322,11 @@ class Costs(abc.ABC):
             stride = self.sizes.tensor
             yield Transfer("all-reduce", all_reduce(ranks, trained), buckets, self.sizes.processes, stride=stride)
 
-    def transfers_of_rows(self, model: ModelSize, micro_batches: int, tokens: float) -> Iterator[Transfer]:
-        """Yields transfers between ranks that share rows; compute waits for them. tokens: of these ranks, per step."""
+    def transfers_of_rows(
+        self, model: ModelSize, micro_batches: int, tokens: float, targets: float
+    ) -> Iterator[Transfer]:
+        """Yields transfers between ranks that share rows; compute waits for them. tokens: of these ranks, per step;
+        targets: those that the head reads."""
         sizes, passes = self.sizes, 2 + bool(self.recipe.train.activation_checkpointing)  # forwards and the backward
         element = 4 if self.recipe.train.precision == "fp32" else 2
         layers, here = model.layers / sizes.pipeline, tokens / sizes.tokens
@@ -331,7 +334,7 @@ class Costs(abc.ABC):
         wait = functools.partial(Transfer, overlaps=False)
         if (n := sizes.tensor) > 1:  # twice in a layer; the embedding in a forward, the head's input in the backward
             yield wait("all-reduce", layers * passes * 2 * all_reduce(n, hidden), 2 * passes * times, n)
-            yield wait("all-reduce", 2 * all_reduce(n, hidden), 2 * micro_batches, n)
+            yield wait("all-reduce", all_reduce(n, hidden) * (1 + targets / tokens), 2 * micro_batches, n)
         neighbours = sizes.tensor * sizes.tokens
         if (n := sizes.context) > 1:
             row = layers * one_way(n, here * n * keys)
