@@ -22,6 +22,7 @@ from finetune.engine.tensor_group import TensorGroup
 from finetune.engine.tensor_parallel import parallelize
 from finetune.models import assemble
 from finetune.models.attention import AttentionChoice
+from finetune.models.moe import stacked_experts
 from finetune.models.packed_linear import linear_weights, state_tensors
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.text_part import name_body
@@ -76,6 +77,8 @@ def _shapes(key: CacheKey) -> Shapes:
         if isinstance(module, torch.nn.Linear)
     }
     of_images, roles = _image_units(model), parameter_roles(model)
+    # Biases of experts too, as `engine/expert_parallel.py` divides them.
+    of_experts = {id(tensor) for experts in stacked_experts(model).values() for tensor in experts.parameters(False)}
     # Tensors outside of decoder layers by what is gathered together, see `engine/sharding.py`.
     table = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     ends = [module for module in (final_norm(model), output_head(model)) if module is not None]
@@ -104,7 +107,7 @@ def _shapes(key: CacheKey) -> Shapes:
                 packed=packed.get(id(parameter), 0),
                 scales=scales.get(id(parameter), 0),
                 parts=tensor if name in shards else 1,
-                expert=".experts." in name and parameter.ndim == 3,
+                expert=id(parameter) in of_experts,
                 rows=shards[name].total if name in shards and shards[name].dim == 0 else 0,
                 table=name in roles.tables,
                 of_images=name in roles.of_images,

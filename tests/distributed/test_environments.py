@@ -270,8 +270,9 @@ def test_what_is_decoded_together_changes_no_turn(
 def test_older_turns_a_reference_and_corrections(
     config: str, online: dict[str, Any], write_recipe: Write, model: Path, tmp_path: Path
 ) -> None:
-    """Log-probabilities of a turn's tokens by the trainer, by its initial weights and by the sampler agree."""
-    online["objective"] |= {"loss": "grpo", "kl": 0.2, "correction": "tis"}
+    """Log-probabilities of a turn's tokens by the trainer, by its initial weights and by the sampler agree, so that
+    correcting the recorded ones changes nothing."""
+    online["objective"] |= {"loss": "grpo", "kl": 0.2}
     online["rollouts"] |= {"reuse": 2}
     done = launch(config, 1 if config == "single" else 2, "train", write_recipe(online))
     assert done.returncode == 0, done.stderr
@@ -279,7 +280,12 @@ def test_older_turns_a_reference_and_corrections(
     for sample in samples_of(run, 1):
         for values in (sample.old, sample.initial, sample.log_probs):
             np.testing.assert_allclose(values, log_probs_of(plain, sample), rtol=0, atol=2e-5)
-    assert all(np.isfinite(line["kl"]) and abs(line["correction/weight"] - 1) < 1e-4 for line in steps_of(run))
+    assert all(np.isfinite(line["kl"]) for line in steps_of(run))
+    online["objective"]["correction"], online["run"]["name"] = "tis", "corrected"
+    train_here(write_recipe(replaying(online, run / "rollouts")))
+    corrected = tmp_path / "runs" / "corrected"
+    assert all(abs(line["correction/weight"] - 1) < 1e-4 for line in steps_of(corrected))
+    assert curve(corrected) == pytest.approx(curve(run), rel=1e-4, abs=1e-5)
 
 
 BROKEN = """
