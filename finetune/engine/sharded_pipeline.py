@@ -49,9 +49,10 @@ class ShardedPipeline(Fsdp2, Pipeline):
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         make_plain(model.causal_lm)
-        self.keep_stages(model, torch.device("cpu") if self._rank_0_reads else self.device)
+        shares = self._rank_0_reads and self.ranks_of_stage > 1  # a rank that has a stage alone reads for itself
+        self.keep_stages(model, torch.device("cpu") if shares else self.device)
         weights, causal_lm = None, self.unwrapped
-        if self._rank_0_reads:
+        if shares:
             stage = group_over(("replicate", "shard", "context", "sequence", "tensor"), self.parallelism, self.rank)
             is_source = self.rank == self.first_of_stage
             weights = take_weights(causal_lm, is_source, ReadingRank(self.first_of_stage, stage))
