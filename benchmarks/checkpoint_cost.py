@@ -111,23 +111,18 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
     from rich.console import Console
 
     from finetune.checkpoints.saver import Saver
-    from finetune.data.dataset import build_dataset
     from finetune.data.prefetch import fed_steps
-    from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
-    from finetune.models.config import model_config
-    from finetune.models.tokenizer import load_tokenizer
-    from finetune.training.run import build_trainer
+    from finetune.training.prepare import prepare
+    from finetune.training.run_dir import make_run_folder
     from finetune.training.signals import StopRequest
+    from finetune.training.trainer import Trainer
 
-    launch = read_launch()
-    micro_batches = check_launch(recipe, "recipe.yaml", launch)
-    tokenizer, config = load_tokenizer(recipe.model), model_config(recipe.model)
-    data = build_dataset(recipe, recipe.data.train, tokenizer)
-    engine = start_engine(recipe, launch)
-    quiet = Console(quiet=True)
-    trainer = build_trainer(recipe, engine, tokenizer, config, (data, None), micro_batches, StopRequest(), quiet)
+    prepared = prepare(recipe, "recipe.yaml", read_launch())
+    engine = start_engine(recipe, prepared.launch)
+    make_run_folder(recipe)
+    trainer = Trainer(prepared, engine, StopRequest(), Console(quiet=True))
     trainer.saver = saver = Saver(engine, recipe, folder / "saves", {})
     with fed_steps(trainer.loader, range(trainer.plan.steps), engine.device) as feed:
         steps = (trainer.train_step(step) for step in trainer.steps(feed))
