@@ -178,6 +178,37 @@ def test_files_import_each_other_one_way():
     assert sorted(imports) == []  # what is left imports itself through others
 
 
+@functools.cache
+def names_of(module: str) -> set[str]:
+    """Returns what a module of the package has at its top level, submodules included."""
+    path = ROOT / module.replace(".", "/")
+    submodules = {file.stem for file in path.iterdir()} if path.is_dir() else set[str]()
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    names = set[str]()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if file.exists() else ():
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names | submodules
+
+
+def test_what_scripts_benchmarks_and_tests_import_of_the_package_exists():
+    """Most of them run for minutes, in few runs, so a renamed function would be missed there for days."""
+    missing = [
+        f"{file.relative_to(ROOT)}:{node.lineno}: {node.module}.{name.name}"
+        for room in ("scripts", "benchmarks", "tests")
+        for file in (ROOT / room).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "finetune"
+        for name in node.names
+        if name.name not in names_of(str(node.module))
+    ]
+    assert missing == []
+
+
 def test_structure_counts_what_a_reader_has_to_follow(tmp_path: Path):
     source = """
 class Batch:
