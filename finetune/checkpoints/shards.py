@@ -41,6 +41,8 @@ from finetune.engine.state_shards import (
 )
 from finetune.errors import UserError
 
+_MAPPED_BYTES = 2**28  # of files of weights, before they are reopened
+
 
 def part_tensors(parts: list[ShardPart], optimizers: list[Optimizer]) -> dict[str, Tensor]:
     """Returns the tensors a rank writes, by name in the file: flat views of weights and optimizer state."""
@@ -172,8 +174,8 @@ class WeightReader:
     Files are mapped, and pages read stay resident until they are closed, so they are reopened every few tensors.
     """
 
-    def __init__(self, files: list[Path], mapped_bytes: int = 2**28):
-        self._files, self._limit, self._read = files, mapped_bytes, 0
+    def __init__(self, files: list[Path]):
+        self._files, self._read = files, 0
         self._parts = PartReader(files)
         stored = {name: self._parts.stored_dtype(name) for name in self._parts.shapes}
         self.shapes = {  # (device meta)
@@ -183,7 +185,7 @@ class WeightReader:
 
     def read(self, name: str) -> Tensor:
         """Returns a parameter in full. Raises UserError if elements are missing."""
-        if self._read > self._limit:
+        if self._read > _MAPPED_BYTES:
             try:
                 self._parts, self._read = PartReader(self._files), 0
             except FileNotFoundError:

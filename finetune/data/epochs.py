@@ -174,8 +174,13 @@ class EpochOrder:
 
     def __init__(self, rows: EpochRows, seed: int, attention_work: NDArray[np.int64], group: int):
         """attention_work: (N,) of each example."""
-        self._rows, self._seed, self._work, self._group = rows, seed, attention_work, group
-        self._epoch = lru_cache(_EPOCHS_KEPT)(self._shuffled)
+
+        @lru_cache(_EPOCHS_KEPT)
+        def epoch_order(epoch: int) -> NDArray[np.int64]:
+            of_epoch, first = rows.epoch(epoch), rows.starts[epoch]
+            return shuffled(len(of_epoch), (seed, epoch), row_work(of_epoch, attention_work), group, first)
+
+        self._rows, self._epoch = rows, epoch_order
 
     def row_at(self, position: int) -> int:
         """Returns the row at a position of the run, both from 0."""
@@ -185,7 +190,3 @@ class EpochOrder:
 
     def epochs(self, position: int) -> float:
         return self._rows.epochs(position)
-
-    def _shuffled(self, epoch: int) -> NDArray[np.int64]:
-        rows, first = self._rows.epoch(epoch), self._rows.starts[epoch]
-        return shuffled(len(rows), (self._seed, epoch), row_work(rows, self._work), self._group, first)

@@ -112,7 +112,13 @@ class Pipeline(Engine):
         self._step = _RunningStep(filled, len(batches), forward, loss)
         shape = count, sent_tokens(max(_tokens(batch) for batch in batches))
         if self._prepared is None or self._prepared[0] != shape:
-            self._prepared = shape, self._schedule(*shape)
+            self._sent_tokens = shape[1]
+            hidden = torch.empty(1, shape[1], self._width, dtype=self._compute, device="meta", requires_grad=True)
+            shared = self._layout.stages, self._pipeline, hidden, self.device, self._computing_backward
+            stages: list[PipelineStage] = [
+                TimedStage(self.scheduled_module(one), one.stage.index, *shared) for one in self._stages
+            ]
+            self._prepared = shape, make_schedule(self.parallelism.schedule, stages, count)
         indices = torch.arange(count)  # micro-batch indices: torch passes one to each forward
         with self.stopwatch.waiting():
             self._prepared[1].step(*[indices] * (self.place == 0), of=indices, target=indices, return_outputs=False)
@@ -132,15 +138,6 @@ class Pipeline(Engine):
         if self._ends is not None:
             shared = [gradient for name, gradient in gradients if len(self._holders[name]) > 1]
             sum_gradients(shared, self._ends, self.device)
-
-    def _schedule(self, count: int, tokens: int) -> Any:
-        self._sent_tokens = tokens
-        hidden = torch.empty(1, tokens, self._width, dtype=self._compute, device="meta", requires_grad=True)
-        shared = self._layout.stages, self._pipeline, hidden, self.device, self._computing_backward
-        stages: list[PipelineStage] = [
-            TimedStage(self.scheduled_module(s), s.stage.index, *shared) for s in self._stages
-        ]
-        return make_schedule(self.parallelism.schedule, stages, count)
 
     def scheduled_module(self, stage: CalledStage) -> nn.Module:
         """Returns the module that torch's schedule calls for a stage."""

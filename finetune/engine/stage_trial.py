@@ -18,48 +18,37 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from finetune.engine import stages
 from finetune.engine.stage_cache import stage_cache
 from finetune.engine.stages import Layout, StageModel, final_norms, holders, keep_only, parts_of
-from finetune.models.attention.isolation import cached
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.remote_code import from_config
 from finetune.models.text_part import name_body
 from finetune.models.tiny_config import VOCABULARY, WINDOW, tiny_config
-from finetune.models.trials import FAILURES, failure_text, quietly, randomize
+from finetune.models.trials import FAILURES, randomize, why_tiny_differs
 
 _TOLERANCE = 1e-5  # of the largest element
 _ROWS, _TOKENS = 2, 2 * WINDOW
 
 
 def why_not_in_stages(config: PretrainedConfig) -> str | None:
-    """Returns why a model cannot be divided into stages; None if it can. A trial is not repeated with the same config,
-    versions and code."""
-    try:
-        tiny: Any = tiny_config(config)
-    except FAILURES as error:
-        return f"a tiny copy could not be tried ({failure_text(error)})"
+    """Returns why a model cannot be divided into stages; None if it can."""
     code = b"".join(Path(str(file)).read_bytes() for file in (__file__, stages.__file__))
-    name = f"stages {hashlib.sha256(code).hexdigest()}"
-    return cached(tiny, name, lambda: {"why": differ(tiny)}, may_keep=lambda outcome: outcome["why"] is None)["why"]
+    return why_tiny_differs(config, tiny_config, f"stages {hashlib.sha256(code).hexdigest()}", differ)
 
 
 def differ(tiny: Any) -> str | None:
-    with quietly():
-        try:
-            torch.manual_seed(0)
-            whole: Any = from_config(AutoModelForCausalLM, copy.deepcopy(tiny), dtype=torch.float32)
-            randomize(whole)
-            name_body(whole)
-            base = whole.base_model
-            if not hasattr(base, "layers"):
-                return f"{type(base).__name__} has no `layers`"
-            if len(parts := final_norms(base)) > 1:
-                return f"it has weights outside of its layers ({', '.join(parts)})"
-            if len(base.layers) < 2:
-                return "it has one layer"
-            for cut in range(1, len(base.layers)):
-                if (reason := differ_when_cut(whole, Layout((0, cut, len(base.layers)), ranks=2))) is not None:
-                    return reason
-        except FAILURES as error:
-            return f"a tiny copy could not be tried ({failure_text(error)})"
+    torch.manual_seed(0)
+    whole: Any = from_config(AutoModelForCausalLM, copy.deepcopy(tiny), dtype=torch.float32)
+    randomize(whole)
+    name_body(whole)
+    base = whole.base_model
+    if not hasattr(base, "layers"):
+        return f"{type(base).__name__} has no `layers`"
+    if len(parts := final_norms(base)) > 1:
+        return f"it has weights outside of its layers ({', '.join(parts)})"
+    if len(base.layers) < 2:
+        return "it has one layer"
+    for cut in range(1, len(base.layers)):
+        if (reason := differ_when_cut(whole, Layout((0, cut, len(base.layers)), ranks=2))) is not None:
+            return reason
     return None
 
 

@@ -248,7 +248,7 @@ def chat_template(tokenizer: Any) -> Chat | None:
 def read_request(messages: Any, tools: Any = ()) -> Conversation:
     """Returns a conversation that ends before the model's answer. Raises UserError otherwise."""
     try:
-        conversation = context_of(read_messages(messages, "messages"), tools=read_tools(tools or None, "tools"))
+        conversation = context_of(read_messages(messages, "messages"), tools=read_tools(tools or None))
     except BadRow as error:
         raise UserError(str(error)) from None
     if conversation.messages[-1].role not in ("user", "tool"):

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from finetune.errors import UserError
-from finetune.models.attention.isolation import Trial, cached, compare, why_not
+from finetune.models.attention.isolation import Trial, compare, why_not
 from finetune.models.head.chunked import why_not_liger
 from finetune.models.patches import replace_forward
 from finetune.models.tiny_config import tiny_config
-from finetune.models.trials import FAILURES, failure_text, quietly
+from finetune.models.trials import FAILURES, why_tiny_differs
 
 
 class Norm(NamedTuple):
@@ -139,10 +139,6 @@ def replace_formulas(model: nn.Module, functions: Functions) -> Counter[str]:
 
 def why_not_same(config: PretrainedConfig, choice: KernelChoice) -> str | None:
     """Returns why a tiny copy of the model is another with the formulas that are replaced; None if it is the same."""
-    try:
-        tiny = tiny_config(config.get_text_config())
-    except FAILURES as error:
-        return failure_text(error)
     real = choice.functions()
     plain_ones = Functions(
         _PLAIN.norm if real.norm else None,
@@ -150,18 +146,14 @@ def why_not_same(config: PretrainedConfig, choice: KernelChoice) -> str | None:
         _PLAIN.rotation if real.rotation else None,
     )
 
-    def trial() -> dict[str, Any]:
-        with quietly():
-            try:
-                plain = Trial(tiny, "eager")  # the config of a loaded model has its own, which may need documents
-                reference, replaced = plain.alone(), Trial(tiny, "eager", plain)
-                replace_formulas(replaced.model, plain_ones)
-                return {"why": why_not(lambda: compare(reference, replaced.alone()))}
-            except FAILURES as error:
-                return {"why": f"a tiny copy of the model could not be tried: {failure_text(error)}"}
+    def differ(tiny: Any) -> str | None:
+        plain = Trial(tiny, "eager")  # the config of a loaded model has its own, which may need documents
+        reference, replaced = plain.alone(), Trial(tiny, "eager", plain)
+        replace_formulas(replaced.model, plain_ones)
+        return why_not(lambda: compare(reference, replaced.alone()))
 
     names = [name for name, function in plain_ones._asdict().items() if function]
-    return cached(tiny, f"kernels {names}", trial, may_keep=lambda outcome: outcome["why"] is None)["why"]
+    return why_tiny_differs(config.get_text_config(), tiny_config, f"kernels {names}", differ)
 
 
 # --- formulas

@@ -93,11 +93,14 @@ def _values(*shape: int) -> Tensor:
     return torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) * 0.7311).reshape(shape)
 
 
-def _tokens_of_crop(config: Any) -> int:
-    return (config.vision_config.image_size // config.vision_config.patch_size) ** 2 // config.scale_factor**2
-
-
-_CROPS = Family("text_model", "vision_model", ("connector",), _of_crops, _tokens_of_crop, as_weights=True)
+_CROPS = Family(
+    "text_model",
+    "vision_model",
+    ("connector",),
+    _of_crops,
+    lambda config: (config.vision_config.image_size // config.vision_config.patch_size) ** 2 // config.scale_factor**2,
+    as_weights=True,
+)
 FAMILIES: dict[str, Family] = {
     "smolvlm": _CROPS,
     "idefics3": _CROPS,

@@ -157,10 +157,6 @@ def shapes_of(recipe: Recipe, config: PretrainedConfig, on_cpu: bool) -> dict[bo
     return {recomputes: Shape.of(weights, recipe, config, on_cpu, recomputes) for recomputes in (False, True)}
 
 
-def config_of(recipe: Recipe) -> PretrainedConfig:
-    return config_and_source(recipe)[0]
-
-
 def ranked(choices: Sequence[Choice], options: PlanOptions) -> list[Choice]:
     """Best first: by verdict, then within budget and deadline, then by time or price."""
     most_hours = hours_of(options.deadline) if options.deadline else None

@@ -46,14 +46,14 @@ class RunInfo:
     devices: str
 
 
-def list_runs(folder: Path, prices: Path | None = None) -> list[RunInfo]:
+def list_runs(folder: Path) -> list[RunInfo]:
     """Returns the runs below a folder, the last that wrote first. Raises UserError if there are none."""
     names = ("status.json", "plan.json", "metrics.jsonl")
     folders = {file.parent for name in names for pattern in (name, f"*/{name}") for file in folder.glob(pattern)}
     if not folders:
         raise UserError(f"{folder}: no runs here: give the folder that `run.dir` names, or a run")
-    table = read_prices(prices)
-    return [read_run(run, table) for run in sorted(folders, key=_last_written, reverse=True)]
+    prices = read_prices()
+    return [read_run(run, prices) for run in sorted(folders, key=_last_written, reverse=True)]
 
 
 def price_so_far(run: Path) -> str | None:

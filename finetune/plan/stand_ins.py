@@ -4,6 +4,7 @@ bytes: products of packed weights, of ZeRO-3's linear layers and of grouped expe
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -136,37 +137,29 @@ def grouped_product(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
 # --- fused kernels, each an operator: fake tensors would take torch's norm to pieces, and Triton has none for them
 
 
-def _operator(name: str, shapes: Callable[..., Any], *changed: str) -> Any:
-    operator = torch.library.custom_op(f"finetune::{name}", shapes, mutates_args=changed)
+def _operator(schema: str, shapes: Callable[..., Any]) -> Any:
+    """schema: `name(arguments) -> results`, as torch's own; those with `!` are changed in place."""
+    name, bracket, signature = schema.partition("(")
+    changed = re.findall(r"!\) (\w+)", signature)
+    operator = torch.library.custom_op(f"finetune::{name}", shapes, mutates_args=changed, schema=bracket + signature)
     operator.register_fake(shapes)
     return operator
 
 
-def _norm_shapes(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-def _norm_backward_shapes(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _gate_shapes(a: Tensor, b: Tensor) -> Tensor:
-    return torch.empty_like(a)
-
-
-def _gate_backward_shapes(gradient: Tensor, a: Tensor, b: Tensor) -> None: ...
-
-
-def _rotate_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
-
-
-def _cross_entropy_shapes(logits: Tensor, read: Tensor, again: Tensor, losses: Tensor) -> None: ...
-
-
-_norm, _norm_backward = _operator("norm", _norm_shapes), _operator("norm_backward", _norm_backward_shapes)
-_gate, _gate_backward = _operator("gate", _gate_shapes), _operator("gate_backward", _gate_backward_shapes, "a", "b")
-_rotate = _operator("rotate", _rotate_shapes, "q", "k")
-_cross_entropy = _operator("cross_entropy", _cross_entropy_shapes, "logits")
+_norm = _operator(
+    "norm(Tensor x, Tensor weight) -> (Tensor, Tensor)",
+    lambda x, weight: (torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
+)
+_norm_backward = _operator(
+    "norm_backward(Tensor gradient, Tensor x, Tensor weight, Tensor scale) -> (Tensor, Tensor)",
+    lambda gradient, x, weight, scale: (torch.empty_like(x), torch.empty_like(weight)),
+)
+_gate = _operator("gate(Tensor a, Tensor b) -> Tensor", lambda a, b: torch.empty_like(a))
+_gate_backward = _operator("gate_backward(Tensor gradient, Tensor(a!) a, Tensor(b!) b) -> ()", lambda *_: None)
+_rotate = _operator("rotate(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin) -> ()", lambda *_: None)
+_cross_entropy = _operator(
+    "cross_entropy(Tensor(a!) logits, Tensor read, Tensor again, Tensor losses) -> ()", lambda *_: None
+)
 
 
 class _Norm(torch.autograd.Function):

@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from typing import Any
 
 from finetune.errors import UserError
 from finetune.recipe.schema import RewardSettings
@@ -133,14 +133,10 @@ class Judge:
             except TimeoutError:
                 continue  # the loop says so
             except (OSError, http.client.HTTPException) as error:
-                self._unreachable(error, deadline)
-
-    def _unreachable(self, error: Exception, deadline: float) -> NoReturn:
-        """Raises _Refused with the reason of a failed connection."""
-        if time.monotonic() >= deadline:
-            raise _Refused("timeout", f"the judge gave no answer in {self._settings.seconds:g} s") from None
-        reason = self._clean(str(getattr(error, "reason", None) or error))
-        raise _Refused("refused", f"the judge cannot be reached: {reason}") from None
+                if time.monotonic() >= deadline:
+                    continue
+                reason = self._clean(str(getattr(error, "reason", None) or error))
+                raise _Refused("refused", f"the judge cannot be reached: {reason}") from None
 
     def _text(self, content: bytes) -> str:
         """Returns the text of a reply, without a thought before it. Raises _Refused."""

@@ -203,8 +203,17 @@ class Pool:
         child = self._children[slot]
         if child is None:
             child = self._children[slot] = Child(self._settings)
+        arguments = {  # all that a function may declare, by the names of `child.ARGUMENTS`
+            "completion": completion.text,
+            "reference": completion.reference,
+            "row": dict(completion.columns),
+            "prompt": completion.prompt,
+            "messages": list(completion.messages),
+            "num_tokens": completion.num_tokens,
+            "is_truncated": completion.is_truncated,
+        }
         try:
-            reply = child.ask(_arguments(completion), self._seconds)
+            reply = child.ask(arguments, self._seconds)
         except NoReply as failure:
             self._children[slot] = None
             kind, what = failure.args
@@ -214,16 +223,3 @@ class Pool:
             return Outcome(reply["value"], details=printed)
         details = "\n".join(filter(None, (str(reply.get("details", "")), printed)))
         return Outcome(None, str(reply.get("kind")), without_secrets(str(reply.get("what"))), details)
-
-
-def _arguments(completion: Completion) -> dict[str, Any]:
-    """Returns all arguments that a function may declare, by the names of `child.ARGUMENTS`."""
-    return {
-        "completion": completion.text,
-        "reference": completion.reference,
-        "row": dict(completion.columns),
-        "prompt": completion.prompt,
-        "messages": list(completion.messages),
-        "num_tokens": completion.num_tokens,
-        "is_truncated": completion.is_truncated,
-    }

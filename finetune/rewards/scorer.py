@@ -35,7 +35,11 @@ class ScoringModel:
         rendered, outcomes = {}, list[Outcome]()
         for i, completion in enumerate(completions):
             try:
-                examples = self._scorer.renderer.draw(_conversation(completion))
+                conversation = PromptCompletion(completion.prompt, completion.text)
+                if completion.messages:
+                    turns = [read_message(message, f"messages[{j}]") for j, message in enumerate(completion.messages)]
+                    conversation = Conversation((*turns, Message("assistant", completion.text)))
+                examples = self._scorer.renderer.draw(conversation)
                 if len(examples) > 1:
                     raise BadRow("the model's chat template rewrites history, so this conversation is several texts")
                 rendered[i] = examples[0][0]
@@ -49,11 +53,3 @@ class ScoringModel:
                 is_finite = math.isfinite(score)
                 outcomes[i] = Outcome(score) if is_finite else Outcome(None, "not_a_number", f"the score is {score}")
         return outcomes
-
-
-def _conversation(completion: Completion) -> Conversation | PromptCompletion:
-    """Returns the prompt with the sampled answer, which may be empty."""
-    if not completion.messages:
-        return PromptCompletion(completion.prompt, completion.text)
-    turns = [read_message(message, f"messages[{i}]") for i, message in enumerate(completion.messages)]
-    return Conversation((*turns, Message("assistant", completion.text)))

@@ -140,7 +140,12 @@ def _start(settings: RewardSettings, place: str, stack: ExitStack, notes: list[s
     if settings.kind == "file":
         child |= _source(settings, place)
     else:
-        child["parameters"] = _parameters(settings)
+        values: dict[str, Any] = {key: settings.value(key) for key in REWARD_KEYS[settings.kind]}
+        if settings.kind == "length":
+            values["margin"] = values["margin"] or values["target"]
+        if settings.kind == "tests":
+            values["seconds"] = settings.seconds
+        child["parameters"] = values
     pool = stack.enter_context(Pool(child, settings.processes, seconds, settings.on_failure is None))
     notes += [f"{place}: {note}" for note in pool.notes]
     return pool
@@ -179,13 +184,3 @@ def _source(settings: RewardSettings, place: str) -> dict[str, Any]:
         raise UserError(f"{place}: no such file: {path}; relative paths start at {Path.cwd()}") from None
     except OSError as error:
         raise UserError(f"{place}: {path} cannot be read: {error.strerror}") from None
-
-
-def _parameters(settings: RewardSettings) -> dict[str, Any]:
-    """Returns the parameters of a built-in's function."""
-    values: dict[str, Any] = {key: settings.value(key) for key in REWARD_KEYS[settings.kind]}
-    if settings.kind == "length":
-        values["margin"] = values["margin"] or values["target"]
-    if settings.kind == "tests":
-        values["seconds"] = settings.seconds
-    return values

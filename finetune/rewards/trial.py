@@ -78,23 +78,11 @@ def try_rewards(settings: tuple[RewardSettings, ...], rows: Sequence[Completion]
     return RewardTrial(len(tried), means, failures, (*stopping, *weak), (*notes, *weak_notes))
 
 
-def _reference(rows: Sequence[Completion], i: int) -> Completion | None:
-    return replace(rows[i], text=rows[i].reference or "")
-
-
-def _empty(rows: Sequence[Completion], i: int) -> Completion | None:
-    return _unless_equal(rows[i], "", 0)
-
-
 def _of_another_row(rows: Sequence[Completion], i: int) -> Completion | None:
     """The reference of the next row that has another one."""
     following = (rows[(i + step) % len(rows)] for step in range(1, len(rows)))
     other = next((row for row in following if row.reference != rows[i].reference), None)
     return other and _unless_equal(rows[i], other.reference or "", other.num_tokens)
-
-
-def _reversed(rows: Sequence[Completion], i: int) -> Completion | None:
-    return _unless_equal(rows[i], (rows[i].reference or "")[::-1], rows[i].num_tokens)
 
 
 def _unless_equal(row: Completion, text: str, num_tokens: int) -> Completion | None:
@@ -103,10 +91,10 @@ def _unless_equal(row: Completion, text: str, num_tokens: int) -> Completion | N
 
 
 _ANSWERS: dict[str, Callable[[Sequence[Completion], int], Completion | None]] = {
-    "reference": _reference,
-    "empty": _empty,
+    "reference": lambda rows, i: replace(rows[i], text=rows[i].reference or ""),
+    "empty": lambda rows, i: _unless_equal(rows[i], "", 0),
     "another row's": _of_another_row,
-    "reversed": _reversed,
+    "reversed": lambda rows, i: _unless_equal(rows[i], (rows[i].reference or "")[::-1], rows[i].num_tokens),
 }
 
 

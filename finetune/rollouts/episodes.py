@@ -149,7 +149,7 @@ class Episodes:
         read = episode.prompt.messages if messages is None else tuple(read_messages(messages, "messages"))
         if read[-1].role not in ("user", "tool"):
             raise BadRow(f"its prompt ends with a message from {read[-1].role}, after which nothing is to be answered")
-        given = episode.prompt.tools if tools is None else read_tools(tools, "tools")
+        given = episode.prompt.tools if tools is None else read_tools(tools)
         context = context_of(read, tools=given)
         arguments = episode.prompt.template_arguments
         episode.prompt = Conversation(context.messages, context.tools, arguments)

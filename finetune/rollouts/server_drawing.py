@@ -171,7 +171,11 @@ class ServerDrawer:
         They are those of an earlier step if they are twice as near to these: also a small step is seen that way, which
         a bound for rounding cannot tell from it.
         """
-        difference, bound = float(np.abs(theirs - own).mean()), self._bound()
+        difference, bound, train = float(np.abs(theirs - own).mean()), self._settings.max_mismatch, self._recipe.train
+        if bound is None and (self._recipe.quantization is not None or train.precision == "fp8"):
+            bound = _QUANTIZED
+        elif bound is None:
+            bound = _FP32 if train.precision == "fp32" else _HALF
         place = f"rollouts.url: the server's log-probabilities of a prompt differ by {difference:.2g} nats per token"
         if difference > _LEAST * bound:
             for name, scores in self._earlier.items():
@@ -183,13 +187,6 @@ class ServerDrawer:
                 "other weights or another type of numbers (--dtype)"
             )
         return difference
-
-    def _bound(self) -> float:
-        if (given := self._settings.max_mismatch) is not None:
-            return given
-        if self._recipe.quantization is not None or self._recipe.train.precision == "fp8":
-            return _QUANTIZED
-        return _FP32 if self._recipe.train.precision == "fp32" else _HALF
 
     def _check_temperature(self, model: str) -> None:
         """Raises UserError unless log-probabilities are those under the temperature, whose differences are divided by

@@ -45,9 +45,14 @@ class Computes(Protocol):
 def values_of_targets(engine: Computes, forward: ForwardPass, batches: list[Batch]) -> dict[int, list[Values]]:
     """Returns the values of each sequence of every micro-batch of all ranks, by `Batch.index`, on every rank.
     Collective. batches: of this rank, on its device."""
+    local, share = list[_RankPart](), engine.context_shard
     with engine.evaluating():
-        outputs = engine.forwards(batches, forward)
-        local = [_part(batch, of_batch, engine.context_shard) for batch, of_batch in outputs if batch.origins]
+        for batch, outputs in engine.forwards(batches, forward):
+            if batch.origins:
+                places = share.places(batch.inputs["input_ids"].shape[1] * share.context * share.sequence)
+                keys = np.stack([batch.targets.sequence.cpu().numpy(), places[batch.targets.positions.cpu().numpy()]])
+                values = tuple(tensor.cpu().numpy() for tensor in (outputs.token_losses, *outputs.details))
+                local.append(_RankPart(batch.index, len(batch.sequence_tokens), keys, values))
     parts = defaultdict[int, list[_RankPart]](list)
     for of_rank in engine.ranks.gather(local):
         for part in of_rank:
@@ -62,13 +67,6 @@ class _RankPart(NamedTuple):
     num_sequences: int
     keys: NDArray[np.int64]  # (2, s) sequence of each target, and the place in the row that predicts it
     values: Values  # (s, ...) each
-
-
-def _part(batch: Batch, outputs: Outputs, share: TokenShare) -> _RankPart:
-    places = share.places(batch.inputs["input_ids"].shape[1] * share.context * share.sequence)
-    keys = np.stack([batch.targets.sequence.cpu().numpy(), places[batch.targets.positions.cpu().numpy()]])
-    values = tuple(tensor.cpu().numpy() for tensor in (outputs.token_losses, *outputs.details))
-    return _RankPart(batch.index, len(batch.sequence_tokens), keys, values)
 
 
 def _sequences(parts: Sequence[_RankPart]) -> list[Values]:

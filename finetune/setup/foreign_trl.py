@@ -67,7 +67,7 @@ def convert_trl(c: Conversion) -> None:
         if four:
             c.set("quantization.double_quant", c.is_on("use_bnb_nested_quant", "bnb_4bit_use_double_quant"))
     _objective(c, trainer)
-    _data(c, trainer)
+    _data(c)
     c.launch = _LAUNCHES.get(str(c.take("accelerate_config")))
     precision = "fp32" if c.theirs.get("bf16") is False else "bf16"
     in_16_bits = str(dtype) in ("bfloat16", "torch.bfloat16", "auto")
@@ -124,7 +124,7 @@ def _objective(c: Conversion, trainer: str) -> None:
         c.copy("objective.router_aux_loss_coef", "router_aux_loss_coef")
 
 
-def _data(c: Conversion, trainer: str) -> None:
+def _data(c: Conversion) -> None:
     """Sources, whose format is detected: TRL's types of datasets are ours by their columns."""
     column = c.take("dataset_text_field", default="text")
     common: dict[str, Any] = {"format": "text", "columns": {"text": column}} if column != "text" else {}

@@ -75,7 +75,7 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
         lengths = token_lengths(rows, renderer)
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
         parameters = sum(parameter.numel() for parameter in without_weights(config).parameters())
-    fit = fit_rows(lengths, rows, min(context or LONGEST, LONGEST))
+    fit = fit_rows(lengths, min(context or LONGEST, LONGEST))
     recipe = NewRecipe(options, name, path, base, rows, lengths, fit, template, parameters)
     if fit.overlong == len(lengths.examples) and fit.overlong and rows.format not in ("text", "tokens"):
         raise UserError(

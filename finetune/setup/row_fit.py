@@ -112,7 +112,7 @@ def estimated_lengths(rows: RowsFound) -> ExampleLengths:
     return ExampleLengths(tokens, tokens, True, rows.count / len(rows.items), rows.bad)
 
 
-def fit_rows(lengths: ExampleLengths, rows: RowsFound, longest: int) -> Fit:
+def fit_rows(lengths: ExampleLengths, longest: int) -> Fit:
     """Returns settings that make about `GOAL_STEPS`: first shorter sequences, then fewer of them per step,
     then more epochs. longest: maximum tokens of a sequence."""
     count = len(lengths.examples) * lengths.scale

@@ -26,14 +26,6 @@ from finetune.utils import peak_resident_bytes
 GIB = 2**30
 
 _STORED = ("weights", "gradients", "optimizer_state")
-_MEASURED = {"step_s", "tokens_per_s", "supervised_tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "straggler"}
-_MEASURED |= {"supervised_tokens_per_s_per_device", "tflops_per_device", "rank_spread", "memory_peak_gib"}
-_MEASURED |= {"device_utilization", "power_w", "energy_j", "tokens_per_j"}
-
-
-def is_measured(key: str) -> bool:
-    """Returns whether a key of a training line is measured, so that repeating the run gives another value."""
-    return key in _MEASURED or key.startswith(("time/", "share/", "memory/"))
 
 
 class DeviceReading(NamedTuple):

@@ -23,12 +23,12 @@ from finetune.engine.costs.common import PARTS, State
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
-from finetune.plan.command import config_of
 from finetune.plan.images import most_images
 from finetune.plan.lengths import widest
 from finetune.plan.memory import Memory, Place, estimate_memory
 from finetune.plan.search import heaviest
 from finetune.plan.shapes import costs_at
+from finetune.plan.tables import config_and_source
 from finetune.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def smallest_device(tensors: int, processes: int) -> int | None:
 def fields(path: Path) -> tuple[str, str]:
     """Returns what stands behind Where and Memory."""
     recipe, text = load_recipe(path, []), path.read_text(encoding="utf-8")
-    config, launch = config_of(recipe), launch_of(text)
+    config, launch = config_and_source(recipe)[0], launch_of(text)
     own = memory(recipe, config, launch, path)
     count = launch.processes
     size = smallest_device(own.tensors, count)

@@ -3,12 +3,11 @@
     python scripts/planner/plan_errors.py --out benchmarks/results/plan_errors.json
     python scripts/planner/plan_errors.py --only zero3 --folder measured
 
-processes   real ones: every allocation and release of the second step that torch's profiler records. Weights are copied
-            before they are wrapped, for on a CPU they are mapped files, which no allocator has given. State is what the
-            engine's own counter finds after the step, to the byte.
-several     real launches of several processes, every storage weighed that an operation gives, as on devices. Not by the
-            profiler: it sees no release in another thread, where gloo frees what it has gathered, and counts gloo's
-            copies, which NCCL does not make.
+processes   one real process, every storage weighed that an operation gives, as on devices. Weights are copied before
+            they are wrapped, for on a CPU they are mapped files, which no operation has given. State is what the
+            engine's own counter finds after the step, to the byte. Not by torch's profiler, which sees nothing that
+            another thread allocates or frees, and counts gloo's copies, which NCCL does not make.
+several     real launches of several processes, weighed likewise.
 devices     the run's own set-up and two steps as one rank of N on fake CUDA devices, every storage weighed. For configs
             of several processes.
 
@@ -39,7 +38,6 @@ from cell_launch import launch_cells
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_errors.json"
-MARK = "plan_errors/"
 PHASES = ("forward", "backward", "optimizer")
 LEVELS = ("processes", "several", "devices")
 STEPS = 2  # the second begins with an optimizer that has its state
@@ -120,7 +118,7 @@ def measure_case(
 
     parts.load = load_copied
     try:
-        with Profiled() if engine.world_size == 1 else Weighed() as meter:
+        with Weighed() as meter:
             trainer = ready_trainer(prepared, engine)
             _mark_phases(trainer, meter.mark)
 
@@ -158,32 +156,6 @@ def _mark_phases(trainer: Any, mark: Callable[[str], None]) -> None:
     engine.stopwatch.phase, engine.accumulate = named, accumulate
 
 
-class Profiled:
-    """What torch's profiler records: allocations and releases of the thread that it runs in."""
-
-    def __enter__(self) -> Profiled:
-        import torch
-
-        kind = torch.profiler.ProfilerActivity.CPU
-        self._profiler = torch.profiler.profile(activities=[kind], profile_memory=True, acc_events=True)
-        self._profiler.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._profiler.__exit__(*error)
-
-    def mark(self, name: str) -> None:
-        import torch
-
-        with torch.profiler.record_function(MARK + name):
-            pass
-
-    def peaks(self) -> dict[str, int]:
-        """Returns the most bytes that were allocated at once in each phase of the last step."""
-        kineto: Any = self._profiler.profiler
-        return _peaks(sorted(kineto.kineto_results.events(), key=lambda event: event.start_ns()))
-
-
 class Weighed:
     """Every storage that an operation of this thread gives, until it is freed in whatever thread."""
 
@@ -204,20 +176,6 @@ class Weighed:
 
     def peaks(self) -> dict[str, int]:
         return dict(self._meter.peaks)
-
-
-def _peaks(events: list[Any]) -> dict[str, int]:
-    now, phase, found = 0, "load", defaultdict[str, int](int)
-    for event in events:
-        if event.name().startswith(MARK):
-            phase = event.name().removeprefix(MARK)
-            if phase == f"step {STEPS - 1}":
-                found.clear()
-            found[phase] = max(found[phase], now)
-        elif event.name() == "[memory]":
-            now += event.nbytes()
-            found[phase] = max(found[phase], now)
-    return dict(found)
 
 
 # --- outside
@@ -397,7 +355,7 @@ RECOMPUTED, KEPT, SELECTIVE = (f"train.activation_checkpointing={how}" for how i
 _FP32 = "train.precision=fp32"
 _PROCESSES = [
     Cell(model, "single", 1, mode, overrides)
-    for model in ("llama", "tied", "odd", "qwen3", "mistral")  # experts are stacked by threads, which no profiler sees
+    for model in ("llama", "tied", "odd", "qwen3", "mistral")
     for mode, overrides in (
         ("full", (RECOMPUTED, "batch.rows=2")),
         ("lora", (RECOMPUTED, "batch.rows=2")),

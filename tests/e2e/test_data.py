@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
+from bitwise import is_measured
 from conftest import launch, metrics, train_here
 
 from finetune.data.dataset import build_training
@@ -17,7 +18,6 @@ from finetune.errors import UserError
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
-from finetune.tracking.meters import is_measured
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from finetune.setup.check import check_recipe
 from finetune.setup.new import write_new
 from finetune.setup.new_options import NewOptions
 from finetune.setup.row_fit import GOAL_STEPS, ExampleLengths, fit_rows
-from finetune.setup.rows import RowsFound
 
 
 def words(drawn: random.Random, least: int, most: int) -> str:
@@ -230,12 +229,11 @@ def test_what_cannot_be_known_is_marked(tmp_path: Path) -> None:
 
 def test_settings_follow_the_size_of_the_data() -> None:
     """300 short rows: short sequences, small steps. 200,000 of any length: as recipes/base has it."""
-    rows = RowsFound("messages", None, "", 300, (), True, (), ())
-    few = fit_rows(ExampleLengths(np.full(300, 40), np.full(300, 20), False, 1.0), rows, 4096)
+    few = fit_rows(ExampleLengths(np.full(300, 40), np.full(300, 20), False, 1.0), 4096)
     assert (few.max_length, few.rows, few.held_out) == (64, 4, 0.1)
     assert few.steps >= GOAL_STEPS
     long = np.random.default_rng(0).integers(100, 6000, 5000)
-    many = fit_rows(ExampleLengths(long, long, False, 40.0), rows, 4096)
+    many = fit_rows(ExampleLengths(long, long, False, 40.0), 4096)
     assert (many.max_length, many.rows, many.epochs, many.held_out) == (4096, 8, 2, 0.01)
     assert many.overlong == (long > 4096).sum()
 

@@ -5,6 +5,7 @@ torch's fused norm runs here by its formula for CPUs; Liger's kernels are in tes
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,11 +176,11 @@ def test_a_norm_that_computes_something_else_keeps_its_forward() -> None:
     assert norm_of(nn.LayerNorm(64)) is None
 
 
-def test_a_model_that_is_not_the_same_keeps_its_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_the_same_keeps_its_forwards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     config = model_of("llama").config
     wrong = fused_layers._PLAIN._replace(gate=lambda a, b: nn.functional.silu(b) * a)
     monkeypatch.setattr(fused_layers, "_PLAIN", wrong)
-    monkeypatch.setattr(fused_layers, "cached", lambda _tiny, _name, trial, may_keep: trial())
     assert "the loss differs" in (why_not_same(config, ALL) or "")
     model = model_of("llama")
     assert fuse_layers(model, config, ALL).startswith("plain (in a trial")

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from finetune.data.images import families
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, isolation, per_document
-from finetune.models.attention.isolation import ImageTrial, trial_with_images, why_not_isolated
+from finetune.models.attention.isolation import ImageTrial, why_not_isolated
 from finetune.models.config import model_config
 from finetune.models.head.token_loss import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
@@ -55,8 +55,9 @@ def test_packed_documents_with_images_are_as_each_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
-def test_the_trial_sees_what_a_family_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_sees_what_a_family_needs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without M-RoPE's positions, or with images that are read from left to right, a model is refused."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(isolation, "row_positions", lambda config: None)
     monkeypatch.setattr(isolation, "with_whole_images", lambda *arguments: None)
     why = why_not_isolated(config_of(name))
@@ -71,14 +72,14 @@ def test_a_trial_that_has_passed_is_kept_and_one_that_has_not_is_repeated(
     config = config_of("qwen2_5_vl")
     with monkeypatch.context() as broken:
         broken.setattr(isolation, "row_positions", lambda config: None)
-        assert "differs" in str(trial_with_images(config))
+        assert "differs" in str(why_not_isolated(config))
     assert not [*tmp_path.rglob("*.json")]
-    assert trial_with_images(config) is None
+    assert why_not_isolated(config) is None
     with monkeypatch.context() as broken:
         broken.setattr(isolation, "row_positions", lambda config: None)
-        assert trial_with_images(config) is None
+        assert why_not_isolated(config) is None
         config.text_config.rms_norm_eps = 1e-3  # another model
-        assert "differs" in str(trial_with_images(config))
+        assert "differs" in str(why_not_isolated(config))
 
 
 def own_pixels(trial: ImageTrial, document: int) -> torch.Tensor | None:

@@ -10,6 +10,11 @@ from typing import Any
 # Of a checkpoint's state.json; the rest says when, where and under which name it was written.
 _STATE = ("step", "tokens", "supervised_tokens", "tokens_by_source", "row_position", "metrics", "loss_scale", "scalars")
 
+# Meters of a training line, see `finetune/tracking/meters.py`.
+_MEASURED = {"step_s", "tokens_per_s", "supervised_tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "straggler"}
+_MEASURED |= {"supervised_tokens_per_s_per_device", "tflops_per_device", "rank_spread", "memory_peak_gib"}
+_MEASURED |= {"device_utilization", "power_w", "energy_j", "tokens_per_j"}
+
 Content = dict[Any, Any]
 
 
@@ -53,10 +58,13 @@ def _content(path: Path) -> Content:
     return {}
 
 
+def is_measured(key: str) -> bool:
+    """Whether a key of a training line is measured, so that repeating the run gives another value."""
+    return key in _MEASURED or key.startswith(("time/", "share/", "memory/"))
+
+
 def _timeless(line: str) -> dict[str, Any]:
     """A line of metrics.jsonl without what is read from meters."""
-    from finetune.tracking.meters import is_measured
-
     return {name: value for name, value in json.loads(line).items() if not is_measured(name)}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from device_meter import DeviceMeter
-from fake_devices import H100, FakeDevice, enable, fake_cuda
+from fake_devices import enable, fake_cuda
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -115,7 +115,6 @@ def fake_run(
     processes: int,
     start: Callable[[Engine], Steps],
     rank: int = 0,
-    device: FakeDevice = H100,
     block: int = BLOCK,
 ) -> DeviceMeter:
     """Runs set-up, two steps, the parts of a checkpoint and the tensors of the result; returns what was measured.
@@ -127,7 +126,7 @@ def fake_run(
         import bitsandbytes  # noqa: F401  (once there seem to be devices, it looks for functions of CUDA builds)
     if recipe.mode != "full":
         import peft  # noqa: F401
-    enable(device)
+    enable()
     launch = join(config_file, processes, rank)
     engine = start_engine(recipe, launch)
     # DDP's reducer is C++ that reads the parameters' memory: replicas run without it.

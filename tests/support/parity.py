@@ -61,7 +61,6 @@ TOKENS = f"tokens.add={json.dumps(['quick stars', 'under table', *(f'<{i}>' for 
 BALANCE = "objective.router_aux_loss_coef=0.02"
 IMAGES = ("data.image={}", "data.max_length=96")
 SEES_IMAGES = ("ddp", "fsdp2", "zero2", "zero3", "hsdp", "fsdp2_offload", "zero2_offload", "zero3_offload")
-DEEPSPEED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 FP8 = (
     Case(
         "full fp8",

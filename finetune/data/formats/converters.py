@@ -486,4 +486,4 @@ def _system_and_tools(row: Row) -> tuple[str, tuple[Tool, ...]]:
     for name in MEDIA:
         if has_value(row.get(name)):
             raise BadRow(f"the row has `{name}`, which cannot be left out without changing it, and are not supported")
-    return optional_text(row.get("system"), "`system`"), read_tools(row.get("tools"), "tools")
+    return optional_text(row.get("system"), "`system`"), read_tools(row.get("tools"))

@@ -90,14 +90,14 @@ def _name_and_arguments(function: Row, where: str, is_text: bool) -> dict[str, A
     return {"name": name, "arguments": json_object(decoded, place, is_text=is_text)}
 
 
-def read_tools(value: Any, where: str) -> tuple[Tool, ...]:
+def read_tools(value: Any) -> tuple[Tool, ...]:
     """Reads JSON schemas of the functions that may be called: a list, or the JSON of one; () for null and empty.
 
     A bare function is wrapped: {"type": "function", "function": {"name", ...}}.
     """
     tools: list[Tool] = []
-    for i, item in enumerate(json_list(value, where, "functions")):
-        place, is_text = f"{where}[{i}]", isinstance(value, str) or isinstance(item, str)
+    for i, item in enumerate(json_list(value, "tools", "functions")):
+        place, is_text = f"tools[{i}]", isinstance(value, str) or isinstance(item, str)
         decoded = from_json(item, place) if isinstance(item, str) else item
         tool = json_object(mapping(decoded, place, "a function with `name` and `parameters`"), place, is_text=is_text)
         _check_type(tool.pop("type", None), place)

@@ -8,26 +8,20 @@ Letters: T tokens of a row, N documents.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from finetune.data.batch import ImagePlace, collate, row_places
-from finetune.data.checksums import Damaged, sealed, unsealed
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as Document
-from finetune.data.sources.files import cache_root
 from finetune.models.attention import per_document
 from finetune.models.attention.kernels import WITHIN_DOCUMENTS, with_unread_mask
 from finetune.models.attention.mixers import (
@@ -41,10 +35,9 @@ from finetune.models.attention.mixers import (
 from finetune.models.attention.per_document import DOCUMENTS, rotate_per_document, with_whole_images
 from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import CHUNK, IMAGE_TOKEN, PRETRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_whole
-from finetune.models.trials import FAILURES, failure_text, quietly, randomize
+from finetune.models.trials import FAILURES, cached, failure_text, not_tried, randomize, why_tiny_differs
 from finetune.models.vision import attention_of_parts, family_of, image_tokens, row_positions
 from finetune.models.wrapped import accepted, accepted_names
-from finetune.utils import write_atomically
 
 # Shorter and longer than windows and chunks, and than the length from which RoPE grows. In ascending order: `dynamic`
 # RoPE of plain transformers, the reference, then has for each document what a new model would have.
@@ -72,7 +65,6 @@ class Verdict:
     positions: str | None  # one document with `position_ids`, by plain attention; else they must be left out
     causal: str | None  # plain transformers: a token sees no later one
     shared: str | None = "no trial"  # documents whose common beginning is in the row once, by this attention
-    failed: bool = False  # the tiny copy could not be computed at all
     mixers: Mixers = field(default_factory=dict)  # that run once for each document, so that `packed` is None
 
 
@@ -92,88 +84,36 @@ class Differences:
 def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepare) -> Verdict:
     """Returns the verdict from the cache, or from a trial. implementation: of attention, transformers' name; None:
     documents do not share a row."""
-    try:
-        tiny = tiny_config(config)
-    except FAILURES as error:
-        return _untried(error)
 
     def trial() -> dict[str, Any]:
-        return asdict(_try(tiny, implementation, prepare))
+        plain = Trial(tiny, None)
+        reference, causal = plain.alone(), plain.why_not_causal()
+        positions = why_not(lambda: compare(reference, Trial(tiny, None, plain).alone(with_positions=True)))
+        if implementation is None:
+            return asdict(Verdict("documents are not tried together", positions, causal))
+        packed, mixers = _why_not_packed(tiny, implementation, prepare, plain, reference)
+        shared = f"{', '.join(mixers)} runs along each document whole" if mixers else "no trial"
+        if packed is None and not mixers and implementation in WITHIN_DOCUMENTS:
+            shared = why_not(lambda: compare(reference, Trial(tiny, implementation, plain).shared(prepare)))
+        return asdict(Verdict(packed, positions, causal, shared, mixers=mixers))
 
-    # A trial that failed may work in another environment.
-    return Verdict(**cached(tiny, implementation, trial, may_keep=lambda outcome: not outcome["failed"]))
-
-
-def cached(
-    tiny: PretrainedConfig,
-    name: str | None,  # of the trial
-    trial: Callable[[], dict[str, Any]],
-    may_keep: Callable[[dict[str, Any]], bool],
-) -> dict[str, Any]:
-    """Returns the outcome of a trial from the cache, under all that it depends on: the tiny config, which is a function
-    of the model's own, versions and our code."""
-    folder = Path(__file__).parent
-    models, data = folder.parent, folder.parent.parent / "data"
-    code = [*sorted(folder.glob("*.py")), data / "batch.py"]
-    code += [models / f"{file}.py" for file in ("fused_layers", "patches", "tiny_config", "trials", "vision")]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in code)).hexdigest()
-    settings = sorted((key, repr(value)) for key, value in tiny.to_dict().items() if key not in _WITHOUT_EFFECT)
-    depends_on = (type(tiny).__qualname__, name, torch.__version__, transformers.__version__, digest, settings)
-    path = cache_root() / "attention" / f"{hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]}.json"
     try:
-        return unsealed(path)
-    except (OSError, Damaged):
-        outcome = trial()
-    if may_keep(outcome):
-        with contextlib.suppress(OSError):  # if the folder cannot be written, the next run tries again
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, sealed(outcome), shared=True)
-    return outcome
-
-
-_WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache", "name_or_path")
+        tiny = tiny_config(config)
+        return Verdict(**cached(tiny, implementation, trial))
+    except FAILURES as error:  # one document per forward is always right
+        return Verdict(packed=not_tried(error), positions=not_tried(error), causal=None)
 
 
 def why_not_isolated(config: PretrainedConfig) -> str | None:
     """Returns why packed documents with images differ from each alone; None if they do not."""
 
-    def differences() -> Differences:
-        tiny = tiny_whole(config)
-        return compare(ImageTrial(tiny, None).alone(), ImageTrial(tiny, DOCUMENTS).packed())
+    def differ(tiny: Any) -> str | None:
+        return why_not(lambda: compare(ImageTrial(tiny, None).alone(), ImageTrial(tiny, DOCUMENTS).packed()))
 
-    with quietly():
-        return why_not(differences)
-
-
-def trial_with_images(config: PretrainedConfig) -> str | None:
-    """Returns `why_not_isolated`. A trial that has passed is not repeated with the same config, versions and code."""
-    try:
-        tiny = tiny_whole(config)
-    except FAILURES as error:
-        return failure_text(error)
-    trial, passed = (lambda: {"why": why_not_isolated(config)}), (lambda outcome: outcome["why"] is None)
-    return cached(tiny, "images", trial, may_keep=passed)["why"]
+    return why_tiny_differs(config, tiny_whole, "images", differ)
 
 
 # --- trying
-
-
-def _try(tiny: PretrainedConfig, implementation: str | None, prepare: Prepare) -> Verdict:
-    with quietly():
-        try:
-            plain = Trial(tiny, None)
-            reference = plain.alone()
-            causal = plain.why_not_causal()
-        except FAILURES as error:
-            return _untried(error)
-        positions = why_not(lambda: compare(reference, Trial(tiny, None, plain).alone(with_positions=True)))
-        if implementation is None:
-            return Verdict("documents are not tried together", positions, causal)
-        packed, mixers = _why_not_packed(tiny, implementation, prepare, plain, reference)
-        shared = f"{', '.join(mixers)} runs along each document whole" if mixers else "no trial"
-        if packed is None and not mixers and implementation in WITHIN_DOCUMENTS:
-            shared = why_not(lambda: compare(reference, Trial(tiny, implementation, plain).shared(prepare)))
-    return Verdict(packed, positions, causal, shared, mixers=mixers)
 
 
 def _why_not_packed(
@@ -210,12 +150,6 @@ def batched_where_same(mixers: Mixers, same: Callable[[Mixers], bool]) -> Mixers
             if names is able:
                 break
     return mixers
-
-
-def _untried(error: BaseException) -> Verdict:
-    """Returns the verdict if the copy fails: one document per forward is always right."""
-    why = f"a tiny copy of the model could not be tried: {failure_text(error)}"
-    return Verdict(packed=why, positions=why, causal=None, failed=True)
 
 
 def why_not(difference: Callable[[], Differences]) -> str | None:

@@ -26,13 +26,12 @@ from finetune.models.packed_linear import state_tensors
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.weights import Placement, load_model
 from finetune.plan import tables
-from finetune.plan.command import config_of
 from finetune.plan.comparison import compare_run
 from finetune.plan.memory import HeaviestBatch, Place, estimate_memory
 from finetune.plan.meter import together
 from finetune.plan.micro_batch import How, attention_at, model_at
 from finetune.plan.shapes import costs_at, shapes_of, shortened
-from finetune.plan.tables import shipped_config
+from finetune.plan.tables import config_and_source, shipped_config
 from finetune.plan.timeline import timeline_of
 from finetune.recipe import Recipe, load_recipe
 from finetune.training.optim import build_optimizers
@@ -167,7 +166,7 @@ def test_a_reward_and_a_preference_need_no_files() -> None:
     for name in ("reward-full", "dpo-full"):
         loaded = load_recipe(ROOT / "recipes" / "llama3.1-8b" / f"{name}.yaml", ["data.max_length=64"])
         place, batch = Place(ALONE, 1), HeaviestBatch.of_rows(1, 64)
-        memory = estimate_memory(loaded, config_of(loaded), place, batch)
+        memory = estimate_memory(loaded, config_and_source(loaded)[0], place, batch)
         assert memory.persistent["weights"] > 4 * 7.5e9
 
 

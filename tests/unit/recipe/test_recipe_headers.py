@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import recipe_headers
 
-from finetune.plan.command import config_of
+from finetune.plan.tables import config_and_source
 from finetune.recipe import load_recipe
 
 PLANNED = recipe_headers.planned_recipes()
@@ -25,7 +25,8 @@ def name_of(path: Path) -> str:
 )
 def test_a_header_says_what_a_rank_keeps(path: Path) -> None:
     text, recipe = path.read_text(encoding="utf-8"), load_recipe(path, [])
-    words = recipe_headers.kept_words(recipe_headers.kept(recipe, config_of(recipe), recipe_headers.launch_of(text)))
+    kept = recipe_headers.kept(recipe, config_and_source(recipe)[0], recipe_headers.launch_of(text))
+    words = recipe_headers.kept_words(kept)
     assert words in " ".join(text.replace("\n#", " ").split()), "python scripts/docs/recipe_headers.py"
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from bitwise import is_measured
 from conftest import train_here
 
 from finetune.engine.base import StorageCounter
 from finetune.engine.timing import Stopwatch
 from finetune.errors import UserError
-from finetune.tracking.meters import DeviceMeter, is_measured
+from finetune.tracking.meters import DeviceMeter
 from finetune.tracking.metrics import Totals
 from finetune.training.profile import advice
 from finetune.utils import peak_resident_bytes
