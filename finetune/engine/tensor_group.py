@@ -122,7 +122,8 @@ _FORWARD: dict[str, _Call] = {
     # Between matrices each rank has some of the tokens (`split_tokens.py`).
     "gather tokens": lambda group, x, total: all_gathered(x, group, 1, total),
     "reduce tokens": lambda group, x, _: reduce_scattered(x, group, 1),
-    "own tokens": lambda group, x, total: group.shard(1, total).take(x).clone(),  # a view would keep all of x
+    # A view would keep all of x; strides as of other layers' inputs, for which a layer is compiled.
+    "own tokens": lambda group, x, total: group.shard(1, total).take(x).clone(memory_format=torch.contiguous_format),
     "all tokens": lambda group, x, total: all_gathered(x, group, 1, total),
 }
 _BACKWARD: dict[str, _Call] = {

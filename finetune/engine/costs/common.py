@@ -345,7 +345,8 @@ class Costs(abc.ABC):
                 yield wait("all-gather", stages * one_way(n, hidden), stages * micro_batches, n)
             shards = sizes.pipeline * sizes.shard * sizes.tokens
             partial = 4 * sum(weight.numel for weight in self.shapes.weights if weight.partial and weight.trains)
-            yield wait("all-reduce", all_reduce(n, partial / shards), max(1.0, partial / shards / _BUCKET), n)
+            if partial:
+                yield wait("all-reduce", all_reduce(n, partial / shards), max(1.0, partial / shards / _BUCKET), n)
         neighbours = sizes.tensor * sizes.tokens
         if (n := sizes.context) > 1:
             row = layers * one_way(n, here * n * keys)
