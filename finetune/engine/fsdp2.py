@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Set
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from finetune.engine.sharding import (
     shared_by_units,
     take_weights,
 )
+from finetune.engine.split_trial import why_not_split
 from finetune.engine.state_shards import ShardPart
 from finetune.engine.tensor_group import ShardedParameters, TensorGroup, all_gathered
 from finetune.engine.tensor_parallel import parallelize
@@ -42,6 +44,8 @@ from finetune.models.packed_linear import is_stored_quantized, make_plain
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel
 from finetune.recipe.schema import Recipe
+
+log = logging.getLogger(__name__)
 
 
 class Fsdp2(Engine):
@@ -92,7 +96,11 @@ class Fsdp2(Engine):
         self._sharded, self._tensor_group = ShardedParameters({}, frozenset()), None
         if (mesh := self._meshes.tensor) is not None:
             self._tensor_group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
-            self._sharded = parallelize(causal_lm, self._tensor_group)
+            # All ranks do the same, whatever the machines of a trial are.
+            reasons = [why for why in self.ranks.gather(why_not_split(causal_lm.config)) if why is not None]
+            if reasons and self.is_main:
+                log.warning("tensor parallel: norms are computed for all tokens on each rank: %s", reasons[0])
+            self._sharded = parallelize(causal_lm, self._tensor_group, here, splits_tokens=not reasons)
         expert_meshes = parallelize_experts(causal_lm, self.parallelism, self.device.type, self.stopwatch, here)
         plugin: Any
         if self.launch.kind == "fsdp2":
@@ -151,10 +159,10 @@ class Fsdp2(Engine):
         for _, parameter, local in self._shards:
             local.grad = local_tensor(parameter.grad) if parameter.grad is not None and local.numel() else None
         own = [(name, parameter, local.grad) for name, parameter, local in self._shards if local.grad is not None]
-        if self._tensor_group is not None:  # ranks have gradients from their own heads
+        if self._tensor_group is not None:  # ranks have gradients from their own heads and tokens
             with self.stopwatch.waiting():
-                of_heads = [gradient for name, _, gradient in own if name in self._sharded.partial]
-                sum_gradients(of_heads, self._tensor_group.process_group, self.device)
+                partial = [gradient for name, _, gradient in own if name in self._sharded.partial]
+                sum_gradients(partial, self._tensor_group.process_group, self.device)
         counted = [gradient for name, _, gradient in own if self._counts(name)]
         return self.clip_and_step([gradient for *_, gradient in own], lambda local: self.ranks.sum(local)[0], counted)
 

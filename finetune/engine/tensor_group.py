@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,21 @@ class TensorGroup:
 
     def reduced(self, tensor: Tensor, by: Any) -> Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, op=by, group=self.process_group)  # this file's `dist`: a plan replaces it
+        self.all_reduce(total, by)
         return total
+
+    # Collectives by this file's `dist`: a plan replaces it.
+
+    def all_reduce(self, tensor: Tensor, by: Any) -> None:
+        dist.all_reduce(tensor, op=by, group=self.process_group)
+
+    def all_gather(self, parts: Tensor, part: Tensor) -> None:
+        """Write the equal parts of all ranks into `parts`, in rank order along dimension 0."""
+        dist.all_gather_into_tensor(parts, part, group=self.process_group)
+
+    def reduce_scatter(self, own: Tensor, parts: Tensor) -> None:
+        """Write this rank's part of the sum of all ranks' `parts`, equal along dimension 0, into `own`."""
+        dist.reduce_scatter_tensor(own, parts, group=self.process_group)
 
 
 @dataclass(frozen=True)
@@ -63,43 +75,77 @@ class ShardedParameters:
     """Parameters of a tensor parallel model, by name."""
 
     shards: Mapping[str, ParameterShard]
-    partial: frozenset[str]  # full, but each rank has only the gradient of its heads
+    partial: frozenset[str]  # full, but each rank has only the gradient of its heads or tokens
 
 
 def all_gathered(tensor: Tensor, group: TensorGroup, dim: int = -1, total: int | None = None) -> Tensor:
     """Returns the parts of all ranks along a dimension. total: its size, if the parts may differ."""
-    dim = dim % tensor.ndim
-    total = tensor.shape[dim] * group.size if total is None else total
-    shards = [group.shard(dim, total, index) for index in range(group.size)]
-    if (missing := shards[0].size - tensor.shape[dim]) > 0:  # ranks send equally much
-        tensor = pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing])
-    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in shards]
-    dist.all_gather(parts, tensor.contiguous(), group=group.process_group)
-    return torch.cat([part.narrow(dim, 0, shard.size) for part, shard in zip(parts, shards, strict=True)], dim)
+    part = tensor.movedim(dim, 0)
+    total = len(part) * group.size if total is None else total
+    each, more = divmod(total, group.size)
+    largest = each + (more > 0)
+    if (missing := largest - len(part)) > 0:  # ranks send equally much
+        part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
+    parts = part.new_empty(largest * group.size, *part.shape[1:])
+    group.all_gather(parts, part.contiguous())
+    if more:
+        parts = torch.cat([one[: each + (i < more)] for i, one in enumerate(parts.split(largest))])
+    return parts.movedim(0, dim).contiguous()
+
+
+def reduce_scattered(tensor: Tensor, group: TensorGroup, dim: int) -> Tensor:
+    """Returns this rank's part, along a dimension, of the sum over the ranks."""
+    whole = tensor.movedim(dim, 0)
+    total, (each, more) = len(whole), divmod(len(whole), group.size)
+    if more:  # ranks receive equally much
+        padded = whole.new_zeros(group.size, each + 1, *whole.shape[1:])
+        for index, part in enumerate(padded):
+            own = group.shard(0, total, index)
+            part[: own.size] = own.take(whole)
+        whole = padded.flatten(0, 1)
+    own = whole.new_empty(each + (more > 0), *whole.shape[1:])
+    group.reduce_scatter(own, whole.contiguous())
+    return own[: group.shard(0, total).size].movedim(0, dim).contiguous()
 
 
 # --- communication with gradients
+#
+# Features are the last dimension of (B, T, D), tokens are dimension 1.
 
-_FORWARD: dict[str, Callable[[TensorGroup, Tensor], Tensor]] = {
-    "copy": lambda group, x: x.view_as(x),
-    "reduce": TensorGroup.sum,
-    "gather": lambda group, features: all_gathered(features, group),
-    "scatter": lambda group, x: group.own(x).contiguous(),
+_Call = Callable[[TensorGroup, Tensor, Any], Tensor]  # of the group, a tensor, and the tokens of all ranks
+
+_FORWARD: dict[str, _Call] = {
+    "copy": lambda group, x, _: x.view_as(x),
+    "reduce": lambda group, x, _: group.sum(x),
+    "gather": lambda group, features, _: all_gathered(features, group),
+    "scatter": lambda group, x, _: group.own(x).contiguous(),
+    # Between matrices each rank has some of the tokens (`split_tokens.py`).
+    "gather tokens": lambda group, x, total: all_gathered(x, group, 1, total),
+    "reduce tokens": lambda group, x, _: reduce_scattered(x, group, 1),
+    # A view would keep all of x; strides as of other layers' inputs, for which a layer is compiled.
+    "own tokens": lambda group, x, total: group.shard(1, total).take(x).clone(memory_format=torch.contiguous_format),
+    "all tokens": lambda group, x, total: all_gathered(x, group, 1, total),
 }
-_BACKWARD: dict[str, Callable[[TensorGroup, Tensor], Tensor]] = {
-    "copy": TensorGroup.sum,
-    "reduce": lambda group, gradient: gradient,
-    "gather": TensorGroup.own,
-    "scatter": lambda group, gradient: all_gathered(gradient, group),
+_BACKWARD: dict[str, _Call] = {
+    "copy": lambda group, gradient, _: group.sum(gradient),
+    "reduce": lambda group, gradient, _: gradient,
+    "gather": lambda group, gradient, _: group.own(gradient),
+    "scatter": lambda group, gradient, _: all_gathered(gradient, group),
+    "gather tokens": lambda group, gradient, _: reduce_scattered(gradient, group, 1),
+    "reduce tokens": lambda group, gradient, total: all_gathered(gradient, group, 1, total),
+    "own tokens": lambda group, gradient, total: all_gathered(gradient, group, 1, total),
+    "all tokens": lambda group, gradient, total: group.shard(1, total).take(gradient),
 }
 
 
 class Communicate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup, kind: str) -> Tensor:
-        ctx.group, ctx.kind = group, kind
-        return _FORWARD[kind](group, x)
+    """Communication by its kind. total: tokens of all ranks, for kinds of tokens."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _BACKWARD[ctx.kind](ctx.group, gradient), None, None
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, kind: str, total: int | None = None) -> Tensor:
+        ctx.group, ctx.kind, ctx.total = group, kind, total
+        return _FORWARD[kind](group, x, total)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _BACKWARD[ctx.kind](ctx.group, gradient, ctx.total), None, None, None

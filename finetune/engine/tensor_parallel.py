@@ -4,7 +4,8 @@
 
 (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.) The model's own plan says which matrices are paired
 (transformers' `base_model_tp_plan`). Embedding and head are split by tokens (`vocabulary_parallel.py`). All other
-parameters are full on every rank, such as norms.
+parameters are full on every rank, such as norms. Between the matrices each rank has some of the tokens of a row
+(`split_tokens.py`), if a trial has shown that the model is the same then (`split_trial.py`).
 
 Parameters stay plain tensors of the size of a rank's shard, so adapters, 8-bit optimizers and packed attention
 over the local heads work as on a smaller model; a `ParameterShard` gives the range of each in the full parameter. In an
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from finetune.engine.parallelism_rules import nearest_divisors, tensor_plan
+from finetune.engine.split_tokens import RowTokens, split_tokens
 from finetune.engine.tensor_group import Communicate, ParameterShard, ShardedParameters, TensorGroup
 from finetune.engine.vocabulary_parallel import split_vocabulary
 from finetune.errors import UserError
@@ -49,14 +51,24 @@ PARTIAL = "replicated_with_grad_allreduce"  # full weights, with gradients from 
 REPLICATED = {"replicate", "embedding_rowwise", "embedding_colwise"}
 
 
-def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
-    """Shard the matrices of a model on `meta`, in place, and make their modules communicate. Raises UserError."""
+def parallelize(
+    model: Any, group: TensorGroup, here: Set[nn.Module] | None = None, splits_tokens: bool = False
+) -> ShardedParameters:
+    """Shard the matrices of a model on `meta`, in place, and make their modules communicate. Raises UserError.
+
+    here: modules of this rank's pipeline stages; None: all. splits_tokens: between matrices each rank has some of the
+    tokens.
+    """
     causal = unwrap_peft(model)
     base, plan = causal.base_model, tensor_plan(causal.config)
     names = {id(module): name for name, module in model.named_modules()}
     shards: dict[str, ParameterShard] = {}
     partial = set[str]()
     inputs: defaultdict[str, SharedInput] = defaultdict(lambda: SharedInput(group))  # by receiving module
+    receivers = {path.rpartition(".")[0] for _, style, path, _ in _planned(base, plan) if style.startswith("colwise")}
+    receiving, row = [base.get_submodule(path) for path in sorted(receivers)], None
+    if splits_tokens:
+        row = split_tokens(base.layers, set(base.modules()) if here is None else here, receiving, group)
     for pattern, style, path, planned in _planned(base, plan):
         if style == PARTIAL:
             partial |= {f"{names[id(planned)]}.{name}" for name, _ in planned.named_parameters()}
@@ -69,8 +81,14 @@ def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
                 )
             for module in _linear_layers(planned, STYLES[style], group, path):
                 receiver = names[id(module)] if "lora_" in names[id(module)] else path.rpartition(".")[0]
-                sharded = _shard_linear(module, STYLES[style], group, inputs[receiver], path)
+                sharded = _shard_linear(module, STYLES[style], group, inputs[receiver], row, path)
                 shards |= {f"{names[id(module)]}.{name}": shard for name, shard in sharded.items()}
+            if row is not None:  # of the adapter's other half: from this rank's columns of B, or its tokens; as a bias
+                own = {f"{names[id(planned)]}.{name}" for name, _ in planned.named_parameters()}
+                partial |= {name for name in own - set(shards) if "lora_" in name or STYLES[style].dim == 1}
+    if row is not None:
+        outside = {id(p) for p in base.layers.parameters()} - {id(p) for m in receiving for p in m.parameters()}
+        partial |= {name for name, p in model.named_parameters() if id(p) in outside and name not in shards}
     # A weight without a plan next to a column parallel matrix would receive some of the features, and each rank part of
     # its gradient.
     named = {name: style for _, style, name, _ in _planned(base, plan)}
@@ -115,9 +133,11 @@ def _linear_layers(module: nn.Module, style: Style, group: TensorGroup, path: st
 
 
 def _shard_linear(
-    module: nn.Linear, style: Style, group: TensorGroup, shared_input: SharedInput, path: str
+    module: nn.Linear, style: Style, group: TensorGroup, shared_input: SharedInput, row: RowTokens | None, path: str
 ) -> dict[str, ParameterShard]:
-    """Shard a linear layer, and make it communicate. Returns the shards by parameter. Raises UserError."""
+    """Shard a linear layer, and make it communicate. Returns the shards by parameter. Raises UserError.
+
+    row: the tokens of a model whose receiving modules gather them, so that its layers need not share their input."""
     size = module.weight.shape[style.dim]
     if size % group.size:
         raise UserError(
@@ -131,8 +151,9 @@ def _shard_linear(
         setattr(module, name, nn.Parameter(shard.take(parameter.detach()).clone(), parameter.requires_grad))
     if style.dim == 0:  # it has this rank's rows of the weight, its outputs
         module.out_features //= group.size
-        shared_input.layers += 1
-        module.register_forward_pre_hook(lambda _module, inputs: shared_input(*inputs))
+        if row is None:
+            shared_input.layers += 1
+            module.register_forward_pre_hook(lambda _module, inputs: shared_input(*inputs))
         if style.full:
             module.register_forward_hook(
                 lambda _module, _inputs, features: Communicate.apply(features, group, "gather")
@@ -141,7 +162,8 @@ def _shard_linear(
 
     def forward(x: Tensor) -> Tensor:  # with this rank's columns of the weight, its inputs
         features: Any = Communicate.apply(x, group, "scatter") if style.full else x
-        output: Any = Communicate.apply(linear(features, module.weight), group, "reduce")
+        kind = "reduce" if row is None or row.total is None else "reduce tokens"
+        output: Any = Communicate.apply(linear(features, module.weight), group, kind, row and row.total)
         return output if module.bias is None else output + module.bias.to(output.dtype)  # once, not on each rank
 
     module.in_features //= group.size

@@ -121,6 +121,10 @@ PATCHES: dict[str, tuple[str, str]] = {
         "embeddings of a tensor parallel model",
         "a rank has the rows of some tokens; the module stays itself, with its own scale and added rows",
     ),
+    "own tokens": (
+        "decoder layers of a tensor parallel model, whose ranks have some of the tokens between matrices",
+        "what is taken and gathered is outside of a layer's recomputation, and its row's length must be known within",
+    ),
     "row parallel": (
         "linear layers with a rank's columns of their weight",
         "the bias is added after the sum over ranks, so no hook on the output will do",

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as TokenSequence
 from finetune.engine import tensor_parallel
+from finetune.engine.split_trial import why_not_split
 from finetune.errors import UserError
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice, Kernels, attention_for, kernels, per_document
@@ -114,7 +115,8 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
     """Returns the wrapped model on `meta` and its forward pass, as a run makes them."""
     model = skeleton(recipe, config, attention)
     if how.tensor > 1:
-        tensor_parallel.parallelize(model, tensor_parallel.TensorGroup(None, 0, how.tensor))
+        group, splits = tensor_parallel.TensorGroup(None, 0, how.tensor), why_not_split(config) is None
+        tensor_parallel.parallelize(model, group, splits_tokens=splits)
     if recipe.quantization is not None:
         if recipe.lora is not None and recipe.lora.dora:
             raise NotEstimated("`lora.dora` on packed weights unpacks them for their norm, which only real weights can")

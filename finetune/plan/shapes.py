@@ -18,7 +18,8 @@ from transformers import PretrainedConfig
 from finetune.engine.costs import Costs, Shapes, Weight, costs_of
 from finetune.engine.launch import Launch
 from finetune.engine.sharding import final_norm
-from finetune.engine.tensor_group import TensorGroup
+from finetune.engine.split_trial import why_not_split
+from finetune.engine.tensor_group import ShardedParameters, TensorGroup
 from finetune.engine.tensor_parallel import parallelize
 from finetune.models import assemble
 from finetune.models.attention import AttentionChoice
@@ -69,7 +70,10 @@ def shapes_of(recipe: Recipe, config: PretrainedConfig, tensor: int = 1) -> Shap
 def _shapes(key: CacheKey) -> Shapes:
     short, kinds = shortened(key.config)
     model, (tensor,) = skeleton(key.recipe, short), key.others
-    shards = parallelize(model, TensorGroup(None, 0, tensor)).shards if tensor > 1 else {}
+    splits, divided = tensor > 1 and why_not_split(key.config) is None, ShardedParameters({}, frozenset())
+    if tensor > 1:
+        divided = parallelize(model, TensorGroup(None, 0, tensor), splits_tokens=splits)
+    shards = divided.shards
     packed = {id(parameter): weights for parameter, weights in linear_weights(model)}
     scales = {
         id(module.weight): sum(tensor.nbytes for _, tensor in state_tensors(module))
@@ -108,6 +112,7 @@ def _shapes(key: CacheKey) -> Shapes:
                 scales=scales.get(id(parameter), 0),
                 parts=tensor if name in shards else 1,
                 expert=id(parameter) in of_experts,
+                partial=name in divided.partial,
                 rows=shards[name].total if name in shards and shards[name].dim == 0 else 0,
                 table=name in roles.tables,
                 of_images=name in roles.of_images,
@@ -126,7 +131,7 @@ def _shapes(key: CacheKey) -> Shapes:
     first = next((i for i, weight in enumerate(short_weights) if weight.layer is not None), len(short_weights))
     after = [weight for weight in short_weights[first:] if weight.layer is None]
     weights = (*short_weights[:first], *layers, *after)
-    return Shapes(weights, others, of_layers // len(set(kinds)), len(kinds))
+    return Shapes(weights, others, of_layers // len(set(kinds)), len(kinds), splits)
 
 
 def shortened(config: PretrainedConfig) -> tuple[PretrainedConfig, list[int]]:

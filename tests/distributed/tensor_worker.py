@@ -4,7 +4,10 @@
 
 out/<rank>.json   by model: {"loss": relative difference, "gradient": largest relative difference of any parameter's,
                   "copies": whether whole parameters of a layer have bitwise the same gradients on both tensor ranks,
-                  "held": this rank's share of all elements}
+                  "held": this rank's share of all elements,
+                  "sent": [collective, elements that all ranks have] of the tensor group in a forward and backward of
+                  the losses of all targets,
+                  "tokens": of the row, that the norms of the layers and the last norm had}
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.engine import tensor_group
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.sharding import (
     Meshes,
@@ -36,21 +40,26 @@ from finetune.engine.sharding import (
 )
 from finetune.engine.tensor_group import ShardedParameters, TensorGroup
 from finetune.engine.tensor_parallel import parallelize
-from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.head import TokenLoss
+from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Lora
 
 PHI3 = {**tiny.MODELS["llama"], "model_type": "phi3"}
 # With biases, and a vocabulary that is not divisible.
 QWEN2 = {**tiny.MODELS["llama"], "model_type": "qwen2", "vocab_size": 383}
-CASES: dict[str, tuple[dict[str, Any], Lora | None]] = {
-    "llama": (tiny.MODELS["llama"], None),
-    "llama_tied lora": (tiny.MODELS["llama_tied"], Lora(rank=4)),
-    "qwen3": (tiny.MODELS["qwen3"], None),
-    "qwen2": (QWEN2, None),
-    "phi3": (PHI3, None),
-    "phi3 lora": (PHI3, Lora(rank=4, targets=["qkv_proj", "down_proj"])),
+# (model, adapters, whether each rank has some of the tokens between matrices)
+CASES: dict[str, tuple[dict[str, Any], Lora | None, bool]] = {
+    "llama": (tiny.MODELS["llama"], None, True),
+    "llama whole": (tiny.MODELS["llama"], None, False),
+    "llama_tied lora": (tiny.MODELS["llama_tied"], Lora(rank=4), True),
+    "llama_tied lora whole": (tiny.MODELS["llama_tied"], Lora(rank=4), False),
+    "qwen3": (tiny.MODELS["qwen3"], None, True),
+    "qwen2": (QWEN2, None, True),
+    "phi3": (PHI3, None, True),
+    "phi3 lora": (PHI3, Lora(rank=4, targets=["qkv_proj", "down_proj"]), True),
 }
+TOKENS = 47  # which the two ranks of a group cannot divide evenly
 
 
 def main(out: Path) -> None:
@@ -61,14 +70,14 @@ def main(out: Path) -> None:
     dist.destroy_process_group()
 
 
-def compared(shape: dict[str, Any], lora: Lora | None, meshes: Meshes) -> dict[str, Any]:
+def compared(shape: dict[str, Any], lora: Lora | None, splits: bool, meshes: Meshes) -> dict[str, Any]:
     assert meshes.tensor is not None
     ours = made(shape, lora)
-    theirs, ids = copy.deepcopy(ours), torch.arange(48).remainder(41)[None]
+    theirs, ids = copy.deepcopy(ours), torch.arange(TOKENS).remainder(41)[None]
     layers = [m for m in theirs.modules() if type(m).__name__ in theirs._no_split_modules]
     weights = take_weights(theirs, dist.get_rank() == 0)
     group = meshes.tensor.get_group()
-    sharded = parallelize(theirs, TensorGroup(group, meshes.tensor.get_local_rank(), 2))
+    sharded = parallelize(theirs, TensorGroup(group, meshes.tensor.get_local_rank(), 2), splits_tokens=splits)
     wrapped = CausalLMWithLoss(theirs)
     shard_model(wrapped, layers, Sharding(meshes, MixedPrecisionPolicy(), OffloadPolicy(), True))
     fill_shards(theirs, weights, sharded.shards, torch.device("cpu"), torch.device("cpu"))
@@ -95,7 +104,38 @@ def compared(shape: dict[str, Any], lora: Lora | None, meshes: Meshes) -> dict[s
         "gradient": worst,
         "copies": copies,
         "held": held / sum(g.numel() for g in gradients.values()),
+        **traffic(wrapped, ids),
     }
+
+
+def traffic(model: CausalLMWithLoss, ids: Tensor) -> dict[str, Any]:
+    """What the tensor group sends, and the tokens that norms have, in a forward and backward as a run has them."""
+    counted, tokens = Counted(), list[int]()
+    norms = [m for name, m in model.named_modules() if name.endswith(("_layernorm", "model.norm"))]
+    hooks = [m.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].shape[1])) for m in norms]
+    tensor_group.dist = counted  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        targets = TargetTokens(torch.arange(TOKENS - 1), ids[0, 1:], TokenLoss())
+        model(input_ids=ids, targets=targets, use_cache=False).total.backward()
+    finally:
+        tensor_group.dist = dist
+    for hook in hooks:
+        hook.remove()
+    return {"sent": counted.calls, "tokens": tokens}
+
+
+class Counted:
+    """torch.distributed, and the collectives that were called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*tensors: Tensor, **options: Any) -> None:
+            self.calls.append((name, max(tensor.numel() for tensor in tensors)))
+            getattr(dist, name)(*tensors, **options)
+
+        return call
 
 
 def own_gradient(parameter: Tensor, name: str, sharded: ShardedParameters, group: Any) -> Tensor:

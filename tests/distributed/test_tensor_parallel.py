@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import forks
 import pytest
+from conftest import ROOT
+
+from finetune.engine.costs.common import all_reduce, one_way
+from finetune.engine.launch import read_config_file
+from finetune.models.config import training_config
+from finetune.plan.shapes import costs_at, shapes_of
+from finetune.plan.speed import Shape
+from finetune.recipe import load_recipe
 
 WORKER = Path(__file__).with_name("tensor_worker.py")
-CASES = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora")
+SPLIT = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora")  # each rank has some of the tokens
+CASES = (*SPLIT, "llama whole", "llama_tied lora whole")
+LAYERS, HIDDEN, TOKENS = 2, 64, 47
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +51,72 @@ def test_each_rank_holds_its_share(ranks: list[dict[str, Any]]) -> None:
     """A quarter of all that is trained, but for the vectors between the matrices."""
     for rank in ranks:
         assert 0.25 <= rank["llama"]["held"] < 0.26
+
+
+@pytest.mark.parametrize("case", SPLIT)
+def test_between_matrices_a_rank_has_its_share_of_the_tokens(ranks: list[dict[str, Any]], case: str) -> None:
+    """The last norm has all, as the head gathers none."""
+    for i, rank in enumerate(ranks):
+        norms = Counter(rank[case]["tokens"])
+        assert norms == {(24, 23)[i % 2]: 2 * LAYERS, TOKENS: 1}
+
+
+# In every layer's forward two all-gathers and two reduce-scatters, in its backward as many; the ends of all layers one
+# each. The first layer of a model with adapters has no gradient of its input, and two fewer.
+PADDED, TARGETS = 2 * 24 * HIDDEN, TOKENS - 1  # ranks send equally much
+FULL = {
+    ("all_gather_into_tensor", PADDED): 4 * LAYERS + 2,
+    ("reduce_scatter_tensor", PADDED): 4 * LAYERS,
+    ("all_reduce", TOKENS * HIDDEN): 1,  # the embedding's output
+    ("all_reduce", TARGETS * HIDDEN): 1,  # the gradient of the head's input
+    ("all_reduce", TARGETS): 1,  # the largest logit of each target
+    ("all_reduce", 2 * TARGETS): 1,  # sums
+}
+OF_LORA = {
+    **FULL,
+    ("all_gather_into_tensor", PADDED): 4 * LAYERS + 1,
+    ("reduce_scatter_tensor", PADDED): 4 * LAYERS - 1,
+    ("all_gather_into_tensor", 2 * 24 * 4): 2 * LAYERS,  # of rank 4, after A of row parallel matrices
+    ("reduce_scatter_tensor", 2 * 24 * 4): 2 * LAYERS,
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"), [("llama", FULL), ("qwen3", FULL), ("qwen2", FULL), ("llama_tied lora", OF_LORA)]
+)
+def test_all_reduces_of_a_layer_are_sent_in_two_halves(
+    ranks: list[dict[str, Any]], case: str, expected: dict[tuple[str, int], int]
+) -> None:
+    """Nothing else is sent, neither logits nor whole hidden states."""
+    for rank in ranks:
+        assert Counter((name, elements) for name, elements in rank[case]["sent"]) == expected
+
+
+@pytest.mark.parametrize(("case", "splits"), [("llama", True), ("llama whole", False)])
+def test_the_formula_says_what_is_sent(
+    ranks: list[dict[str, Any]], recipe: dict[str, Any], write_recipe: Callable[..., Path], case: str, splits: bool
+) -> None:
+    loaded = load_recipe(write_recipe(recipe), ["train.activation_checkpointing=false"])
+    config, launch = training_config(loaded), read_config_file(str(ROOT / "accelerate_configs" / "tp.yaml"), 2)
+    costs = costs_at(loaded, config, launch, "cpu")
+    assert costs.shapes.splits_tokens
+    if not splits:
+        weights = tuple(replace(weight, partial=False) for weight in costs.shapes.weights)
+        costs = replace(costs, shapes=replace(costs.shapes, weights=weights, splits_tokens=False))
+    model = Shape.of(shapes_of(loaded, config).weights, loaded, config, on_cpu=True, recomputes=False)
+    predicted = costs.transfers_of_rows(model, 1, TOKENS, TARGETS)
+    kinds = {"all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter"}
+    # After the backward gradients of the norms are added up.
+    norms = 4 * HIDDEN * 2 * LAYERS if splits else 0
+    moved, times = defaultdict(float, {"all-reduce": all_reduce(2, norms)}), Counter({"all-reduce": splits})
+    for name, elements in ranks[0][case]["sent"]:
+        if elements > 2 * TARGETS:  # not the numbers of each target
+            kind = kinds.get(name, "all-reduce")
+            moved[kind] += 4 * (one_way if name in kinds else all_reduce)(2, elements)
+            times[kind] += 1
+    formula = defaultdict[str, float](float)
+    for one in predicted:
+        formula[one.kind] += one.moved
+        times[one.kind] -= one.collectives
+    assert moved == pytest.approx(dict(formula), rel=1 / TOKENS)  # of 48 tokens where ranks send equally much
+    assert set(times.values()) == {0}

@@ -43,6 +43,7 @@ class Weight:
     parts: int = 1  # of the parameter, of which this is one: ranks of a tensor parallel group
     expert: bool = False  # dimension 0 counts experts
     rows: int = 0  # of all tensor parallel ranks, whose parts of dimension 0 differ by one if not divisible; 0: of one
+    partial: bool = False  # whole on each of these ranks, which add up their gradients
     table: bool = False  # see `ParameterRoles`, as for the next
     of_images: bool = False
 
@@ -66,6 +67,7 @@ class Shapes:
     buffers: int  # bytes of buffers outside layers: rotary frequencies
     buffers_of_layer: int
     layers: int
+    splits_tokens: bool = False  # tensor parallel ranks have some of the tokens between their matrices
 
 
 @dataclass(frozen=True)
@@ -332,9 +334,19 @@ class Costs(abc.ABC):
         layers, here = model.layers / sizes.pipeline, tokens / sizes.tokens
         hidden, keys, times = here * model.hidden * element, 2 * model.keys * element, layers * micro_batches
         wait = functools.partial(Transfer, overlaps=False)
-        if (n := sizes.tensor) > 1:  # twice in a layer; the embedding in a forward, the head's input in the backward
-            yield wait("all-reduce", layers * passes * 2 * all_reduce(n, hidden), 2 * passes * times, n)
+        if (n := sizes.tensor) > 1:  # the embedding in a forward, the head's input in the backward
             yield wait("all-reduce", all_reduce(n, hidden) * (1 + targets / tokens), 2 * micro_batches, n)
+            if not self.shapes.splits_tokens:  # twice in a layer
+                yield wait("all-reduce", layers * passes * 2 * all_reduce(n, hidden), 2 * passes * times, n)
+            else:  # the same in two halves; and at the ends of the layers of a stage, forward and backward
+                stages = sizes.stages_per_rank * (1 + (self.recipe.mode == "full" or sizes.pipeline > 1))
+                yield wait("all-gather", layers * passes * 2 * one_way(n, hidden), 2 * passes * times, n)
+                yield wait("reduce-scatter", layers * passes * 2 * one_way(n, hidden), 2 * passes * times, n)
+                yield wait("all-gather", stages * one_way(n, hidden), stages * micro_batches, n)
+            shards = sizes.pipeline * sizes.shard * sizes.tokens
+            partial = 4 * sum(weight.numel for weight in self.shapes.weights if weight.partial and weight.trains)
+            if partial:
+                yield wait("all-reduce", all_reduce(n, partial / shards), max(1.0, partial / shards / _BUCKET), n)
         neighbours = sizes.tensor * sizes.tokens
         if (n := sizes.context) > 1:
             row = layers * one_way(n, here * n * keys)

@@ -1,0 +1,149 @@
+"""Tests on a tiny copy of a model whether its layers compute the same if each tensor parallel rank has some of the
+tokens between their matrices: the plan says what matrices do, not what a layer's own forward does around them, such as
+mixing tokens (a convolution) or adding something that has all of them.
+
+Two threads stand in for the ranks of a group. Logits and every gradient are compared with the whole copy's.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from finetune.engine import split_tokens, tensor_group, tensor_parallel
+from finetune.engine.tensor_group import TensorGroup
+from finetune.errors import UserError
+from finetune.models.attention.isolation import cached
+from finetune.models.config import active_dropouts
+from finetune.models.remote_code import from_config
+from finetune.models.text_part import name_body
+from finetune.models.tiny_config import VOCABULARY, WINDOW, tiny_config
+from finetune.models.trials import FAILURES, failure_text, quietly, randomize
+
+_TOLERANCE = 1e-5  # of the largest element
+_RANKS, _TOKENS = 2, 2 * WINDOW + 1  # which they cannot divide evenly
+_TIMEOUT_S = 60.0  # for the other thread
+
+
+def why_not_split(config: PretrainedConfig) -> str | None:
+    """Returns why each rank has all tokens between the matrices of a model; None if it has some. A trial is not
+    repeated with the same config, versions and code."""
+    for name, _ in active_dropouts(config.get_text_config()):
+        return f"the model's `{name}` would draw for other tokens than one process does"
+    try:
+        tiny: Any = tiny_config(config.get_text_config())
+    except FAILURES as error:
+        return f"a tiny copy could not be tried ({failure_text(error)})"
+    files = (__file__, split_tokens.__file__, tensor_group.__file__, tensor_parallel.__file__)
+    code = b"".join(Path(str(file)).read_bytes() for file in files)
+    name = f"tokens {hashlib.sha256(code).hexdigest()}"
+    return cached(tiny, name, lambda: {"why": differ(tiny)}, may_keep=lambda outcome: outcome["why"] is None)["why"]
+
+
+def differ(tiny: Any) -> str | None:
+    with quietly():
+        try:
+            torch.manual_seed(0)
+            plain: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}  # not a run's
+            whole: Any = from_config(AutoModelForCausalLM, copy.deepcopy(tiny), **plain)
+            randomize(whole)
+            name_body(whole)
+            ranks = ThreadRanks(_RANKS)
+            models = [copy.deepcopy(whole) for _ in range(_RANKS)]
+            sharded = [
+                tensor_parallel.parallelize(model, ThreadGroup(None, index, _RANKS, ranks), splits_tokens=True)
+                for index, model in enumerate(models)
+            ]
+            own, *ours = [_logits(whole), *ranks.run(_logits, models)]
+        except UserError as error:
+            return f"a tiny copy could not be divided ({error})"
+        except FAILURES as error:
+            return f"a tiny copy could not be tried ({failure_text(error)})"
+    if not all(_same(logits, own) for logits in ours):
+        return "a tiny copy gives other logits"
+    expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, wanted in expected.items():
+        found = [torch.zeros_like(p) if (p := m.get_parameter(name)).grad is None else p.grad for m in models]
+        if name in sharded[0].partial:
+            found = [torch.stack(found).sum(0)] * _RANKS
+        parts = [one.shards[name].take(wanted) if name in one.shards else wanted for one in sharded]
+        if not all(_same(*both, largest) for both in zip(found, parts, strict=True)):
+            return f"a tiny copy gives another gradient of `{name}`"
+    return None
+
+
+def _same(one: Tensor, other: Tensor, largest: float | None = None) -> bool:
+    atol = _TOLERANCE * (float(other.abs().max()) if largest is None else largest)
+    return one.shape == other.shape and torch.allclose(one, other, rtol=_TOLERANCE, atol=atol)
+
+
+def _logits(model: Any) -> Tensor:
+    """Returns the logits of a row, and leaves gradients."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (1, _TOKENS), generator=generator)
+    logits = model(input_ids=ids, position_ids=torch.arange(_TOKENS)[None], use_cache=False).logits
+    logits.square().mean().backward()
+    return logits.detach()
+
+
+@dataclass
+class ThreadRanks:
+    """Threads of this process that stand in for the ranks of a group."""
+
+    size: int
+    sent: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._barrier = threading.Barrier(self.size, timeout=_TIMEOUT_S)
+
+    def run(self, call: Any, arguments: list[Any]) -> list[Any]:
+        """Returns the results of a call in each thread, with its own argument. Raises the first error of any."""
+
+        def in_thread(argument: Any) -> Any:
+            try:
+                return call(argument)
+            except BaseException:
+                self._barrier.abort()  # the other threads wait for this one
+                raise
+
+        with ThreadPoolExecutor(self.size) as pool:
+            done = [pool.submit(in_thread, argument) for argument in arguments]
+        errors = [error for one in done if (error := one.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+        return [one.result() for one in done]
+
+    def exchange(self, index: int, tensor: Tensor) -> list[Tensor]:
+        """Returns the tensors of all threads, which call this at the same time."""
+        self.sent[index] = tensor
+        self._barrier.wait()
+        everyone = [self.sent[i].clone() for i in range(self.size)]
+        self._barrier.wait()
+        return everyone
+
+
+@dataclass(frozen=True)
+class ThreadGroup(TensorGroup):
+    """A tensor parallel group of threads."""
+
+    ranks: ThreadRanks
+
+    def all_reduce(self, tensor: Tensor, by: Any) -> None:
+        everyone = torch.stack(self.ranks.exchange(self.index, tensor))
+        tensor.copy_(everyone.sum(0) if by == torch.distributed.ReduceOp.SUM else everyone.amax(0))
+
+    def all_gather(self, parts: Tensor, part: Tensor) -> None:
+        parts.copy_(torch.cat(self.ranks.exchange(self.index, part)))
+
+    def reduce_scatter(self, own: Tensor, parts: Tensor) -> None:
+        own.copy_(torch.stack(self.ranks.exchange(self.index, parts)).sum(0).chunk(self.size)[self.index])
