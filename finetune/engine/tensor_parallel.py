@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from finetune.engine.parallelism_rules import nearest_divisors, tensor_plan
+from finetune.engine.tensor_dora import check_embeddings, shard_dora
 from finetune.engine.tensor_group import Communicate, ParameterShard, ShardedParameters, TensorGroup
 from finetune.engine.vocabulary_parallel import split_vocabulary
 from finetune.errors import UserError
@@ -71,6 +72,8 @@ def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
                 receiver = names[id(module)] if "lora_" in names[id(module)] else path.rpartition(".")[0]
                 sharded = _shard_linear(module, STYLES[style], group, inputs[receiver], path)
                 shards |= {f"{names[id(module)]}.{name}": shard for name, shard in sharded.items()}
+            of_magnitudes = shard_dora(planned, STYLES[style].dim, STYLES[style].full, group)
+            shards |= {f"{names[id(module)]}.weight": shard for module, shard in of_magnitudes}
     # A weight without a plan next to a column parallel matrix would receive some of the features, and each rank part of
     # its gradient.
     named = {name: style for _, style, name, _ in _planned(base, plan)}
@@ -83,6 +86,7 @@ def parallelize(model: Any, group: TensorGroup) -> ShardedParameters:
                 f"tensor parallel: the plan of {type(base).__name__} does not mention `{missing[0]}`, which is "
                 "next to matrices that it shards: use fsdp2"
             )
+    check_embeddings(model)
     ends = split_vocabulary(model, group)
     return ShardedParameters({**shards, **ends.shards}, frozenset(partial) | ends.partial)
 

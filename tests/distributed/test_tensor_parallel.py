@@ -10,7 +10,7 @@ import forks
 import pytest
 
 WORKER = Path(__file__).with_name("tensor_worker.py")
-CASES = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora")
+CASES = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora", "qwen2 dora", "phi3 dora", "qwen3 dora")
 
 
 @pytest.fixture(scope="module")
