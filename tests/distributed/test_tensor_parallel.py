@@ -8,6 +8,15 @@ from typing import Any
 
 import forks
 import pytest
+import tiny
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.engine.tensor_group import TensorGroup
+from finetune.engine.tensor_parallel import parallelize
+from finetune.errors import UserError
+from finetune.models.weights import add_adapters
+from finetune.recipe.schema import Lora
 
 WORKER = Path(__file__).with_name("tensor_worker.py")
 CASES = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora", "qwen2 dora", "phi3 dora", "qwen3 dora")
@@ -38,3 +47,10 @@ def test_each_rank_holds_its_share(ranks: list[dict[str, Any]]) -> None:
     """A quarter of all that is trained, but for the vectors between the matrices."""
     for rank in ranks:
         assert 0.25 <= rank["llama"]["held"] < 0.26
+
+
+def test_dora_on_a_shared_embedding_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny.MODELS["llama"]))
+    adapted = add_adapters(model, Lora(rank=2, dora=True, targets=["q_proj", "embed_tokens"]), torch.float32)
+    with pytest.raises(UserError, match=r"embedding 'embed_tokens'.*leave it out of lora.targets, or use fsdp2"):
+        parallelize(adapted.to("meta"), TensorGroup(None, 0, 2))
