@@ -56,6 +56,7 @@ class ShardedDora:
     def __call__(
         self, x: Tensor, *, lora_A: Any, lora_B: Any, scaling: float, base_layer: Any, base_result: Any = None, **_: Any
     ) -> Tensor:  # (..., I) -> (..., O)
+        dim, full, group = self._dim, self._full, self._group
         weight = base_layer.weight
         if weight.shape != (base_layer.out_features, base_layer.in_features):
             weight = unpacked_weight(base_layer, weight)
@@ -63,27 +64,25 @@ class ShardedDora:
         with torch.no_grad():
             # Not by calls of the layers, which communicate.
             update = linear(lora_A.weight.t(), lora_B.weight).t().to(x.dtype)
-            norm = self._norms(weight + scaling * update).to(x.dtype)
+            norm = row_norms(weight + scaling * update, dim, full, group).to(x.dtype)
         scale = (self._magnitude.weight / norm).view(1, -1)
         adapted = lora_B(lora_A(x))
         if base_result is None:  # with dropout, which the base's input has here, too
-            base_result = self._product(x, weight)
+            features: Any = x
+            if dim == 0 or full:
+                features = Communicate.apply(x, group, "copy" if dim == 0 else "scatter")
+            base_result = linear(features, weight)
+            if dim == 1 or full:
+                base_result = Communicate.apply(base_result, group, "reduce" if dim == 1 else "gather")
         elif base_layer.bias is not None:
             bias = base_layer.bias
-            gathers = self._full and self._dim == 0
-            base_result = base_result - (all_gathered(bias, self._group) if gathers else bias)
+            base_result = base_result - (all_gathered(bias, group) if full and dim == 0 else bias)
         return (scale - 1) * base_result + scale * adapted * scaling
 
-    def _norms(self, own: Tensor) -> Tensor:
-        """Returns the norms of outputs, those of this rank or all, as the output has. own: (O, I) of this rank."""
-        norms = torch.linalg.vector_norm(own, dim=1, dtype=torch.promote_types(own.dtype, torch.float32))
-        if self._dim == 1:
-            return self._group.sum(norms.square()).sqrt()
-        return all_gathered(norms, self._group) if self._full else norms
 
-    def _product(self, x: Tensor, weight: Tensor) -> Any:
-        if self._dim == 0:
-            output = linear(Communicate.apply(x, self._group, "copy"), weight)  # pyright: ignore[reportArgumentType]
-            return Communicate.apply(output, self._group, "gather") if self._full else output
-        features: Any = Communicate.apply(x, self._group, "scatter") if self._full else x
-        return Communicate.apply(linear(features, weight), self._group, "reduce")
+def row_norms(own: Tensor, dim: int, full: bool, group: TensorGroup) -> Tensor:
+    """Returns the norms of outputs, those of this rank or all, as the layer's output has. own: (O, I) of this rank."""
+    norms = torch.linalg.vector_norm(own, dim=1, dtype=torch.promote_types(own.dtype, torch.float32))
+    if dim == 1:
+        return group.sum(norms.square()).sqrt()
+    return all_gathered(norms, group) if full else norms
