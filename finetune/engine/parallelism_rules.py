@@ -134,8 +134,6 @@ def tensor_parallel(c: Combination) -> Iterator[str]:
         yield f"{key}: DeepSpeed needs unsharded matrices: use fsdp2_tp or tp"
     if recipe.mode == "qlora":
         yield f"{key} with `mode: qlora`: 4-bit blocks run along the rows, and columns would split them: use fsdp2"
-    if recipe.lora is not None and recipe.lora.dora:
-        yield f"{key} with `lora.dora: true`: DoRA divides by the norms of full rows, and ranks have parts: use fsdp2"
     if recipe.model.cross_entropy in ("torch", "liger"):
         yield (
             f"{key} with `model.cross_entropy: {recipe.model.cross_entropy}`: it takes all of the vocabulary, which "

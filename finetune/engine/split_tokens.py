@@ -17,7 +17,7 @@ from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finetune.engine.tensor_group import Communicate, TensorGroup
 from finetune.models.patches import mix_in
@@ -27,6 +27,13 @@ class RowTokens:
     """How many tokens the row of a forward has on all ranks; None: each rank has all of them."""
 
     total: int | None = None
+
+
+def sum_of_columns(output: Tensor, group: TensorGroup, row: RowTokens | None) -> Any:
+    """Returns the output of a row parallel matrix, from each rank's summand (B, T, D): its tokens, or all."""
+    if row is None or row.total is None:
+        return Communicate.apply(output, group, "reduce")
+    return Communicate.apply(output, group, "reduce tokens", row.total)
 
 
 def split_tokens(

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from finetune.engine.parallelism_rules import nearest_divisors, tensor_plan
-from finetune.engine.split_tokens import RowTokens, split_tokens
+from finetune.engine.split_tokens import RowTokens, split_tokens, sum_of_columns
+from finetune.engine.tensor_dora import MAGNITUDE, check_embeddings, shard_dora
 from finetune.engine.tensor_group import Communicate, ParameterShard, ShardedParameters, TensorGroup
 from finetune.engine.vocabulary_parallel import split_vocabulary
 from finetune.errors import UserError
@@ -83,9 +84,12 @@ def parallelize(
                 receiver = names[id(module)] if "lora_" in names[id(module)] else path.rpartition(".")[0]
                 sharded = _shard_linear(module, STYLES[style], group, inputs[receiver], row, path)
                 shards |= {f"{names[id(module)]}.{name}": shard for name, shard in sharded.items()}
+            of_magnitudes = shard_dora(planned, STYLES[style].dim, STYLES[style].full, group, row)
+            shards |= {f"{names[id(module)]}.weight": shard for module, shard in of_magnitudes}
             if row is not None:  # of the adapter's other half: from this rank's columns of B, or its tokens; as a bias
                 own = {f"{names[id(planned)]}.{name}" for name, _ in planned.named_parameters()}
-                partial |= {name for name in own - set(shards) if "lora_" in name or STYLES[style].dim == 1}
+                factors = {name for name in own if "lora_" in name and MAGNITUDE not in name}
+                partial |= (own if STYLES[style].dim == 1 else factors) - set(shards)
     if row is not None:
         outside = {id(p) for p in base.layers.parameters()} - {id(p) for m in receiving for p in m.parameters()}
         partial |= {name for name, p in model.named_parameters() if id(p) in outside and name not in shards}
@@ -101,6 +105,7 @@ def parallelize(
                 f"tensor parallel: the plan of {type(base).__name__} does not mention `{missing[0]}`, which is "
                 "next to matrices that it shards: use fsdp2"
             )
+    check_embeddings(model)
     ends = split_vocabulary(model, group)
     return ShardedParameters({**shards, **ends.shards}, frozenset(partial) | ends.partial)
 
@@ -162,8 +167,7 @@ def _shard_linear(
 
     def forward(x: Tensor) -> Tensor:  # with this rank's columns of the weight, its inputs
         features: Any = Communicate.apply(x, group, "scatter") if style.full else x
-        kind = "reduce" if row is None or row.total is None else "reduce tokens"
-        output: Any = Communicate.apply(linear(features, module.weight), group, kind, row and row.total)
+        output = sum_of_columns(linear(features, module.weight), group, row)
         return output if module.bias is None else output + module.bias.to(output.dtype)  # once, not on each rank
 
     module.in_features //= group.size

@@ -58,9 +58,10 @@ def split_vocabulary(model: Any, group: TensorGroup) -> ShardedParameters:
     total = embeddings[0].num_embeddings if embeddings else 0
     if any(one.out_features != total for one in linear) or any(one.num_embeddings != total for one in embeddings):
         return ShardedParameters({}, frozenset())
+    magnitudes = [] if head is None else [m for m in head.modules() if type(m).__name__ == "DoraLinearLayer"]
     shard, tied = group.shard(0, total), dict[int, nn.Parameter]()
     shards: dict[str, ParameterShard] = {}
-    for module in (*embeddings, *linear):
+    for module in (*embeddings, *linear, *magnitudes):
         for name, parameter in list(module.named_parameters(recurse=False)):
             if name != ROWS:
                 own = nn.Parameter(shard.take(parameter.detach()).clone(), parameter.requires_grad)

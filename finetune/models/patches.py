@@ -129,6 +129,10 @@ PATCHES: dict[str, tuple[str, str]] = {
         "linear layers with a rank's columns of their weight",
         "the bias is added after the sum over ranks, so no hook on the output will do",
     ),
+    "DoRA of shards": (
+        "the magnitudes of peft's layers with DoRA whose matrices are sharded",
+        "the norms inside of it need the columns of other ranks, and peft calls layers for them, which communicate",
+    ),
     "sharded dropout": (
         "the dropout of an adapter with a rank's features",
         "the mask is drawn in another size than the input has",

@@ -58,6 +58,19 @@ CASES: dict[str, tuple[dict[str, Any], Lora | None, bool]] = {
     "qwen2": (QWEN2, None, True),
     "phi3": (PHI3, None, True),
     "phi3 lora": (PHI3, Lora(rank=4, targets=["qkv_proj", "down_proj"]), True),
+    # With biases and a head; layers that gather their output; dropout, with which the base has another input.
+    "qwen2 dora": (
+        QWEN2,
+        Lora(rank=4, dora=True, targets=["q_proj", "o_proj", "up_proj", "down_proj", "lm_head"]),
+        True,
+    ),
+    "phi3 dora": (
+        PHI3,
+        Lora(rank=4, dora=True, dropout=0.1, targets=["qkv_proj", "gate_up_proj", "down_proj"]),
+        True,
+    ),
+    "qwen3 dora": (tiny.MODELS["qwen3"], Lora(rank=4, dora=True, dropout=0.1), True),
+    "qwen3 dora whole": (tiny.MODELS["qwen3"], Lora(rank=4, dora=True, dropout=0.1), False),
 }
 TOKENS = 47  # which the two ranks of a group cannot divide evenly
 
@@ -81,9 +94,11 @@ def compared(shape: dict[str, Any], lora: Lora | None, splits: bool, meshes: Mes
     wrapped = CausalLMWithLoss(theirs)
     shard_model(wrapped, layers, Sharding(meshes, MixedPrecisionPolicy(), OffloadPolicy(), True))
     fill_shards(theirs, weights, sharded.shards, torch.device("cpu"), torch.device("cpu"))
-    losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for model in (ours, wrapped)]
-    for loss in losses:
-        loss.backward()
+    losses = []
+    for model in (ours, wrapped):
+        torch.manual_seed(1)  # of dropout
+        losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        losses[-1].backward()
     gradients = {name: p.grad.flatten() for name, p in ours.named_parameters() if p.requires_grad}
     worst, copies, held = 0.0, True, 0
     for name, parameter in theirs.named_parameters():

@@ -26,8 +26,8 @@ from finetune.setup.check import check_recipe
 
 Write = Callable[..., Path]
 STEPS, PROMPTS, SAMPLES, SEED = 4, 2, 4, 42
-# The server's log-probabilities of about -5 are rounded by 5e-7, and the ratios of the loss with them: terms of about 1,
-# which cancel to a hundredth.
+# The server's log-probabilities of about -5 are rounded by 5e-7, and with them the ratios of the loss, whose terms of
+# about 1 cancel to a hundredth.
 ROUNDED = 1e-6
 LOAD, UNLOAD, SAMPLE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
 SWAP = ["/pause?mode=wait", "/collective_rpc", "/resume"]

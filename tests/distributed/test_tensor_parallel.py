@@ -11,18 +11,27 @@ from typing import Any
 
 import forks
 import pytest
+import tiny
+import torch
 from conftest import ROOT
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.engine.costs.common import all_reduce, one_way
 from finetune.engine.launch import read_config_file
+from finetune.engine.tensor_group import TensorGroup
+from finetune.engine.tensor_parallel import parallelize
+from finetune.errors import UserError
 from finetune.models.config import training_config
+from finetune.models.weights import add_adapters
 from finetune.plan.shapes import costs_at, shapes_of
 from finetune.plan.speed import Shape
 from finetune.recipe import load_recipe
+from finetune.recipe.schema import Lora
 
 WORKER = Path(__file__).with_name("tensor_worker.py")
-SPLIT = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora")  # each rank has some of the tokens
-CASES = (*SPLIT, "llama whole", "llama_tied lora whole")
+DORA = ("qwen2 dora", "phi3 dora", "qwen3 dora")
+SPLIT = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora", *DORA)  # each rank has some of the tokens
+CASES = (*SPLIT, "llama whole", "llama_tied lora whole", "qwen3 dora whole")
 LAYERS, HIDDEN, TOKENS = 2, 64, 47
 
 
@@ -120,3 +129,10 @@ def test_the_formula_says_what_is_sent(
         times[one.kind] -= one.collectives
     assert moved == pytest.approx(dict(formula), rel=1 / TOKENS)  # of 48 tokens where ranks send equally much
     assert set(times.values()) == {0}
+
+
+def test_dora_on_a_shared_embedding_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny.MODELS["llama"]))
+    adapted = add_adapters(model, Lora(rank=2, dora=True, targets=["q_proj", "embed_tokens"]), torch.float32)
+    with pytest.raises(UserError, match=r"embedding 'embed_tokens'.*leave it out of lora.targets, or use fsdp2"):
+        parallelize(adapted.to("meta"), TensorGroup(None, 0, 2))

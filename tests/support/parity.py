@@ -377,6 +377,7 @@ TENSOR = (
     *PREFERENCES,
     "lora reward",
     *("lora tokens", "lora tied tokens", "lora tied and whole head", "lora tied tokens whole", "full muon"),
+    "lora dora",
     # A vocabulary that ranks share: the losses of its parts.
     *("full chunked head", "lora chunked head", "full focal", "lora focal", "full distill", "lora distill"),
     "full classify",
@@ -421,7 +422,7 @@ LAUNCHES = (
     ("pp_4_fsdp2_interleaved", 8, ("full deepest", "lora deepest")),
     ("pp_zero", 4, ("full", "lora", "qlora", "full tied", "full bf16", "full token budget", "full dpo", "full muon")),
     ("pp_hsdp", 8, ("full", "lora", "full tied", "full unpacked", "full dpo")),
-    ("pp_tp", 4, (*FEW_SHARED, "full unpacked", "full qwen3", "full dpo", "full muon")),
+    ("pp_tp", 4, (*FEW_SHARED, "lora dora", "full unpacked", "full qwen3", "full dpo", "full muon")),
     ("pp_fsdp2_tp", 8, (*FEW_SHARED, "full unpacked", "full token budget", "full bf16", "full dpo", "full muon")),
     ("pp_zero_tp", 8, FEW_SHARED),
     ("pp_cp", 4, (*FEW_SHARED, "full dpo")),

@@ -69,7 +69,6 @@ REFUSED = [
     (TENSOR, MIXTRAL_4, (), "4 experts cannot be sharded by columns here: .*ep_size`, or fsdp2"),
     (TENSOR, GPT2Config(), (), "transformers has no tensor parallel plan for this model: use fsdp2"),
     (TENSOR, LLAMA, IN_BACKWARD, "use fsdp2, or `in_backward: false`"),
-    (TENSOR, LLAMA, (*LORA, "lora.dora=true"), "DoRA divides by the norms"),
     (TENSOR, LLAMA, QLORA, "4-bit blocks run along the rows"),
     (TENSOR, LLAMA, ("model.cross_entropy=torch",), "all of the vocabulary, which tensor ranks share: use `auto`"),
     (launch("replicated", 4, sp=4), SIX_HEADS, (), "sp_size: 4` must divide the 6 attention heads: .*3 or 6"),
