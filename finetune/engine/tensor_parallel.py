@@ -93,8 +93,15 @@ def parallelize(
     if row is not None:
         outside = {id(p) for p in base.layers.parameters()} - {id(p) for m in receiving for p in m.parameters()}
         partial |= {name for name, p in model.named_parameters() if id(p) in outside and name not in shards}
-    # A weight without a plan next to a column parallel matrix would receive some of the features, and each rank part of
-    # its gradient.
+    _check_neighbours(base, plan)
+    check_embeddings(model)
+    ends = split_vocabulary(model, group)
+    return ShardedParameters({**shards, **ends.shards}, frozenset(partial) | ends.partial)
+
+
+def _check_neighbours(base: nn.Module, plan: Mapping[str, str]) -> None:
+    """Raises UserError for a weight without a plan next to a column parallel matrix: it would receive some of the
+    features, and each rank part of its gradient."""
     named = {name: style for _, style, name, _ in _planned(base, plan)}
     for parent in {name.rpartition(".")[0] for name, style in named.items() if style == "colwise"}:
         module = base.get_submodule(parent)
@@ -105,9 +112,6 @@ def parallelize(
                 f"tensor parallel: the plan of {type(base).__name__} does not mention `{missing[0]}`, which is "
                 "next to matrices that it shards: use fsdp2"
             )
-    check_embeddings(model)
-    ends = split_vocabulary(model, group)
-    return ShardedParameters({**shards, **ends.shards}, frozenset(partial) | ends.partial)
 
 
 def _planned(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, str, Any]]:
