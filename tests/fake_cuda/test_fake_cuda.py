@@ -25,7 +25,10 @@ from finetune.models.config import training_config
 from finetune.plan.memory import HeaviestBatch, Place, estimate_memory
 from finetune.recipe import load_recipe
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"NOTHING CHECKED ON FAKE CUDA: {why_not()}")
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=f"NOTHING CHECKED ON FAKE CUDA: {why_not()}"),
+    pytest.mark.timeout(3600),  # one process measures all cells that a run asks for
+]
 
 MODES = {
     "full": (),
@@ -42,7 +45,7 @@ PREFERENCES = {
 # Configs that cannot run without values, and where they stop.
 CANNOT = {
     "pp": "torch's schedules exchange shapes of hidden states as tensors and read them (`PipelineStage`)",
-    "pp_dp": "as pp",
+    **dict.fromkeys(("pp_dp", "pp_fsdp2", "pp_tp", "pp_fsdp2_tp"), "as pp"),
     "ep": "experts are sent as many rows as routers chose, which is read off the device",
     "zero2_offload": "DeepSpeed reads each gradient's norm off the device in the backward (stage_1_and_2.py)",
     "zero3_nvme": "DeepSpeed builds its asynchronous I/O with a compiler, and needs libaio",
