@@ -61,7 +61,9 @@ class Child:
         try:
             started = self.ask(dict(settings), START_S)
         except NoReply as failure:
-            raise UserError(f"{settings['place']}: {failure.args[1]} while it was loaded{self._printed()}") from None
+            text = self.output.decode("utf-8", "replace").strip()
+            printed = f"; it printed:\n{text}" if text else ""
+            raise UserError(f"{settings['place']}: {failure.args[1]} while it was loaded{printed}") from None
         except BaseException:
             self.end()
             raise
@@ -127,10 +129,6 @@ class Child:
         self._drain()
         self.end()
         return NoReply(kind, what)
-
-    def _printed(self) -> str:
-        text = self.output.decode("utf-8", "replace").strip()
-        return f"; it printed:\n{text}" if text else ""
 
     def kill(self) -> None:
         """Ends the process and those it started; a thread that waits for it gets NoReply."""
