@@ -28,7 +28,7 @@ SHIPPED = [
     for path in sorted((ROOT / "recipes").rglob("*.yaml"))
     if path.parent.name not in ("base", "tasks", "quickstart")
 ]
-SAMPLE = ("smollm2-135m/full.yaml", "llama3.1-8b/qlora.yaml")
+SAMPLE = ("smollm2-135m/full.yaml",)
 FEW = ("H100-80", "A100-40", "4090-24", "L4-24", "MI300X-192", "V100-32")  # a device of each kind
 NAMED = [(str(path.relative_to(ROOT / "recipes")), path) for path in SHIPPED]
 RECIPES = [
