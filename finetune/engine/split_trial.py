@@ -22,12 +22,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from finetune.engine import split_tokens, tensor_group, tensor_parallel
 from finetune.engine.tensor_group import TensorGroup
 from finetune.errors import UserError
-from finetune.models.attention.isolation import cached
 from finetune.models.config import active_dropouts
 from finetune.models.remote_code import from_config
 from finetune.models.text_part import name_body
 from finetune.models.tiny_config import VOCABULARY, WINDOW, tiny_config
-from finetune.models.trials import FAILURES, failure_text, quietly, randomize
+from finetune.models.trials import randomize, why_tiny_differs
 
 _TOLERANCE = 1e-5  # of the largest element
 _RANKS, _TOKENS = 2, 2 * WINDOW + 1  # which they cannot divide evenly
@@ -35,39 +34,30 @@ _TIMEOUT_S = 60.0  # for the other thread
 
 
 def why_not_split(config: PretrainedConfig) -> str | None:
-    """Returns why each rank has all tokens between the matrices of a model; None if it has some. A trial is not
-    repeated with the same config, versions and code."""
-    for name, _ in active_dropouts(config.get_text_config()):
+    """Returns why each rank has all tokens between the matrices of a model; None if it has some."""
+    text = config.get_text_config()
+    for name, _ in active_dropouts(text):
         return f"the model's `{name}` would draw for other tokens than one process does"
-    try:
-        tiny: Any = tiny_config(config.get_text_config())
-    except FAILURES as error:
-        return f"a tiny copy could not be tried ({failure_text(error)})"
     files = (__file__, split_tokens.__file__, tensor_group.__file__, tensor_parallel.__file__)
     code = b"".join(Path(str(file)).read_bytes() for file in files)
-    name = f"tokens {hashlib.sha256(code).hexdigest()}"
-    return cached(tiny, name, lambda: {"why": differ(tiny)}, may_keep=lambda outcome: outcome["why"] is None)["why"]
+    return why_tiny_differs(text, tiny_config, f"tokens {hashlib.sha256(code).hexdigest()}", differ)
 
 
 def differ(tiny: Any) -> str | None:
-    with quietly():
-        try:
-            torch.manual_seed(0)
-            plain: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}  # not a run's
-            whole: Any = from_config(AutoModelForCausalLM, copy.deepcopy(tiny), **plain)
-            randomize(whole)
-            name_body(whole)
-            ranks = ThreadRanks(_RANKS)
-            models = [copy.deepcopy(whole) for _ in range(_RANKS)]
-            sharded = [
-                tensor_parallel.parallelize(model, ThreadGroup(None, index, _RANKS, ranks), splits_tokens=True)
-                for index, model in enumerate(models)
-            ]
-            own, *ours = [_logits(whole), *ranks.run(_logits, models)]
-        except UserError as error:
-            return f"a tiny copy could not be divided ({error})"
-        except FAILURES as error:
-            return f"a tiny copy could not be tried ({failure_text(error)})"
+    torch.manual_seed(0)
+    plain: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}  # not a run's
+    whole: Any = from_config(AutoModelForCausalLM, copy.deepcopy(tiny), **plain)
+    randomize(whole)
+    name_body(whole)
+    ranks, models = ThreadRanks(_RANKS), [copy.deepcopy(whole) for _ in range(_RANKS)]
+    try:
+        sharded = [
+            tensor_parallel.parallelize(model, ThreadGroup(None, index, _RANKS, ranks), splits_tokens=True)
+            for index, model in enumerate(models)
+        ]
+    except UserError as error:
+        return f"a tiny copy could not be divided ({error})"
+    own, *ours = [_logits(whole), *ranks.run(_logits, models)]
     if not all(_same(logits, own) for logits in ours):
         return "a tiny copy gives other logits"
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
