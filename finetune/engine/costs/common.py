@@ -364,6 +364,11 @@ class Costs(abc.ABC):
         if (n := sizes.pipeline) > 1:
             borders = (n * sizes.stages_per_rank - 1) / n  # per rank, on average
             yield wait("send", 2 * borders * hidden, 2 * micro_batches * sizes.stages_per_rank, sizes.processes)
+            # Embedding and head can be one matrix, whose gradients the first and the last stage add up.
+            weights = () if any(w.unit == "embedding" for w in self.shapes.weights) else self.shapes.weights
+            if shared := sum(weight.numel for weight in weights if weight.table and weight.trains):
+                tied = 4 * shared / (sizes.shard * sizes.tokens)
+                yield wait("all-reduce", all_reduce(2, tied), max(1.0, tied / _BUCKET), sizes.processes)
 
 
 class ReplicatedCosts(Costs):

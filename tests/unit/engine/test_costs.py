@@ -44,3 +44,19 @@ def test_bytes_sent_are_those_that_were_counted(cell: dict[str, Any], benchmark:
     costs = costs_at(recipe, config, launch, "cpu")
     model = Shape.of(shapes_of(recipe, config).weights, recipe, config, on_cpu=True, recomputes=False)
     assert cell["sent"] == pytest.approx(benchmark.predicted(costs, model)[1], rel=0.03)
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_the_ends_of_a_pipeline_add_up_the_gradient_of_the_matrix_they_share(
+    mode: str, benchmark: Any, tmp_path: Path
+) -> None:
+    """Once a step, if it trains: `Pipeline.sum_ends`."""
+    config = AutoConfig.for_model(**{**MEASURED["models"]["dense"], "tie_word_embeddings": True})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(benchmark.recipe_of("model", tmp_path)), encoding="utf-8")
+    recipe = load_recipe(tmp_path / "recipe.yaml", ["mode=lora", "lora={rank: 4}"] if mode == "lora" else [])
+    launch = read_config_file(str(ROOT / "accelerate_configs" / "pp.yaml"), 2)
+    costs = costs_at(recipe, config, launch, "cpu")
+    model = Shape.of(shapes_of(recipe, config).weights, recipe, config, on_cpu=True, recomputes=False)
+    reduced = [one for one in costs.transfers_of_rows(model, 4, 512, 512) if one.kind == "all-reduce"]
+    shared = 4 * config.vocab_size * config.hidden_size
+    assert sum(one.moved for one in reduced) == (all_reduce(2, shared) if mode == "full" else 0)
