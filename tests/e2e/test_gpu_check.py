@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import subprocess
+import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -190,7 +192,8 @@ def test_a_program_that_takes_too_long_ends_with_what_it_has_started(tmp_path: P
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_all_of_it_on_the_cpu(tmp_path: Path) -> None:
-    done = finetune("doctor", "--gpu", "--rehearse", 2, "--seconds", 3600, "--out", tmp_path)
+    words = ["-m", "finetune", "doctor", "--gpu", "--rehearse", "2", "--seconds", "3600", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
     results = [json.loads(line) for line in lines]
