@@ -71,6 +71,7 @@ def test_resumes_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatc
     assert int(lines[STOP]["epoch"]) < int(lines[-1]["epoch"])
 
 
+@pytest.mark.long
 def test_experts_divided_over_ranks_resume_undivided(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(saved / "cache"))
     resume_matrix.save(saved, EXPERTS[0].saved)

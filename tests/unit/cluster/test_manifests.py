@@ -159,6 +159,7 @@ def test_what_cannot_be_is_refused(name: str, changes: dict[str, Any], message: 
         launch_on(name, own, (), options, None, False)
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_fit_and_runs_that_would_be_lost(own: Path, tmp_path: Path) -> None:
     large = ROOT / "recipes" / "llama3.3-70b" / "qlora.yaml"
     alone = JobOptions("1xT4-16", hours=5.0, config_file=Path("accelerate_configs/single.yaml"))

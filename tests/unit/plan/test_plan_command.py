@@ -381,6 +381,7 @@ def test_deadlines_sizes_and_sweeps_are_read() -> None:
         size_of("--memory", "24")
 
 
+@pytest.mark.long
 def test_a_sweep_and_a_smaller_device(recipe: dict[str, Any], write_recipe: Any, capsys: Any) -> None:
     path, on = write_recipe(recipe), ("1xH100-80",)
     run(path, SHORT, PlanOptions(on, sweep="data.max_length=32..64", as_json=True), Console())
