@@ -471,6 +471,7 @@ LAUNCHES = (
             "lora tied",
             "full qwen3",
             "full accumulate 1",
+            "lora dora",
             "lora bf16",
             "full muon",
             *OF_PAIRS,
