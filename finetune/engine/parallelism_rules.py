@@ -21,6 +21,8 @@ from finetune.models.config import active_dropouts, length_dependent_rope
 from finetune.recipe.schema import Recipe
 from finetune.utils import divisors
 
+EXPERTS_STYLE = "moe_tp_experts"  # of stacked experts, in transformers' tensor parallel plans
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -146,11 +148,11 @@ def tensor_parallel(c: Combination) -> Iterator[str]:
         )
     if model is None:
         return
-    if model.experts:
-        instead = f"use `{dimension_key('expert')}`, or fsdp2"
-        yield f"{key}: the model's {model.experts} experts cannot be sharded by columns here: {instead}"
-    elif not model.tensor_styles:
-        yield f"{key}: transformers has no tensor parallel plan for this model: use fsdp2"
+    if not model.tensor_styles:
+        instead = f"`{dimension_key('expert')}`, or fsdp2" if model.experts else "fsdp2"
+        yield f"{key}: transformers has no tensor parallel plan for this model: use {instead}"
+    elif model.experts:
+        yield from _tensor_experts(c, model)
     if "colwise" in model.tensor_styles and (model.heads % size or model.kv_heads % size):
         fits = nearest_divisors(size, math.gcd(model.heads, model.kv_heads))
         heads = f"{model.heads} attention heads and the {model.kv_heads} key-value heads"
@@ -159,6 +161,21 @@ def tensor_parallel(c: Combination) -> Iterator[str]:
         yield (
             f"{key}: the model has attention dropout (`attention_dropout: {dropout}`), and each rank would draw for "
             "other heads than one process does: use fsdp2"
+        )
+
+
+def _tensor_experts(c: Combination, model: Architecture) -> Iterator[str]:
+    """Tensor ranks have different experts of a layer."""
+    key, size, instead = c.key("tensor"), c.sizes.tensor, f"use `{dimension_key('expert')}`, or fsdp2"
+    if EXPERTS_STYLE not in model.tensor_styles or "packed_rowwise" in model.tensor_styles:
+        yield f"{key}: the experts of this model choose their tokens otherwise than others do: {instead}"
+    elif model.experts % size:
+        fits = nearest_divisors(size, model.experts)
+        yield f"{key} must divide the model's {model.experts} experts: set it to {fits}"
+    if c.recipe.train.compile:
+        yield (
+            f"{key} with `train.compile: true`: the number of tokens that choose a rank's experts differs from layer "
+            "to layer, and layers are compiled for one number: set `train.compile: false`"
         )
 
 

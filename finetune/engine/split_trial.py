@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from finetune.engine import split_tokens, tensor_group, tensor_parallel
+from finetune.engine.parallelism_rules import EXPERTS_STYLE, tensor_plan
 from finetune.engine.tensor_group import TensorGroup
 from finetune.errors import UserError
 from finetune.models.config import active_dropouts
@@ -36,6 +37,8 @@ _TIMEOUT_S = 60.0  # for the other thread
 def why_not_split(config: PretrainedConfig) -> str | None:
     """Returns why each rank has all tokens between the matrices of a model; None if it has some."""
     text = config.get_text_config()
+    if EXPERTS_STYLE in tensor_plan(config).values():
+        return "its experts take all tokens of a row"
     for name, _ in active_dropouts(text):
         return f"the model's `{name}` would draw for other tokens than one process does"
     files = (__file__, split_tokens.__file__, tensor_group.__file__, tensor_parallel.__file__)

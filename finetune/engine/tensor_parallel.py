@@ -3,9 +3,10 @@
     full x -> column parallel matrix -> some of the features -> row parallel matrix -> sum over the ranks -> full x
 
 (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.) The model's own plan says which matrices are paired
-(transformers' `base_model_tp_plan`). Embedding and head are split by tokens (`vocabulary_parallel.py`). All other
-parameters are full on every rank, such as norms. Between the matrices each rank has some of the tokens of a row
-(`split_tokens.py`), if a trial has shown that the model is the same then (`split_trial.py`).
+(transformers' `base_model_tp_plan`). Embedding and head are split by tokens (`vocabulary_parallel.py`), experts are
+dealt to the ranks (`tensor_experts.py`). All other parameters are full on every rank, such as norms. Between the
+matrices each rank has some of the tokens of a row (`split_tokens.py`), if a trial has shown that the model is the same
+then (`split_trial.py`).
 
 Parameters stay plain tensors of the size of a rank's shard, so adapters, 8-bit optimizers and packed attention
 over the local heads work as on a smaller model; a `ParameterShard` gives the range of each in the full parameter. In an
@@ -26,9 +27,11 @@ from torch.nn.functional import dropout, linear
 from finetune.engine.parallelism_rules import nearest_divisors, tensor_plan
 from finetune.engine.split_tokens import RowTokens, split_tokens, sum_of_columns
 from finetune.engine.tensor_dora import MAGNITUDE, check_embeddings, shard_dora
+from finetune.engine.tensor_experts import shard_experts
 from finetune.engine.tensor_group import Communicate, ParameterShard, ShardedParameters, TensorGroup
 from finetune.engine.vocabulary_parallel import split_vocabulary
 from finetune.errors import UserError
+from finetune.models.moe import stacked_experts
 from finetune.models.patches import replace_forward
 from finetune.utils import unwrap_peft
 
@@ -62,6 +65,7 @@ def parallelize(
     """
     causal = unwrap_peft(model)
     base, plan = causal.base_model, tensor_plan(causal.config)
+    of_experts = shard_experts(model, group)
     names = {id(module): name for name, module in model.named_modules()}
     shards: dict[str, ParameterShard] = {}
     partial = set[str]()
@@ -96,7 +100,8 @@ def parallelize(
     _check_neighbours(base, plan)
     check_embeddings(model)
     ends = split_vocabulary(model, group)
-    return ShardedParameters({**shards, **ends.shards}, frozenset(partial) | ends.partial)
+    every = {**shards, **of_experts.shards, **ends.shards}
+    return ShardedParameters(every, frozenset(partial) | of_experts.partial | ends.partial)
 
 
 def _check_neighbours(base: nn.Module, plan: Mapping[str, str]) -> None:
@@ -115,8 +120,13 @@ def _check_neighbours(base: nn.Module, plan: Mapping[str, str]) -> None:
 
 
 def _planned(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, str, Any]]:
-    """Yields (pattern, style, name, module or parameter) for every entry of the plan."""
+    """Yields (pattern, style, name, module or parameter) for every entry of the plan, but those of experts, which
+    `shard_experts` has sharded."""
+    experts = {
+        re.sub(r"(\.base_layer)*$", ".", path, count=1) for path in stacked_experts(base)
+    }  # with adapters, if any
     named: dict[str, Any] = {**dict(base.named_parameters()), **dict(base.named_modules())}
+    named = {name: planned for name, planned in named.items() if not f"{name}.".startswith(tuple(experts))}
     for pattern, style in plan.items():
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         yield from ((pattern, style, name, planned) for name, planned in named.items() if regex.fullmatch(name))

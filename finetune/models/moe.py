@@ -174,26 +174,38 @@ def _forward(
     arriving, sent, received = exchange.counts(counts.view(exchange.size, local_experts))
     rows = exchange.rows(hidden_states[order // top_k_index.shape[1]], sent, received)  # (R, D)
     expert = torch.arange(local_experts, device=chosen.device).repeat(exchange.size)
-    arrived = len(rows)
-    expert = expert.repeat_interleave(arriving.flatten(), output_size=arrived)  # (R,)
-    if arrived == 0:  # one of zeros: weights without a gradient would leave out a reduction that others wait in
-        rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
-    grouped = adapters_in(adapters, first) if all(isinstance(w, GroupedWrapper) for w in adapters.values()) else {}
-    weights: dict[str, Tensor] = {}  # of the experts that are here, (E/P, ...) each
-    for name, stacked in experts.named_parameters(recurse=False):
-        weights[name] = part_of_parameter(exchange.weight(stacked))
-        if name in adapters and not grouped and not adapters[name].disable_adapters:
-            weights[name] = _adapted(weights[name], adapters[name], first, experts)
-    routed = (rows, expert[:, None], rows.new_ones(len(rows), 1))
-    if grouped:
-        computed = adapted_experts(experts, weights, grouped, *routed)[:arrived]
-    else:
-        computed = forward(WithWeights(experts, weights), *routed)[:arrived]
+    expert = expert.repeat_interleave(arriving.flatten(), output_size=len(rows))  # (R,)
+    weights = {name: exchange.weight(stacked) for name, stacked in experts.named_parameters(recurse=False)}
+    computed = outputs_of_rows(experts, forward, weights, adapters, first, rows, expert)
     outputs = exchange.rows(computed, received, sent)  # (T*K, D), in `order`
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     weighted = outputs[place].view(*top_k_index.shape, -1) * top_k_weights[..., None]  # (T, K, D)
     return weighted.sum(1).to(hidden_states.dtype)
+
+
+def outputs_of_rows(
+    experts: Any,
+    forward: Any,  # the module's own
+    weights: dict[str, Tensor],  # of the H experts that are here, (H, ...) each
+    adapters: Mapping[str, Any],  # peft's wrappers by parameter, with the adapters of all experts
+    first: int,  # number of the first expert that is here
+    rows: Tensor,  # (R, D)
+    expert: Tensor,  # (R,), which of those here each row goes to
+) -> Tensor:  # (R, D)
+    """Returns the output of one expert for each row."""
+    count = len(rows)
+    if count == 0:  # one of zeros: weights without a gradient would leave out a reduction that others wait in
+        rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
+    grouped = adapters_in(adapters, first) if all(isinstance(w, GroupedWrapper) for w in adapters.values()) else {}
+    weights = {name: part_of_parameter(weight) for name, weight in weights.items()}
+    if not grouped:
+        for name in (name for name, wrapper in adapters.items() if not wrapper.disable_adapters):
+            weights[name] = _adapted(weights[name], adapters[name], first, experts)
+    routed = (rows, expert[:, None], rows.new_ones(len(rows), 1))
+    if grouped:
+        return adapted_experts(experts, weights, grouped, *routed)[:count]
+    return forward(WithWeights(experts, weights), *routed)[:count]
 
 
 def _adapted(weight: Tensor, wrapper: Any, first: int, experts: Any) -> Tensor:

@@ -114,9 +114,6 @@ def attention_at(recipe: Recipe, config: PretrainedConfig, how: How) -> Attentio
 def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, how: How) -> tuple[Any, ForwardPass]:
     """Returns the wrapped model on `meta` and its forward pass, as a run makes them."""
     model = skeleton(recipe, config, attention)
-    if how.tensor > 1:
-        group, splits = tensor_parallel.TensorGroup(None, 0, how.tensor), why_not_split(config) is None
-        tensor_parallel.parallelize(model, group, splits_tokens=splits)
     if recipe.quantization is not None:
         if recipe.lora is not None and recipe.lora.dora:
             raise NotEstimated("`lora.dora` on packed weights unpacks them for their norm, which only real weights can")
@@ -143,6 +140,9 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
         emulates_fp8=how.device == "cpu",
         head_device=HeadDevice(how.device, how.small, recipe.model.kernels != "plain", how.tensor),
     )
+    if how.tensor > 1:
+        group, splits = tensor_parallel.TensorGroup(None, 0, how.tensor), why_not_split(config) is None
+        tensor_parallel.parallelize(model, group, splits_tokens=splits)
     if how.expert > 1:  # a rank keeps its experts, and tokens travel, as in `engine/expert_parallel.py`
         for path, experts in experts_of(model).items():
             for name, weight in list(experts.named_parameters(recurse=False)):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers.integrations import moe
 
-from finetune.engine import tensor_group
+from finetune.engine import tensor_experts, tensor_group
+from finetune.engine.tensor_group import ParameterShard
 from finetune.models import fused_layers, grouped_experts, packed_linear
 from finetune.models.head import chunked
 
@@ -41,6 +42,7 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
     chunked.liger_cross_entropy = LigerKernel
     collectives: Any = tensor_group.dist
     tensor_group.dist = _OneRank()  # pyright: ignore[reportAttributeAccessIssue]
+    places_here, tensor_experts.places_here = tensor_experts.places_here, even_places
     if keeps_inputs_alone:
         torch.nn.functional.linear = lambda x, weight, bias=None: _InputAlone.apply(x, weight, bias)
     # torch knows the shapes of grouped products in bf16 only, though its kernels compute others; transformers' own
@@ -56,6 +58,7 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
         moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear = can_use, grouped, linear
         grouped_experts.grouped_mm = of_adapters
         tensor_group.dist, torch.is_autocast_enabled = collectives, is_enabled
+        tensor_experts.places_here = places_here
         fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy = norm, liger, of_head
         packed_linear.unpacked_weight = unpacked_weight
         torch.nn.functional.dropout = dropout
@@ -222,6 +225,11 @@ class LigerKernel:
 
     def __getitem__(self, _grid: tuple[int]) -> Callable[..., None]:
         return lambda X_ptr, loss_ptr, **_: _cross_entropy(X_ptr, X_ptr, X_ptr, loss_ptr)
+
+
+def even_places(choices: Tensor, shard: ParameterShard) -> Tensor:
+    """Of `tensor_experts.places_here`: tokens choose all experts equally often."""
+    return choices.new_zeros(len(choices) * shard.size // shard.total)
 
 
 class EvenExchange:

@@ -72,6 +72,10 @@ CASES: dict[str, tuple[dict[str, Any], Lora | None, bool]] = {
     "qwen3 dora": (tiny.MODELS["qwen3"], Lora(rank=4, dora=True, dropout=0.1), True),
     "qwen3 dora whole": (tiny.MODELS["qwen3"], Lora(rank=4, dora=True, dropout=0.1), False),
 }
+CASES |= {
+    "mixtral": (tiny.MODELS["mixtral"], None, False),
+    "qwen3_moe lora": (tiny.MODELS["qwen3_moe"], Lora(rank=4), False),
+}
 TOKENS = 47  # which the two ranks of a group cannot divide evenly
 
 

@@ -258,7 +258,7 @@ CASES = (
         "lora mixtral experts",
         (*LORA, "optimizer.lr=1e-3", "optimizer.eps=1e-6"),
         model="mixtral",
-        on=("ddp", "fsdp2", "zero2", "zero3", "ep", "pp_ep"),
+        on=("ddp", "fsdp2", "zero2", "zero3", "ep", "pp_ep", "tp", "pp_tp", "fsdp2_tp"),
     ),
     Case(
         "lora qwen3_moe experts checkpointing",
@@ -381,6 +381,7 @@ TENSOR = (
     # A vocabulary that ranks share: the losses of its parts.
     *("full chunked head", "lora chunked head", "full focal", "lora focal", "full distill", "lora distill"),
     "full classify",
+    *("full mixtral", "lora mixtral", "lora mixtral experts", "full mixtral balance", "full mixtral bf16"),
 )
 EXPERTS = tuple(
     case.name for case in CASES if case.model in ("mixtral", "qwen3_moe") and (case.on is None or "ep" in case.on)
@@ -422,7 +423,7 @@ LAUNCHES = (
     ("pp_4_fsdp2_interleaved", 8, ("full deepest", "lora deepest")),
     ("pp_zero", 4, ("full", "lora", "qlora", "full tied", "full bf16", "full token budget", "full dpo", "full muon")),
     ("pp_hsdp", 8, ("full", "lora", "full tied", "full unpacked", "full dpo")),
-    ("pp_tp", 4, (*FEW_SHARED, "lora dora", "full unpacked", "full qwen3", "full dpo", "full muon")),
+    ("pp_tp", 4, (*FEW_SHARED, "lora dora", "full unpacked", "full qwen3", "full dpo", "full muon", "full mixtral")),
     ("pp_fsdp2_tp", 8, (*FEW_SHARED, "full unpacked", "full token budget", "full bf16", "full dpo", "full muon")),
     ("pp_zero_tp", 8, FEW_SHARED),
     ("pp_cp", 4, (*FEW_SHARED, "full dpo")),
@@ -474,6 +475,7 @@ LAUNCHES = (
             "lora dora",
             "lora bf16",
             "full muon",
+            *("full mixtral", "lora mixtral experts"),
             *OF_PAIRS,
         ),
     ),
