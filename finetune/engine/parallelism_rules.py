@@ -151,8 +151,6 @@ def tensor_parallel(c: Combination) -> Iterator[str]:
     if not model.tensor_styles:
         instead = f"`{dimension_key('expert')}`, or fsdp2" if model.experts else "fsdp2"
         yield f"{key}: transformers has no tensor parallel plan for this model: use {instead}"
-    elif model.experts:
-        yield from _tensor_experts(c, model)
     if "colwise" in model.tensor_styles and (model.heads % size or model.kv_heads % size):
         fits = nearest_divisors(size, math.gcd(model.heads, model.kv_heads))
         heads = f"{model.heads} attention heads and the {model.kv_heads} key-value heads"
@@ -164,10 +162,13 @@ def tensor_parallel(c: Combination) -> Iterator[str]:
         )
 
 
-def _tensor_experts(c: Combination, model: Architecture) -> Iterator[str]:
+def tensor_experts(c: Combination) -> Iterator[str]:
     """Tensor ranks have different experts of a layer."""
-    key, size, instead = c.key("tensor"), c.sizes.tensor, f"use `{dimension_key('expert')}`, or fsdp2"
+    key, size, model = c.key("tensor"), c.sizes.tensor, c.model
+    if size == 1 or model is None or not model.experts or not model.tensor_styles:
+        return
     if EXPERTS_STYLE not in model.tensor_styles or "packed_rowwise" in model.tensor_styles:
+        instead = f"use `{dimension_key('expert')}`, or fsdp2"
         yield f"{key}: the experts of this model choose their tokens otherwise than others do: {instead}"
     elif model.experts % size:
         fits = nearest_divisors(size, model.experts)
@@ -357,6 +358,7 @@ def images(c: Combination) -> Iterator[str]:
 RULES = (
     data_parallel,
     tensor_parallel,
+    tensor_experts,
     token_parallel,
     pipeline_stages,
     pipeline_micro_batches,

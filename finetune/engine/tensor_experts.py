@@ -11,7 +11,7 @@ Adapters on experts are full on every rank, which has gradients for its own expe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -44,16 +44,10 @@ def shard_experts(model: nn.Module, group: TensorGroup) -> ShardedParameters:
         replace_forward(experts, forward, "experts of this rank")
         for wrapper in adapters.values():
             replace_forward(wrapper, wrapper.base_layer.__call__, "adapters of all experts")
-        partial_gradients |= {name for name, _ in _of_adapters(model, adapters)}
+        halves = [half for wrapper in adapters.values() for half in (wrapper.lora_A, wrapper.lora_B)]
+        of_adapters = {id(weight) for half in halves for weight in half.parameters()}
+        partial_gradients |= {name for name, weight in model.named_parameters() if id(weight) in of_adapters}
     return ShardedParameters(shards, frozenset(partial_gradients))
-
-
-def _of_adapters(model: nn.Module, adapters: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters of adapters on experts."""
-    halves = {
-        id(p) for wrapper in adapters.values() for half in (wrapper.lora_A, wrapper.lora_B) for p in half.parameters()
-    }
-    yield from ((name, p) for name, p in model.named_parameters() if id(p) in halves)
 
 
 def _forward(

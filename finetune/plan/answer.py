@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from finetune.engine.hardware import CPU, GIB
+from finetune.engine.parallelism_rules import Architecture
 from finetune.models.attention import attention_for
 from finetune.plan.lengths import ROWS_KEPT
 from finetune.plan.micro_batch import kernels_at
@@ -160,8 +161,8 @@ def assumptions(request: PlanRequest, one: Choice) -> list[str]:
         )
     if request.rows.images and request.rows.rows is not None:
         lines.append(f"the fullest row has as many images as any of {ROWS_KEPT} rows that were looked at")
-    if sizes.expert > 1:
-        lines.append("ep: all experts get equally many tokens")
+    if sizes.expert > 1 or (sizes.tensor > 1 and Architecture.of(request.config).experts):
+        lines.append("ep, tp: all experts get equally many tokens")
     if sizes.pipeline > 1:
         lines.append("pipelines: each stage takes its share of the layers' time, and keeps what its schedule says")
     if machines.key == CPU:

@@ -31,7 +31,7 @@ from finetune.recipe.schema import Lora
 WORKER = Path(__file__).with_name("tensor_worker.py")
 DORA = ("qwen2 dora", "phi3 dora", "qwen3 dora")
 SPLIT = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora", *DORA)  # each rank has some of the tokens
-CASES = (*SPLIT, "llama whole", "llama_tied lora whole", "qwen3 dora whole")
+CASES = (*SPLIT, "llama whole", "llama_tied lora whole", "qwen3 dora whole", "mixtral", "qwen3_moe lora")
 LAYERS, HIDDEN, TOKENS = 2, 64, 47
 
 
@@ -101,6 +101,19 @@ def test_all_reduces_of_a_layer_are_sent_in_two_halves(
         assert Counter((name, elements) for name, elements in rank[case]["sent"]) == expected
 
 
+def test_experts_send_what_a_feed_forward_does(ranks: list[dict[str, Any]]) -> None:
+    """All tokens' hidden states, twice in each direction of a layer; in the backward the weights of two choices too."""
+    expected = {
+        ("all_reduce", TOKENS * HIDDEN): 4 * LAYERS + 1,
+        ("all_reduce", TOKENS * 2): LAYERS,
+        ("all_reduce", TARGETS * HIDDEN): 1,
+        ("all_reduce", TARGETS): 1,
+        ("all_reduce", 2 * TARGETS): 1,
+    }
+    for rank in ranks:
+        assert Counter((name, elements) for name, elements in rank["mixtral"]["sent"]) == expected
+
+
 @pytest.mark.parametrize(("case", "splits"), [("llama", True), ("llama whole", False)])
 def test_the_formula_says_what_is_sent(
     ranks: list[dict[str, Any]], recipe: dict[str, Any], write_recipe: Callable[..., Path], case: str, splits: bool
@@ -129,6 +142,16 @@ def test_the_formula_says_what_is_sent(
         times[one.kind] -= one.collectives
     assert moved == pytest.approx(dict(formula), rel=1 / TOKENS)  # of 48 tokens where ranks send equally much
     assert set(times.values()) == {0}
+
+
+def test_a_plan_knows_the_experts_of_a_rank(
+    recipe: dict[str, Any], write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    loaded = load_recipe(write_recipe(recipe), [f"model.name={tiny.save_model(tmp_path, 'mixtral')}"])
+    ours, all_of_them = (shapes_of(loaded, training_config(loaded), size).weights for size in (2, 1))
+    experts = [(one, whole) for one, whole in zip(ours, all_of_them, strict=True) if whole.expert]
+    assert [one.shape for one, _ in experts] == [(4, *whole.shape[1:]) for _, whole in experts]
+    assert {(one.expert, one.parts) for one, _ in experts} == {(True, 2)}
 
 
 def test_dora_on_a_shared_embedding_is_refused() -> None:

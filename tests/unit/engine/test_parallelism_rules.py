@@ -33,6 +33,7 @@ HEADS = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}
 LLAMA = LlamaConfig(**HEADS)
 DROPOUT = LlamaConfig(**HEADS, attention_dropout=0.1)
 MIXTRAL_4 = AutoConfig.for_model("mixtral", **HEADS, num_local_experts=4)
+LLAMA_4 = AutoConfig.for_model("llama4_text", **HEADS, num_local_experts=4)
 SMALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
 SIX_HEADS = LlamaConfig(**SMALL)
 SLIDING = MistralConfig(**SMALL, sliding_window=8)
@@ -66,7 +67,9 @@ REFUSED = [
     (launch("zero", 2, tp=2), LLAMA, (), "DeepSpeed needs unsharded matrices: use fsdp2_tp or tp"),
     (launch("fsdp2", 4, tp=4), LLAMA, (), "the 12 attention heads and the 6 key-value heads: set it to 3 or 6"),
     (TENSOR, DROPOUT, (), "`attention_dropout: 0.1`.*use fsdp2"),
-    (TENSOR, MIXTRAL_4, (), "4 experts cannot be sharded by columns here: .*ep_size`, or fsdp2"),
+    (launch("fsdp2", 3, tp=3), MIXTRAL_4, (), "must divide the model's 4 experts: set it to 2 or 4"),
+    (TENSOR, MIXTRAL_4, ("train.compile=true",), "choose a rank's experts differs from layer to layer"),
+    (TENSOR, LLAMA_4, (), "experts of this model choose their tokens otherwise .*ep_size`, or fsdp2"),
     (TENSOR, GPT2Config(), (), "transformers has no tensor parallel plan for this model: use fsdp2"),
     (TENSOR, LLAMA, IN_BACKWARD, "use fsdp2, or `in_backward: false`"),
     (TENSOR, LLAMA, QLORA, "4-bit blocks run along the rows"),
