@@ -236,7 +236,13 @@ def show(
     console.print()
     console.print(_pictures(first[0]))
     console.print()
-    notes = [*_host_notes(first[0]), *price_lines(request, first[0]), *rests_on(request, shown)]
+    notes, memory = [], first[0].memory
+    if memory.host or memory.disk:
+        host, disk = memory.host / GIB, memory.disk / GIB
+        notes.append(f"of each machine: {host:.1f} GiB of host memory, {disk:.1f} of disk")
+    after = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.after.items())
+    notes.append(f"in host memory after the steps, GiB of tensors of one process: {after}")
+    notes += [*price_lines(request, first[0]), *rests_on(request, shown)]
     for line in [*notes, *(_forbidden(results) if verbose else ())]:
         print_line(console, line, highlight=False, markup=False, style="dim")
 
@@ -297,15 +303,6 @@ def facts(request: PlanRequest, choices: Sequence[Choice], results: Sequence[Sea
     lines += [f"on {result.machines.name}" for result in results if len(results) == 1]
     shared = {key: value for key, value in choices[0].changes.items() if _all_have(choices, key)}
     return [*lines, *(f"all with {line}" for line in as_lines(shared))]
-
-
-def _host_notes(one: Choice) -> list[str]:
-    memory, notes = one.memory, []
-    if memory.host or memory.disk:
-        host, disk = memory.host / GIB, memory.disk / GIB
-        notes.append(f"of each machine: {host:.1f} GiB of host memory, {disk:.1f} of disk")
-    after = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.after.items())
-    return [*notes, f"in host memory after the steps, GiB of tensors of one process: {after}"]
 
 
 def _forbidden(results: Sequence[SearchResult]) -> list[str]:
