@@ -29,8 +29,10 @@ from finetune.checkpoints.shards import part_tensors
 from finetune.data.loader import Loader, StepBatches
 from finetune.data.row_source import RunRows
 from finetune.data.samples import Example, ExampleSizes
+from finetune.engine import zero
 from finetune.engine.base import Engine
 from finetune.engine.launch import CONFIG_VARIABLES, Launch, read_config_file, read_launch
+from finetune.engine.split_trial import why_not_split
 from finetune.engine.start import start_engine
 from finetune.engine.zero import Zero
 from finetune.models import packed_linear
@@ -132,6 +134,8 @@ def fake_run(
     # DDP's reducer is C++ that reads the parameters' memory: replicas run without it.
     engine.accelerator.prepare_model = lambda model, **_: model.to(engine.device)
     attention_for(recipe, config, "cuda")  # a trial on real tensors, which is remembered
+    if launch.parallelism.tensor > 1:
+        why_not_split(config)  # as well; its threads cannot share one mode of fake tensors
     with fake_cuda(block) as meter, _weights_without_values(), _without_agreement(launch):
         meter.begin("load")
         wrap = engine.wrap
@@ -213,7 +217,7 @@ def _without_agreement(launch: Launch) -> Iterator[None]:
             return replace(placement(self, recipe), packed_on=None, direct=self.plugin.zero_stage != 3)
 
         Zero.placement = on_device
-        Zero._shard_packed = lambda *_: None
+        zero.linear_weights = lambda _model: iter(())  # `wrap` shards none
     yield
 
 

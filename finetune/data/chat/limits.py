@@ -174,10 +174,12 @@ class Limits:
                 most = _MAX_WIDTH if name == "round" else MAX_TEXT // 100
                 if any(isinstance(one, int) and abs(one) > most for one in others):
                     raise UserError(f"`{name}` gets a number of more than {most:,}")
-            elif isinstance(value, _CONTAINERS) and name not in (
-                "center",
-                "truncate",
-            ):  # written with all that it holds
+            elif name == "sum" and any(isinstance(one, list | tuple) for one in others):
+                items = list(value)
+                for item in items:  # Python copies the sum so far for each
+                    self.charge(_size(item, self._chars) * len(items))
+                arguments = (*arguments[: len(arguments) - len(given)], items, *given[1:])
+            elif isinstance(value, _CONTAINERS) and name not in ("center", "truncate"):  # written with all it holds
                 self.charge(_size(value, self._chars))
             if name == "tojson":
                 for one in itertools.chain.from_iterable(
