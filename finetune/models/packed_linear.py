@@ -43,21 +43,22 @@ def pack_linear_layers(
     device: torch.device,
     kept_on: torch.device,
     whole: list[str] | None = None,
-    packs_shapes: bool = True,
+    layers: frozenset[int] | None = None,
 ) -> None:
-    """Replace linear layers by packed ones, in place.
+    """Replace linear layers by packed ones, in place; those on `meta` get the shapes of packed ones.
 
     device: on which a layer is packed; kept_on: on which it stays. whole: names of modules left unpacked; None: the
-    head, and those kept in fp32 by the model's code. packs_shapes: whether layers on `meta` get the shapes of packed
-    ones, or stay as they are. Raises UserError.
+    head, and those kept in fp32 by the model's code. layers: decoder layers that are packed; None: all.
+    Raises UserError.
     """
     pack = pack_fp8 if settings.type == "fp8" else partial(_four_bit_layer, settings)
     # The attribute by which transformers' models declare such modules.
     skipped = HfQuantizer.get_modules_to_not_convert(model, whole, model._keep_in_fp32_modules)
+    others = [] if layers is None else [layer for i, layer in enumerate(model.base_model.layers) if i not in layers]
+    elsewhere = {module for layer in others for module in layer.modules()}
     for name, module in list(model.named_modules()):
-        if not (isinstance(module, Conv1D) or type(module) is nn.Linear) or not should_convert_module(name, skipped):
-            continue
-        if module.weight.is_meta and not packs_shapes:
+        is_linear = (isinstance(module, Conv1D) or type(module) is nn.Linear) and module not in elsewhere
+        if not is_linear or not should_convert_module(name, skipped):
             continue
         weight = module.weight.detach().T if isinstance(module, Conv1D) else module.weight.detach()
         bias = None if module.bias is None else module.bias.detach()

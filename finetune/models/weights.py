@@ -162,9 +162,8 @@ def _pack(model: Any, recipe: Recipe, config: PretrainedConfig, placement: Place
         whole = ["lm_head", *(f"model.{path}" for path in (family.tower, *family.projector))]
     device = placement.device or torch.device("cpu")
     kept_on = placement.packed_on or device
-    # Layers of other stages stay unpacked, as DoRA cannot copy a packed weight that has no values.
-    packs_shapes, compute = placement.weights == "meta", dtypes(recipe).compute
-    pack_linear_layers(model, recipe.quantization, compute, device, kept_on, whole, packs_shapes)
+    compute, layers = dtypes(recipe).compute, placement.layers  # DoRA cannot copy packed weights without values
+    pack_linear_layers(model, recipe.quantization, compute, device, kept_on, whole, layers)
 
 
 def _check_complete(recipe: Recipe, config: PretrainedConfig, missing: set[str]) -> None:

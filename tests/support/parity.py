@@ -183,6 +183,7 @@ CASES = (
     ),
     Case("lora dropout rslora", (*LORA, "lora.dropout=0.1", "lora.rslora=true", "optimizer.lr=1e-3")),
     Case("lora dora", (*LORA, "lora.dora=true")),
+    Case("qlora dora", (*QLORA, "lora.dora=true"), on=("ddp", "fsdp2", "pp", "pp_fsdp2")),
     Case("lora and whole head", (*LORA, "lora.modules_to_save=[lm_head]", "optimizer.lr=1e-3")),
     Case("full tokens", (TOKENS,), on=("ddp", "fsdp2", "zero2", "zero3", "pp")),
     Case("lora tokens", (*LORA, TOKENS, "optimizer.lr=1e-3")),
@@ -413,6 +414,7 @@ LAUNCHES = (
         (
             *("full", "lora", "qlora", "full tied", "lora tied", "full unpacked", "full token budget", "full bf16"),
             *("full checkpointing selective", "lora tied tokens", "lora tied and whole head", "full muon"),
+            "qlora dora",
             *OF_PAIRS,
             *("lora dpo adapters off", "full reward", "full distill"),
         ),

@@ -22,7 +22,7 @@ from finetune.recipe import load_recipe
 WITHOUT = {"fsdp2_offload": "fsdp2", "zero2_offload": "zero2", "zero3_offload": "zero3", "zero3_nvme": "zero3_offload"}
 CONFIGS = {*WITHOUT, *WITHOUT.values(), "single", "ddp"}
 COUNTS = (1, 2, 8)
-TOO_LARGE = ("mistral-large-4",)  # for eight of any device
+TOO_LARGE = ("mistral-large-4", "llama3.1-405b")  # for eight of most devices
 SHIPPED = [
     path
     for path in sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -81,8 +81,8 @@ def check_offload(choices: dict[str, Choice], count: int) -> int:
         if (without := "single" if count == 1 else WITHOUT.get(name)) in choices and one.config in WITHOUT
     ]
     pairs = [(one, other) for one, other in pairs if one.step and other.step and other.verdict != "no"]
-    for one, other in pairs:
-        assert one.step
-        assert other.step
-        assert one.step.seconds > other.step.seconds, (one.name, one.step.parts, other.step.parts)
+    for pair in pairs:
+        # Memory that offload frees holds a larger cohort of rollouts, and generation may be faster by it.
+        with_offload, without = (one.step.seconds - one.step.parts.get("generation", 0) for one in pair if one.step)
+        assert with_offload > without, [(one.name, one.step and one.step.parts) for one in pair]
     return len(pairs)
