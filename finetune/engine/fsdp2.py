@@ -35,6 +35,7 @@ from finetune.engine.sharding import (
 from finetune.engine.split_trial import why_not_split
 from finetune.engine.state_shards import ShardPart
 from finetune.engine.tensor_group import ShardedParameters, TensorGroup, all_gathered
+from finetune.engine.tensor_packed import shard_scales
 from finetune.engine.tensor_parallel import parallelize
 from finetune.engine.timing import Stopwatch
 from finetune.errors import UserError
@@ -82,6 +83,7 @@ class Fsdp2(Engine):
         if weights is not None:
             fill_shards(self.unwrapped, weights, self._sharded.shards, self.device, sharding.device(self.device))
             self.unwrapped.tie_weights()
+        shard_scales(self.unwrapped, self._sharded.shards)
         self._waits = ShardWaits(self.model, self.stopwatch)
         self.build_over_shards(build)
 

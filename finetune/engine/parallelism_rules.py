@@ -22,6 +22,7 @@ from finetune.recipe.schema import Recipe
 from finetune.utils import divisors
 
 EXPERTS_STYLE = "moe_tp_experts"  # of stacked experts, in transformers' tensor parallel plans
+BLOCK = 64  # weights of a row that share a scale in 4 bits, by bitsandbytes' default
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Architecture:
     dropouts: dict[str, float] = field(default_factory=dict)  # settings of active dropout
     rope_types: tuple[str, ...] = ()  # those whose frequencies depend on the length of a document
     tensor_styles: frozenset[str] = frozenset()  # styles in the tensor parallel plan; empty without a plan
+    widths: dict[str, int] = field(default_factory=dict)  # inputs of row parallel matrices, by what they are inputs of
 
     @classmethod
     def of(cls, config: Any, in_stages: bool = False) -> Architecture:
@@ -61,6 +63,7 @@ class Architecture:
             dropouts=dict(active_dropouts(text)),
             rope_types=tuple(length_dependent_rope(config)),
             tensor_styles=frozenset(tensor_plan(config).values()),
+            widths=row_parallel_widths(config),
         )
 
 
@@ -105,6 +108,23 @@ def tensor_plan(config: Any) -> dict[str, str]:
     return dict(getattr(config.get_text_config(), "base_model_tp_plan", None) or {})
 
 
+def row_parallel_widths(config: Any) -> dict[str, int]:
+    """Returns the inputs of the matrices that a tensor parallel plan shards by columns, by what they are inputs of; a
+    common divisor if layers differ."""
+    plan, widths = tensor_plan(config), dict[str, int]()
+    for layer in layer_configs(config.get_text_config()):
+        if plan.get("layers.*.self_attn.o_proj") == "rowwise":
+            heads = layer.num_attention_heads
+            each = [getattr(layer, name, None) for name in ("v_head_dim", "head_dim")]
+            width = heads * next((one for one in each if one), layer.hidden_size // heads)
+            widths["attention's output"] = math.gcd(width, widths.get("attention's output", 0))
+        if plan.get("layers.*.mlp.down_proj") == "rowwise":
+            width = layer.intermediate_size
+            width = math.gcd(*width) if isinstance(width, list) else width
+            widths["the feed-forward's output"] = math.gcd(width, widths.get("the feed-forward's output", 0))
+    return widths
+
+
 def nearest_divisors(wanted: int, number: int) -> str:
     """Returns the divisors of `number` around `wanted`, for messages.
 
@@ -134,8 +154,11 @@ def tensor_parallel(c: Combination) -> Iterator[str]:
         return
     if c.launch.kind == "zero":
         yield f"{key}: DeepSpeed needs unsharded matrices: use fsdp2_tp or tp"
-    if recipe.mode == "qlora":
-        yield f"{key} with `mode: qlora`: 4-bit blocks run along the rows, and columns would split them: use fsdp2"
+    if recipe.quantization is not None and recipe.quantization.compute == "scaled":
+        yield (
+            f"{key} with `quantization.compute: scaled`: a token is rounded by the largest of all its features, of "
+            "which a rank has some: use fsdp2, or `compute: dequantised`"
+        )
     if recipe.model.cross_entropy in ("torch", "liger"):
         yield (
             f"{key} with `model.cross_entropy: {recipe.model.cross_entropy}`: it takes all of the vocabulary, which "
@@ -155,6 +178,14 @@ def tensor_parallel(c: Combination) -> Iterator[str]:
         fits = nearest_divisors(size, math.gcd(model.heads, model.kv_heads))
         heads = f"{model.heads} attention heads and the {model.kv_heads} key-value heads"
         yield f"{key} must divide the {heads}: set it to {fits}"
+    if recipe.quantization is not None and recipe.quantization.type != "fp8":
+        for name, width in model.widths.items():
+            if width % (BLOCK * size):
+                yield (
+                    f"{key} with `quantization.type: {recipe.quantization.type}`: the {width:,} inputs of {name} are "
+                    f"packed in blocks of {BLOCK}, which ranks would split: set it to "
+                    f"{nearest_divisors(size, width // BLOCK or 1)}, or use fsdp2"
+                )
     if dropout := model.dropouts.get("attention_dropout"):
         yield (
             f"{key}: the model has attention dropout (`attention_dropout: {dropout}`), and each rank would draw for "

@@ -32,6 +32,7 @@ from finetune.engine.pipeline import CalledStage, Pipeline
 from finetune.engine.ranks import group_over
 from finetune.engine.sharding import ReadingRank, Sharding, fill_shards, local_tensor, shard_layers, take_weights
 from finetune.engine.stages import parts_of
+from finetune.engine.tensor_packed import shard_scales
 from finetune.models.packed_linear import make_plain
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel
@@ -67,6 +68,7 @@ class ShardedPipeline(Fsdp2, Pipeline):
         if weights is not None:
             fill_shards(causal_lm, weights, self._sharded.shards, self.device, sharding.device(self.device))
             self._tie(tied)
+        shard_scales(causal_lm, self._sharded.shards)
         self.build_over_shards(build)
 
     def trained_here(self) -> NamedTensors:

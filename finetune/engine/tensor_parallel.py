@@ -9,7 +9,8 @@ matrices each rank has some of the tokens of a row (`split_tokens.py`), if a tri
 then (`split_trial.py`).
 
 Parameters stay plain tensors of the size of a rank's shard, so adapters, 8-bit optimizers and packed attention
-over the local heads work as on a smaller model; a `ParameterShard` gives the range of each in the full parameter. In an
+over the local heads work as on a smaller model; a `ParameterShard` gives the range of each in the full parameter, of
+packed weights their blocks (`tensor_packed.py`). In an
 adapter, the matrix on the sharded side is sharded: B of a column parallel matrix, A of a row parallel one.
 """
 
@@ -22,16 +23,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import dropout, linear
+from torch.nn.functional import dropout
 
 from finetune.engine.parallelism_rules import nearest_divisors, tensor_plan
 from finetune.engine.split_tokens import RowTokens, split_tokens, sum_of_columns
 from finetune.engine.tensor_dora import MAGNITUDE, check_embeddings, shard_dora
 from finetune.engine.tensor_experts import shard_experts
 from finetune.engine.tensor_group import Communicate, ParameterShard, ShardedParameters, TensorGroup
+from finetune.engine.tensor_packed import packed_shard
 from finetune.engine.vocabulary_parallel import split_vocabulary
 from finetune.errors import UserError
 from finetune.models.moe import stacked_experts
+from finetune.models.packed_linear import Fp8Linear, is_4bit, product
 from finetune.models.patches import replace_forward
 from finetune.utils import unwrap_peft
 
@@ -134,8 +137,8 @@ def _planned(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, st
 
 def _linear_layers(module: nn.Module, style: Style, group: TensorGroup, path: str) -> Iterator[nn.Linear]:
     """Yields the linear layers to shard for a layer of the plan: itself, or those of the peft layer in its place."""
-    if type(module) is nn.Linear:
-        yield module
+    if type(module) in (nn.Linear, Fp8Linear) or is_4bit(module):
+        yield module  # pyright: ignore[reportReturnType]
     elif hasattr(module, "lora_A"):
         adapted: Any = module
         if style.dim == 1 and not style.full:
@@ -157,7 +160,7 @@ def _shard_linear(
     """Shard a linear layer, and make it communicate. Returns the shards by parameter. Raises UserError.
 
     row: the tokens of a model whose receiving modules gather them, so that its layers need not share their input."""
-    size = module.weight.shape[style.dim]
+    size = (module.out_features, module.in_features)[style.dim]
     if size % group.size:
         raise UserError(
             f"tensor parallel: the {size} {'outputs' if style.dim == 0 else 'inputs'} of {path} are not divisible by "
@@ -165,9 +168,11 @@ def _shard_linear(
         )
     shard = group.shard(style.dim, size)
     sharded = {name: shard for name, _ in module.named_parameters() if name == "weight" or style.dim == 0}
-    for name in sharded:
+    if type(module) is not nn.Linear:
+        sharded["weight"] = packed_shard(module, style.dim, group, path)
+    for name, own in sharded.items():
         parameter = getattr(module, name)
-        setattr(module, name, nn.Parameter(shard.take(parameter.detach()).clone(), parameter.requires_grad))
+        setattr(module, name, nn.Parameter(own.take(parameter.detach()).clone(), parameter.requires_grad))
     if style.dim == 0:  # it has this rank's rows of the weight, its outputs
         module.out_features //= group.size
         if row is None:
@@ -181,7 +186,7 @@ def _shard_linear(
 
     def forward(x: Tensor) -> Tensor:  # with this rank's columns of the weight, its inputs
         features: Any = Communicate.apply(x, group, "scatter") if style.full else x
-        output = sum_of_columns(linear(features, module.weight), group, row)
+        output = sum_of_columns(product(module, features), group, row)
         return output if module.bias is None else output + module.bias.to(output.dtype)  # once, not on each rank
 
     module.in_features //= group.size

@@ -104,6 +104,28 @@ def unpacked_weight(layer: Any, weight: Tensor) -> Tensor:  # (O, I)
     return dequantize_4bit(weight.view(-1, 1), state)
 
 
+def product(layer: Any, x: Tensor) -> Tensor:  # (..., I) -> (..., O)
+    """Returns x W' of a linear layer that may be packed, without its bias."""
+    if type(layer) is nn.Linear:
+        return F.linear(x, layer.weight)
+    return _UnpackedProduct.apply(x.to(layer.weight.dtype), layer.weight, layer)  # pyright: ignore[reportReturnType]
+
+
+class _UnpackedProduct(torch.autograd.Function):
+    """Unpacks in the forward and again in the backward, as a layer's own product does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Any) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.layer = layer
+        return F.linear(x, unpacked_weight(layer, weight).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return grads[0] @ unpacked_weight(ctx.layer, weight).to(grads[0].dtype), None, None
+
+
 def is_4bit(layer: Any) -> bool:
     return isinstance(layer, nn.Linear) and type(layer).__name__ == "Linear4bit"
 
@@ -169,6 +191,17 @@ def state_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
         for name in ("absmax", "code", "offset"):
             if isinstance(value := getattr(part, name, None), Tensor):
                 yield f"{path}.{name}", value
+
+
+def scales_of(state: Any) -> Tensor:
+    """Returns the fp32 scales of a 4-bit layer's blocks, from scales that may be quantized themselves."""
+    if not state.nested:
+        return state.absmax
+    if state.absmax.is_meta:
+        return torch.empty_like(state.absmax, dtype=torch.float32)
+    from bitsandbytes.functional import dequantize_blockwise
+
+    return (dequantize_blockwise(state.absmax, state.state2) + state.offset).float()  # as `dequantize_4bit`
 
 
 # --- 8 bits

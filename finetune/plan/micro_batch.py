@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as TokenSequence
-from finetune.engine import tensor_parallel
+from finetune.engine import tensor_packed, tensor_parallel
 from finetune.engine.split_trial import why_not_split
 from finetune.errors import UserError
 from finetune.models.assemble import assemble
@@ -120,8 +120,7 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
         packed = {id(parameter) for parameter, _ in linear_weights(model)}
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and id(module.weight) in packed:
-                shape = (module.out_features, module.in_features)
-                replace_forward(module, partial(unpacked_product, shape), "unpacked product")
+                replace_forward(module, partial(unpacked_product, module), "unpacked product")
     settings = recipe.objective.model_copy(update={"router_aux_loss_coef": None})  # a number for each token and expert
     if score_labels(settings) or OBJECTIVES[settings.name].reads_tokens_alone:
         objective = make_objective(settings)
@@ -142,7 +141,8 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
     )
     if how.tensor > 1:
         group, splits = tensor_parallel.TensorGroup(None, 0, how.tensor), why_not_split(config) is None
-        tensor_parallel.parallelize(model, group, splits_tokens=splits)
+        shards = tensor_parallel.parallelize(model, group, splits_tokens=splits).shards
+        tensor_packed.shard_scales(model, shards)
     if how.expert > 1:  # a rank keeps its experts, and tokens travel, as in `engine/expert_parallel.py`
         for path, experts in experts_of(model).items():
             for name, weight in list(experts.named_parameters(recurse=False)):

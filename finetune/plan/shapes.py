@@ -20,6 +20,7 @@ from finetune.engine.launch import Launch
 from finetune.engine.sharding import final_norm
 from finetune.engine.split_trial import why_not_split
 from finetune.engine.tensor_group import ShardedParameters, TensorGroup
+from finetune.engine.tensor_packed import PackedShard, shard_scales
 from finetune.engine.tensor_parallel import parallelize
 from finetune.models import assemble
 from finetune.models.attention import AttentionChoice
@@ -73,7 +74,9 @@ def _shapes(key: CacheKey) -> Shapes:
     splits, divided = tensor > 1 and why_not_split(key.config) is None, ShardedParameters({}, frozenset())
     if tensor > 1:
         divided = parallelize(model, TensorGroup(None, 0, tensor), splits_tokens=splits)
+        shard_scales(model, divided.shards)
     shards = divided.shards
+    unequal = {name for name, shard in shards.items() if not isinstance(shard, PackedShard)}  # if not divisible
     packed = {id(parameter): weights for parameter, weights in linear_weights(model)}
     scales = {
         id(module.weight): sum(tensor.nbytes for _, tensor in state_tensors(module))
@@ -113,7 +116,7 @@ def _shapes(key: CacheKey) -> Shapes:
                 parts=tensor if name in shards else 1,
                 expert=id(parameter) in of_experts,
                 partial=name in divided.partial,
-                rows=shards[name].total if name in shards and shards[name].dim == 0 else 0,
+                rows=shards[name].total if name in unequal and shards[name].dim == 0 else 0,
                 table=name in roles.tables,
                 of_images=name in roles.of_images,
             )

@@ -89,10 +89,10 @@ class _Unpacked(torch.autograd.Function):
         return gradient @ torch.empty(ctx.shape, dtype=gradient.dtype), None
 
 
-def unpacked_product(shape: tuple[int, int], x: Tensor) -> Tensor:
-    """Returns x times a packed weight's transpose. shape: of the weight."""
+def unpacked_product(layer: Any, x: Tensor) -> Tensor:
+    """Returns x times the transpose of a layer's packed weight."""
     kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    out: Any = _Unpacked.apply(x.to(kind), shape)
+    out: Any = _Unpacked.apply(x.to(kind), (layer.out_features, layer.in_features))
     return out.to(x.dtype)
 
 

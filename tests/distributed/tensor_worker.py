@@ -39,11 +39,13 @@ from finetune.engine.sharding import (
     take_weights,
 )
 from finetune.engine.tensor_group import ShardedParameters, TensorGroup
+from finetune.engine.tensor_packed import shard_scales
 from finetune.engine.tensor_parallel import parallelize
 from finetune.models.head import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
+from finetune.models.packed_linear import make_plain, pack_linear_layers
 from finetune.models.weights import add_adapters
-from finetune.recipe.schema import Lora
+from finetune.recipe.schema import Lora, Quantization
 
 PHI3 = {**tiny.MODELS["llama"], "model_type": "phi3"}
 # With biases, and a vocabulary that is not divisible.
@@ -76,28 +78,39 @@ CASES |= {
     "mixtral": (tiny.MODELS["mixtral"], None, False),
     "qwen3_moe lora": (tiny.MODELS["qwen3_moe"], Lora(rank=4), False),
 }
+WIDE = tiny.MODELS["llama_wide"]
+CASES |= {
+    "llama_wide qlora": (WIDE, Lora(rank=4), True),
+    "llama_wide qlora dora whole": (WIDE, Lora(rank=4, dora=True), False),
+    "qwen2 qlora fp8": (QWEN2, Lora(rank=4), True),
+}
+PACKED = {name: Quantization(type="fp8" if "fp8" in name else "nf4") for name in CASES if "qlora" in name}
 TOKENS = 47  # which the two ranks of a group cannot divide evenly
 
 
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
     meshes = device_meshes(Parallelism(shard=2, tensor=2), "cpu")
-    found = {name: compared(*case, meshes) for name, case in CASES.items()}
+    found = {name: compared(*case, meshes, PACKED.get(name)) for name, case in CASES.items()}
     (out / f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def compared(shape: dict[str, Any], lora: Lora | None, splits: bool, meshes: Meshes) -> dict[str, Any]:
+def compared(
+    shape: dict[str, Any], lora: Lora | None, splits: bool, meshes: Meshes, packed: Quantization | None
+) -> dict[str, Any]:
     assert meshes.tensor is not None
-    ours = made(shape, lora)
+    ours = made(shape, lora, packed)
     theirs, ids = copy.deepcopy(ours), torch.arange(TOKENS).remainder(41)[None]
     layers = [m for m in theirs.modules() if type(m).__name__ in theirs._no_split_modules]
+    make_plain(theirs)
     weights = take_weights(theirs, dist.get_rank() == 0)
     group = meshes.tensor.get_group()
     sharded = parallelize(theirs, TensorGroup(group, meshes.tensor.get_local_rank(), 2), splits_tokens=splits)
     wrapped = CausalLMWithLoss(theirs)
     shard_model(wrapped, layers, Sharding(meshes, MixedPrecisionPolicy(), OffloadPolicy(), True))
     fill_shards(theirs, weights, sharded.shards, torch.device("cpu"), torch.device("cpu"))
+    shard_scales(theirs, sharded.shards)
     losses = []
     for model in (ours, wrapped):
         torch.manual_seed(1)  # of dropout
@@ -165,10 +178,13 @@ def own_gradient(parameter: Tensor, name: str, sharded: ShardedParameters, group
     return local
 
 
-def made(shape: dict[str, Any], lora: Lora | None) -> Any:
+def made(shape: dict[str, Any], lora: Lora | None, packed: Quantization | None) -> Any:
     """The same on every rank; B of an adapter begins as 0, and then A has no gradient."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), attn_implementation="eager")
+    if packed is not None:
+        cpu = torch.device("cpu")
+        pack_linear_layers(model, packed, torch.float32, cpu, cpu)
     if lora is not None:
         model = add_adapters(model, lora, torch.float32)
     for parameter in model.parameters():

@@ -30,8 +30,11 @@ from finetune.recipe.schema import Lora
 
 WORKER = Path(__file__).with_name("tensor_worker.py")
 DORA = ("qwen2 dora", "phi3 dora", "qwen3 dora")
-SPLIT = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora", *DORA)  # each rank has some of the tokens
-CASES = (*SPLIT, "llama whole", "llama_tied lora whole", "qwen3 dora whole", "mixtral", "qwen3_moe lora")
+QLORA = ("llama_wide qlora", "qwen2 qlora fp8")
+# Each rank has some of the tokens.
+SPLIT = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora", *DORA, *QLORA)
+WHOLE = ("llama whole", "llama_tied lora whole", "qwen3 dora whole", "llama_wide qlora dora whole")
+CASES = (*SPLIT, *WHOLE, "mixtral", "qwen3_moe lora")
 LAYERS, HIDDEN, TOKENS = 2, 64, 47
 
 

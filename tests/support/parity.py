@@ -296,6 +296,7 @@ CASES = (
     Case("full muon", ("optimizer={name: muon, lr: 3e-5, weight_decay: 0.1}",)),
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),
+    Case("qlora wide", QLORA, model="llama_wide", on=("tp", "fsdp2_tp", "pp_tp")),
     Case("qlora fp8", (*QLORA, "quantization={type: fp8}")),
     Case(
         "qlora fp8 scaled",
@@ -378,7 +379,7 @@ TENSOR = (
     *PREFERENCES,
     "lora reward",
     *("lora tokens", "lora tied tokens", "lora tied and whole head", "lora tied tokens whole", "full muon"),
-    "lora dora",
+    *("lora dora", "qlora wide", "qlora fp8"),
     # A vocabulary that ranks share: the losses of its parts.
     *("full chunked head", "lora chunked head", "full focal", "lora focal", "full distill", "lora distill"),
     "full classify",
@@ -425,7 +426,14 @@ LAUNCHES = (
     ("pp_4_fsdp2_interleaved", 8, ("full deepest", "lora deepest")),
     ("pp_zero", 4, ("full", "lora", "qlora", "full tied", "full bf16", "full token budget", "full dpo", "full muon")),
     ("pp_hsdp", 8, ("full", "lora", "full tied", "full unpacked", "full dpo")),
-    ("pp_tp", 4, (*FEW_SHARED, "lora dora", "full unpacked", "full qwen3", "full dpo", "full muon", "full mixtral")),
+    (
+        "pp_tp",
+        4,
+        (
+            *(*FEW_SHARED, "lora dora", "qlora wide", "full unpacked", "full qwen3", "full dpo", "full muon"),
+            "full mixtral",
+        ),
+    ),
     ("pp_fsdp2_tp", 8, (*FEW_SHARED, "full unpacked", "full token budget", "full bf16", "full dpo", "full muon")),
     ("pp_zero_tp", 8, FEW_SHARED),
     ("pp_cp", 4, (*FEW_SHARED, "full dpo")),
@@ -474,7 +482,7 @@ LAUNCHES = (
             "lora tied",
             "full qwen3",
             "full accumulate 1",
-            "lora dora",
+            *("lora dora", "qlora wide"),
             "lora bf16",
             "full muon",
             *("full mixtral", "lora mixtral experts"),

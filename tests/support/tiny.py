@@ -36,6 +36,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_tied": {"model_type": "llama", **_SHAPE, "tie_word_embeddings": True},
     "llama_deep": {"model_type": "llama", **_SHAPE, "num_hidden_layers": 4},
     "llama_deepest": {"model_type": "llama", **_SHAPE, "hidden_size": 32, "num_hidden_layers": 8},
+    # Of which two ranks have full blocks of 64 columns.
+    "llama_wide": {"model_type": "llama", **_SHAPE, "hidden_size": 128, "intermediate_size": 256},
     # The window is shorter than most documents, so that it matters.
     "mistral": {"model_type": "mistral", **_SHAPE, "sliding_window": 8},
     # Norms of each head, between the matrices that tensor parallelism cuts.
