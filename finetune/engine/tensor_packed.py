@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.engine.parallelism_rules import BLOCK, nearest_divisors
+from finetune.engine.parallelism_rules import nearest_divisors
 from finetune.engine.tensor_group import ParameterShard, TensorGroup
 from finetune.errors import UserError
 from finetune.models.packed_linear import Fp8Linear, is_4bit, scales_of
@@ -45,9 +45,8 @@ def packed_shard(layer: Any, dim: int, group: TensorGroup, path: str) -> PackedS
     what shares an element or a scale."""
     sizes = (layer.out_features, layer.in_features)
     total, across = sizes[dim], sizes[1 - dim]
-    # 4-bit weights are packed in pairs, as floats.
-    per = layer.weight.element_size() * (2 if is_4bit(layer) else 1)
-    together = BLOCK if is_4bit(layer) else per
+    per = layer.weight.element_size() * (2 if is_4bit(layer) else 1)  # packed bytes are stored as floats
+    together = layer.quant_state.blocksize if is_4bit(layer) else per
     shard = group.shard(dim, total)
     if (total if dim else across) % together or (dim == 1 and shard.size % together):
         fits = nearest_divisors(group.size, total // together) if total % together == 0 else "1"

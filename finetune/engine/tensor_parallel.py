@@ -9,9 +9,9 @@ matrices each rank has some of the tokens of a row (`split_tokens.py`), if a tri
 then (`split_trial.py`).
 
 Parameters stay plain tensors of the size of a rank's shard, so adapters, 8-bit optimizers and packed attention
-over the local heads work as on a smaller model; a `ParameterShard` gives the range of each in the full parameter, of
-packed weights their blocks (`tensor_packed.py`). In an
-adapter, the matrix on the sharded side is sharded: B of a column parallel matrix, A of a row parallel one.
+over the local heads work as on a smaller model; a `ParameterShard` gives the range of each in the full parameter, a
+`PackedShard` the blocks of packed weights (`tensor_packed.py`). In an adapter, the matrix on the sharded side is
+sharded: B of a column parallel matrix, A of a row parallel one.
 """
 
 from __future__ import annotations

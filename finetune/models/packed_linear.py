@@ -108,7 +108,8 @@ def product(layer: Any, x: Tensor) -> Tensor:  # (..., I) -> (..., O)
     """Returns x W' of a linear layer that may be packed, without its bias."""
     if type(layer) is nn.Linear:
         return F.linear(x, layer.weight)
-    return _UnpackedProduct.apply(x.to(layer.weight.dtype), layer.weight, layer)  # pyright: ignore[reportReturnType]
+    compute = layer.compute_dtype or x.dtype if is_4bit(layer) else layer.weight.dtype
+    return _UnpackedProduct.apply(x.to(compute), layer.weight, layer)  # pyright: ignore[reportReturnType]
 
 
 class _UnpackedProduct(torch.autograd.Function):

@@ -32,6 +32,7 @@ from finetune.training.run_plan import FEW_STEPS, run_length
 from finetune.utils import print_line
 
 SHOWN = 12  # choices in the table for people
+_MOST_IN_ONE = 16  # devices that machines for rent have
 _BAR = 14  # characters of the longest
 _COLOURS = {"fits": "green", "tight": "yellow", "no": "red"}
 
@@ -300,7 +301,14 @@ def facts(request: PlanRequest, choices: Sequence[Choice], results: Sequence[Sea
         if steps < FEW_STEPS:
             few = f"only {steps} steps, and below about {FEW_STEPS} a run learns little"
             lines.append(f"note: {few}: a smaller batch.rows")
-    lines += [f"on {result.machines.name}" for result in results if len(results) == 1]
+    for machines in (result.machines for result in results):
+        lines += [f"on {machines.name}"] if len(results) == 1 else []
+        each, more = divmod(machines.per_machine, machines.machines)
+        if machines.machines > 1 and machines.per_machine > _MOST_IN_ONE and not more:
+            lines.append(
+                f"note: {machines.count:,} devices: --on says what each machine has; {machines.per_machine} in all are "
+                f"--on {each}x{machines.key} --nodes {machines.machines}"
+            )
     shared = {key: value for key, value in choices[0].changes.items() if _all_have(choices, key)}
     return [*lines, *(f"all with {line}" for line in as_lines(shared))]
 

@@ -241,6 +241,9 @@ def main() -> int:
     places = selected(arguments.only)
     if unknown := set(arguments.cases) - {case.name for place in places for case in cases(place)}:
         parser.error(f"--cases {' '.join(sorted(unknown))}: none of these places has them")
+    together = {case.name for saved in places for place in places for case in cases(saved, place)}
+    if arguments.cases and together.isdisjoint(arguments.cases):  # a pair runs the harder one of two
+        parser.error(f"--cases {' '.join(arguments.cases)}: pairs of these places run {', '.join(sorted(together))}")
     if arguments.cases:
         places = [place for place in places if any(case.name in arguments.cases for case in cases(place))]
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="finetune-resume-"))
@@ -256,7 +259,8 @@ def main() -> int:
             for case in cases(saved, place)
             if not arguments.cases or case.name in arguments.cases
         ]
-        resume(folder, pairs)
+        if pairs:
+            resume(folder, pairs)
         cells += [compare(folder, pair) for pair in pairs]
     show(cells)
     if arguments.json:

@@ -72,7 +72,6 @@ CASES: dict[str, tuple[dict[str, Any], Lora | None, bool]] = {
         True,
     ),
     "qwen3 dora": (tiny.MODELS["qwen3"], Lora(rank=4, dora=True, dropout=0.1), True),
-    "qwen3 dora whole": (tiny.MODELS["qwen3"], Lora(rank=4, dora=True, dropout=0.1), False),
 }
 CASES |= {
     "mixtral": (tiny.MODELS["mixtral"], None, False),

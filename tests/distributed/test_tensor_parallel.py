@@ -33,7 +33,7 @@ DORA = ("qwen2 dora", "phi3 dora", "qwen3 dora")
 QLORA = ("llama_wide qlora", "qwen2 qlora fp8")
 # Each rank has some of the tokens.
 SPLIT = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora", *DORA, *QLORA)
-WHOLE = ("llama whole", "llama_tied lora whole", "qwen3 dora whole", "llama_wide qlora dora whole")
+WHOLE = ("llama whole", "llama_tied lora whole", "llama_wide qlora dora whole")
 CASES = (*SPLIT, *WHOLE, "mixtral", "qwen3_moe lora")
 LAYERS, HIDDEN, TOKENS = 2, 64, 47
 

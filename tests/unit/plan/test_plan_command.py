@@ -18,7 +18,7 @@ from finetune.engine.compatibility import check_products
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
-from finetune.plan.answer import SHOWN, as_dicts, assumptions, refused, show, why
+from finetune.plan.answer import SHOWN, as_dicts, assumptions, facts, refused, show, why
 from finetune.plan.command import (
     PlanOptions,
     PlanRequest,
@@ -109,6 +109,15 @@ def test_for_people_in_eighty_columns(found: tuple[PlanRequest, list[Choice]]) -
         assert "with a: batch.rows_per_device: 2" in lines
         named = {one.config: one.sizes.split()[0] for one in shown if one.sizes}
         assert f"sizes: {', '.join(f'{config} {size}' for config, size in named.items())}" in lines
+
+
+@pytest.mark.parametrize(("on", "expected"), [("64xH100-80", ["--on 8xH100-80 --nodes 8"]), ("8xH100-80", [])])
+def test_devices_that_no_machine_has_are_told(
+    found: tuple[PlanRequest, list[Choice]], on: str, expected: list[str]
+) -> None:
+    request, choices = found
+    lines = facts(request, choices, [SearchResult(parse_machines(on, 8, request.hardware), list(choices))])
+    assert [line.partition(" in all are ")[2] for line in lines if "devices: --on says" in line] == expected
 
 
 def test_each_kind_of_machines_is_answered_before_the_rest(found: tuple[PlanRequest, list[Choice]]) -> None:
