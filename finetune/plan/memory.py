@@ -126,6 +126,7 @@ def how_of(costs: Costs, capability: tuple[int, int] | None, micro_batches: int,
         drops_gradients=costs.recipe.optimizer.in_backward,
         tensor=costs.sizes.tensor,
         expert=costs.sizes.expert,
+        pipeline=costs.sizes.pipeline,
     )
 
 

@@ -58,6 +58,7 @@ class How:
     drops_gradients: bool = False  # each is freed as soon as its parameter has been stepped
     tensor: int = 1  # ranks that share matrices
     expert: int = 1  # ranks that share experts
+    pipeline: int = 1  # ranks that share layers
 
 
 class NotEstimated(UserError):

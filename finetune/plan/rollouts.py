@@ -3,7 +3,7 @@
     prompts    one forward of all prompts of the cohort, which fills the caches
     tokens     one forward for each new token; the last one has the longest caches
 
-Weighed with the layers of `short_model`; caches of the other layers are added.
+Weighed with the layers of `short_model`; caches of a rank's other layers are added.
 
 Letters: B samples of a cohort, P longest prompt, T prompt and sample, V vocabulary.
 """
@@ -37,7 +37,7 @@ class CohortCosts:
     """One cohort on one rank; bytes above those of weights and optimizer."""
 
     samples: int
-    cache: int  # bytes of keys and values of all layers at the end
+    cache: int  # bytes of keys and values of the rank's layers at the end
     prompts: int  # bytes at the peak of the prompts' forward
     tokens: int  # bytes at the peak of the last token: caches, logits in fp64, noise
     prompt_work: Work
@@ -99,8 +99,9 @@ def _sampling(key: CacheKey) -> CohortCosts:
             ) from None
         # Keys and values, or states of layers that mix by them.
         caches = [sum(one.nbytes for one in vars(layer).values() if isinstance(one, Tensor)) for layer in cache.layers]
-    # Caches of the layers that the short model lacks, in full; those of the prompts by their share of the length.
-    whole = sum(caches[kind] for kind in kinds)
+    # Of a rank's layers, the larger ones if they differ; those of the prompts by their share of the length.
+    here = sorted((caches[kind] for kind in kinds), reverse=True)[: math.ceil(len(kinds) / how.pipeline)]
+    whole = sum(here)
     more, share = whole - sum(caches), prompt / (prompt + settings.max_new_tokens)
     peaks = {phase: meter.peaks[phase] - begin for phase in ("prompts", "tokens")}
     works = [operators.work(phase).times(len(kinds) / len(caches)) for phase in ("prompts", "tokens")]

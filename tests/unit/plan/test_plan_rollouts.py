@@ -87,7 +87,10 @@ def test_the_cache_is_two_tensors_of_each_layer(recipe_file: Path, made: Path) -
     text = training_config(recipe).get_text_config()
     head = text.hidden_size // text.num_attention_heads
     tokens = PROMPT + NEW - 1  # the last one is sampled, and read by none
-    assert predicted(recipe).cache == 2 * text.num_hidden_layers * text.num_key_value_heads * head * tokens * 32 * 4
+    of_layer = 2 * text.num_key_value_heads * head * tokens * 32 * 4
+    assert predicted(recipe).cache == text.num_hidden_layers * of_layer
+    stages = sampling_of(recipe, training_config(recipe), PROMPT, How("cpu", None, pipeline=2))
+    assert stages.cache == text.num_hidden_layers // 2 * of_layer
 
 
 def test_a_window_bounds_the_cache(recipe_file: Path, made: Path) -> None:
