@@ -77,10 +77,9 @@ CASES |= {
     "mixtral": (tiny.MODELS["mixtral"], None, False),
     "qwen3_moe lora": (tiny.MODELS["qwen3_moe"], Lora(rank=4), False),
 }
-WIDE = tiny.MODELS["llama_wide"]
 CASES |= {
-    "llama_wide qlora": (WIDE, Lora(rank=4), True),
-    "llama_wide qlora dora whole": (WIDE, Lora(rank=4, dora=True), False),
+    "llama_wide qlora": (tiny.WIDE, Lora(rank=4), True),
+    "llama_wide qlora dora whole": (tiny.WIDE, Lora(rank=4, dora=True), False),
     "qwen2 qlora fp8": (QWEN2, Lora(rank=4), True),
 }
 PACKED = {name: Quantization(type="fp8" if "fp8" in name else "nf4") for name in CASES if "qlora" in name}

@@ -109,8 +109,9 @@ def results(request: pytest.FixtureRequest, made: Path, tmp_path_factory: pytest
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     wanted = [item.callspec.params["cell"] for item in request.session.items if _is_here(item)]
     tiny.write_rows(folder / "pairs.jsonl", tiny.preferences(60))
+    tiny.save_model(folder, "llama_wide")
     changes = {mode: [o.replace("{folder}", str(folder)) for o in v] for mode, v in {**MODES, **PREFERENCES}.items()}
-    cells = {name(cell): [*cell[:2], cell.rank, *changes[cell.mode], *_own(cell, made)] for cell in wanted}
+    cells = {name(cell): [*cell[:2], cell.rank, *changes[cell.mode], *_own(cell, folder)] for cell in wanted}
     program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py"), folder / "recipe.yaml", folder]
     environment = {
         **os.environ,
@@ -126,11 +127,12 @@ def _is_here(item: Any) -> bool:
     return item.path == Path(__file__) and hasattr(item, "callspec") and "cell" in item.callspec.params and not skipped
 
 
-def _own(cell: Cell, models: Path) -> list[str]:
+def _own(cell: Cell, folder: Path) -> list[str]:
     """Two micro-batches a step if gradients are added up in host memory, one elsewhere; and a model whose columns two
     ranks can share in blocks."""
-    name = "llama_wide" if cell.mode == "qlora" and "tp" in cell.config else "llama"
-    return [f"batch.rows={cell.processes * (2 if 'offload' in cell.config else 1)}", f"model.name={models / name}"]
+    shares_blocks = cell.mode == "qlora" and "tp" in cell.config
+    wide = [f"model.name={folder / 'llama_wide'}"] if shares_blocks else []
+    return [f"batch.rows={cell.processes * (2 if 'offload' in cell.config else 1)}", *wide]
 
 
 def measured(results: Path, cell: Cell) -> dict[str, Any]:
@@ -210,12 +212,12 @@ def test_packing_takes_one_layer_at_a_time(results: Path, cell: Cell, copies: in
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_memory_by_formula_is_that_of_a_run(results: Path, made: Path, cell: Cell) -> None:
+def test_memory_by_formula_is_that_of_a_run(results: Path, cell: Cell) -> None:
     """The two levels of `plan`: what the estimate says of a config, and what its own run takes on devices."""
     found = measured(results, cell)
     if "refused" in found:
         return
-    recipe = load_recipe(str(results / "recipe.yaml"), [*MODES[cell.mode], *_own(cell, made)])
+    recipe = load_recipe(str(results / "recipe.yaml"), [*MODES[cell.mode], *_own(cell, results)])
     launch = read_config_file(str(ROOT / "accelerate_configs" / f"{cell.config}.yaml"), cell.processes)
     place, batch = Place(launch, cell.processes), HeaviestBatch.of_rows(1, recipe.data.max_length)
     micro_batches = recipe.batch.rows // launch.parallelism.data

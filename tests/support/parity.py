@@ -528,7 +528,7 @@ def base_recipe(folder: Path) -> dict[str, Any]:
 
 def prepare(folder: Path, rows: int = 300) -> None:
     """Models, `rows` rows of each kind without images, teachers and the base recipe."""
-    for model in tiny.MODELS:
+    for model in (*tiny.MODELS, "llama_wide"):
         tiny.save_model(folder, model)
     for model in {case.model for case in CASES} & tiny.MULTIMODAL.keys():
         tiny.save_multimodal(folder, model)

@@ -36,8 +36,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_tied": {"model_type": "llama", **_SHAPE, "tie_word_embeddings": True},
     "llama_deep": {"model_type": "llama", **_SHAPE, "num_hidden_layers": 4},
     "llama_deepest": {"model_type": "llama", **_SHAPE, "hidden_size": 32, "num_hidden_layers": 8},
-    # Of which two ranks have full blocks of 64 columns.
-    "llama_wide": {"model_type": "llama", **_SHAPE, "hidden_size": 128, "intermediate_size": 256},
     # The window is shorter than most documents, so that it matters.
     "mistral": {"model_type": "mistral", **_SHAPE, "sliding_window": 8},
     # Norms of each head, between the matrices that tensor parallelism cuts.
@@ -54,6 +52,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 128, "mamba_n_heads": 8}
     | {"mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8, "position_embedding_type": "nope"},
 }
+# "llama_wide": of its columns two ranks have full blocks of 64.
+WIDE: dict[str, Any] = {"model_type": "llama", **_SHAPE, "hidden_size": 128, "intermediate_size": 256}
 _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28}
 _HEADS: dict[str, Any] = {"num_attention_heads": 2, "patch_size": 14}
 _QWEN_VISION: dict[str, Any] = {
@@ -323,7 +323,8 @@ def save_model(folder: Path, name: str, **changes: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**MODELS[name], **changes})).save_pretrained(folder / name)
+    shape = {"llama_wide": WIDE, **MODELS}[name]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**shape, **changes})).save_pretrained(folder / name)
     tokenizer().save_pretrained(folder / name)
     return folder / name
 
