@@ -196,8 +196,10 @@ class Fsdp2(Engine):
         ]
 
     def restored(self) -> None:
-        """Frees gathered weights that a forward without a backward has left, as the last layers' are, and that would be
-        used again in place of the new shards."""
+        self.free_gathered()  # they would be used again in place of the new shards
+
+    def free_gathered(self) -> None:
+        """Free gathered weights that forwards without a backward have left, as the last layers' are."""
         for module in (module for root in self._roots for module in root.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()

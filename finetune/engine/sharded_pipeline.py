@@ -17,7 +17,7 @@ any number of micro-batches, the latter keeps the least.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from finetune.engine.base import BuildOptimizers, NamedTensors, detached
+from finetune.engine.base import BuildOptimizers, Forward, Loss, NamedTensors, T, detached
 from finetune.engine.fsdp2 import Fsdp2
 from finetune.engine.pipeline import CalledStage, Pipeline
 from finetune.engine.ranks import group_over
@@ -123,6 +123,12 @@ class ShardedPipeline(Fsdp2, Pipeline):
                 self.unwrapped.get_submodule(module)._parameters[own] = parameter
 
     # --- a step
+
+    def accumulate(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T]) -> None:
+        """Begins with shards on all ranks of a stage: a schedule of torch that is new frees what an evaluation has left
+        gathered, and the pipelines of these ranks get new ones in different steps, as their rows are longer."""
+        self.free_gathered()
+        super().accumulate(batches, forward, loss)
 
     def scheduled_module(self, stage: CalledStage) -> nn.Module:
         """Returns a module by which torch's schedule sees FSDP2, and reduces once, or does not."""

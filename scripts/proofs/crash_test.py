@@ -2,6 +2,7 @@
 
     python scripts/proofs/crash_test.py                    # 200 SIGKILLs: ddp, fsdp2 and zero3, two processes each
     python scripts/proofs/crash_test.py --only zero3 --kills 30
+    python scripts/proofs/crash_test.py --only pp_fsdp2_tp --kills 10    # stages x shards x tensors, eight processes
 
 A trial is one run: it is killed, started again by the same command, killed again, until it is complete. Then its folder
 must be that of the same run never killed: weights and optimizer state bitwise, every line of metrics.jsonl once with
@@ -38,7 +39,7 @@ import killable
 import parity
 from killable import Failed
 
-CONFIGS = ("ddp", "fsdp2", "zero3")
+CONFIGS = ("ddp", "fsdp2", "zero3")  # by default
 STEPS = 16
 RECIPE = (
     f"train.max_steps={STEPS}",
@@ -174,6 +175,8 @@ class Job:
         arguments = ["train", str(self.folder / "recipe.yaml"), *RECIPE, *self.overrides, f"run.name={self.name}"]
         if self.launched:
             return killable.Launched(self.config, cache, arguments, self.log)
+        if self.config in killable.EIGHT:  # stages are in no environment, and forks have no launcher to read them from
+            arguments += ["--config-file", killable.config_file(self.config)]
         return killable.Forked([{**e, **cache} for e in self.environments], arguments, self.log)
 
     def wait(self, ranks: killable.Killable, happened: Callable[[], bool]) -> bool:
@@ -408,7 +411,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="at least so many, over all configs (200)")
     parser.add_argument("--launched-kills", type=int, default=4, help="of each config's first trial, launched (4)")
-    parser.add_argument("--only", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="these configs")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*CONFIGS, *killable.EIGHT], default=list(CONFIGS), help="these configs"
+    )
     parser.add_argument("--seed", type=int, help="of what is drawn; without it another one each time")
     parser.add_argument("--json", type=Path, help="write every trial and kill there")
     parser.add_argument("--folder", type=Path, help="work there and keep everything")

@@ -62,7 +62,7 @@ MUTANTS = (
         "finetune/rollouts/drawing.py",
         "sample_keys(self.seed, draws, samples)",
         "sample_keys(self.seed + self.engine.rank, draws, samples)",
-        (_ROLLOUTS, "-k", "alike and ddp"),
+        (_ROLLOUTS, "-k", "alike and fsdp2"),
     ),
     Mutant(
         "rollouts",
@@ -320,7 +320,7 @@ MUTANTS = (
         "finetune/engine/sharding.py",
         "return dtensor.to(shard_device)",
         "return dtensor",
-        (f"{_FAKE_CUDA}::test_a_config_on_devices[fsdp2_offload-2-full-0]",),
+        (f"{_FAKE_CUDA}::test_a_config_on_devices[fsdp2_offload-2-full-0]", "--all"),
     ),
     Mutant(
         "gpu",
@@ -368,7 +368,7 @@ MUTANTS = (
         "finetune/checkpoints/saver.py",
         "            torch.cuda.synchronize()\n        return copies",
         "            pass\n        return copies",
-        (f"{_FAKE_CUDA}::test_a_checkpoint_waits_for_its_copies_once[single-1-full]",),
+        (f"{_FAKE_CUDA}::test_a_checkpoint_waits_for_its_copies_once[single-1-full-0]",),
     ),
     Mutant(
         "gpu",

@@ -17,6 +17,11 @@ def test_nothing_is_lost_when_killed(config: str) -> None:
     run_script("proofs/crash_test.py", "--only", config, "--kills", 30)
 
 
+def test_nothing_is_lost_when_eight_processes_are_killed() -> None:
+    """Stages x shards x tensors."""
+    run_script("proofs/crash_test.py", "--only", "pp_fsdp2_tp", "--kills", 10, "--launched-kills", 1)
+
+
 def test_a_host_is_lost_and_comes_back() -> None:
     """Cut off, where this machine lets us make network namespaces; else frozen."""
     if run_script("proofs/two_hosts.py", allowed=(0, two_hosts.SKIPPED)) == two_hosts.SKIPPED:

@@ -1,4 +1,4 @@
-"""Two processes of a run, started to be killed: really launched, or forked with the launcher's environment.
+"""Processes of a run, started to be killed: really launched, or forked with the launcher's environment.
 
 Starting Python and importing torch is nearly all the time of a short run. A fork of a process that has imported
 everything begins at once, and differs from a launch only where this file says so. Run as a program under `accelerate
@@ -25,7 +25,7 @@ import psutil
 from forks import leave_fork
 
 ROOT = Path(__file__).resolve().parents[2]
-PROCESSES = 2
+EIGHT = ("pp_fsdp2_tp",)  # configs of eight processes; others have two
 LAUNCHER_NOTICES_S = 0.2  # at most, until it ends the ranks that are left
 NOTICED_S = 60.0  # at most, until the processes that were left by a kill have ended
 LAUNCHER_ALONE = "launched, the launcher"
@@ -58,14 +58,14 @@ class Forked:
         return None if self._running else self._status
 
     def strike(self, rng: random.Random) -> str:
-        """SIGKILL to one rank or to both; returns which, once they are dead."""
-        both = rng.random() < 0.5
-        victims = list(self._running) if both else [rng.choice(self._running)]
+        """SIGKILL to one rank or to all; returns which, once they are dead."""
+        everyone = rng.random() < 0.5
+        victims = list(self._running) if everyone else [rng.choice(self._running)]
         self._kill(victims)
-        return "forked, both ranks" if both else "forked, one rank"
+        return "forked, all ranks" if everyone else "forked, one rank"
 
     def finish(self, rng: random.Random) -> None:
-        """End the rank that is left, which meanwhile notices the loss or does not."""
+        """End the ranks that are left, which meanwhile notice the loss or do not."""
         if self._running:
             time.sleep(rng.uniform(0, LAUNCHER_NOTICES_S))
         self.close()
@@ -205,8 +205,16 @@ def launcher_environments(config: str, folder: Path) -> list[Environment]:
     folder.mkdir(parents=True, exist_ok=True)
     command = [*_launch_command(config), str(Path(__file__).resolve()), str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    files = [folder / f"environment-{rank}.json" for rank in range(PROCESSES)]
+    files = [folder / f"environment-{rank}.json" for rank in range(processes(config))]
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def config_file(config: str) -> str:
+    return str(ROOT / "accelerate_configs" / f"{config}.yaml")
+
+
+def processes(config: str) -> int:
+    return 8 if config in EIGHT else 2
 
 
 def _launch_command(config: str) -> list[str]:
@@ -214,9 +222,9 @@ def _launch_command(config: str) -> list[str]:
     return [
         *command,
         "--config_file",
-        str(ROOT / "accelerate_configs" / f"{config}.yaml"),
+        config_file(config),
         "--num_processes",
-        str(PROCESSES),
+        str(processes(config)),
     ]
 
 
