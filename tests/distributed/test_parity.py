@@ -39,7 +39,7 @@ RUN: dict[Place, set[str]] = {
         *("lora and whole head", "lora tied chunked head", "full orpo"),
     },
     ("pp_dp", 4): {"full"},
-    ("pp_fsdp2", 4): {"full tied"},
+    ("pp_fsdp2", 4): {"full tied evaluated"},
     ("tp", 2): {"full tied", "lora dropout rslora"},
     ("ulysses", 2): {"full unpacked", "full mistral window", "full dpo ipo unpacked"},
     ("ep", 2): {"lora mixtral", "full mixtral balance", "full mixtral offloaded", "full orpo experts balance"},
