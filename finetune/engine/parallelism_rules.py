@@ -178,14 +178,15 @@ def tensor_parallel(c: Combination) -> Iterator[str]:
         fits = nearest_divisors(size, math.gcd(model.heads, model.kv_heads))
         heads = f"{model.heads} attention heads and the {model.kv_heads} key-value heads"
         yield f"{key} must divide the {heads}: set it to {fits}"
-    if recipe.quantization is not None and recipe.quantization.type != "fp8":
-        for name, width in model.widths.items():
-            if width % (BLOCK * size):
-                yield (
-                    f"{key} with `quantization.type: {recipe.quantization.type}`: the {width:,} inputs of {name} are "
-                    f"packed in blocks of {BLOCK}, which ranks would split: set it to "
-                    f"{nearest_divisors(size, width // BLOCK or 1)}, or use fsdp2"
-                )
+    for name, width in model.widths.items():
+        if width % size:
+            yield f"{key} must divide the {width:,} inputs of {name}: set it to {nearest_divisors(size, width)}"
+        elif recipe.quantization is not None and recipe.quantization.type != "fp8" and width % (BLOCK * size):
+            yield (
+                f"{key} with `quantization.type: {recipe.quantization.type}`: the {width:,} inputs of {name} are "
+                f"packed in blocks of {BLOCK}, which ranks would split: set it to "
+                f"{nearest_divisors(size, width // BLOCK or 1)}, or use fsdp2"
+            )
     if dropout := model.dropouts.get("attention_dropout"):
         yield (
             f"{key}: the model has attention dropout (`attention_dropout: {dropout}`), and each rank would draw for "

@@ -30,7 +30,7 @@ from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
 
 HEADS = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}
-LLAMA = LlamaConfig(**HEADS)
+LLAMA, ODD = LlamaConfig(**HEADS), LlamaConfig(**HEADS, intermediate_size=255)
 DROPOUT = LlamaConfig(**HEADS, attention_dropout=0.1)
 MIXTRAL_4 = AutoConfig.for_model("mixtral", **HEADS, num_local_experts=4)
 LLAMA_4 = AutoConfig.for_model("llama4_text", **HEADS, num_local_experts=4)
@@ -66,6 +66,7 @@ REFUSED = [
     (SHARDED, LLAMA, (), "MULTI_GPU` shards nothing: use fsdp2 or hsdp"),
     (launch("zero", 2, tp=2), LLAMA, (), "DeepSpeed needs unsharded matrices: use fsdp2_tp or tp"),
     (launch("fsdp2", 4, tp=4), LLAMA, (), "the 12 attention heads and the 6 key-value heads: set it to 3 or 6"),
+    (TENSOR, ODD, (), "the 255 inputs of the feed-forward's output: set it to 1"),
     (TENSOR, DROPOUT, (), "`attention_dropout: 0.1`.*use fsdp2"),
     (launch("fsdp2", 3, tp=3), MIXTRAL_4, (), "must divide the model's 4 experts: set it to 2 or 4"),
     (TENSOR, MIXTRAL_4, ("train.compile=true",), "choose a rank's experts differs from layer to layer"),
