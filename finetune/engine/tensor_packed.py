@@ -48,6 +48,7 @@ def packed_shard(layer: Any, dim: int, group: TensorGroup, path: str) -> PackedS
     per = layer.weight.element_size() * (2 if is_4bit(layer) else 1)  # packed bytes are stored as floats
     together = layer.quant_state.blocksize if is_4bit(layer) else per
     shard = group.shard(dim, total)
+    # Rows of full blocks: bitsandbytes 0.50 unpacks other matrices wrongly on CPUs, as if blocks began with rows.
     if (total if dim else across) % together or (dim == 1 and shard.size % together):
         fits = nearest_divisors(group.size, total // together) if total % together == 0 else "1"
         raise UserError(
