@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what is missing and passes the tests: linters, types, layers, pytest, whose last line says how it went.
-#   --all            everything that this machine can run: matrices, hosts that are lost, a GPU, a browser; two hours
+#   --all            everything that this machine can run: matrices, hosts that are lost, a GPU, a browser; three hours
 #   --lowest         unit and numerics tests and a launch of each kind, with the oldest versions that pyproject.toml allows
 #                    but torch, which stays
 #   other arguments  go to pytest, which runs two test files at a time (`-n 0`: one, as a debugger wants it)
