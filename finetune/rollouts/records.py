@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,22 +99,21 @@ def write_record(folder: Path, step: int, samples: Sequence[Sample], identity: s
     """Writes the record of a step; it is on the disk when this returns. Raises OSError."""
     folder.mkdir(exist_ok=True)
     lines = record_file(folder, step, kind)
-    entries: list[dict[str, Any]] = []
-    for sample in samples:
-        entries.append(
-            {
-                "row": f"{sample.path}:{sample.row}",
-                "sample": sample.sample,
-                "ids": sample.ids,
-                "text": sample.text,
-                "reward": sample.reward.total,
-                "rewards": dict(sample.reward.by_name),
-                "failures": list(sample.reward.failures),
-                "truncated": sample.is_truncated,
-                "source": sample.source,
-                **({"turns": asdict(sample.turns)} if sample.turns is not None else {}),
-            }
-        )
+    entries = [
+        {
+            "row": f"{sample.path}:{sample.row}",
+            "sample": sample.sample,
+            "ids": sample.ids,
+            "text": sample.text,
+            "reward": sample.reward.total,
+            "rewards": dict(sample.reward.by_name),
+            "failures": list(sample.reward.failures),
+            "truncated": sample.is_truncated,
+            "source": sample.source,
+            **({"turns": asdict(sample.turns)} if sample.turns is not None else {}),
+        }
+        for sample in samples
+    ]
     content = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
     flat = {
         "prompt_ids": np.concatenate([np.array(sample.prompt, np.int32) for sample in samples]),
