@@ -261,15 +261,8 @@ def rotates(module: nn.Module, model: nn.Module) -> FunctionType | None:
     rotaries = [one for one in model.modules() if type(one).__name__.endswith("RotaryEmbedding")]
     if len(rotaries) != 1 or "forward" in vars(rotaries[0]):
         return None
-    if not _turns_halves(forward.__globals__[_ROTATION]):
-        return None
-    rotary: Any = rotaries[0]
-    try:
-        angles = type(rotary)(copy.deepcopy(rotary.config)).to("cpu")(torch.zeros(1, 5, 8), torch.arange(5)[None])
-    except FAILURES:
-        return None
-    # The kernel reads the angles of the first half only.
-    return forward if all(torch.equal(*one.chunk(2, -1)) for one in angles) else None
+    same = _turns_halves(forward.__globals__[_ROTATION]) and _has_equal_halves(rotaries[0])
+    return forward if same else None
 
 
 @cache
@@ -288,6 +281,15 @@ def _turns_halves(function: Callable[..., Any]) -> bool:
     except FAILURES:
         return False
     return True
+
+
+def _has_equal_halves(rotary: Any) -> bool:
+    """Returns whether the angles of a rotary module's halves are the same, as the kernel reads the first one only."""
+    try:
+        cos, sin = type(rotary)(copy.deepcopy(rotary.config)).to("cpu")(torch.zeros(1, 5, 8), torch.arange(5)[None])
+    except FAILURES:
+        return False
+    return all(torch.equal(*angles.chunk(2, -1)) for angles in (cos, sin))
 
 
 # --- forwards
