@@ -37,7 +37,7 @@ from finetune.errors import STOPPED_STATUS, RunFailure, UserError
 from finetune.recipe import load_recipe
 from finetune.recipe.load import key_is_known
 from finetune.recipe.schema import metric_direction
-from finetune.recipe.yaml_tree import Tree, read
+from finetune.recipe.yaml_tree import read
 from finetune.tracking.metrics import read_steps
 
 if TYPE_CHECKING:
@@ -77,28 +77,23 @@ def read_sweep(path: str | Path, *overrides: str) -> Sweep:
         metric_direction(tree.values["metric"])
     except ValueError as error:
         raise UserError(f"{tree.place(('metric',))}: metric: {error}") from None
-    for name in tree.values["parameters"]:
-        _check_parameter(tree, name)
+    for name, space in tree.values["parameters"].items():
+        place = f"{tree.place(('parameters', name))}: {name}"
+        if not key_is_known(name):
+            raise UserError(f"{place}: not a key of a recipe: see docs/reference/recipe-keys.md")
+        if isinstance(space, list) and space and not any(isinstance(choice, list | dict) for choice in space):
+            continue
+        if not isinstance(space, dict) or set(space) - set(_RANGE) or type(space.get("log", False)) is not bool:
+            raise UserError(f"{place}: {_INSTEAD}")
+        low, high = space.get("low", math.nan), space.get("high", math.nan)
+        if any(type(end) not in (int, float) or not math.isfinite(end) for end in (low, high, space.get("step", 1))):
+            raise UserError(f"{place}: {_INSTEAD}")
+        if low >= high or space.get("step", 1) <= 0:
+            raise UserError(f"{place}: low ({low}) has to be below high ({high}), and `step` above 0")
+        if space.get("log") and (low <= 0 or "step" in space):
+            raise UserError(f"{place}: with `log: true`, low has to be above 0, and there is no `step`")
     given = tuple(str(text) for text in tree.values.get("overrides", []))
     return Sweep(tree.values["recipe"], tree.values["metric"], tree.values["parameters"], (*given, *overrides))
-
-
-def _check_parameter(tree: Tree, name: str) -> None:
-    """Raises UserError if a parameter is no key of the recipe, or its values are no choices and no range."""
-    space, place = tree.values["parameters"][name], f"{tree.place(('parameters', name))}: {name}"
-    if not key_is_known(name):
-        raise UserError(f"{place}: not a key of a recipe: see docs/reference/recipe-keys.md")
-    if isinstance(space, list) and space and not any(isinstance(choice, list | dict) for choice in space):
-        return
-    if not isinstance(space, dict) or not set(space) <= set(_RANGE) or not isinstance(space.get("log", False), bool):
-        raise UserError(f"{place}: {_INSTEAD}")
-    low, high = space.get("low", math.nan), space.get("high", math.nan)
-    if any(type(end) not in (int, float) or not math.isfinite(end) for end in (low, high, space.get("step", 1))):
-        raise UserError(f"{place}: {_INSTEAD}")
-    if low >= high or space.get("step", 1) <= 0:
-        raise UserError(f"{place}: low ({low}) has to be below high ({high}), and `step` above 0")
-    if space.get("log") and (low <= 0 or "step" in space):
-        raise UserError(f"{place}: with `log: true`, low has to be above 0, and there is no `step`")
 
 
 def suggest(trial: optuna.Trial, sweep: Sweep) -> list[str]:

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,16 @@ def readable_bytes(count: float) -> str:
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{value:.1f} {units[0]}" if units[0] != "B" else f"{count:.0f} B"
+
+
+def readable_hours(hours: float) -> str:
+    """
+    >>> readable_hours(0.01), readable_hours(0.5), readable_hours(30.25)
+    ('36 s', '30 min', '30.2 h')
+    """
+    if hours < 1 / 30:
+        return f"{hours * 3600:.3g} s"
+    return f"{hours * 60:.0f} min" if hours < 1 else f"{hours:.1f} h"
 
 
 def print_line(console: Console, text: str, **style: Any) -> None:
@@ -214,6 +224,11 @@ def answer(text: str, pattern: str | None) -> str | None:
     if not matches:
         return None
     return (matches[-1][0] if isinstance(matches[-1], tuple) else matches[-1]).strip()
+
+
+def no_constant(name: str) -> NoReturn:
+    """Refuses NaN and infinities, which Python reads and JSON has not: `parse_constant` of `json.loads`."""
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def is_from_rust(error: BaseException) -> bool:

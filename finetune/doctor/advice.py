@@ -26,12 +26,23 @@ def advice(diagnosis: Diagnosis) -> list[str]:
     for host in diagnosis.hosts:
         first_of_node.setdefault(host.node, host)
     machines = [first_of_node[node] for node in sorted(first_of_node)]
-    return [
+    lines = [
         *_of_ranks(diagnosis),
         *(line for host in machines for line in _of_machine(diagnosis, host)),
         *_of_network(diagnosis, machines),
-        *_of_disks(diagnosis),
     ]
+    for folder, hosts in diagnosis.not_shared.items():
+        names = ", ".join(hosts)
+        lines.append(f"{folder} is not the same folder on {names}: runs need a file system that all machines share")
+    for disk in diagnosis.disks:
+        if disk.write < _SLOW_DISK:
+            lines.append(
+                f"{disk.folder} writes {disk.write / 1e6:,.0f} MB/s: a checkpoint of {_CHECKPOINT / 1e9:.0f} GB takes "
+                f"{_CHECKPOINT / disk.write / 60:.0f} minutes. Put run.dir on a faster disk, or save less often"
+            )
+        if disk.free < _LOW_SPACE:
+            lines.append(f"{disk.folder} has {disk.free / 2**30:,.1f} GiB free: a run that cannot save stops")
+    return lines
 
 
 def _of_ranks(diagnosis: Diagnosis) -> Iterator[str]:
@@ -133,19 +144,6 @@ def _of_network(diagnosis: Diagnosis, machines: Sequence[Host]) -> Iterator[str]
                 f"ranks {_listed(alike[0].ranks)} reach each other at {alike[0].bandwidth / 1e9:.2f} GB/s, the median "
                 f"{words} is {median / 1e9:.2f}: check that path first"
             )
-
-
-def _of_disks(diagnosis: Diagnosis) -> Iterator[str]:
-    for folder, hosts in diagnosis.not_shared.items():
-        yield f"{folder} is not the same folder on {', '.join(hosts)}: runs need a file system that all machines share"
-    for disk in diagnosis.disks:
-        if disk.write < _SLOW_DISK:
-            yield (
-                f"{disk.folder} writes {disk.write / 1e6:,.0f} MB/s: a checkpoint of {_CHECKPOINT / 1e9:.0f} GB takes "
-                f"{_CHECKPOINT / disk.write / 60:.0f} minutes. Put run.dir on a faster disk, or save less often"
-            )
-        if disk.free < _LOW_SPACE:
-            yield f"{disk.folder} has {disk.free / 2**30:,.1f} GiB free: a run that cannot save stops"
 
 
 def _listed(ranks: Iterable[int]) -> str:

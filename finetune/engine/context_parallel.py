@@ -195,7 +195,12 @@ class _ContextAttention(torch.autograd.Function):
             full = _all_gathered_row(key_value, row)
             grad_full = torch.zeros_like(full, dtype=lse.dtype)
             attend_backward(gradients[0], query, full, attended, row.arrivals[0], scale, grad_query, grad_full)
-            grad_key_value = _reduce_scattered_row(grad_full, row)
+            # Back to this rank's tokens, summed over ranks: (1, K, T, D) -> (1, K, t, D).
+            chunks = grad_full[0].unflatten(1, (2 * row.size, -1)).transpose(0, 1)  # (2 * ranks, K, t / 2, D)
+            halves = chunks[: row.size], chunks[row.size :].flip(0)
+            by_rank = torch.stack(halves, dim=2).flatten(2, 3)  # (ranks, K, t, D)
+            grad_key_value = grad_full.new_empty(1, *by_rank.shape[1:])
+            dist.reduce_scatter_tensor(grad_key_value, by_rank.contiguous(), group=row.group)
         else:
             current, following = key_value, None
             for step, arrival in enumerate(row.arrivals):
@@ -242,14 +247,6 @@ def _all_gathered_row(local: Tensor, row: ContextRow) -> Tensor:  # (1, K, t, D)
     dist.all_gather_into_tensor(gathered, local.contiguous(), group=row.group)
     early, late = gathered.unflatten(2, (2, -1)).unbind(2)  # (ranks, K, t / 2, D): the two chunks of each
     return torch.cat([early, late.flip(0)]).transpose(0, 1).flatten(1, 2)[None]
-
-
-def _reduce_scattered_row(full: Tensor, row: ContextRow) -> Tensor:  # (1, K, T, D) -> (1, K, t, D), summed over ranks
-    chunks = full[0].unflatten(1, (2 * row.size, -1)).transpose(0, 1)  # (2 * ranks, K, t / 2, D)
-    by_rank = torch.stack([chunks[: row.size], chunks[row.size :].flip(0)], dim=2).flatten(2, 3)  # (ranks, K, t, D)
-    local = full.new_empty(1, *by_rank.shape[1:])
-    dist.reduce_scatter_tensor(local, by_rank.contiguous(), group=row.group)
-    return local
 
 
 # --- Ulysses

@@ -19,19 +19,18 @@ import gc
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import build_dataset, build_held_out
 from finetune.data.examples import row_images
-from finetune.data.samples import Example, Image
+from finetune.data.samples import Example
 from finetune.data.samples import Sequence as Document
 from finetune.errors import UserError
 from finetune.export.eight_bits import other_layers
@@ -120,7 +119,7 @@ def _compare_models(
         if trained.labels:
             run = ScoreReference.of(model, read_tokenizer(settings).pad_token_id, examples, figures)
         else:
-            recipe, pictures = _with_settings(trained.recipe, trained.settings, base), _no_pictures
+            recipe, pictures = _with_settings(trained.recipe, trained.settings, base), None
             if not is_gguf and (seen := row_images(recipe, load_tokenizer(recipe.model))) is not None:
                 from finetune.data.images.pixels import pixel_reader
 
@@ -280,10 +279,6 @@ def _compare_prompts(figures: Figures, settings: Path, export: Path, tokenizers:
         figures.problems.append(f"{sorted(ends - other_ends)} end an answer in the run, and do not in the export")
     if other_ends - ends:
         figures.problems.append(f"{sorted(other_ends - ends)} end an answer in the export, and do not in the run")
-
-
-def _no_pictures(images: Sequence[Image], ids: Tensor) -> dict[str, Tensor]:
-    return {}
 
 
 def _without_images(example: Example) -> Example:

@@ -28,7 +28,8 @@ from finetune.utils import unwrap_peft
 
 _KEPT_BYTES = 2**28  # of the run's log-probabilities, fp32
 _GREEDY_ROWS, _GREEDY_TOKENS = 4, 24
-Pictures = Callable[[Sequence[Image], Tensor], dict[str, Tensor]]  # images, ids (1, T) -> inputs of a forward
+# Images, ids (1, T) -> inputs of a forward; None without images.
+Pictures = Callable[[Sequence[Image], Tensor], dict[str, Tensor]] | None
 
 
 def end_tokens(folder: Path) -> set[int]:
@@ -49,7 +50,7 @@ class _Sequence(NamedTuple):
 
     def inputs(self, pictures: Pictures, device: torch.device) -> dict[str, Tensor]:
         """Returns the inputs of a forward."""
-        inputs = {"input_ids": self.ids[None], **pictures(self.images, self.ids[None])}
+        inputs = {"input_ids": self.ids[None], **(pictures(self.images, self.ids[None]) if pictures else {})}
         return {name: value.to(device) for name, value in inputs.items()}
 
 

@@ -131,12 +131,11 @@ def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL_HOSTS
             raise Refused(400, "the connection was closed within the body") from None
         return b"".join(parts)
 
-    app.add_middleware(HostCheck, hosts=hosts, refusal=_other_name)
+    def other_name(name: str) -> JSONResponse:
+        return _error(403, f"{name!r} is not a name of this server: `serve --allow-host NAME` allows a name")
+
+    app.add_middleware(HostCheck, hosts=hosts, refusal=other_name)
     return app
-
-
-def _other_name(name: str) -> JSONResponse:
-    return _error(403, f"{name!r} is not a name of this server: `serve --allow-host NAME` allows a name")
 
 
 async def _answer(lane: Lane, request: Request, http: HttpRequest) -> Finished:

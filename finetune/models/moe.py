@@ -200,23 +200,20 @@ def outputs_of_rows(
     grouped = adapters_in(adapters, first) if all(isinstance(w, GroupedWrapper) for w in adapters.values()) else {}
     weights = {name: part_of_parameter(weight) for name, weight in weights.items()}
     if not grouped:
-        for name in (name for name, wrapper in adapters.items() if not wrapper.disable_adapters):
-            weights[name] = _adapted(weights[name], adapters[name], first, experts)
+        # W[e] + s B[e] A[e] of the experts from `first` on, by peft's layout: A (E*r, in), B (out, r*E).
+        for name, wrapper in ((name, one) for name, one in adapters.items() if not one.disable_adapters):
+            weight, number, adapter = weights[name], wrapper.num_experts, wrapper.active_adapters[0]
+            a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+            right = a.view(number, -1, a.shape[1])[first : first + len(weight)]  # (E/P, r, in)
+            left = b.view(len(b), -1, number)[..., first : first + len(weight)].permute(2, 0, 1)  # (E/P, out, r)
+            if getattr(experts, "is_transposed", False):  # (in, out)
+                left, right = right.transpose(1, 2), left.transpose(1, 2)
+            left, right = left.to(weight.dtype), right.to(weight.dtype)
+            weights[name] = torch.baddbmm(weight, left, right, alpha=wrapper.scaling[adapter])
     routed = (rows, expert[:, None], rows.new_ones(len(rows), 1))
     if grouped:
         return adapted_experts(experts, weights, grouped, *routed)[:count]
     return forward(WithWeights(experts, weights), *routed)[:count]
-
-
-def _adapted(weight: Tensor, wrapper: Any, first: int, experts: Any) -> Tensor:
-    """Returns W[e] + s B[e] A[e] of the experts from `first` on, by peft's layout: A (E*r, in), B (out, r*E)."""
-    number, adapter = wrapper.num_experts, wrapper.active_adapters[0]
-    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    right = a.view(number, -1, a.shape[1])[first : first + len(weight)]  # (E/P, r, in)
-    left = b.view(len(b), -1, number)[..., first : first + len(weight)].permute(2, 0, 1)  # (E/P, out, r)
-    if getattr(experts, "is_transposed", False):  # (in, out)
-        left, right = right.transpose(1, 2), left.transpose(1, 2)
-    return torch.baddbmm(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=wrapper.scaling[adapter])
 
 
 class WithWeights:

@@ -82,18 +82,18 @@ def router_balance(logits: Sequence[Tensor], row_lengths: Sequence[int], top_k: 
 
     logits: (T, E) of each layer. row_lengths: tokens of each row; padding after them is left out.
     """
-    losses, chosen = zip(*(_layer_balance(layer, row_lengths, top_k) for layer in logits), strict=True)
+    lengths, losses, chosen = list(row_lengths), list[Tensor](), list[Tensor]()
+    for layer in logits:
+        probabilities = layer[: sum(lengths)].float().softmax(-1)  # (tokens, E)
+        choices = probabilities.detach().topk(top_k, dim=-1).indices  # (tokens, K)
+        of_rows = layer.new_zeros(len(lengths), layer.shape[-1], dtype=torch.int64)
+        for row, row_choices in enumerate(choices.split(lengths)):
+            of_rows[row].scatter_add_(0, row_choices.flatten(), torch.ones_like(row_choices).flatten())
+        chosen.append(of_rows.sum(0))
+        if not lengths:
+            losses.append(probabilities.sum())
+            continue
+        summed = torch.stack([row.sum(0) for row in probabilities.split(lengths)])  # (N, E)
+        tokens = copied_to(torch.tensor(lengths, dtype=summed.dtype), layer.device)  # (N,)
+        losses.append(layer.shape[-1] * ((of_rows * summed).sum(1) / tokens).sum())
     return torch.stack(losses).mean(), torch.stack(chosen)
-
-
-def _layer_balance(logits: Tensor, row_lengths: Sequence[int], top_k: int) -> tuple[Tensor, Tensor]:  # (), (E,)
-    probabilities = logits[: sum(row_lengths)].float().softmax(-1)  # (tokens, E)
-    choices = probabilities.detach().topk(top_k, dim=-1).indices  # (tokens, K)
-    chosen = logits.new_zeros(len(row_lengths), logits.shape[-1], dtype=torch.int64)
-    for row, row_choices in enumerate(choices.split(list(row_lengths))):
-        chosen[row].scatter_add_(0, row_choices.flatten(), torch.ones_like(row_choices).flatten())
-    if not row_lengths:
-        return probabilities.sum(), chosen.sum(0)
-    summed = torch.stack([row.sum(0) for row in probabilities.split(list(row_lengths))])  # (N, E)
-    tokens = copied_to(torch.tensor(row_lengths, dtype=summed.dtype), logits.device)  # (N,)
-    return logits.shape[-1] * ((chosen * summed).sum(1) / tokens).sum(), chosen.sum(0)

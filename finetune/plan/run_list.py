@@ -21,7 +21,7 @@ from finetune.plan.finished_runs import device_key, read_plan
 from finetune.plan.search import hourly
 from finetune.plan.tables import Prices, parse_machines, read_prices
 from finetune.tracking.metrics import read_status, read_steps
-from finetune.utils import print_line
+from finetune.utils import print_line, readable_hours
 
 _RECENT = 20  # steps whose median time predicts the rest
 _SILENT_S = 600.0  # and twenty of its own steps: longer without a line, a run is perhaps dead
@@ -111,17 +111,21 @@ def read_run(run: Path, prices: Prices) -> RunInfo:
     )
 
 
+_COLOURS = {"finished": "green", "failed": "red", "stopped": "yellow"}  # by status
+
+
 def show_runs(console: Console, folder: Path, runs: list[RunInfo]) -> None:
     """Prints a table, without columns that are empty, and below it the runs that are silent."""
+    names = ["running?" if run.silent_s is not None else run.status or "starting" for run in runs]
     columns = {
         "run": [Path(run.folder).name for run in runs],
-        "status": [_status(run) for run in runs],
+        "status": [f"[{_COLOURS[name]}]{name}[/]" if name in _COLOURS else name for name in names],
         "step": [f"{run.step:,}/{'?' if run.steps is None else f'{run.steps:,}'}" for run in runs],
         "loss": [_number(run.loss) for run in runs],
         "eval": [evaluation(run) for run in runs],
         "tok/s": ["" if run.tokens_per_s is None else f"{run.tokens_per_s:,.0f}" for run in runs],
-        "time": [duration(run.hours) for run in runs],
-        "left": ["" if run.hours_left is None else duration(run.hours_left) for run in runs],
+        "time": [readable_hours(run.hours) for run in runs],
+        "left": ["" if run.hours_left is None else readable_hours(run.hours_left) for run in runs],
         "price": ["" if run.price is None else f"{run.price:,.2f} {run.currency}" for run in runs],
     }
     table = Table(title=str(folder), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -136,7 +140,7 @@ def show_runs(console: Console, folder: Path, runs: list[RunInfo]) -> None:
     console.print(table)
     for run in runs:
         if run.silent_s is not None:
-            since = duration(run.silent_s / 3600)
+            since = readable_hours(run.silent_s / 3600)
             print_line(console, f"{run.folder}: has written nothing for {since}: if it was killed, launch it again")
 
 
@@ -149,22 +153,6 @@ def evaluation(run: RunInfo) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
-
-
-def _status(run: RunInfo) -> str:
-    colour = {"finished": "green", "failed": "red", "stopped": "yellow"}.get(run.status or "")
-    name = "running?" if run.silent_s is not None else run.status or "starting"
-    return f"[{colour}]{name}[/{colour}]" if colour else name
-
-
-def duration(hours: float) -> str:
-    """
-    >>> duration(0.01), duration(0.5), duration(30.25)
-    ('36 s', '30 min', '30.2 h')
-    """
-    if hours < 1 / 30:
-        return f"{hours * 3600:.0f} s"
-    return f"{hours * 60:.0f} min" if hours < 1 else f"{hours:.1f} h"
 
 
 def runs_as_json(runs: list[RunInfo]) -> str:

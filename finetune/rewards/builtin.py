@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.rewards.programs import Program, missing_limits, run_program
-from finetune.utils import answer
+from finetune.utils import answer, no_constant
 
 
 class Unanswerable(Exception):
@@ -135,7 +135,7 @@ def json_schema(completion: str, validator: Any) -> float:
     from referencing.exceptions import Unresolvable
 
     try:
-        value = json.loads(last_fenced(completion), parse_constant=_no_constant)
+        value = json.loads(last_fenced(completion), parse_constant=no_constant)
         return float(validator.is_valid(value))
     except Unresolvable as error:
         raise Unanswerable(
@@ -143,10 +143,6 @@ def json_schema(completion: str, validator: Any) -> float:
         ) from None
     except (ValueError, RecursionError):
         return 0.0
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _with_validator(parameters: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:

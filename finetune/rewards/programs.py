@@ -53,6 +53,9 @@ def _result(code: str, tests: Sequence[str], program: Program) -> object:
     """Returns the result of the runner (`program_runner.py`); None if there is none."""
     limits = {"seconds": program.seconds, "memory": program.memory_mb << 20}
     request = json.dumps({"code": code, "tests": list(tests), **limits}).encode()
+    # No key or token of ours, sets in the same order in every run, one thread.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    variables = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **threads}
     with tempfile.TemporaryDirectory(prefix="finetune-tests-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
             [sys.executable, "-s", "-B", str(RUNNER)],
@@ -60,7 +63,7 @@ def _result(code: str, tests: Sequence[str], program: Program) -> object:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=folder,
-            env=_environment(folder),
+            env={**variables, "HOME": folder, "TMPDIR": folder},
             start_new_session=True,
         )
         assert process.stdin is not None
@@ -85,10 +88,3 @@ def _result(code: str, tests: Sequence[str], program: Program) -> object:
 def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended; macOS says so of zombies
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _environment(folder: str) -> dict[str, str]:
-    """Returns the variables of a program: no key or token of ours, the same order of sets in every run, one thread."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    path = os.environ.get("PATH", os.defpath)
-    return {"PATH": path, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **threads}

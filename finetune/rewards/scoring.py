@@ -70,19 +70,17 @@ class Rewards:
                 if outcome is None or (outcome.value is None and settings.on_failure is None):
                     raise UserError(self._stopped(i, completions, outcomes, j))
             columns.append([outcome for outcome in outcomes if outcome is not None])
-        return [self._reward([column[j] for column in columns]) for j in range(len(completions))]
-
-    def _reward(self, outcomes: Sequence[Outcome]) -> Reward:
-        """Returns the reward of one completion. outcomes: of each reward, in the order of the recipe."""
-        total, by_name, failures = 0.0, dict[str, float | None](), list[str]()
-        for settings, outcome in zip(self._settings, outcomes, strict=True):
-            by_name[settings.label] = outcome.value
-            value = outcome.value
-            if value is None:
-                failures.append(f"{settings.label}: {outcome.what}")
-                value = settings.on_failure or 0.0  # given: `score` raises otherwise
-            total += settings.weight * value
-        return Reward(total, by_name, tuple(failures))
+        rewards = []
+        for j in range(len(completions)):
+            total, by_name, failures = 0.0, dict[str, float | None](), list[str]()
+            for settings, column in zip(self._settings, columns, strict=True):
+                value = by_name[settings.label] = column[j].value
+                if value is None:
+                    failures.append(f"{settings.label}: {column[j].what}")
+                    value = settings.on_failure or 0.0  # given, see above
+                total += settings.weight * value
+            rewards.append(Reward(total, by_name, tuple(failures)))
+        return rewards
 
     def _stopped(self, i: int, completions: Sequence[Completion], outcomes: Sequence[Outcome | None], j: int) -> str:
         """Returns the message for a failure that stops the run."""

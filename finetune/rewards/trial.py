@@ -61,7 +61,13 @@ def try_rewards(settings: tuple[RewardSettings, ...], rows: Sequence[Completion]
         scored = iter(rewards.score(flat))
         notes = list(rewards.notes)
     by_kind = {kind: [None if one is None else next(scored) for one in column] for kind, column in answers.items()}
-    means = {kind: _means(settings, column) for kind, column in by_kind.items() if any(column)}
+    means: dict[str, dict[str, float | None]] = {}
+    for kind, column in by_kind.items():
+        if given := [reward for reward in column if reward is not None]:
+            values = {one.label: [reward.by_name[one.label] for reward in given] for one in settings}
+            answered = {name: [value for value in all_of if value is not None] for name, all_of in values.items()}
+            answered["total"] = [reward.total for reward in given]
+            means[kind] = {name: sum(some) / len(some) if some else None for name, some in answered.items()}
     every = [one for column in by_kind.values() for one in column if one is not None]
     failures = {one.label: sum(reward.by_name[one.label] is None for reward in every) for one in settings}
     if not tried:
@@ -96,14 +102,6 @@ _ANSWERS: dict[str, Callable[[Sequence[Completion], int], Completion | None]] = 
     "another row's": _of_another_row,
     "reversed": lambda rows, i: _unless_equal(rows[i], (rows[i].reference or "")[::-1], rows[i].num_tokens),
 }
-
-
-def _means(settings: tuple[RewardSettings, ...], rewards: Sequence[Reward | None]) -> dict[str, float | None]:
-    given = [reward for reward in rewards if reward is not None]
-    columns = {one.label: [reward.by_name[one.label] for reward in given] for one in settings}
-    columns["total"] = [reward.total for reward in given]
-    answered = {name: [value for value in column if value is not None] for name, column in columns.items()}
-    return {name: sum(column) / len(column) if column else None for name, column in answered.items()}
 
 
 def _failing(

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,7 +99,22 @@ def write_record(folder: Path, step: int, samples: Sequence[Sample], identity: s
     """Writes the record of a step; it is on the disk when this returns. Raises OSError."""
     folder.mkdir(exist_ok=True)
     lines = record_file(folder, step, kind)
-    content = "".join(json.dumps(_line(sample), ensure_ascii=False) + "\n" for sample in samples).encode()
+    entries = [
+        {
+            "row": f"{sample.path}:{sample.row}",
+            "sample": sample.sample,
+            "ids": sample.ids,
+            "text": sample.text,
+            "reward": sample.reward.total,
+            "rewards": dict(sample.reward.by_name),
+            "failures": list(sample.reward.failures),
+            "truncated": sample.is_truncated,
+            "source": sample.source,
+            **({"turns": asdict(sample.turns)} if sample.turns is not None else {}),
+        }
+        for sample in samples
+    ]
+    content = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
     flat = {
         "prompt_ids": np.concatenate([np.array(sample.prompt, np.int32) for sample in samples]),
         "prompt_ends": np.cumsum([len(sample.prompt) for sample in samples]),
@@ -134,7 +149,15 @@ def read_record(folder: Path, step: int, kind: str = STEP) -> tuple[list[Sample]
     spans = [line["turns"]["spans"] if "turns" in line else [(0, len(line["ids"]))] for line in parsed]
     ends = np.cumsum([sum(end - begin for begin, end in of_sample) for of_sample in spans])[:-1]
     tensors = zip(parsed, prompts, np.split(flat["log_probs"], ends), np.split(flat["margins"], ends), strict=True)
-    samples = [_sample(*one) for one in tensors]
+    samples: list[Sample] = []
+    for line, prompt, log_probs, margins in tensors:
+        path, _, row = line["row"].rpartition(":")
+        reward = Reward(line["reward"], line["rewards"], tuple(line["failures"]))
+        place, turns = (path, int(row), line["source"], line["sample"]), line.get("turns")
+        if turns is not None:
+            turns = Turns(**{**turns, "spans": tuple((begin, end) for begin, end in turns["spans"])})
+        of_ids = (line["ids"], line["text"], line["truncated"], log_probs, margins)
+        samples.append(Sample(*place, prompt, *of_ids, reward, turns=turns))
     for name in ("old", "initial"):
         if f"{name}_log_probs" in flat:
             of_samples = zip(samples, np.split(flat[f"{name}_log_probs"], ends), strict=True)
@@ -176,32 +199,6 @@ def set_record_aside(folder: Path, step: int, kind: str = STEP) -> None:
         free = next(name for i in range(10**6) if not (name := file.with_name(f"aside-{i}-{file.name}")).exists())
         with contextlib.suppress(FileNotFoundError):
             file.rename(free)
-
-
-def _line(sample: Sample) -> dict[str, Any]:
-    return {
-        "row": f"{sample.path}:{sample.row}",
-        "sample": sample.sample,
-        "ids": sample.ids,
-        "text": sample.text,
-        "reward": sample.reward.total,
-        "rewards": dict(sample.reward.by_name),
-        "failures": list(sample.reward.failures),
-        "truncated": sample.is_truncated,
-        "source": sample.source,
-        **({"turns": asdict(sample.turns)} if sample.turns is not None else {}),
-    }
-
-
-def _sample(line: dict[str, Any], prompt: list[int], log_probs: NDArray[Any], margins: NDArray[Any]) -> Sample:
-    path, _, row = line["row"].rpartition(":")
-    reward = Reward(line["reward"], line["rewards"], tuple(line["failures"]))
-    place = (path, int(row), line["source"], line["sample"])
-    turns = line.get("turns")
-    if turns is not None:
-        turns = Turns(**{**turns, "spans": tuple((begin, end) for begin, end in turns["spans"])})
-    of_ids = (line["ids"], line["text"], line["truncated"], log_probs, margins)
-    return Sample(*place, prompt, *of_ids, reward, turns=turns)
 
 
 def _write_through(path: Path, content: bytes) -> None:

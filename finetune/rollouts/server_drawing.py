@@ -139,8 +139,14 @@ class ServerDrawer:
         own = self._own_scores()
 
         def compare() -> float:
-            if is_first and self._settings.temperature != 1.0:
-                self._check_temperature(model)
+            temperature = self._settings.temperature
+            if is_first and temperature != 1.0:  # by which differences of log-probabilities are divided
+                at_one, given = (self._server.spread(model, self._probe, value) for value in (1.0, temperature))
+                if abs(given - at_one) < abs(given - at_one / temperature):
+                    raise UserError(
+                        "rollouts.temperature: the server gives log-probabilities without the temperature of "
+                        f"{temperature:g}: start it with --logprobs-mode processed_logprobs ({START})"
+                    )
             return self._mismatch(own, self._server.score(model, self._probe))
 
         self.measured = {"sampler_mismatch": on_main(self._engine, compare)}
@@ -187,17 +193,6 @@ class ServerDrawer:
                 "other weights or another type of numbers (--dtype)"
             )
         return difference
-
-    def _check_temperature(self, model: str) -> None:
-        """Raises UserError unless log-probabilities are those under the temperature, whose differences are divided by
-        it."""
-        temperature = self._settings.temperature
-        at_one, given = (self._server.spread(model, self._probe, value) for value in (1.0, temperature))
-        if abs(given - at_one) < abs(given - at_one / temperature):
-            raise UserError(
-                f"rollouts.temperature: the server gives log-probabilities without the temperature of {temperature:g}: "
-                f"start it with --logprobs-mode processed_logprobs ({START})"
-            )
 
     # --- samples
 

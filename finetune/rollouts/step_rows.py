@@ -199,23 +199,17 @@ class RolloutRows(RunRows):
             objective = self._recipe.objective
             pairs = [(one.old, one.log_probs) for one in samples if self._corrects and one.old is not None]
             weights = [correction_weights(old, sampler, objective) for old, sampler in pairs]
-            self._rows = ExampleRows(self._examples(samples, rewards, weights), {ROOM: self._settings.max_new_tokens})
+            advantage = advantages(rewards, objective) if self._takes_rewards else np.zeros(len(samples))
+            masks = objective.value("overlong") == "mask"
+            of_samples = zip(samples, advantage.ravel().tolist(), strict=True)
+            examples = [example_of(one, 0.0 if masks and one.is_truncated else value) for one, value in of_samples]
+            if weights:
+                corrected = zip(examples, weights, strict=True)
+                examples = [replace(one, target_columns={**one.target_columns, CORRECTION: w}) for one, w in corrected]
+            self._rows = ExampleRows(examples, {ROOM: self._settings.max_new_tokens})
             self._measured = measured(samples, rewards) | measured_corrections(weights)
         self._times = times
         self._of_server = self._server.measured if self._server is not None and times else {}
-
-    def _examples(
-        self, samples: Sequence[Sample], rewards: NDArray[np.float64], weights: Sequence[NDArray[np.float64]]
-    ) -> list[Example]:
-        """Returns the samples of a batch as examples. rewards: (P, G); weights: of the correction, if there is one."""
-        advantage = advantages(rewards, self._recipe.objective) if self._takes_rewards else np.zeros(len(samples))
-        masks = self._recipe.objective.value("overlong") == "mask"
-        of_samples = zip(samples, advantage.ravel().tolist(), strict=True)
-        examples = [example_of(one, 0.0 if masks and one.is_truncated else value) for one, value in of_samples]
-        if not weights:
-            return examples
-        corrected = zip(examples, weights, strict=True)
-        return [replace(one, target_columns={**one.target_columns, CORRECTION: each}) for one, each in corrected]
 
     def _first_step(self, batch: int) -> int:
         """Returns the step (from 0) before which a batch is drawn: its weights are those after so many steps."""

@@ -43,8 +43,8 @@ class Computes(Protocol):
 
 
 def values_of_targets(engine: Computes, forward: ForwardPass, batches: list[Batch]) -> dict[int, list[Values]]:
-    """Returns the values of each sequence of every micro-batch of all ranks, by `Batch.index`, on every rank.
-    Collective. batches: of this rank, on its device."""
+    """Returns the values of each sequence of every micro-batch of all ranks, by `Batch.index`, on every rank, in
+    the order of the targets. Collective. batches: of this rank, on its device."""
     local, share = list[_RankPart](), engine.context_shard
     with engine.evaluating():
         for batch, outputs in engine.forwards(batches, forward):
@@ -57,7 +57,13 @@ def values_of_targets(engine: Computes, forward: ForwardPass, batches: list[Batc
     for of_rank in engine.ranks.gather(local):
         for part in of_rank:
             parts[part.index].append(part)
-    return {index: _sequences(parts[index]) for index in sorted(parts)}
+    values_of = dict[int, list[Values]]()
+    for index, shared in sorted(parts.items()):  # by several ranks; those that share layers have equal parts
+        keys, first = np.unique(np.concatenate([part.keys for part in shared], 1), axis=1, return_index=True)
+        values = [np.concatenate(of_ranks)[first] for of_ranks in zip(*(part.values for part in shared), strict=True)]
+        ends = np.searchsorted(keys[0], np.arange(1, shared[0].num_sequences))
+        values_of[index] = list(zip(*(np.split(one, ends) for one in values), strict=True))
+    return values_of
 
 
 class _RankPart(NamedTuple):
@@ -67,17 +73,6 @@ class _RankPart(NamedTuple):
     num_sequences: int
     keys: NDArray[np.int64]  # (2, s) sequence of each target, and the place in the row that predicts it
     values: Values  # (s, ...) each
-
-
-def _sequences(parts: Sequence[_RankPart]) -> list[Values]:
-    """Returns the values of each sequence of a micro-batch, in the order of its targets.
-
-    parts: of all ranks that share it; ranks that share layers have equal ones.
-    """
-    keys, first = np.unique(np.concatenate([part.keys for part in parts], 1), axis=1, return_index=True)
-    values = [np.concatenate(of_ranks)[first] for of_ranks in zip(*(part.values for part in parts), strict=True)]
-    ends = np.searchsorted(keys[0], np.arange(1, parts[0].num_sequences))
-    return list(zip(*(np.split(one, ends) for one in values), strict=True))
 
 
 # --- of any examples

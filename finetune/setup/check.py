@@ -16,7 +16,6 @@ from finetune.utils import readable_bytes
 if TYPE_CHECKING:
     from finetune.engine.launch import Launch
     from finetune.models.attention import AttentionChoice
-    from finetune.rewards.trial import RewardTrial
     from finetune.training.prepare import Prepared
 
 
@@ -97,6 +96,7 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     from finetune.engine.compatibility import check_products
     from finetune.rollouts.vllm_server import VllmServer
     from finetune.setup.environment_rows import check_environment
+    from finetune.setup.reward_rows import check_rewards
     from finetune.training.prepare import Problems, prepare
     from finetune.training.reference import find_reference, reads_columns
     from finetune.training.run_plan import training_length
@@ -113,8 +113,10 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
         if reads_columns(recipe):  # log-probabilities of another model, which must have been computed
             problems.attempt(find_reference, recipe, prepared.training, prepared.held_out)
         problems.attempt(_check_model, prepared, attention)
-    tried = any(one.kind != "environment" for one in recipe.rewards)
-    trial = problems.attempt(_try_rewards, prepared) if tried else None
+    trial = None
+    if any(one.kind != "environment" for one in recipe.rewards):
+        rows = on_disk(prepared.training)
+        trial = problems.attempt(check_rewards, prepared.recipe, rows, prepared.tokenizer)
     environment = None
     if recipe.rollouts is not None and recipe.rollouts.environment is not None:
         data, tokenizer = on_disk(prepared.training), prepared.tokenizer
@@ -135,13 +137,6 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     if environment is not None:
         report.facts["environment"] = "".join(f"\n    {line}" for line in environment)
     return prepared
-
-
-def _try_rewards(prepared: Prepared) -> RewardTrial:
-    from finetune.data.dataset import on_disk
-    from finetune.setup.reward_rows import check_rewards
-
-    return check_rewards(prepared.recipe, on_disk(prepared.training), prepared.tokenizer)
 
 
 def _check_model(prepared: Prepared, attention: AttentionChoice) -> None:

@@ -68,13 +68,12 @@ def build_app(folder: Path, token: str, port: int) -> Any:
             return JSONResponse({"error": message}, status)
         return HTMLResponse(pages.render("refused.html.jinja", "Not here", "/", jobs, message=message), status)
 
+    def other_name(name: str) -> Response:
+        return PlainTextResponse(f"{name!r} is not a name of this server\n", 403, {"Connection": "close"})
+
     app.add_middleware(Guard, token=token, port=port)
-    app.add_middleware(HostCheck, hosts=LOCAL_HOSTS, refusal=_other_name)
+    app.add_middleware(HostCheck, hosts=LOCAL_HOSTS, refusal=other_name)
     return app
-
-
-def _other_name(name: str) -> Response:
-    return PlainTextResponse(f"{name!r} is not a name of this server\n", 403, {"Connection": "close"})
 
 
 async def _fields(request: Request) -> dict[str, Any]:

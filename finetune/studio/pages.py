@@ -16,14 +16,14 @@ from finetune.data.formats.converters import FORMATS
 from finetune.engine.hardware import read_hardware
 from finetune.errors import RunFailure, UserError
 from finetune.export.formats import EIGHT_BITS, EXPORTS
-from finetune.plan.run_list import duration, evaluation, read_run
+from finetune.plan.run_list import evaluation, read_run
 from finetune.plan.tables import read_prices
 from finetune.recipe import RecipeError, load_recipe
 from finetune.recipe.schema import MODES
 from finetune.shipped import here_or_shipped
 from finetune.studio.jobs import Jobs, StartedCommand, command_line
 from finetune.studio.project_folder import Contents, inside_or_shipped
-from finetune.utils import readable_bytes
+from finetune.utils import readable_bytes, readable_hours
 from finetune.view import web_page
 from finetune.view.run_log import follow
 
@@ -47,7 +47,7 @@ _ENDS = {0: "done", 75: "stopped and saved", 130: "interrupted", -1: "ended with
 @functools.cache
 def _environment() -> Any:
     environment = web_page.environment(_TEMPLATES)
-    environment.filters.update(bytes=readable_bytes, duration=duration, command=command_line)
+    environment.filters.update(bytes=readable_bytes, duration=readable_hours, command=command_line)
     return environment
 
 

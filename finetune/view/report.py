@@ -24,7 +24,7 @@ from finetune.data.visible_text import Token, visible
 from finetune.errors import UserError
 from finetune.local_server import is_allowed_host
 from finetune.tracking.metrics import EXAMPLES, GENERATIONS, num_damaged, read_steps
-from finetune.utils import write_atomically
+from finetune.utils import readable_hours, write_atomically
 from finetune.view import web_page
 from finetune.view.rollout_samples import read_samples
 from finetune.view.token_html import sequence_names, tokens_html
@@ -366,7 +366,7 @@ def _summary(runs: Sequence[RunData]) -> list[Section]:
             "last loss": _short(losses[-1][1]) if losses else None,
             "tokens": f"{int(run.curve('tokens')[-1][1]):,}" if run.curve("tokens") else None,
             "tokens per second, median": _short(speeds[len(speeds) // 2]) if speeds else None,
-            "time of steps": _duration(sum(seconds)) if seconds else None,
+            "time of steps": readable_hours(sum(seconds) / 3600) if seconds else None,
             "price": run.price,
         }
         for key, value in shown.items():
@@ -381,17 +381,6 @@ def _short(value: float, digits: int = 4) -> str:
     ('15,720', '0.000123', '2.93e-08')
     """
     return f"{float(f'{value:.{digits}g}'):,.10g}"
-
-
-def _duration(seconds: float) -> str:
-    """
-    >>> _duration(3700.0), _duration(42.0)
-    ('1 h 1 min', '42 s')
-    """
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
 def _last_values(runs: Sequence[RunData]) -> list[Section]:
@@ -487,26 +476,24 @@ def _examples(runs: Sequence[RunData]) -> list[Section]:
         objective, examples = _section(group[0].recipe, "objective").get("name", "sft"), list[Any]()
         for example in group[0].examples:
             try:
-                examples.append(_sequences(example, objective))
+                names = sequence_names(objective, len(example["sequences"]))
+                sequences = []
+                for name, one in zip(names, example["sequences"], strict=True):
+                    begins = (0, one["tokens"] - len(one["pieces"][-1]))
+                    pieces = [
+                        tokens_html([Token(*token) for token in piece], begin)  # as `inspect` shows them
+                        for piece, begin in zip(one["pieces"], begins, strict=False)
+                    ]
+                    place, counts = visible(f"{example['path']}:{example['row']}"), ("tokens", "supervised")
+                    shown = {"place": place, "name": name, "pieces": pieces, **{key: f"{one[key]:,}" for key in counts}}
+                    sequences.append({**shown, "left_out": one["left_out"]})
+                examples.append(sequences)
             except _DAMAGE:
                 examples.append([])
         if examples:
             title = f"First training examples: {', '.join(run.name for run in group)}"
             sections.append({"title": title, "examples": examples})
     return sections
-
-
-def _sequences(example: dict[str, Any], objective: str) -> list[dict[str, Any]]:
-    """Returns the sequences of an example, with their tokens as `inspect` shows them."""
-    names = sequence_names(objective, len(example["sequences"]))
-    sequences = []
-    for name, one in zip(names, example["sequences"], strict=True):
-        begins = (0, one["tokens"] - len(one["pieces"][-1]))
-        pieces = [tokens_html([Token(*t) for t in piece], at) for piece, at in zip(one["pieces"], begins, strict=False)]
-        shown = {"place": visible(f"{example['path']}:{example['row']}"), "name": name, "pieces": pieces}
-        counts = {key: f"{one[key]:,}" for key in ("tokens", "supervised")}
-        sequences.append({**shown, **counts, "left_out": one["left_out"]})
-    return sequences
 
 
 def _answers(runs: Sequence[RunData]) -> list[Section]:

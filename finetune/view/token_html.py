@@ -44,20 +44,17 @@ def tokens_html(tokens: Sequence[Token], first: int = 0) -> Markup:
             attributes += ' class="x"'
         # With marks before newlines, tabs and trailing spaces, and in place of invisible characters.
         pieces = _MARKED.split("".join(token.text for token in run))
-        shown = (_mark(piece) if n % 2 else html.escape(piece, quote=False) for n, piece in enumerate(pieces))
-        parts.append(Markup(f"<{name}{attributes}>{''.join(shown)}</{name}>"))
+        for n, piece in enumerate(pieces):
+            if n % 2 == 0:
+                pieces[n] = html.escape(piece, quote=False)
+            elif piece[0] in _WHITESPACE:
+                pieces[n] = _WHITESPACE[piece[0]] * len(piece)
+            else:
+                pieces[n] = f'<s data-c="{ord(piece):x}" data-v="U+{ord(piece):04X}"></s>'
+        parts.append(Markup(f"<{name}{attributes}>{''.join(pieces)}</{name}>"))
         position += len(run)
     return Markup("").join(parts)
 
 
 _MARKED = re.compile(rf"(\n|\t| +(?=\n|\Z)|{INVISIBLE.pattern})")
-
-
-def _mark(piece: str) -> str:
-    if piece == "\n":
-        return "<s></s>\n"
-    if piece == "\t":
-        return '<s class="t"></s>\t'
-    if piece[0] == " ":
-        return '<s class="d"></s> ' * len(piece)
-    return f'<s data-c="{ord(piece):x}" data-v="U+{ord(piece):04X}"></s>'
+_WHITESPACE = {"\n": "<s></s>\n", "\t": '<s class="t"></s>\t', " ": '<s class="d"></s> '}  # each with its mark

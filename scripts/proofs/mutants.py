@@ -711,8 +711,8 @@ MUTANTS += (
         "experts",
         "balance is not times the number of experts",
         "finetune/objectives/router_balance.py",
-        "return logits.shape[-1] * ((chosen",
-        "return ((chosen",
+        "losses.append(layer.shape[-1] * ((of_rows",
+        "losses.append(((of_rows",
         ("tests/numerics/test_router_balance.py",),
     ),
     Mutant(

@@ -69,8 +69,8 @@ def test_names_of_classes_and_files_are_unique_in_the_package():
 def test_helpers_that_only_split_a_thought_do_not_come_back():
     """A function of up to 40 lines tells a step; a helper of its own pays if it is called twice, or names a thought."""
     measured = measured_here()
-    assert measured["private functions called once"] <= 425
-    assert measured["private functions called once that a caller could hold"] <= 267
+    assert measured["private functions called once"] <= 400
+    assert measured["private functions called once that a caller could hold"] <= 247
 
 
 def backend_tests(source: str) -> list[int]:

@@ -7,9 +7,10 @@ import json
 import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from finetune.data.samples import BadRow
+from finetune.utils import no_constant
 
 Row = Mapping[str, Any]
 
@@ -136,7 +137,7 @@ def only_keys(item: Row, allowed: tuple[str, ...], where: str) -> None:
 def from_json(value: str, where: str) -> Any:
     """Returns the value of a JSON text."""
     try:
-        return json.loads(value, parse_constant=_no_constant)
+        return json.loads(value, parse_constant=no_constant)
     except json.JSONDecodeError as error:
         near = shown(value[max(0, error.pos - 20) : error.pos + 20])
         raise BadRow(
@@ -144,10 +145,6 @@ def from_json(value: str, where: str) -> Any:
         ) from None
     except (ValueError, RecursionError) as error:  # a number of too many digits, NaN, nested too deeply
         raise BadRow(f"{where} is JSON that cannot be read: {error}") from None
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def json_object(value: Mapping[str, Any], where: str, *, is_text: bool = False) -> dict[str, Any]:

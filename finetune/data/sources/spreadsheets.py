@@ -29,9 +29,14 @@ def xlsx(file: File) -> NumberedRows:
             if "xl/sharedStrings.xml" in book.namelist():
                 with book.open("xl/sharedStrings.xml") as texts:
                     shared = [_text(item) for item in _elements(texts, "si")]
-            filled = [
-                (name, path) for name, path in _sheets(book) if next(_lines(book, path, shared), None) is not None
-            ]
+            relations = ElementTree.fromstring(book.read("xl/_rels/workbook.xml.rels"))
+            targets = {one.get("Id"): one.get("Target", "") for one in relations}
+            filled = []  # (name, path) of the sheets with cells
+            for sheet in ElementTree.fromstring(book.read("xl/workbook.xml")).iter(f"{_MAIN}sheet"):
+                target = targets[sheet.get(_RELATION)]
+                path = target.lstrip("/") if target.startswith("/") else f"xl/{target}"
+                if next(_lines(book, path, shared), None) is not None:
+                    filled.append((sheet.get("name", ""), path))
             if len(filled) != 1:
                 names = ", ".join(name for name, _ in filled) or "none"
                 raise UserError(
@@ -59,15 +64,6 @@ def _row(header: dict[str, str], cells: dict[str, str | BadRow]) -> dict[str, An
         if column not in header and cell.strip():
             return BadRow(f"cell {column} has a value ({cell[:40]!r}), but its column no name in the header")
     return {name: cells.get(column, "") for column, name in header.items()}
-
-
-def _sheets(book: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
-    """Yields (name, path) of the sheets."""
-    relations = ElementTree.fromstring(book.read("xl/_rels/workbook.xml.rels"))
-    targets = {one.get("Id"): one.get("Target", "") for one in relations}
-    for sheet in ElementTree.fromstring(book.read("xl/workbook.xml")).iter(f"{_MAIN}sheet"):
-        target = targets[sheet.get(_RELATION)]
-        yield sheet.get("name", ""), target.lstrip("/") if target.startswith("/") else f"xl/{target}"
 
 
 def _lines(book: zipfile.ZipFile, path: str, shared: list[str]) -> Iterator[tuple[int, dict[str, str | BadRow]]]:

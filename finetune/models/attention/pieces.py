@@ -15,7 +15,7 @@ Letters: T tokens of the row, t queries, s keys that are here, H query heads, K 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -43,8 +43,12 @@ def pieces(document_lengths: Sequence[int], mine: Stretches, theirs: Stretches) 
     for first, end in mine:
         k = 0
         for start, stop in theirs:
-            for a, b in _documents(ends, max(first, start), min(end, stop)):
-                seen.append(_piece(a - first + q, a - start + k, b - a, b - a, causal=True))
+            here, until = max(first, start), min(end, stop)
+            index = bisect_right(ends, here)
+            while here < until:  # each document's part
+                size = min(until, ends[index]) - here
+                seen.append(_piece(here - first + q, here - start + k, size, size, causal=True))
+                here, index = ends[index], index + 1
             index = bisect_right(ends, first)  # of the document that reaches across
             begins = ends[index - 1] if index else 0
             a, b = max(begins, start), min(first, stop)
@@ -53,14 +57,6 @@ def pieces(document_lengths: Sequence[int], mine: Stretches, theirs: Stretches) 
             k += stop - start
         q += end - first
     return seen
-
-
-def _documents(ends: list[int], first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yields each document's part within [first, end)."""
-    index = bisect_right(ends, first)
-    while first < end:
-        yield first, min(end, ends[index])
-        first, index = ends[index], index + 1
 
 
 def _piece(query: int, key: int, queries: int, keys: int, causal: bool) -> Piece:
