@@ -20,7 +20,6 @@ import platform
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -350,12 +349,6 @@ def compare(reference: Job, job: Job, outcome: Outcome) -> None:
         outcome.problems.append("other rows were trained on")
     if not outcome.went_on_from:
         outcome.problems.append("nothing was resumed")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def play(

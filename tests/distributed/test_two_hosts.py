@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import killable
 import parity
 import pytest
 import two_hosts
@@ -26,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(folder: Path, name: str, config: str) -> Job:
-    return Job(folder, two_hosts.loopback(), config, name, two_hosts.free_port(), ranks=1, overrides=OVERRIDES)
+    return Job(folder, two_hosts.loopback(), config, name, killable.free_port(), ranks=1, overrides=OVERRIDES)
 
 
 @pytest.mark.long

@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,12 +51,11 @@ environments_folder = Path(tempfile.gettempdir())
 def accelerate_launch(config: Path, processes: int, *program: object, **environment: str) -> Done:
     """As `accelerate launch --config_file config --num_processes processes program`. environment: changes to ours."""
     launched = _launcher_variables(config, processes)
-    if "MASTER_PORT" in launched[0]:  # a group, be it of one
-        meeting_point = _meeting_point()
-        launched = [{**variables, **meeting_point} for variables in launched]
     command = [*_launch_command(config, processes), *map(str, program)]
-    ranks = [{**os.environ, **variables, **environment} for variables in launched]
-    return _server().run(ranks, list(map(str, program)), command)
+    is_group = "MASTER_PORT" in launched[0]  # be it of one
+    with _meeting_point() if is_group else contextlib.nullcontext({}) as meeting_point:
+        ranks = [{**os.environ, **variables, **meeting_point, **environment} for variables in launched]
+        return _server().run(ranks, list(map(str, program)), command)
 
 
 def python(*program: object, **environment: str) -> Done:
@@ -67,10 +66,11 @@ def python(*program: object, **environment: str) -> Done:
 
 def torchrun(processes: int, *program: object) -> Done:
     """As `torchrun --standalone --nproc_per_node processes program`."""
-    size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **_meeting_point()}
-    ranks = [{**os.environ, **size, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     words = list(map(str, program))
-    return _server().run(ranks, words, ["torchrun", *words])
+    with _meeting_point() as meeting_point:
+        size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **meeting_point}
+        ranks = [{**os.environ, **size, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+        return _server().run(ranks, words, ["torchrun", *words])
 
 
 def _launch_command(config: Path, processes: int) -> list[str]:
@@ -97,12 +97,18 @@ def _launcher_variables(config: Path, processes: int) -> list[dict[str, str]]:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _meeting_point() -> dict[str, str]:
-    """Where ranks find each other. There is no launcher to keep their address book, so rank 0 does."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+@contextlib.contextmanager
+def _meeting_point() -> Iterator[dict[str, str]]:
+    """Where ranks find each other. There is no launcher to keep their address book, so rank 0 does.
+
+    Its port stays bound here, without listening, until the ranks have ended: rank 0 may share it, and no socket that
+    asks for any port gets it in the seconds before rank 0 listens.
+    """
+    with socket.socket() as port:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(("127.0.0.1", 0))
+        number = str(port.getsockname()[1])
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": number, "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 def start_forkserver() -> None:

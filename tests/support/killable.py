@@ -41,7 +41,7 @@ class Forked:
     """Ranks by fork. This process plays the launcher: where one ends badly, it ends the others."""
 
     def __init__(self, environments: list[Environment], arguments: list[str], log: Path):
-        port = str(_free_port())
+        port = str(free_port())
         # There is no launcher to keep the ranks' address book, so rank 0 does.
         own = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
         self._running: list[int] = []
@@ -191,7 +191,7 @@ def in_fork(work: Callable[..., object], *arguments: object) -> None:
         raise RuntimeError(f"{work.__name__} failed")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Below the range that outgoing connections take theirs from."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
