@@ -182,7 +182,9 @@ def write_models_and_rows(check: GpuCheck) -> None:
     pairs = []
     for row in map(json.loads, rows[:400]):
         prompt, chosen = row["messages"]
-        rejected = " ".join(rng.choices(words, k=rng.randint(1, 9)))
+        rejected = chosen["content"]
+        while rejected == chosen["content"]:  # a pair of equal answers is refused
+            rejected = " ".join(rng.choices(words, k=rng.randint(1, 9)))
         rejected_answer = {"role": "assistant", "content": rejected}
         pairs.append(json.dumps({"prompt": [prompt], "chosen": [chosen], "rejected": [rejected_answer]}))
     (check.out / "pairs.jsonl").write_text("\n".join(pairs) + "\n", encoding="utf-8")  # last: all is there
