@@ -136,6 +136,16 @@ def test_what_a_run_needs_and_is_not_there_is_said_first(monkeypatch: pytest.Mon
     assert gpu.missing_requirements() == ["datasets<6,>=5.0", "pydantic<3,>=2.10"]
     with pytest.raises(UserError, match=re.escape("another version: datasets<6,>=5.0 pydantic<3,>=2.10 ")):
         gpu.check_gpu(gpu.GpuCheck(tmp_path, 1), [], [], 3600)
+    other |= {"datasets": version("datasets"), "pydantic": version("pydantic"), "typing-inspection": None}
+    (missing,) = gpu.missing_requirements()  # wheels carried to a machine without an index lacked this one
+    assert re.fullmatch(r"typing-inspection>=[\d.]+ \(of pydantic\)", missing)
+
+
+def test_no_pair_is_one_that_the_format_refuses(tmp_path: Path) -> None:
+    gpu.write_inputs(gpu.GpuCheck(tmp_path))
+    pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(pairs) == 400
+    assert all(pair["chosen"] != pair["rejected"] for pair in pairs)
 
 
 def test_requirements_are_those_of_the_clone_if_finetune_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
