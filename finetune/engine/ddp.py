@@ -41,7 +41,9 @@ class Ddp(Engine):
         self.model = self.accelerator.prepare_model(model)
         self._communicates = isinstance(self.model, DistributedDataParallel)
         self._keeps_buckets = self._communicates and micro_batches > 1
-        self.build_optimizers([(name, p, p) for name, p in named_trainables(self.unwrapped)], build)
+        # Found once: a search through all modules of an 8B model with adapters takes 5 ms (docs/proofs/gpu.md).
+        self._trained = named_trainables(self.unwrapped)
+        self.build_optimizers([(name, p, p) for name, p in self._trained], build)
         self.trial_is_collective = self.parallelism.tokens > 1  # attention waits for the ranks that share its rows
         # DDP rebuilds its buckets after the first backward, in the order in which gradients arrived (torch's
         # Reducer::rebuild_buckets), and an element's position decides the order in which three or more ranks are
@@ -73,17 +75,23 @@ class Ddp(Engine):
         value = loss(forward(getattr(self.model, "module", self.model), batches[0]), batches[0])
         (value * (self.world_size * self.loss_scale.value)).backward()
 
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for _, parameter in self._trained if parameter.grad is not None]
+
     def drop_gradients(self) -> None:
-        gradients = self.gradients()
-        if self._keeps_buckets and gradients:
+        if self._keeps_buckets and (gradients := self.gradients()):
             torch._foreach_zero_(gradients)
             return
-        for _, parameter in named_trainables(self.unwrapped):
+        for _, parameter in self._trained:
             parameter.grad = None
 
     def parts(self, reading: bool) -> list[ShardPart]:
         """Returns all of every parameter; each rank writes an equal range."""
-        return replica_parts(named_trainables(self.unwrapped), self.rank, self.world_size, reading)
+        return replica_parts(self._trained, self.rank, self.world_size, reading)
 
     def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         return detached(tensor, dtype).cpu() if self.is_main else None
+
+    def close(self) -> None:
+        self._trained = []
+        super().close()

@@ -53,14 +53,7 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
     for tensors in ("optimizer", "param"):  # without these accelerate 1.15 would offload to a folder named `none`
         if path := (launch.config.get("deepspeed_config") or {}).get(f"offload_{tensors}_nvme_path"):
             os.environ[f"ACCELERATE_DEEPSPEED_OFFLOAD_{tensors.upper()}_NVME_PATH"] = str(path)
-    accelerator = Accelerator(
-        mixed_precision="no",  # the model handles precision: see `CausalLMWithLoss`
-        gradient_accumulation_steps=1,  # the trainer accumulates
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=collective_timeout()),
-        ],
-    )
+    accelerator = join_group()
     if accelerator.device.type == "cuda":
         check_cuda(recipe, launch)
         if (threads := optimizer_threads(launch)) is not None:
@@ -117,6 +110,26 @@ def optimizer_threads(launch: Launch) -> int | None:
 
 
 # --- the process group
+
+
+def join_group() -> Accelerator:
+    """Join the launcher's process group. Raises UserError if another program has rank 0's port."""
+    try:
+        return Accelerator(
+            mixed_precision="no",  # the model handles precision: see `CausalLMWithLoss`
+            gradient_accumulation_steps=1,  # the trainer accumulates
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+                InitProcessGroupKwargs(timeout=collective_timeout()),
+            ],
+        )
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(
+            f"port {os.environ.get('MASTER_PORT')} (MASTER_PORT) of rank 0's machine is taken by another program, or "
+            "by a launch that has not ended: end it, or choose a free port, for accelerate with --main_process_port"
+        ) from error
 
 
 def set_group_timeouts(timeout: timedelta) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import psutil
 import pytest
 from conftest import ROOT
@@ -52,6 +54,18 @@ def test_what_is_wrong_with_the_command_starts_nothing(recipe: dict[str, Any], w
         with pytest.raises(UserError, match=fragment):
             launch(words, config)
     assert psutil.Process().children() == before
+
+
+def test_a_taken_port_is_named(recipe: dict[str, Any], write_recipe: Any) -> None:
+    """Rank 0 of a group that environment variables describe, as Slurm's and torch's own do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
+        done = forks.python("-m", "finetune", "train", write_recipe(recipe), **group, MASTER_ADDR="127.0.0.1")
+    assert done.returncode == 2, done.stderr
+    assert f"error: port {port} (MASTER_PORT) of rank 0's machine is taken" in done.stderr
 
 
 def test_the_words_of_a_launch() -> None:
