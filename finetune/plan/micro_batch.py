@@ -140,6 +140,9 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
         emulates_fp8=how.device == "cpu",
         head_device=HeadDevice(how.device, how.small, recipe.model.kernels != "plain", how.tensor),
     )
+    if how.keeps_inputs_alone:  # stage 3 gathers in hooks, with which adapters are not fused
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda *_: None)
     if how.tensor > 1:
         group, splits = tensor_parallel.TensorGroup(None, 0, how.tensor), why_not_split(config) is None
         shards = tensor_parallel.parallelize(model, group, splits_tokens=splits).shards

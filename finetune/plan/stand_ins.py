@@ -21,8 +21,9 @@ from finetune.models.head import chunked
 @contextlib.contextmanager
 def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = False) -> Iterator[None]:
     """Replaces functions of libraries within. keeps_inputs_alone: of linear layers, as under ZeRO-3; on_gpu: the CPU's
-    autocast answers for the one of CUDA, without which peft's 4-bit layers cast their inputs to fp32, and dropout is
-    the one kernel that a GPU has for it, which keeps a byte for each element."""
+    autocast answers for the one of CUDA, without which peft's 4-bit layers cast their inputs to fp32, dropout is the
+    one kernel that a GPU has for it, which keeps a byte for each element, and the head's weight gradient is added up by
+    its product."""
     is_enabled: Any = torch.is_autocast_enabled
     dropout: Any = torch.nn.functional.dropout
     if on_gpu:
@@ -38,6 +39,8 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
     )
     of_adapters = grouped_experts.grouped_mm
     norm, liger, of_head = fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy
+    add_product = chunked._add_product
+    chunked._add_product = _add_in_product if on_gpu else add_product
     fused_layers.rms_norm, fused_layers.liger_function = fused_norm, liger_function
     chunked.liger_cross_entropy = LigerKernel
     collectives: Any = tensor_group.dist
@@ -59,6 +62,7 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
         grouped_experts.grouped_mm = of_adapters
         tensor_group.dist, torch.is_autocast_enabled = collectives, is_enabled
         tensor_experts.places_here = places_here
+        chunked._add_product = add_product
         fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy = norm, liger, of_head
         packed_linear.unpacked_weight = unpacked_weight
         torch.nn.functional.dropout = dropout
@@ -94,6 +98,11 @@ def unpacked_product(layer: Any, x: Tensor) -> Tensor:
     kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     out: Any = _Unpacked.apply(x.to(kind), (layer.out_features, layer.in_features))
     return out.to(x.dtype)
+
+
+def _add_in_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """As `chunked._add_product` on CUDA, where a product of 16-bit matrices is added up in fp32 without a copy."""
+    torch.addmm(total, left, right, out_dtype=total.dtype, out=total, beta=0 if first else 1)
 
 
 class _InputAlone(torch.autograd.Function):

@@ -25,6 +25,7 @@ from finetune.engine.costs.common import (
 
 PERSISTENT = 100_000  # elements: weights up to this size stay gathered under stage 3; DeepSpeed's default, as below
 _BUCKET, _SUB_GROUP = 500_000_000, 1_000_000_000  # elements
+_NORMED = 250_000_000  # elements of a gradient that stage 3 casts to fp64 at a time
 _REUSED_WITHIN, _PREFETCHED = 500_000_000, 50_000_000  # elements that stage 3 keeps gathered, and prefetches
 
 
@@ -146,10 +147,35 @@ class ZeroCosts(Costs):
         large = [weight for weight in self.shapes.weights if weight.numel > PERSISTENT]
         live = sum(weight.bytes for weight in large)
         layer = sum(weight.bytes for weight in large if weight.layer == 0)
-        moving.always = min(live, (_REUSED_WITHIN + _PREFETCHED) * size + layer)
+        most = (_REUSED_WITHIN + _PREFETCHED) * size + layer
+        moving.always = min(live, most)
+        # A large embedding is freed after its forward, unless it is the head as well, or has the last backward of all.
+        embedding = sum(weight.bytes for weight in large if weight.unit == self._unit_of_embedding)
+        if not self._reaches_embedding:
+            moving.embedding = embedding if self._unit_of_embedding == "embedding" else 0
+            moving.always = min(live - moving.embedding, most)
+            embedding = 0
         moving.end = bucket
+        if bucket >= 4 * sum(map(sum, groups)):  # all gradients, reduced when the other weights have been freed
+            moving.end -= moving.always - min(moving.always, embedding)
+        if self.device == "cpu":  # gloo reduces a copy (torch's ProcessGroupGloo.cpp)
+            moving.end += bucket
+        if self.is_away:  # a gradient on the device, fp32, and what its norm reads (`_constant_buffered_norm2`)
+            part = max((-(-n // ranks) for group in groups for n in group), default=0)
+            moving.end += 4 * part + 8 * min(_NORMED, part)
         moving.optimizer = 4 * min(_SUB_GROUP, max((sum(-(-n // ranks) for n in group) for group in groups), default=0))
         return moving
+
+    @property
+    def _unit_of_embedding(self) -> str:
+        return "embedding" if any(weight.unit == "embedding" for weight in self.shapes.weights) else "tail"  # tied
+
+    @property
+    def _reaches_embedding(self) -> bool:
+        """Returns whether a backward reaches the embedding: also if it is frozen, where layers are recomputed, for
+        which transformers gives its output a gradient."""
+        trains = any(weight.trains for weight in self.shapes.weights if weight.unit == self._unit_of_embedding)
+        return trains or bool(self.recipe.train.activation_checkpointing)
 
     def load(self, state: State) -> int:
         """Returns the bytes of a second copy of the trained weights; under stage 3 of the master weights."""
