@@ -62,6 +62,7 @@ def enable(device: FakeDevice = H100, count: int = 8) -> None:
     if reason := why_not():
         raise RuntimeError(f"no fake devices: {reason}")
     _change_tables()
+    _add_kernels()
     _describe(device, count)
     _replace_streams()
     _compute_with_real_numbers()
@@ -113,6 +114,14 @@ def _function_returning(value: int) -> int:
     page.write(b"\xb8" + value.to_bytes(4, "little") + b"\x31\xd2\xc3")  # mov eax, value; xor edx, edx; ret
     _KEPT.append(page)
     return ctypes.addressof(ctypes.c_char.from_buffer(page))
+
+
+def _add_kernels() -> None:
+    """CUDA has a kernel for this. A torch without CUDA would compose it of others in autograd, each of which is
+    weighed."""
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("silu_backward", lambda _gradient, x: torch.empty_like(x), "CUDA")  # fake tensors do not call it
+    _KEPT.append(kernels)
 
 
 # --- torch's Python side

@@ -135,19 +135,19 @@ class ZeroCosts(Costs):
         return sum(self.optimizer_bytes([Shard(weight, numel, numel)], "cpu"))
 
     def moving(self, rank: int) -> Moving:
+        if self.stage == 3:
+            return self._moving_in_stage_3()
+        parts = [4 * -(-sum(weight.numel for weight in group) // self.launch.processes) for group in self.decay_groups]
+        # At the end this rank's part, in a buffer and as tensors.
+        return Moving(backward=4 * self.bucket_elements, end=2 * sum(parts), optimizer=max(parts, default=0))
+
+    def _moving_in_stage_3(self) -> Moving:
         moving, bucket, ranks = Moving(), 4 * self.bucket_elements, self.launch.processes
         groups = [[weight.numel for weight in group] for group in self.decay_groups]
-        if self.stage < 3:
-            parts = [4 * -(-sum(group) // ranks) for group in groups]
-            moving.backward = bucket
-            moving.end = 2 * sum(parts)  # this rank's part, in a buffer and as tensors
-            moving.optimizer = max(parts, default=0)
-            return moving
         size = max((weight.size for weight in self.shapes.weights), default=4)
         large = [weight for weight in self.shapes.weights if weight.numel > PERSISTENT]
         live = sum(weight.bytes for weight in large)
-        layer = sum(weight.bytes for weight in large if weight.layer == 0)
-        most = (_REUSED_WITHIN + _PREFETCHED) * size + layer
+        most = (_REUSED_WITHIN + _PREFETCHED) * size + sum(weight.bytes for weight in large if weight.layer == 0)
         moving.always = min(live, most)
         # A large embedding is freed after its forward, unless it is the head as well, or has the last backward of all.
         embedding = sum(weight.bytes for weight in large if weight.unit == self._unit_of_embedding)
