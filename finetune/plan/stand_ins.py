@@ -39,8 +39,11 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
     )
     of_adapters = grouped_experts.grouped_mm
     norm, liger, of_head = fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy
-    add_product = chunked._add_product
-    chunked._add_product = _add_in_product if on_gpu else add_product
+    add_product = chunked.add_product
+    if on_gpu:  # a product of 16-bit matrices is added up in fp32 without a copy
+        chunked.add_product = lambda total, left, right, first: torch.addmm(
+            total, left, right, out_dtype=total.dtype, out=total, beta=0 if first else 1
+        )
     fused_layers.rms_norm, fused_layers.liger_function = fused_norm, liger_function
     chunked.liger_cross_entropy = LigerKernel
     collectives: Any = tensor_group.dist
@@ -62,7 +65,7 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
         grouped_experts.grouped_mm = of_adapters
         tensor_group.dist, torch.is_autocast_enabled = collectives, is_enabled
         tensor_experts.places_here = places_here
-        chunked._add_product = add_product
+        chunked.add_product = add_product
         fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy = norm, liger, of_head
         packed_linear.unpacked_weight = unpacked_weight
         torch.nn.functional.dropout = dropout
@@ -98,11 +101,6 @@ def unpacked_product(layer: Any, x: Tensor) -> Tensor:
     kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     out: Any = _Unpacked.apply(x.to(kind), (layer.out_features, layer.in_features))
     return out.to(x.dtype)
-
-
-def _add_in_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """As `chunked._add_product` on CUDA, where a product of 16-bit matrices is added up in fp32 without a copy."""
-    torch.addmm(total, left, right, out_dtype=total.dtype, out=total, beta=0 if first else 1)
 
 
 class _InputAlone(torch.autograd.Function):

@@ -135,29 +135,31 @@ class ZeroCosts(Costs):
         return sum(self.optimizer_bytes([Shard(weight, numel, numel)], "cpu"))
 
     def moving(self, rank: int) -> Moving:
-        if self.stage == 3:
-            return self._moving_in_stage_3()
-        parts = [4 * -(-sum(weight.numel for weight in group) // self.launch.processes) for group in self.decay_groups]
-        # At the end this rank's part, in a buffer and as tensors.
-        return Moving(backward=4 * self.bucket_elements, end=2 * sum(parts), optimizer=max(parts, default=0))
-
-    def _moving_in_stage_3(self) -> Moving:
         moving, bucket, ranks = Moving(), 4 * self.bucket_elements, self.launch.processes
         groups = [[weight.numel for weight in group] for group in self.decay_groups]
-        size = max((weight.size for weight in self.shapes.weights), default=4)
-        large = [weight for weight in self.shapes.weights if weight.numel > PERSISTENT]
-        live = sum(weight.bytes for weight in large)
-        most = (_REUSED_WITHIN + _PREFETCHED) * size + sum(weight.bytes for weight in large if weight.layer == 0)
+        if self.stage < 3:
+            parts = [4 * -(-sum(group) // ranks) for group in groups]
+            moving.backward = bucket
+            moving.end = 2 * sum(parts)  # this rank's part, in a buffer and as tensors
+            moving.optimizer = max(parts, default=0)
+            return moving
+        weights = self.shapes.weights
+        size = max((weight.size for weight in weights), default=4)
+        large = [weight for weight in weights if weight.numel > PERSISTENT]
+        live, most = sum(weight.bytes for weight in large), (_REUSED_WITHIN + _PREFETCHED) * size
+        most += sum(weight.bytes for weight in large if weight.layer == 0)
         moving.always = min(live, most)
-        # A large embedding is freed after its forward, unless it is the head as well, or has the last backward of all.
-        embedding = sum(weight.bytes for weight in large if weight.unit == self._unit_of_embedding)
-        if not self._reaches_embedding:
-            moving.embedding = embedding if self._unit_of_embedding == "embedding" else 0
+        # A large embedding is freed after its forward, unless it is the head as well, or has the last backward of all:
+        # if it trains, or layers are recomputed, for which transformers gives its output a gradient.
+        is_tied = not any(weight.unit == "embedding" for weight in weights)
+        of_embedding = [weight for weight in weights if weight.unit == ("tail" if is_tied else "embedding")]
+        kept = sum(weight.bytes for weight in of_embedding if weight.numel > PERSISTENT)
+        if not self.recipe.train.activation_checkpointing and not any(weight.trains for weight in of_embedding):
+            moving.embedding, kept = (0 if is_tied else kept), 0
             moving.always = min(live - moving.embedding, most)
-            embedding = 0
         moving.end = bucket
         if bucket >= 4 * sum(map(sum, groups)):  # all gradients, reduced when the other weights have been freed
-            moving.end -= moving.always - min(moving.always, embedding)
+            moving.end -= moving.always - min(moving.always, kept)
         if self.device == "cpu":  # gloo reduces a copy (torch's ProcessGroupGloo.cpp)
             moving.end += bucket
         if self.is_away:  # a gradient on the device, fp32, and what its norm reads (`_constant_buffered_norm2`)
@@ -165,17 +167,6 @@ class ZeroCosts(Costs):
             moving.end += 4 * part + 8 * min(_NORMED, part)
         moving.optimizer = 4 * min(_SUB_GROUP, max((sum(-(-n // ranks) for n in group) for group in groups), default=0))
         return moving
-
-    @property
-    def _unit_of_embedding(self) -> str:
-        return "embedding" if any(weight.unit == "embedding" for weight in self.shapes.weights) else "tail"  # tied
-
-    @property
-    def _reaches_embedding(self) -> bool:
-        """Returns whether a backward reaches the embedding: also if it is frozen, where layers are recomputed, for
-        which transformers gives its output a gradient."""
-        trains = any(weight.trains for weight in self.shapes.weights if weight.unit == self._unit_of_embedding)
-        return trains or bool(self.recipe.train.activation_checkpointing)
 
     def load(self, state: State) -> int:
         """Returns the bytes of a second copy of the trained weights; under stage 3 of the master weights."""

@@ -315,7 +315,7 @@ class MatrixHead:
             if grad_hidden is not None:
                 grad_hidden[rows] = back @ matrix
             if grad_weight is not None:
-                _add_product(grad_weight, back.t(), x, first=not chunks)
+                add_product(grad_weight, back.t(), x, first=not chunks)
             chunks.append(losses)
         return _joined(chunks), [grad_hidden, grad_weight, *([] if self.bias is None else [grad_bias])]
 
@@ -441,7 +441,7 @@ def _joined(chunks: Sequence[ChunkLosses]) -> ChunkLosses:
     return ChunkLosses(torch.cat(each), tuple(torch.cat(parts) for parts in zip(*details, strict=True)))
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
     """total += left @ right, added up in the type of `total`, whose values are not read if it is the first."""
     if total.dtype == left.dtype:
         total.addmm_(left, right, beta=0 if first else 1)
