@@ -33,6 +33,7 @@ from finetune.plan.search import launches
 from finetune.plan.speed import Job, table_speeds
 from finetune.plan.tables import Machines, parse_machines
 from finetune.recipe import Recipe, load_recipe
+from finetune.startup import quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA, PAGE = Path(__file__).with_name("published.yaml"), ROOT / "docs" / "proofs" / "published.md"
@@ -194,6 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--fit", action="store_true")
+    quiet_libraries()
     arguments, rows = parser.parse_args(), all_planned()
     if arguments.fit:
         print(fits(rows))

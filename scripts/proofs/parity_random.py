@@ -26,6 +26,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 import parity
 from parity import ATTENTION, BALANCE, BF16_LOSS_RELATIVE, LORA, LOSS_RELATIVE, QLORA, Case, Difference
 
+from finetune.startup import quiet_libraries
+
 Place = tuple[str, int]
 PLACES: tuple[Place, ...] = (
     *(("ddp", 2), ("fsdp2", 2), ("fsdp2_offload", 2), ("zero2", 2), ("zero3", 2), ("zero3_offload", 2), ("hsdp", 4)),
@@ -128,6 +130,7 @@ def main() -> int:
     places = [place for place in PLACES if not arguments.only or place[0] in arguments.only]
     if not places:
         parser.error(f"--only: configs are {', '.join(sorted({config for config, _ in PLACES}))}")
+    quiet_libraries()
     folder = Path(tempfile.mkdtemp(prefix="finetune-parity-"))
     os.environ["FINETUNE_CACHE"] = str(folder / "cache")
     os.environ["HF_HUB_OFFLINE"] = "1"
