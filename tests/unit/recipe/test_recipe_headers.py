@@ -11,7 +11,7 @@ from finetune.plan.tables import config_and_source
 from finetune.recipe import load_recipe
 
 PLANNED = recipe_headers.planned_recipes()
-QUICK = ("llama3.1-8b/qlora.yaml", "mistral-7b-v0.3/full.yaml", "qwen3-vl-4b/lora.yaml")
+QUICK = ("llama3.1-8b/qlora.yaml", "mistral-7b-v0.3/full.yaml", "qwen3-0.6b/full.yaml", "qwen3-vl-4b/lora.yaml")
 
 
 def name_of(path: Path) -> str:
