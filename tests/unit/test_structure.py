@@ -1,14 +1,12 @@
-"""The scripts that measure and draw the package's structure."""
+"""The scripts that measure the package's structure, and what holds in its sources."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import typing
-from dataclasses import replace
 from pathlib import Path
 
-import architecture
 import example_path
 import golden_losses
 import numpy as np
@@ -24,53 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENTED = {"_replace", "_fields", "_asdict", "_exit"}  # of named tuples, and of `os`
 
 
-def test_the_committed_picture_shows_the_rooms_and_imports_of_the_sources():
-    committed = (ROOT / architecture.PICTURE).read_text(encoding="utf-8")
-    found = architecture.problems(committed, architecture.read(ROOT))
-    assert not found, f"draw it again with `python scripts/docs/architecture.py`: {found}"
-
-
-def test_a_new_import_makes_the_picture_out_of_date():
-    current = architecture.read(ROOT)
-    picture = architecture.draw(replace(current, arrows=current.arrows[1:]))
-    missing = current.arrows[0]
-    assert architecture.problems(picture, current) == [f"{missing.importer} -> {missing.imported} is new"]
-    assert architecture.problems(picture.replace('class="page"', ""), current)
-
-
-def test_imports_are_found_at_the_top_in_functions_and_relative_ones(tmp_path: Path):
-    package = tmp_path / "finetune"
-    for name in ("data/cache", "recipe"):
-        (package / name).mkdir(parents=True)
-    (package / "errors.py").write_text("")
-    (package / "recipe" / "__init__.py").write_text("from finetune import errors\n")
-    (package / "data" / "cache" / "files.py").write_text("def read():\n    from ...recipe import load\n")
-    (tmp_path / "pyproject.toml").write_text('layers = [\n  "finetune.data",\n  "finetune.recipe",\n]\n')
-    found = architecture.read(tmp_path)
-    assert [(room.name, room.layer, room.packages) for room in found.rooms] == [
-        ("data", 0, ("cache",)),
-        ("recipe", 1, ()),
-        ("errors", 2, ()),
-    ]
-    assert {(arrow.importer, arrow.imported) for arrow in found.arrows} == {("data", "recipe"), ("recipe", "errors")}
-
-
-@functools.cache
-def measured_here() -> dict[str, typing.Any]:
-    return structure.measure(ROOT)
-
-
 def test_names_of_classes_and_files_are_unique_in_the_package():
-    measured = measured_here()
+    measured = structure.measure(ROOT)
     assert measured["class names used more than once"] == []
     assert measured["file names used more than once"] == []
-
-
-def test_helpers_that_only_split_a_thought_do_not_come_back():
-    """A function of up to 40 lines tells a step; a helper of its own pays if it is called twice, or names a thought."""
-    measured = measured_here()
-    assert measured["private functions called once"] <= 400
-    assert measured["private functions called once that a caller could hold"] <= 247
 
 
 def backend_tests(source: str) -> list[int]:
