@@ -39,6 +39,7 @@ from finetune.engine.stages import (
     SINGLE_STAGE_SCHEDULES,
     StageModel,
     bubble_share,
+    buffer_holders,
     holders,
     keep_only,
     lay_out,
@@ -89,6 +90,9 @@ class Pipeline(Engine):
         """Keep the weights of this rank's stages, on `device`, and connect the stages."""
         self.unwrapped, self.model = model.causal_lm, _FullPipeline(self, model)
         self._holders = holders(self.unwrapped, self._layout)
+        self._savers = {  # of each tensor of the result
+            name: ranks[0] for name, ranks in {**self._holders, **buffer_holders(self.unwrapped, self._layout)}.items()
+        }
         keep_only(self.unwrapped, lambda name: self.place in self._holders[name], device)
         stages = self._layout.stages_of(self.place)
         self._stages = [CalledStage(self, StageModel(model, self._layout, index, self._compute)) for index in stages]
@@ -262,7 +266,7 @@ class Pipeline(Engine):
 
     def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         """Returns the tensor on rank 0, sent by the first replica of its stage."""
-        full, source = detached(tensor, dtype), self._holders.get(name, [0])[0] * self.ranks_of_stage
+        full, source = detached(tensor, dtype), self._savers[name] * self.ranks_of_stage
         if self.is_main and source != 0:
             full = torch.empty_like(full, device=self.device)
             dist.recv(full, source)

@@ -154,7 +154,7 @@ class ShardedPipeline(Fsdp2, Pipeline):
 
     def full_on_main(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         """Returns the tensor on rank 0, sent by the first rank of its stage, all of which gather it."""
-        source = self._holders.get(name, [0])[0]
+        source = self._savers[name]
         if self.place == source:
             full = self.gathered(name, tensor, dtype)
             if self.rank == self.first_of_stage != 0:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from finetune.engine import stages
 from finetune.engine.stage_cache import stage_cache
-from finetune.engine.stages import Layout, StageModel, final_norms, holders, keep_only, parts_of
+from finetune.engine.stages import Layout, StageModel, buffer_holders, final_norms, holders, keep_only, parts_of
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.remote_code import from_config
 from finetune.models.text_part import name_body
@@ -58,7 +58,8 @@ def differ_when_cut(whole: Any, layout: Layout) -> str | None:
     within = {id(parameter) for part in parts for parameter in part.parameters()}
     if outside := [name for name, parameter in whole.named_parameters() if id(parameter) not in within]:
         return f"it has weights outside of its layers ({', '.join(outside[:3])})"
-    held, models, divided = holders(whole, layout), [], list[StageModel]()
+    held, buffers = holders(whole, layout), buffer_holders(whole, layout)
+    models, divided = [], list[StageModel]()
     ends = {id(module.weight) for module in (whole.get_input_embeddings(), whole.get_output_embeddings())}
     for name, parameter in whole.named_parameters():
         if len(held[name]) > 1 and id(parameter) not in ends:
@@ -66,7 +67,12 @@ def differ_when_cut(whole: Any, layout: Layout) -> str | None:
     for rank in range(2):
         models.append(copy.deepcopy(whole))
         keep_only(models[-1], lambda name, rank=rank: rank in held[name], torch.device("cpu"))
+        _leave_out(models[-1], {name for name, ranks in buffers.items() if rank not in ranks})
         divided.append(StageModel(CausalLMWithLoss(models[-1], "plain"), layout, rank, torch.float32))
+    for name, tensor in whole.state_dict().items():
+        rank = {**held, **buffers}[name][0]
+        if not torch.equal(models[rank].state_dict()[name], tensor):
+            return f"the stage that saves `{name}` does not have it"
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (_ROWS, _TOKENS + 1), generator=generator)
     prompt = {"input_ids": ids[:, :-1], "position_ids": torch.arange(_TOKENS).expand(_ROWS, -1)}
@@ -84,6 +90,14 @@ def differ_when_cut(whole: Any, layout: Layout) -> str | None:
         if not torch.allclose(found.expand_as(wanted), wanted, rtol=_TOLERANCE, atol=_TOLERANCE * largest):
             return f"stages give another gradient of `{name}` than the whole model"
     return differ_with_caches(whole, divided, layout, ids)
+
+
+def _leave_out(model: Any, names: set[str]) -> None:
+    """Move buffers to `meta`, as of layers that a rank has not loaded."""
+    for name in names:
+        module, _, own = name.rpartition(".")
+        buffers = model.get_submodule(module)._buffers
+        buffers[own] = buffers[own].to("meta")
 
 
 @torch.no_grad()

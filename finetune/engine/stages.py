@@ -278,13 +278,26 @@ def final_norms(base: Any) -> list[str]:
 
 def holders(model: Any, layout: Layout) -> dict[str, list[int]]:
     """Returns the pipeline ranks that have each parameter, by all of its names; two for a tied embedding and head."""
+    ranks = _ranks_of_tensors(model, layout)
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: sorted(ranks[id(parameter)]) for name, parameter in named}
+
+
+def buffer_holders(model: Any, layout: Layout) -> dict[str, list[int]]:
+    """Returns the pipeline ranks that have each buffer, by all of its names; every rank has those outside of stages, as
+    of rotary embeddings."""
+    ranks, everywhere = _ranks_of_tensors(model, layout), set(range(layout.ranks))
+    named = model.named_buffers(remove_duplicate=False)
+    return {name: sorted(ranks.get(id(buffer), everywhere)) for name, buffer in named}
+
+
+def _ranks_of_tensors(model: Any, layout: Layout) -> dict[int, set[int]]:
     ranks: dict[int, set[int]] = {}
     for stage in range(layout.stages):
         for part in parts_of(model, layout, stage):
-            for parameter in part.parameters():
-                ranks.setdefault(id(parameter), set()).add(layout.rank_of(stage))
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: sorted(ranks[id(parameter)]) for name, parameter in named}
+            for tensor in (*part.parameters(), *part.buffers()):
+                ranks.setdefault(id(tensor), set()).add(layout.rank_of(stage))
+    return ranks
 
 
 def keep_only(model: nn.Module, keeps: Callable[[str], bool], device: torch.device) -> None:

@@ -29,8 +29,10 @@ PRETRAINED_POSITIONS = 16  # length at which RoPE types that grow with the docum
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
+# Trials draw ids below VOCABULARY, so the copy of a model with fewer tokens (characters, proteins) has more than it.
+_VOCABULARY = re.compile(r"(\w+_)?vocab_size(_\w+)?|n_words")
 _SIZES: tuple[tuple[str, int], ...] = (  # the first pattern that matches a setting's full name
-    (r"(\w+_)?vocab_size(_\w+)?|codebook_size|n_words", VOCABULARY),
+    (r"codebook_size", VOCABULARY),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length", POSITIONS),
     (r"max_(source|target)_positions", POSITIONS),
     (r"original_max_position_embeddings|floor_scale", PRETRAINED_POSITIONS),
@@ -180,6 +182,8 @@ def _shrunk_number(name: str, value: int, settings: dict[str, Any], layers: _Lay
         return value if value < 3 else 2
     if name == "max_position_embeddings" and "dynamic" in rope_types(settings.get("rope_parameters")):
         return PRETRAINED_POSITIONS
+    if _VOCABULARY.fullmatch(name) and value > 0:
+        return VOCABULARY
     for pattern, size in _SIZES:
         if re.fullmatch(pattern, name):
             return min(value, size) if value > 0 else value

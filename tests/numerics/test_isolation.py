@@ -48,6 +48,7 @@ def choose(asked: str, config: Any) -> AttentionChoice:
     ("asked", "config", "implementation", "isolates", "reason"),
     [
         ("auto", LlamaConfig(), DOCUMENTS, True, "no work across documents"),
+        ("auto", LlamaConfig(vocab_size=30), DOCUMENTS, True, "no work across documents"),
         # Its masks are not handed the positions that say where documents begin.
         ("auto", GptOssConfig(), "eager", True, "GptOssAttention once for each document"),
         ("auto", OPTConfig(), DOCUMENTS, True, "no work across documents"),

@@ -135,6 +135,8 @@ def test_stages_draw_the_dropout_of_the_whole_model() -> None:
     [
         ({**tiny.MODELS["llama"], "model_type": "granite", "embedding_multiplier": 2.0}, None),  # before the layers
         ({"model_type": "gemma2"}, None),
+        ({"model_type": "gemma2", "vocab_size": 30}, None),  # of characters or amino acids
+        ({"model_type": "deepseek_v3"}, None),  # its routers save buffers
         ({"model_type": "nemotron_h"}, None),
         ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 16}, None),
         ({"model_type": "phi"}, None),  # no plan of transformers
