@@ -48,6 +48,7 @@ from finetune.export.weight_files import (
 from finetune.models.added_tokens import has_added_tokens, split_rows
 from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.config import restore_dropout
+from finetune.models.generation_config import valid_generation_config
 from finetune.models.text_part import TextPart
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
@@ -319,7 +320,7 @@ def _padding_token(tokenizer: PreTrainedTokenizerFast, end_ids: set[int]) -> str
 
 def _generation_config(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int]) -> GenerationConfig:
     """Returns the model's generation config with the end tokens of this training."""
-    config = GenerationConfig(**(model.generation_config.to_diff_dict() if model.generation_config else {}))
+    config, _ = valid_generation_config(model)
     ends = sorted(end_ids)
     config.eos_token_id = ends[0] if len(ends) == 1 else ends
     config.pad_token_id = tokenizer.pad_token_id

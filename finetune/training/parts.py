@@ -20,6 +20,7 @@ from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
 from finetune.models.config import model_config
 from finetune.models.flops import ModelFlops, model_flops
+from finetune.models.generation_config import valid_generation_config
 from finetune.models.moe import adapts_experts, find_routers
 from finetune.models.vision import part_sizes, row_positions
 from finetune.models.weights import load_model, parameter_counts
@@ -49,6 +50,11 @@ def load(prepared: Prepared, engine: Engine, attention: AttentionChoice, say: Sa
         model = load_model(recipe, prepared.config, attention, engine.placement(recipe), labels)
     if recipe.train.activation_offload and engine.device.type == "cpu":
         say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
+    if left_out := valid_generation_config(model)[1]:
+        say(
+            f"note: the result leaves out {', '.join(left_out)} of the base's generation_config.json: transformers "
+            "ignores them beside its other settings, and does not save them"
+        )
     if adapts_experts(model):
         say(
             "note: experts have adapters, which servers have loaded without effect (vLLM issue 41754): serve the "
