@@ -40,7 +40,8 @@ class QuantizedModel:
         # A matrix of each expert and projection, as vLLM's WNA16 reads them. Refused if no server, or nothing here,
         # reads it in 8 bits.
         stacked = stacked_experts(model.model)
-        experts = [name for name in model.shapes if _EXPERT.fullmatch(name)]
+        own = {name: tensor for name, tensor in model.shapes.items() if name not in model.kept}
+        experts = [name for name in own if _EXPERT.fullmatch(name)]
         elsewhere = "use llm-compressor on the folder that `export --to hf` writes"
         if stacked and kind == "fp8":
             raise UserError(
@@ -48,7 +49,7 @@ class QuantizedModel:
                 + elsewhere
             )
         what = "a model of scores" if model.is_scoring else ""
-        if stacked and (not experts or any(tensor.ndim > 2 for tensor in model.shapes.values())):
+        if stacked and (not experts or any(tensor.ndim > 2 for tensor in own.values())):
             what = f"a model whose files have tensors of three dimensions ({stacked[0]})"
         if stacked and any(model.shapes[name].shape[-1] % _PER_INT32 for name in experts):
             what = f"a model with experts ({stacked[0]}) whose rows are no multiple of {_PER_INT32}"
@@ -58,7 +59,9 @@ class QuantizedModel:
         others = {name for name, module in model.model.named_modules() if type(module) is torch.nn.Linear}
         # Routers, which are linear layers to vLLM.
         routers = {f"{name.partition('.experts.')[0]}.gate" for name in experts}
-        self.ignored = sorted((others - chosen.keys()) | {one for one in routers if f"{one}.weight" in model.shapes})
+        kept = {name.removesuffix(".weight") for name in model.kept if model.shapes[name].ndim == 2}
+        routers = {one for one in routers if f"{one}.weight" in model.shapes}
+        self.ignored = sorted((others - chosen.keys()) | routers | kept)
         in_files = {*experts, *(model.name_in_files(f"{name}.weight") for name in chosen)}
         if None in in_files:
             raise UserError(f"--quantize {kind}: the files do not name layers as transformers does: use llm-compressor")

@@ -29,6 +29,7 @@ from finetune.export.result import model_card, partial_path, write_config
 from finetune.export.streamed import StreamedModel
 from finetune.export.trained import Trained
 from finetune.export.weight_files import SHARD_BYTES, write_shards
+from finetune.models.checkpoint_files import kept_words
 from finetune.models.damage import read_object
 from finetune.models.tokenizer import read_tokenizer
 from finetune.models.vision import processor_settings
@@ -64,6 +65,8 @@ def export_folder(
     """
     check_absent(out)
     model = StreamedModel(trained, dtype, base)
+    if model.kept:
+        say(kept_words(model.kept))
     written = QuantizedModel(model, quantized) if quantized else model
     about = {**describe(model), **({"quantised": quantized} if quantized else {})}
     with whole_or_absent(out, about, {"shard_bytes": shard_bytes}, card_of(trained), check) as partial:

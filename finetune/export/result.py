@@ -47,6 +47,7 @@ from finetune.export.weight_files import (
 )
 from finetune.models.added_tokens import has_added_tokens, split_rows
 from finetune.models.base_checkpoint import BaseCheckpoint
+from finetune.models.checkpoint_files import kept_tensors
 from finetune.models.config import restore_dropout
 from finetune.models.generation_config import valid_generation_config
 from finetune.models.text_part import TextPart
@@ -125,10 +126,9 @@ def _write_weights(
     for name, tensor in engine.full_tensors(False, dtype):
         main.do(write, name, tensor)
         del tensor  # before the next one is gathered
-    copied: dict[str, Path] = {}
-    if isinstance(layout, BaseLayout):
-        main.do(layout.copy_untouched, writer)
-        copied = layout.copied
+    others = layout.copied if isinstance(layout, BaseLayout) else kept_tensors(model)
+    copied = {name: file for name, file in others.items() if name not in layout.expected}
+    main.do(_copy, copied, writer)
     main.do(writer.finish)
     return layout.expected, copied
 
@@ -166,6 +166,13 @@ def _with_tied(model: Any, state: State) -> State:
     return {**{name: state[one] for name, one in tied.items() if one is not None}, **state}
 
 
+def _copy(tensors: dict[str, Path], writer: WeightsWriter) -> None:
+    """Write tensors of the base's files as they are. Raises as `WeightsWriter.add`."""
+    for name, file in tensors.items():
+        with safe_open(file, framework="pt") as opened:
+            writer.add(name, opened.get_tensor(name))
+
+
 def base_of(model: Any) -> BaseCheckpoint | None:
     """Returns the base that a model is the text part of; on a rank that has read no weights, None."""
     return getattr(unwrap_peft(model), "base_checkpoint", None)
@@ -195,12 +202,6 @@ class BaseLayout:
         for own in self._names(name):
             converted |= self._layout.convert(own, tensor)
         return converted
-
-    def copy_untouched(self, writer: WeightsWriter) -> None:
-        """Write the tensors of the base's files that are not the text part's. Raises as `WeightsWriter.add`."""
-        for name, file in self.copied.items():
-            with safe_open(file, framework="pt") as tensors:
-                writer.add(name, tensors.get_tensor(name))
 
     def _names(self, name: str) -> list[str]:
         names = [name, *([self._again[name]] if name in self._again else [])]

@@ -32,6 +32,7 @@ from finetune.export.trained import Trained
 from finetune.export.weight_files import INDEX, DiskLayout, TensorFiles
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.base_config import dtypes, first_line, without_weights
+from finetune.models.checkpoint_files import left_out_pattern
 from finetune.models.config import model_config
 from finetune.models.damage import read_object, weight_map
 from finetune.models.score_model import labelled
@@ -139,10 +140,15 @@ class StreamedModel:
         self._disk_name = {group.names[0]: name for name, group in self._groups.items() if group.is_renaming}
         self._ready: dict[str, Tensor] = {}
         self.shapes = {name: self._shape(name) for name in self._groups}
-        if self.base is not None and not self.is_scoring and (trained.is_adapter or self.part):
+        self.kept = list[str]()  # tensors of the base's files that its class does not read
+        if self.base is not None and not self.is_scoring:
             tied = {} if self.unties else {alias: torch.empty(0, device="meta") for alias in self._aliases}
             copies = {name for group in _groups(self.model, tied) for name in group.shapes} if tied else set()
             extra = [name for name in self._files.names() if name not in self._groups and name not in copies]
+            left_out = left_out_pattern(self.model)
+            self.kept = [name for name in extra if left_out and left_out.search(name)]
+            if not (trained.is_adapter or self.part):  # a class may read others under names of its own
+                extra = self.kept
             self.shapes |= {name: self._cast(self._files.meta(name)) for name in extra}
         # What cannot be merged in the layout of the files is refused.
         names = {name for group in self._groups.values() for name in group.names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.utils import (
 from finetune.errors import UserError
 from finetune.models.damage import check_tensors, weight_map
 from finetune.recipe.schema import Model
+from finetune.utils import unwrap_peft
 
 PROCESSORS = (FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)  # files of their settings
 
@@ -79,3 +81,33 @@ def check_names_kept(model: Any, paths: list[str]) -> None:
                 f"lora.targets: peft would not find the adapter of {path} again on {type(model).__name__}: it takes it "
                 f"for that of {name.removesuffix('.weight')}; name targets without it"
             )
+
+
+def unloaded_tensors(model: Any, about: Model) -> dict[str, Path]:
+    """Returns the file of each tensor of a base that its class leaves out as it is read: heads that predict several
+    tokens (`mtp.*`, or layers behind the last). config.json still declares them, so a result keeps them."""
+    if not (left_out := left_out_pattern(model)) or about.name is None:
+        return {}
+    if not any(checkpoint_file(about, name) for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)):
+        return {}
+    return {name: file for name, file in tensor_places(about).items() if left_out.search(name)}
+
+
+def left_out_pattern(model: Any) -> re.Pattern[str] | None:
+    """Returns the pattern of tensors that transformers leaves out as it reads a model; None if it reads all."""
+    # The attribute by which model classes of transformers declare them.
+    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
+
+
+def kept_tensors(model: Any) -> dict[str, Path]:
+    """Returns what `unloaded_tensors` found as the model was read; {} on a rank that has read no weights."""
+    return getattr(unwrap_peft(model), "kept_tensors", {})
+
+
+def kept_words(names: list[str]) -> str:
+    """Returns the sentence for tensors that a result keeps from its base."""
+    return (
+        f"{len(names)} tensors that transformers does not load ({names[0]}, ...) are kept from the base as they are: "
+        "a head that predicts several tokens is not trained with the model, so fewer of its tokens are accepted"
+    )

@@ -33,6 +33,7 @@ from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint, check_adapted
 from finetune.models.base_config import dtypes, first_line, why_not_found, without_weights
+from finetune.models.checkpoint_files import unloaded_tensors
 from finetune.models.compiled import compile_layers
 from finetune.models.config import model_config
 from finetune.models.damage import check_weights, mismatched_sizes, why_no_weights
@@ -254,6 +255,8 @@ def _base_model(
         set_attribute(model, "_weight_conversions", used, "read conversions")
     if base is not None and auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
         model.base_checkpoint = base
+    elif base is None and recipe.mode == "full" and auto is not AutoModelForSequenceClassification:
+        model.kept_tensors = unloaded_tensors(model, recipe.model)
     return model, set(report["missing_keys"])
 
 

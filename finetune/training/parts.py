@@ -18,6 +18,7 @@ from finetune.data.row_source import RowSource, RunRows
 from finetune.engine.base import Engine
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
+from finetune.models.checkpoint_files import kept_tensors, kept_words
 from finetune.models.config import model_config
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.generation_config import valid_generation_config
@@ -50,6 +51,8 @@ def load(prepared: Prepared, engine: Engine, attention: AttentionChoice, say: Sa
         model = load_model(recipe, prepared.config, attention, engine.placement(recipe), labels)
     if recipe.train.activation_offload and engine.device.type == "cpu":
         say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
+    if kept := kept_tensors(model):
+        say(f"note: {kept_words(list(kept))}")
     if left_out := valid_generation_config(model)[1]:
         say(
             f"note: the result leaves out {', '.join(left_out)} of the base's generation_config.json: transformers "
