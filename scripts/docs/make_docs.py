@@ -187,21 +187,13 @@ def readers(keys: dict[str, dict[str, Any]]) -> str:
 
 
 def recipes_table() -> str:
-    """Returns the table of recipes: a row for each model, with what a header says of where it runs."""
-    rows = ["| model | recipes | the smallest of them needs |", "| --- | --- | --- |"]
+    """Returns the table of recipes: a row for each model."""
+    rows = ["| model | recipes |", "| --- | --- |"]
     for folder, name in NAMES.items():
         paths = sorted((ROOT / "recipes" / folder).glob("*.yaml"))
         links = ", ".join(f"[{path.stem}](../../recipes/{folder}/{path.name})" for path in paths)
-        places = [re.search(r"# Where: +([^;\n]+)", path.read_text(encoding="utf-8")) for path in paths]
-        needs = min((place[1].strip() for place in places if place), key=gigabytes)
-        rows.append(f"| {name} | {links} | {needs} |")
+        rows.append(f"| {name} | {links} |")
     return "\n".join(rows) + "\n"
-
-
-def gigabytes(place: str) -> float:
-    found = re.search(r"(?:(\w+) GPUs? of )?(\d+) GB", place)
-    number = {"two": 2, "four": 4, "eight": 8}.get((found[1] or "") if found else "", 1)
-    return number * float(found[2]) if found else 0
 
 
 def families_table() -> str:

@@ -85,8 +85,7 @@ def test_header(path: Path):
     else:
         assert re.search(r"Launch:(.|\n)*--config-file accelerate_configs/\w+\.yaml", text)
         assert f"python -m finetune launch {relative}" in text
-    for field in ("Where:", "Memory:", "Sources:"):
-        assert field in text
+    assert "Sources:" in text
     assert "https://" in text.partition("Sources:")[2]
     assert "verified on hardware" not in text  # README.md says it once
 
