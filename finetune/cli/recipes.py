@@ -129,18 +129,9 @@ def plan(
     ] = None,
     nodes: Annotated[int, typer.Option(help="Plan for this many machines, each with these devices.")] = 1,
     by: Annotated[str, typer.Option(help="Rank by time or by price.")] = "time",
-    budget: Annotated[
-        float | None, typer.Option(help="Rank runs above this price last, in the currency of their devices.")
-    ] = None,
-    deadline: Annotated[str | None, typer.Option(help="Rank runs that take longer last: 90m, 12h, 2d.")] = None,
-    spot: Annotated[bool, typer.Option("--spot", help="Use prices of spot machines, and count their losses.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the accelerate config of the best choice.")] = False,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page: table, price, memory by phase.")
-    ] = None,
-    sweep: Annotated[
-        str | None,
-        typer.Option(metavar="KEY=FIRST..LAST", help="Try other values of a key: data.max_length=2048..131072."),
     ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Find changes that fit into this memory of a device: 24GB.")
@@ -182,8 +173,8 @@ def plan(
         comparisons = compare_runs([recipe, *map(Path, overrides or ())])
         print(comparisons_json(comparisons) if as_json else table(comparisons))
         return
-    ranking, files = (nodes, budget, deadline, by, spot), (hardware, prices)
-    options = PlanOptions(tuple(on or ()), *ranking, write, html, sweep, memory, *files, as_json, verbose, host_memory)
+    places = (tuple(on or ()), nodes, by, write, html, memory)
+    options = PlanOptions(*places, hardware, prices, as_json, verbose, host_memory)
     run(recipe, overrides or (), options, Console())
 
 

@@ -126,9 +126,8 @@ def plan_job(path: Path, overrides: Sequence[str], target: Target, options: JobO
     lines = [f"{choice.name}: {choice.peak / 2**30:.1f} of {choice.machines.device.gib:.1f} GiB a device"]
     if choice.hours is not None:
         lines.append(f"{choice.hours:.3g} hours expected (`plan` in a model of the devices, not measured on them)")
-    offer = cheapest(request.prices, choice.machines, request.spot)
-    if choice.price is not None and offer is not None:
-        price = offer[0]
+    price = cheapest(request.prices, choice.machines)
+    if choice.price is not None and price is not None:
         lines.append(f"{choice.price:.3g} {choice.currency} at {price.provider}'s price of {price.date}")
     job = ClusterJob(
         name=re.sub(r"[^a-z0-9]+", "-", recipe.run.name.lower()).strip("-")[:40].rstrip("-") or "finetune",

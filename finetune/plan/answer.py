@@ -17,15 +17,12 @@ from finetune.models.attention import attention_for
 from finetune.plan.lengths import ROWS_KEPT
 from finetune.plan.micro_batch import kernels_at
 from finetune.plan.search import (
-    RESUME_S,
-    SAVE_S,
     Choice,
     PlanRequest,
     SearchResult,
     answers,
     as_lines,
     cheapest,
-    spot_loss,
 )
 from finetune.plan.speed import StepTime
 from finetune.training.run_plan import FEW_STEPS, run_length
@@ -404,23 +401,13 @@ def _bars(title: str, values: dict[str, tuple[str, float]]) -> Table:
 
 
 def price_lines(request: PlanRequest, one: Choice) -> list[str]:
-    """Returns the price of a device with its source, the price of a million tokens, and the checkpoints that lose least
-    on spot machines."""
-    if (offer := cheapest(request.prices, one.machines, request.spot)) is None:
+    """Returns the price of a device with its source, and the price of a million tokens."""
+    if (price := cheapest(request.prices, one.machines)) is None:
         return [f"price: no line for {one.machines.key}: add one to prices.yaml (docs/reference/plan.md)"]
-    price, (amount, currency) = offer
+    amount, currency = price.on_demand
     lines = [f"price: {amount} {currency}/hour and device, {price.provider}, {price.date}: {price.source}"]
     if one.per_million is not None:
         lines.append(f"{one.per_million:.2f} {currency} per million supervised tokens")
-    if request.spot:
-        interval, lost = spot_loss(request.prices, price, one.machines)
-        rate = price.losses_per_hour or request.prices.losses_per_hour
-        assumed = "" if price.losses_per_hour else ", an assumption"
-        lines.append(
-            f"spot: {rate} losses an hour and machine{assumed}; least is lost with checkpoint.every_minutes: "
-            f"{interval * 60:.0f}, {lost:.1%} of the time, which the price includes, if a checkpoint takes "
-            f"{SAVE_S:.0f} s and a new machine {RESUME_S / 60:.0f} minutes, as assumed"
-        )
     return lines
 
 

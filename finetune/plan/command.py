@@ -42,7 +42,6 @@ from finetune.plan.tables import Machines, config_and_source, parse_machines, re
 from finetune.recipe import Recipe, load_recipe
 from finetune.utils import print_line, write_atomically
 
-_MAX_VALUES = 16  # of --sweep
 # Changes with which a recipe may fit, the cheapest first: those that keep the result, then those that do not.
 _SAME = {"batch.rows_per_device": 1, "train.activation_checkpointing": True, "train.activation_offload": True}
 _CHANGES: tuple[tuple[dict[str, Any], str], ...] = (
@@ -62,13 +61,9 @@ _SAVING = 0.01  # of the peak: less is no saving
 class PlanOptions:
     on: tuple[str, ...]
     nodes: int = 1
-    budget: float | None = None
-    deadline: str | None = None
     by: str = "time"
-    spot: bool = False
     write: bool = False
     html: Path | None = None
-    sweep: str | None = None
     memory: str | None = None
     hardware: Path | None = None
     prices: Path | None = None
@@ -78,21 +73,17 @@ class PlanOptions:
 
 
 def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> list[Choice]:
-    """The command; returns the choices, the best first; [] for --sweep and --memory. Raises UserError."""
+    """The command; returns the choices, the best first; [] for --memory. Raises UserError."""
     if not options.on:
         raise UserError("plan: --on is required, such as --on 8xH100-80, or --on 2xcpu for this machine")
     if options.by not in ("time", "price"):
         raise UserError(f"--by {options.by}: expected time or price")
-    if options.budget is not None and options.budget <= 0:
-        raise UserError(f"--budget {options.budget}: expected a price above 0")
-    if options.deadline:
-        hours_of(options.deadline)
     if options.host_memory and all(one.key == CPU for one in machines_of(options)):
         raise UserError("--host-memory: on processors memory is this machine's: remove it")
-    if options.verbose and (options.as_json or options.sweep or options.memory):
-        raise UserError("-v: --json has all places anyway, and --sweep and --memory show the best alone: leave it out")
-    if options.sweep or options.memory:
-        what_if(path, overrides, options, console)
+    if options.verbose and (options.as_json or options.memory):
+        raise UserError("-v: --json has all places anyway, and --memory shows the best alone. Fix: leave it out")
+    if options.memory:
+        show_changes_to_fit(path, overrides, options, options.memory, console)
         return []
     request, choices, results = plan(path, overrides, options)
     if options.as_json:
@@ -148,7 +139,7 @@ def ask(recipe: Recipe, path: str, options: PlanOptions, machines: Sequence[Mach
     shapes = shapes_of(recipe, config, all(one.key == CPU for one in machines))
     tables = read_hardware(options.hardware), read_prices(options.prices)
     host = size_of("--host-memory", options.host_memory) if options.host_memory else None
-    return PlanRequest(recipe, path, config, shapes, repack(recipe), *tables, shapes_from, options.spot, repack, host)
+    return PlanRequest(recipe, path, config, shapes, repack(recipe), *tables, shapes_from, repack, host)
 
 
 def shapes_of(recipe: Recipe, config: PretrainedConfig, on_cpu: bool) -> dict[bool, Shape]:
@@ -158,30 +149,15 @@ def shapes_of(recipe: Recipe, config: PretrainedConfig, on_cpu: bool) -> dict[bo
 
 
 def ranked(choices: Sequence[Choice], options: PlanOptions) -> list[Choice]:
-    """Best first: by verdict, then within budget and deadline, then by time or price."""
-    most_hours = hours_of(options.deadline) if options.deadline else None
+    """Best first: by verdict, then by time or price."""
 
     def key(one: Choice) -> tuple[Any, ...]:
-        too_late = most_hours is not None and (one.hours is None or one.hours > most_hours)
-        too_dear = options.budget is not None and (one.price is None or one.price > options.budget)
         seconds = one.step.seconds if one.step else math.inf
         cost = math.inf if one.per_million is None else one.per_million
         order = (cost, seconds) if options.by == "price" else (seconds, cost)
-        return *one.place_in_order, too_late or too_dear, *order, one.peak
+        return *one.place_in_order, *order, one.peak
 
     return sorted(choices, key=key)
-
-
-def hours_of(text: str) -> float:
-    """Raises UserError.
-
-    >>> hours_of("90m"), hours_of("2d")
-    (1.5, 48.0)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([mhd])", text.strip())
-    if match is None:
-        raise UserError(f"--deadline {text}: expected a number with its unit, such as 12h, 90m or 2d")
-    return float(match[1]) * {"m": 1 / 60, "h": 1.0, "d": 24.0}[match[2]]
 
 
 def write_config(request: PlanRequest, one: Choice, folder: Path) -> list[str]:
@@ -201,45 +177,31 @@ def write_config(request: PlanRequest, one: Choice, folder: Path) -> list[str]:
     ]
 
 
-# --- --sweep and --memory
+# --- --memory
 
 
-def what_if(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> None:
-    """Prints the best choice for other values of a key, or the changes with which the recipe fits into less memory."""
+def show_changes_to_fit(
+    path: Path, overrides: Sequence[str], options: PlanOptions, size: str, console: Console
+) -> None:
+    """Prints the changes with which the recipe fits into less memory of a device."""
     machines, lines = machines_of(options), list[dict[str, Any]]()
-    if options.sweep:
-        key, values = values_of(options.sweep)
-        for value in values:
-            request = ask(load_recipe(path, [*overrides, f"{key}={value}"]), str(path), options, machines)
-            results = [search(request, one, speeds_here(request.recipe, one, request.hardware)) for one in machines]
-            choices = [choice for result in results for choice in result.choices]
-            rules = dict.fromkeys(rule for result in results for rule in result.illegal.values())
-            refusal = {"why": f"{key}: {value}: " + "; ".join(rules)}
-            lines.append({key: value, **(as_dicts(request, [best(choices)])[0] if choices else refusal)})
-        fitting = [line[key] for line in lines if line.get("verdict") == "fits"]
-        last = f"largest {key} that fits, of these: {max(fitting) if fitting else 'none'}"
-        titles = (key, "config", "verdict", "peak_gib", "step_s", "price")
-    else:
-        assert options.memory
-        gib = size_of("--memory", options.memory)
+    gib = size_of("--memory", size)
 
-        def remake(changes: dict[str, Any]) -> PlanRequest:
-            texts = [f"{key}={value}" for key, value in changes.items()]
-            return ask(load_recipe(path, [*overrides, *texts]), str(path), options, machines)
+    def remake(changes: dict[str, Any]) -> PlanRequest:
+        texts = [f"{key}={value}" for key, value in changes.items()]
+        return ask(load_recipe(path, [*overrides, *texts]), str(path), options, machines)
 
-        request = remake({})
-        for one in machines:
-            smaller = replace(one, device=one.device.model_copy(update={"memory_gib": gib}))
-            for change, saved, choice in to_fit(request, smaller, remake):
-                facts = {"change": change, "saves_gib": saved, **as_dicts(request, [choice])[0]}
-                lines.append({**facts, "config": f"{choice.config} {choice.sizes}".strip()})
-        fits = any(line["verdict"] != "no" for line in lines)
-        last = "" if fits else f"no setting makes this fit in {options.memory}; use a smaller model or more devices"
-        several = ("on",) if len(machines) > 1 else ()
-        titles = ("change", *several, "config", "verdict", "peak_gib", "saves_gib", "step_s", "price")
+    request = remake({})
+    for one in machines:
+        smaller = replace(one, device=one.device.model_copy(update={"memory_gib": gib}))
+        for change, saved, choice in to_fit(request, smaller, remake):
+            facts = {"change": change, "saves_gib": saved, **as_dicts(request, [choice])[0]}
+            lines.append({**facts, "config": f"{choice.config} {choice.sizes}".strip()})
     if options.as_json:
         print(json.dumps(lines, indent=1))
         return
+    several = ("on",) if len(machines) > 1 else ()
+    titles = ("change", *several, "config", "verdict", "peak_gib", "saves_gib", "step_s", "price")
     table = Table(box=None, pad_edge=False)
     for title in titles:
         table.add_column(title.replace("_gib", " GiB").replace("_s", " s"))
@@ -247,26 +209,9 @@ def what_if(path: Path, overrides: Sequence[str], options: PlanOptions, console:
         values = [line.get(name) for name in titles]
         table.add_row(*("?" if x is None else f"{x:.3g}" if isinstance(x, float) else str(x) for x in values))
     console.print(table)
-    print_line(console, last, highlight=False)
-
-
-def values_of(text: str) -> tuple[str, list[int]]:
-    """Reads `data.max_length=2048..131072`, doubling, or `lora.rank=8,16,64`. Raises UserError.
-
-    >>> values_of("data.max_length=1024..5000")
-    ('data.max_length', [1024, 2048, 4096, 5000])
-    """
-    match = re.fullmatch(r"([a-z_]+\.[a-z_]+)=(?:(\d+)\.\.(\d+)|(\d+(?:,\d+)*))", text.replace(" ", ""))
-    if match is None:
-        raise UserError(f"--sweep {text}: expected a key and its values, such as data.max_length=2048..131072")
-    if match[4]:
-        values = [int(value) for value in match[4].split(",")]
-    else:
-        first, last = int(match[2]), int(match[3])
-        values = [first * 2**i for i in range(32) if first * 2**i < last] + [last]
-    if min(values) < 1 or len(values) > _MAX_VALUES:
-        raise UserError(f"--sweep {text}: expected 1 to {_MAX_VALUES} values above 0")
-    return match[1], values
+    if not any(line["verdict"] != "no" for line in lines):
+        none = f"no setting makes this fit in {size}; use a smaller model or more devices"
+        print_line(console, none, highlight=False)
 
 
 def size_of(option: str, text: str) -> float:

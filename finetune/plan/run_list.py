@@ -87,7 +87,7 @@ def read_run(run: Path, prices: Prices) -> RunInfo:
         if (key := device_key(plan, hardware)) is None:
             rate = None
         else:
-            rate = hourly(prices, parse_machines(f"{plan['world_size']}x{key}", 1, hardware), spot=False)
+            rate = hourly(prices, parse_machines(f"{plan['world_size']}x{key}", 1, hardware))
     evaluations = [line for line in lines if any(name.startswith("eval_") for name in line)]
     last = evaluations[-1] if evaluations else {}
     return RunInfo(

@@ -30,7 +30,7 @@ from finetune.plan.memory import HeaviestBatch, Memory, Place, estimate_memory, 
 from finetune.plan.rollouts import cohorts, longest_prompt, sampling_of
 from finetune.plan.shapes import costs_at
 from finetune.plan.speed import Job, Shape, Speeds, StepTime
-from finetune.plan.tables import Amount, Machines, Price, Prices
+from finetune.plan.tables import Machines, Price, Prices
 from finetune.recipe import Recipe
 from finetune.shipped import SHIPPED
 from finetune.training.run_plan import run_length
@@ -41,7 +41,6 @@ ORDER: tuple[Verdict, ...] = ("fits", "tight", "no")
 _PARALLELISM = "parallelism_config"
 _FREES = "fsdp_reshard_after_forward"
 _ROWS = (1, 2, 4)  # per device
-SAVE_S, RESUME_S = 60.0, 600.0  # assumed: a checkpoint that the step waits for; a new machine until it trains
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,6 @@ class PlanRequest:
     hardware: Hardware
     prices: Prices
     shapes_from: str = "its config.json"
-    spot: bool = False
     repack: Callable[[Recipe], RowFacts] | None = None  # the rows of other lengths
     host_gib: float | None = None  # host memory of each machine; None: as the tables say
 
@@ -315,7 +313,7 @@ def evaluate(
     tokens = request.rows.tokens_per_row * recipe.batch.rows
     steps = run_length(recipe, request.rows.rows)[0] if request.rows.rows or recipe.train.max_steps else None
     hours = step.seconds * steps / 3600 if step and steps else None
-    rate = hourly(request.prices, machines, request.spot)
+    rate = hourly(request.prices, machines)
     supervised = request.rows.targets_per_row * recipe.batch.rows
     return Choice(
         launch,
@@ -377,8 +375,8 @@ def host_memory(request: PlanRequest, machines: Machines) -> float | None:
     if machines.key == CPU or request.host_gib or machines.device.host_gib:
         return None if machines.key == CPU else request.host_gib or machines.device.host_gib
     known = tuple(one for one in request.prices.prices if one.host_gib)
-    offer = cheapest(request.prices.model_copy(update={"prices": known}), machines, request.spot)
-    return offer[0].host_gib * machines.per_machine if offer and offer[0].host_gib else None
+    offer = cheapest(request.prices.model_copy(update={"prices": known}), machines)
+    return offer.host_gib * machines.per_machine if offer and offer.host_gib else None
 
 
 def verdict(
@@ -402,28 +400,15 @@ def heaviest(recipe: Recipe, rows: RowFacts) -> HeaviestBatch:
     return HeaviestBatch(rows.heaviest * times, max(1, rows.most_targets * times), images)
 
 
-def cheapest(prices: Prices, machines: Machines, spot: bool) -> tuple[Price, Amount] | None:
-    """Returns the line of the cheapest provider of a device, and the price of one for an hour."""
-    amounts = [(one, one.spot if spot else one.on_demand) for one in prices.prices if one.device == machines.key]
-    priced = [(price, amount) for price, amount in amounts if amount is not None]
-    return min(priced, key=lambda one: one[1][0]) if priced else None
+def cheapest(prices: Prices, machines: Machines) -> Price | None:
+    """Returns the line of the cheapest provider of a device."""
+    offers = [price for price in prices.prices if price.device == machines.key]
+    return min(offers, key=lambda price: price.on_demand[0], default=None)
 
 
-def hourly(prices: Prices, machines: Machines, spot: bool) -> tuple[float, str] | None:
-    """Returns the price of all devices for an hour of training, lost time of spot machines included."""
-    if (offer := cheapest(prices, machines, spot)) is None:
+def hourly(prices: Prices, machines: Machines) -> tuple[float, str] | None:
+    """Returns the price of all devices for an hour, and its currency."""
+    if (offer := cheapest(prices, machines)) is None:
         return None
-    price, (amount, currency) = offer
-    lost = spot_loss(prices, price, machines)[1] if spot else 0.0
-    return amount * machines.count * (1 + lost), currency
-
-
-def spot_loss(prices: Prices, price: Price, machines: Machines) -> tuple[float, float]:
-    """Returns (hours between checkpoints that lose least, share of the time that is lost).
-
-    Young's interval sqrt(2 save / rate), https://doi.org/10.1145/361147.361115; a loss costs half an interval and the
-    resumption.
-    """
-    rate = (price.losses_per_hour or prices.losses_per_hour) * machines.machines
-    interval = (2 * SAVE_S / 3600 / rate) ** 0.5
-    return interval, rate * (interval / 2 + RESUME_S / 3600) + SAVE_S / 3600 / interval
+    amount, currency = offer.on_demand
+    return amount * machines.count, currency

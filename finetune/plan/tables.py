@@ -40,13 +40,11 @@ Amount = Annotated[tuple[float, str], BeforeValidator(parse_amount)]
 
 
 class Price(Section):
-    """Prices of one device; (amount, currency) for an hour."""
+    """Price of one device; (amount, currency) for an hour."""
 
     device: Text
     provider: Text
-    on_demand: Amount | None = None
-    spot: Amount | None = None
-    losses_per_hour: Positive | None = None  # times that a spot machine is taken away
+    on_demand: Amount
     host_gib: Positive | None = None  # host memory of its machine for each device; None: not published
     date: Day
     source: Text
@@ -54,7 +52,6 @@ class Price(Section):
 
 class Prices(Section):
     prices: tuple[Price, ...] = Field(strict=False)
-    losses_per_hour: Positive = 0.05  # of a line without its own: an assumption
 
 
 def read_prices(own: Path | None = None) -> Prices:
@@ -67,7 +64,7 @@ def read_prices(own: Path | None = None) -> Prices:
     mine = checked(Prices, read_table(path), path)
     devices = {price.device for price in mine.prices}
     kept = [price for price in shipped.prices if price.device not in devices]
-    return Prices(prices=(*mine.prices, *kept), losses_per_hour=mine.losses_per_hour)
+    return Prices(prices=(*mine.prices, *kept))
 
 
 @dataclass(frozen=True)

@@ -144,9 +144,8 @@ def _plan(form: Form) -> list[str]:
     if wrong := [place for place in places if not re.fullmatch(r"\d{1,5}x[\w.-]+", place)]:
         raise UserError(f"hardware: expected 8xH100-80, or 2xcpu for this machine, got {wrong[0]}")
     on = [word for place in places for word in ("--on", place)]
-    limits = [*form.option("deadline", "--deadline"), *form.number("budget", "--budget")]
     ranked = ["--by", "price"] if form.text("by") == "price" else []
-    return _finetune("plan", recipe, *form.overrides(), *on, *ranked, *limits, "--html", _PLANNED(form))
+    return _finetune("plan", recipe, *form.overrides(), *on, *ranked, "--html", _PLANNED(form))
 
 
 def _launch(form: Form) -> list[str]:

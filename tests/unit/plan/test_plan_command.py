@@ -22,12 +22,10 @@ from finetune.plan.answer import SHOWN, as_dicts, assumptions, facts, refused, s
 from finetune.plan.command import (
     PlanOptions,
     PlanRequest,
-    hours_of,
     plan,
     ranked,
     run,
     size_of,
-    values_of,
     write_config,
 )
 from finetune.plan.memory import Place, estimate_memory, how_of
@@ -39,12 +37,11 @@ from finetune.plan.search import (
     config_folder,
     host_memory,
     launches,
-    spot_loss,
     verdict,
 )
 from finetune.plan.shapes import costs_at
 from finetune.plan.speed import table_speeds
-from finetune.plan.tables import parse_machines, read_prices
+from finetune.plan.tables import parse_machines
 from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
 
@@ -179,10 +176,8 @@ def test_the_written_config_is_one_that_accelerate_reads(
     assert "activation_checkpointing" in lines[2]
 
 
-def test_over_budget_or_late_comes_after_what_is_not(found: tuple[PlanRequest, list[Choice]]) -> None:
+def test_known_times_and_prices_come_before_unknown_ones(found: tuple[PlanRequest, list[Choice]]) -> None:
     cheap, dear = found[1][0], dataclasses.replace(found[1][0], price=1e6, hours=100.0, step=None)
-    assert ranked([dear, cheap], PlanOptions((), budget=50.0))[0] is cheap
-    assert ranked([dear, cheap], PlanOptions((), deadline="12h"))[0] is cheap
     unknown = dataclasses.replace(cheap, per_million=None)
     assert ranked([dear, cheap], PlanOptions(()))[0] is cheap  # a step whose time is known
     assert ranked([unknown, cheap], PlanOptions((), by="price"))[0] is cheap
@@ -259,14 +254,6 @@ def test_a_config_is_searched_by_what_it_says_not_by_its_name(tmp_path: Path, mo
     assert alone == ["c", "single"]
 
 
-def test_the_interval_of_checkpoints_loses_least() -> None:
-    prices, machines = read_prices(), parse_machines("8xH100-80", 1, shipped_hardware())
-    price = prices.prices[0].model_copy(update={"losses_per_hour": 0.1})
-    interval, lost = spot_loss(prices, price, machines)
-    assert interval == pytest.approx((2 * (1 / 60) / 0.1) ** 0.5)
-    assert lost == pytest.approx(0.1 * (interval / 2 + 1 / 6) + 1 / 60 / interval)
-
-
 def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> None:
     request, choices = found
     assert request.shapes_from == "its config.json"
@@ -313,8 +300,6 @@ def test_a_device_is_planned_with_the_attention_that_a_run_has_there(recipe: dic
         (PlanOptions(()), "--on is required"),
         (PlanOptions(("8xH100-81",)), "did you mean"),
         (PlanOptions(("2xH100",), by="luck"), "time or price"),
-        (PlanOptions(("2xH100",), budget=-1.0), "above 0"),
-        (PlanOptions(("2xH100",), deadline="12"), "12h, 90m or 2d"),
         (PlanOptions(("2xH100",), host_memory="128"), "--host-memory 128: expected a size with its unit"),
         (PlanOptions(("2xcpu",), host_memory="128GB"), "memory is this machine's"),
         (PlanOptions(("2xH100",), as_json=True, verbose=True), "--json has all places anyway"),
@@ -378,25 +363,15 @@ def test_check_prints_the_estimate_for_its_config(recipe: dict[str, Any], write_
     assert "of tensors on a GPU, in " in report.facts["memory"]
 
 
-def test_deadlines_sizes_and_sweeps_are_read() -> None:
-    assert [hours_of(text) for text in ("90m", "12h", "2d")] == [1.5, 12.0, 48.0]
+def test_sizes_are_read() -> None:
     assert (size_of("--memory", "24GiB"), round(size_of("--memory", "24GB"), 2)) == (24.0, 22.35)
-    assert values_of("data.max_length=1024..5000") == ("data.max_length", [1024, 2048, 4096, 5000])
-    assert values_of("lora.rank=8,16") == ("lora.rank", [8, 16])
-    for wrong in ("data.max_length", "data.max_length=0..3", "lora.rank=8;9"):
-        with pytest.raises(UserError, match="--sweep"):
-            values_of(wrong)
     with pytest.raises(UserError, match="--memory 24"):
         size_of("--memory", "24")
 
 
 @pytest.mark.long
-def test_a_sweep_and_a_smaller_device(recipe: dict[str, Any], write_recipe: Any, capsys: Any) -> None:
+def test_a_smaller_device(recipe: dict[str, Any], write_recipe: Any, capsys: Any) -> None:
     path, on = write_recipe(recipe), ("1xH100-80",)
-    run(path, SHORT, PlanOptions(on, sweep="data.max_length=32..64", as_json=True), Console())
-    lines = json.loads(capsys.readouterr().out)
-    assert [line["data.max_length"] for line in lines] == [32, 64]
-    assert {line["verdict"] for line in lines} == {"fits"}
     long = (*SHORT, "data.max_length=16384", "batch.rows_per_device=4", "train.activation_checkpointing=false")
     run(path, long, PlanOptions(on, memory="8GiB", as_json=True), Console())
     first, *lines = json.loads(capsys.readouterr().out)

@@ -72,7 +72,6 @@ def test_every_line_has_a_source_and_a_date() -> None:
     for price in prices.prices:
         assert price.source.startswith("https://")
         assert price.device in hardware.devices
-        assert price.on_demand or price.spot
     assert all("https://" in shapes_source(name) for name in MODELS)
     assert all("https://" in facts["source"] for facts in SEEING.values())
 
@@ -135,7 +134,7 @@ def test_users_add_devices_and_prices(tmp_path: Path, monkeypatch: pytest.Monkey
         ),
         (
             "prices.yaml",
-            "prices: [{device: H100-80, provider: me, spot: 2 dollars, date: 2026-11-01, source: me}]",
+            "prices: [{device: H100-80, provider: me, on_demand: 2 dollars, date: 2026-11-01, source: me}]",
             "with its unit",
         ),
         ("prices.yaml", "prices: [", "cannot be read"),

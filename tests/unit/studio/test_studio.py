@@ -360,8 +360,8 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "check": ({"recipe": "recipe.yaml"}, "python -m finetune check recipe.yaml"),
     "plan": (
-        {"recipe": "recipe.yaml", "on": ["8xH100-80", "2xcpu"], "by": "price", "deadline": "12h"},
-        "python -m finetune plan recipe.yaml --on 8xH100-80 --on 2xcpu --by price --deadline 12h "
+        {"recipe": "recipe.yaml", "on": ["8xH100-80", "2xcpu"], "by": "price"},
+        "python -m finetune plan recipe.yaml --on 8xH100-80 --on 2xcpu --by price "
         "--html .finetune-studio/pages/plan-recipe-yaml.html",
     ),
     "launch": (
