@@ -1,4 +1,4 @@
-"""`mutants`: every wrong line still has its place, and a test to be caught by. All of them run an hour."""
+"""`mutants`: every wrong line still has its place, and a test to be caught by. Running all takes far longer than the default suite."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def test_a_mutant_changes_one_line_of_the_tree(mutant) -> None:
         assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text(encoding="utf-8")
 
 
-def test_there_are_many() -> None:
+def test_names_are_unique() -> None:
     names = [(mutant.topic, mutant.name) for mutant in MUTANTS]
-    assert len(names) == len(set(names)) >= 60
+    assert len(names) == len(set(names))
