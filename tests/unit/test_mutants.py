@@ -1,4 +1,4 @@
-"""`mutants`: every wrong line still has its place, and a test to be caught by. Running all takes far longer than the default suite."""
+"""`mutants`: every wrong line still has its place, and a test to be caught by; the script itself runs long."""
 
 from __future__ import annotations
 
