@@ -159,9 +159,9 @@ def tensor_parallel(c: Combination) -> Iterator[str]:
             f"{key} with `quantization.compute: scaled`: a token is rounded by the largest of all its features, of "
             "which a rank has some: use fsdp2, or `compute: dequantised`"
         )
-    if recipe.model.cross_entropy in ("torch", "liger"):
+    if recipe.model.cross_entropy == "liger":
         yield (
-            f"{key} with `model.cross_entropy: {recipe.model.cross_entropy}`: it takes all of the vocabulary, which "
+            f"{key} with `model.cross_entropy: liger`: it takes all of the vocabulary, which "
             "tensor ranks share: use `auto`"
         )
     if recipe.optimizer.in_backward:

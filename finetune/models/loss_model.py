@@ -19,9 +19,7 @@ from finetune.models.head.chunked import (
     liger_losses,
     matrix_losses,
     module_losses,
-    torch_losses,
     why_not_liger,
-    why_not_torch,
 )
 from finetune.models.head.token_loss import (
     HeadLosses,
@@ -44,7 +42,7 @@ from finetune.models.wrapped import (
 )
 from finetune.utils import unwrap_peft
 
-_MATRIX_LOSSES = {"chunked": matrix_losses, "torch": torch_losses, "liger": liger_losses}
+_MATRIX_LOSSES = {"chunked": matrix_losses, "liger": liger_losses}
 
 
 @dataclass(frozen=True)
@@ -169,8 +167,8 @@ def choose_cross_entropy(
         if requested == "auto":
             return CrossEntropyChoice("plain", str(mapping))
         raise UserError(f"model.cross_entropy: `{requested}` is not possible: {mapping}; use `auto`")
-    if requested in ("torch", "liger"):
-        obstacle = why_not_torch(mapping) if requested == "torch" else why_not_liger(device.type)
+    if requested == "liger":
+        obstacle = why_not_liger(device.type)
         if not matrix:
             obstacle = "it takes a head that is one matrix, and this one has adapters or quantized weights"
         if not only_sums:

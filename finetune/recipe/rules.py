@@ -107,15 +107,6 @@ def precision(recipe: Recipe) -> Iterator[Finding]:
             f"`fp8` is for `mode: full`; under `mode: {recipe.mode}` use `bf16`, and `quantization.type: fp8` for a "
             "base in 8 bits",
         )
-    if recipe.model.cross_entropy == "torch" and precision != "fp32":
-        yield (
-            "model.cross_entropy",
-            f"`torch` computes losses in 16 bits under `train.precision: {precision}`; use `auto`, which computes "
-            "them in fp32",
-        )
-    for key in ("z_loss", "label_smoothing"):
-        if recipe.model.cross_entropy == "torch" and getattr(recipe.objective, key):
-            yield f"objective.{key}", "is not supported by `model.cross_entropy: torch`; use `auto`"
 
 
 def batch(recipe: Recipe) -> Iterator[Finding]:

@@ -117,10 +117,10 @@ class Model(Section):
         "auto", "documents", "varlen", "flex", "sdpa", "eager", "flash_attention_2", "flash_attention_3"
     ] = "auto"
     # Implementation of the LM head's loss; equal to rounding. plain: all logits at once; chunked: some tokens at a
-    # time, gradient included; torch: F.linear_cross_entropy (torch >= 2.13, fp32); liger: its kernels (CUDA).
+    # time, gradient included; liger: its kernels (CUDA).
     # auto: liger on CUDA if it is installed, unless `kernels: plain`; else chunked if the architecture allows it. The
     # choice and its reason are shown in the plan.
-    cross_entropy: Literal["auto", "plain", "chunked", "torch", "liger"] = "auto"
+    cross_entropy: Literal["auto", "plain", "chunked", "liger"] = "auto"
     # Kernels of norms, of feed-forwards gated by silu and of rotations; their rounding is another. plain: the
     # architecture's own operations; liger: Liger's (CUDA); auto: on a GPU torch's fused norm, and Liger's if it is
     # installed; not with `train.compile`, which fuses by itself. The choice and its reason are shown in the plan.

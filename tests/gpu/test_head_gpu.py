@@ -8,17 +8,15 @@ import pytest
 import torch
 
 from finetune.models.head import TokenLoss
-from finetune.models.head.chunked import HeadTask, liger_losses, matrix_losses, torch_losses
+from finetune.models.head.chunked import HeadTask, liger_losses, matrix_losses
 from finetune.models.head.token_loss import LogitMap
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")
-needs_torch_s = pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch < 2.13")
 CHUNKED = (matrix_losses, TokenLoss(0.01, 0.1), LogitMap(scale=2.0, cap=5.0))
 WAYS = [
     pytest.param(*CHUNKED, torch.float32, id="chunked fp32"),
     pytest.param(*CHUNKED, torch.bfloat16, id="chunked bf16"),
-    pytest.param(torch_losses, TokenLoss(), LogitMap(), torch.float32, id="torch fp32", marks=needs_torch_s),
     pytest.param(liger_losses, TokenLoss(0.01, 0.1), LogitMap(2.0, 5.0), torch.float32, id="liger", marks=needs_liger),
     pytest.param(liger_losses, TokenLoss(), LogitMap(), torch.bfloat16, id="liger bf16", marks=needs_liger),
 ]

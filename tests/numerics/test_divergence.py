@@ -210,7 +210,7 @@ def test_other_cross_entropies_are_refused() -> None:
     objective = make_objective(Settings(name="distill"))
     assert not objective.only_sums
     with pytest.raises(Exception, match="the objective needs more; use `auto`"):
-        choose_cross_entropy("torch", LogitMap(), True, 32_000, HeadDevice("cpu"), objective.only_sums)
+        choose_cross_entropy("liger", LogitMap(), True, 32_000, HeadDevice("cpu"), objective.only_sums)
 
 
 # --- what it is good for

@@ -22,7 +22,7 @@ from finetune.models.assemble import assemble, skeleton
 from finetune.models.attention import attention_for, choose_attention
 from finetune.models.config import model_config
 from finetune.models.head import TokenLoss, chunked
-from finetune.models.head.chunked import HeadDevice, HeadTask, is_small, matrix_losses, torch_losses
+from finetune.models.head.chunked import HeadDevice, HeadTask, is_small, matrix_losses
 from finetune.models.head.token_loss import LogitMap, UnknownHead, logit_map
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens, choose_cross_entropy
 from finetune.models.weights import Placement, add_adapters, load_model
@@ -31,7 +31,6 @@ from finetune.plan.micro_batch import How, model_at
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
 
-needs_torch_s = pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch < 2.13")
 SHAPE = {key: value for key, value in tiny.MODELS["llama"].items() if key != "model_type"}
 MODELS: dict[str, dict[str, Any]] = {
     **tiny.MODELS,
@@ -123,26 +122,6 @@ def test_equal_to_the_formula(name: str, asked: str, token_loss: TokenLoss) -> N
     model = model_of(name)
     wanted = by_formula(model, token_loss)
     assert_equal_to_rounding(by_head(model, asked, token_loss), wanted)
-
-
-@needs_torch_s
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "granite", "biased"])
-def test_torch_s_own(name: str) -> None:
-    model = model_of(name)
-    wanted = by_formula(model, NLL)
-    assert_equal_to_rounding(by_head(model, "torch"), wanted)
-
-
-@needs_torch_s
-def test_torch_s_own_scales_the_bias_as_well() -> None:
-    torch.manual_seed(0)
-    hidden, weight, bias = (torch.randn(shape).requires_grad_() for shape in ((13, 8), (70, 8), (70,)))
-    task = HeadTask(torch.randint(0, 70, (13,)), NLL, LogitMap(scale=0.5), 4)
-    results = []
-    for losses_of in (torch_losses, matrix_losses):
-        total, each, _ = losses_of(hidden, weight, bias, task)
-        results.append([each.detach(), *torch.autograd.grad(total, (hidden, weight, bias))])
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 ADAPTERS = {
@@ -350,7 +329,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("asked", ["plain", "chunked", pytest.param("torch", marks=needs_torch_s)])
+@pytest.mark.parametrize("asked", ["plain", "chunked"])
 def test_all_logits_are_never_there(asked: str) -> None:
     tokens, vocabulary, width, rows = 200, 3000, 8, 4
     head = torch.nn.Linear(width, vocabulary)
@@ -360,8 +339,7 @@ def test_all_logits_are_never_there(asked: str) -> None:
         if asked == "plain":
             losses = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="sum")
         else:
-            losses_of = {"chunked": matrix_losses, "torch": torch_losses}[asked]
-            losses = losses_of(hidden, head.weight, head.bias, task).total
+            losses = matrix_losses(hidden, head.weight, head.bias, task).total
         losses.backward()
     assert head.weight.grad is not None
     bound = max(rows * vocabulary, vocabulary * width)
@@ -484,17 +462,10 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
     assert [choose(asked) for asked in ("auto", "plain", "chunked")] == ["chunked", "plain", "chunked"]
     with pytest.raises(UserError, match="`liger` is not possible: its kernels need a CUDA device"):
         choose("liger")
-    with pytest.raises(UserError, match="`torch` is not possible: it takes a head that is one matrix"):
-        choose("torch", matrix=False)
-    with pytest.raises(UserError, match="`torch` is not possible: it gives the sum of the token losses only"):
-        choose_cross_entropy("torch", LogitMap(), True, 32_000, HeadDevice("cpu"), only_sums=False)
-    if hasattr(torch.nn.functional, "linear_cross_entropy"):
-        assert choose("torch") == "torch"
-        with pytest.raises(UserError, match="`torch` is not possible: it cannot cap the logits"):
-            choose("torch", LogitMap(cap=30.0))
-    else:
-        with pytest.raises(UserError, match=r"`torch` is not possible: it needs torch >= 2\.13"):
-            choose("torch")
+    with pytest.raises(UserError, match="`liger` is not possible: it takes a head that is one matrix"):
+        choose("liger", matrix=False)
+    with pytest.raises(UserError, match="`liger` is not possible: it gives the sum of the token losses only"):
+        choose_cross_entropy("liger", LogitMap(), True, 32_000, HeadDevice("cpu"), only_sums=False)
 
 
 def test_chunks_follow_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:

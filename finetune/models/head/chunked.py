@@ -461,29 +461,6 @@ def _compute_type(weight: Tensor) -> torch.dtype:
 # --- other implementations, for a head that is one matrix and objectives linear in the tokens' losses
 
 
-def torch_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: HeadTask) -> HeadLosses:
-    """torch >= 2.13, https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.linear_cross_entropy.html.
-
-    The chunk is ours: by torch's own rule (`aspect_ratio`) it is 8 rows at 1.2k tokens, and three times slower.
-    """
-    linear_cross_entropy: Any = torch.nn.functional.linear_cross_entropy
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=task.rows)
-    if task.logit_map.scale != 1.0:
-        hidden = hidden * task.logit_map.scale
-        bias = None if bias is None else bias * task.logit_map.scale
-    each = linear_cross_entropy(hidden, weight, task.target_ids, linear_bias=bias, reduction="none", options=options)
-    return HeadLosses(each.sum(), each.detach())
-
-
-def why_not_torch(logit_map: LogitMap) -> str | None:
-    """Returns why torch's cannot be used, or None. Rules that need the recipe alone are in finetune/recipe/rules.py."""
-    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
-        return f"it needs torch >= 2.13, and this is {torch.__version__}"
-    if logit_map.cap is not None:
-        return "it cannot cap the logits, as this architecture does"
-    return None
-
-
 def liger_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: HeadTask) -> HeadLosses:
     """Arguments as of `matrix_losses`; for sums of tokens' losses."""
     return _losses(hidden, LigerHead(weight, bias), task)

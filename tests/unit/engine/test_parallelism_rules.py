@@ -75,7 +75,7 @@ REFUSED = [
     (TENSOR, LLAMA, IN_BACKWARD, "use fsdp2, or `in_backward: false`"),
     (TENSOR, LLAMA, QLORA, "the 96 inputs of attention's output are packed in blocks of 64, .*: set it to 1, or use"),
     (TENSOR, LLAMA, (*QLORA, "quantization={type: fp8, compute: scaled}", "train.precision=bf16"), "largest of all"),
-    (TENSOR, LLAMA, ("model.cross_entropy=torch",), "all of the vocabulary, which tensor ranks share: use `auto`"),
+    (TENSOR, LLAMA, ("model.cross_entropy=liger",), "all of the vocabulary, which tensor ranks share: use `auto`"),
     (launch("replicated", 4, sp=4), SIX_HEADS, (), "sp_size: 4` must divide the 6 attention heads: .*3 or 6"),
     (CONTEXT, SLIDING, (), "this model's sliding attention: use .*sp_size"),
     (CONTEXT, SOFT_CAPPED, (), "sliding attention.*soft-capped attention logits.*sp_size"),

@@ -485,16 +485,6 @@ CASES = [
         {4: "data: {train: [{path: a.jsonl}], max_length: 64, mixture: {by: rows}}"},
     ),
     Bad(
-        "torch's cross entropy where it cannot",
-        [
-            ":2: model.cross_entropy: `torch` computes losses in 16 bits under `train.precision: bf16`; use "
-            "`auto`, which computes them in fp32",
-            ":8: objective.z_loss: is not supported by `model.cross_entropy: torch`; use `auto`",
-            ":8: objective.label_smoothing: is not supported by `model.cross_entropy: torch`; use `auto`",
-        ],
-        {2: "model: {name: m, cross_entropy: torch}", 8: "objective: {z_loss: 1e-4, label_smoothing: 0.1}"},
-    ),
-    Bad(
         "keys of another objective",
         [":8: objective.z_loss: has no effect under `name: focal`, only under sft: remove it"],
         {8: "objective: {name: focal, z_loss: 1e-4}"},
