@@ -69,6 +69,7 @@ def parallelize(
     causal = unwrap_peft(model)
     base, plan = causal.base_model, tensor_plan(causal.config)
     of_experts = shard_experts(model, group)
+    _check_adapted_tensors(model)
     names = {id(module): name for name, module in model.named_modules()}
     shards: dict[str, ParameterShard] = {}
     partial = set[str]()
@@ -105,6 +106,26 @@ def parallelize(
     ends = split_vocabulary(model, group)
     every = {**shards, **of_experts.shards, **ends.shards}
     return ShardedParameters(every, frozenset(partial) | of_experts.partial | ends.partial)
+
+
+def _check_adapted_tensors(model: Any) -> None:
+    """Raises UserError for adapters on tensors of experts that `shard_experts` does not know."""
+    of_experts = {name for path in stacked_experts(model) for name in _with_wrappers(path)}
+    for path, module in model.named_modules():
+        if hasattr(module, "parameter_name") and hasattr(module, "lora_A") and path not in of_experts:
+            raise UserError(
+                f"tensor parallel: adapters on {path}.{module.parameter_name} cannot be divided. Fix: leave it out of "
+                "lora.targets, or use fsdp2"
+            )
+
+
+def _with_wrappers(path: str) -> set[str]:
+    """Returns the paths of the wrappers around a module: a.base_layer.base_layer -> a, a.base_layer."""
+    parents = {path}
+    while path.endswith(".base_layer"):
+        path = path.removesuffix(".base_layer")
+        parents.add(path)
+    return parents
 
 
 def _check_neighbours(base: nn.Module, plan: Mapping[str, str]) -> None:

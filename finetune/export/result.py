@@ -50,6 +50,7 @@ from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.checkpoint_files import kept_tensors
 from finetune.models.config import restore_dropout
 from finetune.models.generation_config import valid_generation_config
+from finetune.models.lora_targets import adapted_paths, loadable_targets
 from finetune.models.text_part import TextPart
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
@@ -150,7 +151,9 @@ def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:
     if not engine.is_main:
         return {}
     expected = {**get_peft_model_state_dict(model, _with_tied(model, shapes), **tables), **rows}
-    if (base := base_of(model)) is not None:
+    if (base := base_of(model)) is None:
+        main.do(name_targets, model, folder)
+    else:
         main.do(adapter_for_base, model, base.part, folder)
         expected = {name_in_adapter(base.part, name): tensor for name, tensor in expected.items()}
     return expected
@@ -244,12 +247,21 @@ def adapter_for_base(model: Any, part: TextPart, folder: Path) -> None:
     state = {name_in_adapter(part, name): tensor for name, tensor in load_file(path).items()}
     save_tensors(path, state)
     settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    modules = [name for name, _ in part.base.named_modules()]
-    settings["target_modules"] = pattern_of([part.in_base(n) for n in model.base_model.targeted_module_names], modules)
+    layers, stacked = ([part.in_base(path) for path in paths] for paths in adapted_paths(model))
+    settings["target_modules"] = pattern_of(layers, [name for name, _ in part.base.named_modules()])
+    settings |= loadable_targets(part.base, layers, stacked, settings)
     if settings.get("modules_to_save"):
         whole = [name for name, module in model.get_base_model().named_modules() if hasattr(module, "modules_to_save")]
         settings["modules_to_save"] = [part.in_base(name) for name in whole]
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def name_targets(model: Any, folder: Path) -> None:
+    """Rewrite the targets of the adapter in a folder, if peft would load it on other modules than were trained."""
+    path = folder / "adapter_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    loadable = loadable_targets(model.get_base_model(), *adapted_paths(model), settings)
+    path.write_text(json.dumps(settings | loadable, indent=2, sort_keys=True), encoding="utf-8")
 
 
 # --- settings

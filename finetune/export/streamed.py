@@ -37,7 +37,7 @@ from finetune.models.config import model_config
 from finetune.models.damage import read_object, weight_map
 from finetune.models.score_model import labelled
 from finetune.models.text_part import TextPart, text_part_of
-from finetune.models.vision import adapted_modules, family_of
+from finetune.models.vision import family_of, targets_in_parts
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Model
 
@@ -246,8 +246,8 @@ class StreamedModel:
                 assert trained.recipe is not None
                 assert trained.recipe.lora is not None
                 lora, parts = trained.recipe.lora, trained.recipe.model.train
-                paths = adapted_modules(model, family_of(model.config), parts, lora) if parts is not None else None
-                adapted = add_adapters(model, lora, torch.float32, trained.recipe.tokens, paths)
+                targets = targets_in_parts(model, family_of(model.config), parts, lora) if parts is not None else None
+                adapted = add_adapters(model, lora, torch.float32, trained.recipe.tokens, targets)
             else:
                 config = read_lora(trained.folder)
                 if getattr(config, "bias", "none") != "none":

@@ -31,7 +31,7 @@ from finetune.models.config import model_config
 from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
 from finetune.models.tokenizer import load_tokenizer
-from finetune.models.vision import adapted_modules, family_of
+from finetune.models.vision import family_of, targets_in_parts
 from finetune.models.weights import add_adapters
 
 _LOADERS = (
@@ -71,8 +71,8 @@ def load_reference(trained: Trained, base: str | None = None) -> Any:
     if trained.is_adapter:
         assert recipe.lora is not None
         parts = recipe.model.train
-        adapted = adapted_modules(model, family_of(model.config), parts, recipe.lora) if parts else None
-        model = add_adapters(model.float(), recipe.lora, torch.float32, recipe.tokens, adapted)
+        targets = targets_in_parts(model, family_of(model.config), parts, recipe.lora) if parts else None
+        model = add_adapters(model.float(), recipe.lora, torch.float32, recipe.tokens, targets)
         if recipe.tokens is not None and recipe.tokens.train != "all":
             train_rows(model, first_added, len(recipe.tokens.add), torch.float32)
     parameters = dict(model.named_parameters())

@@ -65,7 +65,7 @@ def base_checkpoint(model: Model) -> BaseCheckpoint | None:
     return BaseCheckpoint(part, key_mapping(part), places, config, processors)
 
 
-def check_adapted(part: TextPart, paths: list[str]) -> None:
+def check_loaded_again(part: TextPart, paths: list[str]) -> None:
     """Raises UserError if peft could not load an adapter again on the base. paths: of the modules with adapters, in the
     text part."""
     check_names_kept(part.base, [part.in_base(path) for path in paths])

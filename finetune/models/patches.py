@@ -59,6 +59,10 @@ PATCHES: dict[str, tuple[str, str]] = {
         "`support_avx512bf16_for_cpu` of bitsandbytes' layers",
         "one evaluation on such a CPU would repack weights, `train()` would not undo it, and gradients would be wrong",
     ),
+    "names as given": (
+        "peft's conversion of module names of older transformers, while adapters are made",
+        "it takes dense layers and shared experts for the routed ones, and adapts routers (0.20 and 0.21)",
+    ),
     "tied adapters": (
         "`_tied_weights_keys` of a model with adapters or added rows",
         "`tie_weights`, which FSDP2's wrapping calls again, must find where peft or we have put a tied weight",

@@ -30,6 +30,7 @@ from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME
 from finetune.data.batch import Batch
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import PROCESSORS, check_names_kept, checkpoint_file
+from finetune.models.lora_targets import Targets, find_targets
 from finetune.models.patches import set_attribute
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe.schema import Images, Lora, Model
@@ -207,22 +208,18 @@ def _check_read(model: Any, trained: Sequence[str]) -> None:
         raise UserError(f"model.train: the language model reads layer {layer} of the tower: leave `vision` out")
 
 
-def adapted_modules(model: Any, family: Family, trained: Sequence[str], lora: Lora) -> list[str]:
-    """Returns the paths of modules in the trained parts that get adapters. Raises UserError if a part has none."""
+def targets_in_parts(model: Any, family: Family, trained: Sequence[str], lora: Lora) -> Targets:
+    """Returns what gets adapters in the trained parts. Raises UserError if a part has nothing."""
     _check_read(model, trained)
-    head = model.get_output_embeddings()
-    here = {name: module for name, module in model.named_modules() if _trains(family, name, trained)}
-    if isinstance(lora.targets, str):
-        paths = [name for name, one in here.items() if isinstance(one, nn.Linear) and one is not head]
-    else:
-        paths = [name for name in here if any(name == one or name.endswith(f".{one}") for one in lora.targets)]
+    targets = find_targets(model, lora, lambda path: _trains(family, path, trained))
+    paths = [*targets.layers, *targets.stacked]
     if without := [part for part in trained if not any(part_of(family, path) == part for path in paths)]:
         raise UserError(
             f"lora.targets: nothing of {without[0]!r}, which model.train names, can have an adapter by these targets: "
             "leave the part out, or train it by `mode: full`"
         )
-    check_names_kept(model, paths)
-    return paths
+    check_names_kept(model, [*targets.layers, *(path.rpartition(".")[0] for path in targets.stacked)])
+    return targets
 
 
 def attention_of_parts(config: PretrainedConfig, of_language: str) -> dict[str, str]:

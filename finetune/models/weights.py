@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import inspect
-import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +29,21 @@ from finetune.models.added_tokens import add_tokens, start_rows, train_rows
 from finetune.models.attention import AttentionChoice
 from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
-from finetune.models.base_checkpoint import base_checkpoint, check_adapted
+from finetune.models.base_checkpoint import base_checkpoint, check_loaded_again
 from finetune.models.base_config import dtypes, first_line, why_not_found, without_weights
-from finetune.models.checkpoint_files import unloaded_tensors
+from finetune.models.checkpoint_files import check_names_kept, unloaded_tensors
 from finetune.models.compiled import compile_layers
 from finetune.models.config import model_config
 from finetune.models.damage import check_weights, mismatched_sizes, why_no_weights
+from finetune.models.lora_targets import (
+    Targets,
+    adapted_paths,
+    check_adapted,
+    describe_left_out,
+    find_targets,
+    names_as_given,
+    peft_settings,
+)
 from finetune.models.moe import reach_experts
 from finetune.models.packed_linear import (
     MULTIPLE,
@@ -50,11 +57,11 @@ from finetune.models.remote_code import from_config
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.vision import (
-    adapted_modules,
     attention_of_parts,
     family_of,
     freeze_parts,
     processor_settings,
+    targets_in_parts,
 )
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Recipe, Tokens
@@ -122,15 +129,19 @@ def load_model(
         if recipe.lora is None:
             freeze_parts(model, family, recipe.model.train)
         else:
-            adapted = adapted_modules(model, family, recipe.model.train, recipe.lora)
+            adapted = targets_in_parts(model, family, recipe.model.train, recipe.lora)
     if recipe.lora is not None:
         torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took
         # DoRA copies a packed weight, which bitsandbytes begins with an empty tensor on the default device.
         shapes_only = recipe.quantization is not None and placement.weights == "meta"
         with torch.device("meta") if shapes_only else contextlib.nullcontext():
             model = add_adapters(model, recipe.lora, types.trained, recipe.tokens, adapted)
+        layers, stacked = adapted_paths(model)
+        paths = [*layers, *(path.rpartition(".")[0] for path in stacked)]
         if (base := getattr(unwrap_peft(model), "base_checkpoint", None)) is not None:
-            check_adapted(base.part, model.base_model.targeted_module_names)
+            check_loaded_again(base.part, paths)
+        else:
+            check_names_kept(unwrap_peft(model), paths)
         if recipe.tokens is not None and recipe.tokens.train != "all":
             train_rows(model, first_added, len(recipe.tokens.add), types.trained)
     if types.compute != torch.float32:
@@ -297,56 +308,48 @@ def parameter_counts(model: Any) -> tuple[int, int]:
 
 
 def add_adapters(
-    model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None, paths: list[str] | None = None
+    model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None, targets: Targets | None = None
 ) -> Any:
-    """Returns the model with frozen weights and trained adapters in `dtype`. tokens: the added ones; paths: of the
-    modules that get adapters, if `lora.targets` names others as well. Raises UserError if a name is of no module."""
+    """Returns the model with frozen weights and trained adapters in `dtype`. tokens: the added ones; targets: those in
+    the trained parts of the model; None: in all of it. Raises UserError if a name is of no module."""
     from peft import LoraConfig, get_peft_model
 
-    _check_names(model, lora)
+    in_parts = targets is not None
+    targets = targets or find_targets(model, lora)
+    settings = peft_settings(model, targets, lora)
+    if in_parts and not targets.stacked:
+        settings["target_modules"] = pattern_of(targets.layers, [name for name, _ in model.named_modules()])
     whole = list(lora.modules_to_save or ())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if tokens and tokens.train == "all":  # the embedding and an untied head
         tables = [embedding, *([head] if head is not None and head.weight is not embedding.weight else [])]
         names = [path.rpartition(".")[2] for path, module in model.named_modules() if any(module is t for t in tables)]
         whole += [name for name in names if name not in whole]
-    tied = bool(model.config.tie_word_embeddings) and any(_is_named(model, one, whole) for one in (embedding, head))
+    is_tied = getattr(model.config, "tie_word_embeddings", False)
+    tied = is_tied and any(_is_named(model, one, whole) for one in (embedding, head))
     if tied and not _is_named(model, head, whole):
         # By the head peft knows that both are one, whatever the embedding is called (GPT-2: `wte`).
         whole += [path for path, module in model.named_modules() if module is head]
-    # Llama 4's router is a linear layer by class, but returns two tensors.
-    linear = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-    routers = [name for name, module in linear if type(module).__module__.startswith("transformers.models.")]
-    passed_by = _layers_without_a_call(model)
-    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
-    if paths is not None:
-        targets = pattern_of(paths, [name for name, _ in model.named_modules()])
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  (peft says int; it only divides)
         lora_dropout=lora.dropout,
-        target_modules=targets,
-        exclude_modules=[*routers, *passed_by] or None if targets == "all-linear" else None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=whole or None,
         ensure_weight_tying=tied,
         task_type="SEQ_CLS" if has_scores(model) else "CAUSAL_LM",  # the former trains the head of scores in full
+        **settings,
     )
     try:
-        with warnings.catch_warnings():
-            # For patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
+        with warnings.catch_warnings(), names_as_given():
+            # For patterns of stacked experts, which do match: peft 0.21 looks for modules only.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
             adapted = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"lora: {first_line(error)}") from error
-    for name in passed_by:
-        if hasattr(model.get_submodule(name), "lora_A"):
-            parent = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            raise UserError(
-                f"lora.targets: {name}: {parent} reads this layer's weight itself, for its kernels, and would pass an "
-                f"adapter by: remove {name.rpartition('.')[2]!r} (`all-linear` leaves it out)"
-            )
+    check_adapted(adapted, targets)
+    adapted.left_out = describe_left_out(targets.left_out)
     _rename_tied(adapted.get_base_model())
     _check_magnitudes(adapted.get_base_model())
     for parameter in adapted.parameters():
@@ -359,24 +362,6 @@ def _is_named(model: Any, module: Any, names: list[str]) -> bool:
     """Returns whether one of peft's names is that of a module, by the end of its path."""
     paths = [path for path, one in model.named_modules() if one is module]
     return any(path == name or path.endswith(f".{name}") for path in paths for name in names)
-
-
-def _layers_without_a_call(model: Any) -> list[str]:
-    """Returns the names of linear layers whose weight a module of transformers hands to a function, such as Mamba's
-    kernels: an adapter acts when the layer is called."""
-    read = re.compile(r"self\.(\w+)\.weight\b(?!\[|\.(?:data|dtype|device|shape))")  # not only its type, or a slice
-    modules = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module).__module__.startswith("transformers.models.") and not isinstance(module, PreTrainedModel)
-    }
-    by_class = {kind: dict.fromkeys(read.findall(inspect.getsource(kind))) for kind in {*map(type, modules.values())}}
-    return [
-        f"{name}.{layer}"
-        for name, module in modules.items()
-        for layer in by_class[type(module)]
-        if isinstance(getattr(module, layer, None), torch.nn.Linear)
-    ]
 
 
 def keep_input_types(model: Any) -> None:
@@ -454,14 +439,3 @@ def _check_magnitudes(model: Any) -> None:
                     f"lora.dora: all weights of {len(zeros):,} outputs of {name} are zero ({which}), and DoRA divides "
                     f"by their length: leave {name.rpartition('.')[2]!r} out of lora.targets, or set `lora.dora: false`"
                 )
-
-
-def _check_names(model: Any, lora: Lora) -> None:
-    paths = dict(model.named_modules())
-    names = [("lora.targets", name) for name in (() if isinstance(lora.targets, str) else lora.targets)]
-    names += [("lora.modules_to_save", name) for name in lora.modules_to_save or ()]
-    for key, name in names:
-        if not any(path == name or path.endswith(f".{name}") for path in paths):
-            linear = {path.rpartition(".")[2] for path, module in paths.items() if "Linear" in type(module).__name__}
-            names_here = ", ".join(sorted(linear) or {path.rpartition(".")[2] for path in paths})
-            raise UserError(f"{key}: the model has no module {name!r}; its linear ones are {names_here}")

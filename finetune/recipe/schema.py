@@ -159,7 +159,8 @@ class Lora(Section):
     rank: Count = 16
     alpha: Positive = 32.0  # the update is scaled by alpha / rank (rslora: alpha / sqrt(rank))
     dropout: Annotated[Float, Field(ge=0, lt=1)] = 0.0
-    # Module names, a list or text with commas (`q_proj,v_proj`); all-linear: every linear layer but the LM head
+    # Module names, a list or text with commas (`q_proj,v_proj`); all-linear: every linear layer but the LM head and
+    # routers, and the tensors of all experts
     targets: Literal["all-linear"] | Names = "all-linear"
     rslora: bool = False  # Kalajdzievski 2023, https://arxiv.org/abs/2312.03732
     dora: bool = False  # Liu et al. 2024, https://arxiv.org/abs/2402.09353

@@ -58,6 +58,8 @@ def load(prepared: Prepared, engine: Engine, attention: AttentionChoice, say: Sa
             f"note: the result leaves out {', '.join(left_out)} of the base's generation_config.json: transformers "
             "ignores them beside its other settings, and does not save them"
         )
+    for kind in getattr(model, "left_out", ()):
+        say(f"note: lora.targets: all-linear leaves out {kind}")
     if adapts_experts(model):
         say(
             "note: experts have adapters, which servers have loaded without effect (vLLM issue 41754): serve the "

@@ -24,11 +24,11 @@ from finetune.models.tiny_config import tiny_whole
 from finetune.models.vision import (
     FAMILIES,
     ImagePart,
-    adapted_modules,
     family_of,
     freeze_parts,
     part_of,
     part_sizes,
+    targets_in_parts,
 )
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
@@ -136,11 +136,11 @@ def test_parts_are_all_of_a_model(name: str) -> None:
     assert sum(total for total, _ in sizes.values()) == sum(p.numel() for p in model.parameters())
     assert [trained for _, trained in sizes.values()] == [0, sizes["projector"][0], 0]
     for parts in (("language",), ("vision", "language") if name == "gemma3" else ("vision", "projector")):
-        paths = adapted_modules(model, family, parts, Lora())
-        assert {part_of(family, path) for path in paths} == {*parts}
-    assert adapted_modules(model, family, ("language",), Lora(targets=("q_proj",)))
+        targets = targets_in_parts(model, family, parts, Lora())
+        assert {part_of(family, path) for path in targets.layers} == {*parts}
+    assert targets_in_parts(model, family, ("language",), Lora(targets=("q_proj",))).layers
     with pytest.raises(UserError, match=r"lora\.targets: nothing of 'projector'"):
-        adapted_modules(model, family, ("projector",), Lora(targets=("q_proj",)))
+        targets_in_parts(model, family, ("projector",), Lora(targets=("q_proj",)))
 
 
 @pytest.mark.parametrize("name", NAMES)
