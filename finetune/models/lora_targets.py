@@ -268,10 +268,8 @@ def check_adapted(adapted: Any, targets: Targets) -> None:
     missing = sorted({*targets.layers, *targets.stacked} - {*layers, *stacked})
     others = sorted({*layers, *stacked} - {*targets.layers, *targets.stacked})
     if missing or others:
-        which = f"{len(missing)} without ({', '.join(missing[:3])})" if missing else ""
-        which += f"{', ' if missing and others else ''}{len(others)} in addition ({', '.join(others[:3])})" * bool(
-            others
-        )
+        kinds = {"without": missing, "in addition": others}
+        which = ", ".join(f"{len(some)} {kind} ({', '.join(some[:3])})" for kind, some in kinds.items() if some)
         raise UserError(
             f"lora.targets: peft adapts other modules than the named ones: {which}. Fix: leave these names out, or "
             "install a version of peft that pyproject.toml allows"

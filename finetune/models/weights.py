@@ -345,7 +345,7 @@ def add_adapters(
         with warnings.catch_warnings(), names_as_given():
             # For patterns of stacked experts, which do match: peft 0.21 looks for modules only.
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-            adapted = get_peft_model(model, config)
+            adapted: Any = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(f"lora: {first_line(error)}") from error
     check_adapted(adapted, targets)

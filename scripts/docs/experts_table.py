@@ -95,7 +95,7 @@ def row(name: str, model: Any) -> Row:
         elif path in stacked:
             kind = "routed experts"
         else:
-            kind = "dense layers" if _DENSE.search(path) else "attention and others"
+            kind = "dense layers" if _DENSE.search(path) and "attn" not in path else "attention and others"
         adapted[kind].append(path.rpartition(".")[2] if not path.endswith(".weight") else path.split(".")[-2])
     return Row(name, adapted, "; ".join(wrapped.left_out))
 

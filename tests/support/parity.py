@@ -274,6 +274,12 @@ CASES = (
         model="qwen3_moe",
         on=("ddp", "ep"),
     ),
+    Case(
+        "lora qwen2_moe experts",
+        (*LORA, "optimizer.lr=1e-3", "optimizer.eps=1e-6"),
+        model="qwen2_moe",
+        on=("ddp", "fsdp2", "zero3", "ep", "tp"),
+    ),
     Case("full mixtral balance", (BALANCE, "batch.rows_per_device=2"), model="mixtral"),
     Case("full qwen3_moe", (), model="qwen3_moe"),
     Case("lora qwen3_moe balance", (*LORA, ATTENTION, BALANCE), model="qwen3_moe"),
@@ -391,9 +397,12 @@ TENSOR = (
     *("full chunked head", "lora chunked head", "full focal", "lora focal", "full distill", "lora distill"),
     "full classify",
     *("full mixtral", "lora mixtral", "lora mixtral experts", "full mixtral balance", "full mixtral bf16"),
+    "lora qwen2_moe experts",
 )
 EXPERTS = tuple(
-    case.name for case in CASES if case.model in ("mixtral", "qwen3_moe") and (case.on is None or "ep" in case.on)
+    case.name
+    for case in CASES
+    if case.model in ("mixtral", "qwen2_moe", "qwen3_moe") and (case.on is None or "ep" in case.on)
 )
 # (accelerate config, processes, words that select its cases). Four processes run a selection, for time.
 LAUNCHES = (

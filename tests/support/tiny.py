@@ -44,6 +44,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", **_SHAPE, **_EXPERTS, "num_local_experts": 8, "intermediate_size": 32},
     "qwen3_moe": {"model_type": "qwen3_moe", **_SHAPE, **_EXPERTS, "num_experts": 8, "moe_intermediate_size": 32}
     | {"head_dim": 16, "norm_topk_prob": True},
+    # A dense layer, then shared and routed experts.
+    "qwen2_moe": {"model_type": "qwen2_moe", **_SHAPE, **_EXPERTS, "num_experts": 8, "moe_intermediate_size": 32}
+    | {"mlp_only_layers": [0], "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
     # Hybrids: a gated delta net, or Mamba 2, and a layer of attention.
     "qwen3_5": {"model_type": "qwen3_5_text", **_SHAPE, "layer_types": ["linear_attention", "full_attention"]}
     | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
