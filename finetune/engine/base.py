@@ -49,6 +49,7 @@ class Engine(abc.ABC):
 
     gathers_in_forward = False  # a forward waits for the other ranks at each part of the model
     copies_state = True  # a save may copy this rank's state to CPU memory, and write it while steps run
+    averaged_ranks = 1  # the reduction of gradients is their mean over as many ranks; 1: it is their sum
     # First backwards of a process that differ from later ones, in memory or in the order of sums over ranks. The loop
     # runs these before its first step and drops them, or a resumed run would not be bitwise the same.
     warm_ups = 0
@@ -164,6 +165,20 @@ class Engine(abc.ABC):
         """Returns how this backend divides the model, for a plan. micro_batches: number per step on each process."""
         return {}
 
+    @property
+    def loss_factor(self) -> float:
+        """Returns the factor of this rank's part of the loss in a backward.
+
+        It undoes the mean of the reduction. fp16 has the scale alone, and the mean is undone with it, after the
+        reduction: gradients before it are those of one process, and overflow in the same steps.
+        """
+        return self.loss_scale.value if self.loss_scale.enabled else float(self.averaged_ranks)
+
+    @property
+    def gradient_scale(self) -> float:
+        """Returns the factor between reduced gradients and the true ones; 1 unless fp16."""
+        return self.loss_scale.value / self.averaged_ranks if self.loss_scale.enabled else 1.0
+
     @abc.abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Run the backward of this rank's part of the step's loss; gradients over all ranks add up to the global one.
@@ -198,15 +213,15 @@ class Engine(abc.ABC):
         """Run `step` for a backend whose gradients are plain tensors on this rank, then drop these.
 
         gradients: this rank's part. counted: gradients of the norm, if not all; each element once over
-        all ranks after `over_ranks`, which adds up the squared norms. The norm is that of the true gradient (loss scale
-        divided out), clipping is torch.nn.utils.clip_grad_norm_'s.
+        all ranks after `over_ranks`, which adds up the squared norms. The norm is that of the true gradient
+        (`gradient_scale` divided out), clipping is torch.nn.utils.clip_grad_norm_'s.
         """
         if self.steps_in_backward:  # too late to prevent a step
             norm = math.sqrt(over_ranks(self.stepper.take_squared_norm()))
             if not math.isfinite(norm):
                 raise NonFinite("the gradient is not finite", stepped=True)
             return norm
-        scale = self.loss_scale.value
+        scale = self.gradient_scale
         local = squared_norm(gradients if counted is None else counted, self.device)
         norm = math.sqrt(over_ranks(local)) / scale if scale else math.nan
         if not self.loss_scale.enabled and not math.isfinite(norm):

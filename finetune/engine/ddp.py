@@ -26,7 +26,7 @@ from finetune.recipe.schema import Recipe
 
 
 class Ddp(Engine):
-    """DDP averages gradients at the last micro-batch of a step; a factor on the loss undoes the average.
+    """DDP averages gradients at the last micro-batch of a step, which `loss_factor` undoes.
 
     DDP decides in a forward whether its backward communicates, so `no_sync` must wrap both. Until then gradients
     accumulate in the buckets that are sent. With several micro-batches per step they are zeroed in place, not dropped:
@@ -39,6 +39,7 @@ class Ddp(Engine):
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model.causal_lm
         self.model = self.accelerator.prepare_model(model)
+        self.averaged_ranks = self.world_size
         self._communicates = isinstance(self.model, DistributedDataParallel)
         self._keeps_buckets = self._communicates and micro_batches > 1
         # Found once: a search through all modules of an 8B model with adapters takes 5 ms (docs/proofs/gpu.md).
@@ -57,7 +58,7 @@ class Ddp(Engine):
             yield
 
     def backward(self, loss: Tensor) -> None:
-        scaled = loss * (self.world_size * self.loss_scale.value)
+        scaled = loss * self.loss_factor
         if self.world_size > 1:
             wait_after_gradients(scaled, self.stopwatch)
         scaled.backward()
@@ -73,7 +74,7 @@ class Ddp(Engine):
     def trial(self, batches: Sequence[T], forward: Forward[T], loss: Loss[T]) -> None:
         """Runs without DDP's reduction, so that no rank waits for one that runs out of memory."""
         value = loss(forward(getattr(self.model, "module", self.model), batches[0]), batches[0])
-        (value * (self.world_size * self.loss_scale.value)).backward()
+        (value * self.loss_factor).backward()
 
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for _, parameter in self._trained if parameter.grad is not None]

@@ -62,10 +62,13 @@ class Fsdp2(Engine):
 
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
+        self.averaged_ranks = self.parallelism.data * self.parallelism.tokens  # by reduce-scatter; HSDP's all-reduce
         # Not for a checkpoint that is already quantized: transformers creates packed layers while reading it.
         self._rank_0_reads = recipe.quantization is None or not is_stored_quantized(model_config(recipe.model))
+        # Under fp16 weights are gathered in fp32, and autocast casts them as on one process. Gathered in fp16,
+        # embedding, head and norms would have gradients in fp16 as well, which overflow in more steps.
         self._policy = MixedPrecisionPolicy()
-        if recipe.train.precision in ("bf16", "fp16", "fp8"):
+        if recipe.train.precision in ("bf16", "fp8"):
             self._policy = MixedPrecisionPolicy(param_dtype=dtypes(recipe).compute, reduce_dtype=torch.float32)
 
     def placement(self, recipe: Recipe) -> Placement:
@@ -150,8 +153,7 @@ class Fsdp2(Engine):
 
     def backward(self, loss: Tensor) -> None:
         """Reduces after every micro-batch: accumulated gradients would be unsharded on every rank."""
-        sharing = self.parallelism.data * self.parallelism.tokens
-        scaled = loss * (sharing * self.loss_scale.value)  # reduce-scatter averages, like HSDP's all-reduce
+        scaled = loss * self.loss_factor
         with self._waits.backward(scaled):
             scaled.backward()
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 OF_IMAGES, IDLE = "of_images", "idle"  # keys of a parameter group: it has image parameters; the next step skips it
+FIRST_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # good steps before the loss scale doubles; as torch.amp.GradScaler
 _CHUNK = 2**18  # elements: 2 MB in fp64, which stays in a core's cache; 2**17 to 2**20 take as long
 
 
@@ -36,12 +37,12 @@ class LossScale:
 
     enabled: bool
     value: float = 1.0
-    growth_interval: int = 2000  # good steps before doubling, as torch.amp.GradScaler
+    growth_interval: int = GROWTH_INTERVAL
     good_steps: int = 0
 
     @classmethod
     def of(cls, precision: str) -> LossScale:
-        return cls(enabled=True, value=2.0**16) if precision == "fp16" else cls(enabled=False)
+        return cls(True, FIRST_SCALE, GROWTH_INTERVAL) if precision == "fp16" else cls(enabled=False)
 
     def update(self, grad_norm: float) -> bool:
         """Returns False if the step must be skipped to lower the scale. Raises NonFinite if none is small enough."""

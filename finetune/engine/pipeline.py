@@ -160,10 +160,6 @@ class Pipeline(Engine):
             missing = self._sent_tokens - output.shape[1]
             return pad(output, (0, 0, 0, missing)) if missing else output
 
-    @property
-    def loss_factor(self) -> float:
-        return self.loss_scale.value
-
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         """Context manager for computation in a schedule; the rest is waiting, for other stages and in the bubble."""

@@ -134,11 +134,6 @@ class ShardedPipeline(Fsdp2, Pipeline):
         """Returns a module by which torch's schedule sees FSDP2, and reduces once, or does not."""
         return _OneByOne(stage) if self.launch.frees_gathered else stage
 
-    @property
-    def loss_factor(self) -> float:
-        """Reductions average over the ranks of a stage, like those of `Fsdp2`."""
-        return self.loss_scale.value * self.parallelism.data * self.parallelism.tokens
-
     def reduce_gradients(self) -> None:
         named = [(name, p.grad) for name, p, _ in self._shards if p.grad is not None]
         self.sum_ends([(name, local_tensor(gradient)) for name, gradient in named])

@@ -39,6 +39,7 @@ class Zero(Engine):
 
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
         super().__init__(accelerator, launch, recipe)
+        self.averaged_ranks = self.world_size
         self.plugin: Any = accelerator.state.deepspeed_plugin
         self.gathers_in_forward = self.is_stage_3 = self.plugin.zero_stage == 3
 
@@ -154,10 +155,10 @@ class Zero(Engine):
             yield
 
     def backward(self, loss: Tensor) -> None:
-        if self.loss_scale.enabled:
-            self.zero.override_loss_scale(self.loss_scale.value)
+        if self.loss_scale.enabled:  # multiplies the loss, and `step` divides the averages over ranks by it
+            self.zero.override_loss_scale(self.gradient_scale)
         self.model.set_gradient_accumulation_boundary(self.last)
-        self.model.backward(loss * self.world_size, scale_wrt_gas=False)  # DeepSpeed averages over ranks
+        self.model.backward(loss * self.averaged_ranks, scale_wrt_gas=False)
         if not self.last:
             self.model.step()  # between boundaries: counts the micro-batch, updates nothing
 

@@ -7,6 +7,9 @@ autograd has as many in the backward, and adds up gradients of x from W and from
 the product's own factor, and layers of one input (q, k and v; gate and up) have one product with their A, and one
 gradient of x into which all add. The same values to rounding, with fewer roundings. A W that is packed (QLoRA) is
 unpacked for the product, and again in the backward; peft would also copy each output.
+
+Under fp16 s multiplies an (T, r), never a gradient of (T, O) or a product that s makes smaller: these would overflow at
+another loss scale than where layers are fused, and others steps be skipped.
 """
 
 from __future__ import annotations
@@ -88,6 +91,8 @@ class FusedLinear:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or not self.fuses():
+            if not args and not kwargs and x.dtype == torch.float16 and self._is_plain_lora():
+                return self._unfused(x)
             return super().forward(x, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  (of peft's)
         if not torch.compiler.is_compiling():
             return self.siblings.output(self, x)
@@ -107,9 +112,9 @@ class FusedLinear:
         dropout, DoRA, products in 8 bits, and several adapters or none; nor if hooks gather its weight (ZeRO-3) or
         communicate (tensor parallel)."""
         layer: Any = self
-        name = layer.active_adapters[0] if len(layer.active_adapters) == 1 else ""
-        if layer.disable_adapters or layer.merged or name not in layer.lora_A or name in layer.lora_variant:
+        if not self._is_plain_lora():
             return False
+        name = layer.active_adapters[0]
         down, up = layer.lora_A[name], layer.lora_B[name]
         base: Any = layer.base_layer
         return (
@@ -127,6 +132,20 @@ class FusedLinear:
             and up.bias is None
             and not any(parameter.requires_grad for parameter in base.parameters())
         )
+
+    def _is_plain_lora(self) -> bool:
+        """Returns whether one adapter is active, without a variant such as DoRA."""
+        layer: Any = self
+        name = layer.active_adapters[0] if len(layer.active_adapters) == 1 else ""
+        is_applied = not layer.disable_adapters and not layer.merged
+        return is_applied and name in layer.lora_A and name not in layer.lora_variant
+
+    def _unfused(self, x: Tensor) -> Tensor:
+        """Returns peft's formula, by calls of its modules, whose hooks run; the scaling is at the smallest product."""
+        layer: Any = self
+        name = layer.active_adapters[0]
+        inner = layer.lora_A[name](layer.lora_dropout[name](x)) * layer.scaling[name]
+        return layer.base_layer(x) + layer.lora_B[name](inner)
 
 
 def products(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
@@ -201,8 +220,7 @@ class _Products(torch.autograd.Function):
                 continue
             of_y = grads[i]  # (T, O)
             of_inner = of_y @ up[i]  # (T, r), without the scaling
-            of_up[i] = (of_y.t() @ part).mul_(ctx.scaling[i])
-            of_down[i] = (of_inner.t() @ rows).mul_(ctx.scaling[i])
+            of_down[i], of_up[i] = _of_adapter(of_y, of_inner, rows, part, ctx.scaling[i])
             if ctx.needs_input_grad[0]:
                 weight = _matrix(ctx.bases[i], base[i], compute)
                 of_x = of_y @ weight if of_x is None else of_x.addmm_(of_y, weight)
@@ -210,6 +228,13 @@ class _Products(torch.autograd.Function):
         if of_x is not None:
             of_x = of_x.view(ctx.shape).to(ctx.type)
         return of_x, None, None, None, None, *[None] * (2 * n), *of_down, *of_up
+
+
+def _of_adapter(of_y: Tensor, of_inner: Tensor, rows: Tensor, inner: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of A and B. of_inner: (T, r), without the scaling."""
+    if of_y.dtype == torch.float16:
+        return (of_inner * scaling).t() @ rows, of_y.t() @ (inner * scaling)
+    return (of_inner.t() @ rows).mul_(scaling), (of_y.t() @ inner).mul_(scaling)
 
 
 def _matrix(base: Any, weight: Tensor, compute: torch.dtype) -> Tensor:  # (O, I)
@@ -240,7 +265,7 @@ def _adapted_backward(
     """Returns the gradients of rows, A and B."""
     of_inner = of_y @ up
     of_rows = (of_y @ weight).addmm_(of_inner, down, alpha=scaling)
-    return of_rows, (of_inner.t() @ rows).mul_(scaling), (of_y.t() @ inner).mul_(scaling)
+    return of_rows, *_of_adapter(of_y, of_inner, rows, inner, scaling)
 
 
 @_adapted_backward.register_fake

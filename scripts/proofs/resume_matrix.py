@@ -79,6 +79,13 @@ OF_STAGES = tuple(case for case in parity.CASES if case.name in ("full deep", "l
 WITH_MUON: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero2", 2), ("zero3", 2), ("tp", 2), ("hsdp", 4))
 OF_MUON = tuple(case for case in parity.CASES if case.name == "full muon")
 
+# The loss scale and the good steps since it fell, of which a run reads the next skipped step.
+WITH_FP16: tuple[Place, ...] = (
+    *(("single", 1), ("ddp", 2), ("ddp", 4), ("fsdp2", 2), ("fsdp2", 4), ("zero2", 2), ("zero3", 2), ("zero3", 4)),
+    *(("pp", 2), ("pp_fsdp2", 4)),
+)
+OF_FP16 = tuple(case for case in parity.CASES if case.name in ("full fp16", "lora fp16"))
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -107,7 +114,9 @@ def cases(*places: Place) -> tuple[parity.Case, ...]:
     images = OF_IMAGES if all(place in WITH_IMAGES for place in places) else ()
     tokens = OF_TOKENS if all(place in WITH_TOKENS for place in places) else ()
     muon = OF_MUON if all(place in WITH_MUON for place in places) else ()
-    return (*plain, *few, *experts, *stages, *objectives, *images, *tokens, *muon)
+    fp16 = OF_FP16 if all(place in WITH_FP16 for place in places) else ()
+    fp16 = fp16 or (OF_FP16[:1] if all(place in (*WITH_FP16, *FEW) for place in places) else ())  # tp: no adapters
+    return (*plain, *few, *experts, *stages, *objectives, *images, *tokens, *muon, *fp16)
 
 
 def run_name(place: Place, case: parity.Case) -> str:
@@ -172,7 +181,8 @@ def compare(folder: Path, pair: Pair) -> dict[str, Any]:
     parameter = parity.parameter_difference(reference / "model", other / "model")
     rows = samples(reference) == samples(other) and len(samples(other)) == STEPS - STOP
     bitwise = losses(itself) == losses(other) and parity.parameter_difference(itself / "model", other / "model") == 0
-    passed = loss <= pair.case.loss and parameter <= pair.case.parameter and rows
+    skipped = [parity.skipped_steps(run_lines) for run_lines in (ours, theirs)]
+    passed = loss <= pair.case.loss and parameter <= pair.case.parameter and rows and skipped[0] == skipped[1]
     return {
         "saved_under": f"{pair.saved[0]} x{pair.saved[1]}",
         "resumed_under": f"{pair.resumed[0]} x{pair.resumed[1]}",
@@ -180,6 +190,7 @@ def compare(folder: Path, pair: Pair) -> dict[str, Any]:
         "loss": loss,
         "parameter": parameter,
         "same_rows": rows,
+        "skipped": skipped[1],
         "bitwise": bitwise,
         "passed": bool(after) and passed and (bitwise or pair.saved != pair.resumed),
     }

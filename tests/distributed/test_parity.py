@@ -22,25 +22,29 @@ STEPS, ROWS = 8, 80  # the matrix: 20, 300; epochs end on the way in both
 RUN: dict[Place, set[str]] = {
     # Ranks take rows, whole parameters on each.
     ("ddp", 2): {
+        "full fp16",
         *("full", "full accumulate 1", "full auto rows", "full unpacked", "full token budget"),
         "full kto",
     },
     # Shards decide more: a tied table and its trained copy, mixed precision, dropout, a group of one.
-    ("fsdp2", 2): {"full tied", "lora tied tokens whole", "full bf16", "lora dropout rslora"},
+    ("fsdp2", 2): {"full tied", "lora tied tokens whole", "full bf16", "lora dropout rslora", "full fp16"},
     ("fsdp2", 1): {"lora"},
     ("fsdp2_offload", 2): {"full"},
     ("hsdp", 4): {"full"},
-    ("zero2", 2): {"qlora"},
-    ("zero3", 2): {"full from scratch", "lora dora", "lora dropout offloaded", "full images rare", "full qwen3_5"},
+    ("zero2", 2): {"qlora", "full fp16"},
+    ("zero3", 2): {
+        *("full from scratch", "lora dora", "lora dropout offloaded", "full images rare", "full qwen3_5"),
+        *("full fp16", "lora fp16"),
+    },
     ("zero3_offload", 2): {"full"},
     # Ranks share rows.
     ("pp", 2): {
-        *("lora", "full bf16"),
+        *("lora", "full bf16", "full fp16"),
         *("lora and whole head", "lora tied chunked head", "full orpo"),
     },
     ("pp_dp", 4): {"full"},
     ("pp_fsdp2", 4): {"full tied evaluated"},
-    ("tp", 2): {"full tied", "lora dropout rslora"},
+    ("tp", 2): {"full fp16", "full tied", "lora dropout rslora"},
     ("ulysses", 2): {"full unpacked", "full mistral window", "full dpo ipo unpacked"},
     ("ep", 2): {"lora mixtral", "full mixtral balance", "full mixtral offloaded", "full orpo experts balance"},
 }
@@ -54,7 +58,7 @@ LEFT = {
         *("full deep plain head", "lora plain head", "full dpo plain head"),
     ),
     "ep: full mixtral balance, full mixtral offloaded, lora mixtral; fsdp2: full qwen3_moe balance checkpointing": (
-        *("full mixtral", "full mixtral bf16", "lora mixtral experts", "lora mixtral tokens"),
+        *("full mixtral", "full mixtral bf16", "full mixtral fp16", "lora mixtral experts", "lora mixtral tokens"),
         *("full qwen3_moe", "full qwen3_moe balance unpacked"),
         *("lora qwen3_moe balance", "lora qwen3_moe experts checkpointing"),
     ),

@@ -25,6 +25,9 @@ STEPS = 20
 ROWS = 8  # a step
 LOSS_RELATIVE = 5e-6  # fp32: reordering the micro-batches of one process moves the loss by 2e-7 over 60 steps
 PARAMETER = 1e-5
+# An eighth of one rounding of fp16. One process differs by 5e-6 from itself with other rows in a forward, because
+# weights between two fp16 values are rounded otherwise after a sum in another order; backends by 1.4e-5 at most.
+FP16_LOSS_RELATIVE = 2.0**-14
 BF16_LOSS_RELATIVE = 2.0**-8  # one rounding of bf16; backends that round in another order drift apart by less
 
 
@@ -329,6 +332,23 @@ CASES = (
         on=DEEP,
     ),
     Case("full bf16", ("train.precision=bf16",), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
+    Case("full fp16", ("train.precision=fp16",), loss=FP16_LOSS_RELATIVE, parameter=float("inf")),
+    # Ranks that share rows or matrices have parts of an adapter's gradient, which overflow later than their sum.
+    Case(
+        "lora fp16",
+        (*LORA, "train.precision=fp16"),
+        loss=FP16_LOSS_RELATIVE,
+        parameter=float("inf"),
+        on=(*HYBRID, "fsdp2_offload", "hsdp", "pp", "pp_dp", "pp_fsdp2"),
+    ),
+    Case(
+        "full mixtral fp16",
+        ("train.precision=fp16",),
+        model="mixtral",
+        loss=BF16_LOSS_RELATIVE,  # a token between two experts takes the other one
+        parameter=float("inf"),
+        on=("ddp", "fsdp2", "zero3"),  # not ep: products over the tokens of all ranks overflow earlier
+    ),
     *(FP8 if importlib.util.find_spec("torchao") else ()),
     Case("lora bf16", (*LORA, "train.precision=bf16"), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
 )
@@ -336,6 +356,7 @@ CASES = (
 OF_PAIRS = ("full dpo", "full dpo ipo unpacked", "full kto")
 OBJECTIVES = (*OF_PAIRS, "full orpo", "full reward", "full classify", "full distill")
 OF_IMAGES = ("full images tower", "lora images")
+HALF = ("full fp16", "lora fp16")
 PREFERENCES = (
     "full dpo",
     "lora dpo",
@@ -349,7 +370,8 @@ PREFERENCES = (
 SHARED_TOKENS = (
     *("full", "lora", "full accumulate 1", "full auto rows", "full unpacked", "full token budget", "full stream"),
     *PREFERENCES,
-    *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16", "full distill", "lora distill"),
+    *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16", "full fp16"),
+    *("full distill", "lora distill"),
     *("full reward", "full text part", "lora tokens"),
 )
 UNDER_PIPELINES = tuple(
@@ -388,7 +410,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 TENSOR = (
     *("full", "lora", "full unpacked", "lora unpacked", "full tied", "lora tied", "full mistral window"),
     *("full checkpointing selective", "lora dropout rslora", "lora and whole head", "lora tied chunked head"),
-    *("full plain head", "full bf16", "lora bf16", "full qwen3", "lora qwen3", "full text part", "lora text part"),
+    *("full plain head", "full bf16", "lora bf16", "full fp16", "full qwen3", "lora qwen3"),
+    *("full text part", "lora text part"),
     *PREFERENCES,
     "lora reward",
     *("lora tokens", "lora tied tokens", "lora tied and whole head", "lora tied tokens whole", "full muon"),
@@ -424,13 +447,14 @@ LAUNCHES = (
     ("pp_zero_bubble_2", 2, ("full deep plain head",)),
     ("pp_interleaved", 2, ("full deep", "lora deep", "full deep token budget", "full deep dpo")),
     ("pp_4", 4, ("full deep", "lora deep", "full deep token budget", "full deep dpo")),
-    ("pp_dp", 4, ("full", "lora", "full tied", "full unpacked", *OF_PAIRS, "full orpo", "full distill")),
+    ("pp_dp", 4, ("full", "lora", *HALF, "full tied", "full unpacked", *OF_PAIRS, "full orpo", "full distill")),
     (
         "pp_fsdp2",
         4,
         (
             *("full", "lora", "qlora", "full tied", "lora tied", "full unpacked", "full token budget", "full bf16"),
             *("full checkpointing selective", "lora tied tokens", "lora tied and whole head", "full muon"),
+            *HALF,
             *("qlora dora", "full tied evaluated"),
             *OF_PAIRS,
             *("lora dpo adapters off", "full reward", "full distill"),
@@ -440,14 +464,18 @@ LAUNCHES = (
     ("pp_fsdp2_interleaved", 4, ("full deep", "lora deep", "full deep token budget", "full deep dpo")),
     ("pp_fsdp2_zero_bubble", 4, ("full plain head",)),
     ("pp_4_fsdp2_interleaved", 8, ("full deepest", "lora deepest")),
-    ("pp_zero", 4, ("full", "lora", "qlora", "full tied", "full bf16", "full token budget", "full dpo", "full muon")),
+    (
+        "pp_zero",
+        4,
+        ("full", "lora", "qlora", "full tied", "full bf16", "full fp16", "full dpo", "full token budget", "full muon"),
+    ),
     ("pp_hsdp", 8, ("full", "lora", "full tied", "full unpacked", "full dpo")),
     (
         "pp_tp",
         4,
         (
             *(*FEW_SHARED, "lora dora", "qlora wide", "full unpacked", "full qwen3", "full dpo", "full muon"),
-            "full mixtral",
+            *("full fp16", "full mixtral"),
         ),
     ),
     ("pp_fsdp2_tp", 8, (*FEW_SHARED, "full unpacked", "full token budget", "full bf16", "full dpo", "full muon")),
@@ -459,17 +487,17 @@ LAUNCHES = (
     ("pp_ep", 4, ("full mixtral", "lora mixtral", "lora mixtral experts", "full mixtral bf16")),
     ("ep", 2, EXPERTS),
     ("ep", 4, EXPERTS),
-    ("ddp", 4, ("full", "lora", "full tied", "lora dropout rslora", *OF_PAIRS, *OF_IMAGES)),
-    ("fsdp2", 4, ("full", "lora", "full tied", "lora dropout rslora", "full muon", *OBJECTIVES, *OF_IMAGES)),
-    ("zero3", 4, ("full", "lora", *OBJECTIVES, *OF_IMAGES)),
-    ("fsdp2_offload", 4, ("full", "lora", *OF_PAIRS, *OF_IMAGES)),
-    ("zero2", 4, ("full", "lora", *OF_PAIRS, *OF_IMAGES)),
+    ("ddp", 4, ("full", "lora", *HALF, "full tied", "lora dropout rslora", *OF_PAIRS, *OF_IMAGES)),
+    ("fsdp2", 4, ("full", "lora", *HALF, "full tied", "lora dropout rslora", "full muon", *OBJECTIVES, *OF_IMAGES)),
+    ("zero3", 4, ("full", "lora", *HALF, *OBJECTIVES, *OF_IMAGES)),
+    ("fsdp2_offload", 4, ("full", "lora", "full fp16", *OF_PAIRS, *OF_IMAGES)),
+    ("zero2", 4, ("full", "lora", *HALF, *OF_PAIRS, *OF_IMAGES)),
     ("zero2_offload", 4, ("full", "lora", *OF_PAIRS, *OF_IMAGES)),
     ("zero3_offload", 4, ("full", "lora", *OF_PAIRS, *OF_IMAGES)),
     ("cp", 2, SHARED_TOKENS),
     ("cp_alltoall", 2, (*FEW_SHARED, *OF_PAIRS)),
     ("cp_ring", 2, (*FEW_SHARED, *OF_PAIRS)),
-    ("cp", 4, ("full", "lora", *OF_PAIRS)),
+    ("cp", 4, ("full", "lora", "full fp16", *OF_PAIRS)),
     ("cp_ring_of_4", 4, ("full", "lora", *OF_PAIRS)),
     ("fsdp2_cp", 4, (*FEW_SHARED, "full muon", *OF_PAIRS)),
     ("zero3_cp", 2, ("full", "lora", *OF_PAIRS)),
@@ -482,12 +510,17 @@ LAUNCHES = (
         (
             *("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora", "full reward"),
             *("qlora", "qlora fp8", "lora tied tokens whole", "full images rare", "full muon"),
+            *HALF,
             *OF_PAIRS,
             *OF_IMAGES,
         ),
     ),
     ("tp", 2, TENSOR),
-    ("tp", 4, ("full", "lora", "full tied", "lora tied tokens", "lora chunked head", *OF_PAIRS, "full distill")),
+    (
+        "tp",
+        4,
+        ("full", "lora", "full fp16", "full tied", "lora tied tokens", "lora chunked head", *OF_PAIRS, "full distill"),
+    ),
     (
         "fsdp2_tp",
         4,
@@ -499,7 +532,7 @@ LAUNCHES = (
             "full qwen3",
             "full accumulate 1",
             *("lora dora", "qlora wide"),
-            "lora bf16",
+            *("lora bf16", "full fp16"),
             "full muon",
             *("full mixtral", "lora mixtral experts"),
             *OF_PAIRS,
@@ -517,7 +550,7 @@ class Difference:
     case: str
     loss: float  # largest relative difference of any step's loss
     bias: float  # mean signed relative difference: noise averages out, a wrong factor does not
-    grad_norm: float
+    grad_norm: float  # of the steps that fp16 did not skip
     parameter: float  # largest absolute difference of any trained parameter at the end
     passed: bool
     steps: int = STEPS
@@ -604,6 +637,7 @@ def work(folder: Path, jobs: Path) -> None:
     from rich.console import Console
 
     from finetune.data.teacher_file import is_teacher_file
+    from finetune.engine import optimizer_step
     from finetune.engine.start import leave_group
     from finetune.models.head import chunked
     from finetune.recipe import load_recipe
@@ -612,6 +646,8 @@ def work(folder: Path, jobs: Path) -> None:
 
     # Models so small would have all their logits in one chunk; like this every forward has several.
     chunked.FEWEST_ROWS, chunked.CHUNK_BYTES["cpu"] = 4, 0
+    # fp16 skips the first three steps, and then some of those before which the scale was doubled.
+    optimizer_step.FIRST_SCALE, optimizer_step.GROWTH_INTERVAL = 2.0**23, 4
     quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the process)
     shared_cache = os.environ["FINETUNE_CACHE"]
     for overrides in json.loads(jobs.read_text(encoding="utf-8")):
@@ -696,10 +732,15 @@ def compare(folder: Path, config: str, processes: int, case: Case) -> Difference
     ours, theirs = train_lines(reference), train_lines(other)
     pairs = list(zip(ours, theirs, strict=False))  # a missing step is a problem of its own, below
     relative = [(b["loss"] - a["loss"]) / a["loss"] for a, b in pairs]
-    norms = [abs(b["grad_norm"] / a["grad_norm"] - 1) for a, b in pairs]
+    both = [(a["grad_norm"], b["grad_norm"]) for a, b in pairs if None not in (a["grad_norm"], b["grad_norm"])]
+    norms = [abs(b / a - 1) for a, b in both]
     loss, bias = max(map(abs, relative)), statistics.fmean(relative)
     parameter = parameter_difference(reference / "model", other / "model")
-    problems = []
+    problems, (skipped, also) = [], (skipped_steps(lines) for lines in (ours, theirs))
+    if also != skipped:
+        problems.append(f"steps {also} were skipped instead of {skipped}")
+    if bool(skipped) != ("fp16" in case.name):
+        problems.append(f"one process skipped {skipped}")
     if not loss <= case.loss:  # not a number is a problem too
         problems.append(f"loss differs by {loss:.1e}, allowed {case.loss:.0e}")
     if not abs(bias) <= case.loss / 5:
@@ -708,13 +749,27 @@ def compare(folder: Path, config: str, processes: int, case: Case) -> Difference
         problems.append(f"parameters differ by {parameter:.1e}, allowed {case.parameter:.0e}")
     problems += [f"{len(lines)} steps instead of {STEPS}" for lines in (ours, theirs) if len(lines) != STEPS]
     return Difference(
-        config, processes, case.name, loss, bias, max(norms), parameter, not problems, len(theirs), problems
+        config,
+        processes,
+        case.name,
+        loss,
+        bias,
+        max(norms, default=0.0),
+        parameter,
+        not problems,
+        len(theirs),
+        problems,
     )
 
 
 def train_lines(run: Path) -> list[dict[str, Any]]:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [line for line in map(json.loads, lines) if "loss" in line]
+
+
+def skipped_steps(lines: list[dict[str, Any]]) -> list[int]:
+    """Steps whose gradient overflowed under fp16."""
+    return [line["step"] for line in lines if line["grad_norm"] is None]
 
 
 def parameter_difference(reference: Path, other: Path) -> float:

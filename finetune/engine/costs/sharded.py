@@ -43,7 +43,7 @@ class ShardedCosts(Costs):
 
     @property
     def casts_weights(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.recipe.train.precision in ("bf16", "fp16", "fp8")
+        return self.recipe.train.precision in ("bf16", "fp8")
 
     def shard(self, weight: Weight, place: dict[str, int]) -> Shard:
         """Returns rows of dimension 0, as `torch.chunk` splits them; FSDP2 allocates as many as the first rank has."""
