@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice
@@ -30,7 +31,7 @@ from rich.table import Table
 
 from finetune.checkpoints.reading import alone, hold
 from finetune.errors import UserError
-from finetune.recipe.schema import Checkpoint, metric_direction
+from finetune.recipe.schema import Checkpoint, is_better
 from finetune.utils import fsync, print_line, readable_bytes, sha256_file
 
 VERSION = 1
@@ -167,28 +168,22 @@ def set_aside(folder: Path) -> Path:
         raise UserError(f"{folder} cannot be set aside as {moved.name}: {error.strerror}; move it yourself") from None
 
 
-def score(metrics: Metrics, name: str | None) -> float | None:
-    """Returns the metric such that the lowest is best; None if it was not measured or `name` is None."""
-    if name is None or name not in metrics:
-        return None
-    return metrics[name] if metric_direction(name) == "lower" else -metrics[name]
-
-
 def best_checkpoint(root: Path, metric: str | None) -> Path | None:
     """Returns the checkpoint that is best by a metric of its evaluation; None if none has it."""
-    scored = _scored(root, metric)
-    return scored[0][1] if scored else None
+    return _best(root, metric, lambda _: True)[1]
 
 
-def _scored(root: Path, metric: str | None) -> list[tuple[float, Path]]:
-    """Returns (score, checkpoint) of those that measured a metric, the best first."""
-    scored = []
-    for folder in list_checkpoints(root):
+def _best(root: Path, metric: str | None, is_good: Callable[[Path], bool]) -> tuple[float, Path] | tuple[None, None]:
+    """Returns (value, checkpoint) of the best that measured a metric; of equally good ones the first."""
+    value, best = None, None
+    if metric is None:
+        return None, None
+    for folder in reversed(list_checkpoints(root)):
         with contextlib.suppress(OSError, ValueError, KeyError):  # damaged
-            metrics = json.loads((folder / "state.json").read_text(encoding="utf-8"))["metrics"]
-            if (value := score(metrics, metric)) is not None:
-                scored.append((value, folder))
-    return sorted(scored)
+            measured = json.loads((folder / "state.json").read_text(encoding="utf-8"))["metrics"][metric]
+            if (value is None or is_better(metric, measured, value)) and is_good(folder):
+                value, best = measured, folder
+    return (None, None) if value is None or best is None else (value, best)
 
 
 class Retention:
@@ -209,7 +204,7 @@ class Retention:
         kept = list(islice(filter(self._verify, folders), self._settings.keep))
         if not kept:
             return
-        _, best = self._best()
+        _, best = _best(self._root, self._settings.best, self._verify)
         for folder in folders:
             if folder < kept[-1] and folder != best and remove(folder):
                 self._verified.discard(folder)
@@ -217,13 +212,9 @@ class Retention:
             for path in self._root.glob(f"{pattern}*"):
                 _delete(path)
 
-    def best_score(self) -> float | None:
-        """Returns the score of the best existing checkpoint; None if there is none, or no `checkpoint.best`."""
-        return self._best()[0]
-
-    def _best(self) -> tuple[float | None, Path | None]:
-        scored = _scored(self._root, self._settings.best)
-        return next(((value, folder) for value, folder in scored if self._verify(folder)), (None, None))
+    def best_value(self) -> float | None:
+        """Returns the metric of the best existing checkpoint; None if there is none, or no `checkpoint.best`."""
+        return _best(self._root, self._settings.best, self._verify)[0]
 
     def _verify(self, folder: Path) -> bool:
         if folder not in self._verified and find_problem(folder) is None:

@@ -25,13 +25,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from finetune.checkpoints.folder import Metrics, Retention, partial_folder, score, seal, start_partial, step_folder
+from finetune.checkpoints.folder import Metrics, Retention, partial_folder, seal, start_partial, step_folder
 from finetune.checkpoints.shards import part_tensors, shape_metadata, write_tensors
 from finetune.engine.base import Engine
 from finetune.engine.launch import collective_timeout
 from finetune.engine.state_shards import scalars
 from finetune.errors import RunFailure
 from finetune.recipe import Recipe, dump_recipe
+from finetune.recipe.schema import is_better
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +76,14 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
         self._retention = Retention(root, recipe.checkpoint)
-        self._best = engine.ranks.gather(self._retention.best_score() if engine.is_main else None)[0]
+        self._best = engine.ranks.gather(self._retention.best_value() if engine.is_main else None)[0]
 
     def improves(self, metrics: Metrics) -> bool:
         """Returns whether these are better than those of any saved checkpoint, by `checkpoint.best`."""
-        value = score(metrics, self._recipe.checkpoint.best)
-        return value is not None and (self._best is None or value < self._best)
+        name = self._recipe.checkpoint.best
+        if name is None or name not in metrics:
+            return False
+        return self._best is None or is_better(name, metrics[name], self._best)
 
     def save(self, progress: Progress, metrics: Metrics) -> int:
         """Writes step-N; returns when this rank's part is copied (if not `asynchronous`: written). Collective.
@@ -103,7 +106,7 @@ class Saver:
         }
         snapshot = _Snapshot(progress["step"], state, tensors, shape_metadata(parts), scalars(parts, engine.optimizers))
         if self.improves(metrics):
-            self._best = score(metrics, self._recipe.checkpoint.best)
+            self._best = metrics[str(self._recipe.checkpoint.best)]
         self._pending = self._thread.submit(self._write, snapshot)
         if not self.asynchronous:
             self.settle()

@@ -30,6 +30,7 @@ from finetune.export.loading import default_device, load_trained, model_folder
 from finetune.export.trained import is_scoring
 from finetune.models.tokenizer import read_tokenizer
 from finetune.models.wrapped import output_head
+from finetune.objectives.ranking import rounding_of, score_tolerance, share_of_best
 from finetune.recipe.schema import Source
 from finetune.utils import unwrap_peft
 
@@ -53,6 +54,11 @@ class Scorer:
     @property
     def is_classifier(self) -> bool:
         return len(self.labels) > 1
+
+    def shares(self, scores: NDArray[np.float32]) -> list[float]:  # (N,)
+        """Returns each score's share of the point for the best: 1, or less if rounding cannot tell them apart."""
+        row = torch.from_numpy(scores)[None].double()
+        return share_of_best(row, score_tolerance(row, rounding_of(self.model.dtype)))[0].tolist()
 
     @torch.no_grad()
     def scores(self, sequences: Sequence[NDArray[np.int32]]) -> NDArray[np.float32]:  # (len(sequences), N)
@@ -176,12 +182,13 @@ def _result(scorer: Scorer, row: ScoredRow, scores: NDArray[np.float32]) -> dict
         if row.label is None:
             return result
         given = scorer.labels[row.label] if isinstance(row.label, int) else row.label
-        return {**result, "given": given, "correct": best == given}
+        share = scorer.shares(scores[0])[scorer.labels.index(given)] if given in scorer.labels else 0.0
+        return {**result, "given": given, "correct": share}
     values = scores[:, 0].tolist()
     if row.kind == "pair":
         chosen, rejected = values
-        margin, correct = chosen - rejected, chosen > rejected
-        return {"chosen": chosen, "rejected": rejected, "margin": margin, "correct": correct}
+        correct = scorer.shares(scores[:, 0])[0]
+        return {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "correct": correct}
     return {"scores": values} if row.kind == "ranked" else {"score": values[0]}
 
 

@@ -24,8 +24,10 @@ from finetune.objectives.objective import (
     Terms,
     TokenRanks,
     sequence_log_probs,
+    sequence_sums,
     sequence_targets,
 )
+from finetune.objectives.ranking import rounding_of, share_of_best
 from finetune.recipe.schema import ObjectiveSettings as Settings
 
 REFERENCE = "reference_log_probs"  # column of a batch, (D,)
@@ -101,7 +103,7 @@ LOSSES: dict[str, PairLoss] = {
 }
 
 
-def dpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objective:
+def dpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks, compute: torch.dtype) -> Objective:
     """A loss of the table; with `sft_weight` also the negative log-likelihood of the chosen answers, over their tokens
     (RPO: Pang et al. 2024, https://arxiv.org/abs/2404.19733, equation 2, which averages over each answer first)."""
     loss, beta = LOSSES[settings.value("loss")], settings.value("beta")
@@ -109,30 +111,34 @@ def dpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Object
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         log_probs = sequence_log_probs(outputs, batch, token_ranks)  # (D,)
         scores = log_probs - batch.columns[REFERENCE] if loss.reads_reference else log_probs
+        errors = log_prob_errors(outputs, batch, token_ranks, compute)
+        if loss.reads_reference:
+            errors = math.sqrt(2) * errors  # the reference's are as large
         kl = {"kl": Term(scores.detach().sum(), "sequences")} if loss.reads_reference else {}
         if loss.averages:
-            scores = scores / sequence_targets(batch, token_ranks)
+            scores, errors = (each / sequence_targets(batch, token_ranks) for each in (scores, errors))
         chosen, rejected = pairs(beta * scores)
         own = {"preference": Term(loss.formula(chosen, rejected, settings).sum(), "examples", 1.0)}
         if settings.sft_weight:
             own["nll"] = chosen_nll(log_probs)._replace(weight=settings.sft_weight)
-        return shared({**own, **pair_metrics(chosen, rejected, log_probs), **kl}, outputs, token_ranks)
+        return shared({**own, **pair_metrics(chosen, rejected, beta * errors, log_probs), **kl}, outputs, token_ranks)
 
     columns = (REFERENCE,) if loss.reads_reference else ()
     return Objective(terms, parts_and_metrics, differentiable=True, columns=columns)
 
 
-def orpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objective:
+def orpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks, compute: torch.dtype) -> Objective:
     """NLL of the chosen answers over their tokens - beta log s(log odds of the chosen - log odds of the rejected), odds
     = p / (1 - p), log p the average L (Hong et al. 2024, https://arxiv.org/abs/2403.07691)."""
     beta = settings.value("beta")
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         log_probs = sequence_log_probs(outputs, batch, token_ranks)  # (D,)
-        averages = log_probs / sequence_targets(batch, token_ranks)
+        lengths = sequence_targets(batch, token_ranks)
+        averages, errors = log_probs / lengths, log_prob_errors(outputs, batch, token_ranks, compute) / lengths
         chosen, rejected = pairs(log_odds(averages))
         odds_ratio = {"odds_ratio": Term(-logsigmoid(chosen - rejected).sum(), "examples", beta)}
-        metrics = pair_metrics(*pairs(beta * averages), log_probs)
+        metrics = pair_metrics(*pairs(beta * averages), beta * errors, log_probs)
         nll = chosen_nll(log_probs)._replace(weight=1.0)
         return shared({"nll": nll, **odds_ratio, **metrics}, outputs, token_ranks)
 
@@ -162,14 +168,22 @@ def chosen_nll(log_probs: Tensor) -> Term:
     return Term(-pairs(log_probs)[0].sum(), "first_target_tokens")
 
 
-def pair_metrics(chosen: Tensor, rejected: Tensor, log_probs: Tensor) -> Terms:
-    """Returns metrics of rewards (E,) and of the answers' log-probabilities (D,)."""
+def log_prob_errors(outputs: Outputs, batch: Batch, token_ranks: TokenRanks, compute: torch.dtype) -> Tensor:  # (D,)
+    """Returns the size of the rounding errors in `sequence_log_probs`: those of tokens add up as independent ones."""
+    squares = outputs.token_losses.detach().double().square()
+    return rounding_of(compute) * sequence_sums(squares, batch, token_ranks).sqrt()
+
+
+def pair_metrics(chosen: Tensor, rejected: Tensor, errors: Tensor, log_probs: Tensor) -> Terms:
+    """Returns metrics of rewards (E,), of which `errors` (D,) are of rounding, and of the answers' log-probabilities
+    (D,)."""
+    accuracy = share_of_best(torch.stack([chosen, rejected], 1).detach(), torch.hypot(*pairs(errors)))[:, 0]
     of_chosen, of_rejected = pairs(log_probs)
     means = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margin": chosen - rejected,
-        "rewards/accuracy": chosen > rejected,
+        "rewards/accuracy": accuracy,
         "log_probs/chosen": of_chosen,
         "log_probs/rejected": of_rejected,
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from finetune.models.moe import Routers
 from finetune.objectives.by_source import by_source
 from finetune.objectives.distill import distill
@@ -23,20 +25,21 @@ from finetune.recipe.schema import Rollouts
 class ObjectiveRow(NamedTuple):
     """An objective; the rows that it takes are in `recipe.schema.ROW_KINDS`."""
 
-    make: Callable[..., Objective]  # (settings, whether for held-out data, token ranks), then `rollouts` if it reads it
+    make: Callable[..., Objective]  # (settings, whether for held-out data, token ranks), then what the flags below say
     averages_tokens: bool = False  # the loss is a mean over tokens
     reads_tokens_alone: bool = False  # and nothing else of a batch is read
     reads_rollouts: bool = False  # how samples are drawn is part of the loss
+    compares: bool = False  # a metric compares scores, whose rounding is that of the compute type
 
 
 OBJECTIVES: dict[str, ObjectiveRow] = {
     "sft": ObjectiveRow(sft, averages_tokens=True, reads_tokens_alone=True),
     "focal": ObjectiveRow(focal, averages_tokens=True, reads_tokens_alone=True),
-    "dpo": ObjectiveRow(dpo),
+    "dpo": ObjectiveRow(dpo, compares=True),
     "kto": ObjectiveRow(kto),
-    "orpo": ObjectiveRow(orpo),
-    "reward": ObjectiveRow(reward),
-    "classify": ObjectiveRow(classify),
+    "orpo": ObjectiveRow(orpo, compares=True),
+    "reward": ObjectiveRow(reward, compares=True),
+    "classify": ObjectiveRow(classify, compares=True),
     "distill": ObjectiveRow(distill, averages_tokens=True),
     "grpo": ObjectiveRow(grpo, reads_rollouts=True),
 }
@@ -52,16 +55,18 @@ def make_objective(
     token_ranks: TokenRanks = ONE_RANK,
     shares_prompts: bool = False,
     rollouts: Rollouts | None = None,
+    compute: torch.dtype = torch.float32,
 ) -> Objective:
     """Returns the objective of training, or of evaluation.
 
     config: the model's; routers: its own, if it is a mixture of experts; divided: how ranks share sequences or
-    layers, if they do; shares_prompts: a pair's common beginning is computed once; rollouts: of the recipe. Raises
-    UserError if a router balance loss is set that cannot be computed.
+    layers, if they do; shares_prompts: a pair's common beginning is computed once; rollouts: of the recipe; compute:
+    type of the matrix products. Raises UserError if a router balance loss is set that cannot be computed.
     """
     row, others = OBJECTIVES[settings.name], []
-    of_rollouts = {"rollouts": rollouts} if row.reads_rollouts else {}
-    objective = row.make(settings, evaluating, token_ranks, **of_rollouts)
+    read: dict[str, Any] = {"rollouts": rollouts} if row.reads_rollouts else {}
+    read |= {"compute": compute} if row.compares else {}
+    objective = row.make(settings, evaluating, token_ranks, **read)
     if not evaluating:
         coefficient = balance_coefficient(settings, config, routers, divided)
         if routers is not None and divided is None:

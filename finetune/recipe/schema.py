@@ -453,8 +453,8 @@ class ObjectiveSettings(Section):
     # grpo: divide advantages by the standard deviation of the rewards of their prompt, or of the step. null: as the
     # paper of the loss does
     scale_rewards: Literal["none", "group", "batch"] | None = None
-    # grpo: samples that `rollouts.max_new_tokens` ended. keep: like all others; mask: their tokens have no gradient
-    # (https://arxiv.org/abs/2503.14476, section 3.4), and count in the loss's divisor all the same
+    # grpo: samples that `rollouts.max_new_tokens` ended. keep: like all others; mask: their tokens have no gradient, of
+    # no term (https://arxiv.org/abs/2503.14476, section 3.4), and count in the loss's divisor all the same
     overlong: Literal["keep", "mask"] | None = None
     # grpo, with `rollouts.reuse` or `rollouts.staleness`: [low, high]: ratios of new to old probabilities count between
     # 1 - low and 1 + high; [1, high] has no lower bound. null: as the paper of the loss, in objectives/policy.py
@@ -722,6 +722,16 @@ def metric_direction(name: str) -> Literal["lower", "higher"]:
     raise ValueError(f"no evaluation measures {name!r}: use one of {', '.join(METRICS)}{hint}")
 
 
+# By how much a value has to be better, times the larger of it and 1: sums in another order differ by less.
+LEAST_DIFFERENCE = 2.0**-16
+
+
+def is_better(name: str, value: float, best: float) -> bool:
+    """Returns whether a metric is better than the best value before, by more than rounding."""
+    ahead = best - value if metric_direction(name) == "lower" else value - best
+    return ahead > LEAST_DIFFERENCE * max(1.0, abs(value), abs(best))
+
+
 def _metric(name: str) -> str:
     """Returns the name of a metric of an evaluation; `reward` is short for `eval_reward`."""
     name = "eval_reward" if name == "reward" else name
@@ -732,7 +742,10 @@ Metric = Annotated[str, AfterValidator(_metric)]  # of an evaluation
 
 
 class StopWhen(Section):
-    """Early stopping: the run ends when evaluations no longer improve, with the weights of that step."""
+    """Early stopping: the run ends when evaluations no longer improve, with the weights of that step.
+
+    Better, here and for `checkpoint.best`, means by more than 1.5e-5 (of larger values: times the value).
+    """
 
     metric: Metric = "eval_loss"
     patience: Count = 3  # evaluations in a row without a new best value

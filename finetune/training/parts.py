@@ -18,6 +18,7 @@ from finetune.data.row_source import RowSource, RunRows
 from finetune.engine.base import Engine
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
+from finetune.models.base_config import dtypes
 from finetune.models.checkpoint_files import kept_tensors, kept_words
 from finetune.models.config import model_config
 from finetune.models.flops import ModelFlops, model_flops
@@ -89,6 +90,7 @@ def with_objective(
         token_ranks=token_ranks,
         shares_prompts=attention.shares_prompts,
         rollouts=recipe.rollouts,
+        compute=dtypes(recipe).compute,
     )
     wrapped = assemble(
         model,

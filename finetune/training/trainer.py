@@ -51,7 +51,7 @@ from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, TermSums
 from finetune.objectives.shared_prompts import with_shared_prompts
 from finetune.recipe import dump_recipe
-from finetune.recipe.schema import metric_direction
+from finetune.recipe.schema import is_better
 from finetune.tracking.meters import Meters
 from finetune.tracking.metrics import EXAMPLES, Status, Totals, read_status, read_steps, write_status
 from finetune.training import parts
@@ -128,7 +128,12 @@ class Trainer:
         if held_out:
             names, shares = held_out.source_names, attention.shares_prompts and recipe.rollouts is None
             measured = make_objective(
-                recipe.objective, names, evaluating=True, token_ranks=engine.token_ranks, shares_prompts=shares
+                recipe.objective,
+                names,
+                evaluating=True,
+                token_ranks=engine.token_ranks,
+                shares_prompts=shares,
+                compute=dtypes(recipe).compute,
             )
             self.evaluator = Evaluator(
                 engine,
@@ -398,7 +403,7 @@ class Trainer:
                 measured = ", ".join(self.evaluation)
                 raise UserError(f"{key}: this run's evaluations do not measure {metric!r}: use one of {measured}")
         if stop_when is not None:
-            self._note_improvement(self.evaluation[stop_when.metric], metric_direction(stop_when.metric))
+            self._note_improvement(self.evaluation[stop_when.metric], stop_when.metric)
         self.compilations.evaluated()
         self._write_expert_load()
         measured = self.evaluation
@@ -434,16 +439,14 @@ class Trainer:
         else:  # by a launch that was killed before it had saved it
             self.evaluation = {name: value for name, value in of_log.items() if name != "step" and value is not None}
             if stop_when is not None:
-                metric = stop_when.metric
-                self._note_improvement(self.evaluation.get(metric, math.nan), metric_direction(metric))
+                self._note_improvement(self.evaluation.get(stop_when.metric, math.nan), stop_when.metric)
         if step:
             self._save_checkpoint(self.evaluation)
 
-    def _note_improvement(self, value: float, direction: str) -> None:
+    def _note_improvement(self, value: float, metric: str) -> None:
         """Counts the evaluations since the best finite one, for `train.stop_when`."""
         state = self.state
-        improves = state.best is None or (value < state.best if direction == "lower" else value > state.best)
-        if improves and math.isfinite(value):
+        if math.isfinite(value) and (state.best is None or is_better(metric, value, state.best)):
             state.best, state.evaluations_since_best = value, 0
         else:
             state.evaluations_since_best += 1

@@ -24,7 +24,14 @@ BY_SCRIPT = {
         *resume_matrix.OF_MUON,
     )
 } - {"full kto"}
-BY_SCRIPT |= {"lora dpo adapters off", "full qwen3_5", "full text part", "lora text part", *parity.OF_IMAGES}
+BY_SCRIPT |= {
+    "lora fp16",
+    "lora dpo adapters off",
+    "full qwen3_5",
+    "full text part",
+    "lora text part",
+    *parity.OF_IMAGES,
+}
 EXPERTS = [Pair(("ep", 4), SINGLE, case) for case in resume_matrix.cases(("ep", 4))]
 STOP, STEPS, ROWS = 3, 9, 80  # the matrix: 10, 30, 300; epochs end after the stop in both
 ALONE_ONLY = {"lora dropout rslora", "full bf16", "full dpo"}  # saved on one process; on tensor shards by the script

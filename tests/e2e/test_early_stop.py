@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from conftest import metrics, train_here
+from conftest import launch, metrics, train_here
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -101,3 +102,23 @@ def test_a_metric_that_no_evaluation_measures(stopping: dict[str, Any], write_re
     path = write_recipe(stopping)
     with pytest.raises(UserError, match=r"train\.stop_when: this run's evaluations do not measure 'exact_match'"):
         train_here(path, "train.stop_when.metric=exact_match")
+
+
+@pytest.mark.parametrize(("config", "processes"), [("single", 1), ("tp", 2)])
+def test_a_run_on_pairs_ends_at_the_same_step_on_every_config(
+    recipe: dict[str, Any], write_recipe: Any, tmp_path: Path, config: str, processes: int
+) -> None:
+    """At a rate that moves no reward by more than rounding, which would tell pairs apart otherwise on each."""
+    tiny.write_rows(tmp_path / "pairs.jsonl", tiny.preferences(40))
+    pairs = [{"path": str(tmp_path / "pairs.jsonl"), "format": "preference"}]
+    recipe["data"] |= {"train": pairs, "eval": pairs, "max_length": 128}
+    recipe |= {"objective": {"name": "dpo"}, "optimizer": {"lr": 1e-9}}
+    recipe["evaluate"] = {"every_steps": 1}
+    recipe["train"]["stop_when"] = {"metric": "eval_rewards/accuracy", "patience": 2}
+    recipe["checkpoint"] = {"best": "eval_rewards/accuracy"}
+    done = launch(config, processes, "train", write_recipe(recipe))
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "run"
+    assert [line["eval_rewards/accuracy"] for line in metrics(run) if "eval_loss" in line] == [0.5] * 3
+    assert [line["rewards/accuracy"] for line in metrics(run) if "loss" in line] == [0.5] * 2
+    assert "stopped early after step 2 of 6" in done.stdout

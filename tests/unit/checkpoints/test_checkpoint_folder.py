@@ -14,11 +14,11 @@ from torch import Tensor
 
 from finetune.checkpoints.folder import (
     Retention,
+    best_checkpoint,
     find_problem,
     list_checkpoints,
     partial_folder,
     remove,
-    score,
     seal,
     set_aside,
     step_folder,
@@ -248,7 +248,17 @@ def test_the_best_is_kept_in_addition_to_the_newest(tmp_path: Path, metric: str,
     retention = Retention(tmp_path, Checkpoint(keep=2, best=metric))
     retention.prune()
     assert steps(tmp_path) == [6, 5, best]
-    assert retention.best_score() == score({"eval_loss": 1.0, "eval_loss/chat": 0, "exact_match": 0.9}, metric)
+    assert retention.best_value() == {"eval_loss": 1.0, "eval_loss/chat": 0, "exact_match": 0.9}[metric]
+
+
+@pytest.mark.parametrize(("metric", "direction"), [("eval_loss", -1), ("eval_rewards/accuracy", 1)])
+def test_the_first_of_those_that_rounding_cannot_tell_apart_is_the_best(
+    tmp_path: Path, metric: str, direction: int
+) -> None:
+    for step, ahead in ((1, 0.0), (2, 1e-7), (3, 1e-3), (4, 1e-3 + 1e-6), (5, 0.0)):
+        saved(tmp_path, step, **{metric: 0.5 + direction * ahead})
+    assert best_checkpoint(tmp_path, metric) == tmp_path / "step-00000003"
+    assert Retention(tmp_path, Checkpoint(best=metric)).best_value() == 0.5 + direction * 1e-3
 
 
 def test_a_damaged_best_gives_way_to_the_next(tmp_path: Path) -> None:
