@@ -80,8 +80,9 @@ class Sums:
 
 
 def means(sums: Sums) -> dict[str, float]:
-    """Returns the mean of every metric that has a unit, and those that are a largest value."""
-    shown = [name for name, term in sums.terms.items() if term.weight is None and (term.unit or term.largest)]
+    """Returns the mean of every metric whose unit the step has, and those that are a largest value."""
+    metrics = [(name, term) for name, term in sums.terms.items() if term.weight is None]
+    shown = [name for name, term in metrics if term.largest or (term.unit and sums.counts[term.unit])]
     return {name: sums.mean(name) for name in shown}
 
 

@@ -31,6 +31,10 @@ from finetune.recipe.schema import ObjectiveSettings as Settings
 from finetune.recipe.schema import Rollouts
 
 ADVANTAGE, SAMPLED = "advantage", "sampled_tokens"  # columns of a batch, (E,)
+KEPT = (
+    "kept"  # column of a batch, (E,), under `objective.overlong: mask`: 1; 0 of a sample without gradient and metrics
+)
+KEPT_TOKENS = "kept_target_tokens"  # unit: targets of samples that are kept
 # Columns of targets, (S,): log-probabilities of the sampler, of the trainer's weights that the samples were drawn from,
 # and of the initial weights; weights of `objective.correction`.
 SAMPLER, OLD, INITIAL = "sampler_log_probs", "old_log_probs", "initial_log_probs"
@@ -87,7 +91,8 @@ def grpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks, rollouts
     if evaluating or rollouts is None:
         return sft(settings, evaluating, token_ranks)
     loss, clips = LOSSES[settings.value("loss")], is_off_policy(rollouts)
-    clip = settings.clip or loss.clip
+    clip, masks = settings.clip or loss.clip, settings.overlong == "mask"
+    unit = KEPT_TOKENS if masks else "target_tokens"  # of metrics; the loss is divided by all targets
 
     def token_weights(batch: Batch) -> Tensor:  # (S,) fp64
         weights = batch.columns[ADVANTAGE]
@@ -98,25 +103,37 @@ def grpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks, rollouts
             weights = weights * batch.target_columns[CORRECTION]
         return weights
 
+    def kept(values: Tensor, batch: Batch) -> Tensor:  # (S,) -> (S,)
+        """Returns values that are 0, without a gradient, at the targets of samples that are not kept."""
+        if not masks:
+            return values
+        return torch.where(batch.columns[KEPT][batch.targets.sequence] > 0, values, 0.0)
+
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         (entropy,) = outputs.details  # (S,)
         log_probs = -outputs.token_losses.double()  # (S,)
         old = batch.target_columns.get(OLD, log_probs.detach())
+        log_ratios = kept(log_probs - old, batch)
         own = {"policy": Term(outputs.total, loss.unit, 1.0)}
         if clips:
-            own = clipped_terms(loss, clip, log_probs, ratios(log_probs - old, batch), token_weights(batch), outputs)
+            policy, measured = clipped(loss, clip, log_probs, ratios(log_ratios, batch), token_weights(batch))
+            own["policy"] = Term(policy.to(outputs.total.dtype), loss.unit, 1.0)
+            measured = {name: kept(values.detach(), batch) for name, values in measured.items()}
+            largest = measured["ratio"].amax() if len(log_probs) else log_probs.new_zeros(())  # no target in a dummy
+            own |= {name: Term(values.sum(), unit) for name, values in measured.items()}
+            own["ratio_max"] = Term(largest, largest=True)
         if settings.kl:
-            away = batch.target_columns[INITIAL] - log_probs
+            away = kept(batch.target_columns[INITIAL] - log_probs, batch)
             # With the ratio its gradient is that of the divergence (DeepSeek-AI 2025, https://arxiv.org/abs/2512.02556).
-            kl = (away.exp() - away - 1) * ratios(log_probs - old, batch)
+            kl = (away.exp() - away - 1) * ratios(log_ratios, batch)
             penalty = kl / batch.columns[SAMPLED][batch.targets.sequence] if loss.by_length else kl
             own["kl_penalty"] = Term(penalty.sum().to(outputs.total.dtype), loss.unit, settings.kl)
-            own["kl"] = Term(kl.detach().sum(), "target_tokens")
+            own["kl"] = Term(kl.detach().sum(), unit)
         return {
             **own,
-            "entropy": Term(entropy.sum(), "target_tokens"),
+            "entropy": Term(kept(entropy, batch).sum(), unit),
             # Mean of log(sampler / trainer) over the samples' tokens estimates KL(sampler, trainer).
-            "sampler_kl": Term((batch.target_columns[SAMPLER] - old).sum(), "target_tokens"),
+            "sampler_kl": Term(kept(batch.target_columns[SAMPLER] - old, batch).sum(), unit),
         }
 
     def ratios(log_ratios: Tensor, batch: Batch) -> Tensor:  # (S,) -> (S,)
@@ -130,20 +147,15 @@ def grpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks, rollouts
         token_loss=CooledTokenLoss(rollouts.temperature),
         token_weights=lambda batch: token_weights(batch).float(),
         differentiable=clips or settings.kl > 0,
-        columns=(ADVANTAGE, SAMPLED),
+        columns=(ADVANTAGE, SAMPLED, *([KEPT] if masks else [])),
         num_details=1,
     )
 
 
-def clipped_terms(
-    loss: PolicyLossRow,
-    clip: tuple[float, float],
-    log_probs: Tensor,
-    ratio: Tensor,
-    weights: Tensor,
-    outputs: Outputs,
-) -> Terms:
-    """Returns the loss of targets with ratios that are not 1, and the shares that the clip changes. Tensors: (S,)."""
+def clipped(
+    loss: PolicyLossRow, clip: tuple[float, float], log_probs: Tensor, ratio: Tensor, weights: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss () of targets with ratios that are not 1, and what is measured of each. Other tensors: (S,)."""
     low, high = 1 - clip[0], 1 + clip[1]
     bounded = ratio.clamp(low, high)
     if loss.ratio == "weight":
@@ -151,14 +163,10 @@ def clipped_terms(
     else:
         surrogate = torch.minimum(ratio * weights, bounded * weights)
         below, above = (ratio < low) & (weights < 0), (ratio > high) & (weights > 0)
-    return {
-        "policy": Term(-surrogate.sum().to(outputs.total.dtype), loss.unit, 1.0),
-        "clip_low": Term(below.sum(), "target_tokens"),
-        "clip_high": Term(above.sum(), "target_tokens"),
-        "ratio": Term(ratio.detach().sum(), "target_tokens"),
-        "ratio_max": Term(
-            ratio.detach().amax() if len(ratio) else ratio.new_zeros(()), largest=True
-        ),  # none in a dummy
+    return -surrogate.sum(), {
+        "clip_low": below,
+        "clip_high": above,
+        "ratio": ratio,
         # Schulman's k3 of KL(old, new), at the samples of the old: how far the weights have moved from them.
-        "old_kl": Term((ratio.detach() - 1 - ratio.detach().log()).sum(), "target_tokens"),
+        "old_kl": ratio - 1 - ratio.log(),
     }

@@ -26,6 +26,7 @@ from finetune.errors import UserError
 from finetune.models.moe import Routers
 from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import Objective, Sums, Term, Terms
+from finetune.objectives.policy import KEPT
 from finetune.recipe.schema import ObjectiveSettings as Settings
 from finetune.utils import copied_to
 
@@ -53,34 +54,48 @@ def balance_coefficient(settings: Settings, config: Any, routers: Routers | None
     return coefficient
 
 
-def balance_of_experts(coefficient: float, top_k: int) -> Objective:
-    """Returns the balance loss as a term, and the load of the experts as metrics."""
+def balance_of_experts(coefficient: float, top_k: int, masks: bool = False) -> Objective:
+    """Returns the balance loss as a term, and the load of the experts as metrics.
+
+    masks: some rows count for neither (`policy.KEPT`); a row is one sample then.
+    """
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         logits = [layer if coefficient else layer.detach() for layer in outputs.router_logits]
         if any(batch.prefix_lengths):  # of every token of every sequence: tokens that a pair shares count twice
             places = torch.from_numpy(row_places(batch.sequence_lengths, batch.prefix_lengths))
             logits = [layer[copied_to(places, layer.device)] for layer in logits]
-        loss, chosen = router_balance(logits, batch.row_lengths, top_k)
-        return {"router_balance_loss": Term(loss, "tokens", coefficient or None), "expert_load": Term(chosen)}
+        lengths = batch.row_lengths
+        kept = batch.columns[KEPT][: len(lengths)] if masks else None
+        loss, chosen = router_balance(logits, lengths, top_k, kept)
+        own = {"router_balance_loss": Term(loss, "tokens", coefficient or None), "expert_load": Term(chosen)}
+        if kept is not None:
+            own["balanced_tokens"] = Term((kept * copied_to(torch.tensor(lengths), kept.device)).sum())
+        return own
 
     return Objective(terms, _expert_metrics)
 
 
 def _expert_metrics(sums: Sums) -> dict[str, float]:
     load = sums.totals["expert_load"]  # (L, E)
+    tokens = sums.totals["balanced_tokens"].item() if "balanced_tokens" in sums.totals else sums.counts["tokens"]
+    if not tokens:
+        return {}
     fullest = load.max(1).values / load.mean(1)  # (L,)
     return {
-        "router_balance_loss": sums.mean("router_balance_loss"),  # before its coefficient
+        "router_balance_loss": sums.totals["router_balance_loss"].item() / tokens,  # before its coefficient
         "experts/load_max_over_mean": fullest.max().item(),  # of the layer with the largest
         "experts/idle_share": (load == 0).double().mean().item(),  # of all experts of all layers
     }
 
 
-def router_balance(logits: Sequence[Tensor], row_lengths: Sequence[int], top_k: int) -> tuple[Tensor, Tensor]:
+def router_balance(
+    logits: Sequence[Tensor], row_lengths: Sequence[int], top_k: int, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns the balance loss () of all rows, each times its tokens, and (L, E) tokens that chose each expert.
 
-    logits: (T, E) of each layer. row_lengths: tokens of each row; padding after them is left out.
+    logits: (T, E) of each layer. row_lengths: tokens of each row; padding after them is left out. kept: (N,) 1, or 0 of
+    a row that is left out as well.
     """
     lengths, losses, chosen = list(row_lengths), list[Tensor](), list[Tensor]()
     for layer in logits:
@@ -89,6 +104,8 @@ def router_balance(logits: Sequence[Tensor], row_lengths: Sequence[int], top_k: 
         of_rows = layer.new_zeros(len(lengths), layer.shape[-1], dtype=torch.int64)
         for row, row_choices in enumerate(choices.split(lengths)):
             of_rows[row].scatter_add_(0, row_choices.flatten(), torch.ones_like(row_choices).flatten())
+        if kept is not None:
+            of_rows = of_rows * kept.long()[:, None]
         chosen.append(of_rows.sum(0))
         if not lengths:
             losses.append(probabilities.sum())

@@ -70,7 +70,7 @@ def make_objective(
     if not evaluating:
         coefficient = balance_coefficient(settings, config, routers, divided)
         if routers is not None and divided is None:
-            others.append(balance_of_experts(coefficient, routers.top_k))
+            others.append(balance_of_experts(coefficient, routers.top_k, masks=settings.overlong == "mask"))
     if shares_prompts:
         others.append(shared_tokens())
     if len(source_names) > 1:

@@ -49,6 +49,7 @@ from finetune.objectives.policy import (
     ADVANTAGE,
     CORRECTION,
     INITIAL,
+    KEPT,
     OLD,
     ROOM,
     SAMPLED,
@@ -200,12 +201,15 @@ class RolloutRows(RunRows):
             pairs = [(one.old, one.log_probs) for one in samples if self._corrects and one.old is not None]
             weights = [correction_weights(old, sampler, objective) for old, sampler in pairs]
             advantage = advantages(rewards, objective) if self._takes_rewards else np.zeros(len(samples))
-            masks = objective.value("overlong") == "mask"
             of_samples = zip(samples, advantage.ravel().tolist(), strict=True)
-            examples = [example_of(one, 0.0 if masks and one.is_truncated else value) for one, value in of_samples]
+            examples = [example_of(one, value) for one, value in of_samples]
             if weights:
                 corrected = zip(examples, weights, strict=True)
                 examples = [replace(one, target_columns={**one.target_columns, CORRECTION: w}) for one, w in corrected]
+            if objective.value("overlong") == "mask":
+                kept = [not sample.is_truncated for sample in samples]
+                examples = [masked(one, keeps) for one, keeps in zip(examples, kept, strict=True)]
+                weights = [one for one, keeps in zip(weights, kept, strict=True) if keeps] if weights else []
             self._rows = ExampleRows(examples, {ROOM: self._settings.max_new_tokens})
             self._measured = measured(samples, rewards) | measured_corrections(weights)
         self._times = times
@@ -351,6 +355,12 @@ def example_of(sample: Sample, advantage: float) -> Example:
         given |= {IDS: sample.teacher.ids.astype(np.int64), LOG_PROBS: sample.teacher.log_probs}
     shared = SharedPrompt(tuple(sample.prompt), len(sample.prompt))
     return Example(sample.path, sample.row, sample.source, (Tokens(ids, loss_mask),), columns, given, shared)
+
+
+def masked(example: Example, keeps: bool) -> Example:
+    """Returns an example that says whether it is kept; one that is not has no advantage."""
+    advantage = example.columns[ADVANTAGE] if keeps else 0.0
+    return replace(example, columns={**example.columns, ADVANTAGE: advantage, KEPT: float(keeps)})
 
 
 # Parts of a recipe that decide a step's rollouts; `data` without what evaluation reads.

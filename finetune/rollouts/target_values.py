@@ -24,6 +24,7 @@ from finetune.data.samples import Example, SharedPrompt
 from finetune.engine.ranks import Ranks
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
+from finetune.objectives.policy import KEPT, KEPT_TOKENS
 
 Values = tuple[NDArray[Any], ...]  # of one sequence, (targets, ...) each: its token losses, then `Outputs.details`
 MakeLoader = Callable[[RunRows, int], Loader]  # of rows, and their number
@@ -97,6 +98,7 @@ class ExampleRows(RunRows):
         example = self.examples[position]
         return {
             "target_tokens": example.num_targets,
+            KEPT_TOKENS: example.num_targets if example.columns.get(KEPT, 1.0) else 0,
             "first_target_tokens": example.sequences[0].num_targets,
             "tokens": example.num_tokens,
             "sequences": len(example.sequences),

@@ -142,6 +142,43 @@ def test_a_loss_has_the_value_and_gradient_of_its_formula(
     assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo"])
+def test_a_sample_that_was_cut_has_no_part_in_kl_and_metrics(
+    loss: str, replaying: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path
+) -> None:
+    """With a divergence that is not 0: initial log-probabilities that are made up, far off for samples that are cut."""
+    model: Any = AutoModelForCausalLM.from_pretrained(made / "llama").double()
+    samples, random = recorded(tmp_path / "made-up"), np.random.Generator(np.random.PCG64(2))
+    rewards = torch.tensor([one.reward.total for one in samples], dtype=torch.float64).view(PROMPTS, SAMPLES)
+    advantages, reduced = FORMULAS[loss][0](rewards).ravel(), FORMULAS[loss][1]
+    losses, kls, entropies = list[Tensor](), list[Tensor](), list[Tensor]()
+    for i, one in enumerate(samples):
+        logits = model(input_ids=torch.tensor([one.prompt + one.ids])).logits[0, len(one.prompt) - 1 : -1]
+        log_all = (logits / TEMPERATURE).log_softmax(1)
+        log_p = log_all.gather(1, torch.tensor(one.ids)[:, None])[:, 0]
+        initial = log_p.detach() + torch.from_numpy(random.normal(2.0 if one.is_truncated else 0.0, 0.3, len(one.ids)))
+        samples[i] = replace(one, initial=initial.numpy())
+        of_kl = (initial - log_p).exp() - (initial - log_p) - 1
+        # At ratio 1 with the gradient of the ratio, which makes it that of the divergence.
+        of_kl = of_kl * (log_p - log_p.detach()).exp()
+        kept = 0.0 if one.is_truncated else 1.0
+        losses.append(kept * (-advantages[i] * log_p + 0.4 * of_kl))
+        if kept:
+            kls.append(of_kl.detach())
+            entropies.append(-(log_all.exp() * log_all).sum(1).detach())
+    reduced(losses).backward()
+    norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt().item()
+    (tmp_path / "recorded").mkdir()
+    write_record(tmp_path / "recorded", 1, samples, "made up")
+    replaying["objective"] = {"name": "grpo", "loss": loss, "overlong": "mask", "kl": 0.4}
+    train_here(write_recipe(replaying))
+    (line,) = metrics(tmp_path / "runs" / "run")
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert line["kl"] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-5)
+    assert line["entropy"] == pytest.approx(torch.cat(entropies).mean().item(), rel=1e-5)
+    assert line["loss"] == pytest.approx(reduced(losses).item(), rel=2e-6, abs=1e-7)
+
+
 def test_a_sampler_that_rounds_is_corrected(
     replaying: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path
 ) -> None:

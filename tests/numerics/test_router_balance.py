@@ -57,6 +57,17 @@ def test_it_does_not_depend_on_how_rows_are_distributed(layers: list[Tensor]) ->
     assert dummy[0].item() == 0
 
 
+def test_a_row_that_is_masked_has_no_part(layers: list[Tensor]) -> None:
+    kept = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    given = [layer.detach().clone().requires_grad_() for layer in layers]
+    loss, chosen = router_balance(given, (7, 9), 2, kept)
+    alone, of_alone = router_balance([layer[:7] for layer in layers], (7,), 2)
+    torch.testing.assert_close(loss, alone)
+    assert torch.equal(chosen, of_alone)
+    loss.backward()
+    assert all(layer.grad is not None and layer.grad[:7].any() and not layer.grad[7:].any() for layer in given)
+
+
 def test_it_is_top_k_where_all_experts_are_equally_busy() -> None:
     logits = torch.eye(6).repeat(2, 1) * 1e-3  # every expert is the first choice of two tokens
     assert router_balance([logits], (12,), 1)[0].item() / 12 == pytest.approx(1, abs=1e-3)

@@ -14,7 +14,19 @@ from finetune.data.batch import Batch, collate
 from finetune.data.samples import Example, Sequence
 from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import ONE_RANK, TermSums
-from finetune.objectives.policy import ADVANTAGE, CORRECTION, INITIAL, LOSSES, OLD, ROOM, SAMPLED, SAMPLER, grpo
+from finetune.objectives.policy import (
+    ADVANTAGE,
+    CORRECTION,
+    INITIAL,
+    KEPT,
+    KEPT_TOKENS,
+    LOSSES,
+    OLD,
+    ROOM,
+    SAMPLED,
+    SAMPLER,
+    grpo,
+)
 from finetune.recipe.schema import ObjectiveSettings, Rollouts
 from finetune.rollouts.correction import correction_weights
 
@@ -41,10 +53,13 @@ def micro_batches(*names: str) -> list[Batch]:
     return [collate(examples[:1]), collate(examples[1:], 1)]
 
 
-def computed(settings: ObjectiveSettings, rollouts: dict[str, Any], *names: str) -> tuple[float, Tensor, TermSums]:
+def computed(
+    settings: ObjectiveSettings, rollouts: dict[str, Any], *names: str, kept: tuple[bool, ...] | None = None
+) -> tuple[float, Tensor, TermSums]:
     """Returns (loss, its gradient by all log-probabilities, the terms) of the step."""
     objective = grpo(settings, False, ONE_RANK, Rollouts(prompts=2, samples=2, max_new_tokens=MOST, **rollouts))
     batches, sums, loss = micro_batches(*names), TermSums(), torch.zeros((), dtype=torch.float64)
+    batches = masked(batches, kept) if kept else batches
     counts = {"sequences": 4, "target_tokens": sum(LENGTHS), ROOM: 4 * MOST}
     log_probs = torch.tensor(np.concatenate(NEW), requires_grad=True)
     assert objective.token_weights is not None
@@ -57,6 +72,15 @@ def computed(settings: ObjectiveSettings, rollouts: dict[str, Any], *names: str)
     loss.backward()
     assert log_probs.grad is not None
     return loss.item(), log_probs.grad, sums
+
+
+def masked(batches: list[Batch], kept: tuple[bool, ...]) -> list[Batch]:
+    """Returns the micro-batches as rows that mask some samples have them."""
+    flags = torch.tensor([float(keeps) for keeps in kept], dtype=torch.float64).split([1, 3])
+    return [
+        batch.with_columns({ADVANTAGE: batch.columns[ADVANTAGE] * keeps, KEPT: keeps})
+        for batch, keeps in zip(batches, flags, strict=True)
+    ]
 
 
 def reduced(of_samples: list[Tensor], loss: str) -> Tensor:
@@ -137,6 +161,34 @@ def test_corrections_are_factors_of_token_losses(loss: str, rollouts: dict[str, 
     settings = ObjectiveSettings(name="grpo", loss=loss, correction="tis")  # pyright: ignore[reportArgumentType]
     plain, halved = computed(settings, rollouts, OLD), computed(settings, rollouts, OLD, CORRECTION)
     torch.testing.assert_close(halved[1], plain[1] / 2, rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("correction", [False, True])
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+@pytest.mark.parametrize("rollouts", [{}, {"reuse": 2}, {"staleness": 1}], ids=["on-policy", "reuse", "staleness"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_masked_sample_has_no_gradient_and_no_part_in_a_metric(
+    loss: str, rollouts: dict[str, Any], kl: float, correction: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = (True, False, False, True)
+    names = (OLD, *([CORRECTION] if correction else []), *([INITIAL] if kl else []))
+    changes: dict[str, Any] = {"loss": loss, "kl": kl, "correction": "tis" if correction else None}
+    whole = computed(ObjectiveSettings(name="grpo", **changes), rollouts, *names)
+    settings = ObjectiveSettings(name="grpo", overlong="mask", **changes)
+    value, gradient, sums = computed(settings, rollouts, *names, kept=kept)
+    of_targets = torch.tensor(np.repeat(kept, LENGTHS))
+    # The divisor is that of all samples: the others' gradients stay as they are.
+    assert torch.equal(gradient, whole[1] * of_targets)
+    assert (gradient[~of_targets] == 0).all()
+    shown = {name for name, term in sums.terms.items() if term.weight is None and term.unit}
+    assert {sums.terms[name].unit for name in shown} == {KEPT_TOKENS}
+    for name, away in (("PAST", -2000), ("FIRST", 2000), ("DRAWN", 5)):  # of masked samples; exponentials overflow
+        values = zip(globals()[name], kept, strict=True)
+        monkeypatch.setitem(globals(), name, [each if keeps else each + away for each, keeps in values])
+    again = computed(settings, rollouts, *names, kept=kept)
+    assert again[0] == value
+    assert torch.equal(again[1], gradient)
+    assert {name: again[2].totals[name].item() for name in shown} == {name: sums.totals[name].item() for name in shown}
 
 
 def test_corrections_are_their_formulas() -> None:
