@@ -38,7 +38,7 @@ from finetune.recipe import load_recipe
 from finetune.recipe.load import key_is_known
 from finetune.recipe.schema import metric_direction
 from finetune.recipe.yaml_tree import read
-from finetune.tracking.metrics import read_steps
+from finetune.tracking.metrics import read_metrics
 
 if TYPE_CHECKING:
     import optuna
@@ -152,7 +152,7 @@ def run_trial(sweep: Sweep, trial: optuna.Trial) -> float:
         raise error
     metrics = folder / "metrics.jsonl"
     metric = sweep.metric
-    lines = read_steps(metrics)
+    lines = read_metrics(metrics).lines
     values = [line[metric] for line in lines if line.get(metric) is not None]
     if values:
         return (min if metric_direction(metric) == "lower" else max)(values)
@@ -176,7 +176,7 @@ def _follow(process: subprocess.Popen[bytes], trial: optuna.Trial, metrics: Path
     reported = -1  # the last step
     while True:
         ended = process.poll() is not None  # before the last look at the file
-        for line in read_steps(metrics):
+        for line in read_metrics(metrics).lines:
             if metric in line and line["step"] > reported:
                 reported, value = line["step"], line[metric]
                 trial.report(math.nan if value is None else value, reported)  # null: it overflowed

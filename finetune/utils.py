@@ -73,16 +73,19 @@ class ProgressBar:
         """total: None if unknown; an estimate may be exceeded. unit: of the rate that is shown, "" for none. keeps: the
         bar remains at the end, and the first and the last step have a line."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
         self._console, self._name, self._total, self._first = console, name, total, done
         self._shown, self._unit, self._keeps = shown, unit, keeps
         self._begun = self._last_line = time.monotonic()
         self._bar = None
         if shown and console.is_terminal:
-            text = TextColumn("{task.fields[text]}", markup=False)
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), text)
-            left = (TextColumn("eta"), TimeRemainingColumn())
-            self._bar = Progress(*columns, *left, console=console, transient=not keeps)
+            whole = Column(no_wrap=True)  # only the bar is made smaller
+            text = TextColumn("{task.fields[text]}", markup=False, table_column=whole)
+            columns = (TextColumn("{task.description}", markup=False, table_column=whole), BarColumn(bar_width=None))
+            columns = (*columns, MofNCompleteColumn(table_column=whole), text)
+            left = (TextColumn("eta", table_column=whole), TimeRemainingColumn(table_column=whole))
+            self._bar = Progress(*columns, *left, console=console, transient=not keeps, expand=True)
             self._task = self._bar.add_task(name, total=total, completed=done, text="")
 
     def __enter__(self) -> ProgressBar:

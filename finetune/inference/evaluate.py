@@ -33,7 +33,7 @@ from finetune.models.remote_code import load_auto
 from finetune.models.tokenizer import read_tokenizer
 from finetune.recipe import Recipe
 from finetune.startup import is_verbose
-from finetune.tracking.metrics import add_to_step, read_steps
+from finetune.tracking.metrics import add_to_step, read_metrics
 from finetune.tracking.trackers import Trackers
 from finetune.utils import write_atomically
 
@@ -290,7 +290,7 @@ def write_scores(
 
 def _step_of_result(run_dir: Path, recipe: Recipe | None) -> int | None:
     """Returns None without a run's metrics."""
-    lines = read_steps(run_dir / "metrics.jsonl")
+    lines = read_metrics(run_dir / "metrics.jsonl").lines
     if recipe is not None and recipe.train.result == "best":
         best = best_checkpoint(run_dir / "checkpoints", recipe.checkpoint.best)
         return int(best.name.removeprefix("step-")) if best else None

@@ -39,7 +39,7 @@ from finetune.plan.shapes import costs_at, shapes_of
 from finetune.plan.speed import Job, Shape, processor_speeds
 from finetune.plan.tables import Machines, this_machine
 from finetune.recipe import Recipe, load_recipe
-from finetune.tracking.metrics import read_steps
+from finetune.tracking.metrics import read_metrics
 from finetune.training.prepare import Prepared
 from finetune.training.run_plan import FEW_STEPS, STATE, measure_run, processor, run_length
 
@@ -197,7 +197,7 @@ def compare_runs(folders: Iterable[Path]) -> list[Comparison]:
 def compare_run(folder: Path) -> list[Comparison]:
     plan = read_plan(folder / "plan.json")
     try:
-        measured = plan.get("measured") or measure_run(read_steps(folder / "metrics.jsonl"))
+        measured = plan.get("measured") or measure_run(read_metrics(folder / "metrics.jsonl").lines)
     except OSError as error:
         raise UserError(f"{folder}: not the folder of a run: {error}") from None
     if "launch" not in plan or measured is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from finetune.engine.hardware import CPU, read_hardware
@@ -20,10 +21,12 @@ from finetune.errors import UserError
 from finetune.plan.finished_runs import device_key, read_plan
 from finetune.plan.search import hourly
 from finetune.plan.tables import Prices, parse_machines, read_prices
-from finetune.tracking.metrics import read_status, read_steps
+from finetune.tracking.headline import EVALUATIONS, Headline, headlines
+from finetune.tracking.metrics import read_metrics, read_status
 from finetune.utils import print_line, readable_hours
 
 _RECENT = 20  # steps whose median time predicts the rest
+_MOST = 10**9  # steps or devices of a run
 _SILENT_S = 600.0  # and twenty of its own steps: longer without a line, a run is perhaps dead
 
 
@@ -44,6 +47,8 @@ class RunInfo:
     price: float | None  # so far; None: its device has no price
     currency: str | None
     devices: str
+    measure: str = ""  # what the objective is about, of the last step: "reward 0.1250"
+    problems: tuple[str, ...] = ()  # damage of its files
 
 
 def list_runs(folder: Path) -> list[RunInfo]:
@@ -69,18 +74,20 @@ def _last_written(run: Path) -> float:
 
 def read_run(run: Path, prices: Prices) -> RunInfo:
     """Returns what the files of a run say; numbers that are missing or damaged are left out."""
-    plan, status, lines = read_plan(run / "plan.json"), read_status(run), read_steps(run / "metrics.jsonl")
+    plan, status, (lines, damage) = read_plan(run / "plan.json"), read_status(run), read_metrics(run / "metrics.jsonl")
+    read = {"plan.json": plan, "status.json": status}
+    unread = [f"{name} cannot be read" for name, content in read.items() if not content and (run / name).exists()]
     trained = [line for line in lines if "loss" in line]
     seconds: list[float] = []  # of each step with its evaluation and checkpoint
     for line in trained:
-        parts = [value for name, value in line.items() if name.startswith("time/") and isinstance(value, int | float)]
+        parts = [value for name, value in line.items() if name.startswith("time/")]
         seconds.append(sum(parts) or line.get("step_s") or 0.0)
-    step, steps = trained[-1]["step"] if trained else 0, plan.get("steps")
+    step, steps = trained[-1]["step"] if trained else 0, _count(plan.get("steps"))
     recent = statistics.median(seconds[-_RECENT:]) if seconds else None
     runs, hours = status == "running", sum(seconds) / 3600
     silent = time.time() - _last_written(run) if runs else None
     # Of an hour of the run's devices, with its currency; None for processors and unknown devices.
-    if plan.get("device") in (None, CPU) or not isinstance(plan.get("world_size"), int):
+    if plan.get("device") in (None, CPU) or not _count(plan.get("world_size")):
         rate = None
     else:
         hardware = read_hardware()
@@ -94,21 +101,24 @@ def read_run(run: Path, prices: Prices) -> RunInfo:
         str(run),
         status,
         step,
-        steps if isinstance(steps, int) else None,
+        steps,
         trained[-1]["loss"] if trained else None,
-        {
-            name: value
-            for name, value in last.items()
-            if "/" not in name and name != "step" and isinstance(value, int | float)
-        },
+        {name: value for name, value in last.items() if "/" not in name and name != "step" and value is not None},
         trained[-1].get("tokens_per_s") if trained else None,
         hours,
-        recent * (steps - step) / 3600 if runs and recent is not None and isinstance(steps, int) else None,
+        recent * (steps - step) / 3600 if runs and recent is not None and steps is not None else None,
         silent if silent is not None and silent > max(_SILENT_S, 20 * (recent or 0)) else None,
         rate[0] * hours if rate else None,
         rate[1] if rate else None,
-        f"{plan.get('world_size', '?')} x {plan.get('device', '?')}",
+        f"{plan.get('world_size', '?')!s:.20} x {plan.get('device', '?')!s:.80}",
+        next(iter(headlines(trained[-1])), "") if trained else "",
+        (*([damage] if damage else []), *unread),
     )
+
+
+def _count(value: object) -> int | None:
+    """Returns a number of a plan that may be damaged."""
+    return value if type(value) is int and 0 <= value < _MOST else None
 
 
 _COLOURS = {"finished": "green", "failed": "red", "stopped": "yellow"}  # by status
@@ -118,10 +128,11 @@ def show_runs(console: Console, folder: Path, runs: list[RunInfo]) -> None:
     """Prints a table, without columns that are empty, and below it the runs that are silent."""
     names = ["running?" if run.silent_s is not None else run.status or "starting" for run in runs]
     columns = {
-        "run": [Path(run.folder).name for run in runs],
+        "run": [escape(_printable(Path(run.folder).name)) for run in runs],
         "status": [f"[{_COLOURS[name]}]{name}[/]" if name in _COLOURS else name for name in names],
         "step": [f"{run.step:,}/{'?' if run.steps is None else f'{run.steps:,}'}" for run in runs],
         "loss": [_number(run.loss) for run in runs],
+        "measure": [run.measure for run in runs],
         "eval": [evaluation(run) for run in runs],
         "tok/s": ["" if run.tokens_per_s is None else f"{run.tokens_per_s:,.0f}" for run in runs],
         "time": [readable_hours(run.hours) for run in runs],
@@ -138,21 +149,42 @@ def show_runs(console: Console, folder: Path, runs: list[RunInfo]) -> None:
     for cells in zip(*shown.values(), strict=True):
         table.add_row(*cells)
     console.print(table)
+
+    def say(text: str) -> None:
+        print_line(console, escape(_printable(text)))
+
     for run in runs:
         if run.silent_s is not None:
             since = readable_hours(run.silent_s / 3600)
-            print_line(console, f"{run.folder}: has written nothing for {since}: if it was killed, launch it again")
+            say(f"{run.folder}: has written nothing for {since}: if it was killed, launch it again")
+        for problem in run.problems:
+            say(f"{run.folder}: {problem}")
 
 
 def evaluation(run: RunInfo) -> str:
-    """Returns the share of exact answers, if it is measured, else the loss."""
-    if "exact_match" in run.evaluation:
-        return f"{run.evaluation['exact_match']:.1%}"
-    return _number(run.evaluation.get("eval_loss"))
+    """Returns the last evaluation's main number: the share of exact answers, the reward, the accuracy or the loss."""
+    return next((_in_form(run.evaluation[key], form) for key, (_, form) in _evaluations(run)), "")
+
+
+def evaluation_name(run: RunInfo) -> str:
+    """Returns what `evaluation` is, "loss" if there is none."""
+    return next((name for _, (name, _) in _evaluations(run)), "loss")
+
+
+def _evaluations(run: RunInfo) -> list[tuple[str, Headline]]:
+    return [(key, headline) for key, headline in EVALUATIONS.items() if key in run.evaluation]
+
+
+def _in_form(value: float, form: str) -> str:
+    return f"{value:{form}}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+    return "" if value is None else _in_form(value, ".4f")
+
+
+def _printable(name: str) -> str:
+    return name.encode(errors="replace").decode()  # of a file, whose bytes may be no text
 
 
 def runs_as_json(runs: list[RunInfo]) -> str:

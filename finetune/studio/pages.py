@@ -16,7 +16,7 @@ from finetune.data.formats.converters import FORMATS
 from finetune.engine.hardware import read_hardware
 from finetune.errors import RunFailure, UserError
 from finetune.export.formats import EIGHT_BITS, EXPORTS
-from finetune.plan.run_list import evaluation, read_run
+from finetune.plan.run_list import evaluation, evaluation_name, read_run
 from finetune.plan.tables import read_prices
 from finetune.recipe import RecipeError, load_recipe
 from finetune.recipe.schema import MODES
@@ -89,7 +89,8 @@ def run_row(folder: Path, run: str) -> dict[str, Any]:
         "info": info,
         "share": share,
         "evaluation": evaluation(info),
-        "problems": [f"{name} is missing" for name in _NEEDED if not (folder / run / name).exists()],
+        "evaluation_name": evaluation_name(info),
+        "problems": [f"{name} is missing" for name in _NEEDED if not (folder / run / name).exists()] + [*info.problems],
         "has_result": any((folder / run / "model" / name).is_file() for name in ("config.json", "adapter_config.json")),
     }
 

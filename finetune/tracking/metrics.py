@@ -15,14 +15,17 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from finetune.utils import naming, write_atomically
+from finetune.tracking.headline import HEADLINES
+from finetune.utils import naming, no_constant, write_atomically
 
 Entry = dict[str, Any]
 EXAMPLES = "examples.json"  # the first training examples, as text with their masks
 GENERATIONS = "generations.jsonl"  # answers to held-out prompts, of each evaluation
 PICTURES = "pictures"  # folder: the images of those prompts, small
+_LARGEST = 1e100  # of a metric: sums of larger numbers would overflow
+_LARGEST_STEP = 2**53
 
 log = logging.getLogger(__name__)
 
@@ -81,21 +84,57 @@ def num_damaged(path: Path) -> int:
     return sum(_parsed(line) is None for line in _complete_lines(path))
 
 
+class MetricsLog(NamedTuple):
+    """A metrics.jsonl as it can be read."""
+
+    lines: list[Entry]
+    damage: str  # what is wrong with the file, "" if nothing is
+
+
+def read_metrics(path: Path) -> MetricsLog:
+    """Returns the lines whose values are numbers, and what is left out. A file that is absent has none."""
+    try:
+        read = [(number, _parsed(line)) for number, line in enumerate(_lines(path), start=1) if line]
+    except OSError as error:
+        return MetricsLog([], f"{path.name} cannot be read: {error.strerror}")
+    lines = [entry for _, entry in read if entry is not None and _is_numbers(entry)]
+    damaged = [number for number, entry in read if entry is None or not _is_numbers(entry)]
+    if not damaged:
+        return MetricsLog(lines, "")
+    count = "1 line is" if len(damaged) == 1 else f"{len(damaged)} lines are"
+    return MetricsLog(lines, f"{path.name}: {count} damaged and left out, the first is line {damaged[0]}")
+
+
+def _is_numbers(entry: Entry) -> bool:
+    """Returns whether all values are finite numbers. null: an evaluation that overflowed, and the gradient's norm of a
+    step that fp16 skipped."""
+    return all(
+        (value is None and ("loss" not in entry or name == "grad_norm"))
+        or (isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST)
+        for name, value in entry.items()
+    )
+
+
 def _complete_lines(path: Path) -> list[bytes]:
-    return [line for line in path.read_bytes().split(b"\n")[:-1] if line] if path.exists() else []
+    return [line for line in _lines(path) if line]
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
 
 
 def _parsed(line: bytes) -> Entry | None:
     try:
-        entry = json.loads(line.decode("utf-8"), parse_constant=float.fromhex)  # "NaN" is no number of ours: ValueError
+        entry = json.loads(line.decode("utf-8"), parse_constant=no_constant)
     except (ValueError, RecursionError):
         return None
-    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
+    has_step = isinstance(entry, dict) and type(entry.get("step")) is int and 0 <= entry["step"] < _LARGEST_STEP
+    return entry if has_step else None
 
 
 def missing_steps(path: Path, first_step: int) -> str:
     """Returns the steps before `first_step` that have no line with a loss, as `1 to 3, 7`; "" if there are none."""
-    logged = {entry["step"] for entry in read_steps(path) if "loss" in entry}
+    logged = {entry["step"] for entry in read_metrics(path).lines if "loss" in entry}
     missing = [step for step in range(1, first_step) if step not in logged]
     begins = [step for i, step in enumerate(missing) if not i or missing[i - 1] != step - 1]
     ends = [step for i, step in enumerate(missing, 1) if i == len(missing) or missing[i] != step + 1]
@@ -129,6 +168,7 @@ class Totals:
         self._sums = defaultdict[str, float](float)
         self._stragglers = Counter[int]()
         self._spreads: list[float] = []
+        self._headlines = defaultdict[str, list[float]](list)  # of every step
         self.last: Line = {}
 
     def add(self, line: Line) -> None:
@@ -138,6 +178,9 @@ class Totals:
             self._spreads.clear()
         self._lines += 1
         self.last = line
+        for key in HEADLINES:
+            if key in line:
+                self._headlines[key].append(line[key])
         self._sums["step_s"] += line["step_s"]
         for key, value in line.items():
             if key.startswith("time/"):
@@ -162,6 +205,21 @@ class Totals:
         times = {key.removeprefix("time/"): value for key, value in self._sums.items() if key.startswith("time/")}
         total = sum(times.values())
         return {name: seconds / total for name, seconds in times.items()} if total else {}
+
+    def headlines(self) -> dict[str, str]:
+        """Returns the means of the objective's numbers, of the first and the last ten steps if there are so many."""
+        texts: dict[str, str] = {}
+        for key, values in self._headlines.items():
+            name, form = HEADLINES[key]
+            ends = [statistics.fmean(part) for part in (values[:10], values[-10:])]
+            texts[name] = (
+                f"{ends[0]:{form}} in the first 10 steps, {ends[1]:{form}} in the last 10"
+                if len(values) >= 20
+                else f"{statistics.fmean(values):{form}}"
+            )
+        if all(value == 1.0 for value in self._headlines.get("zero_variance", [0.0])):
+            texts[HEADLINES["zero_variance"].name] += " of the prompts in every step: nothing was learnt"
+        return texts
 
     def straggler(self) -> tuple[int, float, float] | None:
         """Returns (rank, share of steps in which it was the slowest, median spread); None if ranks are not compared."""

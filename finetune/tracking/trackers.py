@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from finetune.errors import UserError
 from finetune.recipe.schema import METRICS, Recipe, Tracking, Wandb, metric_direction
-from finetune.tracking.metrics import read_steps
+from finetune.tracking.metrics import read_metrics
 
 Metrics = dict[str, Any]
 # Keys and tokens by their public shapes (Hugging Face, W&B's 40 hex digits, cloud keys) and user:password in a URL.
@@ -178,7 +178,7 @@ def grouped(key: str) -> str:
 def best_values(run_dir: Path) -> dict[str, float]:
     """Returns the best value of each metric of the run's evaluations, by key of metrics.jsonl."""
     best: dict[str, float] = {}
-    for line in read_steps(run_dir / "metrics.jsonl"):
+    for line in read_metrics(run_dir / "metrics.jsonl").lines:
         for name, value in line.items():
             if value is not None and any(fnmatchcase(name, pattern) for pattern in METRICS):
                 choose = min if metric_direction(name) == "lower" else max

@@ -111,7 +111,7 @@ def show_totals(console: Console, totals: Totals) -> None:
     """Prints the run's use of time and memory, unless no step ran."""
     if not totals.steps:
         return
-    lines = {
+    lines = totals.headlines() | {
         "tokens/s": f"{totals.mean('tokens_per_s') or 0:,.0f}",
         "supervised tokens/s": f"{totals.mean('supervised_tokens_per_s') or 0:,.0f}",
     }

@@ -52,8 +52,9 @@ from finetune.objectives.objective import Sums, TermSums
 from finetune.objectives.shared_prompts import with_shared_prompts
 from finetune.recipe import dump_recipe
 from finetune.recipe.schema import is_better
+from finetune.tracking.headline import VarianceWatch, progress_text
 from finetune.tracking.meters import Meters
-from finetune.tracking.metrics import EXAMPLES, Status, Totals, read_status, read_steps, write_status
+from finetune.tracking.metrics import EXAMPLES, Status, Totals, read_metrics, read_status, write_status
 from finetune.training import parts
 from finetune.training.display import next_command, show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import Evaluator, as_columns, end_ids, sum_terms
@@ -159,6 +160,7 @@ class Trainer:
         self.meters = Meters(engine, facts.flops, peak)
         self.profiler = Profiler(recipe.profile, engine, self.folder, self.plan.steps) if recipe.profile else None
         self.totals, self.expert_load, self.compilations = Totals(), ExpertLoad(), CompilationWatch()
+        self.variance = VarianceWatch()
         self.last_loss: float | None = None
         self.status: Status | None = None
         self.first_step: int | None = None  # of this launch; None before it logs
@@ -254,9 +256,9 @@ class Trainer:
                 self.log.write(line, line["step"])
                 self.log.rows(line["step"], row_ids(step_batches.batches))
                 self.totals.add(line)
-                mfu = f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""
-                text = f"loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tok/s{mfu}"
-                progress.update(int(line["step"]), text)
+                progress.update(int(line["step"]), progress_text(line))
+                if (warning := self.variance.step_done(line)) is not None:
+                    self.say(f"[yellow]{escape(warning)}[/yellow]")
                 self._profile(line)
                 self._between_steps(flags)
         if (stop_when := self.recipe.train.stop_when) is not None and self.state.step < self.plan.steps:
@@ -369,18 +371,20 @@ class Trainer:
     def _between_steps(self, flags: StepFlags) -> None:
         """Evaluates, saves and stops as is due, the same on every rank. Raises Stopped with everything on the disk."""
         stopwatch, settings, step, measured = self.engine.stopwatch, self.recipe.checkpoint, self.state.step, {}
+        stops = flags.stop
         if flags.settle:
             with stopwatch.stall("checkpoint"):
                 self.saver.settle()
         if self._evaluation_due() and not flags.stop:  # else it runs after the resume
             with stopwatch.stall("evaluation"):
                 measured = self.evaluate()
+            stops = any(self.engine.ranks.gather(self.stop.reason is not None))  # meanwhile: not one step more
         every_steps = settings.every_steps and step % settings.every_steps == 0
         at_the_end = (settings.every_steps or settings.every_minutes or settings.best) and self._is_over
-        if flags.stop or flags.save or every_steps or at_the_end or self.saver.improves(measured):
+        if stops or flags.save or every_steps or at_the_end or self.saver.improves(measured):
             with stopwatch.stall("checkpoint"):
                 self._save_checkpoint(measured)
-        if flags.stop:
+        if stops:
             self.saver.settle(must=True)
             reasons = sorted({reason for reason in self.engine.ranks.gather(self.stop.reason) if reason})
             self.log.finish_preempted()
@@ -427,7 +431,7 @@ class Trainer:
         """Makes the evaluation that is due before the first step, or that a stop came before; from then on both the log
         and the checkpoint of this step have it. Collective."""
         step, stop_when = self.state.step, self.recipe.train.stop_when
-        lines = read_steps(self.folder / "metrics.jsonl") if self.engine.is_main else []
+        lines = read_metrics(self.folder / "metrics.jsonl").lines if self.engine.is_main else []
         logged = [line for line in lines if line["step"] == step and "eval_loss" in line]
         of_log: dict[str, float] | None = self.engine.ranks.gather(logged[-1] if logged else None)[0]
         if self.evaluation and of_log is None:  # of the checkpoint; the log was damaged
@@ -539,7 +543,7 @@ class Trainer:
         """Adds the time and memory of this launch's steps to plan.json, next to the predicted ones."""
         first = self.first_step
         if self.engine.is_main and first is not None:
-            lines = read_steps(self.folder / "metrics.jsonl")
+            lines = read_metrics(self.folder / "metrics.jsonl").lines
             measured = measure_run(line for line in lines if line["step"] >= first)
             replace(self.plan, measured=measured).write(self.folder / "plan.json")
 

@@ -23,7 +23,7 @@ from finetune.checkpoints.folder import best_checkpoint
 from finetune.data.visible_text import Token, visible
 from finetune.errors import UserError
 from finetune.local_server import is_allowed_host
-from finetune.tracking.metrics import EXAMPLES, GENERATIONS, num_damaged, read_steps
+from finetune.tracking.metrics import EXAMPLES, GENERATIONS, read_metrics, read_steps
 from finetune.utils import readable_hours, write_atomically
 from finetune.view import web_page
 from finetune.view.rollout_samples import read_samples
@@ -147,9 +147,8 @@ def read_run(folder: Path, price: str | None = None) -> RunData:
         kinds = ([str, str, str], [str, str, type(None)])
         return isinstance(rows, list) and all(isinstance(r, list) and list(map(type, r)) in kinds for r in rows)
 
-    lines = [line for line in read("metrics.jsonl", read_steps, []) if _is_number(line["step"])]
-    if damaged := read("metrics.jsonl", num_damaged, 0):
-        problems.append(f"metrics.jsonl: {damaged} lines are damaged and left out")
+    lines, damage = read_metrics(folder / "metrics.jsonl")
+    problems += [damage] if damage else []
     recipe = read("recipe.yaml", lambda path: yaml.safe_load(path.read_text(encoding="utf-8")), {})
     exports = []
     with contextlib.suppress(OSError):
