@@ -30,6 +30,7 @@ from finetune.engine.compatibility import check_products
 from finetune.engine.ddp import Ddp
 from finetune.engine.fsdp2 import Fsdp2
 from finetune.engine.launch import Kind, Launch, check_started, collective_timeout, kind_of
+from finetune.engine.lost_ranks import is_lost_rank, leave_lost, lost_ranks, note_host
 from finetune.engine.zero import Zero
 from finetune.errors import RunFailure, Stopped, UserError, unforeseen
 from finetune.recipe import Recipe
@@ -54,6 +55,7 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
         if path := (launch.config.get("deepspeed_config") or {}).get(f"offload_{tensors}_nvme_path"):
             os.environ[f"ACCELERATE_DEEPSPEED_OFFLOAD_{tensors.upper()}_NVME_PATH"] = str(path)
     accelerator = join_group()
+    note_host()
     if accelerator.device.type == "cuda":
         check_cuda(recipe, launch)
         if (threads := optimizer_threads(launch)) is not None:
@@ -154,9 +156,14 @@ def abort_on_crash() -> Iterator[None]:
         raise
     except BaseException as error:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            print(f"[rank {torch.distributed.get_rank()}] error: {unforeseen(error)}", file=sys.stderr)
+            is_lost = is_lost_rank(error)
+            message = lost_ranks(error) if is_lost else unforeseen(error)
+            if message is not None:
+                print(f"[rank {torch.distributed.get_rank()}] error: {message}", file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
+            if is_lost and message is not None:
+                leave_lost()
             os._exit(1)
         raise
 

@@ -9,7 +9,9 @@
 
 `accelerate launch` reports 1 for a run that has saved and asks to be started again, dies of SIGUSR1, prints a traceback
 of its own below each message, and at SIGTERM gives its processes thirty seconds. Here it has a session of its own, so
-Ctrl-C does not reach it, and its children get each signal instead of it. A second signal ends them at once. Only a
+Ctrl-C does not reach it, and its children get each signal instead of it. Each signal is answered here at once, because
+this process is idle. A second signal ends them at once, and after five seconds whatever is left. The launcher ends with
+this process, also if this is killed; its ranks notice, save and stop. Only a
 launcher that would restart ended processes (`--max_restarts`) gets the signal itself, as SIGTERM, which it forwards; it
 has ten minutes for it. So one machine of an elastic launch can be removed: its ranks and all others save, and
 the others continue.
@@ -26,7 +28,9 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -36,7 +40,7 @@ from finetune.errors import STOPPED_STATUS, UserError
 from finetune.recipe import load_recipe
 from finetune.shipped import here_or_shipped
 from finetune.tracking.metrics import read_status
-from finetune.training.signals import SIGNALS
+from finetune.training.signals import ANSWERED_VARIABLE, ECHO_S, SIGNALS, answer, answer_again, say
 
 ACCELERATE, TORCHRUN = "accelerate.commands.launch", "torch.distributed.run"
 PROGRAM = ("-m", "finetune")
@@ -46,6 +50,8 @@ DEFAULTS = {
     # (https://github.com/pytorch/pytorch/issues/135712).
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
+
+_ENDS_S = 5.0  # after a second signal
 
 
 def launch(words: Sequence[str], config_file: Path | None = None, num_processes: int | None = None) -> int:
@@ -71,11 +77,14 @@ def launch(words: Sequence[str], config_file: Path | None = None, num_processes:
         sizes = ["--config_file", str(config_file)] if config_file else []
         sizes += ["--num_processes", str(num_processes)] if num_processes else []
     before = _written_at(run_dir)
-    status, received = _wait_for([module, *sizes, *options, *PROGRAM, *program])
-    ended = read_status(run_dir) if run_dir and _written_at(run_dir) != before else None
-    not_begun = bool(run_dir and received and ended is None)
-    if not_begun:
-        print(f"stopped by {signal.Signals(received[0]).name} before the first step", file=sys.stderr)
+
+    def steps_begun() -> bool:
+        return run_dir is not None and _written_at(run_dir) != before
+
+    launched = _Launched([module, *sizes, *options, *PROGRAM, *program], steps_begun)
+    status = launched.wait()
+    ended = read_status(run_dir) if run_dir and steps_begun() else None
+    not_begun = bool(run_dir and launched.is_signalled and ended is None)
     return STOPPED_STATUS if status and (not_begun or ended == "stopped") else status
 
 
@@ -107,28 +116,73 @@ def _written_at(run_dir: Path | None) -> int | None:
         return None
 
 
-def _wait_for(words: list[str]) -> tuple[int, list[int]]:
-    """Returns the launcher's exit status, and the signals received meanwhile. words: module and its arguments."""
-    restarts = any(word.replace("-", "_").startswith("__max_restarts") for word in words)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited: schedulers signal the launcher as well, which would die
-    command = [sys.executable, "-m", "finetune.training.launcher", *words]
-    launcher = subprocess.Popen(command, start_new_session=True, env={**DEFAULTS, **os.environ})
-    received: list[int] = []
+class _Launched:
+    """The launcher's process, and the signals that it is to get. Made on the main thread, once."""
 
-    def forward(number: int, _frame: object) -> None:
-        """Forwards a signal to the training processes; to the launcher if it has started none or would restart them."""
-        received.append(number)
-        children = psutil.Process(launcher.pid).children()
-        if restarts or not children:
-            launcher.send_signal(signal.SIGTERM)
+    def __init__(self, words: list[str], steps_begun: Callable[[], bool]):
+        """words: module and its arguments."""
+        self._restarts = any(word.replace("-", "_").startswith("__max_restarts") for word in words)
+        self._steps_begun, self._first_at = steps_begun, 0.0
+        self._last: int | None = None  # the last signal
+        self._ends = False
+        self._killed = False
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited: schedulers signal the launcher as well
+        reading, self._alive = os.pipe()  # the launcher reads its end, when this process is gone
+        command = [sys.executable, "-m", "finetune.training.launcher", str(reading), *words]
+        environment = {**DEFAULTS, **os.environ, ANSWERED_VARIABLE: "1"}
+        self._process = subprocess.Popen(command, start_new_session=True, env=environment, pass_fds=[reading])
+        os.close(reading)
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
+
+    @property
+    def is_signalled(self) -> bool:
+        return self._last is not None
+
+    def wait(self) -> int:
+        """Returns the exit status."""
+        status = self._process.wait()
+        if self._killed and self._last is not None:
+            return 128 + self._last
+        return _status("the launcher", status)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        """Answers a signal, and forwards it to the training processes; to the launcher if it has started none or would
+        restart them."""
+        name, now = signal.Signals(number).name, time.monotonic()
+        if self._last is None:
+            self._first_at = now
+            say(answer(name, self._steps_begun()))
+        elif now - self._first_at > ECHO_S and not self._ends:
+            self._ends = True
+            say(answer_again(name))
+            timer = threading.Timer(_ENDS_S, self._kill)
+            timer.daemon = True
+            timer.start()
+        self._last = number
+        ranks = _below(self._process.pid, recursive=False)
+        if self._restarts or not ranks:
+            self._process.send_signal(signal.SIGTERM)
             return
-        for process in children:
+        for process in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
-    for number in SIGNALS:
-        signal.signal(number, forward)
-    return launcher.wait(), received
+    def _kill(self) -> None:
+        """Kills the launcher and all below it: a stopped process, or one in a long call, ends by nothing else."""
+        below = _below(self._process.pid, recursive=True)
+        self._killed = self._process.poll() is None
+        self._process.kill()
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _below(pid: int, recursive: bool) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive)
+    except psutil.NoSuchProcess:
+        return []
 
 
 # --- the launcher
@@ -181,5 +235,17 @@ def _status(process: str, code: int) -> int:
     return 128 - code
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process when the other end of a pipe is closed: its parent is gone, if by a SIGKILL."""
+    os.set_inheritable(parent, False)  # ranks end by themselves, after a save
+
+    def wait() -> None:
+        os.read(parent, 1)
+        os._exit(STOPPED_STATUS)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
 if __name__ == "__main__":
-    raise SystemExit(run_launcher(sys.argv[1], sys.argv[2:]))
+    _end_with(int(sys.argv[1]))
+    raise SystemExit(run_launcher(sys.argv[2], sys.argv[3:]))

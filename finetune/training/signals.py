@@ -4,8 +4,9 @@ The first SIGTERM, SIGINT or SIGUSR1 requests a stop: the ranks agree on a step,
 signal ends the process at once, as does a first one before there is anything to save (with 75). The launcher's end
 requests a stop, too: `accelerate launch` of one process dies of a SIGTERM without forwarding it, and always of SIGUSR1.
 
-A thread reads the signals, because the main thread may be waiting in a collective for a rank that is gone, and Python
-then runs no handler.
+Each is answered at once, by one process: by `finetune launch`, else by rank 0. Threads read the signals and watch the
+launcher, because the main thread may be in a long product, or waiting in a collective for a rank that is gone, and
+Python then runs no handler.
 """
 
 from __future__ import annotations
@@ -23,6 +24,30 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Ctrl-C and schedulers signal the launcher and its processes alike, and the launcher forwards its own: signals that
 # arrive this soon after the first are the same request.
 ECHO_S = 1.0
+ANSWERED_VARIABLE = "FINETUNE_ANSWERED"  # set by `finetune launch`, which answers the signals that it forwards
+_POLL_S = 1.0  # between two looks at the launcher
+
+
+def answer(name: str, steps_begun: bool) -> str:
+    """Returns what follows from the first signal, by its name."""
+    if not steps_begun:
+        return f"{name} received before the first step: the run ends now, there is nothing to save"
+    return (
+        f"{name} received: the run saves and stops at the end of this step (an evaluation, or a result that is being "
+        "written, ends first). Press Ctrl-C again to end it at once, without saving"
+    )
+
+
+def answer_again(name: str) -> str:
+    """Returns what follows from a later signal."""
+    return f"{name} received again: the run ends now, without saving"
+
+
+def say(text: str) -> None:
+    """Prints a line on standard error from a handler or a thread; a lock of `print` may be held below them."""
+    with contextlib.suppress(OSError):
+        behind = "\n" if os.isatty(2) else ""  # ^C, or a bar
+        os.write(2, f"{behind}{text}\n".encode())
 
 
 class StopRequest:
@@ -32,27 +57,55 @@ class StopRequest:
         self.steps_begun = False  # there is, or will be, state to save
         self._reason: str | None = None
         self._received_at = 0.0
+        self._parent = os.getppid()
         self._launcher: int | None = None
+        self._over = threading.Event()
 
     @property
     def reason(self) -> str | None:
         """Returns the reason to stop the run; None if it should continue."""
         if self._reason is None and self._launcher is not None and os.getppid() != self._launcher:
             self._reason, self._received_at = "the end of its launcher", time.monotonic()
+            what = "saves and stops at the end of this step" if self.steps_begun else "ends now"
+            self._say(f"the launcher of this run has ended: the run {what}")
         return self._reason
 
     def watch_launcher(self) -> None:
-        """Treats the end of the parent process as a request to stop."""
-        self._launcher = os.getppid()
+        """Treats the end of the parent process as a request to stop; before the first step it ends this process."""
+        self._launcher = self._parent
+        threading.Thread(target=self._watch, name="launcher", daemon=True).start()
 
     def receive(self, number: int) -> None:
         """Records the first signal; ends the process with 128 + number at a later one."""
+        name = signal.Signals(number).name
+        is_first = self._reason is None
+        if is_first:
+            self._reason, self._received_at = name, time.monotonic()
+            self._answer(answer(name, self.steps_begun))
         if not self.steps_begun:
             os._exit(STOPPED_STATUS)
-        if self._reason is None:
-            self._reason, self._received_at = signal.Signals(number).name, time.monotonic()
-        elif time.monotonic() - self._received_at > ECHO_S:
+        if not is_first and time.monotonic() - self._received_at > ECHO_S:
+            self._answer(answer_again(name))
             os._exit(128 + number)
+
+    def close(self) -> None:
+        """Ends the watch of the launcher."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        while self.reason is None:
+            if self._over.wait(_POLL_S):
+                return
+        if not self.steps_begun:
+            os._exit(STOPPED_STATUS)
+
+    def _answer(self, text: str) -> None:
+        if ANSWERED_VARIABLE not in os.environ:
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        if int(os.environ.get("RANK", "0")) == 0:
+            say(text)
 
 
 @contextlib.contextmanager
@@ -75,6 +128,7 @@ def listening() -> Iterator[StopRequest]:
     try:
         yield request
     finally:
+        request.close()
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
