@@ -157,7 +157,7 @@ def write_atomically(path: Path, content: str | bytes, shared: bool = False) -> 
     try:
         with naming(path):
             temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        temporary.replace(path)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -164,7 +164,8 @@ class Saver:
         except _NotWritten as error:
             if engine.is_main and self._is_ours():
                 shutil.rmtree(partial, ignore_errors=True)
-            return f"{final} could not be written, earlier checkpoints are untouched: {error}"
+            remedy = "free space, or clear what is in its way, and run the same command again"
+            return f"{final} could not be written, earlier checkpoints are untouched: {error}. Fix: {remedy}"
         return None
 
     def _if_ours(self, work: Callable[..., Result], *arguments: Any) -> Result:

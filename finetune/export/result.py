@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -302,17 +303,16 @@ def _write_settings(
 
 def write_tokenizer(model: Any, tokenizer: PreTrainedTokenizerFast, end_ids: set[int], folder: Path) -> None:
     """Write the files that an export of a checkpoint needs in addition to weights, also of a run that never ends.
-    Raises OSError."""
+    Raises OSError, which leaves an earlier folder as it was."""
+    start_replace(folder)
     partial = partial_path(folder)
-    partial.mkdir(exist_ok=True)
     if has_scores(model):
         tokenizer = copy.deepcopy(tokenizer)  # the run's own stays as it is
         tokenizer.pad_token = _padding_token(tokenizer, end_ids)
     else:
         _generation_config(unwrap_peft(model), tokenizer, end_ids).save_pretrained(partial)
     _save_tokenizer(tokenizer, partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    finish_replace(folder)
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -385,6 +385,9 @@ def _old_path(folder: Path) -> Path:
 def start_replace(folder: Path) -> None:
     """Make an empty partial folder; removes or restores the remains of an interrupted save. Raises OSError."""
     old, partial = _old_path(folder), partial_path(folder)
+    for path in (folder, old, partial):
+        if path.exists() and not path.is_dir():  # not ours
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     if old.exists() and not folder.exists():
         old.rename(folder)
     for left in (old, partial):

@@ -31,7 +31,10 @@ from finetune.utils import write_atomically
 log = logging.getLogger(__name__)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_OF_DISKS = _FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.EISDIR, errno.ENOTDIR}
+_IN_PLACE = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY}  # something else has a file's name
+_MOUNTED = {errno.EXDEV, errno.EBUSY, errno.ETXTBSY}  # a file that cannot be replaced by a rename
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_OF_DISKS = _FULL | _IN_PLACE | _MOUNTED | _FORBIDDEN | {errno.EIO, errno.ESTALE, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 def run_folder(recipe: Recipe) -> Path:
@@ -55,9 +58,16 @@ def disk_failure(folder: Path, error: OSError) -> RunFailure:
     """Returns a message for an error of the run's disk. Raises other errors again."""
     if error.errno not in _OF_DISKS:
         raise error
+    remedies = {
+        "free space": _FULL,
+        "move away what is there under this name": _IN_PLACE,
+        "unmount it, as a file that is mounted alone cannot be replaced": _MOUNTED,
+        "make it writable": _FORBIDDEN,
+    }
+    remedy = next((text for text, codes in remedies.items() if error.errno in codes), "repair the disk or the path")
     return RunFailure(
         f"{error.filename or folder}: {error.strerror}; the run in {folder} has failed, and its checkpoints are "
-        f"untouched. {'Free space' if error.errno in _FULL else 'Fix this'} and run the same command again"
+        f"untouched. Fix: {remedy}, and run the same command again"
     )
 
 

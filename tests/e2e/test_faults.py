@@ -273,7 +273,7 @@ def test_no_room_for_a_file_of_the_run(interrupted: tuple[Path, list[float]], ru
     path, before = interrupted
     kept = {one: (run / one).read_bytes() for one in (*WRITTEN, "model/model.safetensors")}
     (run / f"{name}.tmp").symlink_to("/dev/full")  # where it is written before it is renamed
-    with pytest.raises(RunFailure, match=rf"{name}: No space left on device; the run in .* has failed, .* Free space"):
+    with pytest.raises(RunFailure, match=rf"{name}: No space left on device; the run in .* has failed, .* free space"):
         train_here(path)
     assert (run / name).read_bytes() == kept[name] or name == "status.json"
     assert json.loads((run / "status.json").read_text())["status"] == "failed"
@@ -308,6 +308,70 @@ class Opened:
             yield self.seen
         finally:
             self.folder = ""
+
+
+FILES = (*WRITTEN, ".lock", ".launch.json", "inputs.json", "examples.json", "metrics.jsonl")
+FOLDERS = ("tokenizer", "tokenizer.partial", "model.partial", "checkpoints", "samples")
+
+
+@pytest.mark.parametrize("name", [*FILES, *(f"{name}.tmp" for name in (".launch.json", "inputs.json")), *FOLDERS])
+def test_something_else_has_the_name_of_a_file(
+    saving: dict[str, Any], write_recipe: Any, run: Path, tmp_path: Path, name: str
+) -> None:
+    """A folder in place of a file, or a file in place of a folder: named with what to do, and nothing of it is lost."""
+    path = write_recipe({**saving, "tracking": {"samples": True}})
+    run.mkdir(parents=True)
+    if name in FOLDERS:
+        (run / name).write_text("mine")
+    else:
+        (run / name).mkdir()
+        (run / name / "mine").touch()
+    named = re.escape(str(run / name.removesuffix(".tmp")))
+    with pytest.raises((RunFailure, UserError), match=rf"{named}.*(?i:fix)"):
+        train_here(path, "train.max_steps=2", "schedule.name=constant")
+    assert (run / name).read_text() == "mine" if name in FOLDERS else (run / name / "mine").exists()
+    (run / name).rename(tmp_path / "away")
+    train_here(path, "train.max_steps=2", "schedule.name=constant")
+    assert json.loads((run / "status.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EBUSY, errno.EACCES, errno.ENOSPC])
+@pytest.mark.parametrize("name", [".launch.json", "tokenizer", "plan.json"])
+def test_a_file_that_cannot_be_replaced(interrupted: tuple[Path, list[float]], run: Path, name: str, code: int) -> None:
+    """As one that is mounted alone: what was there before stays."""
+    path, before = interrupted
+    kept = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    RENAMES.refuse(run / name, code)
+    try:
+        with pytest.raises(RunFailure, match=rf"{re.escape(str(run / name))}.*: {os.strerror(code)}; .* Fix: "):
+            train_here(path)
+    finally:
+        RENAMES.refuse(None, 0)
+    of_name = {file for file in kept if file == run / name or run / name in file.parents}
+    assert of_name
+    assert all(file.read_bytes() == kept[file] for file in of_name)
+    train_here(path)
+    assert losses(run) == before
+
+
+class Renames:
+    """Lets a rename to one path fail, once."""
+
+    def __init__(self) -> None:
+        self._target, self._code = "", 0
+        sys.addaudithook(self._hook)  # for good: it can be told nothing to watch, but not be removed
+
+    def refuse(self, target: Path | None, code: int) -> None:
+        self._target, self._code = str(target or ""), code
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        target = self._target
+        if event == "os.rename" and target and os.fspath(arguments[1]) == target:
+            self._target = ""  # what was there may come back
+            raise OSError(self._code, os.strerror(self._code), os.fspath(arguments[0]), None, target)
+
+
+RENAMES = Renames()
 
 
 @pytest.mark.long
