@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -96,6 +96,8 @@ class OpenedSources:
             check_columns(resolved.format, resolved.columns)
             note = note or f"{name}: format {detected.format} ({detected.reason})"
             opened = OpenedSource(resolved, reader, note, tuple(items[:HEAD_ROWS]))
+        if reader.note:
+            opened = replace(opened, note="; ".join(filter(None, (reader.note, opened.note))))
         if problem := format_problem(self._recipe, opened.source.format):
             raise UserError(f"{opened.name}: {problem}")
         self._opened.append((source, streaming, opened))

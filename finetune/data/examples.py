@@ -49,7 +49,7 @@ from finetune.recipe.schema import HeldOut, Mixture, Source
 if TYPE_CHECKING:
     from finetune.data.images.expansion import RowImages
 
-CODE_VERSION = 8  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
+CODE_VERSION = 9  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
 # Keys of a source that choose among its examples, or name them.
 _NOT_IN_AN_ENTRY = {"weight", "name", "max_epochs"}
 
@@ -114,6 +114,11 @@ class Examples:
             digest.update(f"{entry.key} {len(indices)} ".encode())
             digest.update(indices.astype("<i8").tobytes())
         return digest.hexdigest()
+
+    def hashes(self) -> NDArray[np.uint64]:  # (N,)
+        """Returns a hash of the tokens and images of every example: equal for equal rows, wherever they were read."""
+        each = zip(self._entries, self._chosen, strict=True)
+        return np.concatenate([np.asarray(entry.hashes)[indices] for entry, indices in each])
 
     def content(self, key: str) -> dict[str, dict[str, Any]]:
         """Returns the content of each source (`source_content`) by its place in the recipe. key: `train` or `eval`."""

@@ -59,6 +59,7 @@ IMAGES, ONE_IMAGE, MARK = "images", "image", "<image>"
 
 # Of the chat template's variables, for a row; the other name is TRL's (docs "Dataset formats and types").
 ARGUMENTS, OTHER_ARGUMENTS = "chat_template_arguments", ("chat_template_kwargs",)
+READ_BY_MANY = (IMAGES, ONE_IMAGE, *MEDIA, ARGUMENTS, *OTHER_ARGUMENTS)  # without being a field of each
 CHAT = ("tools", "system", ARGUMENTS, IMAGES)  # of every format of chat
 
 
@@ -188,6 +189,8 @@ def ranked(row: Row) -> Ranked:
 def unpaired(row: Row) -> Labelled:
     """prompt and completion, as in prompt_completion, or messages that end with the answer; label: true or false"""
     label = _field(row, "label")
+    if isinstance(label, str):  # of a CSV, or the names of a table's classes
+        label = {"true": True, "false": False}.get(label.strip().lower(), label)
     if type(label) not in (bool, int) or label not in (0, 1):
         raise BadRow(f"`label` is {shown(label)}; expected true (a good answer) or false (a bad one), or 1 or 0")
     if not has_value(row.get("messages")):

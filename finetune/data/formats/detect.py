@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from finetune.data.formats.converters import FORMATS, check_columns, read
+from finetune.data.formats.converters import FORMATS, READ_BY_MANY, check_columns, read
 from finetune.data.formats.values import LISTED, Misfit, Row, closest, first_names, kind, names
 from finetune.data.samples import BadRow, Sample
 from finetune.errors import UserError
@@ -171,7 +171,13 @@ def _read_or_problem(row: Row, format: str, columns: Columns, prompts: bool = Fa
 def _only_column(row: Row, format: str) -> str:
     """Returns the advice to read the only column that fits a format's required field; "" if not exactly one does."""
     (field,) = FORMATS[format].required
-    fitting = [column for column in row if not isinstance(_read_or_problem(row, format, {field: column}), BadRow)]
+    # Without the columns that no format reads: of thousands, each is tried.
+    read_too = {name: row[name] for name in (*FORMATS[format].fields, *READ_BY_MANY) if name in row}
+    fitting = [
+        column
+        for column, value in row.items()
+        if not isinstance(_read_or_problem({**read_too, column: value}, format, {field: column}), BadRow)
+    ]
     if len(fitting) != 1:
         return ""
     return (
@@ -198,17 +204,24 @@ def _with_columns(columns: Columns) -> str:
 
 def question_and_answer(row: Row) -> tuple[str, str] | None:
     """Returns the columns of a table of texts that most likely hold them: the first, and the longest of the others."""
-    several_words = re.compile(r"[^\W\d].*\s.*[^\W\d]|[^\x00-\x7f]{2}", re.DOTALL)  # or a script without spaces
     texts = {str(column): value for column, value in row.items() if isinstance(value, str)}
     texts = {
-        column: value
-        for column, value in texts.items()
-        if several_words.search(value) and not value.startswith(("[{", '{"'))
+        column: value for column, value in texts.items() if _has_words(value) and not value.startswith(("[{", '{"'))
     }
     if len(texts) < 2:
         return None
     question, *others = texts
     return question, max(others, key=lambda column: len(texts[column]))
+
+
+_LETTER, _SPACE, _NOT_ASCII = re.compile(r"[^\W\d]"), re.compile(r"\s"), re.compile(r"[^\x00-\x7f]{2}")
+
+
+def _has_words(text: str) -> bool:
+    """Returns whether a text has several words, or a script without spaces; in one pass, for it may have 10 MB."""
+    first = _LETTER.search(text)
+    space = _SPACE.search(text, first.end()) if first else None
+    return bool(space and _LETTER.search(text, space.end())) or _NOT_ASCII.search(text) is not None
 
 
 def _nothing_fits(row: Row, columns: Columns | None) -> str:

@@ -127,7 +127,14 @@ def read_turn(value: Any, where: str) -> Message:
 
 
 def read_messages(value: Any, where: str, read: Callable[[Any, str], Message] = read_message) -> list[Message]:
-    """Reads [{role, content, ...}, ...]; with `read_turn` [{from, value, ...}, ...]."""
+    """Reads [{role, content, ...}, ...]; with `read_turn` [{from, value, ...}, ...].
+
+    Until datasets 4 such a list, if its feature was a `Sequence`, became {role: [...], content: [...]}.
+    """
+    if isinstance(value, Mapping) and value and all(isinstance(items, list) for items in value.values()):
+        lengths = {len(items) for items in value.values()}
+        if len(lengths) == 1:
+            value = [dict(zip(value, items, strict=True)) for items in zip(*value.values(), strict=True)]
     if not isinstance(value, list):
         raise (BadRow if value is None else Misfit)(f"`{where}` is {kind(value)}; expected a list of messages")
     if not value:

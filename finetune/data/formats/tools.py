@@ -32,12 +32,11 @@ Tool = Mapping[str, Any]
 STREAMED = ("index",)  # of a call: its number in an answer that came in parts
 
 
-def read_calls(value: Any, where: str, *, is_text: bool = False) -> tuple[Call, ...]:
+def read_calls(value: Any, where: str) -> tuple[Call, ...]:
     """Reads the calls of one answer: a list, or the JSON of one; () for null and empty.
 
     A call has OpenAI's form, or is {"name", "arguments"} alone.
     """
-    is_text = is_text or isinstance(value, str)
     calls: list[Call] = []
     for i, item in enumerate(json_list(value, where, "calls")):
         place = f"{where}[{i}]"
@@ -45,10 +44,10 @@ def read_calls(value: Any, where: str, *, is_text: bool = False) -> tuple[Call, 
         _check_type(call.get("type"), place)
         if has_value(call.get("function")):
             only_keys(call, ("type", "id", "function", *STREAMED), place)
-            function = function_of(call["function"], f"{place}.function", is_text=is_text)
+            function = function_of(call["function"], f"{place}.function")
         else:
             only_keys(call, ("type", "id", "name", "arguments", *STREAMED), place)
-            function = _name_and_arguments(call, place, is_text)
+            function = _name_and_arguments(call, place)
         id_ = {"id": text(call["id"], f"{place}.id")} if has_value(call.get("id")) else {}
         calls.append({"type": "function", **id_, "function": function})
     ids = [call["id"] for call in calls if "id" in call]
@@ -59,22 +58,21 @@ def read_calls(value: Any, where: str, *, is_text: bool = False) -> tuple[Call, 
 
 def read_turn_calls(value: Any, where: str) -> tuple[Call, ...]:
     """Reads a sharegpt `function_call` turn: one call, a list of calls, or the JSON of either."""
-    is_text = isinstance(value, str)
-    decoded = from_json(text(value, where), where) if is_text else value
-    calls = read_calls(decoded if isinstance(decoded, list) else [decoded], where, is_text=is_text)
+    decoded = from_json(text(value, where), where) if isinstance(value, str) else value
+    calls = read_calls(decoded if isinstance(decoded, list) else [decoded], where)
     if not calls:
         raise BadRow(f"{where} has no call; expected the JSON of one, with `name` and `arguments`")
     return calls
 
 
-def function_of(value: Any, where: str, *, is_text: bool = False) -> dict[str, Any]:
+def function_of(value: Any, where: str) -> dict[str, Any]:
     """Reads {"name", "arguments"} of a call."""
     function = mapping(value, where, "an object with `name` and `arguments`")
     only_keys(function, ("name", "arguments"), where)
-    return _name_and_arguments(function, where, is_text)
+    return _name_and_arguments(function, where)
 
 
-def _name_and_arguments(function: Row, where: str, is_text: bool) -> dict[str, Any]:
+def _name_and_arguments(function: Row, where: str) -> dict[str, Any]:
     """The arguments are {} for a function without any, null or an empty text."""
     if "name" not in function:
         raise BadRow(f"{where} has no `name`; it has {keys_of(function)}")
@@ -82,12 +80,12 @@ def _name_and_arguments(function: Row, where: str, is_text: bool) -> dict[str, A
     if not has_value(value):
         return {"name": name, "arguments": {}}
     if isinstance(value, str):
-        decoded, is_text = from_json(value, place), True
+        decoded = from_json(value, place)
         if not isinstance(decoded, dict):
             raise BadRow(f"{place} is the JSON of {kind(decoded)} ({shown(value)}); expected that of an object")
     else:
         decoded = mapping(value, place, "an object, or the JSON of one")
-    return {"name": name, "arguments": json_object(decoded, place, is_text=is_text)}
+    return {"name": name, "arguments": json_object(decoded, place)}
 
 
 def read_tools(value: Any) -> tuple[Tool, ...]:
@@ -97,9 +95,9 @@ def read_tools(value: Any) -> tuple[Tool, ...]:
     """
     tools: list[Tool] = []
     for i, item in enumerate(json_list(value, "tools", "functions")):
-        place, is_text = f"tools[{i}]", isinstance(value, str) or isinstance(item, str)
+        place = f"tools[{i}]"
         decoded = from_json(item, place) if isinstance(item, str) else item
-        tool = json_object(mapping(decoded, place, "a function with `name` and `parameters`"), place, is_text=is_text)
+        tool = json_object(mapping(decoded, place, "a function with `name` and `parameters`"), place)
         _check_type(tool.pop("type", None), place)
         is_wrapped = "function" in tool
         inside = f"{place}.function" if is_wrapped else place

@@ -7,6 +7,7 @@ import json
 import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from finetune.data.samples import BadRow
@@ -20,6 +21,11 @@ LISTED = 12  # columns in a message
 
 class Misfit(BadRow):
     """The row is not of this format at all; any other BadRow has the format, but cannot be used."""
+
+
+class Struct(dict[str, Any]):
+    """A struct of a table (parquet, arrow) with nulls: its file gives it every key that any of its rows has, so a null
+    may stand for a key that this row never had."""
 
 
 # --- values in messages
@@ -70,7 +76,12 @@ def keys_of(item: Row) -> str:
 
 def closest(name: object, choices: Iterable[object], cutoff: float = 0.6) -> str | None:
     """Returns the choice that is spelled most like `name`, if any is."""
-    return next(iter(difflib.get_close_matches(str(name), map(str, choices), n=1, cutoff=cutoff)), None)
+    return _closest(str(name), tuple(map(str, choices)), cutoff)
+
+
+@lru_cache(256)  # the rows of a table have the same columns, of which there may be thousands
+def _closest(name: str, choices: tuple[str, ...], cutoff: float) -> str | None:
+    return next(iter(difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)), None)
 
 
 # --- checks
@@ -147,15 +158,11 @@ def from_json(value: str, where: str) -> Any:
         raise BadRow(f"{where} is JSON that cannot be read: {error}") from None
 
 
-def json_object(value: Mapping[str, Any], where: str, *, is_text: bool = False) -> dict[str, Any]:
-    """Returns an object that a template can write as JSON; unless it came as text, without keys whose value is null.
-
-    Parquet's structs have every key that any row of the file has, null if this row has no value: a null that stays
-    would be rendered, so the model would be trained to write arguments that no row has. An intended null stays
-    if the object is given as JSON text, and inside lists, to which Parquet does not add nulls.
-    """
+def json_object(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns an object that a template can write as JSON, without the nulls of a table's structs: the model would be
+    trained to write arguments that no row has. Any other null was meant, and stays."""
     try:
-        plain = dict(value) if is_text else _without_nulls(value)
+        plain = _without_padding(value)
         json.dumps(plain, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise _unpaired_surrogate(error, where) from None
@@ -164,10 +171,11 @@ def json_object(value: Mapping[str, Any], where: str, *, is_text: bool = False) 
     return plain
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_padding(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        is_padded = isinstance(value, Struct)
+        return {key: _without_padding(item) for key, item in value.items() if item is not None or not is_padded}
+    return [_without_padding(item) for item in value] if isinstance(value, list) else value
 
 
 def json_list(value: Any, where: str, items: str) -> Sequence[Any]:

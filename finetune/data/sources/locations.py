@@ -15,7 +15,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path, PurePosixPath
@@ -33,9 +33,13 @@ from finetune.recipe.urls import is_url, scrubbed, without_credentials
 log = logging.getLogger(__name__)
 
 
-def local_files(name: str) -> list[File]:
+Choose = Callable[[list[str]], list[str]]  # of the names below a folder those that are read
+
+
+def local_files(name: str, choose: Choose = lambda names: names) -> list[File]:
     """Returns the files of a local source, by path; empty if the name can only be a dataset of the hub.
 
+    choose: called for a folder only.
     Raises UserError for a path that does not exist, and OSError if it may not be read.
     """
     path = Path(name).expanduser()
@@ -53,6 +57,7 @@ def local_files(name: str) -> list[File]:
             names = ", ".join(str(inner.relative_to(path)) for inner in inside[:5]) or "no files"
             kinds = expected_kinds(inner.name for inner in inside)
             raise UserError(f"{path}: no data files in this folder (it has {names}); {kinds}")
+        files = [path / name for name in choose([inner.relative_to(path).as_posix() for inner in files])]
     elif path.is_file():
         if not is_data(path.name) and not is_document(path.name):
             kind = path.suffix or path.name
@@ -204,15 +209,15 @@ class _Remote:
         return time.time() - modified < SETTLED_S
 
 
-def remote_files(url: str, streaming: bool) -> list[File]:
-    """Returns the files of a URL: one, those of a pattern, or all below a folder; fetched now, unless they are
-    streamed.
+def remote_files(url: str, streaming: bool, choose: Choose = lambda names: names) -> list[File]:
+    """Returns the files of a URL: one, those of a pattern, or of a folder; fetched now, unless they are streamed.
 
+    choose: called for a folder only.
     Raises UserError if there is none, it cannot be reached, or the package for its protocol is not installed.
     """
     label = without_credentials(url)
     try:
-        return [_streamed(remote) if streaming else _fetched(remote) for remote in _remotes(url, label)]
+        return [_streamed(remote) if streaming else _fetched(remote) for remote in _remotes(url, label, choose)]
     except ImportError as error:
         protocol = url.partition("://")[0].lower()
         line = INSTALL.get(protocol)
@@ -240,7 +245,7 @@ def _reason(error: BaseException, url: str) -> str:
     return f"cannot be reached: {text[:200]}"
 
 
-def _remotes(url: str, label: str) -> list[_Remote]:
+def _remotes(url: str, label: str, choose: Choose) -> list[_Remote]:
     # Imported here: local files do not need it.
     import fsspec.core
 
@@ -265,6 +270,8 @@ def _remotes(url: str, label: str) -> list[_Remote]:
         paths = _without_hidden([name for name in sorted(system.find(path)) if is_data(_name(name))], len(path))
         if not paths:
             raise UserError(f"{label}: no data files in this folder; {expected_kinds()}")
+        start = f"{path.rstrip('/')}/"
+        paths = [start + name for name in choose([one.removeprefix(start) for one in paths])]
     elif is_data(_name(path)):
         paths = [path]
     else:

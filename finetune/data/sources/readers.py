@@ -22,6 +22,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from finetune.data.samples import BadRow
+from finetune.data.sources.features import Table
 from finetune.data.sources.files import (
     BUFFER_BYTES,
     COMPRESSIONS,
@@ -84,6 +85,18 @@ def decode_at(text: str, at: int) -> tuple[Any, int]:
         value, end = LENIENT.raw_decode(text, at)
         path = _path_of_not_finite(value) or "the value"
         return BadRow(f"`{path[:100]}` is {str(error)[:40]}, which is no JSON number; write a number or null"), end
+
+
+def decode_text(text: str) -> Any:
+    """Returns the value of a JSON text, of any kind. Raises BadRow."""
+    try:
+        return STRICT.decode(text)
+    except _NotFinite as error:
+        raise BadRow(f"its JSON has {str(error)[:40]}, which is no JSON number; write a number or null") from None
+    except json.JSONDecodeError as error:
+        raise BadRow(_not_json(error, text)) from None
+    except (RecursionError, ValueError) as error:  # nested without end, a number of thousands of digits
+        raise BadRow(f"JSON that cannot be read: {str(error)[:200]}") from None
 
 
 def _path_of_not_finite(value: Any, path: str = "") -> str | None:
@@ -342,7 +355,8 @@ def parquet(file: File) -> NumberedRows:
     # pre_buffer, pyarrow's default, would hold all row groups at once.
     with seekable_content(file) as stream, pyarrow.parquet.ParquetFile(stream, pre_buffer=False) as table:
         check_unique(f"{file.label}: the table has a column", table.schema_arrow.names)
-        yield from _table_rows(table.iter_batches(batch_size=ROWS_AT_ONCE))
+        decoded = Table.of(file.label, table.schema_arrow, decode_text)
+        yield from _table_rows(decoded, table.iter_batches(batch_size=ROWS_AT_ONCE))
 
 
 def arrow(file: File) -> NumberedRows:
@@ -353,27 +367,33 @@ def arrow(file: File) -> NumberedRows:
         with pyarrow.ipc.open_file(stream) if is_file else pyarrow.ipc.open_stream(stream) as reader:
             check_unique(f"{file.label}: the table has a column", reader.schema.names)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
-            yield from _table_rows(batches)
+            yield from _table_rows(Table.of(file.label, reader.schema, decode_text), batches)
 
 
-def _table_rows(batches: Iterable[pyarrow.RecordBatch]) -> NumberedRows:
+def _table_rows(table: Table, batches: Iterable[pyarrow.RecordBatch]) -> NumberedRows:
     number = 0
     for batch in batches:
         for begin in range(0, batch.num_rows, ROWS_AT_ONCE):
-            for row in _python_rows(batch.slice(begin, ROWS_AT_ONCE)):
+            for row in rows_of_batch(table, batch.slice(begin, ROWS_AT_ONCE)):
                 number += 1
                 yield number, row
 
 
-def _python_rows(batch: pyarrow.RecordBatch) -> list[dict[str, Any] | BadRow]:
+def rows_of_batch(
+    table: Table, batch: pyarrow.RecordBatch | pyarrow.Table
+) -> list[dict[str, Any]] | list[dict[str, Any] | BadRow]:
+    """Returns the rows of a part of a table, and a BadRow for each that cannot be read."""
     try:
-        return batch.to_pylist()
+        return table.rows(batch)
+    except BadRow as error:
+        if batch.num_rows == 1:
+            return [error]
     # A date beyond Python's, text that is not UTF-8: errors of one row, not of the file.
     except (ValueError, OverflowError, pyarrow.ArrowException) as error:
         if batch.num_rows == 1:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             return [BadRow(f"a value that cannot be read: {reason[:200]}")]
-    return [row for i in range(batch.num_rows) for row in _python_rows(batch.slice(i, 1))]
+    return [row for i in range(batch.num_rows) for row in rows_of_batch(table, batch.slice(i, 1))]
 
 
 # --- which function reads which kind of file

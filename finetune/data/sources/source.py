@@ -18,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 
 from finetune.data.samples import BadRow
+from finetune.data.sources.features import Table
 from finetune.data.sources.files import (
     DAMAGED,
     File,
@@ -28,7 +29,8 @@ from finetune.data.sources.files import (
     seekable_content,
 )
 from finetune.data.sources.locations import is_saved_dataset, local_files, remote_files
-from finetune.data.sources.readers import is_document, is_text, rows_of
+from finetune.data.sources.readers import ROWS_AT_ONCE, decode_text, is_document, is_text, rows_of, rows_of_batch
+from finetune.data.sources.splits import files_of_split
 from finetune.errors import UserError
 from finetune.recipe.schema import Source
 from finetune.recipe.urls import is_url, without_credentials
@@ -57,6 +59,11 @@ class SourceReader:
         """Returns the unit of a row of its txt files; None if it has none."""
         files = self._content
         return files.text_unit if isinstance(files, _Files) and files.has_text else None
+
+    @property
+    def note(self) -> str | None:
+        """Returns a note on the files of its folder that are left out; None if there are none."""
+        return self._content.note if isinstance(self._content, _Files) else None
 
     def digest(self) -> str:
         """Returns text that changes when the content does: files' names and bytes, or the dataset's fingerprint."""
@@ -94,21 +101,30 @@ def read_rows(source: Source, on_bad_row: OnBadRow = raise_bad_row) -> Iterator[
 
 def _content(source: Source, streaming: bool) -> _Files | HubRows | SavedRows:
     path = source.path.removeprefix("file://")
-    if is_url(path):
-        _check_settings(source)
-        return _Files(source, remote_files(path, streaming), counted=not streaming)
-    folder = Path(path).expanduser()
+    folder, notes = Path(path).expanduser(), list[str | None]()  # of a folder's split
+
+    def choose(names: list[str]) -> list[str]:
+        shown, about = without_credentials(source.path), folder / "README.md"
+        readme = about.read_text("utf-8", "replace") if not is_url(path) and about.is_file() else None
+        taken, note = files_of_split(shown, names, parse_split(shown, source.split).name, source.config, readme)
+        notes.append(note)
+        return taken
+
     try:
-        if is_saved_dataset(folder):
+        if is_url(path):
+            files = remote_files(path, streaming, choose)
+        elif is_saved_dataset(folder):
             _check_config(source)
             return SavedRows(source, folder)
-        files = local_files(path)
+        else:
+            files = local_files(path, choose)
     except OSError as error:
         raise UserError(f"{error.filename or source.path}: cannot be read: {error.strerror}") from None
     if not files:
         return HubRows(source, streaming)
-    _check_settings(source)
-    return _Files(source, files, counted=True)
+    if not notes:
+        _check_settings(source)
+    return _Files(source, files, counted=not (is_url(path) and streaming), note=notes[0] if notes else None)
 
 
 def _check_settings(source: Source) -> None:
@@ -119,7 +135,7 @@ def _check_settings(source: Source) -> None:
     if name != "train":
         raise UserError(
             f"{shown}: files are one split, called `train`, and have no `{name}`; give the files that hold it as "
-            f"`path`, or a part of these, such as `split: train[:1000]`"
+            f"`path`, or their folder, or a part of these, such as `split: train[:1000]`"
         )
 
 
@@ -134,8 +150,9 @@ def _check_config(source: Source) -> None:
 class _Files:
     """Files one after the other, or the part of them that `split` takes."""
 
-    def __init__(self, source: Source, files: list[File], counted: bool):
-        """counted: the rows may be read once just to count them."""
+    def __init__(self, source: Source, files: list[File], counted: bool, note: str | None = None):
+        """counted: the rows may be read once just to count them. note: on files that are left out."""
+        self.note = note
         self._path, self._split, self._files = without_credentials(source.path), source.split, files
         self._part = parse_split(self._path, source.split)
         self.text_unit = source.text_unit or ("file" if all(is_document(file.name) for file in files) else "line")
@@ -262,15 +279,17 @@ class SavedRows:
 
 
 def dataset_rows(dataset: Any, label: str, begin: int = 0) -> LabelledRows:
-    """Yields rows from begin + 1, images as their files. Raises UserError if there is none, or if the dataset breaks
-    off."""
-    number, rows = begin, dataset
-    if "Image(" in repr(getattr(dataset, "features", None)):
-        # As {"bytes", "path"}: `datasets` would decode each image as soon as its row is read.
-        rows = (row for table in dataset.with_format("arrow") for row in table.to_pylist())
+    """Yields rows from begin + 1, their values as those of a file that `datasets` wrote. Raises UserError if there is
+    none, or if the dataset breaks off."""
+    number, table = begin, None
     try:
-        for number, row in enumerate(rows, start=begin + 1):
-            yield label, number, dict(row)
+        # Tables: `datasets` would decode each image as soon as its row is read, and keep the indices of classes.
+        for part in dataset.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
+            if table is None or part.schema.names != table.names:
+                table = Table.of(label, part.schema, decode_text)
+            for row in rows_of_batch(table, part):
+                number += 1
+                yield label, number, row
     except _hub_errors() as error:
         raise UserError(f"{label}: cannot be read beyond row {number}: {_first_line(error)}") from None
     if number == begin:

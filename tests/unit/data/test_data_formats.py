@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import detect_format, nearest_format, parse_row
+from finetune.data.formats.values import Struct
 from finetune.data.samples import (
     BadRow,
     Conversation,
@@ -331,7 +332,7 @@ GOOD_ROWS: dict[str, tuple[str, dict, Sample]] = {
     "arguments of the template": (
         "messages",
         {**GOOD["messages"], "chat_template_arguments": {"enable_thinking": False, "date": None}},
-        Conversation((Q, A), template_arguments={"enable_thinking": False}),
+        Conversation((Q, A), template_arguments={"enable_thinking": False, "date": None}),
     ),
     "arguments by TRL's name, as JSON": (
         "preference",
@@ -514,14 +515,24 @@ def test_good_rows(format, row, sample):
 
 
 def test_arguments_keep_the_nulls_that_were_meant():
-    """Given as JSON a null is meant; in a struct it may be Parquet's, for a key that the row never had."""
-    as_object = {"name": "f", "arguments": {"a": None, "b": {"c": None, "d": [None, 1]}}}
-    as_json = {"name": "f", "arguments": '{"a": null, "b": {"c": null, "d": [null, 1]}}'}
+    """In a struct of a table a null may be for a key that the row never had; any other was written by someone."""
+    arguments = {"a": None, "b": {"c": None, "d": [None, 1]}}
+    as_struct = Struct(a=None, b=Struct(c=None, d=[None, 1]))
     found = [
-        parse_row(called(call), "messages").messages[1].tool_calls[0]["function"]["arguments"]
-        for call in (as_object, as_json)
+        parse_row(called({"name": "f", "arguments": given}), "messages").messages[1].tool_calls[0]["function"]
+        for given in (as_struct, arguments, json.dumps(arguments))
     ]
-    assert found == [{"b": {"d": [None, 1]}}, {"a": None, "b": {"c": None, "d": [None, 1]}}]
+    assert [one["arguments"] for one in found] == [{"b": {"d": [None, 1]}}, arguments, arguments]
+
+
+def test_messages_that_datasets_kept_as_lists_of_values():
+    """Until datasets 4 a `Sequence` of structs was read as a struct of lists."""
+    lists = {"role": ["user", "assistant"], "content": ["q", "a"], "weight": [None, 1]}
+    assert parse_row({"messages": lists}, "messages") == parse_row({"messages": conversation("q", "a")}, "messages")
+    turns_of = {"from": ["human", "gpt"], "value": ["q", "a"]}
+    assert parse_row({"conversations": turns_of}, "sharegpt").messages[1].content == "a"
+    with pytest.raises(BadRow, match="`messages` is an object; expected a list of messages"):
+        parse_row({"messages": {"role": ["user"], "content": ["q", "a"]}}, "messages")
 
 
 def test_parquet_gives_the_same_conversations_as_json(tmp_path):
