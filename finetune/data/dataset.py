@@ -23,7 +23,7 @@ from finetune.data.packing import RowOrder, Rows, group_rows, one_per_row, pack,
 from finetune.data.predictions import Predictions
 from finetune.data.row_source import EpochSize, RowSource
 from finetune.data.samples import Example, ExampleSizes, Image
-from finetune.data.streaming import open_stream
+from finetune.data.streaming import Stream, open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Evaluate, HeldOut, Source
@@ -281,16 +281,41 @@ def data_notes(recipe: Recipe, opened: OpenedSources, training: RowSource, held_
     for name, data in parts.items():
         counts = data.examples.report.totals() if data is not None else {}
         notes += [f"{name}: {counts[key]:,} {change}" for key, change in _CHANGED.items() if counts.get(key)]
-    for i, evaluated in enumerate(recipe.data.own_eval_sources):
-        for trained in recipe.data.train:
-            # Parts of one split may be apart.
-            may_share = trained.split == evaluated.split or "[" not in trained.split + evaluated.split
-            if may_share and opened.open(trained).reader.digest() == opened.open(evaluated).reader.digest():
-                notes.append(
-                    f"data.eval[{i}] ({opened.open(evaluated).name}) has the rows that are trained on: eval_loss shows "
-                    "what is remembered, not what is learnt. `data.eval: {share: 0.05}` holds rows out"
-                )
+    return notes + (_shared_rows(recipe, opened, training, held_out) if held_out is not None else [])
+
+
+def _shared_rows(recipe: Recipe, opened: OpenedSources, training: RowSource, held_out: Dataset) -> list[str]:
+    """Returns notes on rows that are trained on and evaluated, by the tokens and images of their examples.
+
+    Of a stream the first `data.window` rows of each source are compared, and whole sources by their content.
+    """
+    streamed = isinstance(training, Stream)
+    trained = np.unique(training.first_hashes() if streamed else on_disk(training).examples.hashes())
+    own = recipe.data.own_eval_sources
+    evaluated = held_out.examples.hashes()
+    parts = [(f"data.eval[{i}] ({opened.open(one).name})", held_out.examples.of_source(i)) for i, one in enumerate(own)]
+    notes = []
+    for i, (name, indices) in enumerate(parts or [("data.eval.share", range(len(evaluated)))]):
+        count = int(np.isin(evaluated[indices.start : indices.stop], trained).sum())
+        if streamed and own and any(_has_same_rows(opened, one, own[i]) for one in recipe.data.train):
+            count = len(indices)
+        if not count:
+            continue
+        has = "has the rows that are trained on"
+        if count < len(indices):
+            of = f" in the first {recipe.data.window:,} rows of each source" if streamed else ""
+            has = f"has {count:,} of its {len(indices):,} examples among those that are trained on{of}"
+        notes.append(
+            f"{name} {has}: eval_loss shows what is remembered, not what is learnt. "
+            "`data.eval: {share: 0.05}` holds rows out"
+        )
     return notes
+
+
+def _has_same_rows(opened: OpenedSources, trained: Source, evaluated: Source) -> bool:
+    """Returns whether both are the same content; parts of one split may be apart."""
+    may_share = trained.split == evaluated.split or "[" not in trained.split + evaluated.split
+    return may_share and opened.open(trained).reader.digest() == opened.open(evaluated).reader.digest()
 
 
 # --- held-out examples as questions: a prompt to answer, and the reference for the answer

@@ -175,6 +175,10 @@ class Stream(RowSource):
         entry = self._streams[source].chunk(0)
         return [entry.example(i, source) for i in range(min(count, len(entry)))]
 
+    def first_hashes(self) -> NDArray[np.uint64]:
+        """Returns the hashes of the first chunk of every source: `data.window` rows, or all of a smaller one."""
+        return np.concatenate([np.asarray(stream.chunk(0).hashes) for stream in self._streams])
+
     def lengths(self, position: int) -> NDArray[np.int64]:
         window, members = self._row(position)
         return window.sizes.take(members).lengths

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 
 from finetune.setup.check import check_recipe
 
@@ -74,6 +75,33 @@ def test_rows_that_are_trained_on_and_evaluated(path: Path, recipe: dict[str, An
     assert "has the rows that are trained on" in note
     halves = ["data.train.0.split=train[:50%]", same.replace("}]", ", split: 'train[50%:]'}]")]
     assert check_recipe(path, [*halves, *few]).notes == []
+
+
+def test_rows_on_both_sides_are_found_by_their_content(path: Path, tmp_path: Path) -> None:
+    """Other files, another format, a part of the rows; between two sources of `share`; and as a stream."""
+    few = ["train.max_steps=4", "batch.rows=1", "schedule.warmup_steps=0"]
+    words = [f"river stone {i} light" for i in range(40)]
+    tiny.write_rows(tmp_path / "a.jsonl", [{"text": text} for text in words[:30]])
+    (tmp_path / "b.txt").write_text("\n".join(words[20:]) + "\n", encoding="utf-8")
+    train, evaluated = f"data.train=[{{path: {tmp_path / 'a.jsonl'}}}]", f"data.eval=[{{path: {tmp_path / 'b.txt'}}}]"
+    (note,) = check_recipe(path, [train, evaluated, *few]).notes
+    assert "b.txt) has 10 of its 20 examples among those that are trained on: eval_loss" in note
+    notes = check_recipe(path, [train, evaluated, "data.streaming=true", "data.window=32", *few]).notes
+    assert any("10 of its 20 examples among those that are trained on in the first 32 rows" in one for one in notes)
+    both = f"data.train=[{{path: {tmp_path / 'a.jsonl'}}}, {{path: {tmp_path / 'b.txt'}}}]"
+    (note,) = check_recipe(path, [both, "data.eval={share: 0.5}", *few]).notes
+    assert note.startswith("data.eval.share has ")
+
+
+def test_a_folder_that_has_splits_is_told(path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "rows").mkdir()
+    for name, count in (("train-0", 30), ("test-0", 10)):
+        tiny.write_rows(tmp_path / "rows" / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(count)])
+    folder = f"data.train=[{{path: {tmp_path / 'rows'}}}]"
+    few = ["train.max_steps=4", "batch.rows=1", "schedule.warmup_steps=0"]
+    report = check_recipe(path, [folder, f"data.eval=[{{path: {tmp_path / 'rows'}, split: test}}]", *few])
+    assert (report.error, report.notes) == (None, [])
+    assert "split `train` is train-0.jsonl; not taken: test-0.jsonl" in caplog.text
 
 
 def test_a_long_document_names_what_keeps_it(path: Path, tmp_path: Path) -> None:
