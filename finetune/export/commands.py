@@ -19,7 +19,7 @@ from finetune.export.formats import EXPORTS, ExportOptions, check_options
 from finetune.export.hf_folder import check_absent
 from finetune.export.loading import model_folder
 from finetune.export.trained import Trained, find_trained, is_scoring
-from finetune.export.verify import ROWS, find_against, verify_export
+from finetune.export.verify import ROWS, check_rows, find_against, verify_export
 from finetune.models.damage import read_object
 from finetune.models.tokenizer import read_tokenizer
 from finetune.utils import divisors, print_line
@@ -47,6 +47,7 @@ def merge_adapter(run_dir: Path, out: Path, base: str | None = None) -> Path:
     check_absent(out)
     trained = find_trained(run_dir)
     read_tokenizer(trained.settings)
+    check_rows(trained)
     EXPORTS["hf"].write(
         *(trained, out, ExportOptions(base=base), lambda text: None),
         lambda folder: gate(trained, folder, base, Console(stderr=True)),
@@ -90,6 +91,8 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
             "makes a GGUF file of it"
         )
     read_tokenizer(trained.settings)  # before hours of writing
+    if options.verify:
+        check_rows(trained)
     suffix = f"-{options.quantized}" if options.quantized else ""
     suffix += f"-step-{trained.step}" if trained.is_checkpoint else ""
     suffix += f"-mean-of-{options.average}" if options.average else ""

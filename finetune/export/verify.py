@@ -32,6 +32,7 @@ from finetune.data.dataset import build_dataset, build_held_out
 from finetune.data.examples import row_images
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as Document
+from finetune.data.sources.source import SourceReader
 from finetune.errors import UserError
 from finetune.export.eight_bits import other_layers
 from finetune.export.figures import SECTION, THRESHOLDS, WHOLE_BYTES, Figures, card_section
@@ -209,6 +210,21 @@ def _with_settings(recipe: Recipe, tokenizer: Path, name: str | None) -> Recipe:
     if recipe.data.image is not None and name is not None:
         changes |= {"name": name, "revision": None}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)})
+
+
+def check_rows(trained: Trained) -> None:
+    """Raises UserError if the rows that an export is compared on are gone: before hours of writing."""
+    if (recipe := trained.recipe) is None:
+        return
+    data = recipe.data
+    for source in data.train if isinstance(data.eval, HeldOut) else data.eval_sources or data.train:
+        try:
+            SourceReader(source)
+        except UserError as error:
+            raise UserError(
+                f"{trained.run_dir}: the run's rows, which an export is compared on, cannot be read: {error}\n"
+                "Fix: put them back, or `export --no-verify`, which compares nothing"
+            ) from None
 
 
 def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int, name: str | None = None) -> list[Example]:

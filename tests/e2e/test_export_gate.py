@@ -20,7 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import ExportOptions, export_run, verify_run
+from finetune.export.commands import ExportOptions, export_run, merge_adapter, verify_run
 from finetune.export.figures import Figures
 from finetune.export.trained import find_trained
 from finetune.export.verify import verify_export
@@ -346,3 +346,21 @@ def test_what_cannot_be_compared_is_said(exported: Path, tmp_path: Path) -> None
             verify_run(folder, exported / "lora", None, None, 8, quiet())
     with pytest.raises(UserError, match=r"no recipe\.yaml here, so there are no rows"):
         verify_export(exported / "lora" / "out", find_trained(exported / "lora" / "model"))
+
+
+def test_rows_that_moved_are_told_before_anything_is_written(exported: Path, tmp_path: Path) -> None:
+    run = tmp_path / "lora"
+    shutil.copytree(exported / "lora", run, ignore=shutil.ignore_patterns("out"))
+    saved = run / "recipe.yaml"
+    saved.write_text(saved.read_text(encoding="utf-8").replace("held_out.jsonl", "moved.jsonl"), encoding="utf-8")
+    before = sorted(run.rglob("*"))
+    for to in ("hf", "gguf"):
+        with pytest.raises(
+            UserError, match=r"moved\.jsonl: no such file(.|\n)*Fix: put them back, or `export --no-verify`"
+        ):
+            export_run(run, ExportOptions(to, out=run / to), quiet())
+    with pytest.raises(UserError, match="Fix: put them back"):
+        merge_adapter(run, run / "merged")
+    assert sorted(run.rglob("*")) == before
+    export_run(run, ExportOptions("hf", out=run / "hf", verify=False), quiet())
+    assert (run / "hf" / "config.json").is_file()
