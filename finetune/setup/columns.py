@@ -13,6 +13,8 @@ from finetune.data.formats.values import Row
 NEARLY_ALL = 0.9  # share of the values that decides a column's kind: tables have some cells of another
 FEW_CHOICES = 20  # distinct values of a column of choices, at most
 _LONG = 40  # characters: no id or choice has as many on average
+_CELLS, _FEWEST_ROWS = 200_000, 20  # whose values are looked at
+_LONGEST_VALUE = 1000  # characters; a number or date has fewer, and patterns take the square of a text's length
 
 _NUMBER = re.compile(r"[-+$€£¥(]?\s*\d[\d.,_' ]*\s*[%€$£¥)]?|[-+]?\d*\.?\d+([eE][-+]?\d+)?|n/?a|nan|inf", re.IGNORECASE)
 _TIME = r"[T ,]*(\d{1,2}:\d{2}(:\d{2}([.,]\d+)?)?\s*([AaPp]\.?[Mm]\.?|Z|UTC|[-+]\d{2}:?\d{2})?)?"
@@ -55,9 +57,10 @@ class Column:
 
 
 def columns_of_table(rows: Sequence[Row]) -> dict[str, Column]:
-    """Returns the columns of rows by name, in their order."""
-    columns = {}
-    for name in dict.fromkeys(str(name) for row in rows for name in row):
+    """Returns the columns of rows by name, in their order; of thousands of columns fewer rows are looked at."""
+    columns, names = {}, list(dict.fromkeys(str(name) for row in rows for name in row))
+    rows = rows[: max(_FEWEST_ROWS, _CELLS // max(len(names), 1))]
+    for name in names:
         values = [row[name] for row in rows if row.get(name) is not None]
         texts = [value.strip() for value in values if isinstance(value, str) and value.strip()]
         others = [value for value in values if not isinstance(value, str)]
@@ -92,15 +95,27 @@ def _kind_of_values(values: list[Any]) -> str:
 
 
 def _kind_of_texts(texts: list[str], counts: Mapping[str, int], length: float) -> str:
-    def share(pattern: re.Pattern[str]) -> float:
-        return sum(pattern.fullmatch(text) is not None for text in texts) / len(texts)
-
     if len(texts) >= 2 and len(counts) <= 2 and all(text.lower() in _TRUTH for text in counts):
         return "truth"
-    for kind, pattern in (("number", _NUMBER), ("date", _DATE), ("json", _JSON)):
-        if share(pattern) >= NEARLY_ALL:
+    for kind, pattern, most in (
+        ("number", _NUMBER, _LONGEST_VALUE),
+        ("date", _DATE, _LONGEST_VALUE),
+        ("json", _JSON, None),
+    ):
+        if _nearly_all_match(texts, pattern, most):
             return kind
-    if length < 4 * _LONG and share(_ID) >= NEARLY_ALL:
+    if length < 4 * _LONG and _nearly_all_match(texts, _ID, _LONGEST_VALUE):
         return "id"
     is_repeated = len(counts) <= min(FEW_CHOICES, len(texts) / 4)
     return "choice" if is_repeated and length < _LONG and len(texts) >= 8 else "text"
+
+
+def _nearly_all_match(texts: list[str], pattern: re.Pattern[str], most: int | None) -> bool:
+    """most: characters; a longer text does not match."""
+    matching = len(texts)
+    for text in texts:
+        if (most is not None and len(text) > most) or pattern.fullmatch(text) is None:
+            matching -= 1
+            if matching / len(texts) < NEARLY_ALL:
+                return False
+    return True

@@ -75,9 +75,11 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
         lengths = token_lengths(rows, renderer)
         context = getattr(config.get_text_config(), "max_position_embeddings", None)
         parameters = sum(parameter.numel() for parameter in without_weights(config).parameters())
-    fit = fit_rows(lengths, min(context or LONGEST, LONGEST))
+    given = {key.strip(): value.strip() for key, _, value in (text.partition("=") for text in options.overrides)}
+    packs = given.get("data.packing", "true").lower() not in ("false", "off", "no")
+    fit = fit_rows(lengths, min(context or LONGEST, LONGEST), packs)
     recipe = NewRecipe(options, name, path, base, rows, lengths, fit, template, parameters)
-    if fit.overlong == len(lengths.examples) and fit.overlong and rows.format not in ("text", "tokens"):
+    if fit.overlong == len(lengths.examples) and fit.overlong and not rows.can_split:
         raise UserError(
             f"{options.data}: every example is longer than {fit.max_length:,} tokens, the shortest "
             f"{int(lengths.examples.min()):,}: use a model with a longer context, or shorter rows"
@@ -90,6 +92,8 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
 def _rows(options: NewOptions, console: Console, ask: Ask | None) -> RowsFound:
     """Reads the rows under the format and columns that are given, certain, or confirmed. Raises UserError."""
     sample = read_sample(options.data)
+    if sample.note:
+        console.print(f"note: {sample.note}", soft_wrap=True, highlight=False, markup=False)
     try:
         choice = choose_columns(sample.rows, options.format, options.columns)
         if choice.doubts and ask is None:

@@ -139,7 +139,7 @@ def _data_lines(options: NewOptions, rows: RowsFound, lengths: ExampleLengths, f
         *bad,
     ]
     share = f"{fit.overlong / len(lengths.examples):.1%} of the examples are longer"
-    if fit.overlong and rows.format in ("text", "tokens"):
+    if fit.overlong and rows.can_split:
         lines.append(f"  overlong: split  # {share}: their pieces are kept")
     elif fit.overlong:
         reason = f"{share}, and are left out; max_length is as long as the model allows, or {LONGEST:,}"

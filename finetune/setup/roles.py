@@ -322,9 +322,11 @@ def _described(columns: Mapping[str, str]) -> str:
 
 def columns_shown(rows: Sequence[Row]) -> list[str]:
     """Returns a line for each of the first columns, with its content."""
-    table = list(columns_of_table(rows).values())
-    more = [f"  and {len(table) - SHOWN_COLUMNS} more"] if len(table) > SHOWN_COLUMNS else []
-    return [f"  `{one.name}`: {one.about}" for one in table[:SHOWN_COLUMNS]] + more
+    all_names = list(dict.fromkeys(str(name) for row in rows for name in row))
+    first = all_names[:SHOWN_COLUMNS]
+    table = columns_of_table([{name: row[name] for name in first if name in row} for row in rows])
+    more = [f"  and {len(all_names) - SHOWN_COLUMNS} more"] if len(all_names) > SHOWN_COLUMNS else []
+    return [f"  `{one.name}`: {one.about}" for one in table.values()] + more
 
 
 def refusal(rows: Sequence[Row], choice: RoleChoice) -> str:

@@ -36,6 +36,7 @@ class ExampleLengths:
     is_estimate: bool
     scale: float  # examples of the source per example read
     bad: tuple[str, ...] = ()  # rows that cannot be used, of those read
+    can_split: bool = False  # text and tokens: a long one is kept, in pieces
 
     @property
     def longest(self) -> int:
@@ -100,7 +101,8 @@ def token_lengths(rows: RowsFound, renderer: Renderer) -> ExampleLengths:
     examples = np.add.reduceat(result.arrays.lengths, begins)
     answers = np.maximum.reduceat(result.arrays.targets, begins)
     several = 2 if objective.name == "kto" else 1  # with an answer of another row
-    return ExampleLengths(several * examples, answers, False, rows.count / len(rows.items), tuple(result.bad_rows))
+    scale = rows.count / len(rows.items)
+    return ExampleLengths(several * examples, answers, False, scale, tuple(result.bad_rows), rows.can_split)
 
 
 def estimated_lengths(rows: RowsFound) -> ExampleLengths:
@@ -109,10 +111,17 @@ def estimated_lengths(rows: RowsFound) -> ExampleLengths:
     readable = [row for _, _, row in rows.items if not isinstance(row, str)]
     texts = [sum(num_characters(row[name]) for name in fields if row.get(name) is not None) for row in readable]
     tokens = np.array([text // CHARACTERS_PER_TOKEN + TEMPLATE_TOKENS for text in texts], np.int64)
-    return ExampleLengths(tokens, tokens, True, rows.count / len(rows.items), rows.bad)
+    return ExampleLengths(tokens, tokens, True, rows.count / len(rows.items), rows.bad, rows.can_split)
 
 
-def fit_rows(lengths: ExampleLengths, longest: int) -> Fit:
+def pieces(lengths: NDArray[np.int64], max_length: int) -> NDArray[np.int64]:
+    """Returns the lengths of what `overlong: split` keeps: [435] in 128 -> [128, 128, 128, 51]; a last token alone has
+    nothing to train."""
+    whole, last = np.divmod(lengths, max_length)
+    return np.concatenate([np.full(int(whole.sum()), max_length), last[last > np.where(whole > 0, 1, 0)]])
+
+
+def fit_rows(lengths: ExampleLengths, longest: int, packing: bool = True) -> Fit:
     """Returns settings that make about `GOAL_STEPS`: first shorter sequences, then fewer of them per step,
     then more epochs. longest: maximum tokens of a sequence."""
     count = len(lengths.examples) * lengths.scale
@@ -120,12 +129,12 @@ def fit_rows(lengths: ExampleLengths, longest: int) -> Fit:
     held_out = 0.0 if count < 20 else 0.1 if count < 1000 else 0.05 if count < 10_000 else 0.01
     room = lengths.longest * (SLACK if lengths.is_estimate else 1)
     needed = min(longest, 1 << max(5, (room - 1).bit_length()))  # a power of two at least as large as the longest
-    kept = lengths.examples[lengths.examples <= longest]
-    if not len(kept):
-        kept = np.full(1, longest)
 
     def fit(max_length: int, in_step: int, epochs: int) -> Fit:
-        sequences = len(pack(kept, max_length)) * lengths.scale * (1 - held_out)
+        fitting = lengths.examples[lengths.examples <= max_length]
+        kept = pieces(lengths.examples, max_length) if lengths.can_split else fitting
+        packed = len(pack(kept, max_length)) if packing and len(kept) else len(kept)
+        sequences = packed * lengths.scale * (1 - held_out)
         overlong = int((lengths.examples > max_length).sum())
         return Fit(max_length, max(1, round(sequences)), in_step, epochs, held_out, overlong)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from finetune.data.building import read_items
+from finetune.data.building import num_characters, read_items
 from finetune.data.formats.detect import parse_row
 from finetune.data.formats.values import Row
 from finetune.data.samples import BadRow, Conversation, Labelled, Preference, Ranked, Sample
@@ -17,7 +17,8 @@ from finetune.errors import UserError
 from finetune.recipe.schema import Source
 from finetune.setup.roles import RoleChoice, unused_columns
 
-LOOK_ROWS = 5_000  # rows read; the rest of a larger source is assumed to be similar
+# Rows and characters read; the rest of a larger source is assumed to be similar.
+LOOK_ROWS, LOOK_CHARACTERS = 5_000, 20_000_000
 OBJECTIVES = {"preference": "dpo", "comparison": "dpo", "ranked": "dpo", "unpaired": "kto"}
 OBJECTIVES["classification"] = "classify"
 
@@ -30,6 +31,7 @@ class TableSample:
     items: tuple[Item, ...]
     is_all: bool  # every row was read; else `count` is an estimate
     count: int  # rows, bad ones included
+    note: str | None = None  # on files of a folder that are left out
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -59,6 +61,11 @@ class RowsFound:
     @property
     def objective(self) -> str:
         return OBJECTIVES.get(self.format, "sft")
+
+    @property
+    def can_split(self) -> bool:
+        """Returns whether examples that are too long are kept, in pieces."""
+        return self.format in ("text", "tokens")
 
     @property
     def labels(self) -> list[str]:
@@ -96,10 +103,16 @@ def conversation_of(sample: Sample) -> Conversation | None:
 def read_sample(path: str) -> TableSample:
     """Returns the first rows of a source. Raises UserError if none can be read."""
     reader = SourceReader(Source(path=path))
+    read, characters = list[Item](), 0
     with closing(read_items(reader)) as items:
-        read = tuple(islice(items, LOOK_ROWS))
+        for item in islice(items, LOOK_ROWS):
+            read.append(item)
+            characters += num_characters(item[2])
+            if characters >= LOOK_CHARACTERS:
+                break
         is_all = next(items, None) is None
-    sample = TableSample(path, read, is_all, len(read) if is_all else max(len(read), reader.estimated_rows() or 0))
+    count = len(read) if is_all else max(len(read), reader.estimated_rows() or 0)
+    sample = TableSample(path, tuple(read), is_all, count, reader.note)
     if not sample.rows:
         raise UserError(f"{path}: no row can be read" + (f": {read[0][0]}:{read[0][1]}: {read[0][2]}" if read else ""))
     return sample

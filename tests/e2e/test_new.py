@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tiny
 import yaml
@@ -20,7 +24,9 @@ from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
 from finetune.setup.new import write_new
 from finetune.setup.new_options import NewOptions
-from finetune.setup.row_fit import GOAL_STEPS, ExampleLengths, fit_rows
+from finetune.setup.roles import choose_columns, refusal
+from finetune.setup.row_fit import GOAL_STEPS, ExampleLengths, fit_rows, pieces
+from finetune.setup.rows import read_sample
 
 
 def words(drawn: random.Random, least: int, most: int) -> str:
@@ -236,6 +242,51 @@ def test_settings_follow_the_size_of_the_data() -> None:
     many = fit_rows(ExampleLengths(long, long, False, 40.0), 4096)
     assert (many.max_length, many.rows, many.epochs, many.held_out) == (4096, 8, 2, 0.01)
     assert many.overlong == (long > 4096).sum()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_pieces_of_long_texts_are_counted(made: Path, tmp_path: Path, packing: bool) -> None:
+    """60 texts of about 435 tokens and a model of 128 positions: as many steps as the run makes."""
+    drawn, model, output = random.Random(0), tmp_path / "model", tmp_path / "recipe.yaml"
+    shutil.copytree(made / "llama", model)
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}), encoding="utf-8")
+    lines = [" ".join(drawn.choice(("river", "stone", "light", "cloud")) for _ in range(200)) for _ in range(60)]
+    (tmp_path / "long.txt").write_text("\n".join(lines), encoding="utf-8")
+    printed = new(model, tmp_path / "long.txt", output=output, overrides=() if packing else ("data.packing=false",))
+    report = check_recipe(output, ())
+    assert (report.error, load_recipe(output).data.overlong) == (None, "split")
+    promised = int(re.findall(r"about ([\d,]+) steps", printed)[0].replace(",", ""))
+    assert promised == pytest.approx(report.facts["steps"], rel=0.05)
+    assert promised >= GOAL_STEPS
+    assert load_recipe(output).data.packing == packing
+
+
+def test_pieces_of_lengths() -> None:
+    assert pieces(np.array([435, 128, 129, 5, 1]), 128).tolist() == [128] * 5 + [51, 5, 1]
+
+
+def test_classes_are_written_by_their_names(made: Path, tmp_path: Path) -> None:
+    features = {"label": {"names": ["neg", "pos"], "_type": "ClassLabel"}}
+    table = pyarrow.table({"text": [f"a text {i}" for i in range(40)], "label": [i % 2 for i in range(40)]})
+    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    new(made / "llama", tmp_path / "a.parquet", output=tmp_path / "recipe.yaml")
+    assert load_recipe(tmp_path / "recipe.yaml").objective.labels == ("neg", "pos")
+
+
+WIDE = {
+    "a thousand columns": [{f"c{j}": f"words of a text {i} {j}" for j in range(1000)} for i in range(100)],
+    "a word of 3 MB": [{"note": "x" * 3_000_000, "other": "a few words"}] * 3,
+    "a number of 3 MB": [{"note": "1" * 3_000_000 + "x", "other": "a few words"}] * 3,
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_large_rows_are_looked_at_in_one_pass(tmp_path: Path, name: str) -> None:
+    sample = read_sample(str(tiny.write_rows(tmp_path / "a.jsonl", WIDE[name])))
+    with pytest.raises(UserError, match=r"is a guess|no format fits"):
+        raise UserError(refusal(sample.rows, choose_columns(sample.rows)))
 
 
 def test_what_is_not_given_is_asked_for(
