@@ -76,7 +76,6 @@ CASES: dict[str, tuple[dict[str, Any], Lora | None, bool]] = {
 CASES |= {
     "mixtral": (tiny.MODELS["mixtral"], None, False),
     "qwen3_moe lora": (tiny.MODELS["qwen3_moe"], Lora(rank=4), False),
-    "qwen2_moe lora": (tiny.MODELS["qwen2_moe"], Lora(rank=4), False),
 }
 CASES |= {
     "llama_wide qlora": (tiny.WIDE, Lora(rank=4), True),

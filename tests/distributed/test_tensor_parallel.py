@@ -34,7 +34,7 @@ QLORA = ("llama_wide qlora", "qwen2 qlora fp8")
 # Each rank has some of the tokens.
 SPLIT = ("llama", "llama_tied lora", "qwen3", "qwen2", "phi3", "phi3 lora", *DORA, *QLORA)
 WHOLE = ("llama whole", "llama_tied lora whole", "llama_wide qlora dora whole")
-CASES = (*SPLIT, *WHOLE, "mixtral", "qwen3_moe lora", "qwen2_moe lora")
+CASES = (*SPLIT, *WHOLE, "mixtral", "qwen3_moe lora")
 LAYERS, HIDDEN, TOKENS = 2, 64, 47
 
 
