@@ -190,7 +190,7 @@ def test_named_targets_are_all_of_these_names(name: str, targets: list[str], lea
 def test_named_shared_experts_alone_are_loaded_again(tmp_path: Path) -> None:
     targets = ["shared_experts.gate_proj", "q_b_proj"]
     adapted = adapters(model_of("deepseek_v3"), targets=targets, dropout=0.1)
-    adapted.save_pretrained(tmp_path)
+    adapted.save_pretrained(tmp_path, save_embedding_layers=False)  # peft 0.20 would look for a base on the hub
     name_targets(adapted, tmp_path)
     again = PeftModel.from_pretrained(model_of("deepseek_v3"), str(tmp_path)).eval()
     ids = torch.arange(3, 15)[None]
