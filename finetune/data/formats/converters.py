@@ -189,8 +189,6 @@ def ranked(row: Row) -> Ranked:
 def unpaired(row: Row) -> Labelled:
     """prompt and completion, as in prompt_completion, or messages that end with the answer; label: true or false"""
     label = _field(row, "label")
-    if isinstance(label, str):  # of a CSV, or the names of a table's classes
-        label = {"true": True, "false": False}.get(label.strip().lower(), label)
     if type(label) not in (bool, int) or label not in (0, 1):
         raise BadRow(f"`label` is {shown(label)}; expected true (a good answer) or false (a bad one), or 1 or 0")
     if not has_value(row.get("messages")):
