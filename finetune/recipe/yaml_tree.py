@@ -382,5 +382,17 @@ def _override_value(raw: str, place: Location, key: Key, is_text: bool) -> Any:
 
 def flow(value: Any) -> str:
     """Returns a value as YAML in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+    text = yaml.dump(
+        value, Dumper=_FlowDumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
+    )
     return text.removesuffix("...\n").strip()
+
+
+class _FlowDumper(_Dumper):
+    """Dumper that keeps a text in its line: line breaks and control characters are escapes in quotes."""
+
+    def represent_text(self, text: str) -> yaml.Node:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_FlowDumper.add_representer(str, _FlowDumper.represent_text)

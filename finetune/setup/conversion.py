@@ -1,24 +1,26 @@
-"""A config of another tool on its way to a recipe: the keys that were read, the recipe's, and those without a place."""
+"""A config of another tool on its way to a recipe: the recipe's keys, and what has no place in it."""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from finetune.errors import UserError
-from finetune.recipe.foreign_keys import FOREIGN_KEYS
-from finetune.recipe.yaml_tree import flow
+from finetune.recipe.foreign_keys import FOREIGN_KEYS, FOREIGN_SOURCE_KEYS
+from finetune.recipe.yaml_tree import Location, Tree, flow, override
+from finetune.setup.foreign_values import ForeignTable, Leftover, one_line, shown
 
 TODO = "TODO: "  # begins the comment of a value that a person has to decide
-_NOT_SET = (None, False, "", "none", "None")
+OFF = "off there as well"  # reason of keys that are false and have no counterpart
 _SECTIONS = (
-    *("run", "model", "mode", "lora", "quantization", "tokens", "data", "objective", "batch", "optimizer"),
-    *("schedule", "train", "evaluate", "checkpoint", "tracking"),
+    *("run", "model", "mode", "lora", "quantization", "tokens", "data", "objective", "rollouts", "rewards", "batch"),
+    *("optimizer", "schedule", "train", "evaluate", "checkpoint", "tracking"),
 )
+_SOURCES = ("datasets", "test_datasets", "pretraining_dataset")  # keys of lists whose sections are sources
+_TEXTS = (("run", "name"), ("model", "name"), ("model", "revision"), ("model", "tokenizer"))
+
+Source = tuple[dict[str, Any], str]  # of a recipe, and its comment
 
 
 @dataclass
@@ -26,118 +28,78 @@ class Conversion:
     """Values of the other tool, and the recipe that they become."""
 
     tool: str
-    theirs: dict[str, Any]
+    theirs: ForeignTable
     devices: int | None = None  # that the other tool ran on; None: not said
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)  # of the recipe, dotted: value and comment
-    sources: dict[str, list[tuple[dict[str, Any], str]]] = field(default_factory=dict)  # by train, eval
-    left: dict[str, list[str]] = field(default_factory=dict)  # reason: keys of the other tool
+    sources: dict[str, list[Source]] = field(default_factory=dict)  # by train, eval
+    rewards: list[Source] = field(default_factory=list)
     launch: str | None = None  # name of an accelerate config
-    _read: set[str] = field(default_factory=set)
-
-    def take(self, *names: str, default: Any = None) -> Any:
-        """Returns the value of the first of these keys that is set, and marks all of them as read."""
-        self._read |= set(names)
-        given = [self.theirs[name] for name in names if self.theirs.get(name) not in (None, "")]
-        return given[0] if given else default
-
-    def is_on(self, *names: str, default: bool = False) -> bool:
-        """Returns whether a switch is on, in any spelling of true."""
-        value = self.take(*names, default=default)
-        return value is True or (isinstance(value, str) and value.lower() in ("true", "yes", "on", "1", "unsloth"))
-
-    def word(self, *names: str, default: str | None = None) -> str | None:
-        """Returns text, or a scalar as text."""
-        value = self.take(*names, default=default)
-        if isinstance(value, list | dict):
-            self.leave(names[0], "is not text")
-            return default
-        return None if value is None else str(value)
-
-    def listed(self, *names: str) -> list[Any]:
-        """Returns a list, also from text with commas, or from one value."""
-        value = self.take(*names, default=[])
-        if isinstance(value, str):
-            return [part.strip() for part in value.split(",") if part.strip()]
-        return value if isinstance(value, list) else [value] if value not in (False, {}) else []
-
-    def table(self, *names: str) -> dict[str, Any]:
-        """Returns a mapping, also from text in JSON; empty if there is none."""
-        value = self.take(*names, default={})
-        try:
-            value = json.loads(value) if isinstance(value, str) else value
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            self.leave(names[0], "is not a mapping of settings")
-            return {}
-        return value
-
-    def number(self, *names: str, default: float | None = None) -> Any:
-        """Returns a number, also from text such as `1e-4`; None if it is neither given nor has a default."""
-        value = self.take(*names, default=default)
-        try:
-            value = float(value) if isinstance(value, str) else value
-        except ValueError:
-            value = str(value)
-        if isinstance(value, str | list | dict | bool):
-            self.leave(names[0], f"{value!r} is not a number")
-            return default
-        is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
-        return int(value) if is_whole and value != 0 else value
+    others: list[ForeignTable] = field(default_factory=list)  # files that the config names, about the launch
 
     def set(self, key: str, value: Any, comment: str = "") -> None:
         self.keys[key] = (value, comment)
 
-    def copy(self, key: str, *names: str, default: float | None = None) -> None:
+    def value(self, key: str) -> Any:
+        return self.keys.get(key, (None, ""))[0]
+
+    def copy(self, key: str, *names: str, default: float | None = None, table: ForeignTable | None = None) -> None:
         """Sets a number of the recipe from the other tool's, or from its default, which then is written out."""
-        value, is_given = self.number(*names, default=default), any(self.theirs.get(name) is not None for name in names)
+        table = table or self.theirs
+        value = table.number(*names, default=default)
         if value is not None:
-            self.set(key, value, "" if is_given else f"the default of {self.tool}")
+            self.set(key, value, "" if any(name in table for name in names) else f"the default of {self.tool}")
+
+    def doubt(self, key: str, problem: str) -> None:
+        """Marks a value of the recipe as one that a person has to decide."""
+        value, comment = self.keys[key]
+        said = comment.removeprefix(TODO)
+        self.keys[key] = (value, TODO + "; ".join(part for part in (problem, said) if part))
 
     def override(self, text: str) -> None:
         """Applies `section.key=value` in place of what was converted. Raises UserError for a key of another depth."""
         key, equals, value = text.partition("=")
         if not equals or (key.count(".") != 1 and key != "mode"):
             raise UserError(f"{text!r}: expected section.key=value, such as optimizer.lr=1e-4")
+        tree = Tree({}, {(): Location("command line")})
+        override(tree, text, _TEXTS.__contains__)
+        section, _, name = key.partition(".")
         if key in ("data.train", "data.eval"):
-            self.sources.pop(key.partition(".")[2], None)
-        self.set(key, scalar(value), "from the command line")
+            self.sources.pop(name, None)
+        self.set(key, tree.values[section][name] if name else tree.values[section], "from the command line")
         unused = {"full": ("lora", "quantization"), "lora": ("quantization",)}.get(value, ()) if key == "mode" else ()
         self.keys = {name: one for name, one in self.keys.items() if name.partition(".")[0] not in unused}
 
-    def leave(self, name: str, reason: str) -> None:
-        """Lists a key as not converted."""
-        self._read.add(name)
-        names = self.left.setdefault(reason, [])
-        if name not in names:
-            names.append(name)
-
     def leave_the_rest(self) -> None:
-        """Lists all keys that are set and were not read, with the reason that `check` gives for them."""
-        for name, value in self.theirs.items():
-            if name in self._read or value in _NOT_SET or value in ([], {}):
-                continue
-            reason = FOREIGN_KEYS.get(name, "no counterpart is known")
-            self.leave(name, reason if " " in reason else f"set `{reason}`, if it is meant")
+        """Lists every key that nobody asked for, at any depth, with the reason that `check` gives for it."""
+        for one in list(self.theirs.unread()):
+            self.theirs.left.append(Leftover(one.path, one.value, OFF if one.value is False else _reason(one.path)))
+        for table in self.others:
+            self.theirs.left += [Leftover(one.path, one.value, FOREIGN_KEYS["local_rank"]) for one in table.unread()]
 
-    def value(self, key: str) -> Any:
-        return self.keys.get(key, (None, ""))[0]
+    def not_converted(self) -> list[str]:
+        """Returns lines of `path=value, path=value: reason`, one for each reason."""
+        by_reason: dict[str, list[str]] = {}
+        for one in self.theirs.left:
+            by_reason.setdefault(one.reason, []).append(shown(one))
+        return [f"{', '.join(texts)}: {one_line(reason, 400)}" for reason, texts in by_reason.items()]
 
     def todos(self) -> list[str]:
         """Returns what a person has to decide, with the key."""
         comments = [(key, comment) for key, (_, comment) in self.keys.items()]
         comments += [(f"data.{part}", comment) for part, sources in self.sources.items() for _, comment in sources]
-        return [f"{key}: {comment.removeprefix(TODO)}" for key, comment in comments if comment.startswith(TODO)]
+        comments += [("rewards", comment) for _, comment in self.rewards]
+        done = [(key, one_line(comment.removeprefix(TODO), 400)) for key, comment in comments if TODO in comment]
+        return [f"{key}: {text}" for key, text in dict.fromkeys(done)]
 
     def text(self, origin: str) -> str:
         """Returns the recipe as YAML with comments. origin: a short name of the config that it was."""
-        lines = [f"# {origin} of {self.tool}, converted by `python -m finetune new --from`."]
-        if self.left:
-            lines += ["#", "# Not converted:"]
-        for reason, names in self.left.items():
-            lines.append(f"#   {', '.join(names)}: {reason}")
+        lines = [f"# {one_line(origin)} of {self.tool}, converted by `python -m finetune new --from`."]
+        if left := self.not_converted():
+            lines += ["#", "# Not converted:", *(f"#   {line}" for line in left)]
+        lists = {f"data.{part}": sources for part, sources in self.sources.items()}
+        keys = {key: one for key, one in self.keys.items() if key not in lists}  # a list of sources is the whole value
         for section in _SECTIONS:
-            inside = {key.partition(".")[2]: one for key, one in self.keys.items() if key.partition(".")[0] == section}
+            inside = {key.partition(".")[2]: one for key, one in keys.items() if key.partition(".")[0] == section}
             if "" in inside:  # a key of its own, such as `mode`
                 value, comment = inside[""]
                 lines.append(_line(f"{section}: {flow(value)}", comment))
@@ -145,21 +107,28 @@ class Conversion:
             below: list[str] = []
             for part, sources in self.sources.items() if section == "data" else ():
                 below += [f"  {part}:", *(_line(f"    - {flow(source)}", comment) for source, comment in sources)]
+            for reward, comment in self.rewards if section == "rewards" else ():
+                below.append(_line(f"  - {flow(reward)}", comment))
             below += [_line(f"  {name}: {flow(value)}", comment) for name, (value, comment) in inside.items()]
             lines += [f"{section}:", *below] if below else []
         return "\n".join(lines) + "\n"
 
 
-def scalar(text: str) -> Any:
-    """Returns a value of the command line as YAML reads it, with numbers such as `1e-4`."""
-    try:
-        return float(text) if re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", text) else yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+def _reason(path: str) -> str:
+    """Returns why a key of the other tool is not converted, by its name, or by that of the section around it."""
+    first, *inner = re.findall(r"[^.\[\]]+", path)
+    tables = [FOREIGN_SOURCE_KEYS, FOREIGN_KEYS] if first in _SOURCES and inner else [FOREIGN_KEYS]
+    name = (inner or [first])[-1]
+    reason = next((table[name] for table in tables if name in table), None)
+    if reason is None and inner and " " in FOREIGN_KEYS.get(first, ""):
+        reason = FOREIGN_KEYS[first]
+    if reason is None:
+        return "no counterpart is known"
+    return reason if " " in reason else f"set `{reason}`, if it is meant"
 
 
 def _line(text: str, comment: str) -> str:
-    return f"{text}  # {comment}" if comment else text
+    return f"{text}  # {one_line(comment, 400)}" if comment else text
 
 
 def run_name(text: str) -> str:

@@ -5,45 +5,59 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from finetune.setup.conversion import TODO, Conversion
+from finetune.setup.conversion import TODO, Conversion, Source
 from finetune.setup.foreign_arguments import (
+    COMPARING,
     ToolDefaults,
     convert_adapters,
     convert_held_out,
     convert_model,
     convert_run,
     convert_training,
+    file_paths,
 )
+from finetune.setup.foreign_rollouts import convert_grpo, fit_length
+from finetune.setup.foreign_values import ForeignTable
 
-Format = tuple[str, dict[str, str]]  # of the rows, and its columns: field -> column
+
+class Rows(NamedTuple):
+    """What a `type` says about its rows: format, columns (field -> column), template and doubts."""
+
+    format: str | None
+    columns: dict[str, str] = {}  # noqa: RUF012 (never changed)
+    doubts: tuple[str, ...] = ()
+    template: str | None = None  # its text around the rows, by its name there
+    comment: str = ""
+
+
 _ALPACA = "the Alpaca text is around prompts there; here the chat template is"
 _QUESTION = {"prompt": "question"}
 _ARGILLA = {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"}
 # `type` up to the first dot or colon, or all of it.
-_ANSWERS: dict[str, Format] = {
-    "alpaca": ("alpaca", {}),
-    "alpaca_w_system": ("alpaca", {}),
-    "alpaca_w_system.load_open_orca": (
-        "prompt_completion",
-        {"prompt": "question", "completion": "response", "system": "system_prompt"},
+_ANSWERS: dict[str, Rows] = {
+    "alpaca": Rows("alpaca", comment=_ALPACA),
+    "alpaca_w_system": Rows("alpaca", comment=_ALPACA),
+    "alpaca_w_system.load_open_orca": Rows(
+        "prompt_completion", {"prompt": "question", "completion": "response", "system": "system_prompt"}
     ),
-    "alpaca_chat": ("alpaca", {"output": "response"}),
-    "alpaca_chat.load_qa": ("prompt_completion", {"prompt": "question", "completion": "answer"}),
-    "gpteacher": ("alpaca", {"output": "response"}),
-    "oasst": ("alpaca", {"instruction": "INSTRUCTION", "output": "RESPONSE"}),
-    "jeopardy": ("prompt_completion", {"prompt": "question", "completion": "answer"}),
-    "summarizetldr": ("prompt_completion", {"prompt": "article", "completion": "summary"}),
-    "metharme": ("prompt_completion", {"completion": "generation"}),
-    "creative_acr.load_answer": ("prompt_completion", {"prompt": "instruction", "completion": "revision"}),
-    "sharegpt": ("sharegpt", {}),
+    "alpaca_chat": Rows("alpaca", {"output": "response"}),
+    "alpaca_chat.load_qa": Rows("prompt_completion", {"prompt": "question", "completion": "answer"}),
+    "gpteacher": Rows("alpaca", {"output": "response"}, comment=_ALPACA),
+    "oasst": Rows("alpaca", {"instruction": "INSTRUCTION", "output": "RESPONSE"}, comment=_ALPACA),
+    "jeopardy": Rows("prompt_completion", {"prompt": "question", "completion": "answer"}),
+    "summarizetldr": Rows("prompt_completion", {"prompt": "article", "completion": "summary"}),
+    "metharme": Rows("prompt_completion", {"completion": "generation"}),
+    "creative_acr.load_answer": Rows("prompt_completion", {"prompt": "instruction", "completion": "revision"}),
+    "sharegpt": Rows("sharegpt"),
 }
-_PAIRS: dict[str, dict[str, str]] = {  # by what follows the template, such as chatml.intel
+# By what follows the template in a type, such as `intel` in chatml.intel.
+_PAIRS: dict[str, dict[str, str]] = {
     "argilla": _ARGILLA,
     "icr": {"prompt": "input"},
     "intel": _QUESTION,
-    **{name: {} for name in ("", "ultra", "argilla_chat", "prompt_pairs", "passthrough")},
+    **{name: {} for name in ("", "default", "ultra", "argilla_chat", "prompt_pairs", "passthrough")},
 }
 _MARKED: dict[str, dict[str, str]] = {
     "argilla": {"prompt": "instruction"},
@@ -58,58 +72,102 @@ _TEMPLATES = {
     "mistral_v3_tekken": "mistral-tekken",
     **dict.fromkeys(("tokenizer_default", "tokenizer_default_fallback_chatml"), None),
 }
+_WRITTEN = ("chatml", "llama3", "zephyr")  # templates that types such as llama3.ultra write around pairs
+# `rl`: the objective, and its loss.
+_OBJECTIVES: dict[str, tuple[str, str | None]] = {
+    "sft": ("sft", None),
+    "reward": ("reward", None),
+    "dpo": ("dpo", "sigmoid"),
+    "ipo": ("dpo", "ipo"),
+    "simpo": ("dpo", "simpo"),
+    "orpo": ("orpo", None),
+    "kto": ("kto", None),
+    "grpo": ("grpo", None),
+    "gdpo": ("grpo", None),
+}
+_PAIR_LOSSES = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down")
 _DEFAULTS = ToolDefaults(
     micro=1, schedule="cosine", warmup_ratio=0.03, epochs=1.0, checkpointing=False, save_steps=None
 )
 _OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
+_ROLES = {"assistant": {"gpt", "assistant"}, "user": {"human", "user"}, "system": {"system"}, "tool": {"tool"}}
 
 
 def convert_axolotl(c: Conversion) -> None:
+    t = c.theirs
     convert_run(c)
     convert_model(c, "base_model")
-    c.take("model_type", "tokenizer_type", "base_model_config")
-    name, jinja = c.word("chat_template"), c.word("chat_template_jinja")
-    if jinja and Path(str(jinja)).suffix in (".jinja", ".jinja2"):
-        c.set("model.chat_template", str(jinja))
+    if t.word("base_model_config", default="") not in ("", c.value("model.name")):
+        t.leave("base_model_config", "a model keeps its own config")
+    t.ignore("type_of_model", "model_type", "tokenizer_type")  # classes follow from the model's config
+    _template(c, t.word("chat_template"), t.word("chat_template_jinja"))
+    if "chat_template_kwargs" in t:
+        c.set("model.chat_template_arguments", _copied(t.table("chat_template_kwargs")))
+    adapter, four, eight = t.word("adapter"), t.is_on("load_in_4bit"), t.is_on("load_in_8bit")
+    if adapter in (None, "False", "none"):
+        c.set("mode", "full")
+        if "unfrozen_parameters" in t:
+            c.doubt("mode", "unfrozen_parameters trains a part there, and full trains all")
+            t.leave("unfrozen_parameters", "all weights (`mode: full`), or adapters in the modules of `lora.targets`")
+    else:
+        if adapter not in ("lora", "qlora"):
+            t.leave("adapter", f"{adapter} is not offered; `mode` has full, lora and qlora")
+        if adapter == "qlora" and "load_in_4bit" in t and not four:
+            t.leave("load_in_4bit", "`adapter: qlora` is in 4 bits")
+        if eight and (four or adapter == "qlora"):
+            t.leave("load_in_8bit", "the base is in 4 bits")
+        _adapters(c, "nf4" if four or adapter == "qlora" else "fp8" if eight else None)
+    _objective(c)
+    _data(c)
+    convert_training(c, _DEFAULTS, keeps_16_bits=c.value("mode") == "full")
+    if c.value("schedule.warmup_ratio") == _DEFAULTS.warmup_ratio and "warmup_ratio" not in t:
+        c.set("schedule.warmup_ratio", _DEFAULTS.warmup_ratio, "the default of axolotl, there at most 100 steps")
+
+
+def _template(c: Conversion, name: str | None, jinja: str | None) -> None:
+    if jinja and Path(jinja).suffix in (".jinja", ".jinja2"):
+        c.set("model.chat_template", jinja)
     elif jinja:
-        c.leave("chat_template_jinja", "save it to a file and name that in `model.chat_template`")
+        c.theirs.leave("chat_template_jinja", "save it to a file and name that in `model.chat_template`")
+        c.set("model.chat_template", None, f"{TODO}a template of its own there: save it to a file and name it here")
     elif name in _TEMPLATES:
         if _TEMPLATES[name]:
             c.set("model.chat_template", _TEMPLATES[name])
     elif name:
         c.set("model.chat_template", None, f"the tokenizer's own, in place of axolotl's {name}")
-    if arguments := c.table("chat_template_kwargs"):
-        c.set("model.chat_template_arguments", arguments)
-    adapter, four, eight = c.take("adapter"), c.is_on("load_in_4bit"), c.is_on("load_in_8bit")
-    if adapter in (None, "", False):
-        c.set("mode", "full")
-    else:
-        if adapter not in ("lora", "qlora"):
-            c.leave("adapter", f"{adapter} is not offered; `mode` has full, lora and qlora")
-        targets: Any = "all-linear"
-        comment = ""
-        named = [] if c.is_on("lora_target_linear") else c.listed("lora_target_modules")
-        text = ",".join(map(str, named))
-        if match := _OF_ALL_LAYERS.fullmatch(text):
-            targets, comment = [f"{name}_proj" for name in match[1].split("|")], "of each layer"
-        elif any(sign in text for sign in "()|\\*"):
-            comment = f"{TODO}list the modules that lora_target_modules fits"
-        elif named not in ([], ["all-linear"]):
-            targets = named
-        bits = "nf4" if four or adapter == "qlora" else "fp8" if eight else None
-        rank = c.number("lora_r", default=8)
-        convert_adapters(
-            c,
-            rank=rank,
-            alpha=c.number("lora_alpha", default=rank),
-            dropout=c.number("lora_dropout", default=0.0),
-            targets=targets,
-            comment=comment,
-            bits=bits,
-        )
-    _objective(c)
-    _data(c)
-    convert_training(c, _DEFAULTS, keeps_16_bits=True)
+
+
+def _copied(table: ForeignTable) -> dict[str, Any]:
+    return {name: table.take(name) for name in table.values}
+
+
+def _adapters(c: Conversion, bits: str | None) -> None:
+    t = c.theirs
+    targets: Any = "all-linear"
+    comment = ""
+    named = t.words("lora_target_modules")
+    text = ",".join(named)
+    if t.is_on("lora_target_linear"):
+        if named:
+            t.leave("lora_target_modules", "lora_target_linear takes all of them")
+    elif match := _OF_ALL_LAYERS.fullmatch(text):
+        targets, comment = [f"{name}_proj" for name in match[1].split("|")], "of each layer"
+    elif any(sign in text for sign in "()|\\*"):
+        comment = f"{TODO}list the modules that lora_target_modules fits"
+    elif not named:
+        targets, comment = ["q_proj", "v_proj"], "the default of peft for Llama, Mistral and Qwen"
+    elif named != ["all-linear"]:
+        targets = named
+    rank = t.count("lora_r", default=8)
+    convert_adapters(
+        c,
+        rank=rank,
+        alpha=t.number("lora_alpha", default=rank),
+        dropout=t.number("lora_dropout", default=0.0),
+        targets=targets,
+        comment=comment,
+        bits=bits,
+    )
 
 
 # A regular expression that takes the same modules of every layer, such as `model.layers.[\d]+.mlp.(up|down)_proj`.
@@ -117,143 +175,209 @@ _OF_ALL_LAYERS = re.compile(r".*layers\\?\.(?:\[\\d\]|\\d)\+.*\.\(((?:\w+\|)*\w+
 
 
 def _objective(c: Conversion) -> None:
-    rl = c.take("rl") or ("reward" if c.is_on("reward_model") else "sft")
-    losses = c.listed("dpo_loss_type") or ["ipo" if rl == "ipo" else "sigmoid"]
-    names = {"sft": "sft", "reward": "reward", "dpo": "dpo", "ipo": "dpo", "simpo": "dpo", "orpo": "orpo", "kto": "kto"}
-    name = names.get(str(rl))
-    if name is None:
-        c.set(
-            "objective.name",
-            "sft",
-            f"{TODO}`rl: {rl}` trains on the model's own samples: set grpo, with `rollouts` and `rewards`",
-        )
+    t = c.theirs
+    is_reward, is_process = t.is_on("reward_model"), t.is_on("process_reward_model")
+    rl = t.word("rl", default="reward" if is_reward or is_process else "sft")
+    name, loss = _OBJECTIVES.get(str(rl), ("sft", None))
+    if name == "grpo":
+        convert_grpo(c, t.table("trl"))
+        if rl == "gdpo":
+            c.doubt("objective.name", "gdpo scales each reward by itself; grpo their sum")
         return
     c.set("objective.name", name)
+    if str(rl) not in _OBJECTIVES:
+        c.doubt("objective.name", f"`rl: {rl}` is not offered")
+    if is_process:
+        c.doubt("objective.name", "process rewards are not offered; reward scores whole answers")
+    if name == "reward" and t.values.get("num_labels") == 1:
+        t.ignore("num_labels")  # the one score of a reward model
     if name == "sft":
-        c.set("objective.train_on", "all" if c.is_on("train_on_inputs") else "assistant")
+        c.set("objective.train_on", "all" if t.is_on("train_on_inputs") else "assistant")
         return
-    if name == "dpo":
-        c.set("objective.loss", "simpo" if rl == "simpo" else losses[0])
-        if "sft" in losses[1:]:
-            weights = c.listed("dpo_loss_weights") or [1.0] * len(losses)
-            c.set("objective.sft_weight", float(weights[losses.index("sft")]))
+    t.ignore("train_on_inputs")  # pairs and marked answers have no loss on their prompts
+    if loss:
+        _pair_loss(c, loss if rl != "dpo" else None)
     if name != "reward":
-        c.copy("objective.beta", "orpo_alpha" if rl == "orpo" else "rl_beta", default=0.1)
+        c.copy("objective.beta", *(("rl_beta", "orpo_alpha") if rl == "orpo" else ("rl_beta",)), default=0.1)
     if rl == "simpo":
         c.copy("objective.margin", "simpo_gamma", default=0.5)
         c.copy("objective.sft_weight", "cpo_alpha", default=1.0)
     if name == "kto":
         c.copy("objective.desirable_weight", "kto_desirable_weight", default=1.0)
         c.copy("objective.undesirable_weight", "kto_undesirable_weight", default=1.0)
-    if name == "dpo" and c.number("dpo_label_smoothing"):
+    if rl == "dpo" and t.number("dpo_label_smoothing"):
         c.copy("objective.label_smoothing", "dpo_label_smoothing")
-    if name == "reward" and c.number("center_rewards_coefficient"):
+    if name == "reward" and t.number("center_rewards_coefficient"):
         c.copy("objective.centering", "center_rewards_coefficient")
 
 
+def _pair_loss(c: Conversion, fixed: str | None) -> None:
+    """The loss of `rl: ipo` and `simpo`, or those of `dpo_loss_type`."""
+    t = c.theirs
+    losses = [fixed] if fixed else t.words("dpo_loss_type") or ["sigmoid"]
+    known = fixed or losses[0] in _PAIR_LOSSES
+    c.set("objective.loss", losses[0] if known else "sigmoid", "" if known else f"{TODO}{losses[0]} is not offered")
+    if others := [loss for loss in losses[1:] if loss != "sft"]:
+        c.doubt("objective.loss", f"one loss is trained: {', '.join(others)} is left out")
+    if "sft" in losses[1:]:
+        weights = [float(weight) for weight in t.listed("dpo_loss_weights")] or [1.0] * len(losses)
+        c.set("objective.sft_weight", weights[losses.index("sft")])
+
+
 def _data(c: Conversion) -> None:
-    pretraining = c.listed("pretraining_dataset")
-    pretraining = [{"type": "pretrain", **(one if isinstance(one, dict) else {"path": one})} for one in pretraining]
-    c.sources["train"] = _sources(c, [*c.listed("datasets"), *pretraining])
-    if not c.sources["train"]:
-        c.sources["train"] = [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")]
-    if tests := c.listed("test_datasets"):
+    t = c.theirs
+    pretraining = t.tables("pretraining_dataset")
+    train = _sources(c, t.tables("datasets")) + _sources(c, pretraining, "pretrain")
+    c.sources["train"] = train or [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")]
+    if tests := t.tables("test_datasets"):
         c.sources["eval"] = _sources(c, tests)
     convert_held_out(c, "val_set_size")
+    strategy = t.word("excess_length_strategy", default="drop")
+    packs = t.is_on("sample_packing", default=bool(pretraining))
+    if c.value("objective.name") == "grpo":
+        fit_length(c, "sequence_len")
+        return
     c.copy("data.max_length", "sequence_len", default=512)
     kinds = {source.get("format") for source, _ in c.sources["train"]}
-    strategy = str(c.take("excess_length_strategy", default="drop"))
-    c.set("data.overlong", "split" if kinds == {"text"} else _OVERLONG.get(strategy, "drop"))
-    c.set("data.packing", c.is_on("sample_packing") or bool(pretraining))
-    if c.take("processor_type"):
+    c.set("data.overlong", "split" if kinds == {"text"} else _OVERLONG.get(str(strategy), "drop"))
+    c.set("data.packing", packs)
+    if t.word("processor_type"):
         c.set("data.image", {}, "pictures in the rows")
-        c.take("skip_prepare_dataset", "remove_unused_columns")
-    if pretraining or c.is_on("streaming"):
+        t.ignore("skip_prepare_dataset", "remove_unused_columns")
+    if pretraining or t.is_on("streaming"):
         c.set("data.streaming", True)
 
 
-def _sources(c: Conversion, theirs: list[Any]) -> list[tuple[dict[str, Any], str]]:
-    """Returns a recipe's sources, one for each file, with comments."""
-    sources = []
+def _sources(c: Conversion, theirs: list[ForeignTable], kind: str | None = None) -> list[Source]:
+    """Returns a recipe's sources, one for each file, with comments. kind: the type, if there is none."""
+    sources: list[Source] = []
     for one in theirs:
-        one = one if isinstance(one, dict) else {"path": str(one)}
-        source = {ours: one[key] for ours, key in (("config", "name"), ("split", "split")) if one.get(key)}
-        source = {key: value for key, value in source.items() if (key, value) != ("split", "train")}
-        format, columns, comment = _of_type(c.value("objective.name"), one.get("type"), one)
-        if format:
-            source["format"] = format
-        if columns:
-            source["columns"] = columns
-        path, files = str(one.get("path", "")), one.get("data_files") or []
-        files = [files] if isinstance(files, str) else list(files)
-        if files and path not in ("", "json", "csv", "parquet", "text", "arrow"):
-            files = [f"hf://datasets/{path}/{file}" for file in files]
-        sources += [({"path": file, **source}, comment) for file in files or [path]]
+        named = {"config": one.word("name"), "split": one.word("split")}
+        source: dict[str, Any] = {key: value for key, value in named.items() if value and value != "train"}
+        rows = _rows(c.value("objective.name"), one.take("type", default=kind), one)
+        if rows.format:
+            source["format"] = rows.format
+        if rows.columns:
+            source["columns"] = rows.columns
+        doubts = [*rows.doubts, *_of_source(c, one, rows)]
+        comment = TODO + "; ".join(doubts) if doubts else rows.comment
+        sources += [({"path": file, **source}, comment) for file in file_paths(one)]
     return sources
 
 
-def _of_type(objective: str, kind: Any, one: dict[str, Any]) -> tuple[str | None, dict[str, str], str]:
-    """Returns format, columns and a comment for a `type`."""
-    if objective in ("dpo", "orpo", "reward", "kto"):
+def _of_source(c: Conversion, one: ForeignTable, rows: Rows) -> list[str]:
+    """Returns doubts about keys of a source, whatever its type, and sets its template."""
+    doubts = []
+    template = one.word("chat_template") or one.word("conversation") or rows.template
+    jinja = one.word("chat_template_jinja")
+    if template or jinja:
+        before = c.value("model.chat_template")
+        if before in (None, _TEMPLATES.get(str(template), "")) and not jinja:
+            _template(c, template, None)
+            given = c.theirs.values.get("chat_template")
+            if rows.template and given not in (None, rows.template):
+                said = f"written around the rows by their type; chat_template is {given} there"
+                c.set("model.chat_template", c.value("model.chat_template"), said)
+        elif template != "tokenizer_default" or jinja:
+            doubts.append(f"its template is {template or 'its own'}; all sources have `model.chat_template`")
+    if (parts := one.count("shards")) is not None:
+        index = one.number("shards_idx", default=0)
+        doubts.append(f"part {index} of {parts} there: see `split`")
+    return doubts
+
+
+def _rows(objective: str, kind: Any, one: ForeignTable) -> Rows:
+    """Returns what a `type` says."""
+    if objective in COMPARING:
         return _of_answers(objective, kind, one)
-    if isinstance(kind, dict):
-        fields = {"instruction": "instruction", "input": "input", "output": "output", "system": "system"}
-        columns = {ours: kind[f"field_{ours}"] for ours in fields if kind.get(f"field_{ours}")}
-        columns = {ours: column for ours, column in columns.items() if ours != column}
-        texts = kind.get("format") or kind.get("no_input_format") or kind.get("system_prompt")
-        return "alpaca", columns, f"{TODO}its own text around prompts becomes the chat template" if texts else ""
+    if objective == "grpo":
+        doubt = f"`type: {kind}` is a function there: give `format` and `columns`, for prompts and answers"
+        return Rows(None, doubts=(doubt,) if kind else ())
+    if isinstance(kind, ForeignTable):
+        return _of_texts(kind)
     name = str(kind or "")
     if name in ("completion", "pretrain") or name.startswith("completion:"):
-        column = str(one.get("field") or one.get("text_column") or "text")
-        return "text", {} if column == "text" else {"text": column}, ""
+        column = one.word("field", "text_column", default="text")
+        return Rows("text", {} if column == "text" else {"text": str(column)})
     if name.startswith("chat_template"):
         return _of_turns(one)
     if not name:
-        return "tokens", {}, "tokenized already: input_ids, and labels with -100"
+        return Rows("tokens", comment="tokenized already: input_ids, and labels with -100")
     found = _ANSWERS.get(name) or _ANSWERS.get(name.partition(":")[0]) or _ANSWERS.get(name.partition(".")[0])
     if found is None:
-        return None, {}, f"{TODO}`type: {name}` has no counterpart; give `format` and `columns`"
-    is_text = found[0] == "alpaca" and not name.startswith("alpaca_chat")
-    return found[0], found[1], _ALPACA if is_text else ""
+        return Rows(None, doubts=(f"`type: {name}` has no counterpart; give `format` and `columns`",))
+    if name.startswith("sharegpt"):
+        turns = _of_turns(one, "from", "value", "conversations")
+        return turns._replace(format="sharegpt") if turns.format == "messages" else turns
+    return found
 
 
-def _of_turns(one: dict[str, Any]) -> tuple[str | None, dict[str, str], str]:
-    """Returns the same for `type: chat_template`."""
-    names = one.get("message_property_mappings") or {}
-    role = names.get("role") or one.get("message_field_role") or "role"
-    content = names.get("content") or one.get("message_field_content") or "content"
-    column, tools = one.get("field_messages") or "messages", one.get("field_tools")
-    format, field = {
-        ("role", "content"): ("messages", "messages"),
-        ("from", "value"): ("sharegpt", "conversations"),
-    }.get((role, content), ("messages", "messages"))
-    columns = {field: column} if column != field else {}
+def _of_texts(kind: ForeignTable) -> Rows:
+    """Returns the same for a type that is a section of fields and texts around them."""
+    fields = {name: kind.word(f"field_{name}") for name in ("instruction", "input", "output", "system")}
+    columns = {name: column for name, column in fields.items() if column and column != name}
+    texts = [kind.word(name) for name in ("format", "no_input_format", "system_prompt", "system_format")]
+    doubts = ("its own text around prompts becomes the chat template",) if any(texts) else ()
+    return Rows("alpaca", columns, doubts)
+
+
+def _of_turns(one: ForeignTable, role: str = "role", content: str = "content", column: str = "messages") -> Rows:
+    """Returns the same for `type: chat_template`, with the names of a turn's keys and of the column."""
+    names = one.table("message_property_mappings")
+    role = names.word("role") or one.word("message_field_role") or role
+    content = names.word("content") or one.word("message_field_content") or content
+    turns, tools = one.word("field_messages", default=column), one.word("field_tools")
+    format, field = ("sharegpt", "conversations") if (role, content) == ("from", "value") else ("messages", "messages")
+    columns = {field: str(turns)} if turns != field else {}
     if tools and tools != "tools":
         columns["tools"] = tools
+    doubts = []
     if (role, content) not in (("role", "content"), ("from", "value")):
-        return format, columns, f"{TODO}turns have {role} and {content}; rename them to role and content"
-    trained = one.get("roles_to_train", ["assistant"])
-    if trained and set(trained) - {"assistant", "gpt"}:
-        return format, columns, f"{TODO}trains {', '.join(trained)}; set `objective.train_on: all`, or assistant alone"
-    return format, columns, ""
+        doubts.append(f"turns have {role} and {content}; rename them to role and content")
+    return Rows(format, columns, (*doubts, *_masks(one)))
 
 
-def _of_answers(objective: str, kind: Any, one: dict[str, Any]) -> tuple[str | None, dict[str, str], str]:
+def _masks(one: ForeignTable) -> list[str]:
+    """Returns doubts about keys of a chat that decide what is trained, or which turns there are."""
+    doubts = []
+    trained = one.words("roles_to_train") if one.values.get("roles_to_train") is not None else ["assistant"]
+    if set(trained) - {"assistant", "gpt"} or not trained:
+        named = ", ".join(trained) or "no role"
+        doubts.append(f"trains {named}; set `objective.train_on: all`, or assistant alone")
+    for name in ("message_field_training", "message_field_training_detail"):
+        if field := one.word(name):
+            doubts.append(f"turns are trained by their field {field} there; here all answers are")
+    for name in ("train_on_eos", "train_on_eot"):
+        if (ends := one.word(name, default="turn")) != "turn":
+            doubts.append(f"{name} is {ends} there; here the end of each trained turn is trained")
+    if one.is_on("drop_system_message"):
+        doubts.append("system messages are dropped there; remove them from the rows")
+    roles = one.table("roles")
+    for role in roles.values:
+        if unknown := set(roles.words(role)) - _ROLES.get(role, set()):
+            doubts.append(f"{', '.join(sorted(unknown))} is {role} there; rename it in the rows")
+    return doubts
+
+
+def _of_answers(objective: str, kind: Any, one: ForeignTable) -> Rows:
     """Returns the same for pairs of answers, and for marked ones."""
     format = "unpaired" if objective == "kto" else "preference"
-    if isinstance(kind, dict):
-        fields = ("prompt", "system", "completion", "label") if objective == "kto" else ("prompt", "system", "chosen")
-        fields = fields if objective == "kto" else (*fields, "rejected")
-        columns = {name: kind[f"field_{name}"] for name in fields if kind.get(f"field_{name}")}
-        return format, {name: column for name, column in columns.items() if name != column}, ""
+    if isinstance(kind, ForeignTable):
+        fields = ("prompt", "system", *(("completion", "label") if objective == "kto" else ("chosen", "rejected")))
+        named = {name: kind.word(f"field_{name}") for name in fields}
+        texts = [kind.word(f"{name}_format") for name in (*fields, "prompt") if name != "system"]
+        doubts = ("its own text around prompts and answers becomes the chat template",) if any(texts) else ()
+        return Rows(format, {name: column for name, column in named.items() if column and name != column}, doubts)
     name, _, variant = str(kind or "").partition(".")
     if name == "chat_template" and variant == "default":
-        columns = {"prompt": one.get("field_messages") or "messages"}
-        columns |= {name: one[f"field_{name}"] for name in ("chosen", "rejected") if one.get(f"field_{name}")}
-        return format, {name: column for name, column in columns.items() if name != column}, ""
+        named = {"prompt": one.word("field_messages", default="messages")}
+        named |= {field: one.word(f"field_{field}") for field in ("chosen", "rejected")}
+        columns = {field: column for field, column in named.items() if column and field != column}
+        return Rows(format, columns, tuple(_masks(one)))
+    template = name if name in _WRITTEN else None
     if name == "bradley_terry":
-        return format, {"prompt": "input"}, ""
+        return Rows(format, {"prompt": "input"}, template="llama3" if variant == "llama3" else None)
     known = (_MARKED if objective == "kto" else _PAIRS).get(variant)
-    if known is None:
-        return format, {}, f"{TODO}`type: {kind}` has no counterpart; give `columns`"
-    return format, known, ""
+    if known is None or (name not in _WRITTEN and name not in ("chat_template", "")):
+        return Rows(format, {}, (f"`type: {kind}` has no counterpart; give `columns`",), template)
+    return Rows(format, known, template=template)

@@ -16,6 +16,9 @@ from finetune.setup.foreign_arguments import (
     convert_run,
     convert_training,
 )
+from finetune.setup.foreign_rollouts import fit_length
+from finetune.setup.foreign_trl import convert_trainer, trainer_of
+from finetune.setup.foreign_values import plain
 
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _SECTIONS = ("data", "training", "lora", "logging")  # of its command line's config
@@ -34,6 +37,11 @@ _OF_CONFIGS = ToolDefaults(
 _FORMATS = {"alpaca": "alpaca", "chatml": "messages", "sharegpt": "sharegpt"}
 
 
+def is_nested(theirs: dict[str, Any]) -> bool:
+    """Returns whether it is the config of the command line, which has sections."""
+    return any(isinstance(theirs.get(section), dict) for section in _SECTIONS)
+
+
 def flattened(theirs: dict[str, Any]) -> dict[str, Any]:
     """Returns the keys of the sections of a config at one level; other values stay."""
     flat = {name: value for name, value in theirs.items() if name not in _SECTIONS or not isinstance(value, dict)}
@@ -43,45 +51,84 @@ def flattened(theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert_unsloth(c: Conversion) -> None:
-    is_nested = any(isinstance(c.theirs.get(section), dict) for section in _SECTIONS)
-    c.theirs = flattened(c.theirs)
+    nested = is_nested(plain(c.theirs))
+    for section in _SECTIONS:  # their keys are read at one level
+        if nested and section in c.theirs:
+            inner = c.theirs.table(section)
+            inner.ignore(*inner.values)
+            for name, value in inner.values.items():
+                c.theirs.put(name, plain(value))
+    t = c.theirs
     convert_run(c, seed=3407)
     convert_model(c, "model_name", "model")
-    eight, fp8, in_16 = c.is_on("load_in_8bit"), c.is_on("load_in_fp8"), c.is_on("load_in_16bit")
-    four = c.is_on("load_in_4bit", default=not (eight or fp8 or in_16))
-    if c.is_on("full_finetuning") or c.take("training_type") == "full":
+    _mode(c, 64 if nested else 16)
+    _objective(c)
+    _data(c)
+    if "batch_size" in t:
+        t.put("per_device_train_batch_size", t.take("batch_size"))
+    in_16_bits = c.value("mode") == "full" and not t.is_on("float32_mixed_precision")
+    convert_training(c, _OF_CONFIGS if nested else _OF_SCRIPTS, keeps_16_bits=in_16_bits)
+
+
+def _mode(c: Conversion, rank: int) -> None:
+    t = c.theirs
+    eight, fp8, in_16 = t.is_on("load_in_8bit"), t.is_on("load_in_fp8"), t.is_on("load_in_16bit")
+    four = t.is_on("load_in_4bit", default=not (eight or fp8 or in_16))
+    if t.word("bias", default="none") != "none":
+        t.leave("bias", "biases are frozen under adapters")
+    t.ignore("dtype")  # of the products, which is bf16 or fp16 by the GPU
+    if t.is_on("full_finetuning") or t.word("training_type") == "full":
         c.set("mode", "full")
-        c.take("r", "lora_r", "lora_alpha", "lora_dropout", "target_modules", "bias", "dtype")
-    else:
-        c.take("bias", "dtype", "finetune_language_layers")
-        targets = c.listed("target_modules") or list(_TARGETS)
-        convert_adapters(
-            c,
-            rank=c.number("r", "lora_r", default=64 if is_nested else 16),
-            alpha=c.number("lora_alpha", default=16),
-            dropout=c.number("lora_dropout", default=0.0),
-            targets="all-linear" if targets == ["all-linear"] else targets,
-            bits="nf4" if four else "fp8" if eight or fp8 else None,
-        )
-    c.set("objective.name", "sft")
-    if c.is_on("train_on_completions", "train_on_responses_only"):
+        return
+    if four:
+        for name in ("load_in_8bit", "load_in_16bit", "load_in_fp8"):
+            if name in t and t.is_on(name):
+                t.leave(name, "the base is in 4 bits")
+    targets = t.words("target_modules") or list(_TARGETS)
+    convert_adapters(
+        c,
+        rank=t.count("r", "lora_r", default=rank),
+        alpha=t.number("lora_alpha", default=16),
+        dropout=t.number("lora_dropout", default=0.0),
+        targets="all-linear" if targets == ["all-linear"] else targets,
+        bits="nf4" if four else "fp8" if eight or fp8 else None,
+    )
+
+
+def _objective(c: Conversion) -> None:
+    """The objective: that of TRL's trainer by its keys, or SFT."""
+    t = c.theirs
+    trainer, doubt = trainer_of(c)
+    if trainer != "sft":
+        convert_trainer(c, trainer, doubt)
+        return
+    c.set("objective.name", "sft", TODO + doubt if doubt else "")
+    if t.is_on("train_on_completions", "train_on_responses_only", "assistant_only_loss", "completion_only_loss"):
         c.set("objective.train_on", "assistant")
     else:
         c.set("objective.train_on", "all", "`assistant` trains the answers alone")
-    names, kind = c.listed("local_dataset", "dataset_name", "dataset", "train_file"), str(c.take("format_type"))
-    split, column = c.take("split", default="train"), c.take("dataset_text_field", default="text")
+
+
+def _data(c: Conversion) -> None:
+    t = c.theirs
+    names = t.words("local_dataset", "dataset_name", "dataset", "train_file")
+    kind, split = t.word("format_type"), t.word("split", "dataset_train_split", default="train")
     source: dict[str, Any] = {} if split == "train" else {"split": split}
-    if kind in _FORMATS:
-        source["format"] = _FORMATS[kind]
-    elif column != "text":
+    column = t.word("dataset_text_field", default="text")
+    is_answer = c.value("objective.name") == "sft"
+    if kind in _FORMATS and is_answer:
+        source["format"] = _FORMATS[str(kind)]
+    elif column != "text" and is_answer:
         source |= {"format": "text", "columns": {"text": column}}
     doubt = "" if kind in _FORMATS else f"{TODO}the format is detected: their script may build its text itself"
     c.sources["train"] = [({"path": name, **source}, doubt) for name in names]
     if not names:
         c.sources["train"] = [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")]
+    if (template := t.word("chat_template")) is not None:
+        c.set("model.chat_template", None, f"{TODO}Unsloth's {template} there; here the tokenizer's own")
+    if c.value("objective.name") == "grpo":
+        fit_length(c, "max_seq_length", "max_length")
+        return
     c.copy("data.max_length", "max_seq_length", "max_length", default=2048)
     c.set("data.overlong", "truncate")
-    c.set("data.packing", c.is_on("packing"))
-    if "batch_size" in c.theirs:
-        c.theirs["per_device_train_batch_size"] = c.take("batch_size")
-    convert_training(c, _OF_CONFIGS if is_nested else _OF_SCRIPTS, keeps_16_bits=True)
+    c.set("data.packing", t.is_on("packing"))

@@ -11,12 +11,13 @@ from rich.console import Console
 
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
-from finetune.recipe.yaml_tree import read
-from finetune.setup.conversion import Conversion, scalar
+from finetune.setup.conversion import Conversion
 from finetune.setup.foreign_axolotl import convert_axolotl
+from finetune.setup.foreign_command import COMMAND, command_values, is_command
 from finetune.setup.foreign_llama_factory import convert_llama_factory
-from finetune.setup.foreign_trl import COMMAND, TRAINERS, convert_trl
+from finetune.setup.foreign_trl import convert_trl
 from finetune.setup.foreign_unsloth import convert_unsloth, flattened
+from finetune.setup.foreign_values import ForeignTable, one_line, read_config
 from finetune.utils import write_atomically
 
 _CONVERTERS: dict[str, Callable[[Conversion], None]] = {
@@ -32,13 +33,10 @@ def write_converted(
 ) -> Path:
     """Writes the recipe, lists what has no place in it, and the next commands; returns its path.
 
-    source: file of the other tool; devices: that it ran on; overrides: `section.key=value` of the recipe, over what was
-    converted. Raises UserError.
+    source: file of the other tool, or a command line; devices: that it ran on; overrides: `section.key=value` of the
+    recipe, over what was converted. Raises UserError.
     """
-    origin, theirs = _values(source)
-    conversion = Conversion(_tool_of(origin, theirs), theirs, devices)
-    _CONVERTERS[conversion.tool](conversion)
-    conversion.leave_the_rest()
+    origin, conversion = convert(source, devices)
     if name is not None:
         conversion.set("run.name", name)
     path = output or Path(f"{conversion.value('run.name')}.yaml")
@@ -48,50 +46,44 @@ def write_converted(
         conversion.override(override)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, conversion.text(origin))
-    lines = []
-    if conversion.left:
-        lines += ["Not converted:", *(f"  {', '.join(names)}: {reason}" for reason, names in conversion.left.items())]
-    if todos := conversion.todos():
-        lines += ["To do, marked in the recipe:", *(f"  {todo}" for todo in todos)]
-    shown = shlex.quote(str(path))
-    config = f"--config-file accelerate_configs/{conversion.launch}.yaml " if conversion.launch else ""
-    lines += [
-        f"\nwritten: {path}, from {conversion.tool}. Next:\n",
-        f"  python -m finetune check {shown}",
-        f"  python -m finetune launch {config}{shown}",
-    ]
-    for line in lines:
+    for line in _printed(conversion, path):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     load_recipe(path)
     return path
 
 
+def convert(source: str, devices: int | None = None) -> tuple[str, Conversion]:
+    """Returns a short name of the source, and its conversion. Raises UserError."""
+    origin, theirs = _values(source)
+    conversion = Conversion(_tool_of(origin, theirs), ForeignTable(theirs), devices)
+    _CONVERTERS[conversion.tool](conversion)
+    conversion.leave_the_rest()
+    return origin, conversion
+
+
+def _printed(conversion: Conversion, path: Path) -> list[str]:
+    """Returns the lines for the terminal: what was left, what is to do, and the next commands."""
+    lines = []
+    if left := conversion.not_converted():
+        lines += ["Not converted:", *(f"  {line}" for line in left)]
+    if todos := conversion.todos():
+        lines += ["To do, marked in the recipe:", *(f"  {todo}" for todo in todos)]
+    shown = shlex.quote(str(path))
+    config = f"--config-file accelerate_configs/{conversion.launch}.yaml " if conversion.launch else ""
+    return [
+        *lines,
+        f"\nwritten: {path}, from {conversion.tool}. Next:\n",
+        f"  python -m finetune check {shown}",
+        f"  python -m finetune launch {config}{shown}",
+    ]
+
+
 def _values(source: str) -> tuple[str, dict[str, Any]]:
-    """Returns a short name of the config and its values; of words of a command line, with the file of `--config`."""
-    if " --" not in f" {source}":
-        return Path(source).name, read(Path(source)).values
-    words = shlex.split(source)
-    begin = next(i for i, word in enumerate(words) if word.startswith("--"))
-    arguments: dict[str, list[str]] = {}
-    for word in words[begin:]:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            last = arguments.setdefault(name.replace("-", "_"), [])
-            last += [value] if equals else []
-        elif not word.endswith(".py"):
-            last.append(word)
-    # `trl dpo ...`, or `accelerate launch ... trl/scripts/dpo.py ...`, whose options of the launcher come before
-    scripts = [Path(word).stem for word in words if word.endswith(".py")] or words[1:2]
-    theirs: dict[str, Any] = {COMMAND: scripts[0]} if scripts and scripts[0] in TRAINERS else {}
-    if config := arguments.pop("config", None):
-        theirs = read(Path(config[0])).values | theirs
-    for name, values in arguments.items():
-        of_option = [scalar(value) for value in values]
-        if of_option:
-            theirs[name] = of_option[0] if len(of_option) == 1 else of_option
-        else:  # a switch, which `no_` turns off
-            theirs[name.removeprefix("no_")] = not name.startswith("no_")
-    return "arguments", theirs
+    """Returns a short name of the config and its values."""
+    if is_command(source):
+        return "arguments", command_values(source)
+    path = Path(source)
+    return one_line(path.name, 60), read_config(path)
 
 
 def _tool_of(origin: str, theirs: dict[str, Any]) -> str:
