@@ -58,6 +58,7 @@ _TERMINAL = "run `python -m finetune evaluate` on the run directory"
 _BEST_FIT = "packing is best fit over all rows; remove it"
 _CACHED = "tokens are cached in FINETUNE_CACHE; remove it"
 _EVALUATION_ROWS = "evaluation uses `batch.rows_per_device`; remove it"
+_ALL_ANSWERS = "all answers are trained, or the last one: see `objective.train_on`"
 _REFERENCE_UPDATES = "the reference of `objective.reference` stays fixed; remove it"
 
 # A key's place in a recipe, such as `lora.rank`, or, if a sentence is needed, the sentence.
@@ -357,7 +358,7 @@ FOREIGN_KEYS: dict[str, str] = {
     "center_rewards_coefficient": "objective.centering",
     "reward_model": "set `objective.name: reward`",
     "process_reward_model": "is not offered; `objective.name: reward` scores whole answers",
-    "num_labels": "list the names in `objective.labels`",
+    "num_labels": "`classify` has as many as `objective.labels`, and `reward` one score; remove it",
     "ref_model": "objective.reference_model",
     "reference_model_name": "objective.reference_model",
     "ref_model_adapters": "merge them into a folder and name it in `objective.reference_model`",
@@ -372,6 +373,8 @@ FOREIGN_KEYS: dict[str, str] = {
     "f_divergence_type": _NONE,
     "use_weighting": _NONE,
     "dpo_use_weighting": _NONE,
+    "model_config": "a model keeps its own config; the load-balancing loss is `objective.router_aux_loss_coef`",
+    "output_router_logits": "objective.router_aux_loss_coef",
     "moe_aux_loss_coef": "objective.router_aux_loss_coef",
     "use_dft_loss": "is not offered; `objective.name: focal` also weights tokens by their probability",
     "use_eaft": _NONE,
@@ -523,7 +526,7 @@ FOREIGN_KEYS: dict[str, str] = {
     "use_cpu": _LAUNCH,
     "ray_num_workers": _LAUNCH,
     # --- evaluation
-    "eval_steps": "evaluate.every_steps",
+    "eval_steps": "set `evaluate.every_steps`, a number of steps; below 1 it is a share of the run's steps there",
     "evals_per_epoch": _EVALUATE,
     "eval_strategy": _EVALUATE,
     "evaluation_strategy": _EVALUATE,
@@ -552,7 +555,7 @@ FOREIGN_KEYS: dict[str, str] = {
     # --- checkpoints and result
     "output_dir": "the run directory is `run.dir`/`run.name`",
     "run_name": "run.name",
-    "save_steps": "checkpoint.every_steps",
+    "save_steps": "set `checkpoint.every_steps`, a number of steps; below 1 it is a share of the run's steps there",
     "saves_per_epoch": _SAVE,
     "save_strategy": _SAVE,
     "save_first_step": _SAVE,
@@ -648,6 +651,17 @@ FOREIGN_SOURCE_KEYS: dict[str, str] = {
     "message_field_role": _TURNS,
     "message_field_content": _TURNS,
     "tags": _TURNS,
+    "message_field_training": _ALL_ANSWERS,
+    "message_field_training_detail": _ALL_ANSWERS,
+    "roles_to_train": "set `objective.train_on`: assistant, last_assistant or all",
+    "train_on_eos": "the end of a trained turn is always trained; remove it",
+    "train_on_eot": "the end of a trained turn is always trained; remove it",
+    "drop_system_message": "system messages are kept; remove them from the rows",
+    "field_thinking": "the chat template reads `reasoning_content` of a message; rename it in the rows",
+    "template_thinking_key": "the chat template reads `reasoning_content` of a message; rename it in the rows",
+    "split_thinking": "the chat template reads `reasoning_content` of a message; split it in the rows",
+    "shards_idx": "take a part with `split`, such as train[:10%]",
+    "preprocess_shards": _WORKERS,
     "roles": "`human` and `gpt` are read by `format: sharegpt`; other names of roles have to be renamed in the file",
     "conversation": "set `model.chat_template`",
     "chat_template": "set `model.chat_template`, for all sources",

@@ -252,8 +252,9 @@ def _sources(c: Conversion, theirs: list[ForeignTable], kind: str | None = None)
     """Returns a recipe's sources, one for each file, with comments. kind: the type, if there is none."""
     sources: list[Source] = []
     for one in theirs:
-        named = {"config": one.word("name"), "split": one.word("split")}
-        source: dict[str, Any] = {key: value for key, value in named.items() if value and value != "train"}
+        split = one.word("split", default="train")
+        named = {"config": one.word("name"), "split": None if split == "train" else split}
+        source: dict[str, Any] = {key: value for key, value in named.items() if value}
         rows = _rows(c.value("objective.name"), one.take("type", default=kind), one)
         if rows.format:
             source["format"] = rows.format

@@ -214,8 +214,8 @@ def _mixture(table: ForeignTable, common: dict[str, Any]) -> list[Source]:
     """Returns the sources of `datasets`, TRL's mixture, or the handbook's, whose sections have an `id`."""
     sources: list[Source] = []
     for one in table.tables("datasets"):
-        named = {"config": one.word("name", "config"), "split": one.word("split", default="train")}
-        source = {key: value for key, value in named.items() if value not in (None, "default", "train")}
+        config, split = one.word("name", "config", default="default"), one.word("split", default="train")
+        source = ({} if config == "default" else {"config": config}) | ({} if split == "train" else {"split": split})
         comment = ""
         if (part := one.number("fraction", "weight")) not in (None, 1):
             comment = f"{TODO}the first {part:g} of the rows there: see `split` and `limit`"

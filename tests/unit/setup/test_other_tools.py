@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from rich.console import Console
 
 from finetune.errors import UserError
 from finetune.recipe import Recipe, load_recipe
+from finetune.recipe.schema import LOSSES_OF, OBJECTIVE_KEYS
+from finetune.setup.foreign_command import is_command
+from finetune.setup.foreign_rollouts import REWARDS
 from finetune.setup.other_tools import write_converted
 
 Convert = Callable[..., tuple[Recipe, str, str]]
@@ -29,7 +34,7 @@ def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Convert:
 
     def run(config: str, devices: int | None = None, name: str | None = None, *overrides: str) -> Any:
         source = config
-        if "\n" in config:
+        if "\n" in config and not is_command(config.splitlines()[0]):
             source = "theirs.yaml"
             Path(source).write_text(config, encoding="utf-8")
         output, console = tmp_path / "ours.yaml", Console(file=io.StringIO(), width=200)
@@ -719,3 +724,284 @@ def test_other_files_are_refused(convert: Convert, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(AXOLOTL_LORA, encoding="utf-8")
     with pytest.raises(UserError, match="exists already and is left as it is"):
         write_converted("theirs.yaml", tmp_path / "ours.yaml", None, None, (), Console(file=io.StringIO()))
+
+
+# --- command lines, launches, objectives
+
+
+SFT = "trl sft --model_name_or_path org/m --dataset_name org/d "
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "expected", "printed_part"),
+    [
+        (SFT + "--seed 010", "run.seed", 10, ""),
+        (SFT + "--seed=0010", "run.seed", 10, ""),
+        (SFT + "--warmup_steps 1:30", "schedule.warmup_steps", 0, "warmup_steps=1:30: is not a number"),
+        (SFT + "--learning_rate nan", "optimizer.lr", 2e-5, "learning_rate=nan: is not a number"),
+        (SFT + "--learning-rate 1e-4 --learning_rate 2e-4", "optimizer.lr", 2e-4, ""),
+        (SFT + "--packing False", "data.packing", False, ""),
+        (SFT + "--packing yes", "data.packing", True, ""),
+        (SFT + "--packing --no_packing", "data.packing", False, ""),
+        (SFT + "--packing maybe", "data.packing", False, "packing=maybe: is neither true nor false"),
+        (SFT + "--output_dir 1e3", "run.name", "1e3", ""),
+        (SFT + "--max_steps -1", "train.epochs", 3, ""),
+        (SFT + "--max_steps 50 --save_steps 0.1", "checkpoint.every_steps", 5, ""),
+        (SFT + "--save_steps 0.2", "checkpoint.every_steps", None, "save_steps=0.2: a share of the run's steps there"),
+        (SFT + "--use_peft --lora_target_modules q_proj v_proj", "lora.targets", ("q_proj", "v_proj"), ""),
+        (SFT + "\\\n  --seed 5", "run.seed", 5, ""),
+        (SFT + "--num_processes 4", "batch.rows", 32, ""),
+        (SFT + "--accelerate_config zero3", "batch.rows", 64, "accelerate_configs/zero3.yaml"),  # 8 processes
+        (SFT + "--accelerate_config zero3 --dtype bfloat16", "train.precision", "bf16", ""),
+        (SFT + "--dtype bfloat16", "train.precision", "bf16_true", ""),
+        (SFT + "--bf16 false", "train.precision", "fp32", ""),
+        (SFT + "--bf16 false --mixed_precision bf16", "train.precision", "bf16", ""),
+        (SFT + "--fp16", "train.precision", "fp16", ""),
+        ("CUDA_VISIBLE_DEVICES=0,1 " + SFT, "batch.rows", 16, ""),
+        ("torchrun --nproc_per_node 4 --nnodes 2 sft.py " + SFT[8:], "batch.rows", 64, ""),
+        ("accelerate launch --config_file fsdp.yaml sft.py " + SFT[8:], "batch.rows", 8, "fsdp2 ran on several"),
+        (
+            "accelerate launch --use_fsdp --num_processes 2 -m trl.scripts.sft " + SFT[8:],
+            "batch.rows",
+            16,
+            "fsdp2.yaml",
+        ),
+        ("axolotl train theirs.yaml --learning-rate 1e-3", "optimizer.lr", 1e-3, ""),
+        ("llamafactory-cli train factory.yaml learning_rate=3e-4", "optimizer.lr", 3e-4, ""),
+    ],
+)
+def test_words_of_a_command_line(
+    convert: Convert, tmp_path: Path, words: str, key: str, expected: Any, printed_part: str
+) -> None:
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL_LORA, encoding="utf-8")
+    (tmp_path / "factory.yaml").write_text(factory(), encoding="utf-8")
+    recipe, printed, _ = convert(words)
+    assert values(recipe, key) == [expected]
+    assert printed_part in printed
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("trl sft --model_name_or_path 'org/m", "--from: the command line has no closing quotation"),
+        ("trl sft --model_name_or_path org/m\\", "--from: the command line has no escaped character"),
+        ("trl --config a.yaml", "`trl` without a command"),
+        ("trl sft stray --model_name_or_path a", "`stray` belongs to no option"),
+        ("rm -rf --no-preserve-root", "`rm` is not a known command"),
+        ("accelerate launch --num_processes 2", "`accelerate` without a script"),
+        ("trl sft --config absent.yaml", "absent.yaml: no such file"),
+        ("/dev/zero", "/dev/zero: is not a regular file"),
+        ("/dev/stdin", "is not a regular file"),
+        (".", "is a folder"),
+        ("pipe.yaml", "pipe.yaml: is not a regular file"),
+        ("huge.yaml", "larger than 256 KiB"),
+        ("deep.yaml", "nested deeper than 40"),
+        ("many.yaml", "more than 10,000 values"),
+        ("laughs.yaml", "more than 10,000 values"),
+        ("cycle.yaml", "nested deeper than 40"),
+        ("twice.yaml", "the key lora_r is given twice"),
+        ("latin.yaml", "latin.yaml:2: not UTF-8 text"),
+        ("tag.yaml", "not valid YAML"),
+        ("nul.yaml", "not valid YAML"),
+        ("list.yaml", "expected keys and values"),
+        ("deep.json", "nested deeper than 40"),
+        ("bad.json", "not valid JSON"),
+        ("a\nb.yaml", "no such file"),
+        ("x" * 5000, "cannot be read"),
+    ],
+    ids=lambda text: text[:24].replace("\n", "_"),
+)
+def test_hostile_sources_are_refused_in_one_line(convert: Convert, tmp_path: Path, source: str, message: str) -> None:
+    levels = "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9))
+    contents = {
+        "huge.yaml": b"a: " + b"x" * 300_000,
+        "deep.yaml": b"a: " + b"[" * 100 + b"]" * 100,
+        "many.yaml": b"a: [" + b"1, " * 20_000 + b"1]",
+        "laughs.yaml": b"a0: &a0 [1]\n" + levels.encode(),
+        "cycle.yaml": b"a: &a [*a]\n",
+        "twice.yaml": b"base_model: a\nlora_r: 1\nlora_r: 2\n",
+        "latin.yaml": b"a: 1\nb: \xe9\n",
+        "tag.yaml": b"a: !!python/object:os.system 1\n",
+        "nul.yaml": b"a: \x00\n",
+        "list.yaml": b"- 1\n",
+        "deep.json": b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}",
+        "bad.json": b"{",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    console = Console(file=io.StringIO())
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        write_converted(source, tmp_path / "ours.yaml", None, None, (), console)
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value).replace("a\nb", "ab")
+    assert not (tmp_path / "ours.yaml").exists()
+
+
+def test_control_characters_stay_in_their_value(convert: Convert, tmp_path: Path) -> None:
+    config = yaml.safe_load(AXOLOTL_LORA)
+    evil = "x\nmode: full\r\x85\u2028y\x1b[2J"
+    config |= {"wandb_project": evil, evil: evil, "chat_template": evil, "tokenizer_config": evil}
+    config["datasets"] = [{"path": evil, "type": evil, evil: 1}]
+    recipe, printed, text = convert(yaml.safe_dump(config))
+    assert recipe.mode == "qlora"
+    assert (recipe.model.tokenizer, recipe.tracking.wandb and recipe.tracking.wandb.project) == (evil, evil)
+    assert recipe.data.train[0].path == evil
+    assert [line for line in text.splitlines() if line.startswith("mode:")] == ["mode: qlora"]
+    for written in (printed, text):
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]", written)
+
+
+def test_secrets_are_not_shown(convert: Convert) -> None:
+    _, printed, text = convert(TRL_SFT + "hub_token: hf_secret\nwandb_api_key: also_secret\n")
+    assert "hub_token=...: run `hf auth login`" in printed
+    assert "hf_secret" not in printed + text
+    assert "also_secret" not in printed + text
+
+
+def test_rows_for_evaluation_are_written_once(convert: Convert) -> None:
+    recipe, printed, text = convert(factory(extra="eval_dataset: chats\nval_size: 0.1\neval_strategy: steps"))
+    assert text.count("  eval:") == 1
+    assert [one.path for one in recipe.data.eval_sources] == ["data/chats.json"]
+    assert "val_size=0.1: evaluation has rows of its own" in printed
+    config = AXOLOTL_LORA + "test_datasets: [{path: org/test, type: alpaca}]\n"
+    recipe, printed, text = convert(config)
+    assert (text.count("  eval:"), recipe.data.eval_sources[0].path) == (1, "org/test")
+    recipe, _, text = convert(config, 1, None, "data.eval=0.2")
+    assert (text.count("  eval:"), recipe.data.eval.share) == (1, 0.2)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("written", "todo"),
+    [
+        ("message_field_training: train", "turns are trained by their field train"),
+        ("train_on_eos: all", "train_on_eos is all there"),
+        ("train_on_eot: none", "train_on_eot is none there"),
+        ("drop_system_message: true", "system messages are dropped there"),
+        ("roles: {assistant: [bot], user: [human]}", "bot is assistant there"),
+        ("roles_to_train: [user, assistant]", "trains user, assistant"),
+        ("shards: 10", "part 0 of 10 there"),
+        ("train_on_eos: turn", ""),
+    ],
+)
+def test_keys_of_a_source_that_decide_masks_and_rows(convert: Convert, written: str, todo: str) -> None:
+    source = f"    type: chat_template\n    conversation: chatml\n    {written}\n"
+    recipe, printed, _ = convert(AXOLOTL_LORA.replace("    type: alpaca\n", source), 1)
+    assert recipe.model.chat_template == "chatml"
+    assert ("To do, marked in the recipe:\n  data.train: " + todo in printed) == bool(todo)
+
+
+# The objectives of the recipe, and what becomes them; a loss or another key that tells it.
+OBJECTIVES = [
+    ("TRL", "sft", ("sft", None)),
+    ("TRL", "dpo", ("dpo", "sigmoid")),
+    *[("TRL", f"dpo --loss_type {loss}", ("dpo", loss)) for loss in ("hinge", "ipo", "robust", "apo_zero", "apo_down")],
+    ("TRL", "dpo --loss_type sigmoid_norm", ("dpo", "sigmoid_norm")),
+    ("TRL", "kto", ("kto", None)),
+    ("TRL", "orpo", ("orpo", None)),
+    ("TRL", "cpo --loss_type simpo", ("dpo", "simpo")),
+    ("TRL", "reward", ("reward", None)),
+    ("TRL", "gkd --teacher_model_name_or_path org/t --lmbda 0.0", ("distill", None)),
+    ("TRL", "grpo", ("grpo", "dapo")),
+    *[("TRL", f"grpo --loss_type {loss}", ("grpo", loss)) for loss in ("grpo", "dapo", "dr_grpo")],
+    ("TRL", "grpo --loss_type cispo --num_iterations 2", ("grpo", "cispo")),
+    ("TRL", "grpo --loss_type grpo --importance_sampling_level sequence --num_iterations 2", ("grpo", "gspo")),
+    ("TRL", "rloo", ("grpo", "rloo")),
+    *[("axolotl", rl, ("dpo", loss)) for rl, loss in (("dpo", "sigmoid"), ("ipo", "ipo"), ("simpo", "simpo"))],
+    *[("axolotl", rl, (rl, None)) for rl in ("kto", "orpo")],
+    ("axolotl", "grpo", ("grpo", "dapo")),
+    *[("LLaMA-Factory", stage, (name, None)) for stage, name in (("sft", "sft"), ("pt", "sft"), ("kto", "kto"))],
+    ("LLaMA-Factory", "rm", ("reward", None)),
+    ("LLaMA-Factory", "ppo", ("grpo", "dapo")),
+    *[("LLaMA-Factory", f"dpo {loss}", ("dpo", loss)) for loss in ("sigmoid", "hinge", "ipo", "simpo")],
+    ("LLaMA-Factory", "dpo orpo", ("orpo", None)),
+]
+
+
+@pytest.mark.parametrize(("tool", "named", "expected"), OBJECTIVES)
+def test_every_objective_has_its_mapping(convert: Convert, tool: str, named: str, expected: tuple[str, Any]) -> None:
+    if tool == "TRL":
+        config = f"trl {named} --model_name_or_path org/m --dataset_name org/d --max_steps 4 --num_processes 1"
+    elif tool == "axolotl":
+        config = AXOLOTL_LORA.replace("type: alpaca", "type: chatml.ultra") + f"rl: {named}\n"
+    else:
+        stage, _, loss = named.partition(" ")
+        rows = {"dpo": "pairs", "rm": "pairs", "kto": "marked", "pt": "pages"}.get(stage, "plain")
+        config = factory(stage, rows, f"pref_loss: {loss}" if loss else "")
+    recipe, _, _ = convert(config)
+    assert (recipe.objective.name, recipe.objective.value("loss") if expected[1] else None) == expected
+
+
+def test_objectives_without_a_counterpart_elsewhere() -> None:
+    """Every objective is reached from another tool, but for those that no tool has in its configs."""
+    reached = {name for _, _, (name, _) in OBJECTIVES}
+    assert set(OBJECTIVE_KEYS) - reached == {"focal", "classify"}
+    losses = {(name, loss) for _, _, (name, loss) in OBJECTIVES}
+    assert {loss for loss in LOSSES_OF["dpo"] if ("dpo", loss) not in losses} == set()
+    assert {loss for loss in LOSSES_OF["grpo"] if ("grpo", loss) not in losses} == {"reinforce_pp"}
+
+
+GRPO = """
+model_name_or_path: org/m
+dataset_name: org/maths
+command: grpo
+reward_funcs: [accuracy_reward, think_format_reward, get_soft_overlong_punishment, mine.rewards.correct]
+reward_weights: [1.0, 0.5, 1.0, 2.0]
+num_generations: 4
+max_prompt_length: 256
+max_completion_length: 512
+num_iterations: 2
+epsilon: 0.1
+epsilon_high: 0.3
+beta: 0.04
+loss_type: dr_grpo
+scale_rewards: false
+mask_truncated_completions: true
+temperature: 0.9
+top_p: 0.95
+use_vllm: true
+max_steps: 100
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 2
+"""
+
+
+def test_grpo(convert: Convert) -> None:
+    recipe, printed, _ = convert(GRPO, devices=2)
+    assert recipe.rollouts is not None
+    assert recipe.objective.model_dump(exclude_defaults=True) == {
+        "name": "grpo",
+        "loss": "dr_grpo",
+        "scale_rewards": "none",
+        "overlong": "mask",
+        "kl": 0.04,
+        "clip": (0.1, 0.3),
+    }
+    rollouts = {"prompts": 8, "samples": 4, "max_new_tokens": 512, "temperature": 0.9, "top_p": 0.95, "reuse": 2}
+    assert recipe.rollouts.model_dump(exclude_defaults=True) == rollouts
+    assert values(recipe, "batch.rows", "data.max_length", "data.packing", "data.overlong") == [32, 768, False, "drop"]
+    assert values(recipe, "train.max_steps", "train.epochs", "optimizer.lr") == [100, None, 1e-6]
+    rewards = [(one.kind, one.function, one.target, one.weight) for one in recipe.rewards]
+    assert rewards == [
+        ("boxed", None, None, 1.0),
+        ("regex", None, None, 0.5),
+        ("length", None, 1024, 1.0),
+        ("file", "correct", None, 2.0),
+    ]
+    assert recipe.rewards[3].file == "mine/rewards.py"
+    assert "use_vllm=true: vLLM in the trainer's processes" in printed
+    server = GRPO + "vllm_mode: server\nvllm_server_port: 9000\n"
+    recipe, printed, _ = convert(server.replace("top_p: 0.95\n", ""), devices=2)
+    assert recipe.rollouts is not None
+    assert (recipe.rollouts.engine, recipe.rollouts.url) == ("vllm", "http://0.0.0.0:9000")
+    assert recipe.objective.correction == "sequence_mask"
+    assert "rollouts.url: start `vllm serve` there" in printed
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "fits"),
+    [("think_format_reward", "<think>\na\n</think>\nb", True), ("think_format_reward", "b <think>a</think>", False)],
+)
+def test_rewards_of_trl_score_alike(pattern: str, text: str, fits: bool) -> None:
+    """The two cases of TRL's own docstring and tests."""
+    assert (re.search(REWARDS[pattern][0]["pattern"], text) is not None) == fits
