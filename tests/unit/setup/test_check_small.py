@@ -74,7 +74,8 @@ def test_rows_that_are_trained_on_and_evaluated(path: Path, recipe: dict[str, An
     (note,) = check_recipe(path, [same, *few]).notes
     assert "has the rows that are trained on" in note
     halves = ["data.train.0.split=train[:50%]", same.replace("}]", ", split: 'train[50%:]'}]")]
-    assert check_recipe(path, [*halves, *few]).notes == []
+    (note,) = check_recipe(path, [*halves, *few]).notes  # five conversations are there twice
+    assert "has 5 of its 60 examples among those that are trained on" in note
 
 
 def test_rows_on_both_sides_are_found_by_their_content(path: Path, tmp_path: Path) -> None:
@@ -84,12 +85,13 @@ def test_rows_on_both_sides_are_found_by_their_content(path: Path, tmp_path: Pat
     tiny.write_rows(tmp_path / "a.jsonl", [{"text": text} for text in words[:30]])
     (tmp_path / "b.txt").write_text("\n".join(words[20:]) + "\n", encoding="utf-8")
     train, evaluated = f"data.train=[{{path: {tmp_path / 'a.jsonl'}}}]", f"data.eval=[{{path: {tmp_path / 'b.txt'}}}]"
-    (note,) = check_recipe(path, [train, evaluated, *few]).notes
+    note = check_recipe(path, [train, evaluated, *few]).notes[0]
     assert "b.txt) has 10 of its 20 examples among those that are trained on: eval_loss" in note
-    notes = check_recipe(path, [train, evaluated, "data.streaming=true", "data.window=32", *few]).notes
+    stream = ["data.streaming=true", "data.window=32", "train.epochs=null"]
+    notes = check_recipe(path, [train, evaluated, *stream, *few]).notes
     assert any("10 of its 20 examples among those that are trained on in the first 32 rows" in one for one in notes)
     both = f"data.train=[{{path: {tmp_path / 'a.jsonl'}}}, {{path: {tmp_path / 'b.txt'}}}]"
-    (note,) = check_recipe(path, [both, "data.eval={share: 0.5}", *few]).notes
+    note = check_recipe(path, [both, "data.eval={share: 0.5}", *few]).notes[0]
     assert note.startswith("data.eval.share has ")
 
 
