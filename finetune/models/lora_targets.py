@@ -41,7 +41,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
-class Targets:
+class AdapterTargets:
     """Paths of what gets an adapter, and what `all-linear` means but cannot have one."""
 
     layers: list[str]
@@ -49,7 +49,7 @@ class Targets:
     left_out: dict[str, str]  # path: why
 
 
-def find_targets(model: Any, lora: Lora, trained: Callable[[str], bool] = lambda path: True) -> Targets:
+def find_targets(model: Any, lora: Lora, trained: Callable[[str], bool] = lambda path: True) -> AdapterTargets:
     """Returns what `lora.targets` names. trained: whether a path is in a trained part of the model. Raises UserError if
     a name is of nothing, of a router, or of a part of a tensor."""
     named, routed = dict(model.named_modules()), router_modules(model)
@@ -80,7 +80,7 @@ def find_targets(model: Any, lora: Lora, trained: Callable[[str], bool] = lambda
     def kept(paths: Collection[str]) -> list[str]:
         return [path for path in paths if trained(path) and not any(one.match(path) for one in whole)]
 
-    targets = Targets(kept(layers), kept(tensors), {path: left_out[path] for path in kept(left_out)})
+    targets = AdapterTargets(kept(layers), kept(tensors), {path: left_out[path] for path in kept(left_out)})
     _check_variants(targets, lora, model)
     return targets
 
@@ -100,7 +100,7 @@ def _check_names(paths: Mapping[str, Any], stacked: Mapping[str, list[tuple[str,
             raise UserError(f"{key}: the model has no module {name!r}; its linear ones are {names_here}")
 
 
-def _check_variants(targets: Targets, lora: Lora, model: Any) -> None:
+def _check_variants(targets: AdapterTargets, lora: Lora, model: Any) -> None:
     """Raises UserError for what peft has on linear layers alone."""
     as_tensors = targets.stacked + ([] if not lora.dora else _read_as_tensors(model, targets.layers))
     for key, is_set in (("dropout", lora.dropout), ("dora", lora.dora)):
@@ -213,7 +213,7 @@ def layers_without_a_call(model: Any) -> dict[str, str]:
 # --- peft's settings
 
 
-def peft_settings(model: Any, targets: Targets, lora: Lora) -> dict[str, Any]:
+def peft_settings(model: Any, targets: AdapterTargets, lora: Lora) -> dict[str, Any]:
     """Returns the arguments of `LoraConfig` that say which modules get adapters, and of which rank."""
     if not targets.stacked and not isinstance(lora.targets, str):
         return {"target_modules": list(lora.targets)}
@@ -262,7 +262,7 @@ def names_as_given() -> Iterator[None]:
         yield
 
 
-def check_adapted(adapted: Any, targets: Targets) -> None:
+def check_adapted(adapted: Any, targets: AdapterTargets) -> None:
     """Raises UserError if the modules with adapters are not those that are named. adapted: peft's model."""
     layers, stacked = adapted_paths(adapted)
     missing = sorted({*targets.layers, *targets.stacked} - {*layers, *stacked})

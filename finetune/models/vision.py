@@ -30,7 +30,7 @@ from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME
 from finetune.data.batch import Batch
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import PROCESSORS, check_names_kept, checkpoint_file
-from finetune.models.lora_targets import Targets, find_targets
+from finetune.models.lora_targets import AdapterTargets, find_targets
 from finetune.models.patches import set_attribute
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe.schema import Images, Lora, Model
@@ -208,7 +208,7 @@ def _check_read(model: Any, trained: Sequence[str]) -> None:
         raise UserError(f"model.train: the language model reads layer {layer} of the tower: leave `vision` out")
 
 
-def targets_in_parts(model: Any, family: Family, trained: Sequence[str], lora: Lora) -> Targets:
+def targets_in_parts(model: Any, family: Family, trained: Sequence[str], lora: Lora) -> AdapterTargets:
     """Returns what gets adapters in the trained parts. Raises UserError if a part has nothing."""
     _check_read(model, trained)
     targets = find_targets(model, lora, lambda path: _trains(family, path, trained))

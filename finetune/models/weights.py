@@ -36,7 +36,7 @@ from finetune.models.compiled import compile_layers
 from finetune.models.config import model_config
 from finetune.models.damage import check_weights, mismatched_sizes, why_no_weights
 from finetune.models.lora_targets import (
-    Targets,
+    AdapterTargets,
     adapted_paths,
     check_adapted,
     describe_left_out,
@@ -308,7 +308,7 @@ def parameter_counts(model: Any) -> tuple[int, int]:
 
 
 def add_adapters(
-    model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None, targets: Targets | None = None
+    model: Any, lora: Lora, dtype: torch.dtype, tokens: Tokens | None = None, targets: AdapterTargets | None = None
 ) -> Any:
     """Returns the model with frozen weights and trained adapters in `dtype`. tokens: the added ones; targets: those in
     the trained parts of the model; None: in all of it. Raises UserError if a name is of no module."""
