@@ -112,14 +112,21 @@ class OpenedSources:
         for source in (*data.train, *data.own_eval_sources):
             opened = self.open(source)
             settings = row_settings(self._recipe, opened.source, renderer)
-            with closing(read_items(opened.reader)) as items:
-                for item in islice(items, HEAD_ROWS) if opened.head is None else opened.head:
-                    try:
-                        draw(settings, item)
-                    except BadRow as error:
-                        if not settings.skips_bad:
-                            raise UserError(bad_row_message(item[:2], error)) from None
+            for item in first_items(opened):
+                try:
+                    draw(settings, item)
+                except BadRow as error:
+                    if not settings.skips_bad:
+                        raise UserError(bad_row_message(item[:2], error)) from None
         self._heads_checked = True
+
+
+def first_items(opened: OpenedSource) -> Iterable[Item]:
+    """Returns the first rows of a source. Raises UserError."""
+    if opened.head is not None:
+        return opened.head
+    with closing(read_items(opened.reader)) as items:
+        return list(islice(items, HEAD_ROWS))
 
 
 def row_settings(recipe: Recipe, source: Source, renderer: Renderer) -> RowSettings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from finetune.data.building import OpenedSources
-from finetune.data.chat.template_check import check_template
-from finetune.data.chat.template_choice import template_of
+from finetune.data.building import OpenedSources, first_items
+from finetune.data.chat.template_check import check_template, joined_texts_note
+from finetune.data.chat.template_choice import set_template, template_of
 from finetune.data.epochs import EpochOrder, EpochRows, RunLength, epochs_differ
 from finetune.data.examples import Examples, check_caps, draw_examples, prepare_examples
+from finetune.data.formats.detect import parse_row
 from finetune.data.objective_rows import trained_part
 from finetune.data.packing import RowOrder, Rows, group_rows, one_per_row, pack, row_work
 from finetune.data.predictions import Predictions
 from finetune.data.row_source import EpochSize, RowSource
-from finetune.data.samples import Example, ExampleSizes, Image
+from finetune.data.samples import BadRow, Example, ExampleSizes, Image, Sample
 from finetune.data.streaming import Stream, open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
@@ -252,7 +254,7 @@ def template_notes(
     """
     template = template_of(recipe.model, tokenizer)
     if template is not None:
-        tokenizer.chat_template = template.text
+        set_template(tokenizer, template, replaces_all=recipe.model.chat_template is not None)
     findings = check_template(tokenizer, template, trained_part(recipe.objective))
     problems = [text.removeprefix("problem: ") for text in findings if text.startswith("problem: ")]
     if problems:
@@ -260,7 +262,23 @@ def template_notes(
         formats = {opened.open(source).source.format for source in (*recipe.data.train, *recipe.data.eval_sources)}
         if formats - {"text", "tokens"}:  # the others are rendered by the chat template
             raise UserError("model.chat_template: " + "; ".join(problems))
-    return [text.removeprefix("note: ") for text in findings if text.startswith("note: ")]
+    notes = [text.removeprefix("note: ") for text in findings if text.startswith("note: ")]
+    return notes if template else joined_texts_note(_first_samples(recipe, opened or OpenedSources(recipe)))
+
+
+def _first_samples(recipe: Recipe, opened: OpenedSources) -> list[Sample]:
+    """Returns the first rows of the training sources that can be read; the build names the others."""
+    samples = list[Sample]()
+    for given in recipe.data.train:
+        try:
+            source = opened.open(given)
+            rows = [row for _, _, row in first_items(source) if not isinstance(row, str)]
+        except UserError:
+            continue
+        for row in rows:
+            with contextlib.suppress(BadRow, UserError):
+                samples.append(parse_row(row, source.source.format, source.source.columns, recipe.rollouts is not None))
+    return samples
 
 
 # Rows that are dropped or changed, by their count in the report.

@@ -362,6 +362,7 @@ def rendering_key(renderer: Renderer) -> str:
         "tokenizer": {name: part for name, part in backend.items() if name not in ("truncation", "padding")},
         "special": [renderer.special, renderer.adds_bos],
         "template": dated(renderer.template.text) if renderer.template else None,
+        **({"tool_use": dated(renderer.template.tool_use)} if renderer.template and renderer.template.tool_use else {}),
         "today": str(date.today()) if renderer.template and asks_for_today(renderer.template.text) else None,
         "train_on": renderer.train_on,
         **({} if renderer.ends_plain else {"ends_plain": False}),

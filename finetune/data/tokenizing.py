@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data.chat.encoding import remember_words
-from finetune.data.chat.renderer import Rendered, Renderer
+from finetune.data.chat.encoding import Tokens, remember_words
+from finetune.data.chat.renderer import Rendered, Renderer, TokensAndImages
 from finetune.data.formats.detect import parse_row
 from finetune.data.objective_rows import PLAIN, ObjectiveRows, examples_of
 from finetune.data.samples import BadRow, PromptOnly, Sequence, shared_prefix
@@ -136,12 +136,13 @@ def tokenize_chunk(settings: RowSettings, items: Iterable[Item | UserError]) -> 
         if failed:
             break
     try:
-        tokens = settings.renderer.tokenize([text for row in drawn for group, _ in row.groups for text in group])
-        sequences = (Sequence(one[0], one[1], one[2] if len(one) == 3 else ()) for one in tokens)
+        rendered = [text for row in drawn for group, _ in row.groups for text in group]
+        sequences = iter(settings.renderer.tokenize_each(rendered))
         for row in drawn:
-            groups = [(tuple(next(sequences) for _ in texts), numbers) for texts, numbers in row.groups]
-            if _has_equal_answers(settings, [group for group, _ in groups]):
-                failed = refused(row.row_id, BadRow(EQUAL_ANSWERS)) or failed
+            try:
+                groups = _sequences(settings, row, sequences)
+            except BadRow as error:
+                failed = refused(row.row_id, error) or failed
                 if settings.skips_bad:
                     continue
                 break
@@ -176,6 +177,24 @@ def draw(settings: RowSettings, item: Item) -> DrawnRow:
         raise UserError(f"{label}:{number}: {error}") from None
     groups = [(group, numbers) for groups, numbers in drawn for group in groups]
     return DrawnRow((label, number), groups, len(groups) > len(drawn), isinstance(sample, PromptOnly))
+
+
+def _sequences(
+    settings: RowSettings, row: DrawnRow, tokens: Iterator[Tokens | TokensAndImages | BadRow]
+) -> list[tuple[tuple[Sequence, ...], tuple[float, ...]]]:
+    """Returns the sequences of a row's examples, with their numbers. Raises BadRow after all of its tokens are read."""
+    of_texts = [[next(tokens) for _ in texts] for texts, _ in row.groups]
+    groups: list[tuple[Sequence, ...]] = []
+    for group in of_texts:
+        sequences = list[Sequence]()
+        for one in group:
+            if isinstance(one, BadRow):
+                raise one
+            sequences.append(Sequence(one[0], one[1], one[2] if len(one) == 3 else ()))
+        groups.append(tuple(sequences))
+    if _has_equal_answers(settings, groups):
+        raise BadRow(EQUAL_ANSWERS)
+    return [(group, numbers) for group, (_, numbers) in zip(groups, row.groups, strict=True)]
 
 
 def bad_row_message(row_id: RowId, error: BadRow) -> str:

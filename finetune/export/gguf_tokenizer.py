@@ -72,7 +72,9 @@ def add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
     writer.add_token_list(texts)
     writer.add_token_types(types)
     if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
+        own = tokenizer.chat_template
+        several = [{"name": name, "template": text} for name, text in own.items()] if isinstance(own, dict) else None
+        writer.add_chat_template(several or own)
     ends = GenerationConfig.from_pretrained(folder).eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     if len(ends) > 3:

@@ -271,6 +271,7 @@ def render_prompt(chat: Chat | None, request: Conversation) -> str:
             )
         return first.content
     try:
+        chat = chat.selected(request)
         chat = with_arguments(chat, request.template_arguments) if request.template_arguments else chat
         return chat.jinja.text(chat.traits.as_dicts(request), list(request.tools), prompt=True)
     except BadRow as error:

@@ -14,9 +14,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
+from transformers.utils import CONFIG_NAME
 
 from finetune.errors import UserError
-from finetune.models.damage import check_settings, read_object, short
+from finetune.models.damage import ADAPTER_CONFIG, check_settings, read_object, short
 from finetune.models.remote_code import from_config, load_auto
 from finetune.recipe.schema import Model, Recipe
 from finetune.utils import is_from_rust
@@ -36,7 +37,13 @@ def base_config(model: Model) -> PretrainedConfig:
                     raise UserError(f"model.config.{key}: not a setting of {model.config['model_type']}{hint}")
             return AutoConfig.for_model(**model.config)
         assert model.name is not None
-        check_settings(Path(model.name).expanduser())
+        folder = Path(model.name).expanduser()
+        if (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG_NAME).is_file():
+            raise UserError(
+                f"model.name: {model.name} is an adapter without its base. Fix: merge it (`python -m finetune merge "
+                "RUN` for a run of this tool, peft's `merge_and_unload` for others) and name the merged folder"
+            )
+        check_settings(folder)
         return load_auto(AutoConfig, model.name, model.trust_remote_code, revision=model.revision or "main")
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.renderer import Renderer
+from finetune.data.chat.template_check import joined_texts_note
 from finetune.errors import UserError
 from finetune.models.base_config import NO_FOLDER, is_missing_folder, without_weights
 from finetune.models.config import model_config
@@ -172,6 +173,8 @@ def _show(recipe: NewRecipe, loaded: Recipe, problem: str, renderer: Renderer | 
     show_first_row(rows, renderer, console)
     bad = lengths.bad
     notes = [f"{len(bad):,} rows cannot be used and are skipped, such as {bad[0]}"] if bad else []
+    if renderer is not None and renderer.chat is None:
+        notes += joined_texts_note(rows.samples[:100])
     if problem:
         estimate = f"lengths are estimated from characters, {CHARACTERS_PER_TOKEN} a token"
         notes.insert(0, f"{recipe.options.model}: {problem}; {estimate}. `check` counts them once the model is there")

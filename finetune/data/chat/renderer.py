@@ -28,6 +28,7 @@ from finetune.data.chat.encoding import Encoder, Tokens, encoder
 from finetune.data.chat.template import Jinja, Span, Template
 from finetune.data.chat.template_choice import (
     EMPTY_THOUGHT,
+    TOOL_USE,
     built_in_templates,
     own_template,
     special_tokens,
@@ -141,7 +142,8 @@ class Renderer:
                     f"{place} contains {match.group()!r}, which this tokenizer reads as a special token, not as text: "
                     "take it out of the row (the template writes such tokens itself)"
                 )
-        return with_arguments(self.chat, sample.template_arguments) if sample.template_arguments else self.chat
+        chat = self.chat.selected(sample)
+        return with_arguments(chat, sample.template_arguments) if sample.template_arguments else chat
 
     def _answer(self, sample: Conversation | PromptCompletion, name: str, data_file: str) -> Rendered:
         examples = self.draw(sample, data_file)
@@ -153,15 +155,28 @@ class Renderer:
         return examples[0][0]
 
     def tokenize(self, rendered: Sequence[Rendered]) -> list[Tokens | TokensAndImages]:
-        """Returns ids and masks of many samples, and images if rows have them, in one call of the tokenizer."""
+        """Returns ids and masks of many samples, and images if rows have them. Raises BadRow for one that has none."""
+        tokens: list[Tokens | TokensAndImages] = []
+        for one in self.tokenize_each(rendered):
+            if isinstance(one, BadRow):
+                raise one
+            tokens.append(one)
+        return tokens
+
+    def tokenize_each(self, rendered: Sequence[Rendered]) -> list[Tokens | TokensAndImages | BadRow]:
+        """Returns the same, in few calls of the tokenizer; the reason for a sample that has no tokens."""
         texts = [one for one in rendered if one.ready is None]
         encoded = iter(self.encoder.encode([one.text for one in texts], [one.spans for one in texts]))
-        tokens: list[Tokens | TokensAndImages] = []
+        tokens: list[Tokens | TokensAndImages | BadRow] = []
         for one in rendered:
             if one.ready:
                 input_ids, trained = np.array(one.ready.input_ids, np.int32), np.array(one.ready.trained, bool)
             else:
-                input_ids, trained = next(encoded)
+                found = next(encoded)
+                if isinstance(found, BadRow):
+                    tokens.append(found)
+                    continue
+                input_ids, trained = found
                 if one.is_plain:
                     # BOS before a plain text if the tokenizer would add it, EOS after (see `ends_plain`) unless an
                     # answer follows, neither twice.
@@ -266,6 +281,9 @@ def _chat(template: Template, special: tuple[tuple[str, str], ...], tokens: tupl
     """arguments: of a row, as JSON. A template has other traits under other arguments."""
     jinja = Jinja(template, dict(special), json.loads(arguments))
     chat = Chat(jinja, traits_of(jinja, tokens), tokens)
+    if template.tool_use is not None:
+        tool_use = Template(template.tool_use, f"{template.name} `{TOOL_USE}`")
+        chat = replace(chat, tool_use=_chat(tool_use, special, tokens, arguments))
     if EMPTY_THOUGHT not in template.text or EMPTY_THOUGHT in jinja.arguments:
         return chat
     return replace(chat, thinking=with_arguments(chat, {EMPTY_THOUGHT: False}))

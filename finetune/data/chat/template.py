@@ -41,6 +41,7 @@ class Template:
 
     text: str
     name: str
+    tool_use: str | None = None  # template of conversations with tools, if the tokenizer has several
 
     @cached_property
     def marks_generation(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +15,7 @@ from finetune.data.chat.template import ANSWER, DATE, QUESTION, THOUGHT, Templat
 from finetune.data.chat.template_choice import own_template
 from finetune.data.chat.template_traits import CALL_ID, RESULT, TOOL, probe_call, probe_tool
 from finetune.data.chat.trained_spans import Chat, parts_of
-from finetune.data.samples import BadRow, Conversation, Message
+from finetune.data.samples import BadRow, Conversation, Message, PromptCompletion
 from finetune.errors import UserError
 from finetune.utils import common_prefix_length
 
@@ -43,6 +43,20 @@ def check_template(
             return [f"problem: {error}"]
         notes += [*_notes(renderer, renderer.chat, two, train_on), *_tool_notes(renderer, renderer.chat, thought)]
         return [f"problem: {text}" for text in dict.fromkeys(problems)] + [f"note: {text}" for text in notes]
+
+
+def joined_texts_note(samples: Iterable[Any]) -> list[str]:
+    """Returns a note if prompts and answers of rows, joined without a template, meet in the middle of a word."""
+    texts = [one for sample in samples for one in (sample, getattr(sample, "chosen", None))]
+    rows = [one for one in texts if isinstance(one, PromptCompletion)]
+    joined = [one for one in rows if one.prompt[-1:].isalnum() and one.completion[:1].isalnum()]
+    if len(joined) <= len(rows) / 2:
+        return []
+    return [
+        f"prompts and answers are joined as they are, such as {joined[0].prompt[-20:] + joined[0].completion[:20]!r}: "
+        f"the tokenizer has no chat template, and nothing separates them in {len(joined)} of {len(rows)} rows. Fix: "
+        "end prompts with a newline or a mark, or set model.chat_template"
+    ]
 
 
 @contextlib.contextmanager
@@ -167,6 +181,7 @@ def _notes(renderer: Renderer, chat: Chat, two: list[list[str]], train_on: str) 
 
 def _tool_notes(renderer: Renderer, chat: Chat, thought: str | None) -> Iterator[str]:
     """Yields a note if a template that supports calls refuses a row with a tool, its call and its result."""
+    chat = chat.tool_use or chat
     if chat.traits.calls is None:
         return
     call = Message("assistant", "", reasoning=thought, tool_calls=(probe_call(),))

@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from finetune.data.chat.template_traits import traits_of
 from finetune.errors import UserError
 from finetune.recipe.schema import Model
 
+TOOL_USE = "tool_use"  # name of the template that transformers takes for conversations with tools
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -48,6 +50,23 @@ def resolve_template(
     if template is None and (arguments or gives_thought):
         key = "chat_template_arguments" if arguments else "empty_thought"
         raise UserError(f"model.{key}: the tokenizer has no chat template; give model.chat_template")
+    if template is None or template.tool_use is None:
+        return _changed(template, tokenizer, arguments, gives_thought)
+    with_tools = Template(template.tool_use, f"{template.name} `{TOOL_USE}`")
+    changed, with_tools = (
+        _changed(one, tokenizer, arguments, gives_thought) for one in (replace(template, tool_use=None), with_tools)
+    )
+    assert changed is not None
+    assert with_tools is not None
+    return replace(changed, tool_use=with_tools.text)
+
+
+def _changed(
+    template: Template | None,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Mapping[str, Any] | None,
+    gives_thought: bool,
+) -> Template | None:
     if template and arguments:
         template = with_arguments(template, arguments)
     return with_empty_thought(template, special_tokens(tokenizer)) if template and gives_thought else template
@@ -83,16 +102,27 @@ def _named_template(chat_template: str) -> Template:
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> Template | None:
-    """Returns the tokenizer's own template; of several the default. None if it has none."""
+    """Returns the tokenizer's own template; of several the default, and the one for tools. None if it has none."""
     own: Any = tokenizer.chat_template
+    tool_use: str | None = None
     if isinstance(own, dict):  # several, by name
         if "default" not in own:
             raise UserError(
                 f"the tokenizer has several chat templates ({', '.join(own)}) and none is the default: save the one "
                 "to use in a .jinja file and give its path as model.chat_template"
             )
-        own = own["default"]
-    return Template(own, "the tokenizer's chat template") if own else None
+        own, tool_use = own["default"], own.get(TOOL_USE)
+    return Template(own, "the tokenizer's chat template", tool_use) if own else None
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, template: Template, replaces_all: bool) -> None:
+    """Sets a template on the tokenizer, which keeps its other ones unless `replaces_all`."""
+    own: Any = tokenizer.chat_template
+    if replaces_all or not isinstance(own, dict):
+        tokenizer.chat_template = template.text
+    else:
+        tool_use = {} if template.tool_use is None else {TOOL_USE: template.tool_use}
+        tokenizer.chat_template = {**own, "default": template.text, **tool_use}
 
 
 def with_arguments(template: Template, arguments: Mapping[str, Any]) -> Template:

@@ -59,10 +59,16 @@ class Traits:
     end_of_turn: str = ""  # written by the model after an answer, such as <|eot_id|>; "" if absent
     tail: str | None = None  # all that follows the last answer: white space, end-of-turn and closing; None: unknown
     closing: str = ""  # the part of it that the model does not write: a newline, Phi-3's <|endoftext|>
+    next_role: str = ""  # token of the user's turn that ends an answer, if no other does (GLM 4.5: <|user|>)
+    next_tool: str = ""  # token of a tool's result, which ends a call then
     calls: CallForm | None = None  # None if the template writes no tool calls
     writes_tools: bool = False
     writes_reasoning: bool = False
     empty_thought: EmptyThought | None = None
+
+    def added_end(self, message: Mapping[str, Any]) -> str:
+        """Returns the token that ends an assistant's last message, if the template writes it with the next message."""
+        return self.next_tool if message.get("tool_calls") else self.next_role
 
     def as_dicts(self, conversation: Conversation) -> list[dict[str, Any]]:
         """Returns the messages as the template sees them."""
@@ -138,7 +144,10 @@ def traits_of(jinja: Jinja, tokens: Iterable[str]) -> Traits:
         longer = ""
     header = text[len(prompted) : at] if prompted == question and text.startswith(prompted) else ""
     tail = text[at + len(ANSWER) :]
-    end = _end_of_turn(tail, longer, list(tokens))
+    end, calls = _end_of_turn(tail, longer, list(tokens)), _call_form(jinja)
+    next_role = "" if end else _next_role(jinja, tail, longer, prompt, list(tokens))
+    if next_role:
+        end, tail = next_role, tail + next_role
     return Traits(
         prompt=prompt,
         prompt_fits=text.startswith(prompted),
@@ -146,7 +155,9 @@ def traits_of(jinja: Jinja, tokens: Iterable[str]) -> Traits:
         end_of_turn=end,
         tail=tail,
         closing=tail[tail.index(end) + len(end) :] if end else tail,
-        calls=_call_form(jinja),
+        next_role=next_role,
+        next_tool=(_next_tool(jinja, calls, list(tokens)) or next_role) if next_role else "",
+        calls=calls,
         writes_tools=_writes(jinja, TOOL, one, tools=[probe_tool()]),
         writes_reasoning=_writes(jinja, THOUGHT, [one[0], _thoughtful()]),
         empty_thought=_empty_thought(jinja, question, prompted, text),
@@ -214,6 +225,25 @@ def _end_of_turn(tail: str, longer: str, tokens: list[str]) -> str:
             break
         end = more
     return end
+
+
+def _next_role(jinja: Jinja, tail: str, longer: str, prompt: str, tokens: list[str]) -> str:
+    """Returns the token of the next turn after an answer, which ends it in use; "" if it begins an answer, too."""
+    token = _first_token(longer[len(tail) :], tokens) if longer.startswith(tail) else ""
+    is_begin = token == jinja.special.get("bos_token") or prompt.lstrip().startswith(token)
+    return "" if is_begin else token
+
+
+def _next_tool(jinja: Jinja, form: CallForm | None, tokens: list[str]) -> str:
+    if form is None:
+        return ""
+    call = _as_dict(Message("assistant", "", tool_calls=(probe_call(),)), form)
+    result = _as_dict(Message("tool", RESULT, name=TOOL, tool_call_id=CALL_ID), form)
+    try:
+        before, after = (jinja.text([*probe(1)[:1], call, *more], [probe_tool()]) for more in ([], [result]))
+    except BadRow:
+        return ""
+    return _first_token(after[len(before) :], tokens) if after.startswith(before) else ""
 
 
 def _first_token(text: str, tokens: list[str]) -> str:

@@ -45,11 +45,16 @@ class Chat:
     jinja: Jinja
     traits: Traits
     tokens: tuple[str, ...]
+    tool_use: Chat | None = None  # for conversations with tools, if the tokenizer has a template of its own for them
     thinking: Chat | None = None  # for answers with reasoning, if the generation prompt ends with an empty thought
 
     @property
     def name(self) -> str:
         return self.jinja.template.name
+
+    def selected(self, conversation: Conversation) -> Chat:
+        """Returns the template of a conversation among the tokenizer's own, as transformers selects it."""
+        return self.tool_use if conversation.tools and self.tool_use else self
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ def parts_of(chat: Chat, conversation: Conversation, train_on: str) -> list[Trai
 
     Raises BadRow if the template leaves a part of the row out, UserError if no mask can be right.
     """
+    chat = chat.selected(conversation)
     if chat.traits.empty_thought and not chat.traits.writes_reasoning:
         # Reasoning in the content of answers becomes `reasoning`: a template would cut it off.
         apart: list[Message] = []
@@ -89,6 +95,8 @@ def parts_of(chat: Chat, conversation: Conversation, train_on: str) -> list[Trai
     trained = answers[-1:] if train_on == "last_assistant" else answers
     last = bool(trained) and trained[-1] == len(messages) - 1
     full_text, marks = chat.jinja.marked(messages, tools) if last else (chat.jinja.text(messages, tools), [])
+    if messages[-1:] and messages[-1]["role"] == "assistant":
+        full_text += chat.traits.added_end(messages[-1])
     turns = []
     for i in trained if train_on != "all" else ():
         so_far = (full_text, marks) if i == len(messages) - 1 else chat.jinja.marked(messages[: i + 1], tools)
@@ -96,10 +104,15 @@ def parts_of(chat: Chat, conversation: Conversation, train_on: str) -> list[Trai
         written = _written(with_thought or chat, messages, tools, i, so_far)
         message = conversation.messages[i]
         if not all(_contains(written.text, text) for text in message.texts):
-            raise UserError(
+            raise BadRow(
                 f"{chat.name} changes the content of message {i} (assistant): {message.content[:40]!r} is not in "
                 f"{written.text[:60]!r}, so the model would not learn what the row says; give another "
                 "model.chat_template"
+            )
+        if _cuts_thought(message.content, written.text):
+            raise BadRow(
+                f"{chat.name} takes the text before '</think>' in message {i} (assistant) for a thought. Fix: take "
+                "'</think>' out of the answer, or give the thought as `reasoning`"
             )
         if message.reasoning and not _contains(written.text, message.reasoning):
             raise BadRow(f"{chat.name} {_NO_REASONING.format(i)}")
@@ -142,7 +155,7 @@ def _turn(chat: Chat, written: _Written, i: int) -> _Turn:
         elif chat.jinja.template.marks_generation:
             end = len(text)
         else:
-            raise UserError(
+            raise BadRow(
                 f"{chat.name} ends message {i} (assistant) with {text[-30:]!r}, not with {traits.tail!r} as after "
                 "other answers, nor with a token of this tokenizer: the model would not learn to stop. Mark what the "
                 "assistant writes in the template with {% generation %}, or give another model.chat_template"
@@ -152,14 +165,12 @@ def _turn(chat: Chat, written: _Written, i: int) -> _Turn:
         begin = 0
         if traits.header:
             if not text.startswith(traits.header):
-                raise UserError(
+                raise BadRow(
                     f"{chat.name} has no generation prompt, and begins message {i} (assistant) with "
                     f"{text[:40]!r} but other answers with {traits.header!r}: which text the model would write is "
                     "unclear. Mark it in the template with {% generation %}, or give another model.chat_template"
                 )
             begin = len(traits.header)
-        elif traits.prompt and not written.prompt.endswith(traits.prompt) and text.startswith(traits.prompt):
-            begin = len(traits.prompt)  # some write it after a question, but not after the answer of a tool
         spans = [(begin, end)]
     elif spans := [(begin, min(stop, end)) for begin, stop in written.marks]:
         # The last block extends to the end-of-turn, or is cut after it, if it ends elsewhere.
@@ -188,7 +199,15 @@ def _written(chat: Chat, messages: Messages, tools: Tools, i: int, so_far: Marke
         text, marks = opened
     elif not text.startswith(prompt):
         prompt, at, (text, marks) = _in_other_history(chat, messages, tools, i, prompt, so_far)
+    # Some write the header after a question, but not after a tool's result, where the model goes on: the text in use.
+    header = chat.traits.prompt
+    if thought is not None and not text.startswith(header, at):
+        header = header.removesuffix(thought.opener) + thought.before
+    if header and not prompt.endswith((header, chat.traits.prompt)) and text.startswith(header, at):
+        at += len(header)
     # A mark that begins within the prompt is cut: that part is given, not written by the model.
+    if not text.endswith(end := chat.traits.added_end(messages[i])):
+        text += end
     return _Written(prompt, text[at:], [(max(begin - at, 0), end - at) for begin, end in marks if end > at])
 
 
@@ -253,6 +272,11 @@ THOUGHT_IN_CONTENT = re.compile(r"\s*<think>(.*?)</think>\s*(.+)", re.DOTALL)
 
 
 # --- no part of the row is lost
+
+
+def _cuts_thought(content: str, written: str) -> bool:
+    """Returns whether a template has cut an answer at a "</think>" that ends no thought."""
+    return "</think>" in content and not THOUGHT_IN_CONTENT.fullmatch(content) and content.strip() not in written
 
 
 _NO_REASONING = (

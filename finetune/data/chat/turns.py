@@ -28,7 +28,6 @@ from finetune.data.chat.template import ANSWER, QUESTION, probe
 from finetune.data.chat.template_traits import ARGUMENT, CALL_ID, TOOL, probe_call, probe_tool
 from finetune.data.chat.trained_spans import Chat, parts_of, prompt_of
 from finetune.data.samples import BadRow, Conversation, Message, PromptOnly
-from finetune.errors import UserError
 from finetune.utils import common_prefix_length
 
 _NAME = re.compile(r"[\w.:/-]{1,128}")  # of a function: nothing that a template or tokenizer could take for a mark
@@ -144,7 +143,7 @@ class TurnRenderer:
     @cached_property
     def pattern(self) -> CallPattern | None:
         """Returns the form of a call, see `call_pattern`. Raises UserError without a chat template."""
-        return call_pattern(self.renderer.chat_for(Conversation((Message("user", "Hi"),))))
+        return call_pattern(self.renderer.chat_for(Conversation((Message("user", "Hi"),), (probe_tool(),))))
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """Returns the tokens of a prompt. Raises BadRow."""
@@ -198,12 +197,10 @@ class TurnRenderer:
             )
         # As it follows an end of turn, which is nearly always a token of its own.
         end, following = chat.traits.end_of_turn, text[at + len(end_of_turn) :]
-        alone, joined = (ids.tolist() for ids, _ in self.renderer.encoder.encode([end, end + following], [[], []]))
-        if joined[: len(alone)] == alone:
-            return joined[len(alone) :]
-        if self.renderer.encoder.can_cut:
-            return self.renderer.encoder.encode([following], [[]])[0][0].tolist()
-        raise UserError(
-            f"model.chat_template: the tokens of {following[:40]!r} depend on the text before it, {end!r}, which is no "
-            "token of its own: turns of an environment need a template whose end-of-turn is one"
+        encoder = self.renderer.encoder
+        alone, joined = encoder.ids(end), encoder.ids(end + following)
+        return (
+            joined[len(alone) :]
+            if joined[: len(alone)] == alone
+            else encoder.continuation(alone, end + following, len(end))
         )

@@ -129,7 +129,7 @@ class Deadly:
             os.kill(os.getpid(), signal.SIGKILL)
         return []
 
-    def tokenize(self, rendered: list[Rendered]) -> list[Any]:
+    def tokenize_each(self, rendered: list[Rendered]) -> list[Any]:
         return []
 
 
@@ -359,7 +359,7 @@ class InParts:
         texts = [Rendered(text, [(0, len(text))], True) for text in sample.text.split("|")]
         return [tuple(texts)] if self.is_preference else [(text,) for text in texts]
 
-    def tokenize(self, rendered: list[Rendered]) -> Any:
+    def tokenize_each(self, rendered: list[Rendered]) -> Any:
         return self.of.tokenize(rendered)
 
 

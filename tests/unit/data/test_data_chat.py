@@ -9,16 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_helpers import byte_level, conversation, family_template, render, sentencepiece_like, word_level
+from data_helpers import (
+    byte_level,
+    conversation,
+    family_template,
+    recipe,
+    render,
+    sentencepiece_like,
+    word_level,
+    write_jsonl,
+)
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.chat.encoding import Offsets, is_clean, tokens_in_spans
 from finetune.data.chat.renderer import UNTRAINED, build_renderer
 from finetune.data.chat.template import Template, asks_for_today
-from finetune.data.chat.template_check import check_template
-from finetune.data.chat.template_choice import built_in_templates, resolve_template, with_arguments
+from finetune.data.chat.template_check import check_template, turn_end_ids
+from finetune.data.chat.template_choice import built_in_templates, resolve_template, set_template, with_arguments
+from finetune.data.dataset import template_notes
 from finetune.data.samples import BadRow, Conversation, Ids, Message, Preference, PromptCompletion, Text
 from finetune.errors import UserError
+from finetune.models.base_config import base_config
+from finetune.recipe.schema import Model
 
 from .test_data_templates import FAMILIES
 
@@ -319,26 +330,6 @@ def test_an_answer_keeps_its_white_space_and_the_header_its_own(answer, trim_off
     assert labels[labels != UNTRAINED].tolist() == expected_ids(tokenizer, STYLES["chatml"], [answer])
 
 
-def test_a_token_on_both_sides_is_context_where_a_text_cannot_be_cut():
-    """A tokenizer that puts a space before every piece would put one too many."""
-    tokenizer = sentencepiece_like(template=None)
-    input_ids, labels = render(PromptCompletion("the qui", "ck brown"), tokenizer)
-    assert input_ids.tolist() == [*tokenizer.encode("the quick brown"), tokenizer.eos_token_id]
-    assert tokenizer.convert_ids_to_tokens(labels[labels != UNTRAINED].tolist()) == ["▁brown", "</s>"]
-
-
-def offsets(*spans: tuple[int, int]) -> Offsets:
-    return Offsets(len(spans), spans.__getitem__)
-
-
-def test_a_clean_border():
-    tokens = offsets((0, 3), (3, 8), (8, 9), (9, 13))
-    assert [at for at in (0, 3, 5, 8, 9, 10, 13) if is_clean(at, tokens)] == [0, 3, 8, 9, 13]
-    trimmed = offsets((0, 3), (3, 8), (8, 8), (9, 13))  # the third is white space, and owns no character
-    assert not is_clean(8, trimmed)
-    assert not is_clean(9, trimmed)
-
-
 # --- nothing of a row is lost
 
 
@@ -388,14 +379,89 @@ def test_calls_and_results_that_the_template_leaves_out_are_a_bad_row():
     assert '"four \\"é\\"\\n"<|im_end|>' in as_json.decode(render(WITH_CALL, as_json)[0])
 
 
-def test_a_header_that_the_prompt_lacks_after_a_tools_result_is_not_trained():
+@pytest.mark.parametrize("opener", ["", "<|channel|>"])
+def test_a_header_that_the_prompt_lacks_after_a_tools_result_is_not_in_the_example(opener: str):
+    """Gemma 4: calls, results and the answer are one turn in use, and the answer is rendered as another one."""
     late = CALLS.replace(
         "{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1]['role'] != 'tool' %}"
-    )
-    tokenizer = STYLES["chatml"].tokenizer(late)
-    for template in (CALLS, late):
-        _, labels = render(WITH_CALL, tokenizer, template=Template(template, "test"))
-        assert tokenizer.decode(labels[labels != UNTRAINED]).endswith("}]<|im_end|>four<|im_end|>")
+    ).replace("assistant\n' }}{% endif", f"assistant\n{opener}' }}}}{{% endif")
+    tokenizer = byte_level(("<|im_start|>", "<|im_end|>", "<|channel|>"), template=late, eos_token="<|im_end|>")
+    renderer = build_renderer(tokenizer)
+    if opener:  # its answers do not begin with it, so rows are refused as ever
+        with pytest.raises(UserError, match="renders the conversation up to message 1"):
+            renderer.draw(WITH_CALL)
+        return
+    (last,), _ = renderer.draw(WITH_CALL)  # the call is trained in the other one
+    ids, mask = renderer.tokenize([last])[0][:2]
+    messages = build_renderer(tokenizer).chat.traits.as_dicts(WITH_CALL)  # type: ignore[union-attr]
+    given = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
+    assert (ids[: len(given)].tolist(), tokenizer.decode(ids[mask])) == (given, "four<|im_end|>")
+
+
+CUTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% set content = m['content'] %}"
+    "{% if '</think>' in content %}"
+    "{{ '<think>\n' + content.split('</think>')[0].split('<think>')[-1].strip('\n') + '\n</think>\n\n' }}"
+    "{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{{ content.lstrip('\n') + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_an_answer_that_a_template_cuts_at_the_end_of_a_thought_is_a_bad_row():
+    tokenizer = STYLES["chatml"].tokenizer(CUTS)
+    with pytest.raises(BadRow, match=r"takes the text before '</think>' in message 1 \(assistant\) for a thought"):
+        render(as_conversation(conversation("a", "Close it with </think> always")), tokenizer)
+    _, labels = render(as_conversation(conversation("a", "<think>\nx\n</think>\n\nb")), tokenizer)
+    assert tokenizer.decode(labels[labels != UNTRAINED]).endswith("</think>\n\nb<|im_end|>")
+
+
+TEXT_AND_CALL = Conversation(
+    (Message("user", "add"), Message("assistant", "I will", tool_calls=(CALL,)), *WITH_CALL.messages[2:])
+)
+
+
+def test_a_text_next_to_a_call_that_a_template_leaves_out_is_a_bad_row():
+    """Llama 3.1: other rows fit, so `on_bad_row: skip` leaves it out."""
+    tokenizer = STYLES["chatml"].tokenizer(CALLS)
+    with pytest.raises(BadRow, match=r"changes the content of message 1 \(assistant\): 'I will' is not in"):
+        render(TEXT_AND_CALL, tokenizer)
+
+
+GLM = (
+    "{{ '[gMASK]<sop>' }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|user|>\n' + m['content'] }}"
+    "{% elif m['role'] == 'assistant' %}{{ '<|assistant|>\n<think></think>\n' + m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ '\n<tool_call>' + call['function']['name'] + '\n' }}"
+    "{{ call['function']['arguments'] | tojson + '\n</tool_call>' }}{% endfor %}"
+    "{% elif m['role'] == 'tool' %}{{ '<|observation|>\n' + m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n<think></think>\n' }}{% endif %}"
+)
+GLM_TOKENS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>")
+
+
+def test_the_next_roles_token_ends_an_answer_where_no_other_does():
+    """GLM 4, 4.5 and 4.6: the model ends its turn by <|user|>, or <|observation|> after a call."""
+    tokenizer = byte_level(GLM_TOKENS, template=GLM, eos_token="<|endoftext|>")
+    assert not [text for text in check_template(tokenizer) if text.startswith("problem")]
+
+    def written(sample: Conversation) -> list[str]:
+        ids, labels = render(sample, tokenizer)
+        marks = "".join(
+            f"«{tokenizer.decode(i)}»" if label != UNTRAINED else "\0" for i, label in zip(ids, labels, strict=True)
+        )
+        return [run.replace("«", "").replace("»", "") for run in marks.split("\0") if run]
+
+    assert written(as_conversation(conversation("hello", "fine", "and you?", "so am I"))) == [
+        "fine<|user|>",
+        "so am I<|user|>",
+    ]
+    call, answer = written(WITH_CALL)
+    assert call.endswith("</tool_call><|observation|>")
+    assert answer == "four<|user|>"
+    called = replace(WITH_CALL, messages=WITH_CALL.messages[:2])
+    assert written(called) == [call]
+    ends = turn_end_ids(tokenizer, Template(GLM, "GLM"))
+    assert {tokenizer.decode(i) for i in ends} == {"<|user|>", "<|observation|>"}
 
 
 def test_calls_without_schemas():
@@ -781,9 +847,36 @@ def test_the_tokenizers_own_template():
         resolve_template(None, several)
 
 
-def test_tokens_in_spans_is_its_docstring():
-    tokens = offsets((0, 3), (3, 8), (8, 9), (9, 13))
-    assert tokens_in_spans(tokens, [(3, 8), (8, 12)]).tolist() == [False, True, True, True]
-    assert tokens_in_spans(tokens, [(4, 9)]).tolist() == [False, False, True, False]
-    assert tokens_in_spans(tokens, [(5, 5)]).tolist() == [False] * 4
-    assert tokens_in_spans(offsets(), [(0, 0)]).tolist() == []
+TOOL_TEMPLATE = "{{ tools | tojson }}" + CALLS
+
+
+def test_a_tokenizers_template_for_tools_is_kept_and_used_as_transformers_does(tmp_path: Path):
+    tokenizer = STYLES["chatml"].tokenizer(None)
+    tokenizer.chat_template = {"default": CALLS, "tool_use": TOOL_TEMPLATE, "rag": "R"}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    for tools in ((), (tool,)):
+        sample = replace(WITH_CALL, tools=tools)
+        input_ids, _ = render(sample, tokenizer)
+        messages = build_renderer(tokenizer).chat.traits.as_dicts(sample)  # type: ignore[union-attr]
+        wanted = tokenizer.apply_chat_template(messages, tools=list(tools) or None)["input_ids"]
+        assert input_ids.tolist() == wanted
+    template = resolve_template(None, tokenizer)
+    assert template is not None
+    set_template(tokenizer, template, replaces_all=False)
+    tokenizer.save_pretrained(tmp_path)
+    kept = PreTrainedTokenizerFast.from_pretrained(tmp_path).chat_template
+    assert kept == {"default": CALLS, "tool_use": TOOL_TEMPLATE, "rag": "R"}
+
+
+@pytest.mark.parametrize(("completion", "is_told"), [("806", True), (" 806", False)])
+def test_prompts_and_answers_that_meet_in_a_word_are_told(tmp_path: Path, completion: str, is_told: bool):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "The answer to 806", "completion": completion}])
+    notes = template_notes(recipe(path, "prompt_completion"), byte_level(bos_token="<s>", eos_token="</s>"))
+    told = ["prompts and answers are joined as they are, such as 'The answer to 806806'" in note for note in notes]
+    assert told == [True] * is_told
+
+
+def test_an_adapter_is_no_base(tmp_path: Path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"is an adapter without its base\. Fix: merge it"):
+        base_config(Model(name=str(tmp_path)))
