@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune.recipe.foreign_keys import FOREIGN_KEYS
 from finetune.setup.conversion import TODO, Conversion, run_name
-from finetune.setup.foreign_launch import Launch, read_launch
+from finetune.setup.foreign_launch import ForeignLaunch, read_foreign_launch
 from finetune.setup.foreign_rollouts import fit_rollouts
 from finetune.setup.foreign_values import ForeignTable
 
@@ -61,7 +61,7 @@ def convert_training(c: Conversion, defaults: ToolDefaults, keeps_16_bits: bool 
 
     keeps_16_bits: whether trained weights are in 16 bits there, unless ZeRO or FSDP has copies in fp32.
     """
-    launch = read_launch(c)
+    launch = read_foreign_launch(c)
     _batch(c, defaults, launch)
     _optimizer(c, defaults)
     _schedule(c, defaults)
@@ -76,7 +76,7 @@ def convert_training(c: Conversion, defaults: ToolDefaults, keeps_16_bits: bool 
     c.theirs.ignore(*_WITHOUT_EFFECT)
 
 
-def _batch(c: Conversion, defaults: ToolDefaults, launch: Launch) -> None:
+def _batch(c: Conversion, defaults: ToolDefaults, launch: ForeignLaunch) -> None:
     """Rows of a step: micro-batch x accumulation x devices that have rows of their own."""
     t = c.theirs
     micro = t.count("per_device_train_batch_size", "micro_batch_size", default=defaults.micro)
@@ -262,7 +262,7 @@ def _memory(c: Conversion, checkpointing: bool) -> None:
         c.set("model.cross_entropy", "auto", "`liger` takes its kernels and needs them installed")
 
 
-def _precision(c: Conversion, default: str, launch: Launch, keeps_16_bits: bool) -> None:
+def _precision(c: Conversion, default: str, launch: ForeignLaunch, keeps_16_bits: bool) -> None:
     """Precision, as transformers decides: bf16 and fp16 of the arguments, else the launcher's mixed_precision."""
     t, comment = c.theirs, ""
     bf16, fp16 = t.take("bf16"), t.is_on("fp16")

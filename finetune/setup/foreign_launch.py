@@ -35,7 +35,7 @@ _SHARDED = ("fsdp", "zero", "hsdp")  # beginnings of configs whose trained weigh
 
 
 @dataclass
-class Launch:
+class ForeignLaunch:
     """What decides the maths of where the other tool ran."""
 
     devices: int | None = None
@@ -51,9 +51,9 @@ class Launch:
         return self.devices and max(1, self.devices // self.sharing)
 
 
-def read_launch(c: Conversion) -> Launch:
+def read_foreign_launch(c: Conversion) -> ForeignLaunch:
     """Reads all keys of the launch, and sets the accelerate config."""
-    launch = Launch()
+    launch = ForeignLaunch()
     launcher = c.theirs.table(LAUNCHER)
     _accelerate_config(c, launcher, launch)
     tables = (c.theirs, launcher)
@@ -95,7 +95,7 @@ def _size(tables: tuple[ForeignTable, ...], keys: tuple[str, ...]) -> int | None
     return next((size for size in found if size is not None), None)
 
 
-def _devices(c: Conversion, launcher: ForeignTable, launch: Launch) -> None:
+def _devices(c: Conversion, launcher: ForeignTable, launch: ForeignLaunch) -> None:
     """Finds the number of devices: --devices, the launcher's options, its config, the parallel sizes."""
     nodes = launcher.count("num_machines", "nnodes", "num_nodes", "NNODES", default=1)
     of_node = launcher.count("nproc_per_node", "num_gpus", "NPROC_PER_NODE")
@@ -104,7 +104,7 @@ def _devices(c: Conversion, launcher: ForeignTable, launch: Launch) -> None:
     launch.devices = c.devices or given or launch.devices or launch.by_sizes or visible
 
 
-def _accelerate_config(c: Conversion, launcher: ForeignTable, launch: Launch) -> None:
+def _accelerate_config(c: Conversion, launcher: ForeignTable, launch: ForeignLaunch) -> None:
     """Reads the accelerate config that the launch names: a file, or one of TRL's by its name."""
     name = launcher.word("config_file", "accelerate_config") or c.theirs.word("accelerate_config")
     mixed = launcher.word("mixed_precision") or c.theirs.word("mixed_precision")
