@@ -22,7 +22,7 @@ from finetune.setup.foreign_rollouts import convert_grpo, fit_length
 from finetune.setup.foreign_values import ForeignTable
 
 
-class Rows(NamedTuple):
+class DatasetType(NamedTuple):
     """What a `type` says about its rows: format, columns (field -> column), template and doubts."""
 
     format: str | None
@@ -36,21 +36,21 @@ _ALPACA = "the Alpaca text is around prompts there; here the chat template is"
 _QUESTION = {"prompt": "question"}
 _ARGILLA = {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"}
 # `type` up to the first dot or colon, or all of it.
-_ANSWERS: dict[str, Rows] = {
-    "alpaca": Rows("alpaca", comment=_ALPACA),
-    "alpaca_w_system": Rows("alpaca", comment=_ALPACA),
-    "alpaca_w_system.load_open_orca": Rows(
+_ANSWERS: dict[str, DatasetType] = {
+    "alpaca": DatasetType("alpaca", comment=_ALPACA),
+    "alpaca_w_system": DatasetType("alpaca", comment=_ALPACA),
+    "alpaca_w_system.load_open_orca": DatasetType(
         "prompt_completion", {"prompt": "question", "completion": "response", "system": "system_prompt"}
     ),
-    "alpaca_chat": Rows("alpaca", {"output": "response"}),
-    "alpaca_chat.load_qa": Rows("prompt_completion", {"prompt": "question", "completion": "answer"}),
-    "gpteacher": Rows("alpaca", {"output": "response"}, comment=_ALPACA),
-    "oasst": Rows("alpaca", {"instruction": "INSTRUCTION", "output": "RESPONSE"}, comment=_ALPACA),
-    "jeopardy": Rows("prompt_completion", {"prompt": "question", "completion": "answer"}),
-    "summarizetldr": Rows("prompt_completion", {"prompt": "article", "completion": "summary"}),
-    "metharme": Rows("prompt_completion", {"completion": "generation"}),
-    "creative_acr.load_answer": Rows("prompt_completion", {"prompt": "instruction", "completion": "revision"}),
-    "sharegpt": Rows("sharegpt"),
+    "alpaca_chat": DatasetType("alpaca", {"output": "response"}),
+    "alpaca_chat.load_qa": DatasetType("prompt_completion", {"prompt": "question", "completion": "answer"}),
+    "gpteacher": DatasetType("alpaca", {"output": "response"}, comment=_ALPACA),
+    "oasst": DatasetType("alpaca", {"instruction": "INSTRUCTION", "output": "RESPONSE"}, comment=_ALPACA),
+    "jeopardy": DatasetType("prompt_completion", {"prompt": "question", "completion": "answer"}),
+    "summarizetldr": DatasetType("prompt_completion", {"prompt": "article", "completion": "summary"}),
+    "metharme": DatasetType("prompt_completion", {"completion": "generation"}),
+    "creative_acr.load_answer": DatasetType("prompt_completion", {"prompt": "instruction", "completion": "revision"}),
+    "sharegpt": DatasetType("sharegpt"),
 }
 # By what follows the template in a type, such as `intel` in chatml.intel.
 _PAIRS: dict[str, dict[str, str]] = {
@@ -266,7 +266,7 @@ def _sources(c: Conversion, theirs: list[ForeignTable], kind: str | None = None)
     return sources
 
 
-def _of_source(c: Conversion, one: ForeignTable, rows: Rows) -> list[str]:
+def _of_source(c: Conversion, one: ForeignTable, rows: DatasetType) -> list[str]:
     """Returns doubts about keys of a source, whatever its type, and sets its template."""
     doubts = []
     template = one.word("chat_template") or one.word("conversation") or rows.template
@@ -287,42 +287,42 @@ def _of_source(c: Conversion, one: ForeignTable, rows: Rows) -> list[str]:
     return doubts
 
 
-def _rows(objective: str, kind: Any, one: ForeignTable) -> Rows:
+def _rows(objective: str, kind: Any, one: ForeignTable) -> DatasetType:
     """Returns what a `type` says."""
     if objective in COMPARING:
         return _of_answers(objective, kind, one)
     if objective == "grpo":
         doubt = f"`type: {kind}` is a function there: give `format` and `columns`, for prompts and answers"
-        return Rows(None, doubts=(doubt,) if kind else ())
+        return DatasetType(None, doubts=(doubt,) if kind else ())
     if isinstance(kind, ForeignTable):
         return _of_texts(kind)
     name = str(kind or "")
     if name in ("completion", "pretrain") or name.startswith("completion:"):
         column = one.word("field", "text_column", default="text")
-        return Rows("text", {} if column == "text" else {"text": str(column)})
+        return DatasetType("text", {} if column == "text" else {"text": str(column)})
     if name.startswith("chat_template"):
         return _of_turns(one)
     if not name:
-        return Rows("tokens", comment="tokenized already: input_ids, and labels with -100")
+        return DatasetType("tokens", comment="tokenized already: input_ids, and labels with -100")
     found = _ANSWERS.get(name) or _ANSWERS.get(name.partition(":")[0]) or _ANSWERS.get(name.partition(".")[0])
     if found is None:
-        return Rows(None, doubts=(f"`type: {name}` has no counterpart; give `format` and `columns`",))
+        return DatasetType(None, doubts=(f"`type: {name}` has no counterpart; give `format` and `columns`",))
     if name.startswith("sharegpt"):
         turns = _of_turns(one, "from", "value", "conversations")
         return turns._replace(format="sharegpt") if turns.format == "messages" else turns
     return found
 
 
-def _of_texts(kind: ForeignTable) -> Rows:
+def _of_texts(kind: ForeignTable) -> DatasetType:
     """Returns the same for a type that is a section of fields and texts around them."""
     fields = {name: kind.word(f"field_{name}") for name in ("instruction", "input", "output", "system")}
     columns = {name: column for name, column in fields.items() if column and column != name}
     texts = [kind.word(name) for name in ("format", "no_input_format", "system_prompt", "system_format")]
     doubts = ("its own text around prompts becomes the chat template",) if any(texts) else ()
-    return Rows("alpaca", columns, doubts)
+    return DatasetType("alpaca", columns, doubts)
 
 
-def _of_turns(one: ForeignTable, role: str = "role", content: str = "content", column: str = "messages") -> Rows:
+def _of_turns(one: ForeignTable, role: str = "role", content: str = "content", column: str = "messages") -> DatasetType:
     """Returns the same for `type: chat_template`, with the names of a turn's keys and of the column."""
     names = one.table("message_property_mappings")
     role = names.word("role") or one.word("message_field_role") or role
@@ -335,7 +335,7 @@ def _of_turns(one: ForeignTable, role: str = "role", content: str = "content", c
     doubts = []
     if (role, content) not in (("role", "content"), ("from", "value")):
         doubts.append(f"turns have {role} and {content}; rename them to role and content")
-    return Rows(format, columns, (*doubts, *_masks(one)))
+    return DatasetType(format, columns, (*doubts, *_masks(one)))
 
 
 def _masks(one: ForeignTable) -> list[str]:
@@ -360,7 +360,7 @@ def _masks(one: ForeignTable) -> list[str]:
     return doubts
 
 
-def _of_answers(objective: str, kind: Any, one: ForeignTable) -> Rows:
+def _of_answers(objective: str, kind: Any, one: ForeignTable) -> DatasetType:
     """Returns the same for pairs of answers, and for marked ones."""
     format = "unpaired" if objective == "kto" else "preference"
     if isinstance(kind, ForeignTable):
@@ -368,17 +368,19 @@ def _of_answers(objective: str, kind: Any, one: ForeignTable) -> Rows:
         named = {name: kind.word(f"field_{name}") for name in fields}
         texts = [kind.word(f"{name}_format") for name in (*fields, "prompt") if name != "system"]
         doubts = ("its own text around prompts and answers becomes the chat template",) if any(texts) else ()
-        return Rows(format, {name: column for name, column in named.items() if column and name != column}, doubts)
+        return DatasetType(
+            format, {name: column for name, column in named.items() if column and name != column}, doubts
+        )
     name, _, variant = str(kind or "").partition(".")
     if name == "chat_template" and variant == "default":
         named = {"prompt": one.word("field_messages", default="messages")}
         named |= {field: one.word(f"field_{field}") for field in ("chosen", "rejected")}
         columns = {field: column for field, column in named.items() if column and field != column}
-        return Rows(format, columns, tuple(_masks(one)))
+        return DatasetType(format, columns, tuple(_masks(one)))
     template = name if name in _WRITTEN else None
     if name == "bradley_terry":
-        return Rows(format, {"prompt": "input"}, template="llama3" if variant == "llama3" else None)
+        return DatasetType(format, {"prompt": "input"}, template="llama3" if variant == "llama3" else None)
     known = (_MARKED if objective == "kto" else _PAIRS).get(variant)
     if known is None or (name not in _WRITTEN and name not in ("chat_template", "")):
-        return Rows(format, {}, (f"`type: {kind}` has no counterpart; give `columns`",), template)
-    return Rows(format, known, template=template)
+        return DatasetType(format, {}, (f"`type: {kind}` has no counterpart; give `columns`",), template)
+    return DatasetType(format, known, template=template)

@@ -22,7 +22,7 @@ from finetune.setup.foreign_rollouts import convert_distillation, convert_grpo
 from finetune.setup.foreign_values import ForeignTable
 
 
-class Trainer(NamedTuple):
+class TrlTrainer(NamedTuple):
     """A trainer of TRL: our objective, its default rate, keys that no other trainer has, and what is not the same."""
 
     objective: str
@@ -32,19 +32,19 @@ class Trainer(NamedTuple):
 
 
 _ONLINE = "trains on pairs or values of the model's own samples; grpo compares samples by their rewards"
-TRAINERS: dict[str, Trainer] = {
-    "sft": Trainer("sft", 2e-5),
-    "kto": Trainer("kto", 1e-6, ("desirable_weight", "undesirable_weight")),
-    "reward": Trainer("reward", 1e-4, ("center_rewards_coefficient",)),
-    "cpo": Trainer("dpo", 1e-6, ("cpo_alpha", "simpo_gamma")),
-    "orpo": Trainer("orpo", 1e-6),
-    "grpo": Trainer("grpo", 1e-6, ("reward_funcs", "num_generations")),
-    "rloo": Trainer("grpo", 1e-6),
-    "gkd": Trainer("distill", 5e-5, ("teacher_model_name_or_path", "lmbda")),
-    "dpo": Trainer("dpo", 1e-6, ("beta", "precompute_ref_log_probs", "label_smoothing", "loss_weights")),
-    "bco": Trainer("kto", 5e-5, (), "BCO is not offered; kto also learns from marked answers"),
-    "prm": Trainer("reward", 1e-5, (), "process rewards are not offered; reward scores whole answers"),
-    **{name: Trainer("grpo", 5e-7, (), f"{name} {_ONLINE}") for name in ("ppo", "online_dpo", "xpo", "nash_md")},
+TRAINERS: dict[str, TrlTrainer] = {
+    "sft": TrlTrainer("sft", 2e-5),
+    "kto": TrlTrainer("kto", 1e-6, ("desirable_weight", "undesirable_weight")),
+    "reward": TrlTrainer("reward", 1e-4, ("center_rewards_coefficient",)),
+    "cpo": TrlTrainer("dpo", 1e-6, ("cpo_alpha", "simpo_gamma")),
+    "orpo": TrlTrainer("orpo", 1e-6),
+    "grpo": TrlTrainer("grpo", 1e-6, ("reward_funcs", "num_generations")),
+    "rloo": TrlTrainer("grpo", 1e-6),
+    "gkd": TrlTrainer("distill", 5e-5, ("teacher_model_name_or_path", "lmbda")),
+    "dpo": TrlTrainer("dpo", 1e-6, ("beta", "precompute_ref_log_probs", "label_smoothing", "loss_weights")),
+    "bco": TrlTrainer("kto", 5e-5, (), "BCO is not offered; kto also learns from marked answers"),
+    "prm": TrlTrainer("reward", 1e-5, (), "process rewards are not offered; reward scores whole answers"),
+    **{name: TrlTrainer("grpo", 5e-7, (), f"{name} {_ONLINE}") for name in ("ppo", "online_dpo", "xpo", "nash_md")},
 }
 _PAIR_LOSSES = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down")
 _PLAIN_LOSSES = ("sigmoid", "nll", "chunked_nll")  # of SFT
