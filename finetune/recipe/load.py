@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from finetune.recipe.foreign_keys import FOREIGN_FORMATS, FOREIGN_KEYS, FOREIGN_SOURCE_KEYS, FOREIGN_VALUES
 from finetune.recipe.rules import Finding, broken_rules
 from finetune.recipe.schema import CHECKPOINT_NAME, RUN_NAME, RUN_NAME_WITH_VALUES, Recipe
-from finetune.recipe.shorthands import SHORTHANDS
+from finetune.recipe.shorthands import SHORTHANDS, PlainWord
 from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dotted, dump, override, read
 
 MAX_PROBLEMS = 50  # that are described
@@ -55,11 +55,14 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), text: str | Non
         is_met = kept == "data.eval" or given(nearer) is not None
         if is_met and given(key) is not None and distance(nearer) < distance(key):
             del tree.values[key[0]][key[1]]
+    words = _unclear_words(tree)
     recipe = None
     try:
         recipe = Recipe.model_validate(tree.values)
     except ValidationError as error:
         problems += _problems(error, tree)
+    named = {problem.key for problem in problems}
+    problems += [problem for problem in words if problem.key not in named]
     if recipe is not None and not problems:
         recipe, findings = _with_name(recipe)
         findings = findings or broken_rules(recipe)
@@ -71,6 +74,40 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), text: str | Non
         problems.sort(key=lambda p: (p.place.line is None, p.place.file != str(path), p.place.line or 0))
         raise RecipeError(path, problems)
     return recipe
+
+
+def _unclear_words(tree: Tree) -> list[Problem]:
+    """Returns problems with unquoted `yes`, `no`, `on` and `off` where the schema takes a truth value, null or anything
+    instead of text; elsewhere they become plain text."""
+    problems: list[Problem] = []
+
+    def settled(value: Any, key: Key) -> Any:
+        if isinstance(value, dict):
+            return {name: settled(inner, (*key, name)) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [settled(inner, (*key, i)) for i, inner in enumerate(value)]
+        if not isinstance(value, PlainWord):
+            return value
+        if _may_mean_a_truth(key):
+            truth = str(value.lower() in ("yes", "on")).lower()
+            problems.append(
+                Problem(
+                    tree.place(key),
+                    key,
+                    f"`{value}` may mean {truth} or text. Fix: write {truth} (or null), or quote it: '{value}'",
+                )
+            )
+        return str(value)
+
+    tree.values = settled(tree.values, ())
+    return problems
+
+
+def _may_mean_a_truth(key: Key) -> bool:
+    """Returns whether the schema takes more than text at `key`."""
+    if key == ("model", "name"):  # null is no switch there: a model has a name or a config
+        return False
+    return key in SHORTHANDS or _annotation_at(key) is not str
 
 
 # Keys of an extended recipe give way to those of the recipe, and both to the command line: (key, to another key).
@@ -170,7 +207,7 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
         return f"{message}; `rewards=[]` on the command line removes them"
     if given is None and key in {(name,) for name, field in Recipe.model_fields.items() if not field.is_required()}:
         message += f"; `{key[0]}={{}}` on the command line sets all of it to the defaults"
-    if first["type"] == "string_type" and isinstance(given, int | float):
+    if first["type"] == "string_type" and isinstance(given, int | float) and not isinstance(given, bool):
         message += "; quote it"
     return message
 

@@ -7,6 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class PlainWord(str):
+    """An unquoted word that YAML 1.1 reads as a truth value, and a recipe, as YAML 1.2, as text: `off`."""
+
+
+# In any case. PyYAML's own list, without true and false, which both versions read alike.
+PLAIN_WORDS = ("yes", "no", "on", "off")
+# Of a tracker's switch, quoted or not: no project has such a name.
+_ON = ("true", "yes", "on", "y", "enable", "enabled")
+_OFF = ("false", "no", "off", "n", "none", "null", "disable", "disabled")
+_PROJECT = "finetune"
+
+
 @dataclass(frozen=True)
 class Shorthand:
     """A key that has short forms."""
@@ -18,6 +30,8 @@ class Shorthand:
 
 def _sources(value: Any) -> Any:
     """`a.jsonl` and `[a.jsonl, b.jsonl]` are sources of these paths."""
+    if isinstance(value, PlainWord):  # refused: see `load.py`
+        return value
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list):
         return values
@@ -30,11 +44,27 @@ def _held_out(value: Any) -> Any:
     return {"share": value} if is_number else _sources(value)
 
 
+def _switch(value: Any) -> Any:
+    """`on` is True, `off` is False, in all their spellings; any other value is itself."""
+    word = value.strip().lower() if isinstance(value, str) else None
+    return True if word in _ON else False if word in _OFF else value
+
+
 def _wandb(value: Any) -> Any:
     """`true` is a project of the default name, `false` no tracking, and text the name of a project."""
-    if isinstance(value, bool):
+    if isinstance(value := _switch(value), bool):
         return {} if value else None
     return {"project": value} if isinstance(value, str) else value
+
+
+def _trackio(value: Any) -> Any:
+    """`true` is a project of the default name, and `false` no tracking."""
+    return {True: _PROJECT, False: None}[value] if isinstance(value := _switch(value), bool) else value
+
+
+def _environment(value: Any) -> Any:
+    """Text is the path of the file."""
+    return {"file": value} if isinstance(value, str) and not isinstance(value, PlainWord) else value
 
 
 def _names(value: Any) -> Any:
@@ -51,9 +81,8 @@ SHORTHANDS: dict[tuple[str, str], Shorthand] = {
     ("data", "train"): Shorthand(_sources, "a path", (_PATH, {**_PATHS, "minItems": 1})),
     ("data", "eval"): Shorthand(_held_out, "a path or a share", (_PATH, _PATHS, _SHARE)),
     ("tracking", "wandb"): Shorthand(_wandb, "true or a project's name", ({"type": "boolean"}, {"type": "string"})),
-    ("rollouts", "environment"): Shorthand(
-        lambda value: {"file": value} if isinstance(value, str) else value, "a path", (_PATH,)
-    ),
+    ("tracking", "trackio"): Shorthand(_trackio, "true or false", ({"type": "boolean"},)),
+    ("rollouts", "environment"): Shorthand(_environment, "a path", (_PATH,)),
     ("lora", "targets"): Shorthand(_names, "names with commas", ({"type": "string", "pattern": ","},)),
 }
 

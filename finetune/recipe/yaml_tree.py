@@ -1,8 +1,9 @@
 """Reads YAML into plain values with the place (file, line) of each, resolves `extends` and applies overrides.
 
-Values follow YAML 1.2 when PyYAML's 1.1 surprises: `1e-4` is a number, `on`, `off`, `yes` and `no` are strings, `010`
-is ten. Short forms (`shorthands.py`) are replaced in each file and override, so that full ones are merged. Raw dicts
-exist only here and in `load.py`.
+Values follow YAML 1.2 when PyYAML's 1.1 surprises: `1e-4` is a number, `010` is ten, and `on`, `off`, `yes` and `no` are
+text, marked as `PlainWord` unless they are quoted: `load.py` refuses them where a truth value may be meant. Short forms
+(`shorthands.py`) are replaced in each file and override, so that full ones are merged. Raw dicts exist only here and in
+`load.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import yaml
 
 from finetune.errors import UserError
-from finetune.recipe.shorthands import expand
+from finetune.recipe.shorthands import PLAIN_WORDS, PlainWord, expand
 from finetune.shipped import here_or_shipped
 
 Key = tuple[str | int, ...]  # path to a value: ("data", "train", 0, "path")
@@ -115,6 +116,14 @@ def _decimal(loader: _YamlLoader, node: yaml.ScalarNode) -> int:
 
 
 _YamlLoader.add_constructor("tag:yaml.org,2002:int", _decimal)
+
+
+yaml.SafeDumper.add_representer(PlainWord, yaml.SafeDumper.represent_str)  # of this file's and of `flow`
+
+
+def _marked(text: str) -> str:
+    """Returns unquoted text, marked if YAML 1.1 reads it as a truth value."""
+    return PlainWord(text) if text.lower() in PLAIN_WORDS else text
 
 
 def dump(values: dict[str, Any]) -> str:
@@ -262,7 +271,7 @@ class _NodeWalk:
             return self.problem(place, key, f"{_cut(node.value)} is too large for an integer (64 bits)")
         if isinstance(value, str) and (found := _UNREADABLE.search(value)):
             return self.problem(place, key, f"has the character U+{ord(found[0]):04X}, which no name or text may have")
-        return value
+        return _marked(value) if isinstance(value, str) and node.style is None else value
 
     def section(self, node: yaml.MappingNode, key: Key, parents: tuple[yaml.Node, ...]) -> dict[str, Any]:
         self.check_duplicates(node, key)
@@ -368,7 +377,7 @@ def _override_value(raw: str, place: Location, key: Key, is_text: bool) -> Any:
     if _UNREADABLE.search(raw):
         raise _error("command line", place, key, "is not UTF-8 text")
     if is_text and raw.strip() not in ("", "~", "null") and raw[0] not in "'\"":
-        return raw
+        return _marked(raw)
     try:
         tree, problems = _parse_text(raw, lambda line: place)
     except yaml.YAMLError:
