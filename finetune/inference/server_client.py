@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import RunFailure, UserError
+from finetune.http_exchange import Deadline, StatusError, TooLargeError, content, response
 from finetune.inference.sampling import Sampling
 
 KEY = "FINETUNE_SERVER_KEY"  # environment variable: sent as the server's key, never printed
 MAX_TOKENS, TIMEOUT_S = 32, 120.0
+_MOST_BYTES = 1 << 26  # of an answer
 REASONING = ("reasoning_content", "thinking", "reasoning")  # as in finetune/data/formats/messages.py
 
 
@@ -85,21 +86,37 @@ class Server:
             raise self._invalid(path, "the answer broke off")
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        return self._json(path, b"".join(self._lines(path, body)))
+        with self._failures(path):
+            return self._json(path, content(*self._request(path, body), TIMEOUT_S, _MOST_BYTES))
 
-    def _lines(self, path: str, body: dict[str, Any] | None) -> Iterator[bytes]:
+    def _lines(self, path: str, body: dict[str, Any]) -> Iterator[bytes]:
         """Yields the lines of a server's response as they arrive. Raises RunFailure."""
+        deadline, total = Deadline(TIMEOUT_S), 0
+        with self._failures(path), response(*self._request(path, body), deadline) as opened:
+            while line := opened.readline(_MOST_BYTES + 1):
+                total += len(line)
+                if total > _MOST_BYTES:
+                    raise TooLargeError(f"more than {_MOST_BYTES:,} bytes")
+                deadline.extend()  # to the next line: an answer may be long
+                yield line
+
+    def _request(self, path: str, body: dict[str, Any] | None) -> tuple[str, bytes | None, dict[str, str]]:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY):
             headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data=data, headers=headers)
+        return self._url + path, None if body is None else json.dumps(body).encode(), headers
+
+    @contextlib.contextmanager
+    def _failures(self, path: str) -> Iterator[None]:
+        """Raises RunFailure for an exchange that fails."""
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-                yield from response
-        except urllib.error.HTTPError as error:
-            text = error.read().decode("utf-8", "replace")[:200]
-            raise self._invalid(path, f"status {error.code}: {text}") from None
+            yield
+        except TooLargeError as error:
+            raise self._invalid(path, str(error)) from None
+        except StatusError as error:
+            raise self._invalid(path, f"status {error.code}: {error.text[:200]}") from None
+        except TimeoutError:
+            raise RunFailure(f"{self._url}{path} gave no answer in {TIMEOUT_S:g} s") from None
         except http.client.IncompleteRead:
             raise self._invalid(path, "the answer broke off") from None
         except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out; a line that is not HTTP
@@ -108,7 +125,7 @@ class Server:
     def _json(self, path: str, text: bytes) -> Any:
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self._invalid(path, f"not JSON: {text[:80].decode('utf-8', 'replace')!r}") from None
 
     def _part(self, reply: Any, key: str, kind: type, path: str) -> Any:

@@ -1,6 +1,6 @@
 """Reads YAML into plain values with the place (file, line) of each, resolves `extends` and applies overrides.
 
-Values follow YAML 1.2 when PyYAML's 1.1 surprises: `1e-4` is a number, `010` is ten, and `on`, `off`, `yes` and `no` are
+Values follow YAML 1.2 when PyYAML's 1.1 surprises: `1e-4` is a number, `010` is ten, and `on`, `off`, `yes`, `no` are
 text, marked as `PlainWord` unless they are quoted: `load.py` refuses them where a truth value may be meant. Short forms
 (`shorthands.py`) are replaced in each file and override, so that full ones are merged. Raw dicts exist only here and in
 `load.py`.

@@ -9,13 +9,11 @@ import os
 import re
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from finetune.errors import UserError
+from finetune.http_exchange import StatusError, TooLargeError, content
 from finetune.recipe.schema import RewardSettings
 from finetune.recipe.urls import scrubbed
 from finetune.rewards.builtin import numbers_in
@@ -43,24 +41,6 @@ _BUSY = (429, 500, 502, 503, 504)  # asked again, until `seconds` are over
 _PAUSE_S = 0.5
 
 
-class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects, which would take the key and the texts to a server that the recipe does not name."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def content_until(deadline: float, response: http.client.HTTPResponse, most: int) -> bytes:
-    """Returns the body of a response, at most `most` bytes of it. Raises TimeoutError if it is not complete at the
-    deadline (of time.monotonic), whatever arrives until then: a timeout of the socket starts again with every byte."""
-    content = bytearray()
-    while chunk := response.read1(1 << 16):
-        content += chunk[: most - len(content)]
-        if time.monotonic() >= deadline:
-            raise TimeoutError
-    return bytes(content)
-
-
 class _Refused(Exception):
     """Failure of a server to give a number. args: kind of failure, one line."""
 
@@ -73,7 +53,6 @@ class Judge:
         self._key = os.environ.get(settings.key) if settings.key else None
         if settings.key and not self._key:
             raise UserError(f"{place}: the environment variable {settings.key} (`key`) is not set")
-        self._open = urllib.request.build_opener(NoRedirect).open
 
     def outcomes(self, completions: Sequence[Completion]) -> list[Outcome | None]:
         """Returns the outcomes in order; None after a failure that stops the run: no more requests are sent then."""
@@ -120,32 +99,29 @@ class Judge:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise _Refused("timeout", f"the judge gave no answer in {settings.seconds:g} s")
-            request = urllib.request.Request(self._url, data, headers)
             try:
-                with self._open(request, timeout=left) as response:
-                    return self._text(content_until(deadline, response, _REPLY_BYTES))
-            except urllib.error.HTTPError as error:
-                with error:
-                    what = self._clean(error.read(200).decode("utf-8", "replace"))
+                return self._text(content(self._url, data, headers, left, _REPLY_BYTES))
+            except StatusError as error:
                 if error.code not in _BUSY:
+                    what = self._clean(error.text[:200])
                     raise _Refused("refused", f"the judge answered with status {error.code}: {what}") from None
                 time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
             except TimeoutError:
                 continue  # the loop says so
+            except TooLargeError as error:
+                raise _Refused("refused", f"the judge sent {error}") from None
             except (OSError, http.client.HTTPException) as error:
-                if time.monotonic() >= deadline:
-                    continue
                 reason = self._clean(str(getattr(error, "reason", None) or error))
                 raise _Refused("refused", f"the judge cannot be reached: {reason}") from None
 
-    def _text(self, content: bytes) -> str:
+    def _text(self, body: bytes) -> str:
         """Returns the text of a reply, without a thought before it. Raises _Refused."""
         try:
-            text = json.loads(content)["choices"][0]["message"]["content"]
+            text = json.loads(body)["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             text = None
         if not isinstance(text, str):
-            shown = self._clean(content[:80].decode("utf-8", "replace"))
+            shown = self._clean(body[:80].decode("utf-8", "replace"))
             raise _Refused("refused", f"the judge does not answer as an OpenAI-compatible server: {shown!r}")
         return text.rpartition("</think>")[2]
 

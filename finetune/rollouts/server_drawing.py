@@ -75,7 +75,8 @@ class ServerDrawer:
 
     def open(self) -> None:
         """Looks for the server, on the main rank. Raises UserError."""
-        self._server = VllmServer(self._settings)
+        vocabulary = self._engine.unwrapped.config.get_text_config().vocab_size
+        self._server = VllmServer(self._settings, vocabulary)
         self._base = self._server.base_model(self._recipe.data.max_length)
         shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
 

@@ -18,8 +18,6 @@ import json
 import math
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.errors import UserError
+from finetune.http_exchange import StatusError, TooLargeError, content
 from finetune.recipe.schema import Rollouts
 from finetune.recipe.urls import scrubbed
-from finetune.rewards.judge import NoRedirect, content_until
 
 START = (
     "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --logprobs-mode processed_logprobs "
@@ -44,6 +42,7 @@ _SWITCHES = {
 }
 _RETRY_AFTER_S = (0.2, 1.0, 5.0)  # after a failed connection
 _CONTENT_BYTES = 1 << 28
+_ROUNDING = 1e-3  # by which a log-probability of a certain token may be above 0 in 16 bits
 # In every request: a server takes what it lacks from the model's generation_config.json, such as a `top_k` of 20.
 _NEUTRAL = {
     "top_p": 1.0,
@@ -56,15 +55,18 @@ _NEUTRAL = {
 
 
 class VllmServer:
-    """The server of a recipe. Its key is in no message. Raises UserError if the key's variable is not set."""
+    """The server of a recipe. Its key is in no message. vocabulary: the model's; None: ids are not compared with it.
 
-    def __init__(self, settings: Rollouts):
+    Raises UserError if the key's variable is not set.
+    """
+
+    def __init__(self, settings: Rollouts, vocabulary: int | None = None):
         assert settings.url is not None  # a rule of the recipe
+        self._vocabulary = vocabulary
         self._url, self._seconds = settings.url.rstrip("/"), settings.value("seconds")
         self._key = os.environ.get(settings.key) if settings.key else None
         if settings.key and not self._key:
             raise UserError(f"rollouts.key: the environment variable {settings.key} is not set")
-        self._opener = urllib.request.build_opener(NoRedirect)
 
     def base_model(self, max_length: int) -> str:
         """Returns the name of the model that the server was started with. Raises UserError unless it answers, and takes
@@ -75,7 +77,9 @@ class VllmServer:
         if not bases:
             raise self._invalid("/v1/models", "it lists no model")
         longest = bases[0].get("max_model_len")
-        if isinstance(longest, int) and longest < max_length:
+        if longest is not None and (type(longest) is not int or longest < 1):
+            raise self._invalid("/v1/models", f"its `max_model_len` is {str(longest)[:40]!r}, not a number of tokens")
+        if longest is not None and longest < max_length:
             raise UserError(
                 f"rollouts.url: {self._url} takes sequences of {longest} tokens, and data.max_length is {max_length}: "
                 "start it with a larger --max-model-len, or lower data.max_length"
@@ -116,7 +120,7 @@ class VllmServer:
         """Returns the distance between the two likeliest next tokens' log-probabilities, as the server gives them."""
         body = {"max_tokens": 1, "seed": 0, "temperature": temperature, "logprobs": 2}
         choice = self._complete(model, ids, {**body, "return_tokens_as_token_ids": True})
-        listed = (choice.get("logprobs") or {}).get("top_logprobs")
+        listed = self._of_tokens(choice, "top_logprobs")
         first = listed[0] if isinstance(listed, list) and listed else None
         if not isinstance(first, dict) or len(first) < 2:
             raise self._invalid("/v1/completions", "it gave no `top_logprobs`")
@@ -135,12 +139,18 @@ class VllmServer:
         sampled = choice.get("token_ids")
         if not isinstance(sampled, list) or not sampled or not all(type(one) is int for one in sampled):
             raise self._invalid("/v1/completions", "it gave no `token_ids`: its version may be too old")
+        if self._vocabulary is not None and (wrong := [one for one in sampled if not 0 <= one < self._vocabulary]):
+            reason = f"it sampled the id {str(wrong[0])[:40]}, and the model has {self._vocabulary:,} tokens"
+            raise self._invalid("/v1/completions", reason)
         if any(one in end_ids for one in sampled[:-1]):
             raise self._invalid("/v1/completions", "a sample goes on after an end token")
+        if len(sampled) > settings.max_new_tokens:
+            reason = f"it gave {len(sampled)} tokens, and rollouts.max_new_tokens is {settings.max_new_tokens}"
+            raise self._invalid("/v1/completions", reason)
         if sampled[-1] not in end_ids and len(sampled) != settings.max_new_tokens:
             reason = f"it ended a sample of {len(sampled)} tokens ({choice.get('finish_reason')})"
             raise self._invalid("/v1/completions", f"{reason}, at neither an end token nor rollouts.max_new_tokens")
-        values = (choice.get("logprobs") or {}).get("token_logprobs")
+        values = self._of_tokens(choice, "token_logprobs")
         if not isinstance(values, list) or len(values) != len(sampled):
             raise self._invalid("/v1/completions", "it gave no `token_logprobs` of the sampled tokens")
         return sampled, self._finite(values)
@@ -155,9 +165,15 @@ class VllmServer:
             raise self._invalid("/v1/completions", "the `prompt_token_ids` of the answer are not those of the request")
         return choices[0]
 
+    def _of_tokens(self, choice: dict[str, Any], key: str) -> Any:
+        listed = choice.get("logprobs")
+        return listed.get(key) if isinstance(listed, dict) else None
+
     def _finite(self, values: list[Any]) -> NDArray[np.float64]:
-        if not all(isinstance(one, float | int) and math.isfinite(one) for one in values):
+        if not all(type(one) in (float, int) and math.isfinite(one) for one in values):
             raise self._invalid("/v1/completions", "a log-probability is missing or not finite")
+        if values and (most := max(values)) > _ROUNDING:
+            raise self._invalid("/v1/completions", f"a log-probability is {most:g}, above 0")
         return np.array(values, np.float64)
 
     # --- requests
@@ -170,41 +186,39 @@ class VllmServer:
         data = None if body is None else json.dumps(body).encode()
         pauses = list(_RETRY_AFTER_S) if retries else []
         while True:
-            deadline = time.monotonic() + self._seconds
-            request = urllib.request.Request(self._url + path, data, headers)
             try:
-                with self._opener.open(request, timeout=self._seconds) as response:
-                    content = content_until(deadline, response, _CONTENT_BYTES)
+                answer = content(self._url + path, data, headers, self._seconds, _CONTENT_BYTES)
                 break
-            except urllib.error.HTTPError as error:
-                with error:
-                    text = self._clean(error.read(2000).decode("utf-8", "replace"))
+            except StatusError as error:
+                text = self._clean(error.text)
                 switch = _SWITCHES.get(path.partition("?")[0])
                 hint = f"; {switch}" if switch and '{"detail":"Not Found"}' in text else ""
                 raise UserError(
                     f"rollouts.url: {self._url}{path} answered with status {error.code}: {text}{hint}"
                 ) from None
+            except TimeoutError:
+                raise UserError(
+                    f"rollouts.url: {self._url}{path} gave no answer in {self._seconds:g} s (rollouts.seconds)"
+                ) from None
+            except TooLargeError as error:
+                raise self._invalid(path, f"it sent {error}") from None
             except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", None) or error
-                if isinstance(reason, TimeoutError):
-                    raise UserError(
-                        f"rollouts.url: {self._url}{path} gave no answer in {self._seconds:g} s (rollouts.seconds)"
-                    ) from None
                 if not pauses:
                     text = self._clean(str(reason)) or type(reason).__name__
                     raise UserError(
                         f"rollouts.url: {self._url} cannot be reached: {text}; start the server, such as {START}"
                     ) from None
                 time.sleep(pauses.pop(0))
-        return self._parsed(path, content) if is_json else {}
+        return self._parsed(path, answer) if is_json else {}
 
-    def _parsed(self, path: str, content: bytes) -> dict[str, Any]:
+    def _parsed(self, path: str, body: bytes) -> dict[str, Any]:
         try:
-            answer = json.loads(content)
+            answer = json.loads(body)
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise self._invalid(path, repr(self._clean(content[:80].decode("utf-8", "replace"))))
+            raise self._invalid(path, repr(self._clean(body[:80].decode("utf-8", "replace"))))
         return answer
 
     def _invalid(self, path: str, problem: str) -> UserError:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +22,8 @@ from finetune.rewards.scoring import LOG, Rewards
 
 class Server(ThreadingHTTPServer):
     """Replies with what the last word of a request says. asked: bodies and headers; most: requests at once."""
+
+    request_queue_size = 64
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -58,14 +63,40 @@ class Handler(BaseHTTPRequestHandler):
         if word == "drip":
             self.send_response(200)
             self.end_headers()
-            while not self.server.end.wait(0.1):
-                self.wfile.write(b" ")
+            self.drip(b" ")
             return
         if word == "break off":
             self.send_response(200)
             self.send_header("Content-Length", "1000")
             self.end_headers()
             self.wfile.write(b'{"choices"')
+            return
+        if word in ("drip status", "drip headers"):
+            line = b"HTTP/1.1 200 OK\r\nX-Slow: " if word == "drip headers" else b"HTTP/1."
+            self.wfile.write(line)
+            self.drip(b"1")
+            return
+        if word.startswith(("stall", "reset", "trickle")):  # in the body of an error
+            self.send_response(int(word.split()[1]))
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"busy")
+            self.wfile.flush()
+            if word.startswith("reset"):
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+            elif word.startswith("stall"):
+                self.server.end.wait(20)
+            else:
+                self.drip(b".")
+            return
+        if word == "huge":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b" " * (1 << 21))
+            return
+        if word == "garbage":
+            self.wfile.write(b"220 mail.example ESMTP\r\n")
             return
         if word.startswith("status"):
             code = int(word.split()[1])
@@ -84,6 +115,15 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
+
+    def drip(self, byte: bytes) -> None:
+        with contextlib.suppress(OSError):  # the client has hung up
+            while not self.server.end.wait(0.1):
+                self.wfile.write(byte)
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            super().finish()
 
     def log_message(self, *_: object) -> None: ...
 
@@ -129,15 +169,24 @@ REFUSED = {
     "status 500": "the judge gave no answer in 3 s",
     "hang": "the judge gave no answer in 3 s",
     "drip": "the judge gave no answer in 3 s",
+    "drip status": "the judge gave no answer in 3 s",
+    "drip headers": "the judge gave no answer in 3 s",
+    "stall 503": "the judge gave no answer in 3 s",
+    "reset 503": "the judge gave no answer in 3 s",
+    "trickle 503": "the judge gave no answer in 3 s",
+    "reset 429": "the judge gave no answer in 3 s",
+    "stall 404": "the judge answered with status 404: busy",
+    "huge": "the judge sent more than 1,048,576 bytes",
+    "nan": 'the judge gave no numbers: "nan"',
 }
 
 
 def test_what_is_no_number_is_a_failure(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
-    replies = [*REFUSED, "break off", "5"]
-    results = judged(server, replies, tmp_path, key="JUDGE_KEY", seconds=3.0, processes=8)
+    replies = [*REFUSED, "garbage", "break off", "5"]
+    results = judged(server, replies, tmp_path, key="JUDGE_KEY", seconds=3.0, processes=16)
     assert [one.failures for one in results[: len(REFUSED)]] == [(f"judge: {what}",) for what in REFUSED.values()]
-    assert results[-2].failures[0].startswith("judge: the judge ")
+    assert results[-3].failures[0].startswith("judge: the judge ")
     assert results[-1].total == 0.5
     assert all(one.total == -1 for one in results[:-1])
     assert not [body for body, _ in server.asked if "elsewhere" in str(body)]  # redirects are not followed
