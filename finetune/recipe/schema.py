@@ -576,7 +576,7 @@ REWARD_KEYS: dict[str, dict[str, Any]] = {
     "regex": {"pattern": None},
     "json_schema": {"answer_schema": None},
     "length": {"target": None, "margin": None},
-    "tests": {"column": "tests", "partial": False, "memory_mb": 1024},
+    "tests": {"column": "tests", "partial": False, "memory_mb": 1024, "isolation": "required"},
     "environment": {},
     "file": {"function": None},
     "reward_model": {},
@@ -621,6 +621,9 @@ class RewardSettings(Section):
     partial: bool = False  # of `tests`: the share of tests that pass, rather than 1 for all and 0 otherwise
     # Address space of a program of `tests`, in MiB; null: 1024
     memory_mb: Annotated[int, Field(ge=64, le=10**9)] | None = None
+    # Of `tests`. required: a system without namespaces for programs is refused; none: programs run there all the same,
+    # and can read the environment of the run and reach the network; null: required
+    isolation: Literal["required", "none"] | None = None
     model: str | None = None  # of `judge`, required: the model's name on the server
     # Text of the request to a judge, with {prompt}, {completion} and {reference}; null: asks for a number from 0 to 10
     prompt: str | None = None

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from finetune.rewards.program_runner import NAMESPACES
 from finetune.rewards.programs import Program, missing_limits, run_program
 from finetune.utils import answer, no_constant
 
@@ -206,6 +207,12 @@ def _with_limits(parameters: Mapping[str, Any]) -> tuple[Mapping[str, Any], list
     if missing is None:
         limits = f"{program.memory_mb} MB and {program.seconds:g} s"
         raise Unanswerable(f"even an empty program fails within {limits}: raise `memory_mb` or `seconds`")
+    if NAMESPACES in missing and program.isolation == "required":
+        raise Unanswerable(
+            "this system forbids namespaces (Docker's default). A program could read this run's environment, tokens "
+            "included, and reach the network. Fix: allow them (`docker run --security-opt seccomp=unconfined`), or set "
+            "`isolation: none` where there is no secret"
+        )
     notes = [f"programs of completions run without {' and without '.join(missing)}; see docs/reference/rewards.md"]
     return {"program": program}, notes if missing else []
 

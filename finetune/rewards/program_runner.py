@@ -16,7 +16,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-_NEW_USER, _NEW_PID, _NEW_NET = 0x10000000, 0x20000000, 0x40000000  # linux/sched.h
+# linux/sched.h, linux/mount.h, linux/fcntl.h; the call of the kernel that changes mounts below a folder, since 5.12
+_NEW_MOUNTS, _NEW_USER, _NEW_PID, _NEW_NET = 0x20000, 0x10000000, 0x20000000, 0x40000000
+_BIND, _REC, _PRIVATE, _READ_ONLY, _RECURSIVE, _HERE = 0x1000, 0x4000, 0x40000, 1, 0x8000, -100
+_MOUNT_SETATTR = 442
+NAMESPACES = "a network that is closed off"
 _FILE_BYTES, _OPEN_FILES, _PROCESSES = 16 << 20, 64, 32
 
 
@@ -40,7 +44,9 @@ def limit(request: Mapping[str, Any]) -> list[str]:
     missing, is_root = [], os.geteuid() == 0
     is_separate = _separate()
     if not is_separate:
-        missing.append("a network that is closed off")
+        missing.append(NAMESPACES)
+    elif not _read_only():
+        missing.append("files that are read-only")
     seconds = max(1, int(-(-request["seconds"] // 1)))
     limits = {
         "a limit on CPU time": (resource.RLIMIT_CPU, seconds),
@@ -63,11 +69,12 @@ def limit(request: Mapping[str, Any]) -> list[str]:
 
 
 def _separate() -> bool:
-    """Moves to an empty network and a namespace of processes; False if the system does not offer them. As the first
-    process of the namespace ends with the program, the kernel ends what the program has left."""
+    """Moves to namespaces of users, processes, mounts and an empty network; False if the system does not offer them.
+    Environments of processes of another namespace of users cannot be read. As the first process of the namespace ends
+    with the program, the kernel ends what the program has left."""
     if not sys.platform.startswith("linux"):
         return False
-    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_USER | _NEW_PID | _NEW_NET) != 0:
+    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_USER | _NEW_MOUNTS | _NEW_PID | _NEW_NET) != 0:
         return False
     # The first process of the namespace would ignore signals without a handler, a time limit's among them: it waits.
     for _ in range(2):
@@ -76,6 +83,24 @@ def _separate() -> bool:
             os.waitpid(child, 0)
             os._exit(0)
     return True
+
+
+def _read_only() -> bool:
+    """Makes all files read-only but those of this process's folder; False if the system does not offer it."""
+    libc, here = ctypes.CDLL(None, use_errno=True), os.getcwd().encode()
+
+    def set_attributes(path: bytes, flags: int, on: int, off: int) -> bool:
+        attributes = (ctypes.c_uint64 * 4)(on, off, 0, 0)
+        size = ctypes.c_size_t(ctypes.sizeof(attributes))
+        return libc.syscall(_MOUNT_SETATTR, _HERE, path, flags, ctypes.byref(attributes), size) == 0
+
+    return (
+        libc.mount(None, b"/", None, _REC | _PRIVATE, None) == 0
+        and libc.mount(here, here, None, _BIND, None) == 0
+        and set_attributes(b"/", _RECURSIVE, _READ_ONLY, 0)
+        and set_attributes(here, 0, 0, _READ_ONLY)
+        and os.chdir(here) is None  # the folder was that of the mount below
+    )
 
 
 def run(code: str, tests: list[str]) -> list[bool]:

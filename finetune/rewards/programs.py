@@ -1,8 +1,10 @@
 """Runs the program of a completion with a row's tests, in a process with limits. This is no sandbox against malice.
 
 The process has a folder of its own that is deleted afterwards, no environment variables of ours, and limits on CPU and
-wall time, memory, sizes of files and open files. Linux also gives it namespaces of its own for processes, which end
-with it, and for the network, which is empty. It can read the files that the user can read.
+wall time, memory, sizes of files and open files. Linux also gives it namespaces of its own: for processes, which end
+with it, for the network, which is empty, and for mounts, in which all files but those of its folder are read-only. It
+can read the files that the user can read. Without namespaces it could read the environment of our processes as well,
+tokens included, and send it: such a system is refused unless the recipe says `isolation: none`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class Program:
     partial: bool
     memory_mb: int
     seconds: float  # of CPU, and of the clock after the start of the interpreter
+    isolation: str = "required"  # namespaces; or none
 
 
 def run_program(code: str, tests: Sequence[str], program: Program) -> list[bool]:

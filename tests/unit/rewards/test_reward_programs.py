@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 from completions import completion, reward, values
 
 from finetune.errors import UserError
+from finetune.rewards.program_runner import NAMESPACES
 from finetune.rewards.programs import Program, missing_limits, run_program
 from finetune.rewards.scoring import Rewards
 
@@ -82,10 +86,58 @@ def test_memory_files_and_open_files_are_limited(tmp_path: Path) -> None:
 
 def test_no_key_of_ours_and_a_folder_that_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    report = tmp_path / "report"
-    code = f"import os\nopen({str(report)!r}, 'w').write(os.getcwd())"
-    assert passes(code, "assert 'HF_TOKEN' not in os.environ", "assert os.listdir() == []") == [True, True]
-    assert not Path(report.read_text()).exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "import os\nopen('x', 'w').write('y')"
+    assert passes(code, "assert 'HF_TOKEN' not in os.environ", "assert os.listdir() == ['x']") == [True, True]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif("files that are read-only" in MISSING, reason="this kernel has no mounts that are read-only below")
+@pytest.mark.skipif("a network that is closed off" in MISSING, reason="this system has no namespaces for users")
+def test_files_of_ours_are_read_only_and_our_environment_is_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ours = tmp_path / "ours"
+    ours.write_text("ours")
+    assert passes("x = 1", f"assert open({str(ours)!r}).read() == 'ours'") == [True]
+    writes = (
+        f"open({str(ours)!r}, 'w')",
+        f"import os; os.remove({str(ours)!r})",
+        f"open({str(tmp_path / 'new')!r}, 'w')",
+    )
+    assert passes("x = 1", *writes) == [False] * 3
+    assert ours.read_text() == "ours"
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    reads = [f"assert b'hf_secret' in open('/proc/{pid}/environ', 'rb').read()" for pid in (os.getpid(), os.getppid())]
+    assert passes("x = 1", *reads) == [False] * 2
+
+
+# In a namespace of users that may have none below it, as a container without the right to make them.
+WITHOUT = """echo 0 >/proc/sys/user/max_user_namespaces && exec "$0" -c '
+import sys
+from finetune.rewards.builtin import REWARDS, Unanswerable
+keys = {"column": "tests", "partial": False, "memory_mb": 512, "seconds": 5.0}
+try:
+    print(REWARDS["tests"].prepare({**keys, "isolation": sys.argv[1]})[1])
+except Unanswerable as error:
+    print("refused:", error)
+' "$1"
+"""
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs `unshare` of util-linux")
+@pytest.mark.skipif(NAMESPACES in MISSING, reason="this system has no namespaces for users")
+@pytest.mark.parametrize(
+    ("isolation", "said"),
+    [
+        ("required", "refused: this system forbids namespaces"),
+        ("none", "programs of completions run without a network that is closed off"),
+    ],
+)
+def test_a_system_without_namespaces_is_refused_unless_the_recipe_says_so(isolation: str, said: str) -> None:
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", WITHOUT, sys.executable, isolation]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert said in done.stdout
 
 
 @pytest.mark.skipif("a network that is closed off" in MISSING, reason="this system has no namespaces for users")
