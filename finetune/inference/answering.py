@@ -382,7 +382,7 @@ def _read_rows(path: Path, system: str | None) -> list[tuple[Any, dict[str, Any]
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     conversations = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # a text may have U+2028
         if not line.strip():
             continue
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from finetune.rollouts.drawing import Drawn
 from finetune.rollouts.prompts import PromptContent, RowPrompt, RunPrompts
 from finetune.rollouts.records import Sample
 from finetune.rollouts.sample_metrics import measured
+
+log = logging.getLogger(__name__)
 
 _FIRST_DRAW = 1 << 62  # of the first held-out prompt: no run has as many
 
@@ -70,7 +73,11 @@ class HeldOutSamples:
 
     def _recorded(self, step: int) -> list[Sample] | None:
         """Returns the samples of a complete record, on the main rank; sets another's record aside."""
-        found = records.read_record(self._folder, step, records.EVALUATION)
+        found = None
+        try:
+            found = records.read_record(self._folder, step, records.EVALUATION)
+        except records.DamagedRecord as damage:
+            log.warning("%s; it is set aside, and its samples are drawn again", damage)
         if found is not None and found[1] == self._identity:
             return found[0]
         records.set_record_aside(self._folder, step, records.EVALUATION)

@@ -60,11 +60,12 @@ class ServerDrawer:
         tokenizer: PreTrainedTokenizerFast,
         end_ids: set[int],
         folder: Path,
+        vocabulary: int,
     ):
-        """folder: of the run."""
+        """folder: of the run; vocabulary: number of ids that the model has."""
         assert recipe.rollouts is not None  # the caller's condition
         self._recipe, self._settings, self._engine = recipe, recipe.rollouts, engine
-        self._tokenizer, self._end_ids = tokenizer, end_ids
+        self._tokenizer, self._end_ids, self._vocabulary = tokenizer, end_ids, vocabulary
         self._folder, self._is_adapter = (folder / FOLDER).resolve(), recipe.mode != "full"
         self._id = on_main(engine, lambda: uuid.uuid4().hex[:8])  # of this launch, in names of adapters and folders
         self._base, self._adapter = "", ""  # names on the server: of the model, and of the last adapter
@@ -75,8 +76,7 @@ class ServerDrawer:
 
     def open(self) -> None:
         """Looks for the server, on the main rank. Raises UserError."""
-        vocabulary = self._engine.unwrapped.config.get_text_config().vocab_size
-        self._server = VllmServer(self._settings, vocabulary)
+        self._server = VllmServer(self._settings, self._vocabulary)
         self._base = self._server.base_model(self._recipe.data.max_length)
         shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
 

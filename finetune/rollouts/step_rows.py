@@ -111,9 +111,12 @@ class RolloutRows(RunRows):
         assert isinstance(tokenizer.pad_token_id, int)  # load_tokenizer ensures it
         self._recipe, self._settings, self._engine, self._prompts = recipe, recipe.rollouts, engine, prompts
         self._tokenizer, self._end_ids, self._folder = tokenizer, end_ids, folder
+        self._vocabulary = max(len(tokenizer), engine.unwrapped.config.get_text_config().vocab_size)
         self._records = Path(self._settings.replay).expanduser() if self._settings.replay else folder / records.FOLDER
         self._server = (
-            ServerDrawer(recipe, engine, tokenizer, end_ids, folder) if recipe.rollouts.engine == "vllm" else None
+            ServerDrawer(recipe, engine, tokenizer, end_ids, folder, self._vocabulary)
+            if recipe.rollouts.engine == "vllm"
+            else None
         )
         own = Drawer(engine, recipe.rollouts, recipe.run.seed, end_ids, tokenizer.pad_token_id)
         self._drawer = self._server or own
@@ -155,8 +158,8 @@ class RolloutRows(RunRows):
             if self._settings.replay is None:
                 on_main(self._engine, self._open)
             else:
-                steps, reuse = self._num_steps, self._settings.reuse
-                on_main(self._engine, lambda: records.check_records(self._records, steps, reuse))
+                needed = (self._num_steps, self._settings.reuse, self._recipe.batch.rows, self._vocabulary)
+                on_main(self._engine, lambda: records.check_records(self._records, *needed))
             yield
             if self._server is not None and self._engine.is_main:
                 self._server.close()
@@ -226,16 +229,22 @@ class RolloutRows(RunRows):
         may_draw = step == self._first_step(batch)
 
         def read() -> list[Sample] | None:
-            found = records.read_record(self._records, first)
             if self._settings.replay is not None:
-                return records.replayed(found, self._records, first, self._recipe.batch.rows)
+                return records.replayed(self._records, first, self._recipe.batch.rows, self._vocabulary)
+            try:
+                found = records.read_record(self._records, first, vocabulary=self._vocabulary)
+                problem = f"{records.record_file(self._records, first)} "
+                problem += "is missing or incomplete" if found is None else "is of another recipe, or of other rows"
+            except records.DamagedRecord as damage:
+                found, problem = None, str(damage)
+                if may_draw:
+                    log.warning("%s; it is set aside, and its samples are drawn again", problem)
             if found is not None and found[1] == self._identity:
                 return found[0]
             if not may_draw:
                 drawn_after = self._first_step(batch)
-                problem = "is missing or damaged" if found is None else "is of another recipe, or of other rows"
                 raise UserError(
-                    f"{records.record_file(self._records, first)} {problem}, and its samples cannot be drawn again: "
+                    f"{problem}, and its samples cannot be drawn again: "
                     f"they are from the weights after step {drawn_after}, and the run continues after step {step}. "
                     f"Restore the file and the recipe, or resume from step {drawn_after} if that checkpoint is there "
                     "(checkpoint.resume), or begin again with checkpoint.resume: never"

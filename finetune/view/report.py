@@ -38,7 +38,17 @@ _AXES = {"step", "epoch"}
 _LARGEST = 1e300  # number that is drawn
 _OF_A_RUN = ("metrics.jsonl", "recipe.yaml", "plan.json", "status.json")
 # Errors of reading and showing a damaged file.
-_DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
+_DAMAGE = (
+    OSError,
+    UserError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    yaml.YAMLError,
+)
 _OF_SAMPLES = ("entropy", "sampler_kl", "truncated", "zero_variance", "margin", "completion_tokens")
 _GROUPS: dict[str, Callable[[str], bool]] = {
     "Rollouts": lambda key: key in ("reward", *_OF_SAMPLES) or key.startswith(("reward/", "pass@", "reward_failures/")),

@@ -126,7 +126,8 @@ def rewrite(folder: Path, copy: Path, rounds: bool) -> None:
         samples = [one.rewarded(replace(one.reward, total=-float(one.log_probs.sum()))) for one in found[0]]
         for i, one in enumerate(samples if rounds else []):
             rounded = torch.from_numpy(one.log_probs).bfloat16().double().numpy()
-            samples[i] = replace(one, log_probs=rounded + random.choice([0.0, 0.0, 1.0], len(one.ids)))
+            apart = rounded + random.choice([0.0, 0.0, 1.0], len(one.ids))
+            samples[i] = replace(one, log_probs=np.minimum(apart, 0.0))
         write_record(copy, step, samples, "made up")
 
 

@@ -320,7 +320,7 @@ def test_a_run_goes_on_in_its_second_step_on_the_same_samples(
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     (run / "rollouts" / "step-00000005.safetensors").unlink()
     with pytest.raises(
-        UserError, match=r"step-00000005\.jsonl is missing or damaged.*weights after step 2, and the run"
+        UserError, match=r"step-00000005\.jsonl is missing or incomplete.*weights after step 2, and the run"
     ):
         train_here(path)
 
