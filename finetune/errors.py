@@ -29,10 +29,17 @@ class Stopped(Exception):
 STOPPED_STATUS = 75
 
 
-_SECRETS = (  # in URLs of a traceback, of any scheme; finetune/recipe/urls.py does so for messages
-    (re.compile(r"(://)[^\s/'\"@]+@"), r"\1***@"),
+_SECRETS = (  # finetune/recipe/urls.py does so for the addresses of messages
+    (re.compile(r"(://)[^\s/'\"@]+@"), r"\1***@"),  # of a URL of any scheme
     (re.compile(r"(://[^\s'\"<>?]+\?)[^\s'\"<>]*=[^\s'\"<>]*"), r"\1***"),
+    (re.compile(r"(?<![\w.])[\w.+~-]+:[^\s:/@'\"]{4,}@(?=[\w.-])"), "***@"),  # user:password@, without its scheme
+    # A repository's name that is an account with its password, of which a library repeats the first part alone.
+    (re.compile(r"(?<=got ')[\w.+~-]+:[^'\s/]{4,}(?=')"), "***"),
+    (re.compile(r"\b(hf_|sk-|gh[pousr]_|github_pat_|xox[bap]-|AKIA)[A-Za-z0-9_-]{12,}"), r"\1***"),
+    (re.compile(r"(?i)\b(bearer|basic) +[A-Za-z0-9._~+/=-]{8,}"), r"\1 ***"),
 )
+_SECRET_NAME = re.compile(r"(?i)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL)")
+_SHORTEST = 8  # characters of a variable's value that counts as a secret
 _folder: Path | None = None
 
 
@@ -43,6 +50,10 @@ def log_errors_to(folder: Path) -> None:
 
 
 def without_secrets(text: str) -> str:
+    """Returns a text without passwords of URLs, tokens of common forms, and values of variables named as secrets."""
+    for name, value in os.environ.items():
+        if len(value) >= _SHORTEST and _SECRET_NAME.search(name) and not os.path.exists(value):
+            text = text.replace(value, "***")
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
     return text

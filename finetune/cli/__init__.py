@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from finetune.cli import finished, launched, recipes
-from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, unforeseen
+from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, unforeseen, without_secrets
 from finetune.startup import is_verbose, quiet_libraries, verbose_libraries
 
 
@@ -146,5 +146,5 @@ def _print_error(message: str) -> None:
     rank = int(os.environ.get("RANK", "0"))
     prefix = f"[rank {rank}] " if rank else ""
     if is_verbose():
-        traceback.print_exc()
-    print(f"{prefix}error: {message}", file=sys.stderr, flush=True)
+        print(without_secrets(traceback.format_exc()), file=sys.stderr)
+    print(f"{prefix}error: {without_secrets(message)}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from finetune.cli.options import AsJson, Overrides, RecipePath
-from finetune.errors import UserError
+from finetune.errors import UserError, without_secrets
 
 
 def new(
@@ -110,10 +110,10 @@ def check(
         reports = [check_recipe(recipe, overrides or (), config_file, num_processes, recipe_only)]
     failed = [report for report in reports if report.error]
     if as_json:
-        print(json.dumps([report.as_dict() for report in reports], indent=1))
+        print(without_secrets(json.dumps([report.as_dict() for report in reports], indent=1)))
     else:
         for report in reports:
-            print(report.text(), file=sys.stderr if report.error else sys.stdout)
+            print(without_secrets(report.text()), file=sys.stderr if report.error else sys.stdout)
         if recipe.is_dir():
             print(f"{len(reports)} recipes, {len(failed)} with problems")
     if failed:

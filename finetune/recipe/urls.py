@@ -27,6 +27,7 @@ def without_credentials(url: str) -> str:
     host, slash, path = rest.partition("/")
     is_secret = "=" in query or scheme.lower() in ("http", "https")
     kept = f"?{'...' if is_secret else query}" if query else ""
+    path = re.sub(r"(^|/)[^/@:]+:[^/@]+@", r"\1", path)  # hf://datasets/me:secret@org/name
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}{kept}"
 
 

@@ -27,7 +27,7 @@ import filelock
 from finetune.data.checksums import Damaged, verify_file, write_checksum
 from finetune.data.sources.files import BINARY_KINDS, SETTLED_S, File, cache_root, file_digest, kind_of, package_errors
 from finetune.data.sources.readers import expected_kinds, is_data, is_document
-from finetune.errors import UserError
+from finetune.errors import UserError, without_secrets
 from finetune.recipe.urls import is_url, scrubbed, without_credentials
 
 log = logging.getLogger(__name__)
@@ -225,8 +225,8 @@ def remote_files(url: str, streaming: bool, choose: Choose = lambda names: names
             f"{label}: reading {protocol}:// needs a package that is not installed: "
             + (f"pip install {line}" if line else str(error))
         ) from None
-    except (OSError, *package_errors()) as error:
-        raise UserError(f"{label}: {_reason(error, url)}") from None
+    except (OSError, ValueError, *package_errors()) as error:  # ValueError: an address that its library refuses
+        raise UserError(f"{label}: {without_secrets(_reason(error, url))}") from None
 
 
 def _reason(error: BaseException, url: str) -> str:
