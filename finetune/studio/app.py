@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import json
+import os
 import secrets
 import signal
 import socket
+import tempfile
 import threading
 import webbrowser
 from collections.abc import AsyncIterator, Callable
@@ -319,6 +322,16 @@ def _add_chat(app: FastAPI, jobs: Jobs) -> None:
 # --- the program
 
 
+def entry_page(folder: Path, address: str) -> Path:
+    """Writes the page that takes a browser to the studio, for its owner alone: a browser's arguments, which would have
+    the token, are shown to every user of the machine."""
+    path = folder / "open.html"
+    refresh = f'<meta http-equiv="refresh" content="0; url={html.escape(address)}">'
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(f'<!doctype html>{refresh}<a href="{html.escape(address)}">the studio</a>\n')
+    return path
+
+
 def run_studio(port: int, opens: bool, say: Callable[[str], object]) -> None:
     """Serves the working directory on 127.0.0.1 until Ctrl-C. port 0: any free one; opens: the browser. Raises
     UserError."""
@@ -327,12 +340,13 @@ def run_studio(port: int, opens: bool, say: Callable[[str], object]) -> None:
         listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         raise UserError(f"studio: cannot listen on 127.0.0.1:{port}: {error.strerror}; give another --port") from None
-    with listening:
+    with listening, tempfile.TemporaryDirectory(prefix="finetune-studio-") as private:
         number = listening.getsockname()[1]
         address = f"http://127.0.0.1:{number}/?token={token}"
         say(f"{address}\nthe studio of {folder}, for this machine alone (Ctrl-C ends it)")
         if opens:
-            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+            page = entry_page(Path(private), address).as_uri()
+            threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
         config = uvicorn.Config(build_app(folder, token, number), log_level="warning", timeout_graceful_shutdown=3)
         with suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
 # Nothing from elsewhere, in no frame of others: https://www.w3.org/TR/CSP3/
 POLICY = (
@@ -62,6 +62,9 @@ class Guard:
             if request.method != "GET" or not secrets.compare_digest(given[0].encode(), self._token.encode()):
                 return _refused("this token is not of this studio: open the address that it printed when it began")
             answer = RedirectResponse("/", 303)  # the token stays in no history
+            if request.headers.get("sec-fetch-site") == "cross-site":
+                # From the page of `--open`, a file: a redirect would go on as its request, and without the cookie.
+                answer = HTMLResponse('<!doctype html><meta http-equiv="refresh" content="0; url=/">')
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
             return answer
         if not secrets.compare_digest(request.cookies.get(self._cookie, "").encode(), self._token.encode()):

@@ -28,7 +28,7 @@ from finetune.cli import app as cli
 from finetune.errors import UserError
 from finetune.shipped import SHIPPED
 from finetune.studio.actions import ACTIONS
-from finetune.studio.app import build_app
+from finetune.studio.app import build_app, entry_page
 from finetune.studio.jobs import Jobs
 from finetune.studio.project_folder import inside, look
 
@@ -167,6 +167,17 @@ def test_without_the_token_nothing_answers(browser: Browser) -> None:
     assert Browser(browser.port).ask("GET", "/?token=wrong")[0] == 403
     assert browser.ask("GET", "/?token=wrong")[0] == 403
     assert browser.ask("POST", f"/start/quickstart?token={TOKEN}", {})[0] == 403
+
+
+def test_the_browser_gets_the_address_by_a_file_of_its_owner(tmp_path: Path, browser: Browser) -> None:
+    """Arguments of programs are shown to every user of a machine."""
+    page = entry_page(tmp_path, f"http://127.0.0.1:{browser.port}/?token={TOKEN}")
+    assert page.stat().st_mode & 0o777 == 0o600
+    assert f"/?token={TOKEN}" in page.read_text(encoding="utf-8")
+    headers = {"Sec-Fetch-Site": "cross-site"}  # a redirect from there would lack the cookie
+    status, answered, body = Browser(browser.port).ask("GET", f"/?token={TOKEN}", **headers)
+    assert (status, 'content="0; url=/"' in body) == (200, True)
+    assert "finetune-studio" in answered["set-cookie"]
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.5:8766", ""])
