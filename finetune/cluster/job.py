@@ -99,6 +99,10 @@ def plan_job(path: Path, overrides: Sequence[str], target: Target, options: JobO
 
     What needs no plan, which takes seconds, is refused before it.
     """
+    given = (options.shared, options.image, options.secret, options.config_file)
+    for text in map(str, (path, *overrides, *(one for one in given if one is not None))):
+        if not text.isprintable() or '"""' in text:  # it would end a line, or a string, of the manifest
+            raise UserError(f"launch: {text!r} has a character that no manifest can hold. Fix: rename it")
     machines = devices_of(options.devices)
     gpu = device_name(target, machines)
     if target.alone and machines.machines > 1:

@@ -159,6 +159,28 @@ def test_what_cannot_be_is_refused(name: str, changes: dict[str, Any], message: 
         launch_on(name, own, (), options, None, False)
 
 
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("file", ["a\nrm -rf x.yaml", "a\r.yaml", "a\u2028b.yaml", "a\x1b[2J.yaml", 'a""".yaml'])
+def test_names_that_would_end_a_line_are_refused(name: str, file: str, own: Path) -> None:
+    options = JobOptions(**{**OF_TARGET[name], "hours": 5.0})
+    own.rename(file)
+    with pytest.raises(UserError, match=r"has a character that no manifest can hold\. Fix: rename it") as error:
+        launch_on(name, Path(file), (), options, None, False)
+    assert "\n" not in str(error.value)
+    Path(file).rename(own)
+    with pytest.raises(UserError, match="has a character that no manifest can hold"):
+        launch_on(name, own, ("run.name=a\n#SBATCH --exclusive",), options, None, False)
+
+
+@pytest.mark.parametrize("run", ["no", "on", "2024", "0x10", "1e3"])
+def test_names_stay_texts(run: str, manifest: Callable[..., str]) -> None:
+    for name, keys in (("kubeflow", ("metadata", "name")), ("skypilot", ("name",))):
+        value = next(yaml.safe_load_all(manifest(name, f"run.name={run}")))
+        for key in keys:
+            value = value[key]
+        assert value == run
+
+
 @pytest.mark.long
 def test_a_model_that_does_not_fit_and_runs_that_would_be_lost(own: Path, tmp_path: Path) -> None:
     large = ROOT / "recipes" / "llama3.3-70b" / "qlora.yaml"
