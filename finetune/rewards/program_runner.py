@@ -20,6 +20,7 @@ from typing import Any
 _NEW_MOUNTS, _NEW_USER, _NEW_PID, _NEW_NET = 0x20000, 0x10000000, 0x20000000, 0x40000000
 _BIND, _REC, _PRIVATE, _READ_ONLY, _RECURSIVE, _HERE = 0x1000, 0x4000, 0x40000, 1, 0x8000, -100
 _MOUNT_SETATTR = 442
+_NO_NEW_PRIVILEGES, _CAPABILITY_VERSION = 38, 0x20080522  # linux/prctl.h, linux/capability.h
 NAMESPACES = "a network that is closed off"
 _FILE_BYTES, _OPEN_FILES, _PROCESSES = 16 << 20, 64, 32
 
@@ -86,7 +87,8 @@ def _separate() -> bool:
 
 
 def _read_only() -> bool:
-    """Makes all files read-only but those of this process's folder; False if the system does not offer it."""
+    """Makes all files read-only but those of this process's folder, for good: a namespace of users comes with every
+    capability in it, by which the program could undo that. False if the system does not offer it."""
     libc, here = ctypes.CDLL(None, use_errno=True), os.getcwd().encode()
 
     def set_attributes(path: bytes, flags: int, on: int, off: int) -> bool:
@@ -100,6 +102,8 @@ def _read_only() -> bool:
         and set_attributes(b"/", _RECURSIVE, _READ_ONLY, 0)
         and set_attributes(here, 0, 0, _READ_ONLY)
         and os.chdir(here) is None  # the folder was that of the mount below
+        and libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
+        and libc.capset((ctypes.c_uint32 * 2)(_CAPABILITY_VERSION), (ctypes.c_uint32 * 6)()) == 0
     )
 
 

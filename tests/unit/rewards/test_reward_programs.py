@@ -106,6 +106,18 @@ def test_files_of_ours_are_read_only_and_our_environment_is_out_of_reach(
         f"open({str(tmp_path / 'new')!r}, 'w')",
     )
     assert passes("x = 1", *writes) == [False] * 3
+    undo = """import ctypes
+libc = ctypes.CDLL(None)
+for path, flags in ((b"/", 0x8000), (b"/", 0), (b"/tmp", 0)):
+    libc.syscall(442, -100, path, flags, ctypes.byref((ctypes.c_uint64 * 4)(0, 1, 0, 0)), ctypes.c_size_t(32))
+libc.mount(None, b"/", None, 0x20 | 0x1000, None)
+libc.umount2(b"/tmp", 2)
+libc.unshare(0x10000000 | 0x20000)
+libc.mount(b"none", b"/tmp", b"tmpfs", 0, None)
+"""
+    assert passes(undo, *writes) == [False] * 3
+    caps = "int(next(one for one in open('/proc/self/status') if one.startswith('CapPrm')).split()[1], 16)"
+    assert passes("x = 1", f"assert {caps} == 0") == [True]
     assert ours.read_text() == "ours"
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     reads = [f"assert b'hf_secret' in open('/proc/{pid}/environ', 'rb').read()" for pid in (os.getpid(), os.getppid())]
