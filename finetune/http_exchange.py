@@ -38,7 +38,7 @@ class Deadline:
     """Shuts connections down when its seconds are over; `extend` begins them again."""
 
     def __init__(self, seconds: float):
-        self._seconds, self._sockets = seconds, list[socket.socket]()
+        self._seconds, self._sockets = max(0.0, seconds), list[socket.socket]()
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self.extend()
@@ -59,6 +59,8 @@ class Deadline:
         # A copy: TLS takes the descriptor of the socket that it wraps.
         with self._lock:
             self._sockets.append(connection.dup())
+        if self.left <= 0:  # of several addresses a later one was reached after the timer
+            self._shut_down()
 
     def end(self) -> None:
         if self._timer is not None:

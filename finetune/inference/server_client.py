@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.errors import RunFailure, UserError
+from finetune.errors import RunFailure, UserError, without_secrets
 from finetune.http_exchange import Deadline, StatusError, TooLargeError, content, response
 from finetune.inference.sampling import Sampling
 
@@ -59,8 +59,10 @@ class Server:
             raise self._invalid(path, f"the answer is {json.dumps(text)[:80]}")
         usage = reply.get("usage") if isinstance(reply.get("usage"), dict) else {}
         count = usage.get("prompt_tokens")
-        count, has_thoughts = count if isinstance(count, int) else None, any(message.get(key) for key in REASONING)
-        return Reply(text or "", choices[0].get("finish_reason"), count, has_thoughts)
+        reason = choices[0].get("finish_reason")
+        if (count is not None and (type(count) is not int or count < 0)) or not isinstance(reason, str | None):
+            raise self._invalid(path, f"its `prompt_tokens` or `finish_reason` is {json.dumps([count, reason])[:80]}")
+        return Reply(text or "", reason, count, any(message.get(key) for key in REASONING))
 
     def stream(
         self, model: str, messages: Sequence[Mapping[str, Any]], sampling: Sampling
@@ -81,7 +83,11 @@ class Server:
             is_ended |= bool(choices and isinstance(choices[0], dict) and choices[0].get("finish_reason"))
             delta = self._part(choices[0], "delta", dict, path) if choices else {}  # the last may have only the usage
             thought = next((delta[key] for key in REASONING if delta.get(key)), "")
-            yield from ((text, text is thought) for text in (thought, delta.get("content")) if text)
+            for text in (thought, delta.get("content")):
+                if not isinstance(text, str | None):
+                    raise self._invalid(path, f"a piece of the answer is {json.dumps(text)[:80]}")
+                if text:
+                    yield text, text is thought
         if not is_ended:
             raise self._invalid(path, "the answer broke off")
 
@@ -114,7 +120,8 @@ class Server:
         except TooLargeError as error:
             raise self._invalid(path, str(error)) from None
         except StatusError as error:
-            raise self._invalid(path, f"status {error.code}: {error.text[:200]}") from None
+            text = without_secrets(error.text.replace(os.environ.get(KEY) or "\0", "***"))
+            raise self._invalid(path, f"status {error.code}: {' '.join(text.split())[:200]}") from None
         except TimeoutError:
             raise RunFailure(f"{self._url}{path} gave no answer in {TIMEOUT_S:g} s") from None
         except http.client.IncompleteRead:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import selectors
@@ -25,6 +26,9 @@ from finetune.rewards.completion import Completion, Outcome
 START_S = 120.0  # the import of the user's file, with whatever it loads
 _OUTPUT_BYTES = 2000  # of what a call prints, kept for the log
 _REPLY_BYTES = 1 << 20
+_KINDS = ("raised", "not_a_number", "unanswerable")  # of failures that `child.py` replies with
+FORGED = "wrote to the pipe of replies, which is not its own"
+_WHAT_CHARACTERS = 2000  # of the line of a failure
 
 
 class NoReply(Exception):
@@ -106,7 +110,7 @@ class Child:
             answered = json.loads(reply[8:])
             if len(reply) == 8 + size and isinstance(answered, dict) and answered.get("id") == self._asked:
                 return answered
-        raise self._no_reply("died", "wrote to the pipe of replies, which is not its own")
+        raise self._no_reply("died", FORGED)
 
     def _drain(self) -> bool:
         """Reads what was printed, of which the beginning is kept; False at the end of the pipe."""
@@ -217,7 +221,12 @@ class Pool:
             kind, what = failure.args
             return Outcome(None, kind, what, child.output.decode("utf-8", "replace"))
         printed = child.output.decode("utf-8", "replace")
-        if isinstance(reply.get("value"), float):
-            return Outcome(reply["value"], details=printed)
+        value, kind, what = reply.get("value"), reply.get("kind"), " ".join(str(reply.get("what")).split())
+        if isinstance(value, float) and math.isfinite(value):
+            return Outcome(value, details=printed)
         details = "\n".join(filter(None, (str(reply.get("details", "")), printed)))
-        return Outcome(None, str(reply.get("kind")), without_secrets(str(reply.get("what"))), details)
+        if kind not in _KINDS:  # the function has written the reply, in place of its process
+            child.end()
+            self._children[slot] = None
+            kind, what = "died", FORGED
+        return Outcome(None, kind, without_secrets(what[:_WHAT_CHARACTERS]), details)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -170,7 +170,7 @@ class VllmServer:
         return listed.get(key) if isinstance(listed, dict) else None
 
     def _finite(self, values: list[Any]) -> NDArray[np.float64]:
-        if not all(type(one) in (float, int) and math.isfinite(one) for one in values):
+        if not all(type(one) in (float, int) and abs(one) <= sys.float_info.max for one in values):
             raise self._invalid("/v1/completions", "a log-probability is missing or not finite")
         if values and (most := max(values)) > _ROUNDING:
             raise self._invalid("/v1/completions", f"a log-probability is {most:g}, above 0")
@@ -184,10 +184,10 @@ class VllmServer:
         """Returns a server's answer. retries: ask again after a failed connection. Raises UserError."""
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
         data = None if body is None else json.dumps(body).encode()
-        pauses = list(_RETRY_AFTER_S) if retries else []
+        pauses, end = list(_RETRY_AFTER_S) if retries else [], time.monotonic() + self._seconds
         while True:
             try:
-                answer = content(self._url + path, data, headers, self._seconds, _CONTENT_BYTES)
+                answer = content(self._url + path, data, headers, end - time.monotonic(), _CONTENT_BYTES)
                 break
             except StatusError as error:
                 text = self._clean(error.text)

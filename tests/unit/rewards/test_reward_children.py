@@ -20,7 +20,7 @@ from finetune.rewards.completion import Completion
 from finetune.rewards.scoring import LOG, Rewards
 
 FUNCTIONS = """
-import ctypes, os, random, signal, sys, threading, time
+import ctypes, json, os, random, signal, sys, threading, time
 from fractions import Fraction
 
 import numpy
@@ -63,6 +63,17 @@ def flood():
     return 1.0
 
 
+def forge(reply):
+    frame = sys._getframe()
+    while "task" not in frame.f_locals:
+        frame = frame.f_back
+    content = json.dumps({**reply, "id": frame.f_locals["task"]["id"]}).encode()
+    for fd in range(3, 4096):
+        if WRITABLE(fd):
+            os.write(fd, len(content).to_bytes(8, "big") + content)
+    time.sleep(1000)
+
+
 def thread_that_stays():
     threading.Thread(target=time.sleep, args=(1000,)).start()
     return 1.0
@@ -83,6 +94,9 @@ ACTIONS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "close pipes": lambda: (os.closerange(3, 4096), time.sleep(1000)),
     "forge": lambda: [os.write(fd, b"this is no frame") for fd in range(3, 4096) if WRITABLE(fd)] and time.sleep(1000),
+    "forge nan": lambda: forge({"value": float("nan")}),
+    "forge infinity": lambda: forge({"value": float("inf")}),
+    "forge kind": lambda: forge({"kind": {"a": 1}, "what": "x"}),
     "nan": lambda: float("nan"),
     "infinity": lambda: -numpy.inf,
     "none": lambda: None,
@@ -130,6 +144,9 @@ FAILURES = {  # completion: kind, message
     "stop": ("timeout", "gave no answer in 3 s"),
     "close pipes": ("died", "closed the pipes of its process"),
     "forge": ("died", "wrote to the pipe of replies, which is not its own"),
+    "forge nan": ("died", "wrote to the pipe of replies, which is not its own"),
+    "forge infinity": ("died", "wrote to the pipe of replies, which is not its own"),
+    "forge kind": ("died", "wrote to the pipe of replies, which is not its own"),
     "nan": ("not_a_number", "returned nan"),
     "infinity": ("not_a_number", "returned -inf"),
     "none": ("not_a_number", "returned NoneType, not a number; is a `return` missing?"),

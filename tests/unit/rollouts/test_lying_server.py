@@ -101,6 +101,8 @@ LIES: dict[str, Any] = {
     "log-probability as text": probabilities("-0.5", -1.0, 0.0),
     "log-probability as truth": probabilities(False, -1.0, 0.0),
     "log-probability missing": probabilities(None, -1.0, 0.0),
+    "log-probability of 401 digits": probabilities(-(10**400), -1.0, 0.0),
+    "log-probability of 401 digits above 0": probabilities(10**400, -1.0, 0.0),
     "log-probabilities too few": probabilities(-0.5, -1.0),
     "logprobs as a list": changed(logprobs=[-0.5]),
     "logprobs as text": changed(logprobs="-0.5"),

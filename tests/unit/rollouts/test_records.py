@@ -181,6 +181,7 @@ TAMPERED: dict[str, Callable[[Path], None]] = {
                          for one in samples]
     ),
     "checksums are right: reward NaN": first(reward=replace(REWARD, total=float("nan"))),
+    "checksums are right: reward of 401 digits": first(reward=replace(REWARD, total=10**400)),
     "checksums are right: reward text": first(reward=replace(REWARD, by_name={"regex": "1"})),
     "checksums are right: turns beyond": first(turns=replace(TURNS, spans=((0, 1), (2, 9)))),
     "checksums are right: turns that overlap": first(turns=replace(TURNS, spans=((0, 2), (1, 2)))),
