@@ -271,7 +271,8 @@ class _NodeWalk:
             return self.problem(place, key, f"{_cut(node.value)} is too large for an integer (64 bits)")
         if isinstance(value, str) and (found := _UNREADABLE.search(value)):
             return self.problem(place, key, f"has the character U+{ord(found[0]):04X}, which no name or text may have")
-        return _marked(value) if isinstance(value, str) and node.style is None else value
+        is_plain = isinstance(node, yaml.ScalarNode) and node.style is None  # without quotes
+        return _marked(value) if isinstance(value, str) and is_plain else value
 
     def section(self, node: yaml.MappingNode, key: Key, parents: tuple[yaml.Node, ...]) -> dict[str, Any]:
         self.check_duplicates(node, key)
