@@ -89,7 +89,6 @@ class Steps(Protocol):
 
 def join(config_file: str, processes: int, rank: int = 0) -> Launch:
     """Make this process a rank of a launch whose collectives do nothing. Returns the launch."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     for name in [name for name in os.environ if name.startswith((*CONFIG_VARIABLES, "DS_"))]:
         del os.environ[name]  # of the launch in which a person planned, such as a rehearsal's
@@ -101,7 +100,7 @@ def join(config_file: str, processes: int, rank: int = 0) -> Launch:
     os.environ.update(size, **place, TORCHELASTIC_RUN_ID="fake")
     import torch.distributed._tools.fake_collectives  # noqa: F401  (registers them for fake tensors)
 
-    dist.init_process_group("fake", rank=rank, world_size=processes, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=processes, store=dist.HashStore())
     # Objects are sent as tensors, of values: every rank has this rank's.
     dist.broadcast_object_list = lambda *_, **__: None
     dist.all_gather_object = lambda values, own, **_: values.__setitem__(slice(None), [own] * len(values))
