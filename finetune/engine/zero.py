@@ -101,7 +101,8 @@ class Zero(Engine):
                 set_z3_leaf_module(module, True)
         for module in mixers:
             module.register_forward_pre_hook(with_positional_input, with_kwargs=True)
-        trained, config = named_trainables(self.unwrapped), self.plugin.deepspeed_config
+        self._trained = trained = named_trainables(self.unwrapped)
+        config = self.plugin.deepspeed_config
         config.update(
             train_micro_batch_size_per_gpu=1,  # the recipe sets rows; DeepSpeed only checks that the product fits
             gradient_accumulation_steps=micro_batches,  # no effect: `backward` marks the end of a step
@@ -163,11 +164,22 @@ class Zero(Engine):
             self.model.step()  # between boundaries: counts the micro-batch, updates nothing
 
     def step(self) -> float | None:
+        if self.is_stage_3:
+            self._check_reduced()
         self.model.step()
         norm = float("inf") if self.zero.overflow else float(self.model.get_global_grad_norm())
         if not self.loss_scale.enabled and not math.isfinite(norm):
             raise NonFinite("the gradient is not finite")
         return norm if self.loss_scale.update(norm) else None
+
+    def _check_reduced(self) -> None:
+        """Raises UserError if DeepSpeed left a gradient where autograd put it, and would step without it. Its hooks
+        pass by a leaf module that returns a list, such as the attention of OpenAI-GPT."""
+        if left := next((name for name, parameter in self._trained if parameter.grad is not None), None):
+            raise UserError(
+                f"{left}: ZeRO-3 cannot train this module. DeepSpeed's hooks do not reduce its gradient, and the step "
+                "would be made without it. Fix: use another accelerate config, such as fsdp2 or ddp"
+            )
 
     def gradients(self) -> list[Tensor]:
         """Returns gradients, also flat pieces (stages 1 and 2, with offload on the host) and stage 3's buffer."""

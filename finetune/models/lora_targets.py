@@ -54,13 +54,13 @@ def find_targets(model: Any, lora: Lora, trained: Callable[[str], bool] = lambda
     a name is of nothing, of a router, or of a part of a tensor."""
     named, routed = dict(model.named_modules()), router_modules(model)
     tensors, unreachable = stacked_tensors(model)
-    stacked, passed_by = names_of(tensors, model), layers_without_a_call(model)
+    stacked, out_of_reach = names_of(tensors, model), layers_out_of_reach(model)
     _check_names(named, stacked, lora)
     if isinstance(lora.targets, str):
         heads = (model.get_output_embeddings(), named.get("score"))  # the latter in transformers' classifiers
         layers = [path for path, one in named.items() if isinstance(one, nn.Linear | Conv1D) and one not in heads]
-        left_out = {path: why for path, why in passed_by.items() if path not in routed} | unreachable
-        layers = [path for path in layers if path not in routed and path not in passed_by]
+        left_out = {path: why for path, why in out_of_reach.items() if path not in routed} | unreachable
+        layers = [path for path in layers if path not in routed and path not in out_of_reach]
     else:
         layers, left_out = [path for path in named if any(_is_named(path, one) for one in lora.targets)], {}
         if routers := [path for path in layers if path in routed]:
@@ -68,10 +68,10 @@ def find_targets(model: Any, lora: Lora, trained: Callable[[str], bool] = lambda
                 f"lora.targets: {routers[0]} is a router, which gets no adapter. Fix: remove "
                 f"{next(one for one in lora.targets if _is_named(routers[0], one))!r}, or name more of the paths"
             )
-        if here := [path for path in layers if path in passed_by]:
+        if here := [path for path in layers if path in out_of_reach]:
             leaf = here[0].rpartition(".")[2]
             raise UserError(
-                f"lora.targets: {here[0]}: {passed_by[here[0]]}, and would pass an adapter by: remove {leaf!r} "
+                f"lora.targets: no adapter can be on {here[0]}: {out_of_reach[here[0]]}. Fix: remove {leaf!r} "
                 "(`all-linear` leaves it out)"
             )
         tensors = _named_tensors(lora.targets, stacked)
@@ -192,9 +192,10 @@ def _named_tensors(names: Sequence[str], stacked: Mapping[str, list[tuple[str, .
     return found
 
 
-def layers_without_a_call(model: Any) -> dict[str, str]:
-    """Returns linear layers whose weight a module of transformers hands to a function, such as Mamba's kernels, with
-    that reason: an adapter acts when the layer is called."""
+def layers_out_of_reach(model: Any) -> dict[str, str]:
+    """Returns the linear layers that no adapter can be on, with the reason: it acts when a layer is called, and adds a
+    plain product. Some layers' weights are handed to a kernel by the module around them, as Mamba's are; others are
+    linear by their class but compute something else, as DeepSeek-V4's grouped ones do."""
     read = re.compile(r"self\.(\w+)\.weight\b(?!\[|\.(?:data|dtype|device|shape))")  # not only its type, or a slice
     modules = {
         name: module
@@ -202,12 +203,18 @@ def layers_without_a_call(model: Any) -> dict[str, str]:
         if type(module).__module__.startswith("transformers.models.") and not isinstance(module, PreTrainedModel)
     }
     by_class = {kind: dict.fromkeys(read.findall(inspect.getsource(kind))) for kind in {*map(type, modules.values())}}
-    return {
-        f"{name}.{layer}": f"{type(module).__name__} reads this layer's weight itself, for its kernels"
+    handed_over = {
+        f"{name}.{layer}": f"{type(module).__name__} reads its weight itself, for its kernels"
         for name, module in modules.items()
         for layer in by_class[type(module)]
         if isinstance(getattr(module, layer, None), nn.Linear)
     }
+    special = {
+        name: f"{type(module).__name__} computes another product than a linear layer"
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    }
+    return handed_over | special
 
 
 # --- peft's settings

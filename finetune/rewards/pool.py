@@ -28,7 +28,7 @@ _OUTPUT_BYTES = 2000  # of what a call prints, kept for the log
 _REPLY_BYTES = 1 << 20
 _KINDS = ("raised", "not_a_number", "unanswerable")  # of failures that `child.py` replies with
 FORGED = "wrote to the pipe of replies, which is not its own"
-_WHAT_CHARACTERS = 2000  # of the line of a failure
+WHAT_CHARACTERS = 2000  # of the line of a failure
 
 
 class NoReply(Exception):
@@ -229,4 +229,4 @@ class Pool:
             child.end()
             self._children[slot] = None
             kind, what = "died", FORGED
-        return Outcome(None, kind, without_secrets(what[:_WHAT_CHARACTERS]), details)
+        return Outcome(None, kind, without_secrets(what[:WHAT_CHARACTERS]), details)

@@ -8,6 +8,7 @@ process that replaces it repeats their calls, so an environment has to follow fr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ from typing import Any
 from finetune.errors import UserError, without_secrets
 from finetune.recipe.schema import EnvironmentSettings
 from finetune.rewards.completion import Outcome
-from finetune.rewards.pool import Child, NoReply
+from finetune.rewards.pool import FORGED, WHAT_CHARACTERS, Child, NoReply
 from finetune.rewards.scoring import append_to_log
 
 LOG = "environment-failures.log"  # in the run's folder
 _MODULE, _LOGGED = "finetune.rollouts.environment_child", 100  # failures with traceback and output; of others one line
+_KINDS = ("invalid", "raised", "not_a_number")  # of failures that `environment_child.py` replies with
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class EnvironmentCall:
     seeds: Sequence[str]  # of `random`, for `reset` and each turn
     turns: Sequence[Mapping[str, Any]] = ()  # text and calls, one for each call of `step`
     ends: bool = False  # the episode is over: a request for its reward
+
+
+def _is_list_of_dicts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
 class Environments:
@@ -101,13 +107,27 @@ class Environments:
             self._children[slot] = None
             kind, what = failure.args
             return Outcome(None, kind, what, child.output.decode("utf-8", "replace"))
-        if "kind" in reply:
+        if (is_failure := reply.get("kind") in _KINDS) or not self._is_expected(request, reply):
             printed = child.output.decode("utf-8", "replace")
             details = "\n".join(filter(None, (str(reply.get("details", "")), printed)))
-            return Outcome(None, str(reply["kind"]), without_secrets(str(reply["what"])), details)
+            if is_failure:
+                what = " ".join(str(reply.get("what")).split())[:WHAT_CHARACTERS]
+                return Outcome(None, reply["kind"], without_secrets(what), details)
+            child.end()  # the environment has written the reply, in place of its process
+            self._children[slot] = None
+            return Outcome(None, "died", FORGED, details)
         if not request.ends:
             held.add(request.episode)
         return reply
+
+    def _is_expected(self, request: EnvironmentCall, reply: Mapping[str, Any]) -> bool:
+        """Whether a reply has what `environment_child.answer` sends for such a request."""
+        if request.ends:
+            value = reply.get("value")
+            return not self._is_rewarded or (isinstance(value, float) and math.isfinite(value))
+        lists = [reply.get("messages"), reply.get("tools")]
+        are_messages = all(one is None or _is_list_of_dicts(one) for one in lists)
+        return are_messages and "messages" in reply and (bool(request.turns) or "tools" in reply)
 
     def tell(self, place: str, failure: Outcome) -> None:
         """Writes a failure to the log of the run."""

@@ -172,7 +172,7 @@ def test_adapters_that_kernels_would_pass_by(name: str) -> None:
     assert "in_proj" in adapted("all-linear")
     assert not adapted("all-linear") & {"out_proj", "dt_proj"}
     if name == "granitemoehybrid":  # of the other peft knows it
-        with pytest.raises(UserError, match=r"out_proj: GraniteMoeHybridMambaLayer reads this layer's weight itself"):
+        with pytest.raises(UserError, match=r"out_proj: GraniteMoeHybridMambaLayer reads its weight itself"):
             adapted(("out_proj",))
 
 

@@ -127,11 +127,11 @@ def run_per_document(model: Any, mixers: Mixers) -> list[Any]:
 
 
 def with_positional_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A hook before the forward of a mixer: its first argument becomes positional and gets a gradient, which hooks
-    around a module's backward need."""
+    """A hook before the forward of a mixer: its first argument becomes positional and, unless it has integers,
+    gets a gradient, which hooks around a module's backward need."""
     name = next(iter(inspect.signature(module.forward).parameters))
     value = args[0] if args else kwargs.pop(name)
-    if torch.is_grad_enabled() and not value.requires_grad:
+    if torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad:  # not ids, as MVP's positions
         value = value.detach().requires_grad_()
     return (value, *args[1:]), kwargs
 

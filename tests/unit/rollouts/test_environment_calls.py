@@ -17,8 +17,21 @@ from finetune.rewards.completion import Outcome
 from finetune.rollouts.environment import EnvironmentCall, Environments
 
 FILE = """
-import os, random, sys, time
+import json, math, os, random, sys, time
 from beside import helper
+
+
+def forge(reply):
+    frame = sys._getframe()
+    while "task" not in frame.f_locals:
+        frame = frame.f_back
+    content = json.dumps({**reply, "id": frame.f_locals["task"]["id"]}).encode()
+    for fd in range(3, 256):
+        try:
+            os.write(fd, len(content).to_bytes(8, "big") + content)
+        except OSError:
+            pass
+    time.sleep(1000)
 
 
 class Tools:
@@ -43,10 +56,24 @@ class Tools:
             "message": lambda: {"role": "user", "content": "more"},
             "many": lambda: ["a", "b"],
             "said": lambda: repr(self.said),
+            "forge nothing": lambda: forge({}),
+            "forge text": lambda: forge({"messages": "all"}),
+            "forge kind": lambda: forge({"kind": {"a": 1}, "what": "x"}),
         }[text]()
 
     def reward(self):
         return len(self.said)
+
+
+class Forges(Tools):
+    def reset(self, row):
+        return forge({"messages": None}) if row["name"] == "row 1" else None
+
+    def reward(self):
+        return forge({"value": math.nan} if self.said == "nan" else {})
+
+    def step(self, text):
+        self.said = text
 
 
 class Late(Tools):
@@ -172,6 +199,20 @@ def test_failures_are_told_and_other_episodes_of_the_process_go_on(file: Path) -
         assert much.what == "step returned 2 texts for 1 tool calls; give one for each"
 
 
+def test_a_forged_reply_is_a_failure_and_its_process_is_replaced(file: Path) -> None:
+    forged = Outcome(None, "died", "wrote to the pipe of replies, which is not its own")
+    with environment(file, processes=1, seconds=10) as calls:
+        texts = ("forge nothing", "forge text", "forge kind", "message")
+        *replies, last = calls.replies([request(i, text) for i, text in enumerate(texts)])
+    assert replies == [forged] * 3
+    assert last["messages"] == [{"role": "user", "content": "more"}]
+    with environment(file, "Forges", processes=1, seconds=10) as calls:
+        asked = [request(0), request(1), request(2, "nan", ends=True), request(3, "none", ends=True)]
+        first, *replies = calls.replies(asked)
+    assert first["messages"] is None
+    assert replies == [forged] * 3
+
+
 def test_replies_do_not_depend_on_processes(file: Path) -> None:
     requests = [request(i, "said") for i in range(5)]
     answered = []
@@ -184,7 +225,7 @@ def test_replies_do_not_depend_on_processes(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Tool", "env.py has no class `Tool`; it has Tools, Late, NoStep, NoReward, Asynchronous, Asks, Needs"),
+        ("Tool", "env.py has no class `Tool`; it has Tools, Forges, Late, NoStep, NoReward, Asynchronous, Asks, Needs"),
         ("number", "`number` is int, not a class"),
         ("NoStep", "`NoStep` has no method `step`"),
         ("NoReward", r"`NoReward` has no method `reward`, which `rewards: \[{name: environment}\]` asks for"),
