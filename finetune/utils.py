@@ -126,6 +126,17 @@ def divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
+def nearest_divisors(wanted: int, number: int) -> str:
+    """Returns the divisors of `number` around `wanted`, for messages.
+
+    >>> nearest_divisors(5, 12)
+    '4 or 6'
+    """
+    below = [n for n in divisors(number) if n <= wanted][-1:]
+    above = [n for n in divisors(number) if n > wanted][:1]
+    return " or ".join(str(n) for n in below + above)
+
+
 def num_cores() -> int:
     """Returns the cores that this process may use, possibly limited by a launcher or `taskset`."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -13,15 +13,15 @@ from typing import Any
 
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism, dimension_key
+from finetune.engine.split_trial import why_not_divided
 from finetune.engine.stage_trial import why_not_in_stages
 from finetune.engine.stages import SINGLE_STAGE_SCHEDULES, schedulable_micro_batches
 from finetune.errors import UserError
 from finetune.models.base_config import layer_configs
-from finetune.models.config import active_dropouts, length_dependent_rope
+from finetune.models.config import EXPERTS_STYLE, active_dropouts, length_dependent_rope, tensor_plan
 from finetune.recipe.schema import Recipe
-from finetune.utils import divisors
+from finetune.utils import divisors, nearest_divisors
 
-EXPERTS_STYLE = "moe_tp_experts"  # of stacked experts, in transformers' tensor parallel plans
 BLOCK = 64  # weights of a row that share a scale in 4 bits, by bitsandbytes' default
 
 
@@ -35,6 +35,7 @@ class Architecture:
     experts: int
     attention: tuple[str, ...]  # other than full causal attention: "sliding_attention", "chunked_attention"
     not_in_stages: str | None = None  # why it cannot be divided into stages of layers, if that was asked
+    not_divided: str | None = None  # why ranks of a tensor parallel group compute something else, if that was asked
     soft_capped: bool = False  # attention's logits
     dropouts: dict[str, float] = field(default_factory=dict)  # settings of active dropout
     rope_types: tuple[str, ...] = ()  # those whose frequencies depend on the length of a document
@@ -42,8 +43,9 @@ class Architecture:
     widths: dict[str, int] = field(default_factory=dict)  # inputs of row parallel matrices, by what they are inputs of
 
     @classmethod
-    def of(cls, config: Any, in_stages: bool = False) -> Architecture:
-        """Returns the properties from a transformers config. in_stages: try whether it can be divided into stages."""
+    def of(cls, config: Any, in_stages: bool = False, divided: bool = False) -> Architecture:
+        """Returns the properties from a transformers config. in_stages, divided: try whether its layers can be stages
+        of a pipeline, and its matrices be divided."""
         text = config.get_text_config()
         # Layers may have different numbers of heads (Gemma 4): a divisor of all of them divides their common divisor.
         layers = layer_configs(text)
@@ -59,6 +61,7 @@ class Architecture:
             experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
             attention=tuple(sorted(attention - {"full_attention"})),
             not_in_stages=why_not_in_stages(config) if in_stages else None,
+            not_divided=why_not_divided(config) if divided else None,
             soft_capped=getattr(text, "attn_logit_softcapping", None) is not None,
             dropouts=dict(active_dropouts(text)),
             rope_types=tuple(length_dependent_rope(config)),
@@ -95,17 +98,13 @@ class Combination:
 
 def check_combination(recipe: Recipe, recipe_file: str, launch: Launch, config: Any | None) -> None:
     """Raises UserError with the messages of all rules. config: of transformers, if available."""
-    model = None if config is None else Architecture.of(config, in_stages=launch.parallelism.pipeline > 1)
+    sizes = launch.parallelism
+    model = None if config is None else Architecture.of(config, sizes.pipeline > 1, sizes.tensor > 1)
     combination = Combination(launch, launch.parallelism, recipe, model)
     problems = [problem for rule in RULES for problem in rule(combination)]
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(f"{launch.name} cannot run {recipe_file}:\n{lines}")
-
-
-def tensor_plan(config: Any) -> dict[str, str]:
-    """Returns the tensor parallel plan of a transformers config: {pattern: style}; empty without a plan."""
-    return dict(getattr(config.get_text_config(), "base_model_tp_plan", None) or {})
 
 
 def row_parallel_widths(config: Any) -> dict[str, int]:
@@ -123,17 +122,6 @@ def row_parallel_widths(config: Any) -> dict[str, int]:
             width = math.gcd(*width) if isinstance(width, list) else width
             widths["the feed-forward's output"] = math.gcd(width, widths.get("the feed-forward's output", 0))
     return widths
-
-
-def nearest_divisors(wanted: int, number: int) -> str:
-    """Returns the divisors of `number` around `wanted`, for messages.
-
-    >>> nearest_divisors(5, 12)
-    '4 or 6'
-    """
-    below = [n for n in divisors(number) if n <= wanted][-1:]
-    above = [n for n in divisors(number) if n > wanted][:1]
-    return " or ".join(str(n) for n in below + above)
 
 
 # --- rules, by dimension
@@ -174,6 +162,8 @@ def tensor_parallel(c: Combination) -> Iterator[str]:
     if not model.tensor_styles:
         instead = f"`{dimension_key('expert')}`, or fsdp2" if model.experts else "fsdp2"
         yield f"{key}: transformers has no tensor parallel plan for this model: use {instead}"
+    if model.not_divided is not None:
+        yield f"{key}: ranks would not compute what one process does: {model.not_divided}: use fsdp2"
     if "colwise" in model.tensor_styles and (model.heads % size or model.kv_heads % size):
         fits = nearest_divisors(size, math.gcd(model.heads, model.kv_heads))
         heads = f"{model.heads} attention heads and the {model.kv_heads} key-value heads"

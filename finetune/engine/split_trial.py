@@ -1,6 +1,7 @@
-"""Tests on a tiny copy of a model whether its layers compute the same if each tensor parallel rank has some of the
-tokens between their matrices: the plan says what matrices do, not what a layer's own forward does around them, such as
-mixing tokens (a convolution) or adding something that has all of them.
+"""Tests on a tiny copy of a model whether its layers compute the same on tensor parallel ranks, and whether they do if
+each rank has some of the tokens between the matrices. transformers' plan says what matrices do, not what a layer's own
+forward does around them, such as mixing tokens (a convolution), adding something that has all of them, or taking the
+mean of features of which a rank has some (the sparse activations of Gemma 3n).
 
 Two threads stand in for the ranks of a group. Logits and every gradient are compared with the whole copy's.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,16 +21,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from finetune.engine import split_tokens, tensor_group, tensor_parallel
-from finetune.engine.parallelism_rules import EXPERTS_STYLE, tensor_plan
+from finetune.engine import split_tokens, tensor_experts, tensor_group, tensor_parallel
 from finetune.engine.tensor_group import TensorGroup
 from finetune.errors import UserError
-from finetune.models.config import active_dropouts
+from finetune.models.config import EXPERTS_STYLE, active_dropouts, tensor_plan
 from finetune.models.remote_code import from_config
 from finetune.models.text_part import name_body
 from finetune.models.tiny_config import VOCABULARY, WINDOW, tiny_config
-from finetune.models.trials import randomize, why_tiny_differs
+from finetune.models.trials import FAILURES, cached, not_tried, randomize, why_tiny_differs
 
+log = logging.getLogger(__name__)
 _TOLERANCE = 1e-5  # of the largest element
 _RANKS, _TOKENS = 2, 2 * WINDOW + 1  # which they cannot divide evenly
 _TIMEOUT_S = 60.0  # for the other thread
@@ -41,25 +43,50 @@ def why_not_split(config: PretrainedConfig) -> str | None:
         return "its experts take all tokens of a row"
     for name, _ in active_dropouts(text):
         return f"the model's `{name}` would draw for other tokens than one process does"
+    return why_tiny_differs(text, tiny_config, f"tokens {_version()}", _differ_or_refused)
+
+
+def _differ_or_refused(tiny: Any) -> str | None:
+    try:
+        return differ(tiny, splits_tokens=True)
+    except UserError as error:
+        return f"a tiny copy could not be divided ({error})"
+
+
+def why_not_divided(config: PretrainedConfig) -> str | None:
+    """Returns what tensor parallel ranks would compute otherwise than one process; None if nothing, or if a copy cannot
+    tell: it cannot be made, or is refused, as the run then is by its own sizes."""
+    if not tensor_plan(config) or why_not_split(config) is None:
+        return None
+    try:
+        tiny = tiny_config(config.get_text_config())
+        kept = {"may_keep": lambda outcome: outcome["why"] is None}
+        return cached(tiny, f"divided {_version()}", lambda: {"why": differ(tiny, splits_tokens=False)}, **kept)["why"]
+    except UserError:
+        return None
+    except FAILURES as error:
+        log.warning("tensor parallel: %s", not_tried(error))
+        return None
+
+
+def _version() -> str:
     files = (__file__, split_tokens.__file__, tensor_group.__file__, tensor_parallel.__file__)
-    code = b"".join(Path(str(file)).read_bytes() for file in files)
-    return why_tiny_differs(text, tiny_config, f"tokens {hashlib.sha256(code).hexdigest()}", differ)
+    code = b"".join(Path(str(file)).read_bytes() for file in (*files, tensor_experts.__file__))
+    return hashlib.sha256(code).hexdigest()
 
 
-def differ(tiny: Any) -> str | None:
+def differ(tiny: Any, splits_tokens: bool) -> str | None:
+    """Returns what of a tiny copy differs on two ranks; None if nothing. Raises UserError if it cannot be divided."""
     torch.manual_seed(0)
     plain: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}  # not a run's
     whole: Any = from_config(AutoModelForCausalLM, copy.deepcopy(tiny), **plain)
     randomize(whole)
     name_body(whole)
     ranks, models = ThreadRanks(_RANKS), [copy.deepcopy(whole) for _ in range(_RANKS)]
-    try:
-        sharded = [
-            tensor_parallel.parallelize(model, ThreadGroup(None, index, _RANKS, ranks), splits_tokens=True)
-            for index, model in enumerate(models)
-        ]
-    except UserError as error:
-        return f"a tiny copy could not be divided ({error})"
+    sharded = [
+        tensor_parallel.parallelize(model, ThreadGroup(None, index, _RANKS, ranks), splits_tokens=splits_tokens)
+        for index, model in enumerate(models)
+    ]
     own, *ours = [_logits(whole), *ranks.run(_logits, models)]
     if not all(_same(logits, own) for logits in ours):
         return "a tiny copy gives other logits"

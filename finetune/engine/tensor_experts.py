@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from finetune.engine.parallelism_rules import nearest_divisors
 from finetune.engine.tensor_group import Communicate, ParameterShard, ShardedParameters, TensorGroup
 from finetune.errors import UserError
 from finetune.models.moe import adapters_of, outputs_of_rows, stacked_experts
 from finetune.models.patches import replace_forward
+from finetune.utils import nearest_divisors
 
 
 def shard_experts(model: nn.Module, group: TensorGroup) -> ShardedParameters:

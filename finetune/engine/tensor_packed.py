@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.engine.parallelism_rules import nearest_divisors
 from finetune.engine.tensor_group import ParameterShard, TensorGroup
 from finetune.errors import UserError
 from finetune.models.packed_linear import Fp8Linear, is_4bit, scales_of
+from finetune.utils import nearest_divisors
 
 
 @dataclass(frozen=True)

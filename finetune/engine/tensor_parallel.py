@@ -25,7 +25,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from finetune.engine.parallelism_rules import nearest_divisors, tensor_plan
 from finetune.engine.split_tokens import RowTokens, split_tokens, sum_of_columns
 from finetune.engine.tensor_dora import MAGNITUDE, check_embeddings, shard_dora
 from finetune.engine.tensor_experts import shard_experts
@@ -33,10 +32,11 @@ from finetune.engine.tensor_group import Communicate, ParameterShard, ShardedPar
 from finetune.engine.tensor_packed import packed_shard
 from finetune.engine.vocabulary_parallel import split_vocabulary
 from finetune.errors import UserError
+from finetune.models.config import tensor_plan
 from finetune.models.moe import stacked_experts
 from finetune.models.packed_linear import Fp8Linear, is_4bit, product
 from finetune.models.patches import replace_forward
-from finetune.utils import unwrap_peft
+from finetune.utils import nearest_divisors, unwrap_peft
 
 
 @dataclass(frozen=True)

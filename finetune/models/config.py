@@ -79,6 +79,14 @@ def length_dependent_rope(config: PretrainedConfig) -> list[str]:
     return sorted(name for name in types if depends_on_length(name))
 
 
+EXPERTS_STYLE = "moe_tp_experts"  # of stacked experts, in transformers' tensor parallel plans
+
+
+def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
+    """Returns the tensor parallel plan of a transformers config: {pattern: style}; empty without a plan."""
+    return dict(getattr(config.get_text_config(), "base_model_tp_plan", None) or {})
+
+
 _OF_OTHER_HEADS = ("classifier", "summary")
 
 

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-from finetune.engine.split_trial import ThreadGroup, ThreadRanks, differ, why_not_split
+from finetune.engine.split_trial import ThreadGroup, ThreadRanks, differ, why_not_divided, why_not_split
 from finetune.engine.tensor_parallel import parallelize
 from finetune.models.tiny_config import tiny_config
 
@@ -37,6 +37,21 @@ def test_a_mixer_that_no_matrix_of_the_plan_feeds_takes_all_tokens() -> None:
 def test_dropout_of_the_model_itself_keeps_all_tokens() -> None:
     why = why_not_split(AutoConfig.for_model("phi", resid_pdrop=0.1))
     assert why == "the model's `resid_pdrop` would draw for other tokens than one process does"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "difference"),
+    [
+        ("gemma3n_text", "other logits"),  # a threshold by mean and deviation of features, of which a rank has some
+        ("inkling2_text", "another gradient of `model.embed_tokens.embed_norm.weight`"),  # of tokens that a rank has
+        ("mixtral", None),
+        ("qwen3_5_text", None),
+        ("phi", None),
+    ],
+)
+def test_ranks_that_would_compute_something_else_are_refused(model_type: str, difference: str | None) -> None:
+    why = why_not_divided(AutoConfig.for_model(model_type))
+    assert why == (difference and f"a tiny copy gives {difference}")
 
 
 class MixingConfig(LlamaConfig):
@@ -89,7 +104,7 @@ AutoModelForCausalLM.register(ScalingConfig, ScalingPhi3)
     ("config", "difference"), [(MixingConfig, "other logits"), (ScalingConfig, "another gradient")]
 )
 def test_a_trial_finds_what_the_plan_does_not_say(config: type[PretrainedConfig], difference: str) -> None:
-    assert difference in str(differ(tiny_config(config())))
+    assert difference in str(differ(tiny_config(config()), splits_tokens=True))
 
 
 def test_a_layer_that_is_computed_again_after_another_row_has_its_own_row() -> None:
