@@ -108,6 +108,12 @@ class Launch:
         return bool({"cpu", "nvme"} & self._optimizer_devices)
 
     @property
+    def zero_stage(self) -> int:
+        """Returns DeepSpeed's ZeRO stage, by its own file's key and by accelerate's."""
+        section = self.deepspeed
+        return int((section.get("zero_optimization") or {}).get("stage", section.get("zero_stage", 2)))
+
+    @property
     def uses_nvme(self) -> bool:
         """Returns whether the optimizer state is on a disk."""
         return "nvme" in self._optimizer_devices

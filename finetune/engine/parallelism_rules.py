@@ -25,6 +25,17 @@ from finetune.utils import divisors, nearest_divisors
 BLOCK = 64  # weights of a row that share a scale in 4 bits, by bitsandbytes' default
 
 
+# What other configs train, but ZeRO-3 does not: its ranks have to call the same modules in the same order, and sharded
+# weights have no shape while transformers loads them.
+_NOT_UNDER_ZERO_3 = {
+    "longcat_flash": "ranks call the experts that do nothing in different numbers",
+    "qwen4_exp": "ranks call its modules in different orders",
+    "qwen4_exp_text": "ranks call its modules in different orders",
+    "rwkv": "transformers cannot load its weights into shards",
+    "xlstm": "transformers cannot load its weights into shards",
+}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """Properties of a model that the rules need; 0 or empty for what it lacks."""
@@ -33,6 +44,7 @@ class Architecture:
     heads: int
     kv_heads: int
     experts: int
+    model_type: str
     attention: tuple[str, ...]  # other than full causal attention: "sliding_attention", "chunked_attention"
     not_in_stages: str | None = None  # why it cannot be divided into stages of layers, if that was asked
     not_divided: str | None = None  # why ranks of a tensor parallel group compute something else, if that was asked
@@ -59,6 +71,7 @@ class Architecture:
             heads=heads,
             kv_heads=kv_heads or heads,
             experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
+            model_type=config.model_type,
             attention=tuple(sorted(attention - {"full_attention"})),
             not_in_stages=why_not_in_stages(config) if in_stages else None,
             not_divided=why_not_divided(config) if divided else None,
@@ -125,6 +138,12 @@ def row_parallel_widths(config: Any) -> dict[str, int]:
 
 
 # --- rules, by dimension
+
+
+def zero_3(c: Combination) -> Iterator[str]:
+    """DeepSpeed gathers the weights of a module as it is called, on all ranks at the same time."""
+    if c.launch.kind == "zero" and c.launch.zero_stage == 3 and c.model and c.model.model_type in _NOT_UNDER_ZERO_3:
+        yield f"ZeRO-3: {c.model.model_type}: {_NOT_UNDER_ZERO_3[c.model.model_type]}: use fsdp2 or zero2"
 
 
 def data_parallel(c: Combination) -> Iterator[str]:
@@ -378,6 +397,7 @@ def images(c: Combination) -> Iterator[str]:
 
 
 RULES = (
+    zero_3,
     data_parallel,
     tensor_parallel,
     tensor_experts,

@@ -76,6 +76,9 @@ def differ_when_cut(whole: Any, layout: Layout) -> str | None:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (_ROWS, _TOKENS + 1), generator=generator)
     prompt = {"input_ids": ids[:, :-1], "position_ids": torch.arange(_TOKENS).expand(_ROWS, -1)}
+    features, width = divided[0].run({**prompt, "use_cache": False}, None).shape[-1], whole.config.hidden_size
+    if features != width:  # stages receive as many of a token
+        return f"a layer hands on {features} features of a token, not `hidden_size`, {width}"
     own, ours = _of_whole(whole, {**prompt, "use_cache": False}), _of_stages(divided, {**prompt, "use_cache": False})
     if not _same(own, ours):
         return "stages give other logits than the whole model"

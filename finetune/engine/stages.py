@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from finetune.engine.parallelism import Schedule
 from finetune.errors import UserError
+from finetune.models.text_part import name_body
 from finetune.models.wrapped import WrappedModel, output_head
 from finetune.utils import divisors, unwrap_peft
 
@@ -59,6 +60,7 @@ class Layout:
 
 def lay_out(model: Any, stages: int, ranks: int, scores: bool = False) -> Layout:
     """Returns the layout of a model that may be on `meta`. scores: a small score head replaces the LM head."""
+    name_body(model)
     base = model.base_model
     layers = [_numel(layer) for layer in base.layers]
     head = 0 if scores else _numel(model.get_output_embeddings())

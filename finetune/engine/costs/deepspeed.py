@@ -31,12 +31,6 @@ _REUSED_WITHIN, _PREFETCHED = 500_000_000, 50_000_000  # elements that stage 3 k
 
 class ZeroCosts(Costs):
     @property
-    def stage(self) -> int:
-        """Returns the stage from accelerate's keys, or DeepSpeed's own."""
-        section = self.launch.deepspeed
-        return int((section.get("zero_optimization") or {}).get("stage", section.get("zero_stage", 2)))
-
-    @property
     def bucket_elements(self) -> int:
         """Returns the number of gradients reduced at a time; see `Zero._limit_buckets`."""
         trained = sum(weight.numel for weight in self.shapes.weights if weight.trains)
@@ -58,18 +52,18 @@ class ZeroCosts(Costs):
 
     @property
     def keeps_inputs_alone(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.stage == 3
+        return self.launch.zero_stage == 3
 
     @property
     def frees_gradients(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.stage < 3
+        return self.launch.zero_stage < 3
 
     def gradients_there(self, micro_batches: int) -> bool:
         return not self.recipe.optimizer.in_backward
 
     def state(self, rank: int) -> State:
         section, shapes = self.launch.deepspeed, self.shapes
-        state = self._stage_3() if self.stage == 3 else self._flat(rank)
+        state = self._stage_3() if self.launch.zero_stage == 3 else self._flat(rank)
         if "nvme" in (section.get("offload_optimizer_device"), section.get("offload_param_device")):
             state.disk = 12 * sum(weight.numel for weight in shapes.weights if weight.trains) // self.launch.processes
         scales = sum(weight.scales for weight in shapes.weights)
@@ -123,7 +117,7 @@ class ZeroCosts(Costs):
     def initial_weights(self, rank: int) -> int:
         """Returns the bytes of this rank's range of master weights, without what pads it: of each group, under stage 3
         of each weight."""
-        if self.stage == 3:
+        if self.launch.zero_stage == 3:
             sizes, unit = [weight.numel for weight in self.shapes.weights if weight.trains], 1
         else:
             sizes, unit = [sum(weight.numel for weight in group) for group in self.decay_groups], 2
@@ -137,7 +131,7 @@ class ZeroCosts(Costs):
     def moving(self, rank: int) -> Moving:
         moving, bucket, ranks = Moving(), 4 * self.bucket_elements, self.launch.processes
         groups = [[weight.numel for weight in group] for group in self.decay_groups]
-        if self.stage < 3:
+        if self.launch.zero_stage < 3:
             parts = [4 * -(-sum(group) // ranks) for group in groups]
             moving.backward = bucket
             moving.end = 2 * sum(parts)  # this rank's part, in a buffer and as tensors
@@ -171,7 +165,7 @@ class ZeroCosts(Costs):
     def load(self, state: State) -> int:
         """Returns the bytes of a second copy of the trained weights; under stage 3 of the master weights."""
         weights, trained = state.persistent[WEIGHTS], [weight for weight in self.shapes.weights if weight.trains]
-        if self.stage < 3:
+        if self.launch.zero_stage < 3:
             return weights + sum(weight.bytes for weight in trained)
         master = sum(4 * -(-weight.numel // self.launch.processes) for weight in trained)
         return weights + master + state.persistent[GRADIENTS] + 4 * self.bucket_elements
@@ -180,13 +174,15 @@ class ZeroCosts(Costs):
         return 0
 
     def whole_tensor(self) -> int:
+        if self.launch.zero_stage < 3:
+            return 0
         full = self.recipe.mode == "full"
-        return max(weight.bytes for weight in self.shapes.weights if weight.trains or full) if self.stage == 3 else 0
+        return max(weight.bytes for weight in self.shapes.weights if weight.trains or full)
 
     # --- time
 
     def host_operators(self, model: ModelSize) -> float:
-        if self.stage < 3:
+        if self.launch.zero_stage < 3:
             return 10.0 * model.tensors
         return 42.0 * model.weights * (1.5 if self.recipe.train.activation_checkpointing else 1.0)
 
@@ -204,7 +200,7 @@ class ZeroCosts(Costs):
         yield from self.shared_matrices(ranks, ranks)
         weights, trained = model.parameters * self.weight_bytes(), 4 * model.trained
         copied = times * trained * COPIES_OF_GRADIENTS
-        if self.stage < 3:
+        if self.launch.zero_stage < 3:
             yield Transfer("all-reduce", times * all_reduce(ranks, trained), times * units, ranks, copied=copied)
             yield Transfer("all-gather", one_way(ranks, trained), 1, ranks, overlaps=False)
             return
@@ -219,7 +215,7 @@ class ZeroCosts(Costs):
             return
         trained = 4 * model.trained / self.owners
         yield Transfer("host", 2 * micro_batches * trained, 0, 0)
-        if self.stage == 3 and self.launch.deepspeed.get("offload_param_device") in ("cpu", "nvme"):
+        if self.launch.zero_stage == 3 and self.launch.deepspeed.get("offload_param_device") in ("cpu", "nvme"):
             gathers = 3 if self.recipe.train.activation_checkpointing else 2
             own = model.parameters * self.weight_bytes() / self.owners
             yield Transfer("host", micro_batches * gathers * own, 0, 0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import Launch, read_config_file
@@ -142,6 +142,7 @@ def test_stages_draw_the_dropout_of_the_whole_model() -> None:
         ({"model_type": "phi"}, None),  # no plan of transformers
         ({"model_type": "gemma4_text"}, r"weights outside of its layers \(.*embed_tokens_per_layer"),
         ({"model_type": "zamba2"}, "stages give other logits"),  # its layers read the first one's input
+        ({"model_type": "qwen4_exp_text"}, "a layer hands on 256 features of a token, not `hidden_size`, 64"),
         ({"model_type": "gpt2"}, "GPT2Model has no `layers`"),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
@@ -149,6 +150,15 @@ def test_stages_draw_the_dropout_of_the_whole_model() -> None:
 def test_a_trial_says_which_models_stages_can_hold(shape: dict[str, Any], reason: str | None) -> None:
     found = why_not_in_stages(AutoConfig.for_model(**shape))
     assert found is None if reason is None else re.search(reason, found or "")
+
+
+def test_layout_of_a_model_whose_body_has_another_name_than_its_prefix() -> None:
+    """As Llama 4's, and without the trial, whose outcome is remembered."""
+
+    class Renamed(LlamaForCausalLM):
+        base_model_prefix = "language_model"
+
+    assert lay_out(Renamed(AutoConfig.for_model(**tiny.MODELS["llama"])), 2, 2).stages == 2
 
 
 # --- rules
