@@ -39,6 +39,9 @@ OUT_OF_REACH = {
 }
 # peft renames keys as it loads them: `mlp.shared_expert.` is a pattern, which `mlp.shared_experts` fits (Laguna).
 NOT_LOADED = {"laguna", "inkling2_text"}
+# Of the largest gradient. One product for several adapters rounds otherwise than one for each (0 apart without), and a
+# Mamba scan makes 2.3e-6 of the last bit.
+ROUNDING = {"granitemoehybrid": 4e-6}
 RANK, ALPHA = 4, 8
 
 
@@ -135,7 +138,7 @@ def compare(name: str, folder: Path) -> None:
     assert gradients.keys() == their_gradients.keys()
     largest = max(one.abs().max().item() for one in their_gradients.values())
     for key, gradient in gradients.items():
-        assert (gradient - their_gradients[key]).abs().max().item() <= 1e-6 * max(1.0, largest), key
+        assert (gradient - their_gradients[key]).abs().max().item() <= ROUNDING.get(name, 1e-6) * max(1.0, largest), key
     check_merged(name, theirs, before, folder)
 
 

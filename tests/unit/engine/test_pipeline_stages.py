@@ -142,7 +142,10 @@ def test_stages_draw_the_dropout_of_the_whole_model() -> None:
         ({"model_type": "phi"}, None),  # no plan of transformers
         ({"model_type": "gemma4_text"}, r"weights outside of its layers \(.*embed_tokens_per_layer"),
         ({"model_type": "zamba2"}, "stages give other logits"),  # its layers read the first one's input
-        ({"model_type": "qwen4_exp_text"}, "a layer hands on 256 features of a token, not `hidden_size`, 64"),
+        (
+            {**tiny.MODELS["qwen3_moe"], "model_type": "qwen4_exp_text", "hc_count": 4},
+            "a layer hands on 256 features of a token, not `hidden_size`, 64",
+        ),
         ({"model_type": "gpt2"}, "GPT2Model has no `layers`"),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
