@@ -27,6 +27,7 @@ from finetune.data.batch import TokenShare
 from finetune.engine.context_parallel import token_ranks
 from finetune.engine.launch import Launch
 from finetune.engine.optimizer_step import IDLE, OF_IMAGES, LossScale, NonFinite, StepInBackward, squared_norm
+from finetune.engine.overflow import HalfProduct, Sum, half_products, overflow_as_sum
 from finetune.engine.ranks import Ranks
 from finetune.engine.state_shards import ShardPart, Types, make_room
 from finetune.engine.timing import Stopwatch
@@ -111,6 +112,25 @@ class Engine(abc.ABC):
             self.optimizers = self.stepper.optimizers
         else:
             self.optimizers = build([(name, shard) for name, _, shard in trained])
+
+    def find_overflows(self, model: WrappedModel) -> None:
+        """Let fp16 skip the steps that one process skips, if ranks have summands of a micro-batch's gradient.
+        Collective."""
+        shares = self.parallelism.tokens > 1 or self.parallelism.tensor > 1
+        products = list(half_products(model)) if self.loss_scale.enabled and shares else []
+        if products:
+            self.watch_products(products)
+
+    def watch_products(self, products: list[HalfProduct]) -> None:
+        """Run `overflow_as_sum` for those of this rank."""
+        for product in products:
+            parameter, sums = product.parameter(), self.sums_of(product.name)
+            if parameter is not None and sums:
+                overflow_as_sum(parameter, sums)
+
+    def sums_of(self, name: str) -> list[Sum]:
+        """Returns the sums over the ranks that have summands of one micro-batch's gradient of a parameter."""
+        return [self.token_ranks.sum] if self.parallelism.tokens > 1 else []
 
     # --- the loop
 

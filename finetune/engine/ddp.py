@@ -38,6 +38,7 @@ class Ddp(Engine):
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.unwrapped = model.causal_lm
+        self.find_overflows(model)
         self.model = self.accelerator.prepare_model(model)
         self.averaged_ranks = self.world_size
         self._communicates = isinstance(self.model, DistributedDataParallel)

@@ -19,6 +19,7 @@ from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, detached
 from finetune.engine.expert_parallel import parallelize_experts
 from finetune.engine.launch import Launch
 from finetune.engine.muon import muon_of
+from finetune.engine.overflow import HalfProduct, Sum
 from finetune.engine.ranks import group_over, sum_gradients
 from finetune.engine.sharding import (
     Sharding,
@@ -89,6 +90,7 @@ class Fsdp2(Engine):
         shard_scales(self.unwrapped, self._sharded.shards)
         self._waits = ShardWaits(self.model, self.stopwatch)
         self.build_over_shards(build)
+        self.find_overflows(model)
 
     def split(
         self, causal_lm: Any, here: Set[nn.Module]
@@ -132,6 +134,21 @@ class Fsdp2(Engine):
         if (muon := muon_of(self.optimizers)) is not None:
             replica = group_over(("shard", "context", "sequence", "tensor"), self.parallelism, self.rank)
             muon.share([(None, self.parts(reading=True))], replica, self.device, self.stopwatch)
+
+    def watch_products(self, products: list[HalfProduct]) -> None:
+        """Gathers each unit once: FSDP2 uses the parameters that it makes then in all forwards."""
+        for module in (module for root in self._roots for module in root.modules()):
+            if isinstance(module, FSDPModule):
+                own = set(module.modules())
+                module.unshard()
+                super().watch_products([product for product in products if product.module in own])
+                module.reshard()
+
+    def sums_of(self, name: str) -> list[Sum]:
+        sums = super().sums_of(name)
+        if self._tensor_group is not None and name in self._sharded.partial:
+            sums.append(self._tensor_group.sum)
+        return sums
 
     def trained_here(self) -> NamedTensors:
         """Returns the parameters that train, of which this rank has shards."""

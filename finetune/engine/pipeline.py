@@ -83,6 +83,7 @@ class Pipeline(Engine):
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
         self.keep_stages(model, self.device)
+        self.find_overflows(model)
         self._replicas = group_over(("replicate", "context", "sequence"), self.parallelism, self.rank)
         self.optimizers = build(trained) if (trained := self._trained()) else []
 

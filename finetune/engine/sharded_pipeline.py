@@ -70,6 +70,7 @@ class ShardedPipeline(Fsdp2, Pipeline):
             self._tie(tied)
         shard_scales(causal_lm, self._sharded.shards)
         self.build_over_shards(build)
+        self.find_overflows(model)
 
     def trained_here(self) -> NamedTensors:
         """Those of this rank's stages: others are on `meta`."""

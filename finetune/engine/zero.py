@@ -93,6 +93,7 @@ class Zero(Engine):
         from deepspeed.utils import set_z3_leaf_module
 
         self.unwrapped = model.causal_lm
+        self.find_overflows(model)
         # Stage 3 gathers the weights of leaves once for all calls: a head with adapters is called once per chunk of
         # positions, modules of a mixer once per document, and ranks have different numbers of both.
         mixers = [module for module in self.unwrapped.modules() if is_mixer(module)]

@@ -332,16 +332,8 @@ CASES = (
         on=DEEP,
     ),
     Case("full bf16", ("train.precision=bf16",), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
-    # Not where ranks share the tokens of a row: they have parts of a gradient, which overflow later than their sum. The
-    # same is true of adapters on matrices that are shared.
     Case("full fp16", ("train.precision=fp16",), loss=FP16_LOSS_RELATIVE, parameter=float("inf")),
-    Case(
-        "lora fp16",
-        (*LORA, "train.precision=fp16"),
-        loss=FP16_LOSS_RELATIVE,
-        parameter=float("inf"),
-        on=(*HYBRID, "fsdp2_offload", "hsdp", "pp", "pp_dp", "pp_fsdp2"),
-    ),
+    Case("lora fp16", (*LORA, "train.precision=fp16"), loss=FP16_LOSS_RELATIVE, parameter=float("inf")),
     Case(
         "full mixtral fp16",
         ("train.precision=fp16",),
@@ -373,6 +365,7 @@ SHARED_TOKENS = (
     *PREFERENCES,
     *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16", "full distill", "lora distill"),
     *("full reward", "full text part", "lora tokens"),
+    *HALF,
 )
 UNDER_PIPELINES = tuple(
     case.name
@@ -410,7 +403,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 TENSOR = (
     *("full", "lora", "full unpacked", "lora unpacked", "full tied", "lora tied", "full mistral window"),
     *("full checkpointing selective", "lora dropout rslora", "lora and whole head", "lora tied chunked head"),
-    *("full plain head", "full bf16", "lora bf16", "full fp16", "full qwen3", "lora qwen3"),
+    *("full plain head", "full bf16", "lora bf16", *HALF, "full qwen3", "lora qwen3"),
     *("full text part", "lora text part"),
     *PREFERENCES,
     "lora reward",
@@ -475,12 +468,12 @@ LAUNCHES = (
         4,
         (
             *(*FEW_SHARED, "lora dora", "qlora wide", "full unpacked", "full qwen3", "full dpo", "full muon"),
-            *("full fp16", "full mixtral"),
+            *(*HALF, "full mixtral"),
         ),
     ),
     ("pp_fsdp2_tp", 8, (*FEW_SHARED, "full unpacked", "full token budget", "full bf16", "full dpo", "full muon")),
     ("pp_zero_tp", 8, FEW_SHARED),
-    ("pp_cp", 4, (*FEW_SHARED, "full dpo")),
+    ("pp_cp", 4, (*FEW_SHARED, *HALF, "full dpo")),
     ("pp_fsdp2_cp", 8, (*FEW_SHARED, "full unpacked", "full dpo")),
     ("pp_zero_cp", 8, FEW_SHARED),
     ("pp_ulysses", 8, FEW_SHARED),
@@ -497,13 +490,13 @@ LAUNCHES = (
     ("cp", 2, SHARED_TOKENS),
     ("cp_alltoall", 2, (*FEW_SHARED, *OF_PAIRS)),
     ("cp_ring", 2, (*FEW_SHARED, *OF_PAIRS)),
-    ("cp", 4, ("full", "lora", *OF_PAIRS)),
+    ("cp", 4, ("full", "lora", *HALF, *OF_PAIRS)),
     ("cp_ring_of_4", 4, ("full", "lora", *OF_PAIRS)),
-    ("fsdp2_cp", 4, (*FEW_SHARED, "full muon", *OF_PAIRS)),
-    ("zero3_cp", 2, ("full", "lora", *OF_PAIRS)),
+    ("fsdp2_cp", 4, (*FEW_SHARED, *HALF, "full muon", *OF_PAIRS)),
+    ("zero3_cp", 2, ("full", "lora", *HALF, *OF_PAIRS)),
     ("ulysses", 2, (*SHARED_TOKENS, "full mistral window", "full compile")),
     ("ulysses_of_4", 4, (*FEW_SHARED, *OF_PAIRS)),
-    ("cp_ulysses", 4, ("full", "lora", *OF_PAIRS, "full orpo")),
+    ("cp_ulysses", 4, ("full", "lora", *HALF, *OF_PAIRS, "full orpo")),
     (
         "hsdp",
         4,
@@ -519,7 +512,7 @@ LAUNCHES = (
     (
         "tp",
         4,
-        ("full", "lora", "full fp16", "full tied", "lora tied tokens", "lora chunked head", *OF_PAIRS, "full distill"),
+        ("full", "lora", *HALF, "full tied", "lora tied tokens", "lora chunked head", *OF_PAIRS, "full distill"),
     ),
     (
         "fsdp2_tp",
@@ -532,7 +525,7 @@ LAUNCHES = (
             "full qwen3",
             "full accumulate 1",
             *("lora dora", "qlora wide"),
-            *("lora bf16", "full fp16"),
+            *("lora bf16", *HALF),
             "full muon",
             *("full mixtral", "lora mixtral experts"),
             *OF_PAIRS,
