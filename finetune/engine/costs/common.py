@@ -369,6 +369,20 @@ class Costs(abc.ABC):
             if shared := sum(weight.numel for weight in weights if weight.table and weight.trains):
                 tied = 4 * shared / (sizes.shard * sizes.tokens)
                 yield wait("all-reduce", all_reduce(2, tied), max(1.0, tied / _BUCKET), sizes.processes)
+        if self.recipe.train.precision == "fp16":
+            yield from self._sums_that_overflow(micro_batches)
+
+    def _sums_that_overflow(self, micro_batches: int) -> Iterator[Transfer]:
+        """Yields those of `engine/overflow.py`: the gradients of matrices, in 16 bits, for every micro-batch."""
+        sizes, matrices = self.sizes, [w for w in self.shapes.weights if w.trains and not w.table and len(w.shape) > 1]
+        partial = [weight for weight in matrices if weight.partial]
+        neighbours = sizes.tensor * sizes.tokens
+        for n, summed in ((sizes.context, matrices), (sizes.sequence, matrices), (sizes.tensor, partial)):
+            if n > 1 and summed:
+                moved, times = 2 * sum(weight.numel for weight in summed), micro_batches / sizes.pipeline
+                yield Transfer(
+                    "all-reduce", times * all_reduce(n, moved), times * len(summed), neighbours, overlaps=False
+                )
 
 
 class ReplicatedCosts(Costs):
