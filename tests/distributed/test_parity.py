@@ -31,7 +31,7 @@ RUN: dict[Place, set[str]] = {
     ("fsdp2", 1): {"lora"},
     ("fsdp2_offload", 2): {"full"},
     ("hsdp", 4): {"full"},
-    ("zero2", 2): {"qlora", "full fp16"},
+    ("zero2", 2): {"qlora", "full fp16", "lora fp16 small scale"},
     ("zero3", 2): {
         *("full from scratch", "lora dora", "lora dropout offloaded", "full images rare", "full qwen3_5"),
         *("full fp16", "lora fp16"),
@@ -44,8 +44,8 @@ RUN: dict[Place, set[str]] = {
     },
     ("pp_dp", 4): {"full"},
     ("pp_fsdp2", 4): {"full tied evaluated"},
-    ("tp", 2): {"full fp16", "full tied", "lora dropout rslora"},
-    ("ulysses", 2): {"full unpacked", "full mistral window", "full dpo ipo unpacked"},
+    ("tp", 2): {"full fp16", "lora fp16", "full tied", "lora dropout rslora"},
+    ("ulysses", 2): {"full fp16", "full unpacked", "full mistral window", "full dpo ipo unpacked"},
     ("ep", 2): {"lora mixtral", "full mixtral balance", "full mixtral offloaded", "full orpo experts balance"},
 }
 # Cases left to the matrix (tests/matrices, with --all), and the tests that run the same code.

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from finetune.engine.optimizer_step import LossScale, NonFinite
+from finetune.engine.overflow import half_products, overflow_as_sum
 from finetune.models.attention import attention_for
 from finetune.models.attention.per_document import prepare
 from finetune.models.base_config import dtypes
 from finetune.models.config import model_config
-from finetune.models.loss_model import CausalLMWithLoss
+from finetune.models.head import TokenLoss
+from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Quantization
@@ -87,6 +89,40 @@ def test_no_scale_outside_fp16() -> None:
         scale = LossScale.of(precision)
         assert scale.value == 1.0
         assert scale.update(math.inf), "the engine, not the scale, stops such a run"
+
+
+def test_a_gradient_overflows_where_the_sum_over_ranks_does() -> None:
+    """Beside the largest number of fp16, 65,504, which the summands of two ranks and of four stay below."""
+    gradient = torch.tensor([32752.0, -32752.0, 32760.0, -32770.0, math.inf, math.nan, 1e-3])
+    for sums, infinite in (
+        ([], [4, 5]),
+        ([lambda t: t + t], [2, 3, 4, 5]),
+        ([lambda t: t + t, lambda t: t + t], [0, 1, 2, 3, 4, 5]),
+    ):
+        weight = torch.zeros(len(gradient), requires_grad=True)
+        overflow_as_sum(weight, sums)
+        (weight * gradient).sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.isinf().nonzero().flatten().tolist() == infinite
+        finite = weight.grad.isfinite()
+        assert torch.equal(weight.grad[finite], gradient[finite])  # as they were
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_gradients_that_are_products_in_fp16_are_known(recipe: dict[str, Any], write_recipe: Any, mode: str) -> None:
+    """All others are sums in fp32, of an embedding's recurring tokens, or scaled in fp32, as the head's: they have bits
+    that fp16 has not."""
+    model = loaded_model(recipe, write_recipe, "fp16", **(LORA if mode == "lora" else {}))
+    ids = torch.arange(37).remainder(5)[None] + 3
+    targets = TargetTokens(torch.arange(36), ids[0, 1:], TokenLoss())
+    (model(input_ids=ids, targets=targets, use_cache=False, **prepare((37,))).total * 1000.7).backward()
+    rounded = {
+        name
+        for name, p in model.causal_lm.named_parameters()
+        if p.grad is not None and torch.equal(p.grad, p.grad.half().float())
+    }
+    assert {product.name for product in half_products(model)} == rounded
+    assert len(rounded) > 10
 
 
 def test_quantised_weights_survive_an_evaluation(recipe: dict[str, Any], write_recipe: Any) -> None:

@@ -334,6 +334,14 @@ CASES = (
     Case("full bf16", ("train.precision=bf16",), loss=BF16_LOSS_RELATIVE, parameter=float("inf")),
     Case("full fp16", ("train.precision=fp16",), loss=FP16_LOSS_RELATIVE, parameter=float("inf")),
     Case("lora fp16", (*LORA, "train.precision=fp16"), loss=FP16_LOSS_RELATIVE, parameter=float("inf")),
+    # Nothing overflows, and products are rounded alike. Not in full training, whose weights a sum in another order puts
+    # between other values of fp16, nor where a product is in parts (tp, cp) or not fused (zero3).
+    Case(
+        "lora fp16 small scale",
+        (*LORA, "train.precision=fp16"),
+        parameter=float("inf"),
+        on=("ddp", "fsdp2", "zero2", "pp"),
+    ),
     Case(
         "full mixtral fp16",
         ("train.precision=fp16",),
@@ -639,12 +647,14 @@ def work(folder: Path, jobs: Path) -> None:
 
     # Models so small would have all their logits in one chunk; like this every forward has several.
     chunked.FEWEST_ROWS, chunked.CHUNK_BYTES["cpu"] = 4, 0
-    # fp16 skips the first three steps, and then some of those before which the scale was doubled.
-    optimizer_step.FIRST_SCALE, optimizer_step.GROWTH_INTERVAL = 2.0**23, 4
     quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the process)
     shared_cache = os.environ["FINETUNE_CACHE"]
     for overrides in json.loads(jobs.read_text(encoding="utf-8")):
         recipe = load_recipe(folder / "recipe.yaml", overrides)
+        # fp16 skips the first three steps, and then some of those before which the scale was doubled.
+        optimizer_step.FIRST_SCALE, optimizer_step.GROWTH_INTERVAL = 2.0**23, 4
+        if recipe.run.name.endswith("small_scale"):
+            optimizer_step.FIRST_SCALE = 2.0**12
         os.environ["FINETUNE_CACHE"] = shared_cache
         if (teacher := recipe.objective.teacher) is not None and not is_teacher_file(teacher):
             # A cache of its own: else it would find what the launch on one process has computed.
@@ -732,7 +742,7 @@ def compare(folder: Path, config: str, processes: int, case: Case) -> Difference
     problems, (skipped, also) = [], (skipped_steps(lines) for lines in (ours, theirs))
     if also != skipped:
         problems.append(f"steps {also} were skipped instead of {skipped}")
-    if bool(skipped) != ("fp16" in case.name):
+    if bool(skipped) != ("fp16" in case.name and "small scale" not in case.name):
         problems.append(f"one process skipped {skipped}")
     if not loss <= case.loss:  # not a number is a problem too
         problems.append(f"loss differs by {loss:.1e}, allowed {case.loss:.0e}")
