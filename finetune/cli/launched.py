@@ -156,37 +156,12 @@ def doctor(
         list[Path] | None, typer.Option(help="Measure the disk of this folder; may be repeated. Default: runs.")
     ] = None,
     as_json: AsJson = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Check this machine's GPUs with short runs instead.")] = False,
-    out: Annotated[
-        Path, typer.Option(help="--gpu: write results, logs and report to this folder; continue there.")
-    ] = Path("runs/gpu-check"),
-    pieces: Annotated[str, typer.Option(metavar="NAME,...", help="--gpu: run only these parts of the report.")] = "",
-    case: Annotated[list[str] | None, typer.Option(help="--gpu: run only this case; may be repeated.")] = None,
-    seconds: Annotated[
-        float, typer.Option(min=0, help="--gpu: start no case after these; 0: only write the report.")
-    ] = 570.0,
-    rehearse: Annotated[
-        int, typer.Option(min=0, metavar="N", help="--gpu: rehearse on N CPU processes, with tiny shapes.")
-    ] = 0,
-    references: Annotated[
-        bool, typer.Option("--references", help="--gpu: only make what GPUs are compared with, on this machine's CPU.")
-    ] = False,
 ) -> None:
     """Diagnose a launch: topology, bandwidth between ranks, clocks, disks, versions, and what to change.
 
     Example: [bold]accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4
     -m finetune doctor[/bold]
-
-    With --gpu, short runs check GPUs against the CPU, kernels, memory and speed; the same command continues:
-    [bold]python -m finetune doctor --gpu --pieces environment,parity[/bold]
     """
-    if gpu:
-        from finetune.doctor.gpu import GpuCheck, check_gpu, make_references
-
-        names = [name for name in pieces.split(",") if name]
-        if references:
-            raise SystemExit(make_references(GpuCheck(out.resolve(), rehearse)))
-        raise SystemExit(check_gpu(GpuCheck(out.resolve(), rehearse), names, case or [], seconds))
     from finetune.doctor.advice import advice, show_diagnosis
     from finetune.doctor.diagnosis import diagnose
     from finetune.engine.links import join_group

@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch.cuda import nccl
 
-from finetune.doctor.gpu import missing_requirements
+from finetune.doctor.requirements import missing_requirements
 from finetune.engine.launch import hosts_without_shared_folder
 from finetune.engine.links import LaunchGroup, Links, measure_links
 from finetune.errors import UserError

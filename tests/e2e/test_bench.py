@@ -113,7 +113,7 @@ def test_turns_go_back_and_forth(bench: ModuleType) -> None:
     assert bench.turns(["ours", "bare", "trl"], 1) == ["trl", "bare", "ours"]
 
 
-@pytest.mark.long  # in the rehearsal of `doctor --gpu`, too
+@pytest.mark.long  # in the rehearsal of `scripts/gpu.sh`, too
 def test_a_gpu_cell_on_the_cpu(run: Any, tmp_path: Path) -> None:
     """The device's peak was measured before, as by a run that was cut off; what is there is not measured again."""
     gpu = script("benchmarks/gpu.py")
