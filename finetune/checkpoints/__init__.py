@@ -1,1 +1,1 @@
-"""Checkpoints: independent of backend and world size, written atomically, without pickle."""
+"""Checkpoints, independent of backend and world size, and the result folder; written atomically, without pickle."""

@@ -267,8 +267,8 @@ def verify(
         raise UserError("verify: give an exported folder, or --url of a server")
     if model is not None and url is None:
         raise UserError("verify: --model requires --url")
+    from finetune.checkpoints.trained import find_trained
     from finetune.export.commands import verify_run
-    from finetune.export.trained import find_trained
     from finetune.inference.live import verify_url
 
     console = Console(stderr=as_json)

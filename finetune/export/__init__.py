@@ -1,1 +1,1 @@
-"""After training: the result folder, its card, merge, export and its gate."""
+"""After training: merge, export and its gate."""

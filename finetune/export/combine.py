@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from finetune.checkpoints.trained import Trained
+from finetune.checkpoints.weight_files import SHARD_BYTES, write_shards
 from finetune.errors import UserError
 from finetune.export.hf_folder import Say, check_absent, describe, whole_or_absent, write_settings
 from finetune.export.streamed import Base, StreamedModel, base_model, find_base
-from finetune.export.trained import Trained
-from finetune.export.weight_files import SHARD_BYTES, write_shards
 from finetune.models.tokenizer import read_tokenizer
 from finetune.utils import sha256_file
 

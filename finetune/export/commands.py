@@ -12,13 +12,13 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from finetune.checkpoints.trained import Trained, find_trained, is_scoring
 from finetune.errors import RunFailure, UserError
 from finetune.export.combine import Merge, merge_runs
 from finetune.export.figures import Figures, show_figures
 from finetune.export.formats import EXPORTS, ExportOptions, check_options
 from finetune.export.hf_folder import check_absent
 from finetune.export.loading import model_folder
-from finetune.export.trained import Trained, find_trained, is_scoring
 from finetune.export.verify import ROWS, check_rows, find_against, verify_export
 from finetune.models.damage import read_object
 from finetune.models.tokenizer import read_tokenizer

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from finetune.checkpoints.weight_files import TensorFiles
 from finetune.errors import UserError
 from finetune.export.streamed import StreamedModel
-from finetune.export.weight_files import TensorFiles
 from finetune.models.damage import read_object
 from finetune.models.text_part import is_multimodal, loaded_names
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
+    from finetune.checkpoints.trained import Trained
     from finetune.export.hf_folder import Check, Say
-    from finetune.export.trained import Trained
 
 FLOATS = ("float32", "bfloat16", "float16")
 EIGHT_BITS = ("int8", "fp8")  # of `--quantize`

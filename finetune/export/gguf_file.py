@@ -27,6 +27,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from finetune.checkpoints.trained import Trained
+from finetune.checkpoints.weight_files import Stored
 from finetune.errors import UserError
 from finetune.export.gguf_settings import (
     ARCHITECTURES,
@@ -43,8 +45,6 @@ from finetune.export.gguf_settings import (
 from finetune.export.gguf_tokenizer import add_tokenizer
 from finetune.export.hf_folder import Check, Say, card_of, check_absent, describe, whole_or_absent
 from finetune.export.streamed import StreamedModel
-from finetune.export.trained import Trained
-from finetune.export.weight_files import Stored
 from finetune.models.tokenizer import read_tokenizer
 from finetune.utils import fsync
 

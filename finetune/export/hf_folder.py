@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
+from finetune.checkpoints.result import model_card, partial_path, write_config
+from finetune.checkpoints.trained import Trained
+from finetune.checkpoints.weight_files import SHARD_BYTES, write_shards
 from finetune.errors import RunFailure, UserError
 from finetune.export.eight_bits import QuantizedModel, settings_of
-from finetune.export.result import model_card, partial_path, write_config
 from finetune.export.streamed import StreamedModel
-from finetune.export.trained import Trained
-from finetune.export.weight_files import SHARD_BYTES, write_shards
 from finetune.models.checkpoint_files import kept_words
 from finetune.models.damage import read_object
 from finetune.models.tokenizer import read_tokenizer

@@ -17,9 +17,9 @@ from transformers import (
     GenerationConfig,
 )
 
+from finetune.checkpoints.trained import check_model_folder, is_scoring, read_labels
 from finetune.errors import UserError
 from finetune.export.merging import FittingAdapter, read_lora
-from finetune.export.trained import check_model_folder, is_scoring, read_labels
 from finetune.models.added_tokens import grow_to
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.base_config import Parsing

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from finetune.checkpoints.trained import ADAPTER, Trained
 from finetune.errors import UserError
-from finetune.export.trained import ADAPTER, Trained
 from finetune.models.added_tokens import ROWS
 from finetune.models.damage import ADAPTER_CONFIG, short
 from finetune.models.tokenizer import load_tokenizer

@@ -25,11 +25,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 
+from finetune.checkpoints.trained import Trained
+from finetune.checkpoints.weight_files import INDEX, DiskLayout, TensorFiles
 from finetune.data.sources.hub import offline_without_hub
 from finetune.errors import UserError
 from finetune.export.merging import FittingAdapter, Patch, adapter_patches, check_shapes, read_lora
-from finetune.export.trained import Trained
-from finetune.export.weight_files import INDEX, DiskLayout, TensorFiles
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.base_config import dtypes, first_line, without_weights
 from finetune.models.checkpoint_files import left_out_pattern

@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, GenerationConfig
 
+from finetune.checkpoints.trained import Trained, find_trained
+from finetune.checkpoints.weight_files import TensorFiles
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import build_dataset, build_held_out
 from finetune.data.examples import row_images
@@ -42,12 +44,10 @@ from finetune.export.gguf_settings import context_length, open_gguf
 from finetune.export.gguf_tokenizer import gguf_tokenizer
 from finetune.export.hf_folder import METADATA
 from finetune.export.streamed import StreamedModel
-from finetune.export.trained import Trained, find_trained
 from finetune.export.verify_answers import AnswerReference, ScoreReference, end_tokens
 from finetune.export.verify_files import VERIFY, compare_adapter, compare_files, compare_settings, is_quantized
 from finetune.export.verify_models import load_export, load_reference, quiet_loading
 from finetune.export.verify_tensors import compare_tensors
-from finetune.export.weight_files import TensorFiles
 from finetune.models.base_config import first_line
 from finetune.models.damage import read_object
 from finetune.models.remote_code import load_auto

@@ -14,6 +14,8 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig
 
+from finetune.checkpoints.trained import ADAPTER, LABELS, Trained
+from finetune.checkpoints.weight_files import INDEX, TensorFiles, shard_name
 from finetune.errors import UserError
 from finetune.export.eight_bits import settings_of
 from finetune.export.figures import Figures
@@ -23,8 +25,6 @@ from finetune.export.gguf_settings import is_written, open_gguf, other_settings,
 from finetune.export.gguf_tokenizer import add_tokenizer, other_tokens
 from finetune.export.hf_folder import COPIED, METADATA, PROGRESS, describe, settings_files
 from finetune.export.streamed import StreamedModel, base_model
-from finetune.export.trained import ADAPTER, LABELS, Trained
-from finetune.export.weight_files import INDEX, TensorFiles, shard_name
 from finetune.models.base_config import base_config, first_line
 from finetune.models.config import model_config
 from finetune.models.damage import ADAPTER_CONFIG, read_object

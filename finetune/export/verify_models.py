@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from finetune.checkpoints.trained import Trained
 from finetune.errors import UserError
 from finetune.export.figures import Figures
 from finetune.export.formats import EIGHT_BITS
@@ -22,7 +23,6 @@ from finetune.export.gguf_file import gguf_of, other_tensors
 from finetune.export.gguf_settings import UNREAD, is_written, open_gguf
 from finetune.export.loading import class_of_result, load_trained
 from finetune.export.streamed import StreamedModel, auto_class, base_model
-from finetune.export.trained import Trained
 from finetune.export.verify_tensors import stored_tensors
 from finetune.models.added_tokens import add_tokens, start_rows, train_rows
 from finetune.models.base_checkpoint import base_checkpoint

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from finetune.checkpoints.trained import Trained
+from finetune.checkpoints.weight_files import Stored, TensorFiles
 from finetune.errors import UserError
 from finetune.export.figures import Figures
 from finetune.export.gguf_file import gguf_of, gguf_tensors
 from finetune.export.hf_folder import METADATA
 from finetune.export.merging import Patch
 from finetune.export.streamed import StreamedModel, own_tensors
-from finetune.export.trained import Trained
-from finetune.export.weight_files import Stored, TensorFiles
 
 _SUMS = 2.0**-18  # of the largest value of a row: what fp32 may lose in W + s B A, in any order
 _AT_A_TIME = 1 << 20  # values

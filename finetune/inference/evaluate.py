@@ -23,9 +23,9 @@ from rich.table import Table
 from transformers import GenerationConfig
 
 from finetune.checkpoints.folder import best_checkpoint
+from finetune.checkpoints.trained import Trained, find_trained
 from finetune.errors import RunFailure, UserError
 from finetune.export.loading import auto_class, default_device, load_result
-from finetune.export.trained import Trained, find_trained
 from finetune.export.verify_models import load_reference
 from finetune.models.added_tokens import grow_to
 from finetune.models.base_config import first_line

@@ -20,11 +20,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from finetune.checkpoints.trained import Trained
 from finetune.data.building import OpenedSources
 from finetune.data.formats.detect import parse_row
 from finetune.data.samples import BadRow, Conversation, Message, Preference, PromptCompletion, PromptOnly, Ranked
 from finetune.errors import RunFailure, UserError
-from finetune.export.trained import Trained
 from finetune.export.verify_answers import end_tokens
 from finetune.export.verify_models import load_reference, quiet_loading
 from finetune.inference.answering import Answerer, Prompt, chat_template

@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from finetune.checkpoints.trained import is_scoring
 from finetune.data.chat.renderer import Rendered, Renderer, build_renderer
 from finetune.data.formats.detect import detect_format, parse_row
 from finetune.data.samples import BadRow, Labelled, Preference, Ranked
 from finetune.data.sources.source import SourceReader
 from finetune.errors import RunFailure, UserError
 from finetune.export.loading import default_device, load_trained, model_folder
-from finetune.export.trained import is_scoring
 from finetune.models.tokenizer import read_tokenizer
 from finetune.models.wrapped import output_head
 from finetune.objectives.ranking import rounding_of, score_tolerance, share_of_best

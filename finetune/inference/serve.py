@@ -20,9 +20,9 @@ import torch
 import uvicorn
 from transformers import AutoTokenizer, GenerationConfig
 
+from finetune.checkpoints.trained import is_scoring
 from finetune.errors import UserError
 from finetune.export.loading import default_device, load_trained, model_folder
-from finetune.export.trained import is_scoring
 from finetune.inference.answering import Answerer, answerer_of
 from finetune.inference.http_api import build_app
 from finetune.local_server import ANY_ADDRESS, LOCAL_HOSTS

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
+from finetune.checkpoints.weight_files import SHARD_BYTES
 from finetune.engine.costs import Costs, Moving, Shapes, State
 from finetune.engine.costs.common import (
     GRADIENTS,
@@ -27,7 +28,6 @@ from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.stages import schedulable_micro_batches
 from finetune.export.figures import WHOLE_BYTES
-from finetune.export.weight_files import SHARD_BYTES
 from finetune.models.base_config import dtypes, layer_configs
 from finetune.models.head.chunked import is_small
 from finetune.plan.micro_batch import HeaviestBatch, How
@@ -86,8 +86,8 @@ def estimate_memory(
     weighed. No weights are read; raises UserError if no such model can be made.
     """
     memories, costs = list[Memory](), costs_at(recipe, config, place.launch, place.device)
-    # Bytes in the host's memory after the run: rank 0's while it writes the result (`export/result.py`), and those of
-    # `merge`, which adds up and compares tensor by tensor: three times the largest one in fp32 (the base's, its
+    # Bytes in the host's memory after the run: rank 0's while it writes the result (`checkpoints/result.py`), and those
+    # of `merge`, which adds up and compares tensor by tensor: three times the largest one in fp32 (the base's, its
     # update, the file's), or the whole model if it is small enough to be loaded whole.
     shapes, sizes = shapes_of(recipe, config), place.launch.parallelism
     weights = shapes.weights

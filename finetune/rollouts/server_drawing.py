@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from finetune.checkpoints.inputs import on_main
+from finetune.checkpoints.result import save_result
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
-from finetune.export.result import save_result
 from finetune.models.adapters import adapters_off
 from finetune.models.base_config import dtypes
 from finetune.models.compiled import uncompiled

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from finetune.checkpoints.folder import best_checkpoint
 from finetune.checkpoints.inputs import read_inputs
+from finetune.checkpoints.result import model_card, save_result, write_tokenizer
 from finetune.checkpoints.resume import resume_own
 from finetune.checkpoints.saver import Saver
 from finetune.data.batch import Batch
@@ -39,7 +40,6 @@ from finetune.engine.launch import collective_timeout
 from finetune.engine.optimizer_step import NonFinite
 from finetune.engine.start import set_group_timeouts
 from finetune.errors import RunFailure, Stopped, UserError
-from finetune.export.result import model_card, save_result, write_tokenizer
 from finetune.models.base_config import dtypes
 from finetune.models.casts import cast_once
 from finetune.models.compiled import CompilationWatch, compilations

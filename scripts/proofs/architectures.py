@@ -53,6 +53,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from finetune.checkpoints.result import write_config
+from finetune.checkpoints.weight_files import DiskLayout, WeightsWriter
 from finetune.data.batch import collate
 from finetune.data.samples import Example, Sequence
 from finetune.engine.base import Engine, saved_tensors
@@ -60,8 +62,6 @@ from finetune.engine.launch import read_launch
 from finetune.engine.sharding import full_tensor
 from finetune.engine.start import leave_group, start_engine
 from finetune.errors import UserError
-from finetune.export.result import write_config
-from finetune.export.weight_files import DiskLayout, WeightsWriter
 from finetune.models.attention import AttentionChoice, choose_attention
 from finetune.models.attention.isolation import Computed, Differences, compare
 from finetune.models.attention.mixers import run_per_document

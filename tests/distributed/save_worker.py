@@ -30,11 +30,11 @@ FILE_LIMIT = 200_000
 def run_case(
     recipe_file: str, out: Path, name: str, overrides: list[str], folder: str, shard_bytes: int, wrong: str | None
 ) -> dict[str, Any]:
+    from finetune.checkpoints.result import save_result
     from finetune.engine.compatibility import check_launch
     from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
     from finetune.errors import RunFailure
-    from finetune.export.result import save_result
     from finetune.models.base_config import dtypes
     from finetune.models.tokenizer import load_tokenizer
     from finetune.recipe import load_recipe

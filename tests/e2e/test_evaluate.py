@@ -16,9 +16,9 @@ from conftest import ROOT, full_disk, metrics, train_here
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from finetune.checkpoints.trained import find_trained
 from finetune.errors import RunFailure, UserError
 from finetune.export.loading import load_result
-from finetune.export.trained import find_trained
 from finetune.export.verify_models import load_reference
 from finetune.inference.evaluate import EvaluateOptions, Score, evaluate_runs, paired, write_scores
 from finetune.tracking.metrics import add_to_step

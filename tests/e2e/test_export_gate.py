@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from finetune.checkpoints.trained import find_trained
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import ExportOptions, export_run, merge_adapter, verify_run
 from finetune.export.figures import Figures
-from finetune.export.trained import find_trained
 from finetune.export.verify import verify_export
 
 MODES: dict[str, dict[str, Any]] = {

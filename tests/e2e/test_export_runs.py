@@ -21,13 +21,13 @@ from conftest import metrics, train_here
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from finetune.checkpoints import weight_files
 from finetune.checkpoints.folder import describe_checkpoints
+from finetune.checkpoints.trained import find_trained
 from finetune.errors import RunFailure, UserError
-from finetune.export import weight_files
 from finetune.export.commands import ExportOptions, export_run
 from finetune.export.hf_folder import export_folder
 from finetune.export.loading import load_result
-from finetune.export.trained import find_trained
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Lora
 

@@ -17,11 +17,11 @@ from conftest import train_here
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from finetune.checkpoints.trained import find_trained
 from finetune.errors import RunFailure, UserError
 from finetune.export import verify
 from finetune.export.commands import ExportOptions, export_run, verify_run
 from finetune.export.hf_folder import export_folder
-from finetune.export.trained import find_trained
 
 QUIET = Console(quiet=True)
 Change = Callable[[Path], object]

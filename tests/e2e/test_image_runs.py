@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from finetune.checkpoints.trained import find_trained
 from finetune.data.dataset import Dataset, build_held_out, build_training, questions
 from finetune.data.examples import image_reader
 from finetune.data.predictions import LOG_PROBS
@@ -30,7 +31,6 @@ from finetune.data.samples import Sequence
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import ExportOptions, export_run, verify_run
 from finetune.export.loading import load_trained
-from finetune.export.trained import find_trained
 from finetune.inference.answering import answer_file, answers, chat_with, load_answerer
 from finetune.inference.chat import chat_with_server, image_part
 from finetune.inference.live import verify_url

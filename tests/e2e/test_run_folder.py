@@ -17,8 +17,8 @@ from conftest import finetune, metrics, train_here
 from filelock import FileLock
 
 from finetune.checkpoints.folder import describe_checkpoints, list_checkpoints
+from finetune.checkpoints.trained import find_trained
 from finetune.errors import UserError
-from finetune.export.trained import find_trained
 from finetune.training.run_lock import RunLock
 
 PATIENCE_S = 120.0

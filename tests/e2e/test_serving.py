@@ -23,9 +23,9 @@ from rich.console import Console
 from test_answering import ANSWERS, taught  # noqa: F401 (a fixture)
 from transformers import GenerationConfig
 
+from finetune.checkpoints.trained import find_trained
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import ExportOptions, export_run, tensor_parallel_size, unread_by_vllm
-from finetune.export.trained import find_trained
 from finetune.inference.answering import answerer_of, answers, chat_with
 from finetune.inference.chat import chat_with_server
 from finetune.inference.live import Live, verify_url

@@ -14,11 +14,11 @@ from peft import AutoPeftModelForCausalLM
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune.checkpoints.trained import find_trained
 from finetune.errors import UserError
 from finetune.export.commands import ExportOptions, export_run, merge_adapter
 from finetune.export.hf_folder import export_folder
 from finetune.export.loading import load_result
-from finetune.export.trained import find_trained
 from finetune.models.added_tokens import ROWS, add_tokens, start_rows
 from finetune.models.attention import attention_for
 from finetune.models.config import model_config

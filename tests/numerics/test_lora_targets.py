@@ -18,10 +18,10 @@ from tiny import tokenizer as tiny_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from finetune.checkpoints.result import name_targets
+from finetune.checkpoints.trained import find_trained
 from finetune.errors import UserError
-from finetune.export.result import name_targets
 from finetune.export.streamed import StreamedModel
-from finetune.export.trained import find_trained
 from finetune.models.checkpoint_files import check_names_kept
 from finetune.models.lora_targets import adapted_paths, check_adapted, find_targets
 from finetune.models.moe import group_adapters

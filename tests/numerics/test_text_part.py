@@ -24,12 +24,12 @@ from transformers import (
     AutoTokenizer,
 )
 
+from finetune.checkpoints.result import name_in_adapter
 from finetune.data.dataset import build_dataset
 from finetune.data.loader import Loader
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import ExportOptions, export_run, merge_adapter, verify_run
 from finetune.export.loading import load_result
-from finetune.export.result import name_in_adapter
 from finetune.inference.score import load_scorer
 from finetune.models.added_tokens import grow_to
 from finetune.models.attention import attention_for

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
+from finetune.checkpoints.trained import find_trained
 from finetune.export.gguf_file import export_gguf
-from finetune.export.trained import find_trained
 
 
 def write_gguf(model: Path, out: Path, kind: str) -> Path:

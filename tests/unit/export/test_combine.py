@@ -15,9 +15,9 @@ from conftest import finetune
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune.checkpoints.trained import find_trained
 from finetune.errors import UserError
 from finetune.export.combine import combination, merge_runs
-from finetune.export.trained import find_trained
 from finetune.export.verify import find_against
 
 NAME = "model.layers.0.self_attn.q_proj.weight"

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from finetune.checkpoints.result import finish_replace, partial_path, start_replace, write_config
+from finetune.checkpoints.weight_files import INDEX, Verification, WeightsWriter, weight_files
 from finetune.errors import RunFailure
-from finetune.export.result import finish_replace, partial_path, start_replace, write_config
-from finetune.export.weight_files import INDEX, Verification, WeightsWriter, weight_files
 
 STATE = {"embed.weight": torch.ones(6, 4), "layer.weight": torch.ones(4, 4), "norm.weight": torch.ones(4)}
 FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))

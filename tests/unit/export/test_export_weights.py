@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from finetune.export.weight_files import INDEX, DiskLayout, WeightsWriter, cast
+from finetune.checkpoints.weight_files import INDEX, DiskLayout, WeightsWriter, cast
 
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 

@@ -14,11 +14,11 @@ import torch
 import yaml
 from transformers import AutoConfig
 
+from finetune.checkpoints.trained import Trained
 from finetune.errors import UserError
 from finetune.export.eight_bits import settings_of
 from finetune.export.figures import Figures
 from finetune.export.gguf_file import modelfile
-from finetune.export.trained import Trained
 from finetune.export.verify import export_format, held_out_examples
 from finetune.export.verify_files import compare_each, compare_modelfile, compare_settings
 from finetune.recipe import load_recipe

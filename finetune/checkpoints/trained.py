@@ -18,8 +18,8 @@ from torch import Tensor
 from finetune.checkpoints.folder import best_checkpoint, find_problem, list_checkpoints, step_folder
 from finetune.checkpoints.reading import Held, hold
 from finetune.checkpoints.shards import WeightReader
+from finetune.checkpoints.weight_files import TensorFiles
 from finetune.errors import UserError
-from finetune.export.weight_files import TensorFiles
 from finetune.models.damage import ADAPTER_CONFIG, check_settings, check_weights, read_object
 from finetune.objectives import score_labels
 from finetune.recipe import Recipe, load_recipe

@@ -33,10 +33,8 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from finetune.checkpoints.inputs import short
 from finetune.checkpoints.safetensors_writer import save_tensors
-from finetune.engine.base import Engine
-from finetune.errors import RunFailure
-from finetune.export.trained import LABELS
-from finetune.export.weight_files import (
+from finetune.checkpoints.trained import LABELS
+from finetune.checkpoints.weight_files import (
     SHARD_BYTES,
     DiskLayout,
     State,
@@ -46,6 +44,8 @@ from finetune.export.weight_files import (
     weight_files,
     with_own_class,
 )
+from finetune.engine.base import Engine
+from finetune.errors import RunFailure
 from finetune.models.added_tokens import has_added_tokens, split_rows
 from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.checkpoint_files import kept_tensors
