@@ -156,8 +156,8 @@ def steps_of(trainer: Any) -> dict[str, Callable[[], object]]:
 
 
 def samplers_of(trainer: Any, arguments: argparse.Namespace) -> dict[str, Callable[[], object]]:
-    from finetune.rollouts.decoding import left_padded
     from finetune.rollouts.drawing import Drawer
+    from finetune.training.decoding import left_padded
 
     random, settings, model = np.random.Generator(np.random.PCG64(2)), trainer.recipe.rollouts, trainer.engine.unwrapped
     lengths = random.integers(arguments.prompt_tokens // 2, arguments.prompt_tokens + 1, PROMPTS)

@@ -1,1 +1,1 @@
-"""Rows that the model samples during the run: prompts, decoding, rewards, and their record in the run's folder."""
+"""Rows that the model samples during the run: prompts, samples, rewards, and their record in the run's folder."""

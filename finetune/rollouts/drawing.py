@@ -20,10 +20,10 @@ from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
 from finetune.recipe.schema import Rollouts
 from finetune.rewards.completion import Outcome
-from finetune.rollouts.decoding import decode
 from finetune.rollouts.noise import sample_keys
 from finetune.rollouts.records import Turns
 from finetune.rollouts.sampler import Sampler
+from finetune.training.decoding import decode
 
 
 @dataclass(frozen=True)

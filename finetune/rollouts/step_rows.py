@@ -70,7 +70,7 @@ from finetune.rollouts.prompts import PromptContent, RowPrompt, RunPrompts, comp
 from finetune.rollouts.records import Predicted, Sample
 from finetune.rollouts.sample_metrics import measured, measured_corrections
 from finetune.rollouts.server_drawing import ServerDrawer
-from finetune.rollouts.target_values import ExampleRows, MakeLoader, TargetPass, Values
+from finetune.training.target_values import ExampleRows, MakeLoader, TargetPass, Values
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, Terms, TermSums
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Evaluate
-from finetune.rollouts.decoding import PromptImages, decode, left_padded
+from finetune.training.decoding import PromptImages, decode, left_padded
 from finetune.utils import answer
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache

@@ -28,7 +28,7 @@ from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective
 from finetune.recipe import Recipe
-from finetune.rollouts.target_values import TargetPass, Values
+from finetune.training.target_values import TargetPass, Values
 from finetune.training.teacher import TeacherPass, recipe_of_teacher
 
 

@@ -27,7 +27,7 @@ from finetune.engine.base import Engine
 from finetune.models.head.prediction import UNIFORM, Prediction
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective
-from finetune.rollouts.target_values import values_of_targets
+from finetune.training.target_values import values_of_targets
 from finetune.training.teacher import TeacherPass
 from finetune.training.trainer import Trainer
 from finetune.utils import ProgressBar

@@ -21,7 +21,7 @@ from finetune.data.packing import RowOrder, group_rows, one_per_row, pack, row_w
 from finetune.data.samples import Example, ExampleSizes, Sequence, SharedPrompt, concatenate_sizes
 from finetune.data.streaming import open_stream
 from finetune.recipe import Recipe
-from finetune.rollouts.target_values import ExampleRows
+from finetune.training.target_values import ExampleRows
 
 PAIRS = 40
 quick = settings(derandomize=True, max_examples=25)
