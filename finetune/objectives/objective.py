@@ -24,6 +24,9 @@ from finetune.models.wrapped import Outputs
 
 Counts = Mapping[str, float]  # of a step over all ranks, by unit
 NLL = TokenLoss()
+# Column of a batch, (E,), under `objective.overlong: mask`: 1; 0 of an example without gradient and metrics.
+KEPT = "kept"
+KEPT_TOKENS = "kept_target_tokens"  # unit: targets of examples that are kept
 
 
 class Term(NamedTuple):

@@ -25,16 +25,12 @@ from torch import Tensor
 from finetune.data.batch import Batch
 from finetune.models.head.token_loss import CooledTokenLoss
 from finetune.models.wrapped import Outputs
-from finetune.objectives.objective import Objective, Term, Terms, TokenRanks, sequence_sums
+from finetune.objectives.objective import KEPT, KEPT_TOKENS, Objective, Term, Terms, TokenRanks, sequence_sums
 from finetune.objectives.sft import sft
 from finetune.recipe.schema import ObjectiveSettings as Settings
 from finetune.recipe.schema import Rollouts
 
 ADVANTAGE, SAMPLED = "advantage", "sampled_tokens"  # columns of a batch, (E,)
-KEPT = (
-    "kept"  # column of a batch, (E,), under `objective.overlong: mask`: 1; 0 of a sample without gradient and metrics
-)
-KEPT_TOKENS = "kept_target_tokens"  # unit: targets of samples that are kept
 # Columns of targets, (S,): log-probabilities of the sampler, of the trainer's weights that the samples were drawn from,
 # and of the initial weights; weights of `objective.correction`.
 SAMPLER, OLD, INITIAL = "sampler_log_probs", "old_log_probs", "initial_log_probs"

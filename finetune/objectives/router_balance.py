@@ -25,8 +25,7 @@ from finetune.data.batch import Batch, row_places
 from finetune.errors import UserError
 from finetune.models.moe import Routers
 from finetune.models.wrapped import Outputs
-from finetune.objectives.objective import Objective, Sums, Term, Terms
-from finetune.objectives.policy import KEPT
+from finetune.objectives.objective import KEPT, Objective, Sums, Term, Terms
 from finetune.recipe.schema import ObjectiveSettings as Settings
 from finetune.utils import copied_to
 
@@ -57,7 +56,7 @@ def balance_coefficient(settings: Settings, config: Any, routers: Routers | None
 def balance_of_experts(coefficient: float, top_k: int, masks: bool = False) -> Objective:
     """Returns the balance loss as a term, and the load of the experts as metrics.
 
-    masks: some rows count for neither (`policy.KEPT`); a row is one sample then.
+    masks: some rows count for neither (`objective.KEPT`); a row is one sample then.
     """
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:

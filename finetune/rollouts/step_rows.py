@@ -44,12 +44,11 @@ from finetune.models.attention import AttentionChoice
 from finetune.models.fingerprint import base_content
 from finetune.models.head.token_loss import CooledTokenLoss
 from finetune.objectives.forward import ForwardPass
-from finetune.objectives.objective import Objective
+from finetune.objectives.objective import KEPT, Objective
 from finetune.objectives.policy import (
     ADVANTAGE,
     CORRECTION,
     INITIAL,
-    KEPT,
     OLD,
     ROOM,
     SAMPLED,

@@ -24,7 +24,7 @@ from finetune.data.samples import Example, SharedPrompt
 from finetune.engine.ranks import Ranks
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
-from finetune.objectives.policy import KEPT, KEPT_TOKENS
+from finetune.objectives.objective import KEPT, KEPT_TOKENS
 
 Values = tuple[NDArray[Any], ...]  # of one sequence, (targets, ...) each: its token losses, then `Outputs.details`
 MakeLoader = Callable[[RunRows, int], Loader]  # of rows, and their number

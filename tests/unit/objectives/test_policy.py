@@ -13,13 +13,11 @@ from torch import Tensor
 from finetune.data.batch import Batch, collate
 from finetune.data.samples import Example, Sequence
 from finetune.models.wrapped import Outputs
-from finetune.objectives.objective import ONE_RANK, TermSums
+from finetune.objectives.objective import KEPT, KEPT_TOKENS, ONE_RANK, TermSums
 from finetune.objectives.policy import (
     ADVANTAGE,
     CORRECTION,
     INITIAL,
-    KEPT,
-    KEPT_TOKENS,
     LOSSES,
     OLD,
     ROOM,
