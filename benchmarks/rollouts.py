@@ -91,6 +91,8 @@ def trainer_of(folder: Path, arguments: argparse.Namespace) -> Any:
     """Returns a trainer that replays a step of made-up samples."""
     from trainers import prepared_run, ready_trainer, started_engine
 
+    from finetune.features import all_features
+
     conversations, shape = workload.synthetic_conversations(200), SHAPES[arguments.shape]
     workload.save_tokenizer(conversations, folder / "model", shape["vocab_size"])
     workload.write_rows(folder / "rows.jsonl", conversations)
@@ -114,7 +116,7 @@ def trainer_of(folder: Path, arguments: argparse.Namespace) -> Any:
         "train": {"max_steps": 1, "precision": "fp32", "activation_checkpointing": False},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    prepared = prepared_run(str(folder / "recipe.yaml"), ())
+    prepared = prepared_run(str(folder / "recipe.yaml"), (), features=all_features())
     return ready_trainer(prepared, started_engine(prepared))
 
 

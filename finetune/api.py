@@ -43,13 +43,14 @@ def train(recipe: Recipe | str | Path, *overrides: str) -> Path:
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, *overrides)
     check_hub(loaded)
     from finetune.engine.start import leave_group
+    from finetune.features import all_features
     from finetune.plan.comparison import predict_run
     from finetune.training.run import train as run
     from finetune.training.signals import StopRequest, listening
 
     on_main = threading.current_thread() is threading.main_thread()  # the only one that may handle signals
     with listening() if on_main else contextlib.nullcontext(StopRequest()) as stop:
-        folder = run(loaded, name, stop, predict=predict_run)
+        folder = run(loaded, name, stop, predict=predict_run, features=all_features())
         leave_group()
     return folder
 

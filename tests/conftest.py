@@ -153,13 +153,15 @@ def finetune(*arguments: object) -> forks.Done:
 
 def train_here(path: Path, *overrides: str) -> str:
     """Train on one process, this one, which is much quicker; returns what a person would see. Errors are raised."""
+    from finetune.features import all_features
     from finetune.plan.comparison import predict_run
     from finetune.recipe import load_recipe
     from finetune.training.run import train
     from finetune.training.signals import StopRequest
 
     console = Console(file=io.StringIO(), width=400)
-    train(load_recipe(path, overrides), str(path), StopRequest(), console, predict=predict_run)
+    handed_in = {"predict": predict_run, "features": all_features()}
+    train(load_recipe(path, overrides), str(path), StopRequest(), console, **handed_in)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

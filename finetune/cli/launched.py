@@ -48,10 +48,12 @@ def train(recipe: RecipePath, overrides: Overrides = None, config_file: ConfigFi
     recipes/quickstart/full.yaml optimizer.lr=1e-3[/bold]
     """
     with _launched(recipe, overrides) as (loaded, stop):
+        from finetune.features import all_features
         from finetune.plan.comparison import predict_run
         from finetune.training.run import train as run
 
-        run(loaded, str(recipe), stop, Console(), str(config_file) if config_file else None, predict_run)
+        config = str(config_file) if config_file else None
+        run(loaded, str(recipe), stop, Console(), config, predict_run, all_features())
 
 
 def reference(recipe: RecipePath, overrides: Overrides = None, config_file: ConfigFile = None) -> None:

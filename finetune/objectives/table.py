@@ -1,8 +1,11 @@
-"""The objectives by name, and the terms that a run adds to its objective."""
+"""The trainer's objectives by name, and the terms that a run adds to its objective.
+
+An objective that trains on a wing's rows is that wing's: `finetune/features.py` adds its row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +15,6 @@ from finetune.objectives.by_source import by_source
 from finetune.objectives.distill import distill
 from finetune.objectives.kto import kto
 from finetune.objectives.objective import ONE_RANK, Objective, TokenRanks, combined
-from finetune.objectives.policy import grpo
 from finetune.objectives.preference import dpo, orpo
 from finetune.objectives.router_balance import balance_coefficient, balance_of_experts
 from finetune.objectives.scores import classify, reward
@@ -41,7 +43,6 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
     "reward": ObjectiveRow(reward, compares=True),
     "classify": ObjectiveRow(classify, compares=True),
     "distill": ObjectiveRow(distill, averages_tokens=True),
-    "grpo": ObjectiveRow(grpo, reads_rollouts=True),
 }
 
 
@@ -56,14 +57,16 @@ def make_objective(
     shares_prompts: bool = False,
     rollouts: Rollouts | None = None,
     compute: torch.dtype = torch.float32,
+    objectives: Mapping[str, ObjectiveRow] = OBJECTIVES,
 ) -> Objective:
     """Returns the objective of training, or of evaluation.
 
     config: the model's; routers: its own, if it is a mixture of experts; divided: how ranks share sequences or
     layers, if they do; shares_prompts: a pair's common beginning is computed once; rollouts: of the recipe; compute:
-    type of the matrix products. Raises UserError if a router balance loss is set that cannot be computed.
+    type of the matrix products; objectives: to choose from. Raises UserError if a router balance loss is set that
+    cannot be computed.
     """
-    row, others = OBJECTIVES[settings.name], []
+    row, others = objectives[settings.name], []
     read: dict[str, Any] = {"rollouts": rollouts} if row.reads_rollouts else {}
     read |= {"compute": compute} if row.compares else {}
     objective = row.make(settings, evaluating, token_ranks, **read)

@@ -68,7 +68,8 @@ class NotEstimated(UserError):
 def examples_of(recipe: Recipe, batch: HeaviestBatch, image_token: int = 0) -> list[Example]:
     """Returns documents with targets at their ends; for a reward, each is a pair of answers of half its length."""
     left, examples = batch.targets, []
-    columns = {} if OBJECTIVES[recipe.objective.name].averages_tokens else {"label": 0.0}
+    row = OBJECTIVES.get(recipe.objective.name)  # None: of a wing
+    columns = {} if row is not None and row.averages_tokens else {"label": 0.0}
     for length, images in zip(batch.documents, batch.images or ((),) * len(batch.documents), strict=True):
         targets = min(length - 1, left)
         left -= targets
@@ -123,7 +124,8 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
             if isinstance(module, torch.nn.Linear) and id(module.weight) in packed:
                 replace_forward(module, partial(unpacked_product, module), "unpacked product")
     settings = recipe.objective.model_copy(update={"router_aux_loss_coef": None})  # a number for each token and expert
-    if score_labels(settings) or OBJECTIVES[settings.name].reads_tokens_alone:
+    row = OBJECTIVES.get(settings.name)  # None: of a wing
+    if score_labels(settings) or (row is not None and row.reads_tokens_alone):
         objective = make_objective(settings)
     else:  # it reads more than the batch has here: the gradient of every token's loss
         objective = Objective(

@@ -94,6 +94,7 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
 
     from finetune.data.dataset import on_disk
     from finetune.engine.compatibility import check_products
+    from finetune.features import all_features
     from finetune.rollouts.vllm_server import VllmServer
     from finetune.setup.environment_rows import check_environment
     from finetune.setup.reward_rows import check_rewards
@@ -105,7 +106,7 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     if torch.cuda.is_available():
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         problems.attempt(check_products, recipe, name, capability)
-    prepared = prepare(recipe, str(path), launch, problems)
+    prepared = prepare(recipe, str(path), launch, all_features(), problems)
     device = torch.accelerator.current_accelerator(check_available=True)
     on_device = problems.attempt(prepared.on, device.type if device else "cpu")
     if on_device is not None:

@@ -36,12 +36,13 @@ def prepare(recipe: Recipe, recipe_file: str) -> tuple[list[PreparedSource], lis
     UserError."""
     from finetune.data.dataset import Dataset  # imports torch, which the cache commands do not need
     from finetune.engine.launch import read_config_file
+    from finetune.features import all_features
     from finetune.training import prepare as preparation
 
     # A teacher's predictions are computed from the tokens later.
     objective = recipe.objective.model_copy(update={"teacher": None})
     without_teacher = recipe.model_copy(update={"objective": objective})
-    run = preparation.prepare(without_teacher, recipe_file, read_config_file(None))
+    run = preparation.prepare(without_teacher, recipe_file, read_config_file(None), all_features())
     notes = list(run.notes)
     if recipe.data.streaming:
         notes.append("data.streaming: data.train is read during the run, so it is not prepared")

@@ -91,6 +91,7 @@ def with_objective(
         shares_prompts=attention.shares_prompts,
         rollouts=recipe.rollouts,
         compute=dtypes(recipe).compute,
+        objectives=prepared.features.objectives,
     )
     wrapped = assemble(
         model,

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
@@ -34,6 +34,7 @@ from finetune.models.attention import AttentionChoice, attention_for, check_rows
 from finetune.models.config import check_no_dropout, check_sizes, training_config
 from finetune.models.tokenizer import check_same_vocabulary, check_token_ids, load_tokenizer
 from finetune.objectives.shared_prompts import with_shared_prompts
+from finetune.objectives.table import OBJECTIVES, ObjectiveRow
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
 from finetune.rollouts.prompts import RunPrompts
@@ -46,12 +47,23 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
+class Features:
+    """What the wings add to the trainer, which imports none of them; `finetune/features.py` has all of it."""
+
+    objectives: Mapping[str, ObjectiveRow]  # by `objective.name`
+
+
+TRAINER = Features(OBJECTIVES)  # alone
+
+
+@dataclass(frozen=True)
 class Prepared:
     """A recipe on a launch, with its data as tokens; the same in every process."""
 
     recipe: Recipe
     recipe_file: str
     launch: Launch
+    features: Features
     config: PretrainedConfig  # as the objective trains it
     micro_batches: int  # per step and process, see `check_launch`
     tokenizer: PreTrainedTokenizerFast
@@ -103,11 +115,18 @@ class Problems:
         return UserError("\n  ".join([f"{recipe_file}: {len(indented)} problems", *indented]))
 
 
-def prepare(recipe: Recipe, recipe_file: str, launch: Launch, problems: Problems | None = None) -> Prepared:
+def prepare(
+    recipe: Recipe,
+    recipe_file: str,
+    launch: Launch,
+    features: Features = TRAINER,
+    problems: Problems | None = None,
+) -> Prepared:
     """Returns the recipe ready for a launch, with its tokens in the cache.
 
     If problems are collected, each part is checked unless it needs a part that has one. Raises UserError.
     """
+    check_features(recipe, features)
     problems = problems or Problems()
     config = problems.attempt(_checked_config, recipe)
     micro_batches = problems.attempt(check_launch, recipe, recipe_file, launch, config)
@@ -136,7 +155,21 @@ def prepare(recipe: Recipe, recipe_file: str, launch: Launch, problems: Problems
     if problems.messages or micro_batches is None or training is None:
         raise problems.error(recipe_file)
     notes += data_notes(recipe, opened, training, held_out)
-    return Prepared(recipe, recipe_file, launch, config, micro_batches, tokenizer, training, held_out, tuple(notes))
+    read = (config, micro_batches, tokenizer, training, held_out)
+    return Prepared(recipe, recipe_file, launch, features, *read, tuple(notes))
+
+
+def check_features(recipe: Recipe, features: Features) -> None:
+    """Raises UserError if the recipe needs a feature that was not handed in."""
+    if recipe.objective.name not in features.objectives:
+        raise _lacking(f"objective.name: `{recipe.objective.name}`")
+
+
+def _lacking(needed: str) -> UserError:
+    return UserError(
+        f"{needed} is not a feature of the trainer alone. Fix: use `finetune.train` or the command line, or hand in "
+        "`features` (finetune/features.py)"
+    )
 
 
 def _checked_config(recipe: Recipe) -> PretrainedConfig:

@@ -24,7 +24,7 @@ from finetune.errors import Stopped, UserError
 from finetune.models.config import model_config
 from finetune.models.tokenizer import check_same_vocabulary, load_tokenizer
 from finetune.recipe import Recipe
-from finetune.training.prepare import Prepared, prepare
+from finetune.training.prepare import TRAINER, Features, Prepared, prepare
 from finetune.training.reference import reads_columns, recipe_of_reference
 from finetune.training.run_dir import make_run_folder, run_folder
 from finetune.training.run_lock import in_use
@@ -43,14 +43,15 @@ def train(
     console: Console | None = None,
     config_file: str | None = None,
     predict: Predict | None = None,
+    features: Features = TRAINER,
 ) -> Path:
     """Runs a recipe on this launch; returns the run directory.
 
     config_file: an accelerate config, if torchrun launched; predict: calculates the run's expected time and memory, for
-    its plan.json. Raises UserError for errors that the user can fix, RunFailure if the run cannot continue, Stopped if
-    a signal requested a stop and everything is saved.
+    its plan.json; features: that the recipe may use. Raises UserError for errors that the user can fix, RunFailure if
+    the run cannot continue, Stopped if a signal requested a stop and everything is saved.
     """
-    with started(recipe, recipe_file, stop, console or Console(), config_file, predict) as trainer:
+    with started(recipe, recipe_file, stop, console or Console(), config_file, predict, features) as trainer:
         try:
             trainer.run()
         except Stopped:
@@ -104,12 +105,13 @@ def started(
     console: Console,
     config_file: str | None,
     predict: Predict | None = None,
+    features: Features = TRAINER,
 ) -> Iterator[Trainer]:
     """Yields a trainer for this launch, ready to run. Raises UserError."""
     launch = read_launch(config_file)
     if launch.launched:
         stop.watch_launcher()
-    prepared = prepare(recipe, recipe_file, launch)
+    prepared = prepare(recipe, recipe_file, launch, features)
     engine = start_engine(recipe, launch)
     make_run_folder(recipe)
     with in_use(engine, run_folder(recipe)) as run_lock:

@@ -135,6 +135,7 @@ class Trainer:
                 token_ranks=engine.token_ranks,
                 shares_prompts=shares,
                 compute=dtypes(recipe).compute,
+                objectives=prepared.features.objectives,
             )
             self.evaluator = Evaluator(
                 engine,

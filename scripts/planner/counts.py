@@ -39,6 +39,7 @@ def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides:
     from finetune.engine.base import Engine
     from finetune.engine.launch import read_config_file
     from finetune.errors import UserError
+    from finetune.features import all_features
     from finetune.recipe import load_recipe
     from finetune.training.prepare import prepare
     from finetune.training.trainer import Trainer
@@ -46,7 +47,7 @@ def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides:
     file = str(ROOT / "accelerate_configs" / f"{where}.yaml")
     try:
         recipe = load_recipe(recipe_file, [*overrides, "data.eval=[]"])
-        prepared = prepare(recipe, recipe_file, read_config_file(file, processes))
+        prepared = prepare(recipe, recipe_file, read_config_file(file, processes), all_features())
     except UserError as refusal:
         return {"refused": str(refusal)}
 

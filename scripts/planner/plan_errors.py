@@ -99,11 +99,12 @@ def measure_case(
 
     from finetune.engine.base import StorageCounter, measure_state_bytes
     from finetune.errors import UserError
+    from finetune.features import all_features
     from finetune.training import parts
 
     named = [f"run.name={name}", f"run.dir={out / 'runs'}"]
     try:
-        prepared = prepared_run(recipe_file, [*overrides, *named], config_file)
+        prepared = prepared_run(recipe_file, [*overrides, *named], config_file, all_features())
     except UserError as refusal:
         return {"refused": str(refusal)}
     engine = started_engine(prepared)

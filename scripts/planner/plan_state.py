@@ -77,8 +77,10 @@ def ready_trainer(recipe_file: str, out: Path, name: str, overrides: list[str], 
     """Returns the trainer of a case in this process group, before its first step."""
     from trainers import prepared_run, ready_trainer, started_engine
 
+    from finetune.features import all_features
+
     named = [f"run.name={name.replace(' ', '-')}", f"run.dir={out / 'runs'}"]
-    prepared = prepared_run(recipe_file, [*overrides, *named], config_file)
+    prepared = prepared_run(recipe_file, [*overrides, *named], config_file, all_features())
     return ready_trainer(prepared, started_engine(prepared))
 
 

@@ -103,7 +103,11 @@ def measure_case(
     """Returns the processor seconds of steps in this process group, of this rank."""
     from trainers import prepared_run, ready_trainer, started_engine
 
-    prepared = prepared_run(recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"], config_file)
+    from finetune.features import all_features
+
+    prepared = prepared_run(
+        recipe_file, [*overrides, f"run.name={name}", f"run.dir={out / 'runs'}"], config_file, all_features()
+    )
     engine = started_engine(prepared)
     trainer = ready_trainer(prepared, engine)
     seconds: list[float] = []

@@ -127,12 +127,14 @@ def trained(recipe: dict[str, Any], file: Path) -> tuple[list[float], dict[str, 
     import yaml
     from rich.console import Console
 
+    from finetune.features import all_features
     from finetune.recipe import load_recipe
     from finetune.training.run import train
     from finetune.training.signals import StopRequest
 
     file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    run = train(load_recipe(file), str(file), StopRequest(), Console(file=open(os.devnull, "w")))  # noqa: SIM115
+    quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+    run = train(load_recipe(file), str(file), StopRequest(), quiet, features=all_features())
     return [line["loss"] for line in parity.train_lines(run)], parity.tensors(run / "model")
 
 

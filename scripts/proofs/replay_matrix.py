@@ -82,6 +82,7 @@ def prepare(folder: Path) -> None:
     import yaml
     from rich.console import Console
 
+    from finetune.features import all_features
     from finetune.recipe import load_recipe
     from finetune.training.run import train
     from finetune.training.signals import StopRequest
@@ -104,7 +105,7 @@ def prepare(folder: Path) -> None:
     for name, overrides in ((ONCE, reward), (OLDER, [*reward, *older])):
         recipe = load_recipe(folder / "recipe.yaml", [*overrides, f"run.name={name}"])
         with open(os.devnull, "w") as nowhere:
-            train(recipe, "recipe.yaml", StopRequest(), Console(file=nowhere))
+            train(recipe, "recipe.yaml", StopRequest(), Console(file=nowhere), features=all_features())
         (folder / "runs" / name / "rollouts").rename(folder / name)
     for name, copy, rounds in ((ONCE, ONCE, False), (OLDER, ROUNDED, True), (OLDER, OLDER, False)):
         rewrite(folder / name, folder / copy, rounds)

@@ -72,7 +72,8 @@ class HeaviestRows(RunRows):
 def with_heaviest(loader: Loader, recipe: Recipe) -> Loader:
     """Returns a loader of rows of one document, as long as they can be, if the objective reads tokens alone; or the
     same."""
-    if not OBJECTIVES[recipe.objective.name].reads_tokens_alone or loader.image_inputs:
+    row = OBJECTIVES.get(recipe.objective.name)
+    if row is None or not row.reads_tokens_alone or loader.image_inputs:
         return loader
     batch = HeaviestBatch.of_rows(loader.rows_per_device, recipe.data.max_length)
     return replace(loader, rows=HeaviestRows(recipe, batch))

@@ -640,6 +640,7 @@ def work(folder: Path, jobs: Path) -> None:
     from finetune.data.teacher_file import is_teacher_file
     from finetune.engine import optimizer_step
     from finetune.engine.start import leave_group
+    from finetune.features import all_features
     from finetune.models.head import chunked
     from finetune.recipe import load_recipe
     from finetune.training.run import compute_reference, train
@@ -660,7 +661,7 @@ def work(folder: Path, jobs: Path) -> None:
             # A cache of its own: else it would find what the launch on one process has computed.
             os.environ["FINETUNE_CACHE"] = str(folder / f"cache-{recipe.run.name}")
             compute_reference(recipe, "recipe.yaml", StopRequest(), quiet)
-        train(recipe, "recipe.yaml", StopRequest(), quiet)
+        train(recipe, "recipe.yaml", StopRequest(), quiet, features=all_features())
         print(f"done {overrides}", flush=True)
     leave_group()
 

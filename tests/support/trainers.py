@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from finetune.engine.base import Engine
-    from finetune.training.prepare import Prepared
+    from finetune.training.prepare import Features, Prepared
     from finetune.training.trainer import Trainer
 
 
-def prepared_run(recipe_file: str, overrides: Sequence[str], config_file: str | None = None) -> Prepared:
-    """Returns a recipe ready for the launch of this process, as `train` prepares it. Raises UserError."""
+def prepared_run(
+    recipe_file: str, overrides: Sequence[str], config_file: str | None = None, features: Features | None = None
+) -> Prepared:
+    """Returns a recipe ready for the launch of this process, as `train` prepares it. features: default: of the trainer
+    alone. Raises UserError."""
     from finetune.engine.launch import read_launch
     from finetune.recipe import load_recipe
-    from finetune.training.prepare import prepare
+    from finetune.training.prepare import TRAINER, prepare
 
-    return prepare(load_recipe(recipe_file, [*overrides, "data.eval=[]"]), recipe_file, read_launch(config_file))
+    recipe = load_recipe(recipe_file, [*overrides, "data.eval=[]"])
+    return prepare(recipe, recipe_file, read_launch(config_file), features or TRAINER)
 
 
 def started_engine(prepared: Prepared) -> Engine:

@@ -14,6 +14,7 @@ from trainers import prepared_run, ready_trainer, started_engine
 from finetune.data.dataset import on_disk
 from finetune.engine.base import StorageCounter
 from finetune.engine.launch import Kind, Launch
+from finetune.features import all_features
 from finetune.models.config import training_config
 from finetune.plan import command
 from finetune.plan.answer import as_dicts, show
@@ -62,7 +63,7 @@ def predicted(recipe: Recipe, prompt: int = PROMPT) -> CohortCosts:
 @pytest.mark.parametrize("model", ["llama_deep", "qwen3", "mistral"])
 def test_bytes_of_a_cohort_are_those_of_a_real_one(model: str, recipe_file: Path, made: Path) -> None:
     """No token ends a sample, so that caches grow to the last one."""
-    prepared = prepared_run(str(recipe_file), [f"model.name={made / model}"])
+    prepared = prepared_run(str(recipe_file), [f"model.name={made / model}"], features=all_features())
     engine = started_engine(prepared)
     try:
         trainer, rollouts = ready_trainer(prepared, engine), prepared.recipe.rollouts
@@ -165,7 +166,7 @@ def test_rows_of_a_plan_are_prompts_with_the_longest_sample(recipe_file: Path) -
 def test_bytes_of_a_teacher_are_those_of_a_real_one(recipe_file: Path, made: Path) -> None:
     """Its weights, and the forward of a micro-batch of four samples."""
     teacher = f"objective={{name: distill, teacher: {made / 'qwen3'}, divergence: reverse_kl, top_k: 8}}"
-    prepared = prepared_run(str(recipe_file), [teacher, "rewards=[]"])
+    prepared = prepared_run(str(recipe_file), [teacher, "rewards=[]"], features=all_features())
     recipe, heaviest = prepared.recipe, HeaviestBatch((PROMPT + NEW,) * 4, 4 * NEW)
     expected = teacher_of(recipe, heaviest, How("cpu", None))
     assert expected is not None
