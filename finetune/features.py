@@ -16,6 +16,11 @@ def all_features() -> Features:
     """Returns what a run may use: the trainer's own, and samples of the model."""
     from finetune.objectives.policy import grpo
     from finetune.objectives.table import ObjectiveRow
+    from finetune.rollouts.run_rows import make_rows, prompt_notes
     from finetune.training.prepare import TRAINER, Features
 
-    return Features(objectives={**TRAINER.objectives, "grpo": ObjectiveRow(grpo, reads_rollouts=True)})
+    return Features(
+        objectives={**TRAINER.objectives, "grpo": ObjectiveRow(grpo, reads_rollouts=True)},
+        prompt_notes=prompt_notes,
+        make_rows=make_rows,
+    )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from finetune.data.batch import ImageInputs
-from finetune.data.dataset import Dataset, on_disk
+from finetune.data.dataset import Dataset
 from finetune.data.loader import Loader
 from finetune.data.row_source import RowSource, RunRows
 from finetune.engine.base import Engine
@@ -33,14 +33,9 @@ from finetune.objectives.objective import ONE_RANK, TokenRanks
 from finetune.objectives.shared_prompts import sharing_summary
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Quantization
-from finetune.rollouts.prompts import RunPrompts
-from finetune.rollouts.step_rows import RolloutRows
 from finetune.training.auto_batch import RowsPerDevice, find_rows, memory_of
 from finetune.training.prepare import Prepared
-from finetune.training.run_dir import run_folder
 from finetune.training.run_plan import Plan, git_commit, processor, training_length, versions
-from finetune.training.sample_teacher import SampleTeacher
-from finetune.training.teacher import TeacherPass
 
 Say = Callable[[str], None]  # prints a line, on the main rank only
 
@@ -127,25 +122,18 @@ def model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice)
 def run_rows(
     prepared: Prepared,
     training: RowSource,
-    held_out: Dataset | None,
     engine: Engine,
     end_ids: set[int],
     attention: AttentionChoice,
     loaders: Loaders,
 ) -> RunRows:
     """Returns the rows of the run in order: those of the data, or samples of the wrapped model, which has its initial
-    weights. Collective."""
-    recipe = prepared.recipe
-    if recipe.rollouts is None:
-        return training.in_order(recipe)
-    data, teacher, questions = on_disk(training), None, None
-    if recipe.objective.teacher is not None:
-        vocabulary = prepared.config.get_text_config().vocab_size
-        teacher = SampleTeacher(TeacherPass(recipe, data, vocabulary), engine, loaders.rows_per_device.rows)
-    if held_out is not None and recipe.samples_held_out:
-        questions = RunPrompts(recipe, held_out, "eval")
-    of_run = (RunPrompts(recipe, data), training.content(), prepared.tokenizer, end_ids, run_folder(recipe))
-    return RolloutRows(recipe, engine, *of_run, attention, loaders.training, teacher, questions)
+    weights. Collective. training: of `prepared`, with the columns of a reference, which no run of samples has."""
+    if prepared.recipe.rollouts is None:
+        return training.in_order(prepared.recipe)
+    assert prepared.features.make_rows is not None  # `check_features`
+    rows = loaders.rows_per_device.rows
+    return prepared.features.make_rows(prepared, engine, end_ids, attention, loaders.training, rows)
 
 
 def rows_per_device(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, Protocol, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
@@ -25,7 +25,8 @@ from finetune.data.dataset import (
     template_notes,
 )
 from finetune.data.examples import check_same_images
-from finetune.data.row_source import RowSource
+from finetune.data.row_source import RowSource, RunRows
+from finetune.engine.base import Engine
 from finetune.engine.compatibility import check_launch
 from finetune.engine.context_parallel import divided
 from finetune.engine.launch import Launch
@@ -37,13 +38,33 @@ from finetune.objectives.shared_prompts import with_shared_prompts
 from finetune.objectives.table import OBJECTIVES, ObjectiveRow
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Source
-from finetune.rollouts.prompts import RunPrompts
 from finetune.tracking.trackers import check_trackers
 from finetune.training.run_plan import length_notes
+from finetune.training.target_values import MakeLoader
 from finetune.training.teacher import with_teacher
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+
+class PromptNotes(Protocol):
+    def __call__(self, recipe: Recipe, data: Dataset, part: Literal["train", "eval"]) -> list[str]:
+        """Returns notes on rows that give no prompt. Raises UserError if none does."""
+        ...
+
+
+class MakeRows(Protocol):
+    def __call__(
+        self,
+        prepared: Prepared,
+        engine: Engine,
+        end_ids: set[int],
+        attention: AttentionChoice,
+        loader: MakeLoader,
+        rows_per_device: int,
+    ) -> RunRows:
+        """Returns rows that each step makes of samples. Collective; the engine has the initial weights."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,6 +72,8 @@ class Features:
     """What the wings add to the trainer, which imports none of them; `finetune/features.py` has all of it."""
 
     objectives: Mapping[str, ObjectiveRow]  # by `objective.name`
+    prompt_notes: PromptNotes | None = None  # of `rollouts`, as `make_rows`
+    make_rows: MakeRows | None = None
 
 
 TRAINER = Features(OBJECTIVES)  # alone
@@ -145,13 +168,14 @@ def prepare(
     training = problems.attempt(
         lambda: with_teacher(recipe, build_training(recipe, tokenizer, opened), tokenizer, config)
     )
-    if training is not None and recipe.rollouts is not None:
-        notes += problems.attempt(lambda: RunPrompts(recipe, on_disk(training)).notes) or []
+    prompt_notes = features.prompt_notes if recipe.rollouts is not None else None
+    if training is not None and prompt_notes is not None:
+        notes += problems.attempt(lambda: prompt_notes(recipe, on_disk(training), "train")) or []
     held_out = problems.attempt(build_held_out, recipe, tokenizer, opened)
     if held_out is not None:
         notes += problems.attempt(check_questions, recipe.evaluate, held_out.examples, tokenizer) or []
-        if recipe.samples_held_out:
-            notes += problems.attempt(lambda: RunPrompts(recipe, held_out, "eval").notes) or []
+        if prompt_notes is not None and recipe.samples_held_out:
+            notes += problems.attempt(prompt_notes, recipe, held_out, "eval") or []
     if problems.messages or micro_batches is None or training is None:
         raise problems.error(recipe_file)
     notes += data_notes(recipe, opened, training, held_out)
@@ -163,6 +187,9 @@ def check_features(recipe: Recipe, features: Features) -> None:
     """Raises UserError if the recipe needs a feature that was not handed in."""
     if recipe.objective.name not in features.objectives:
         raise _lacking(f"objective.name: `{recipe.objective.name}`")
+    needs_samples = "rollouts" if recipe.rollouts is not None else "rewards" if recipe.rewards else None
+    if needs_samples is not None and None in (features.prompt_notes, features.make_rows):
+        raise _lacking(f"{needs_samples}: sampling")
 
 
 def _lacking(needed: str) -> UserError:

@@ -123,7 +123,7 @@ class Trainer:
         self.data = training
         self.plan = parts.make_plan(prepared, engine, facts, rows, attention, reference, predicted or {})
         self.end_ids = end_ids(recipe, self.tokenizer, [training, held_out])
-        run_rows = parts.run_rows(prepared, training, held_out, engine, self.end_ids, attention, loaders)
+        run_rows = parts.run_rows(prepared, training, engine, self.end_ids, attention, loaders)
         self.loader = loaders.training(run_rows, self.plan.total_rows)
         self.evaluator = None
         if held_out:

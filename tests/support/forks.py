@@ -207,7 +207,7 @@ def import_everything(*more: str) -> None:
     from finetune.startup import quiet_libraries
 
     quiet_libraries()
-    for name in ("bitsandbytes", "deepspeed", "peft", "finetune.training.run", *more):
+    for name in ("bitsandbytes", "deepspeed", "peft", "finetune.training.run", "finetune.rollouts.run_rows", *more):
         importlib.import_module(name)
     threads = psutil.Process().num_threads()
     if threads != 1:
