@@ -169,7 +169,7 @@ def accelerate_steps(accelerator: Any, recipe: Any) -> Iterator[None]:
 def work(folder: Path, contender: str, window: int, saves: int) -> None:
     """One rank of a contender: leaves its process id for the watcher, and its cycles."""
     from finetune.engine.start import leave_group
-    from finetune.recipe import load_recipe
+    from finetune.features import load_recipe
     from finetune.startup import quiet_libraries
 
     quiet_libraries()

@@ -33,10 +33,10 @@ from workload import llama, random_documents, save_padded_tokenizer, save_weight
 
 from finetune.engine.costs import Costs, ModelSize
 from finetune.engine.launch import read_config_file
+from finetune.features import load_recipe
 from finetune.models.config import training_config
 from finetune.plan.shapes import costs_at, shapes_of
 from finetune.plan.speed import Shape
-from finetune.recipe import load_recipe
 from finetune.training.run_plan import STATE
 
 ROOT = Path(__file__).resolve().parent.parent

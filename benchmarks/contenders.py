@@ -118,9 +118,9 @@ def bare_model(folder: Path, work: Work, device: Any) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from finetune.features import load_recipe
     from finetune.models.attention import attention_for
     from finetune.models.config import model_config
-    from finetune.recipe import load_recipe
 
     recipe = load_recipe(folder / "recipe.yaml", list(work.overrides))
     attention = attention_for(recipe, model_config(recipe.model), work.device)

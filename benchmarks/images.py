@@ -149,8 +149,8 @@ def save_model(folder: Path, shape: dict[str, Any], rows: list[dict[str, Any]]) 
 def prepare(folder: Path, work: Work, trained: list[str]) -> Cell:
     """Model, rows and recipe; returns what the steps hold. The others read the rows in the order of our steps."""
     from finetune.data.dataset import build_dataset
+    from finetune.features import load_recipe
     from finetune.models.tokenizer import load_tokenizer
-    from finetune.recipe import load_recipe
 
     rows = rows_of(folder, work.steps * work.row_tokens // 200 + 20)
     workload.write_rows(folder / "rows.jsonl", map(as_parts, rows))

@@ -78,8 +78,8 @@ def with_a_wrong_number(text: str, rng: random.Random) -> str:
 def prepare(folder: Path, work: Work, path: Path | None) -> Cell:
     """Model, tokenizer, rows, recipe; returns what the steps of ours hold."""
     from finetune.data.dataset import build_dataset
+    from finetune.features import load_recipe
     from finetune.models.tokenizer import load_tokenizer
-    from finetune.recipe import load_recipe
 
     rows = pairs_of(path, work.steps * work.row_tokens // 200 + 100)
     conversations = [{"messages": [*row["prompt"], *row["chosen"]]} for row in rows]

@@ -159,8 +159,8 @@ def start_up(folder: Path) -> Point:
     from stopwatch import peak_resident, resident
 
     from finetune.data.dataset import build_dataset
+    from finetune.features import load_recipe
     from finetune.models.tokenizer import load_tokenizer
-    from finetune.recipe import load_recipe
 
     recipe = load_recipe(folder / "recipe.yaml", [])
     tokenizer = load_tokenizer(recipe.model)

@@ -229,10 +229,10 @@ def write_steps(folder: Path, work: Work) -> None:
     """Prepare the rows as ours does and write down what each step trains. Fills ours' caches, of rows and attention."""
     from finetune.data.chat.renderer import labels_of
     from finetune.data.dataset import build_dataset
+    from finetune.features import load_recipe
     from finetune.models.attention import attention_for
     from finetune.models.config import model_config
     from finetune.models.tokenizer import load_tokenizer
-    from finetune.recipe import load_recipe
 
     loaded = load_recipe(folder / "recipe.yaml", list(work.overrides))
     attention_for(loaded, model_config(loaded.model), work.device)

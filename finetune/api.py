@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune.features import load_recipe as _load_recipe
 from finetune.recipe import Recipe
-from finetune.recipe import load_recipe as _load_recipe
 from finetune.startup import quiet_libraries
 
 

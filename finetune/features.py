@@ -6,10 +6,22 @@ Imports of torch are in the function, for a run reads its recipe before it impor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from finetune.recipe import Recipe, load
+from finetune.recipe.reward_rules import rewards
+from finetune.recipe.rollout_rules import rollouts
+from finetune.recipe.rules import RULES
 
 if TYPE_CHECKING:
     from finetune.training.prepare import Features
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = (), text: str | None = None) -> Recipe:
+    """Returns the recipe, checked by the rules of all features; see `finetune.recipe.load_recipe`."""
+    return load.load_recipe(path, overrides, text, rules=(*RULES, rollouts, rewards))
 
 
 def all_features() -> Features:

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finetune.errors import STOPPED_STATUS, RunFailure, UserError
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 from finetune.recipe.load import key_is_known
 from finetune.recipe.schema import metric_direction
 from finetune.recipe.yaml_tree import read

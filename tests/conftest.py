@@ -153,9 +153,8 @@ def finetune(*arguments: object) -> forks.Done:
 
 def train_here(path: Path, *overrides: str) -> str:
     """Train on one process, this one, which is much quicker; returns what a person would see. Errors are raised."""
-    from finetune.features import all_features
+    from finetune.features import all_features, load_recipe
     from finetune.plan.comparison import predict_run
-    from finetune.recipe import load_recipe
     from finetune.training.run import train
     from finetune.training.signals import StopRequest
 

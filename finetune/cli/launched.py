@@ -27,7 +27,7 @@ def _launched(recipe: Path, overrides: list[str] | None) -> Iterator[tuple[Recip
 
     with listening() as stop:  # before the slow imports
         from finetune.data.sources.hub import check_hub
-        from finetune.recipe import load_recipe
+        from finetune.features import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
         check_hub(loaded)
@@ -148,9 +148,10 @@ def launch(
     given = {"--devices": devices, "--shared": shared, "--image": image, "--secret": secret, "--hours": hours}
     if useless := [name for name, value in {**given, "--write": write, "--submit": submit or None}.items() if value]:
         raise UserError(f"launch: {', '.join(useless)}: only with --on, for a job of a cluster")
+    from finetune.features import load_recipe
     from finetune.training.launcher import launch as run
 
-    raise SystemExit(run(words, config_file, num_processes))
+    raise SystemExit(run(words, config_file, num_processes, load_recipe))
 
 
 def doctor(

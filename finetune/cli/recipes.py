@@ -164,6 +164,7 @@ def plan(
     Compare predictions with finished runs: [bold]python -m finetune plan --report runs/*[/bold]
     """
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
+    from finetune.features import load_recipe
     from finetune.plan.command import PlanOptions, run
 
     if report:
@@ -175,7 +176,7 @@ def plan(
         return
     places = (tuple(on or ()), nodes, by, write, html, memory)
     options = PlanOptions(*places, hardware, prices, as_json, verbose, host_memory)
-    run(recipe, overrides or (), options, Console())
+    run(recipe, overrides or (), options, Console(), load_recipe)
 
 
 def inspect(
@@ -205,7 +206,7 @@ def inspect(
     Example: [bold]python -m finetune inspect recipes/quickstart/full.yaml --rows 2[/bold]
     """
     from finetune.data.sources.hub import check_hub
-    from finetune.recipe import load_recipe
+    from finetune.features import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
     check_hub(loaded)
@@ -224,7 +225,7 @@ def prepare(recipe: RecipePath, overrides: Overrides = None, as_json: AsJson = F
     Example: [bold]python -m finetune prepare recipes/quickstart/full.yaml[/bold]
     """
     from finetune.data.sources.hub import check_hub
-    from finetune.recipe import load_recipe
+    from finetune.features import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
     check_hub(loaded)

@@ -16,10 +16,11 @@ from finetune.cluster.targets import SHARED, Target, device_name
 from finetune.engine.hardware import CPU, read_hardware
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.plan.command import PlanOptions, plan
 from finetune.plan.search import Choice, PlanRequest, as_lines, cheapest
 from finetune.plan.tables import Machines, parse_machines
-from finetune.recipe import Recipe, load_recipe
+from finetune.recipe import Recipe
 
 MARGIN = 1.3  # of the time limit over the expected hours
 _LEAST_HOURS = 0.5  # of a time limit: it has to leave time to save
@@ -116,7 +117,7 @@ def plan_job(path: Path, overrides: Sequence[str], target: Target, options: JobO
             f"run.dir: {recipe.run.dir} is lost with the container: write run.dir=runs, which is {SHARED}/runs"
         )
     on = (f"{machines.per_machine}x{machines.key}",)
-    request, choices, results = plan(path, overrides, PlanOptions(on=on, nodes=machines.machines))
+    request, choices, results = plan(path, overrides, PlanOptions(on=on, nodes=machines.machines), load_recipe)
     rules = {name: rule for result in results for name, rule in result.illegal.items()}
     choice = _chosen(request, choices, options, machines, rules)
     if options.hours is None and choice.hours is None:

@@ -39,7 +39,8 @@ from finetune.plan.search import (
 from finetune.plan.shapes import shapes_of as weights_of
 from finetune.plan.speed import Shape
 from finetune.plan.tables import Machines, config_and_source, parse_machines, read_prices
-from finetune.recipe import Recipe, load_recipe
+from finetune.recipe import Recipe
+from finetune.recipe.load import LoadRecipe
 from finetune.utils import print_line, write_atomically
 
 # Changes with which a recipe may fit, the cheapest first: those that keep the result, then those that do not.
@@ -72,8 +73,9 @@ class PlanOptions:
     host_memory: str | None = None
 
 
-def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console) -> list[Choice]:
-    """The command; returns the choices, the best first; [] for --memory. Raises UserError."""
+def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console, load: LoadRecipe) -> list[Choice]:
+    """The command; returns the choices, the best first; [] for --memory. load: with the rules of all features. Raises
+    UserError."""
     if not options.on:
         raise UserError("plan: --on is required, such as --on 8xH100-80, or --on 2xcpu for this machine")
     if options.by not in ("time", "price"):
@@ -83,9 +85,9 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
     if options.verbose and (options.as_json or options.memory):
         raise UserError("-v: --json has all places anyway, and --memory shows the best alone. Fix: leave it out")
     if options.memory:
-        show_changes_to_fit(path, overrides, options, options.memory, console)
+        show_changes_to_fit(path, overrides, options, options.memory, console, load)
         return []
-    request, choices, results = plan(path, overrides, options)
+    request, choices, results = plan(path, overrides, options, load)
     if options.as_json:
         print(json.dumps([*as_dicts(request, choices), *refused(results)], indent=1))
     else:
@@ -102,14 +104,14 @@ def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Con
 
 
 def plan(
-    path: Path, overrides: Sequence[str], options: PlanOptions
+    path: Path, overrides: Sequence[str], options: PlanOptions, load: LoadRecipe
 ) -> tuple[PlanRequest, list[Choice], list[SearchResult]]:
     """Returns the request, the choices, and the result of the search on each kind of devices. Raises UserError.
 
     Choices are in order of rank, but the best of each kind of devices comes before all others.
     """
     machines = machines_of(options)
-    request = ask(load_recipe(path, overrides), str(path), options, machines)
+    request = ask(load(path, overrides), str(path), options, machines)
     results = [search(request, one, speeds_here(request.recipe, one, request.hardware)) for one in machines]
     found = [choice for result in results for choice in result.choices]
     if not found:
@@ -181,7 +183,7 @@ def write_config(request: PlanRequest, one: Choice, folder: Path) -> list[str]:
 
 
 def show_changes_to_fit(
-    path: Path, overrides: Sequence[str], options: PlanOptions, size: str, console: Console
+    path: Path, overrides: Sequence[str], options: PlanOptions, size: str, console: Console, load: LoadRecipe
 ) -> None:
     """Prints the changes with which the recipe fits into less memory of a device."""
     machines, lines = machines_of(options), list[dict[str, Any]]()
@@ -189,7 +191,7 @@ def show_changes_to_fit(
 
     def remake(changes: dict[str, Any]) -> PlanRequest:
         texts = [f"{key}={value}" for key, value in changes.items()]
-        return ask(load_recipe(path, [*overrides, *texts]), str(path), options, machines)
+        return ask(load(path, [*overrides, *texts]), str(path), options, machines)
 
     request = remake({})
     for one in machines:

@@ -6,7 +6,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,23 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from finetune.recipe.foreign_keys import FOREIGN_FORMATS, FOREIGN_KEYS, FOREIGN_SOURCE_KEYS, FOREIGN_VALUES
-from finetune.recipe.rules import Finding, broken_rules
+from finetune.recipe.rules import RULES, Finding, Rule, broken_rules
 from finetune.recipe.schema import CHECKPOINT_NAME, RUN_NAME, RUN_NAME_WITH_VALUES, Recipe
 from finetune.recipe.shorthands import SHORTHANDS, PlainWord
 from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dotted, dump, override, read
 
+LoadRecipe = Callable[[Path, Sequence[str]], Recipe]  # `load_recipe`, or that of all features
 MAX_PROBLEMS = 50  # that are described
 
 
-def load_recipe(path: Path | str, overrides: Sequence[str] = (), text: str | None = None) -> Recipe:
+def load_recipe(
+    path: Path | str, overrides: Sequence[str] = (), text: str | None = None, rules: Sequence[Rule] = RULES
+) -> Recipe:
     """Reads, extends, overrides and validates a recipe. text: of the file, if it is not saved yet.
 
-    Raises RecipeError with every problem of overrides and schema, or, if there is none, of the rules.
+    `finetune.features.load_recipe` is this with the rules of all features; the default is enough for the recipe of a
+    run, which has passed them. Raises RecipeError with every problem of overrides and schema, or, if there is none, of
+    the rules.
     """
     path = Path(path)
     tree = read(path, text)
@@ -65,7 +70,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), text: str | Non
     problems += [problem for problem in words if problem.key not in named]
     if recipe is not None and not problems:
         recipe, findings = _with_name(recipe)
-        findings = findings or broken_rules(recipe)
+        findings = findings or broken_rules(recipe, rules)
         parts = [(re.findall(r"[^.\[\]]+", key), message) for key, message in findings]
         keys = [(tuple(int(part) if part.isdecimal() else part for part in key), text) for key, text in parts]
         problems = [Problem(tree.place(key), key, message) for key, message in keys]

@@ -6,10 +6,8 @@ A rule is one condition and one message, in the function of its topic; every pro
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from finetune.recipe.reward_rules import rewards
-from finetune.recipe.rollout_rules import rollouts
 from finetune.recipe.schema import (
     LOSS_KEYS,
     LOSSES_OF,
@@ -24,6 +22,7 @@ from finetune.recipe.schema import (
 from finetune.utils import divisors
 
 Finding = tuple[str, str]  # dotted key; the problem and the remedy
+Rule = Callable[[Recipe], Iterator[Finding]]
 _COMPARE_ANSWERS = ("dpo", "orpo", "reward", "kto")
 _FROZEN_DTYPES = {  # by `train.precision`
     "fp32": ("float32",),
@@ -424,13 +423,12 @@ def images(recipe: Recipe) -> Iterator[Finding]:
         yield "data.image", "a model from `model.config` has no image processor: give `model.name`, or remove this"
 
 
-RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
+RULES: tuple[Rule, ...] = (  # of the trainer's keys; `finetune/features.py` adds those of the wings
     *(mode, precision, batch, evaluation, steps, learning_rate, in_backward, sources, streaming),
     *(objective_keys, reference, distillation, answers, added_tokens, tower, images),
-    *(rollouts, rewards),
 )
 
 
-def broken_rules(recipe: Recipe) -> list[Finding]:
+def broken_rules(recipe: Recipe, rules: Iterable[Rule] = RULES) -> list[Finding]:
     """Returns the findings of all rules."""
-    return [finding for rule in RULES for finding in rule(recipe)]
+    return [finding for rule in rules for finding in rule(recipe)]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.sources.hub import check_hub
 from finetune.errors import UserError
-from finetune.recipe import Recipe, load_recipe
+from finetune.features import load_recipe
+from finetune.recipe import Recipe
 from finetune.utils import readable_bytes
 
 if TYPE_CHECKING:

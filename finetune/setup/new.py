@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.chat.renderer import Renderer
 from finetune.data.chat.template_check import joined_texts_note
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.models.base_config import NO_FOLDER, is_missing_folder, without_weights
 from finetune.models.config import model_config
 from finetune.models.tokenizer import load_tokenizer
-from finetune.recipe import Recipe, load_recipe
+from finetune.recipe import Recipe
 from finetune.recipe.schema import MODES, RUN_NAME, Model
 from finetune.setup.first_row import show_first_row
 from finetune.setup.new_options import NewOptions, parse_columns

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from finetune.errors import UserError
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 from finetune.setup.conversion import Conversion
 from finetune.setup.foreign_axolotl import convert_axolotl
 from finetune.setup.foreign_command import COMMAND, command_values, is_command

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 
 from finetune.errors import UserError
 from finetune.export.formats import EXPORTS
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 from finetune.recipe.schema import MODES
 from finetune.studio.project_folder import STUDIO, base_of, inside, inside_or_shipped
 

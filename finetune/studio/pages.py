@@ -16,9 +16,10 @@ from finetune.data.formats.converters import FORMATS
 from finetune.engine.hardware import read_hardware
 from finetune.errors import RunFailure, UserError
 from finetune.export.formats import EIGHT_BITS, EXPORTS
+from finetune.features import load_recipe
 from finetune.plan.run_list import evaluation, evaluation_name, read_run
 from finetune.plan.tables import read_prices
-from finetune.recipe import RecipeError, load_recipe
+from finetune.recipe import RecipeError
 from finetune.recipe.schema import MODES
 from finetune.shipped import here_or_shipped
 from finetune.studio.jobs import Jobs, StartedCommand, command_line

@@ -38,6 +38,7 @@ import psutil
 from finetune.engine.launch import read_config_file
 from finetune.errors import STOPPED_STATUS, UserError
 from finetune.recipe import load_recipe
+from finetune.recipe.load import LoadRecipe
 from finetune.shipped import here_or_shipped
 from finetune.tracking.metrics import read_status
 from finetune.training.signals import ANSWERED_VARIABLE, ECHO_S, SIGNALS, answer, answer_again, say
@@ -54,7 +55,12 @@ DEFAULTS = {
 _ENDS_S = 5.0  # after a second signal
 
 
-def launch(words: Sequence[str], config_file: Path | None = None, num_processes: int | None = None) -> int:
+def launch(
+    words: Sequence[str],
+    config_file: Path | None = None,
+    num_processes: int | None = None,
+    load: LoadRecipe = load_recipe,
+) -> int:
     """Starts the processes and waits for them; returns the exit status. Raises UserError before starting any.
 
     words: RECIPE [KEY=VALUE]..., or options of a launcher and the program after `-m finetune`, see above.
@@ -65,7 +71,7 @@ def launch(words: Sequence[str], config_file: Path | None = None, num_processes:
         arguments = [word for word in program[1:] if not word.startswith("-")]
         if not arguments:
             raise UserError("launch: `train` needs a recipe: `-m finetune train RECIPE`")
-        run = load_recipe(Path(arguments[0]), arguments[1:]).run
+        run = load(Path(arguments[0]), arguments[1:]).run
         run_dir = Path(run.dir) / run.name
     if config_file is not None:
         config_file = here_or_shipped(config_file)

@@ -20,13 +20,14 @@ from finetune.engine.costs.common import PARTS
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import Launch, read_config_file
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.plan.images import most_images
 from finetune.plan.lengths import widest
 from finetune.plan.memory import Memory, Place, estimate_memory
 from finetune.plan.search import heaviest
 from finetune.plan.shapes import costs_at
 from finetune.plan.tables import config_and_source
-from finetune.recipe import Recipe, load_recipe
+from finetune.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (8, 12, 16, 24, 32, 40, 48, 80, 141, 180)  # GB of devices that are named; below 16 of no row of hardware.yaml

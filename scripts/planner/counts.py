@@ -39,8 +39,7 @@ def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides:
     from finetune.engine.base import Engine
     from finetune.engine.launch import read_config_file
     from finetune.errors import UserError
-    from finetune.features import all_features
-    from finetune.recipe import load_recipe
+    from finetune.features import all_features, load_recipe
     from finetune.training.prepare import prepare
     from finetune.training.trainer import Trainer
 

@@ -246,13 +246,13 @@ def run_devices(folder: Path, cells: list[Cell]) -> None:
 def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     """Returns what is predicted and measured of a cell, in bytes; None if it was refused or did not run."""
     from finetune.engine.launch import read_config_file
+    from finetune.features import load_recipe
     from finetune.models.config import training_config
     from finetune.plan.lengths import Lengths, read_lengths
     from finetune.plan.memory import phases_of
     from finetune.plan.micro_batch import HeaviestBatch
     from finetune.plan.search import heaviest
     from finetune.plan.shapes import costs_at
-    from finetune.recipe import load_recipe
 
     files = [folder / f"{cell.name}-{rank}.json" for rank in range(cell.processes)]
     files = files if cell.level != "devices" else [folder / f"{cell.name}.json"]

@@ -153,9 +153,9 @@ def predicted(folder: Path, cell: Cell) -> list[dict[str, int]] | str:
     from finetune.engine.costs.common import GRADIENTS, OPTIMIZER, WEIGHTS
     from finetune.engine.launch import read_config_file
     from finetune.errors import UserError
+    from finetune.features import load_recipe
     from finetune.models.config import training_config
     from finetune.plan.shapes import costs_at
-    from finetune.recipe import load_recipe
 
     file = make_recipe(folder, cell.model)
     recipe = load_recipe(file, cell.overrides)

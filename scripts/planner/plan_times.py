@@ -193,8 +193,8 @@ def speeds_by(folder: Path, reference: Cell) -> Any:
 
 
 def loaded(folder: Path, cell: Cell) -> tuple[Any, Any]:
+    from finetune.features import load_recipe
     from finetune.models.config import training_config
-    from finetune.recipe import load_recipe
 
     if not (path := folder / cell.model / "recipe.yaml").exists():
         folder.mkdir(parents=True, exist_ok=True)

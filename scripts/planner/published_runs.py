@@ -25,6 +25,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import Launch
+from finetune.features import load_recipe
 from finetune.models.config import training_config
 from finetune.plan.command import shapes_of
 from finetune.plan.lengths import widest
@@ -32,7 +33,7 @@ from finetune.plan.memory import HeaviestBatch, Place, estimate_memory
 from finetune.plan.search import launches
 from finetune.plan.speed import Job, table_speeds
 from finetune.plan.tables import Machines, parse_machines
-from finetune.recipe import Recipe, load_recipe
+from finetune.recipe import Recipe
 from finetune.startup import quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -67,6 +67,7 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
     from fake_run import _fill
 
     from finetune.data.batch import collate
+    from finetune.features import load_recipe
     from finetune.models import fused_layers, loss_model, packed_linear
     from finetune.models.assemble import assemble
     from finetune.models.attention import attention_for
@@ -77,7 +78,6 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
     from finetune.plan.micro_batch import HeaviestBatch, examples_of, kernels_at
     from finetune.plan.shapes import skeleton, with_layers
     from finetune.plan.tables import shipped_config
-    from finetune.recipe import load_recipe
     from finetune.utils import unwrap_peft
 
     recipe = load_recipe(str(ROOT / "recipes" / RECIPES[name][0]), [*COMMON, *RECIPES[name][1], *overrides])

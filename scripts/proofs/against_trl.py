@@ -127,8 +127,7 @@ def trained(recipe: dict[str, Any], file: Path) -> tuple[list[float], dict[str, 
     import yaml
     from rich.console import Console
 
-    from finetune.features import all_features
-    from finetune.recipe import load_recipe
+    from finetune.features import all_features, load_recipe
     from finetune.training.run import train
     from finetune.training.signals import StopRequest
 

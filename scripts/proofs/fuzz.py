@@ -36,7 +36,8 @@ from finetune.data.chat.template_check import check_template
 from finetune.data.chat.template_choice import own_template
 from finetune.data.sources.readers import READERS
 from finetune.errors import UserError
-from finetune.recipe import Recipe, dump_recipe, load_recipe
+from finetune.features import load_recipe
+from finetune.recipe import Recipe, dump_recipe
 
 # Large and slow inputs are meant here.
 _UNCHECKED = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example)

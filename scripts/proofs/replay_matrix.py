@@ -82,8 +82,7 @@ def prepare(folder: Path) -> None:
     import yaml
     from rich.console import Console
 
-    from finetune.features import all_features
-    from finetune.recipe import load_recipe
+    from finetune.features import all_features, load_recipe
     from finetune.training.run import train
     from finetune.training.signals import StopRequest
 

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.data.dataset import Dataset, build_training
 from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.models.config import model_config
 from finetune.models.tokenizer import load_tokenizer
-from finetune.recipe import load_recipe
 from finetune.training.run import compute_reference
 from finetune.training.signals import StopRequest
 from finetune.training.teacher import with_teacher

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from finetune.data.dataset import Dataset, build_training
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.models.tokenizer import load_tokenizer, read_tokenizer
-from finetune.recipe import load_recipe
 from finetune.rollouts.environment import LOG
 from finetune.rollouts.noise import gumbel, sample_keys
 from finetune.rollouts.records import EVALUATION, STEP, Sample, read_record, record_file

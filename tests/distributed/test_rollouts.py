@@ -18,7 +18,7 @@ from conftest import launch, metrics, train_here
 from transformers import AutoModelForCausalLM
 
 from finetune.errors import UserError
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 from finetune.rollouts.records import EVALUATION, STEP, read_record, record_file
 
 Write = Callable[..., Path]

@@ -21,11 +21,11 @@ from finetune.engine.launch import read_config_file
 from finetune.engine.tensor_group import TensorGroup
 from finetune.engine.tensor_parallel import parallelize
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.models.config import training_config
 from finetune.models.weights import add_adapters
 from finetune.plan.shapes import costs_at, shapes_of
 from finetune.plan.speed import Shape
-from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
 
 WORKER = Path(__file__).with_name("tensor_worker.py")

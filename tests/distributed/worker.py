@@ -43,8 +43,7 @@ def run_case(
     from rich.console import Console
 
     from finetune.errors import RunFailure, UserError
-    from finetune.features import all_features
-    from finetune.recipe import load_recipe
+    from finetune.features import all_features, load_recipe
     from finetune.training.run import train
     from finetune.training.signals import StopRequest
 

@@ -15,8 +15,8 @@ from conftest import launch, metrics, train_here
 
 from finetune.data.dataset import build_training
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.models.tokenizer import load_tokenizer
-from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
 
 

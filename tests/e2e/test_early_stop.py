@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from finetune.errors import Stopped, UserError
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 from finetune.tracking.metrics import read_status
 from finetune.training.run import train
 from finetune.training.signals import StopRequest

@@ -31,13 +31,13 @@ from finetune.data.samples import Sequence
 from finetune.errors import RunFailure, UserError
 from finetune.export.commands import ExportOptions, export_run, verify_run
 from finetune.export.loading import load_trained
+from finetune.features import load_recipe
 from finetune.inference.answering import answer_file, answers, chat_with, load_answerer
 from finetune.inference.chat import chat_with_server, image_part
 from finetune.inference.live import verify_url
 from finetune.inference.sampling import Sampling
 from finetune.models.config import model_config
 from finetune.models.tokenizer import load_tokenizer
-from finetune.recipe import load_recipe
 from finetune.training.run import compute_reference, started
 from finetune.training.signals import StopRequest
 from finetune.training.teacher import with_teacher

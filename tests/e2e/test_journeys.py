@@ -21,7 +21,7 @@ from PIL import Image
 from workbooks import inline, workbook
 
 from finetune.cli import main
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 
 COUNT = 60
 _DRAWN = random.Random(0)

@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 
 from finetune.errors import UserError
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 from finetune.setup.check import check_recipe
 from finetune.setup.new import write_new
 from finetune.setup.new_options import NewOptions

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from finetune.data.dataset import Dataset, build_training
 from finetune.errors import RunFailure, UserError
+from finetune.features import load_recipe
 from finetune.models.config import training_config
 from finetune.models.tokenizer import load_tokenizer
-from finetune.recipe import load_recipe
 from finetune.training.reference_files import cache_folder, key_of, model_dependencies
 
 Values = dict[str, Any]

@@ -9,7 +9,7 @@ import pytest
 from conftest import metrics, train_here
 
 from finetune.errors import UserError
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from finetune.export.loading import load_result
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 from finetune.tracking.trackers import grouped
 from finetune.training.run_plan import Plan
 

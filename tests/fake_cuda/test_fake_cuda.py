@@ -21,9 +21,9 @@ from conftest import ROOT
 from fake_devices import why_not
 
 from finetune.engine.launch import read_config_file
+from finetune.features import load_recipe
 from finetune.models.config import training_config
 from finetune.plan.memory import HeaviestBatch, Place, estimate_memory
-from finetune.recipe import load_recipe
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=f"NOTHING CHECKED ON FAKE CUDA: {why_not()}"),

@@ -616,8 +616,8 @@ def write_seeing_teacher(folder: Path) -> None:
 def write_teachers(folder: Path) -> None:
     """What qwen3 predicts of the training rows, for llama to learn, at two temperatures."""
     from finetune.data.dataset import Dataset, build_training
+    from finetune.features import load_recipe
     from finetune.models.tokenizer import load_tokenizer
-    from finetune.recipe import load_recipe
 
     recipe = load_recipe(folder / "recipe.yaml", ())
     data = build_training(recipe, load_tokenizer(recipe.model))
@@ -640,9 +640,8 @@ def work(folder: Path, jobs: Path) -> None:
     from finetune.data.teacher_file import is_teacher_file
     from finetune.engine import optimizer_step
     from finetune.engine.start import leave_group
-    from finetune.features import all_features
+    from finetune.features import all_features, load_recipe
     from finetune.models.head import chunked
-    from finetune.recipe import load_recipe
     from finetune.training.run import compute_reference, train
     from finetune.training.signals import StopRequest
 

@@ -16,7 +16,8 @@ from conftest import script
 from finetune.cli import app
 from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import detect_format, parse_row
-from finetune.recipe import Recipe, load_recipe
+from finetune.features import load_recipe
+from finetune.recipe import Recipe
 from finetune.recipe.load import key_is_known
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,9 @@ from finetune.data.chat import template_check
 from finetune.data.chat.template import Template
 from finetune.data.chat.template_choice import resolve_template
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.models.config import check_sizes, model_config
-from finetune.recipe import RecipeError, load_recipe
+from finetune.recipe import RecipeError
 from finetune.recipe.schema import Model
 
 

@@ -13,7 +13,7 @@ from conftest import ROOT
 from filelock import FileLock
 
 from finetune.errors import UserError
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 from finetune.sweep import main, read_sweep, run_sweep, show_trials, suggest
 from finetune.tracking.trackers import grouped
 

@@ -21,7 +21,7 @@ from finetune.export.figures import Figures
 from finetune.export.gguf_file import modelfile
 from finetune.export.verify import export_format, held_out_examples
 from finetune.export.verify_files import compare_each, compare_modelfile, compare_settings
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 ROPES = {

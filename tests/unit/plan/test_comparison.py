@@ -13,13 +13,13 @@ from conftest import train_here
 
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.models.config import training_config
 from finetune.plan.command import PlanOptions, ask, machines_of
 from finetune.plan.comparison import Launched, as_json, compare_run, compare_runs, table
 from finetune.plan.finished_runs import speeds_here
 from finetune.plan.lengths import widest
 from finetune.plan.search import evaluate
-from finetune.recipe import load_recipe
 from finetune.training.run_plan import FEW_STEPS, processor
 
 ALONE = Launch("replicated", 1)

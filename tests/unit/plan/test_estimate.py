@@ -19,6 +19,7 @@ from finetune.engine.costs import ModelSize, Shapes, Weight, costs_of
 from finetune.engine.launch import Launch, read_config_file
 from finetune.engine.muon import orthogonalized
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.models.attention import attention_for
 from finetune.models.base_config import without_weights
 from finetune.models.config import training_config
@@ -33,7 +34,7 @@ from finetune.plan.micro_batch import How, attention_at, model_at
 from finetune.plan.shapes import costs_at, shapes_of, shortened
 from finetune.plan.tables import config_and_source, shipped_config
 from finetune.plan.timeline import timeline_of
-from finetune.recipe import Recipe, load_recipe
+from finetune.recipe import Recipe
 from finetune.training.optim import build_optimizers
 
 ALONE = Launch("replicated", 1)

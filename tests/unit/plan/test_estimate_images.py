@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from finetune.data.batch import Batch, ImagePlace, collate
 from finetune.engine.base import StorageCounter
 from finetune.engine.launch import Launch
+from finetune.features import load_recipe
 from finetune.models.attention import attention_for
 from finetune.models.base_config import dtypes
 from finetune.models.config import training_config
@@ -30,7 +31,7 @@ from finetune.plan.memory import phases_of
 from finetune.plan.meter import Meter
 from finetune.plan.micro_batch import HeaviestBatch, examples_of
 from finetune.plan.shapes import costs_at
-from finetune.recipe import Recipe, load_recipe
+from finetune.recipe import Recipe
 
 LENGTH = 128
 CELLS = {

@@ -18,6 +18,7 @@ from finetune.engine.compatibility import check_products
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.plan.answer import SHOWN, as_dicts, assumptions, facts, refused, show, why
 from finetune.plan.command import (
     PlanOptions,
@@ -42,7 +43,6 @@ from finetune.plan.search import (
 from finetune.plan.shapes import costs_at
 from finetune.plan.speed import table_speeds
 from finetune.plan.tables import parse_machines
-from finetune.recipe import load_recipe
 from finetune.setup.check import check_recipe
 
 KEYS = {"config", "processes", "verdict", "peak_gib", "tensors_gib", "step_s", "tokens_per_s", "price", "why"}
@@ -59,7 +59,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def found(planned: dict[str, Any], recipe: dict[str, Any], write_recipe: Any) -> tuple[PlanRequest, list[Choice]]:
     if not planned:
-        request, choices, founds = plan(write_recipe(recipe), SHORT, PlanOptions(("2xH100-80",)))
+        request, choices, founds = plan(write_recipe(recipe), SHORT, PlanOptions(("2xH100-80",)), load_recipe)
         planned.update(request=request, choices=choices, illegal=founds[0].illegal)
     return planned["request"], planned["choices"]
 
@@ -146,7 +146,7 @@ def test_each_kind_of_machines_is_answered_before_the_rest(found: tuple[PlanRequ
 def test_every_device_that_was_asked_for_has_an_answer(recipe: dict[str, Any], write_recipe: Any) -> None:
     """A small model is not faster on more devices, which is said."""
     on = ("2x4090", "1x4090", "1x4090", "4x4090")
-    request, choices, results = plan(write_recipe(recipe), SHORT, PlanOptions(on))
+    request, choices, results = plan(write_recipe(recipe), SHORT, PlanOptions(on), load_recipe)
     assert sorted(one.machines.count for one in answers(choices)) == [1, 2, 4]
     assert [one["is_answer"] for one in as_dicts(request, choices)] == [True] * 3 + [False] * (len(choices) - 3)
     assert all(one.config != "single" for one in choices if one.machines.count > 1)
@@ -275,7 +275,7 @@ def test_a_device_is_planned_with_the_attention_that_a_run_has_there(recipe: dic
     """AMD's cards, and NVIDIA's before Ampere, have none of torch's flash kernels."""
     path, on = write_recipe(recipe), PlanOptions(("1xMI300X", "1xH100-80"))
     # Plain layers: of the less that fused ones keep, what the mask of flex takes is a larger part.
-    request, choices, _ = plan(path, (*SHORT, "model.kernels=plain"), on)
+    request, choices, _ = plan(path, (*SHORT, "model.kernels=plain"), on, load_recipe)
     amd, hopper = (next(one for one in choices if one.machines.key[0] == key) for key in "MH")
     flex = request.hardware.efficiency.flex
     assert amd.machines.device.kernels is None
@@ -288,7 +288,7 @@ def test_a_device_is_planned_with_the_attention_that_a_run_has_there(recipe: dic
         assert speed.attention == pytest.approx((one.machines.device.bf16 or 0) * 1e12 * share.attention * factor)
     assert amd.memory.tensors == pytest.approx(hopper.memory.tensors, rel=0.02)
     with pytest.raises(UserError, match=r"`varlen` does not fit .* need an NVIDIA GPU"):
-        plan(path, (*SHORT, "model.attention=varlen"), PlanOptions(("1xMI300X",)))
+        plan(path, (*SHORT, "model.attention=varlen"), PlanOptions(("1xMI300X",)), load_recipe)
     costs = costs_at(request.recipe, request.config, amd.launch, "cuda")
     hows = [how_of(costs, capability, 1).capability for capability in ((8, 6), (9, 0), (7, 5), None)]
     assert hows == [(9, 0), (9, 0), (7, 5), None]  # one kernel from Ampere on
@@ -309,7 +309,7 @@ def test_bad_input_says_what_to_give(
     recipe: dict[str, Any], write_recipe: Any, options: PlanOptions, words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        run(write_recipe(recipe), SHORT, options, Console())
+        run(write_recipe(recipe), SHORT, options, Console(), load_recipe)
 
 
 def test_the_page_draws_every_phase_and_asks_for_nothing(
@@ -341,7 +341,7 @@ def test_products_of_8_bits_are_refused_where_a_device_has_none(
 ) -> None:
     path, refused = write_recipe(recipe), f"has no products of 8 bits with a scale for each row.*: use {other}"
     with pytest.raises(UserError, match=f"RTX 4090 {refused}"):
-        plan(path, (*SHORT, *words), PlanOptions(("4090",)))
+        plan(path, (*SHORT, *words), PlanOptions(("4090",)), load_recipe)
     asked, devices = load_recipe(path, (*SHORT, *words)), shipped_hardware().devices
     known = {key: device.capability for key, device in devices.items() if device.capability}
     have = ("H100", "H200", "GH200", "B200", "B300", "5090", "RTX-PRO-6000")  # Hopper and Blackwell
@@ -373,7 +373,7 @@ def test_sizes_are_read() -> None:
 def test_a_smaller_device(recipe: dict[str, Any], write_recipe: Any, capsys: Any) -> None:
     path, on = write_recipe(recipe), ("1xH100-80",)
     long = (*SHORT, "data.max_length=16384", "batch.rows_per_device=4", "train.activation_checkpointing=false")
-    run(path, long, PlanOptions(on, memory="8GiB", as_json=True), Console())
+    run(path, long, PlanOptions(on, memory="8GiB", as_json=True), Console(), load_recipe)
     first, *lines = json.loads(capsys.readouterr().out)
     assert (first["change"], first["saves_gib"], first["config"]) == ("no change", 0, "single")
     assert [line["change"].split(":")[0] for line in lines[:2]] == list(FREE)
@@ -383,5 +383,5 @@ def test_a_smaller_device(recipe: dict[str, Any], write_recipe: Any, capsys: Any
         assert line["saves_gib"] > 0.01 * line["peak_gib"]
     assert len({line["change"] for line in lines}) == len(lines)
     assert not any("paged" in line["change"] or "qlora" in line["change"] for line in lines)
-    run(path, long, PlanOptions(on, memory="0.5GiB"), Console())
+    run(path, long, PlanOptions(on, memory="0.5GiB"), Console(), load_recipe)
     assert "no setting makes this fit in 0.5GiB" in capsys.readouterr().out

@@ -11,12 +11,12 @@ from conftest import ROOT
 
 from finetune.engine.hardware import shipped_hardware
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.plan.answer import why
 from finetune.plan.command import PlanOptions, ask
 from finetune.plan.finished_runs import speeds_here
 from finetune.plan.search import Choice, PlanRequest, best, evaluate, launches, with_faster
 from finetune.plan.tables import Machines, parse_machines
-from finetune.recipe import load_recipe
 
 # The same without what is kept in the host's memory; "single" on one device.
 WITHOUT = {"fsdp2_offload": "fsdp2", "zero2_offload": "zero2", "zero3_offload": "zero3", "zero3_nvme": "zero3_offload"}

@@ -14,7 +14,7 @@ from trainers import prepared_run, ready_trainer, started_engine
 from finetune.data.dataset import on_disk
 from finetune.engine.base import StorageCounter
 from finetune.engine.launch import Kind, Launch
-from finetune.features import all_features
+from finetune.features import all_features, load_recipe
 from finetune.models.config import training_config
 from finetune.plan import command
 from finetune.plan.answer import as_dicts, show
@@ -26,7 +26,7 @@ from finetune.plan.micro_batch import HeaviestBatch, How, examples_of
 from finetune.plan.rollouts import CohortCosts, cohorts, sampling_of
 from finetune.plan.search import Choice
 from finetune.plan.teacher_memory import teacher_of
-from finetune.recipe import Recipe, load_recipe
+from finetune.recipe import Recipe
 from finetune.rollouts.drawing import Drawer
 from finetune.training.sample_teacher import SampleTeacher
 from finetune.training.teacher import TeacherPass
@@ -120,7 +120,7 @@ def test_plan_names_cohorts_and_their_largest_size(
 ) -> None:
     monkeypatch.chdir(recipe_file.parent)
     options = PlanOptions(("2xH100-80",), as_json=True)
-    command.run(recipe_file, ["rollouts.cohort=4", "train.precision=bf16"], options, Console(quiet=True))
+    command.run(recipe_file, ["rollouts.cohort=4", "train.precision=bf16"], options, Console(quiet=True), load_recipe)
     first = next(one for one in json.loads(capsys.readouterr().out) if one["is_answer"])
     rollouts = first["rollouts"]
     assert {key: rollouts[key] for key in ("cohorts", "cohorts_of_a_rank", "largest_cohort")} == {
@@ -132,7 +132,9 @@ def test_plan_names_cohorts_and_their_largest_size(
     assert first["step_parts_s"]["generation"] > 0
     options = PlanOptions(("2xH100-80",))
     out = StringIO()
-    command.run(recipe_file, ["rollouts.cohort=4", "train.precision=bf16"], options, Console(file=out, width=300))
+    command.run(
+        recipe_file, ["rollouts.cohort=4", "train.precision=bf16"], options, Console(file=out, width=300), load_recipe
+    )
     assert "rollouts: 8 cohorts of 4 samples, 4 on a rank one after another" in out.getvalue()
     assert "rollouts.cohort up to 32 fits" in out.getvalue()
 
@@ -143,7 +145,7 @@ def test_a_larger_cohort_samples_faster_and_takes_more(recipe_file: Path) -> Non
     def best(cohort: int) -> Choice:
         options = PlanOptions(("1xH100-80",))
         changes = [f"rollouts.cohort={cohort}", "train.precision=bf16"]
-        return command.plan(recipe_file, changes, options)[1][0]
+        return command.plan(recipe_file, changes, options, load_recipe)[1][0]
 
     small, large = best(8), best(32)
     assert small.step is not None
@@ -220,7 +222,7 @@ def test_plan_names_the_second_model(recipe_file: Path, made: Path, monkeypatch:
         (distills, "teacher_gib", "on each device the teacher, "),
     ):
         out = StringIO()
-        request, choices, results = command.plan(recipe_file, changes, PlanOptions(("2xH100-80",)))
+        request, choices, results = command.plan(recipe_file, changes, PlanOptions(("2xH100-80",)), load_recipe)
         show(Console(file=out, width=400), request, choices, results)
         size = as_dicts(request, choices)[0]["rollouts"][key]
         assert size > 0

@@ -10,10 +10,10 @@ from transformers import AutoModelForImageTextToText
 
 from finetune.engine.hardware import read_hardware, shipped_hardware
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.models.base_config import without_weights
 from finetune.plan import tables
 from finetune.plan.tables import parse_machines, read_prices, shapes_source, shipped_config
-from finetune.recipe import load_recipe
 
 RECIPES = sorted(path for path in Path("recipes").rglob("*.yaml") if path.parent.name not in ("base", "tasks"))
 TABLE = yaml.safe_load((Path(tables.__file__).parent / "models.yaml").read_text())

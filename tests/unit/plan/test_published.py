@@ -14,6 +14,7 @@ from conftest import ROOT
 
 from finetune.engine.costs.common import Transfer
 from finetune.engine.hardware import shipped_hardware
+from finetune.features import load_recipe
 from finetune.models.config import training_config
 from finetune.plan.command import PlanOptions, ask
 from finetune.plan.finished_runs import speeds_here
@@ -21,7 +22,6 @@ from finetune.plan.micro_batch import HeaviestBatch, How
 from finetune.plan.search import evaluate, launches
 from finetune.plan.tables import parse_machines, read_prices
 from finetune.plan.timeline import timeline_of
-from finetune.recipe import load_recipe
 
 
 @pytest.fixture(scope="module")

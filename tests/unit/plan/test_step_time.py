@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT
 
 from finetune.data.batch import collate
+from finetune.features import load_recipe
 from finetune.models.config import training_config
 from finetune.plan.command import shapes_of
 from finetune.plan.meter import Meter, OperatorCounter, together
@@ -25,7 +26,6 @@ from finetune.plan.micro_batch import (
 from finetune.plan.speed import Speeds
 from finetune.plan.tables import shipped_config
 from finetune.plan.timeline import timeline_of
-from finetune.recipe import load_recipe
 
 
 @pytest.mark.parametrize("recomputes", ["false", "true"])

@@ -15,7 +15,7 @@ import pytest
 from conftest import script
 from transformers import AutoTokenizer
 
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 
 ROOT = Path(__file__).parents[3]
 FULL = load_recipe(ROOT / "recipes/quickstart/full.yaml")

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.recipe import Recipe, RecipeError, divisibility_message, load_recipe
+from finetune.features import load_recipe
+from finetune.recipe import Recipe, RecipeError, divisibility_message
 
 GOOD = (
     "run: {name: a}",  # 1

@@ -10,7 +10,8 @@ import jsonschema
 import pytest
 import yaml
 
-from finetune.recipe import load_recipe, recipe_json_schema
+from finetune.features import load_recipe
+from finetune.recipe import recipe_json_schema
 from finetune.recipe.load import key_is_known
 
 RECIPES = Path(__file__).parents[3] / "recipes"

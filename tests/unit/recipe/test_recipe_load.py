@@ -11,7 +11,8 @@ import pydantic
 import pytest
 import yaml
 
-from finetune.recipe import RecipeError, dump_recipe, load_recipe
+from finetune.features import load_recipe
+from finetune.recipe import RecipeError, dump_recipe
 from finetune.recipe.foreign_keys import FOREIGN_FORMATS, FOREIGN_KEYS, FOREIGN_SOURCE_KEYS, FOREIGN_VALUES
 from finetune.recipe.load import key_is_known
 from finetune.recipe.schema import HeldOut, Source, Wandb

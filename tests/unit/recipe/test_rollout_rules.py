@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import UserError
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 
 VLLM = ["rollouts.engine=vllm", "rollouts.url=http://gpu:8000", "objective.correction=tis"]
 

@@ -9,7 +9,8 @@ import pytest
 from completions import completion, reward
 
 from finetune.errors import UserError
-from finetune.recipe import RecipeError, load_recipe
+from finetune.features import load_recipe
+from finetune.recipe import RecipeError
 from finetune.recipe.schema import TAKES_REWARDS
 from finetune.rewards.scoring import Rewards
 

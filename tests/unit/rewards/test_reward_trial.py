@@ -11,8 +11,9 @@ from completions import completion, reward
 
 from finetune.data.dataset import Dataset, build_training, on_disk
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.models.tokenizer import load_tokenizer
-from finetune.recipe import Recipe, load_recipe
+from finetune.recipe import Recipe
 from finetune.rewards.completion import Completion
 from finetune.rewards.trial import try_rewards
 from finetune.setup.reward_rows import check_rewards, reference_answers

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from finetune.errors import UserError
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 from finetune.recipe.schema import EnvironmentSettings
 from finetune.rewards.completion import Outcome
 from finetune.rollouts.environment import EnvironmentCall, Environments

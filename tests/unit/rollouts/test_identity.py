@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 from finetune.rollouts.step_rows import run_identity
 
 

@@ -13,8 +13,8 @@ from finetune.data.chat.renderer import build_renderer
 from finetune.data.dataset import Dataset, build_held_out, build_training
 from finetune.data.samples import Conversation, Message, PromptCompletion, PromptOnly
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.models.tokenizer import load_tokenizer
-from finetune.recipe import load_recipe
 from finetune.rollouts.prompts import PromptContent, RunPrompts
 
 ROWS = [{"question": f"{i} and {i}?", "answer": str(2 * i), "level": i} for i in range(4)]

@@ -18,7 +18,8 @@ import yaml
 from rich.console import Console
 
 from finetune.errors import UserError
-from finetune.recipe import Recipe, load_recipe
+from finetune.features import load_recipe
+from finetune.recipe import Recipe
 from finetune.recipe.schema import LOSSES_OF, OBJECTIVE_KEYS
 from finetune.setup.foreign_command import is_command
 from finetune.setup.foreign_rollouts import REWARDS

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.plan.search import config_folder
-from finetune.recipe import load_recipe
 from finetune.setup.prepare_data import prepare
 
 

@@ -16,7 +16,7 @@ from public_configs import CASES, DATASETS, Case
 from rich.console import Console
 
 from finetune.errors import UserError
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 from finetune.setup.other_tools import convert, write_converted
 
 # Keys that may have another value without another recipe, and why.

@@ -21,7 +21,7 @@ from finetune.data.chat.renderer import UNTRAINED
 from finetune.data.samples import Sequence
 from finetune.data.token_text import tokens_of
 from finetune.errors import UserError
-from finetune.recipe import load_recipe
+from finetune.features import load_recipe
 from finetune.view.inspect import InspectOptions, check_options, inspect
 from finetune.view.inspect.dataset_view import length_edges
 from finetune.view.inspect.page import tokens_html
