@@ -6,14 +6,13 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from finetune.recipe.foreign_keys import FOREIGN_FORMATS, FOREIGN_KEYS, FOREIGN_SOURCE_KEYS, FOREIGN_VALUES
 from finetune.recipe.rules import RULES, Finding, Rule, broken_rules
 from finetune.recipe.schema import CHECKPOINT_NAME, RUN_NAME, RUN_NAME_WITH_VALUES, Recipe
 from finetune.recipe.shorthands import SHORTHANDS, PlainWord
@@ -23,14 +22,27 @@ LoadRecipe = Callable[[Path, Sequence[str]], Recipe]  # `load_recipe`, or that o
 MAX_PROBLEMS = 50  # that are described
 
 
+# Names of other tools at a place of the recipe ("", "data.train", or a key whose values they name otherwise), with what
+# to write instead: a key or value, or a sentence.
+UnknownKeyHint = Callable[[str], Mapping[str, str]]
+
+
+def no_hint(_place: str) -> Mapping[str, str]:
+    return {}
+
+
 def load_recipe(
-    path: Path | str, overrides: Sequence[str] = (), text: str | None = None, rules: Sequence[Rule] = RULES
+    path: Path | str,
+    overrides: Sequence[str] = (),
+    text: str | None = None,
+    rules: Sequence[Rule] = RULES,
+    unknown_key_hint: UnknownKeyHint = no_hint,
 ) -> Recipe:
     """Reads, extends, overrides and validates a recipe. text: of the file, if it is not saved yet.
 
-    `finetune.features.load_recipe` is this with the rules of all features; the default is enough for the recipe of a
-    run, which has passed them. Raises RecipeError with every problem of overrides and schema, or, if there is none, of
-    the rules.
+    `finetune.features.load_recipe` is this with the rules of all features, and hints for names of other tools; the
+    defaults are enough for the recipe of a run, which has passed. Raises RecipeError with every problem of overrides
+    and schema, or, if there is none, of the rules.
     """
     path = Path(path)
     tree = read(path, text)
@@ -65,7 +77,7 @@ def load_recipe(
     try:
         recipe = Recipe.model_validate(tree.values)
     except ValidationError as error:
-        problems += _problems(error, tree)
+        problems += _problems(error, tree, unknown_key_hint)
     named = {problem.key for problem in problems}
     problems += [problem for problem in words if problem.key not in named]
     if recipe is not None and not problems:
@@ -151,7 +163,7 @@ def dump_recipe(recipe: Recipe) -> str:
     return dump(recipe.model_dump(mode="json"))
 
 
-def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
+def _problems(error: ValidationError, tree: Tree, unknown_key_hint: UnknownKeyHint) -> list[Problem]:
     """Translates pydantic's errors to problems, one per key."""
     # A union reports the failure of every branch: one problem per key, the expectations of the branches joined by "or".
     by_key: dict[Key, list[dict[str, Any]]] = {}
@@ -171,16 +183,16 @@ def _problems(error: ValidationError, tree: Tree) -> list[Problem]:
         # Another branch of the union may have got further: `targets: [q_proj, 3]` is a list, not `all-linear`.
         is_inside = any(len(other) > len(key) and other[: len(key)] == key for other in first)
         if not is_inside or any(one["type"] not in ("literal_error", "tuple_type", "model_type") for one in group):
-            problems.append(Problem(tree.place(key), key, _message(key, group, tree.values)))
+            problems.append(Problem(tree.place(key), key, _message(key, group, tree.values, unknown_key_hint)))
     if (more := len(by_key) - len(first)) > 0:
         problems.append(Problem(tree.place(()), (), f"and {more:,} more problems"))
     return problems
 
 
-def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> str:
+def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any], unknown_key_hint: UnknownKeyHint) -> str:
     first = group[0]
     if first["type"] == "extra_forbidden":
-        return "unknown key" + _suggest_key(key, _value_at(values, key))
+        return "unknown key" + _suggest_key(key, _value_at(values, key), unknown_key_hint)
     if first["type"] == "missing" and isinstance(first["loc"][-1], int):  # in a list of fixed length
         return f"expected {group[-1]['loc'][-1] + 1} items, got {_shown(_value_at(values, key))}"
     if first["type"] == "missing":
@@ -197,7 +209,8 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
     message = f"expected {' or '.join(expected)}, got {_shown(given)}"
     if first["type"] == "literal_error" and isinstance(given, str):
         is_format = key[:1] == ("data",) and key[-1] == "format"
-        if given in (instead := FOREIGN_FORMATS if is_format else FOREIGN_VALUES.get(dotted(key), {})):
+        place = ("data", "train", "format") if is_format else key
+        if given in (instead := unknown_key_hint(dotted(place))):
             return f"{message}; {instead[given]}"
         choices = [choice.strip("'") for choice in first["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         nearest = difflib.get_close_matches(given.lower(), choices, n=1, cutoff=0.6)
@@ -217,14 +230,14 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any]) -> s
     return message
 
 
-def _suggest_key(key: Key, value: Any) -> str:
+def _suggest_key(key: Key, value: Any, unknown_key_hint: UnknownKeyHint) -> str:
     """Suggests a key for an unknown one: by a name in other tools, in its section, elsewhere in the recipe."""
     name, siblings = str(key[-1]), _fields_at(key[:-1])
     if name == "extends":
         return "; it belongs at the top level of a recipe"
     prefix = f"{dotted(key[:-1])}." if len(key) > 1 else ""
     is_source = len(key) == 4 and key[:1] == ("data",)
-    foreign = FOREIGN_SOURCE_KEYS.get(name) if is_source else FOREIGN_KEYS.get(name)
+    foreign = unknown_key_hint("data.train" if is_source else "").get(name)
     if foreign and " " in foreign:
         return f"; {foreign}"
     if foreign and (is_source or _may_replace(value, foreign)):
@@ -236,7 +249,7 @@ def _suggest_key(key: Key, value: Any) -> str:
     if same_name := [known for known in keys if known.rpartition(".")[2] == name]:
         return f"; did you mean `{'` or `'.join(same_name)}`?"
     places = {known.rpartition(".")[2]: known for known in keys if "." in known}
-    places |= {other: place for other, place in FOREIGN_KEYS.items() if " " not in place}
+    places |= {other: place for other, place in unknown_key_hint("").items() if " " not in place}
     if close := difflib.get_close_matches(name.lower(), places, n=1, cutoff=_NEARLY_EQUAL):
         return f"; did you mean `{places[close[0]]}`?"
     return f"; valid here: {', '.join(siblings)}" if siblings else ""
