@@ -22,7 +22,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from finetune.data.samples import BadRow
-from finetune.data.sources.features import Table
+from finetune.data.sources.arrow_features import Table
 from finetune.data.sources.files import (
     BUFFER_BYTES,
     COMPRESSIONS,

@@ -18,7 +18,7 @@ import pyarrow
 import pyarrow.parquet
 
 from finetune.data.samples import BadRow
-from finetune.data.sources.features import Table
+from finetune.data.sources.arrow_features import Table
 from finetune.data.sources.files import (
     DAMAGED,
     File,
