@@ -155,12 +155,23 @@ def train_here(path: Path, *overrides: str) -> str:
     """Train on one process, this one, which is much quicker; returns what a person would see. Errors are raised."""
     from finetune.features import all_features, load_recipe
     from finetune.plan.comparison import predict_run
+
+    return _train(load_recipe(path, overrides), path, predict=predict_run, features=all_features())
+
+
+def train_alone(path: Path, *overrides: str) -> str:
+    """As `train_here`, by the trainer without any wing."""
+    from finetune.recipe import load_recipe
+
+    return _train(load_recipe(path, overrides), path)
+
+
+def _train(recipe: Any, path: Path, **handed_in: Any) -> str:
     from finetune.training.run import train
     from finetune.training.signals import StopRequest
 
     console = Console(file=io.StringIO(), width=400)
-    handed_in = {"predict": predict_run, "features": all_features()}
-    train(load_recipe(path, overrides), str(path), StopRequest(), console, **handed_in)
+    train(recipe, str(path), StopRequest(), console, **handed_in)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

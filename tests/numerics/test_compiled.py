@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import metrics, train_here
+from conftest import metrics, train_alone
 
 from finetune.models.compiled import CompilationWatch, compilations, uncompiled
 
@@ -39,9 +39,9 @@ def test_compiled_layers_give_the_same_losses_and_are_compiled_once(
     recipe["train"]["activation_checkpointing"] = True
     recipe["evaluate"] |= {"every_steps": 3, "generate": 1, "max_new_tokens": 3}
     path = write_recipe(recipe)
-    train_here(path, "run.name=plain")
+    train_alone(path, "run.name=plain")
     before = compilations()
-    said = train_here(path, "run.name=compiled", "train.compile=true")
+    said = train_alone(path, "run.name=compiled", "train.compile=true")
     plain, compiled = (metrics(tmp_path / "runs" / name) for name in ("plain", "compiled"))
     assert len(plain) == len(compiled) == 7
     for ours, theirs in zip(compiled, plain, strict=True):

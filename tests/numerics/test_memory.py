@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import metrics, train_here
+from conftest import metrics, train_alone
 from safetensors.torch import load_file
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -227,9 +227,9 @@ def test_a_device_s_copy_goes_before_all_is_kept(recipe: dict[str, Any], write_r
 def test_a_run_with_offloaded_activations_is_the_same_run(recipe: dict[str, Any], write_recipe: Any) -> None:
     recipe["train"]["max_steps"] = 2
     runs = Path(recipe["run"]["dir"])
-    said = train_here(write_recipe(recipe), "run.name=without")
+    said = train_alone(write_recipe(recipe), "run.name=without")
     assert "activation_offload" not in said
-    said = train_here(write_recipe(recipe), "run.name=with", "train.activation_offload=true")
+    said = train_alone(write_recipe(recipe), "run.name=with", "train.activation_offload=true")
     assert "note: activation_offload has no use here: activations are in host memory already" in said
     assert_same(load_file(runs / "without/model/model.safetensors"), load_file(runs / "with/model/model.safetensors"))
 
@@ -261,8 +261,8 @@ def test_a_step_in_the_backward_is_the_same_step(
     one_forward["model"]["name"] = str(made / "llama_tied")
     one_forward["optimizer"]["name"] = optimizer
     path, runs = write_recipe(one_forward), Path(one_forward["run"]["dir"])
-    train_here(path, "run.name=after")
-    train_here(path, "run.name=within", IN_BACKWARD)
+    train_alone(path, "run.name=after")
+    train_alone(path, "run.name=within", IN_BACKWARD)
     after, within = (metrics(runs / name) for name in ("after", "within"))
     for a, b in zip(after, within, strict=True):
         for key in ("loss", "lr"):
@@ -296,9 +296,9 @@ def test_resume_with_and_without(one_forward: dict[str, Any], write_recipe: Any)
     one_forward["checkpoint"] = {"every_steps": 2}
     path, runs = write_recipe(one_forward), Path(one_forward["run"]["dir"])
     for name, first, then in (("on", (), (IN_BACKWARD,)), ("off", (IN_BACKWARD,), ())):
-        train_here(path, f"run.name={name}", "schedule.warmup_steps=0", "train.max_steps=2", *first)
-        assert "resuming from" in train_here(path, f"run.name={name}", "schedule.warmup_steps=0", *then)
-    train_here(path, "run.name=whole", "schedule.warmup_steps=0")
+        train_alone(path, f"run.name={name}", "schedule.warmup_steps=0", "train.max_steps=2", *first)
+        assert "resuming from" in train_alone(path, f"run.name={name}", "schedule.warmup_steps=0", *then)
+    train_alone(path, "run.name=whole", "schedule.warmup_steps=0")
     for name in ("on", "off"):
         assert_same(weights(runs / "whole"), weights(runs / name))
 
@@ -326,7 +326,7 @@ def test_a_gradient_that_is_not_finite_spoils_no_checkpoint(one_forward: dict[st
     broken = Broken()
     try:
         with pytest.raises(RunFailure, match="step 2; the weights in memory are invalid, the last checkpoint is not"):
-            train_here(write_recipe(one_forward), IN_BACKWARD)
+            train_alone(write_recipe(one_forward), IN_BACKWARD)
     finally:
         broken.hook.remove()
     run = Path(one_forward["run"]["dir"]) / "run"
@@ -338,7 +338,7 @@ def test_a_gradient_that_is_not_finite_spoils_no_checkpoint(one_forward: dict[st
 def test_a_loss_that_is_not_finite_stops_before_the_backward(one_forward: dict[str, Any], write_recipe: Any) -> None:
     one_forward["optimizer"] |= {"name": "sgd", "lr": 1e30, "weight_decay": 0.0}
     with pytest.raises(RunFailure, match="the loss is not finite at step 2; nothing was stepped"):
-        train_here(write_recipe(one_forward), IN_BACKWARD)
+        train_alone(write_recipe(one_forward), IN_BACKWARD)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_what_in_backward_cannot_do_is_refused(
     one_forward["data"]["packing"] = "tokens_per_device" not in values
     one_forward[section] |= values
     with pytest.raises(UserError) as error:
-        train_here(write_recipe(one_forward), IN_BACKWARD)
+        train_alone(write_recipe(one_forward), IN_BACKWARD)
     assert fragment in str(error.value)
 
 

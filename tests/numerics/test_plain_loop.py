@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import metrics, train_here
+from conftest import metrics, train_alone
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -53,7 +53,7 @@ def test_a_run_is_a_plain_loop(recipe: dict[str, Any], write_recipe: Any, made: 
     recipe["train"]["max_steps"] = STEPS
     del recipe["data"]["eval"], recipe["evaluate"]
     path = write_recipe(recipe)
-    train_here(path)
+    train_alone(path)
 
     loaded = load_recipe(path)
     examples = prepare_examples(loaded, loaded.data.train, load_tokenizer(loaded.model))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bitwise import is_measured
-from conftest import train_here
+from conftest import train_alone
 
 from finetune.engine.base import StorageCounter
 from finetune.engine.timing import Stopwatch
@@ -34,8 +34,8 @@ def profiled(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> tuple
     """A run with a profile, and the same without; what the first one showed, and the folder of both."""
     recipe["profile"] = {"steps": [3, 4]}
     recipe["checkpoint"] = {"every_steps": 3}
-    shown = train_here(write_recipe(recipe))
-    train_here(write_recipe(recipe), "run.name=plain", "profile=null")
+    shown = train_alone(write_recipe(recipe))
+    train_alone(write_recipe(recipe), "run.name=plain", "profile=null")
     return shown, tmp_path / "runs"
 
 
@@ -85,10 +85,10 @@ def test_a_run_measures_itself_and_a_profile_changes_nothing(profiled: tuple[str
 def test_a_profile_after_the_last_step_is_refused(recipe: dict[str, Any], write_recipe: Any) -> None:
     recipe["profile"] = {"steps": [3, 7]}
     with pytest.raises(UserError, match=r"profile\.steps: \[3, 7\] must end by the last step"):
-        train_here(write_recipe(recipe))
+        train_alone(write_recipe(recipe))
     recipe["train"] = {"epochs": 0.1, "precision": "fp32"}  # known only once the data is
     with pytest.raises(UserError, match=r"profile\.steps: \[3, 7\], but the run has 1 steps"):
-        train_here(write_recipe(recipe))
+        train_alone(write_recipe(recipe))
 
 
 def test_waits_are_excluded_from_their_phase_and_stalls_from_the_step() -> None:

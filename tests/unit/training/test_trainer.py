@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from conftest import metrics, train_here
+from conftest import metrics, train_alone
 from rich.console import Console
 from support.trainers import prepared_run, ready_trainer, started_engine
 
@@ -60,7 +60,7 @@ def losses(lines: list[Line]) -> list[tuple[float, float]]:
 
 
 def test_evaluations_and_checkpoints_come_after_their_steps(path: Path) -> None:
-    train_here(path, "evaluate={at_start: true, every_steps: 2}", "checkpoint={every_steps: 3}", "train.max_steps=5")
+    train_alone(path, "evaluate={at_start: true, every_steps: 2}", "checkpoint={every_steps: 3}", "train.max_steps=5")
     run = path.parent / "runs" / "run"
     lines = metrics(run)
     events = [(line["step"], "eval" if "eval_loss" in line else "step") for line in lines]
@@ -81,19 +81,19 @@ def test_the_data_end_a_run_of_epochs(path: Path) -> None:
     """The last step is short: it has the sequences that are left."""
     overrides = ("train={epochs: 1, precision: fp32}", "data.train.0.limit=30", "batch={rows: 3, rows_per_device: 1}")
     overrides += ("checkpoint.every_steps=10",)
-    train_here(path, *overrides)
+    train_alone(path, *overrides)
     run = path.parent / "runs" / "run"
     plan, lines = json.loads((run / "plan.json").read_text()), [line for line in metrics(run) if "loss" in line]
     assert plan["steps"] == math.ceil(plan["total_rows"] / 3) == len(lines)
     assert plan["total_rows"] % 3
     assert lines[-1]["epoch"] == 1.0
     assert lines[-1]["tokens"] == plan["tokens_per_epoch"]
-    assert "is finished" in train_here(path, *overrides)
+    assert "is finished" in train_alone(path, *overrides)
     assert [line for line in metrics(run) if "loss" in line] == lines
 
 
 def test_a_stop_saves_after_the_step_and_the_run_continues_as_if_there_was_none(path: Path) -> None:
-    train_here(path, "run.name=whole", "evaluate.every_steps=3")
+    train_alone(path, "run.name=whole", "evaluate.every_steps=3")
     stop, overrides = StopRequest(), ("evaluate.every_steps=3",)
     stop.steps_begun = True
     stop.receive(signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_a_stop_saves_after_the_step_and_the_run_continues_as_if_there_was_none(
     run = path.parent / "runs" / "run"
     assert read_status(run) == "stopped"
     assert [folder.name for folder in (run / "checkpoints").glob("step-*")] == ["step-00000001"]
-    train_here(path, *overrides)
+    train_alone(path, *overrides)
 
     def numbers(name: str) -> list[Any]:
         return [[line.get(key) for key in ("step", "loss", "eval_loss")] for line in metrics(run.parent / name)]
