@@ -209,7 +209,7 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any], unkn
     message = f"expected {' or '.join(expected)}, got {_shown(given)}"
     if first["type"] == "literal_error" and isinstance(given, str):
         is_format = key[:1] == ("data",) and key[-1] == "format"
-        place = ("data", "train", "format") if is_format else key
+        place = ("data", "train", "format") if is_format else tuple(part for part in key if isinstance(part, str))
         if given in (instead := unknown_key_hint(dotted(place))):
             return f"{message}; {instead[given]}"
         choices = [choice.strip("'") for choice in first["ctx"]["expected"].replace(" or ", ", ").split(", ")]
@@ -237,7 +237,8 @@ def _suggest_key(key: Key, value: Any, unknown_key_hint: UnknownKeyHint) -> str:
         return "; it belongs at the top level of a recipe"
     prefix = f"{dotted(key[:-1])}." if len(key) > 1 else ""
     is_source = len(key) == 4 and key[:1] == ("data",)
-    foreign = unknown_key_hint("data.train" if is_source else "").get(name)
+    hints = unknown_key_hint("data.train" if is_source else "")
+    foreign = hints.get(dotted(key)) or hints.get(name)
     if foreign and " " in foreign:
         return f"; {foreign}"
     if foreign and (is_source or _may_replace(value, foreign)):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.recipe.foreign_keys import FOREIGN_KEYS, FOREIGN_SOURCE_KEYS
 from finetune.recipe.yaml_tree import Location, Tree, flow, override
+from finetune.setup.foreign_keys import ForeignTool, foreign_tool
 from finetune.setup.foreign_values import ForeignTable, Leftover, one_line, shown
 
 TODO = "TODO: "  # begins the comment of a value that a person has to decide
@@ -19,6 +20,13 @@ _SECTIONS = (
 )
 _SOURCES = ("datasets", "test_datasets", "pretraining_dataset")  # keys of lists whose sections are sources
 _TEXTS = (("run", "name"), ("model", "name"), ("model", "revision"), ("model", "tokenizer"))
+
+_FILES = {  # with keys of the tool
+    "axolotl": ("axolotl",),
+    "LLaMA-Factory": ("llama_factory",),
+    "TRL": ("trl",),
+    "Unsloth": ("unsloth", "trl"),  # its scripts have TRL's trainers
+}
 
 Source = tuple[dict[str, Any], str]  # of a recipe, and its comment
 
@@ -35,6 +43,12 @@ class Conversion:
     rewards: list[Source] = field(default_factory=list)
     launch: str | None = None  # name of an accelerate config
     others: list[ForeignTable] = field(default_factory=list)  # files that the config names, about the launch
+    data: ForeignTool = field(init=False)  # keys, values and defaults of the tool
+    defaults: dict[str, Any] = field(init=False)  # of the tool, by its keys; a trainer has others
+
+    def __post_init__(self) -> None:
+        self.data = foreign_tool(*_FILES[self.tool], "transformers")
+        self.defaults = dict(self.data.defaults)
 
     def set(self, key: str, value: Any, comment: str = "") -> None:
         self.keys[key] = (value, comment)
@@ -42,10 +56,38 @@ class Conversion:
     def value(self, key: str) -> Any:
         return self.keys.get(key, (None, ""))[0]
 
+    def default(self, names: Sequence[str], other: Any = None) -> Any:
+        """Returns what the tool takes if none of the keys is given."""
+        return next((self.defaults[name] for name in names if name in self.defaults), other)
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Returns the tool's number for a key of the recipe, or its default; the next four likewise."""
+        names = self.data.names(key)
+        return self.theirs.number(*names, default=self.default(names, default))
+
+    def count(self, key: str) -> Any:
+        names = self.data.names(key)
+        return self.theirs.count(*names, default=self.default(names))
+
+    def word(self, key: str) -> str | None:
+        names = self.data.names(key)
+        return self.theirs.word(*names, default=self.default(names))
+
+    def words(self, key: str) -> list[str]:
+        names = self.data.names(key)
+        return self.theirs.words(*names) or list(self.default(names, ()))
+
+    def is_on(self, key: str) -> bool:
+        names = self.data.names(key)
+        return self.theirs.is_on(*names, default=self.default(names, False))
+
     def copy(self, key: str, *names: str, default: float | None = None, table: ForeignTable | None = None) -> None:
-        """Sets a number of the recipe from the other tool's, or from its default, which then is written out."""
-        table = table or self.theirs
-        value = table.number(*names, default=default)
+        """Sets a number of the recipe from the tool's, or from its default, which then is written out.
+
+        names: of the key, if not all that the tool has; table: where it is, if not at the top.
+        """
+        table, names = table or self.theirs, names or self.data.names(key)
+        value = table.number(*names, default=self.default(names) if default is None else default)
         if value is not None:
             self.set(key, value, "" if any(name in table for name in names) else f"the default of {self.tool}")
 
@@ -72,9 +114,24 @@ class Conversion:
     def leave_the_rest(self) -> None:
         """Lists every key that nobody asked for, at any depth, with the reason that `check` gives for it."""
         for one in list(self.theirs.unread()):
-            self.theirs.left.append(Leftover(one.path, one.value, OFF if one.value is False else _reason(one.path)))
+            reason = OFF if one.value is False else self._reason(one.path)
+            self.theirs.left.append(Leftover(one.path, one.value, reason))
+        launch = foreign_tool().keys["local_rank"].note
         for table in self.others:
-            self.theirs.left += [Leftover(one.path, one.value, FOREIGN_KEYS["local_rank"]) for one in table.unread()]
+            self.theirs.left += [Leftover(one.path, one.value, launch) for one in table.unread()]
+
+    def _reason(self, path: str) -> str:
+        """Returns why a key of the tool is not converted: by its place, its name, or the section around it."""
+        first, *inner = [part for part in re.findall(r"[^.\[\]]+", path) if not part.isdecimal()]
+        tools = (self.data, foreign_tool())
+        tables = [tool.sources for tool in tools if first in _SOURCES and inner] + [tool.keys for tool in tools]
+        names = (".".join((first, *inner)), (inner or [first])[-1])
+        row = next((table[name] for table in tables for name in names if name in table), None)
+        if row is None and inner and (around := foreign_tool().keys.get(first)) and around.note:
+            row = around
+        if row is None:
+            return "no counterpart is known"
+        return row.note or f"set `{row.ours}`, if it is meant"
 
     def not_converted(self) -> list[str]:
         """Returns lines of `path=value, path=value: reason`, one for each reason."""
@@ -112,19 +169,6 @@ class Conversion:
             below += [_line(f"  {name}: {flow(value)}", comment) for name, (value, comment) in inside.items()]
             lines += [f"{section}:", *below] if below else []
         return "\n".join(lines) + "\n"
-
-
-def _reason(path: str) -> str:
-    """Returns why a key of the other tool is not converted, by its name, or by that of the section around it."""
-    first, *inner = re.findall(r"[^.\[\]]+", path)
-    tables = [FOREIGN_SOURCE_KEYS, FOREIGN_KEYS] if first in _SOURCES and inner else [FOREIGN_KEYS]
-    name = (inner or [first])[-1]
-    reason = next((table[name] for table in tables if name in table), None)
-    if reason is None and inner and " " in FOREIGN_KEYS.get(first, ""):
-        reason = FOREIGN_KEYS[first]
-    if reason is None:
-        return "no counterpart is known"
-    return reason if " " in reason else f"set `{reason}`, if it is meant"
 
 
 def _line(text: str, comment: str) -> str:

@@ -8,79 +8,45 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from typing import Any
 
-from finetune.recipe.foreign_keys import FOREIGN_KEYS
 from finetune.setup.conversion import TODO, Conversion, run_name
+from finetune.setup.foreign_keys import foreign_tool
 from finetune.setup.foreign_launch import ForeignLaunch, read_foreign_launch
 from finetune.setup.foreign_rollouts import fit_rollouts
 from finetune.setup.foreign_values import ForeignTable
 
-OPTIMIZERS = {
-    **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"),
-    **dict.fromkeys(("optimi_adamw", "flash_adamw"), "adamw"),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), "adamw_8bit"),
-    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "paged_adamw"),
-    **{name: name for name in ("paged_adamw_8bit", "muon", "sgd")},
-}
-SCHEDULES = {
-    **{name: name for name in ("cosine", "linear", "constant")},
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-    "warmup_stable_decay": "wsd",
-    "polynomial": "linear",  # power 1, its default
-}
 COMPARING = ("dpo", "kto", "orpo", "reward")
 FILES = ("json", "csv", "parquet", "text", "arrow")  # kinds of files that stand in place of a hub id
 # Keys that cannot change what is trained: names of folders, and switches of the command.
 _WITHOUT_EFFECT = ("overwrite_output_dir", "do_train")
 
 
-@dataclass(frozen=True)
-class ToolDefaults:
-    """Values that a tool takes for keys that are left out."""
-
-    micro: int = 8  # rows of a device in one forward
-    accumulation: int = 1
-    optimizer: str = "adamw_torch_fused"
-    lr: float | None = None
-    weight_decay: float = 0.0
-    schedule: str = "linear"
-    warmup_ratio: float = 0.0
-    warmup_steps: int = 0
-    epochs: float = 3.0
-    precision: str = "bf16"  # if neither bf16 nor fp16 is said
-    checkpointing: bool = True
-    save_steps: int | None = 500  # None: only the result
-    project: str = "huggingface"  # at W&B and Trackio
-
-
-def convert_training(c: Conversion, defaults: ToolDefaults, keeps_16_bits: bool = False) -> None:
+def convert_training(c: Conversion, keeps_16_bits: bool = False) -> None:
     """Converts all but run, model, adapters, objective and data, which precede.
 
     keeps_16_bits: whether trained weights are in 16 bits there, unless ZeRO or FSDP has copies in fp32.
     """
     launch = read_foreign_launch(c)
-    _batch(c, defaults, launch)
-    _optimizer(c, defaults)
-    _schedule(c, defaults)
-    _length(c, defaults)
-    _precision(c, defaults.precision, launch, keeps_16_bits)
-    _memory(c, defaults.checkpointing)
+    _batch(c, launch)
+    _optimizer(c)
+    _schedule(c)
+    _length(c)
+    _precision(c, launch, keeps_16_bits)
+    _memory(c)
     _evaluation(c)
-    _checkpoints(c, defaults)
-    _tracking(c, defaults.project)
+    _checkpoints(c)
+    _tracking(c)
     _reference(c)
     fit_rollouts(c)
     c.theirs.ignore(*_WITHOUT_EFFECT)
 
 
-def _batch(c: Conversion, defaults: ToolDefaults, launch: ForeignLaunch) -> None:
+def _batch(c: Conversion, launch: ForeignLaunch) -> None:
     """Rows of a step: micro-batch x accumulation x devices that have rows of their own."""
     t = c.theirs
-    micro = t.count("per_device_train_batch_size", "micro_batch_size", default=defaults.micro)
-    accumulation = defaults.accumulation
+    micro = c.count("batch.rows_per_device")
+    accumulation = c.defaults["gradient_accumulation_steps"]
     if c.tool == "axolotl" and "batch_size" in t:  # its older way to say the accumulation
         accumulation = max(1, t.count("batch_size", default=micro) // micro)
     steps = t.count("gradient_accumulation_steps", default=accumulation)
@@ -103,14 +69,12 @@ def _batch(c: Conversion, defaults: ToolDefaults, launch: ForeignLaunch) -> None
     c.set("batch.rows_per_device", micro)
 
 
-def _length(c: Conversion, defaults: ToolDefaults) -> None:
-    passes = c.theirs.number("num_train_epochs", "num_epochs", default=defaults.epochs)
-    most = c.theirs.number("max_steps", default=-1)
+def _length(c: Conversion) -> None:
+    passes, most = c.number("train.epochs"), c.number("train.max_steps")
     if most and most > 0:
         c.set("train.max_steps", int(most), f"before {passes:g} epochs are over" if "num_epochs" in c.theirs else "")
     else:
-        is_given = "num_train_epochs" in c.theirs or "num_epochs" in c.theirs
-        c.set("train.epochs", passes, "" if is_given else f"the default of {c.tool}")
+        c.copy("train.epochs")
 
 
 def convert_held_out(c: Conversion, name: str, table: ForeignTable | None = None) -> None:
@@ -124,34 +88,33 @@ def convert_held_out(c: Conversion, name: str, table: ForeignTable | None = None
         c.set("data.eval", {"share": 0.05}, f"{TODO}{held_out} rows there; here a share of them")
 
 
-def convert_run(c: Conversion, seed: int = 42) -> None:
+def convert_run(c: Conversion) -> None:
     t = c.theirs
-    names = ("run_name", "wandb_name", "output_dir", "base_model", "model_name_or_path", "model_name")
+    names = ("run_name", "wandb_name", "output_dir", *c.data.names("model.name"))
     name = next((str(t.values[name]) for name in names if name in t), "run")
     t.ignore("run_name", "wandb_name", "output_dir")
     c.set("run.name", run_name(name))
-    c.copy("run.seed", "seed", "random_state", "random_seed", default=seed)
+    c.copy("run.seed")
 
 
-def convert_model(c: Conversion, *names: str) -> None:
-    """Name, revision, tokenizer and added tokens of the model; names: the tool's keys of its id or folder."""
+def convert_model(c: Conversion) -> None:
+    """Name, revision, tokenizer and added tokens of the model."""
     t = c.theirs
-    name = t.word(*names) or "org/model"
+    name = c.word("model.name") or "org/model"
     plain = re.sub(r"(-unsloth)?-bnb-4bit$", "", name)
     comment = f"{name} is quantized already; this is taken for the model before" if plain != name else ""
     if re.search(r"(?i)-(awq|gptq|aqlm)", name):
         comment = f"{TODO}it is quantized already: name the model before, with `mode: qlora`"
     c.set("model.name", plain, f"{TODO}no model is named" if name == "org/model" else comment)
-    if (revision := t.word("model_revision", "revision_of_model", "revision")) not in (None, "main"):
+    if (revision := c.word("model.revision")) not in (None, "main"):
         c.set("model.revision", revision)
-    tokenizer = t.word("tokenizer_config", "tokenizer_name", "tokenizer_name_or_path")
-    if tokenizer not in (None, name):
+    if (tokenizer := c.word("model.tokenizer")) not in (None, name):
         c.set("model.tokenizer", tokenizer)
-    if t.is_on("trust_remote_code"):
+    if c.is_on("model.trust_remote_code"):
         c.set("model.trust_remote_code", True)
     if isinstance(t.values.get("tokens"), ForeignTable):  # axolotl's older form of `special_tokens`
-        t.leave("tokens", FOREIGN_KEYS["special_tokens"])
-    added = [one for key in ("add_tokens", "add_special_tokens", "tokens") for one in t.words(key)]
+        t.leave("tokens", foreign_tool().keys["special_tokens"].note)
+    added = [one for key in c.data.names("tokens.add") for one in t.words(key)]
     if added:
         c.set("tokens.add", list(dict.fromkeys(added)))
     settings = t.table("model_config")
@@ -167,29 +130,27 @@ def _router(c: Conversion, settings: ForeignTable) -> None:
 
 
 def convert_adapters(
-    c: Conversion, rank: int, alpha: float, dropout: float, targets: Any, comment: str = "", bits: str | None = None
+    c: Conversion, targets: Any, comment: str = "", bits: str | None = None, alpha_per_rank: int = 1
 ) -> None:
-    """Mode and sections of adapters; the values are the tool's or its defaults. bits: type of quantization."""
-    t = c.theirs
+    """Mode and sections of adapters. bits: type of quantization; alpha_per_rank: if the tool has no other default."""
+    rank = c.count("lora.rank")
     c.set("mode", "qlora" if bits else "lora")
     c.set("lora.rank", int(rank))
-    c.set("lora.alpha", alpha)
-    c.set("lora.dropout", dropout)
+    c.set("lora.alpha", c.number("lora.alpha", default=alpha_per_rank * rank))
+    c.set("lora.dropout", c.number("lora.dropout"))
     c.set("lora.targets", targets, comment)
-    if t.is_on("use_rslora", "peft_use_rslora"):
-        c.set("lora.rslora", True)
-    if t.is_on("use_dora", "peft_use_dora"):
-        c.set("lora.dora", True)
-    if saved := t.words("lora_modules_to_save", "modules_to_save", "additional_target"):
+    for key in ("lora.rslora", "lora.dora"):
+        if c.is_on(key):
+            c.set(key, True)
+    if saved := c.words("lora.modules_to_save"):
         c.set("lora.modules_to_save", saved)
     if bits:
         c.set("quantization.type", bits, "8-bit integers there; 8-bit floats here" if bits == "fp8" else "")
 
 
-def _optimizer(c: Conversion, defaults: ToolDefaults) -> None:
-    t = c.theirs
-    given = t.word("optim", "optimizer", default=defaults.optimizer)
-    ours = "muon" if t.is_on("use_muon") else OPTIMIZERS.get(str(given))
+def _optimizer(c: Conversion) -> None:
+    t, given = c.theirs, c.word("optimizer.name")
+    ours = "muon" if t.is_on("use_muon") else c.data.value("optimizer.name", given).ours
     unknown = f"{TODO}{given} is not offered; another optimizer needs another learning rate"
     if ours != "adamw":
         c.set("optimizer.name", ours or "adamw", "" if ours else unknown)
@@ -197,7 +158,7 @@ def _optimizer(c: Conversion, defaults: ToolDefaults) -> None:
         if t.is_on(key):
             c.set("optimizer.name", "adamw", f"{TODO}{key} there, which is not offered")
             t.leave(key, f"is not an optimizer here: {c.value('optimizer.name')} is set")
-    rate = t.number("learning_rate", default=defaults.lr)
+    rate = c.number("optimizer.lr")
     if rate is None:
         c.set("optimizer.lr", 2e-5, f"{TODO}no learning rate is given")
     else:
@@ -206,30 +167,29 @@ def _optimizer(c: Conversion, defaults: ToolDefaults) -> None:
         if key in t and t.take(key):
             c.doubt("optimizer.lr", f"{key} gives some weights another rate there")
             t.leave(key, "all weights have one rate, `optimizer.lr`")
-    c.copy("optimizer.weight_decay", "weight_decay", default=defaults.weight_decay)
-    betas = [float(t.number(f"adam_beta{i}", default=default)) for i, default in ((1, 0.9), (2, 0.999))]
-    c.set("optimizer.betas", betas)
-    c.copy("optimizer.eps", "adam_epsilon", default=1e-8)
-    c.copy("optimizer.max_grad_norm", "max_grad_norm", default=1.0)
+    c.copy("optimizer.weight_decay")
+    betas = c.data.names("optimizer.betas")
+    c.set("optimizer.betas", [float(t.number(name, default=c.defaults[name])) for name in betas])
+    c.copy("optimizer.eps")
+    c.copy("optimizer.max_grad_norm")
     if not c.value("optimizer.max_grad_norm"):
         c.set("optimizer.max_grad_norm", None, "no clipping")
     if ours == "sgd":
         c.set("optimizer.momentum", 0.0)
 
 
-def _schedule(c: Conversion, defaults: ToolDefaults) -> None:
+def _schedule(c: Conversion) -> None:
     """Decay and warm-up."""
-    t, ratio, steps = c.theirs, defaults.warmup_ratio, defaults.warmup_steps
-    given = t.word("lr_scheduler_type", "lr_scheduler", default=defaults.schedule)
-    ours = SCHEDULES.get(str(given))
+    t, ratio, steps = c.theirs, c.defaults["warmup_ratio"], c.defaults["warmup_steps"]
+    given = c.word("schedule.name")
+    ours = c.data.value("schedule.name", given).ours
     nearest = "" if ours else f"{TODO}{given} is not offered; this comes nearest"
     c.set("schedule.name", ours or "cosine", nearest)
     further = t.table("lr_scheduler_kwargs")
     least, rate = further.number("min_lr_rate"), further.number("min_lr")
     if least is None and rate:
         least = round(rate / c.value("optimizer.lr"), 6)
-    least = t.number("cosine_min_lr_ratio", default=least)
-    if least:
+    if least := c.number("schedule.min_lr_ratio", default=least):
         c.set("schedule.min_lr_ratio", float(least))
     if ours == "wsd":
         decay = further.number("num_decay_steps")
@@ -246,10 +206,10 @@ def _schedule(c: Conversion, defaults: ToolDefaults) -> None:
         c.set("schedule.warmup_ratio", float(share or ratio), "" if share else f"the default of {c.tool}")
 
 
-def _memory(c: Conversion, checkpointing: bool) -> None:
-    """Recomputation, offloading and compilation. checkpointing: the tool's default."""
-    t = c.theirs
-    given = str(t.take("gradient_checkpointing", "use_gradient_checkpointing", default=checkpointing)).lower()
+def _memory(c: Conversion) -> None:
+    """Recomputation, offloading and compilation."""
+    t, names = c.theirs, c.data.names("train.activation_checkpointing")
+    given = str(t.take(*names, default=c.default(names))).lower()
     if "gradient_checkpointing_kwargs" in t:
         t.table("gradient_checkpointing_kwargs").ignore("use_reentrant")
     is_on = given not in ("false", "none", "no") and not t.is_on("disable_gradient_checkpointing")
@@ -262,13 +222,13 @@ def _memory(c: Conversion, checkpointing: bool) -> None:
         c.set("model.cross_entropy", "auto", "`liger` takes its kernels and needs them installed")
 
 
-def _precision(c: Conversion, default: str, launch: ForeignLaunch, keeps_16_bits: bool) -> None:
+def _precision(c: Conversion, launch: ForeignLaunch, keeps_16_bits: bool) -> None:
     """Precision, as transformers decides: bf16 and fp16 of the arguments, else the launcher's mixed_precision."""
     t, comment = c.theirs, ""
     bf16, fp16 = t.take("bf16"), t.is_on("fp16")
     is_16 = str(bf16).lower() in ("true", "auto", "full", "yes", "1")
     if "bf16" not in t and not fp16:
-        given, comment = default, f"the default of {c.tool}"
+        given, comment = "bf16" if c.defaults["bf16"] else "fp32", f"the default of {c.tool}"
     else:
         given = "fp16" if fp16 else "bf16" if is_16 else "fp32"
     if given == "fp32" and launch.mixed_precision in ("bf16", "fp16"):
@@ -312,13 +272,13 @@ def _every(c: Conversion, name: str) -> int | None:
 
 def _evaluation(c: Conversion) -> None:
     """Intervals of evaluation, early stopping and the best checkpoint; after the data."""
-    t = c.theirs
+    t, patience_names = c.theirs, c.data.names("train.stop_when.patience")
     t.ignore("do_eval", "per_device_eval_batch_size", "eval_batch_size")
     if "eval" not in c.sources and not c.value("data.eval"):
         for name in ("eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy"):
             if str(t.take(name)).lower() not in ("none", "no", "false"):
                 t.leave(name, _NO_ROWS)
-        for name in ("early_stopping_patience", "early_stopping_steps", "load_best_model_at_end"):
+        for name in (*patience_names, "load_best_model_at_end"):
             if t.take(name) not in (None, False):
                 t.leave(name, _NO_ROWS)
         return
@@ -328,12 +288,11 @@ def _evaluation(c: Conversion) -> None:
         c.set("evaluate.every_steps", every)
     elif strategy == "epoch":
         t.leave("eval_strategy" if "eval_strategy" in t else "evaluation_strategy", "set `evaluate.every_steps`")
-    patience = t.count("early_stopping_patience", "early_stopping_steps")
+    patience = c.count("train.stop_when.patience")
     if patience and c.value("evaluate.every_steps"):
         c.set("train.stop_when", {"metric": "eval_loss", "patience": patience})
     elif patience:
-        name = "early_stopping_patience" if "early_stopping_patience" in t else "early_stopping_steps"
-        t.leave(name, "set `evaluate.every_steps` and `train.stop_when`")
+        t.leave(next(name for name in patience_names if name in t), "set `evaluate.every_steps` and `train.stop_when`")
     metric = t.word("metric_for_best_model", default="eval_loss")
     if metric not in ("eval_loss", "loss"):
         t.leave("metric_for_best_model", f"`checkpoint.best` knows eval_loss and others, not {metric}")
@@ -343,25 +302,25 @@ def _evaluation(c: Conversion) -> None:
         c.set("train.result", "best")
 
 
-def _checkpoints(c: Conversion, defaults: ToolDefaults) -> None:
+def _checkpoints(c: Conversion) -> None:
     t = c.theirs
     strategy = t.word("save_strategy", default="steps")
     every = _every(c, "save_steps")
     if "save_steps" not in t and "saves_per_epoch" not in t and strategy == "steps":
-        every = defaults.save_steps
+        every = c.defaults["save_steps"]
     if strategy == "steps" and every:
         c.set("checkpoint.every_steps", every, "" if "save_steps" in t else f"the default of {c.tool}")
     elif strategy not in ("steps", "no"):
         t.leave("save_strategy", "set `checkpoint.every_steps`, or `checkpoint.best`")
     if "saves_per_epoch" in t:
         t.leave("saves_per_epoch", "set `checkpoint.every_steps`")
-    if (keep := t.number("save_total_limit")) is not None:
+    if (keep := c.number("checkpoint.keep")) is not None:
         c.set("checkpoint.keep", max(1, int(keep)))
 
 
-def _tracking(c: Conversion, project: str) -> None:
-    """Trackers. project: the tool's default at W&B and Trackio."""
-    t = c.theirs
+def _tracking(c: Conversion) -> None:
+    """Trackers; the tool has one default for the project at W&B and at Trackio."""
+    t, project = c.theirs, c.defaults["wandb_project"]
     trackers = set(t.words("report_to"))
     name, entity = t.word("wandb_project"), t.word("wandb_entity")
     if name or t.is_on("use_wandb", "enable_wandb") or trackers & {"wandb", "all"}:
@@ -379,7 +338,7 @@ def _reference(c: Conversion) -> None:
     t, name = c.theirs, c.value("objective.name")
     base_is_first = c.value("mode") != "full" and not c.value("lora.modules_to_save") and not c.value("tokens.add")
     if name in ("dpo", "kto") and c.value("objective.loss") != "simpo":
-        if other := t.word("ref_model"):
+        if other := c.word("objective.reference_model"):
             c.set("objective.reference_model", other)
         elif base_is_first and not t.is_on("precompute_ref_log_probs"):
             c.set("objective.reference", "adapters_off", "the model without its adapters, as there")

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.recipe.schema import LOSSES_OF
 from finetune.setup.conversion import TODO, Conversion, Source
 from finetune.setup.foreign_arguments import (
     COMPARING,
-    ToolDefaults,
     convert_adapters,
     convert_held_out,
     convert_model,
@@ -32,26 +32,8 @@ class DatasetType(NamedTuple):
     comment: str = ""
 
 
-_ALPACA = "the Alpaca text is around prompts there; here the chat template is"
 _QUESTION = {"prompt": "question"}
 _ARGILLA = {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"}
-# `type` up to the first dot or colon, or all of it.
-_ANSWERS: dict[str, DatasetType] = {
-    "alpaca": DatasetType("alpaca", comment=_ALPACA),
-    "alpaca_w_system": DatasetType("alpaca", comment=_ALPACA),
-    "alpaca_w_system.load_open_orca": DatasetType(
-        "prompt_completion", {"prompt": "question", "completion": "response", "system": "system_prompt"}
-    ),
-    "alpaca_chat": DatasetType("alpaca", {"output": "response"}),
-    "alpaca_chat.load_qa": DatasetType("prompt_completion", {"prompt": "question", "completion": "answer"}),
-    "gpteacher": DatasetType("alpaca", {"output": "response"}, comment=_ALPACA),
-    "oasst": DatasetType("alpaca", {"instruction": "INSTRUCTION", "output": "RESPONSE"}, comment=_ALPACA),
-    "jeopardy": DatasetType("prompt_completion", {"prompt": "question", "completion": "answer"}),
-    "summarizetldr": DatasetType("prompt_completion", {"prompt": "article", "completion": "summary"}),
-    "metharme": DatasetType("prompt_completion", {"completion": "generation"}),
-    "creative_acr.load_answer": DatasetType("prompt_completion", {"prompt": "instruction", "completion": "revision"}),
-    "sharegpt": DatasetType("sharegpt"),
-}
 # By what follows the template in a type, such as `intel` in chatml.intel.
 _PAIRS: dict[str, dict[str, str]] = {
     "argilla": _ARGILLA,
@@ -65,38 +47,14 @@ _MARKED: dict[str, dict[str, str]] = {
     "argilla_chat": {"prompt": "chosen"},
     **{name: {} for name in ("", "ultra", "prompt_pairs")},
 }
-_TEMPLATES = {
-    **{name: name for name in ("chatml", "llama3", "gemma")},
-    "mistral_v1": "mistral",
-    "mistral_v2v3": "mistral-v3",
-    "mistral_v3_tekken": "mistral-tekken",
-    **dict.fromkeys(("tokenizer_default", "tokenizer_default_fallback_chatml"), None),
-}
 _WRITTEN = ("chatml", "llama3", "zephyr")  # templates that types such as llama3.ultra write around pairs
-# `rl`: the objective, and its loss.
-_OBJECTIVES: dict[str, tuple[str, str | None]] = {
-    "sft": ("sft", None),
-    "reward": ("reward", None),
-    "dpo": ("dpo", "sigmoid"),
-    "ipo": ("dpo", "ipo"),
-    "simpo": ("dpo", "simpo"),
-    "orpo": ("orpo", None),
-    "kto": ("kto", None),
-    "grpo": ("grpo", None),
-    "gdpo": ("grpo", None),
-}
-_PAIR_LOSSES = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down")
-_DEFAULTS = ToolDefaults(
-    micro=1, schedule="cosine", warmup_ratio=0.03, epochs=1.0, checkpointing=False, save_steps=None
-)
-_OVERLONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 _ROLES = {"assistant": {"gpt", "assistant"}, "user": {"human", "user"}, "system": {"system"}, "tool": {"tool"}}
 
 
 def convert_axolotl(c: Conversion) -> None:
     t = c.theirs
     convert_run(c)
-    convert_model(c, "base_model")
+    convert_model(c)
     if t.word("base_model_config", default="") not in ("", c.value("model.name")):
         t.leave("base_model_config", "a model keeps its own config")
     t.ignore("type_of_model", "model_type", "tokenizer_type")  # classes follow from the model's config
@@ -119,9 +77,9 @@ def convert_axolotl(c: Conversion) -> None:
         _adapters(c, "nf4" if four or adapter == "qlora" else "fp8" if eight else None)
     _objective(c)
     _data(c)
-    convert_training(c, _DEFAULTS, keeps_16_bits=c.value("mode") == "full")
-    if c.value("schedule.warmup_ratio") == _DEFAULTS.warmup_ratio and "warmup_ratio" not in t:
-        c.set("schedule.warmup_ratio", _DEFAULTS.warmup_ratio, "the default of axolotl, there at most 100 steps")
+    convert_training(c, keeps_16_bits=c.value("mode") == "full")
+    if c.value("schedule.warmup_ratio") == c.defaults["warmup_ratio"] and "warmup_ratio" not in t:
+        c.set("schedule.warmup_ratio", c.defaults["warmup_ratio"], "the default of axolotl, there at most 100 steps")
 
 
 def _template(c: Conversion, name: str | None, jinja: str | None) -> None:
@@ -130,9 +88,9 @@ def _template(c: Conversion, name: str | None, jinja: str | None) -> None:
     elif jinja:
         c.theirs.leave("chat_template_jinja", "save it to a file and name that in `model.chat_template`")
         c.set("model.chat_template", None, f"{TODO}a template of its own there: save it to a file and name it here")
-    elif name in _TEMPLATES:
-        if _TEMPLATES[name]:
-            c.set("model.chat_template", _TEMPLATES[name])
+    elif name in c.data.values["model.chat_template"]:
+        if ours := c.data.value("model.chat_template", name).ours:
+            c.set("model.chat_template", ours)
     elif name:
         c.set("model.chat_template", None, f"the tokenizer's own, in place of axolotl's {name}")
 
@@ -145,7 +103,7 @@ def _adapters(c: Conversion, bits: str | None) -> None:
     t = c.theirs
     targets: Any = "all-linear"
     comment = ""
-    named = t.words("lora_target_modules")
+    named = c.words("lora.targets")
     text = ",".join(named)
     if t.is_on("lora_target_linear"):
         if named:
@@ -158,16 +116,7 @@ def _adapters(c: Conversion, bits: str | None) -> None:
         targets, comment = ["q_proj", "v_proj"], "the default of peft for Llama, Mistral and Qwen"
     elif named != ["all-linear"]:
         targets = named
-    rank = t.count("lora_r", default=8)
-    convert_adapters(
-        c,
-        rank=rank,
-        alpha=t.number("lora_alpha", default=rank),
-        dropout=t.number("lora_dropout", default=0.0),
-        targets=targets,
-        comment=comment,
-        bits=bits,
-    )
+    convert_adapters(c, targets, comment, bits)
 
 
 # A regular expression that takes the same modules of every layer, such as `model.layers.[\d]+.mlp.(up|down)_proj`.
@@ -178,14 +127,15 @@ def _objective(c: Conversion) -> None:
     t = c.theirs
     is_reward, is_process = t.is_on("reward_model"), t.is_on("process_reward_model")
     rl = t.word("rl", default="reward" if is_reward or is_process else "sft")
-    name, loss = _OBJECTIVES.get(str(rl), ("sft", None))
+    row = c.data.value("objective.name", rl)
+    name = row.ours or "sft"
     if name == "grpo":
         convert_grpo(c, t.table("trl"))
-        if rl == "gdpo":
-            c.doubt("objective.name", "gdpo scales each reward by itself; grpo their sum")
+        if row.doubt:
+            c.doubt("objective.name", row.doubt)
         return
     c.set("objective.name", name)
-    if str(rl) not in _OBJECTIVES:
+    if not row.ours:
         c.doubt("objective.name", f"`rl: {rl}` is not offered")
     if is_process:
         c.doubt("objective.name", "process rewards are not offered; reward scores whole answers")
@@ -195,27 +145,27 @@ def _objective(c: Conversion) -> None:
         c.set("objective.train_on", "all" if t.is_on("train_on_inputs") else "assistant")
         return
     t.ignore("train_on_inputs")  # pairs and marked answers have no loss on their prompts
-    if loss:
-        _pair_loss(c, loss if rl != "dpo" else None)
+    if name == "dpo":
+        _pair_loss(c, row.sets.get("objective.loss"))
     if name != "reward":
-        c.copy("objective.beta", *(("rl_beta", "orpo_alpha") if rl == "orpo" else ("rl_beta",)), default=0.1)
+        c.copy("objective.beta", *c.data.names("objective.beta")[: None if rl == "orpo" else 1])  # the other is ORPO's
     if rl == "simpo":
-        c.copy("objective.margin", "simpo_gamma", default=0.5)
-        c.copy("objective.sft_weight", "cpo_alpha", default=1.0)
+        c.copy("objective.margin")
+        c.copy("objective.sft_weight")
     if name == "kto":
-        c.copy("objective.desirable_weight", "kto_desirable_weight", default=1.0)
-        c.copy("objective.undesirable_weight", "kto_undesirable_weight", default=1.0)
-    if rl == "dpo" and t.number("dpo_label_smoothing"):
-        c.copy("objective.label_smoothing", "dpo_label_smoothing")
-    if name == "reward" and t.number("center_rewards_coefficient"):
-        c.copy("objective.centering", "center_rewards_coefficient")
+        c.copy("objective.desirable_weight")
+        c.copy("objective.undesirable_weight")
+    if rl == "dpo" and c.number("objective.label_smoothing"):
+        c.copy("objective.label_smoothing")
+    if name == "reward" and c.number("objective.centering"):
+        c.copy("objective.centering")
 
 
 def _pair_loss(c: Conversion, fixed: str | None) -> None:
     """The loss of `rl: ipo` and `simpo`, or those of `dpo_loss_type`."""
     t = c.theirs
-    losses = [fixed] if fixed else t.words("dpo_loss_type") or ["sigmoid"]
-    known = fixed or losses[0] in _PAIR_LOSSES
+    losses = [fixed] if fixed else c.words("objective.loss") or ["sigmoid"]
+    known = fixed or losses[0] in LOSSES_OF["dpo"]
     c.set("objective.loss", losses[0] if known else "sigmoid", "" if known else f"{TODO}{losses[0]} is not offered")
     if others := [loss for loss in losses[1:] if loss != "sft"]:
         c.doubt("objective.loss", f"one loss is trained: {', '.join(others)} is left out")
@@ -232,19 +182,19 @@ def _data(c: Conversion) -> None:
     if tests := t.tables("test_datasets"):
         c.sources["eval"] = _sources(c, tests)
     convert_held_out(c, "val_set_size")
-    strategy = t.word("excess_length_strategy", default="drop")
+    overlong = c.data.value("data.overlong", c.word("data.overlong")).ours or "drop"
     packs = t.is_on("sample_packing", default=bool(pretraining))
     if c.value("objective.name") == "grpo":
         fit_length(c, "sequence_len")
         return
-    c.copy("data.max_length", "sequence_len", default=512)
+    c.copy("data.max_length")
     kinds = {source.get("format") for source, _ in c.sources["train"]}
-    c.set("data.overlong", "split" if kinds == {"text"} else _OVERLONG.get(str(strategy), "drop"))
+    c.set("data.overlong", "split" if kinds == {"text"} else overlong)
     c.set("data.packing", packs)
     if t.word("processor_type"):
         c.set("data.image", {}, "pictures in the rows")
         t.ignore("skip_prepare_dataset", "remove_unused_columns")
-    if pretraining or t.is_on("streaming"):
+    if pretraining or c.is_on("data.streaming"):
         c.set("data.streaming", True)
 
 
@@ -255,7 +205,7 @@ def _sources(c: Conversion, theirs: list[ForeignTable], kind: str | None = None)
         split = one.word("split", default="train")
         named = {"config": one.word("name"), "split": None if split == "train" else split}
         source: dict[str, Any] = {key: value for key, value in named.items() if value}
-        rows = _rows(c.value("objective.name"), one.take("type", default=kind), one)
+        rows = _rows(c, one.take("type", default=kind), one)
         if rows.format:
             source["format"] = rows.format
         if rows.columns:
@@ -273,7 +223,7 @@ def _of_source(c: Conversion, one: ForeignTable, rows: DatasetType) -> list[str]
     jinja = one.word("chat_template_jinja")
     if template or jinja:
         before = c.value("model.chat_template")
-        if before in (None, _TEMPLATES.get(str(template), "")) and not jinja:
+        if (before is None or before == c.data.value("model.chat_template", template).ours) and not jinja:
             _template(c, template, None)
             given = c.theirs.values.get("chat_template")
             if rows.template and given not in (None, rows.template):
@@ -287,8 +237,9 @@ def _of_source(c: Conversion, one: ForeignTable, rows: DatasetType) -> list[str]
     return doubts
 
 
-def _rows(objective: str, kind: Any, one: ForeignTable) -> DatasetType:
+def _rows(c: Conversion, kind: Any, one: ForeignTable) -> DatasetType:
     """Returns what a `type` says."""
+    objective = c.value("objective.name")
     if objective in COMPARING:
         return _of_answers(objective, kind, one)
     if objective == "grpo":
@@ -304,13 +255,15 @@ def _rows(objective: str, kind: Any, one: ForeignTable) -> DatasetType:
         return _of_turns(one)
     if not name:
         return DatasetType("tokens", comment="tokenized already: input_ids, and labels with -100")
-    found = _ANSWERS.get(name) or _ANSWERS.get(name.partition(":")[0]) or _ANSWERS.get(name.partition(".")[0])
-    if found is None:
+    names = (name, name.partition(":")[0], name.partition(".")[0])
+    rows = [c.data.value("data.train.format", one) for one in names]
+    row = next((row for row in rows if row.ours), None)
+    if row is None:
         return DatasetType(None, doubts=(f"`type: {name}` has no counterpart; give `format` and `columns`",))
     if name.startswith("sharegpt"):
         turns = _of_turns(one, "from", "value", "conversations")
         return turns._replace(format="sharegpt") if turns.format == "messages" else turns
-    return found
+    return DatasetType(row.ours, row.sets.get("columns", {}), comment=row.comment)
 
 
 def _of_texts(kind: ForeignTable) -> DatasetType:

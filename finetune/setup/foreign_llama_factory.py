@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
+from finetune.recipe.schema import LOSSES_OF
 from finetune.setup.conversion import TODO, Conversion, Source
 from finetune.setup.foreign_arguments import (
-    ToolDefaults,
     convert_adapters,
     convert_held_out,
     convert_model,
@@ -20,29 +20,14 @@ from finetune.setup.foreign_arguments import (
 from finetune.setup.foreign_rollouts import convert_grpo
 from finetune.setup.foreign_values import MAX_TABLE_BYTES, ForeignTable, read_bounded
 
-_TEMPLATES = {
-    **{name: name for name in ("chatml", "gemma", "llama3", "zephyr")},
-    "mistral": "mistral-v3",
-}
 _OWN_TEXTS = {"default": "`Human: ...` and `Assistant:`", "empty": "texts without any mark"}
-# `stage`: the objective, and what is not the same.
-_STAGES: dict[str, tuple[str, str]] = {
-    "pt": ("sft", ""),
-    "sft": ("sft", ""),
-    "dpo": ("dpo", ""),
-    "kto": ("kto", ""),
-    "rm": ("reward", ""),
-    "ppo": ("grpo", "PPO learns a value for each token; grpo compares the samples of a prompt"),
-}
-_PAIR_LOSSES = {**{name: ("dpo", name) for name in ("sigmoid", "hinge", "ipo", "simpo")}, "orpo": ("orpo", None)}
-_DEFAULTS = ToolDefaults(lr=5e-5, precision="fp32")
 _NO_TABLE = "give `path`, `format` and `columns`"
 
 
 def convert_llama_factory(c: Conversion) -> None:
     t = c.theirs
     convert_run(c)
-    convert_model(c, "model_name_or_path")
+    convert_model(c)
     _template(c)
     kind = t.word("finetuning_type", default="lora")
     if kind == "full":
@@ -51,14 +36,14 @@ def convert_llama_factory(c: Conversion) -> None:
         _adapters(c, str(kind))
     _objective(c)
     _data(c)
-    convert_training(c, _DEFAULTS)
+    convert_training(c)
 
 
 def _template(c: Conversion) -> None:
     t, name = c.theirs, c.theirs.word("template")
     is_text = t.word("stage") == "pt"
-    if name in _TEMPLATES:
-        c.set("model.chat_template", _TEMPLATES[str(name)], "or null, for the tokenizer's own")
+    if ours := c.data.value("model.chat_template", name).ours:
+        c.set("model.chat_template", ours, "or null, for the tokenizer's own")
     elif name in _OWN_TEXTS and not is_text:
         c.set("model.chat_template", None, f"{TODO}{name} is {_OWN_TEXTS[str(name)]} there; here the tokenizer's own")
     elif name is not None and not is_text:
@@ -70,20 +55,18 @@ def _template(c: Conversion) -> None:
 def _adapters(c: Conversion, kind: str) -> None:
     t = c.theirs
     bits, method = t.number("quantization_bit"), t.word("quantization_method", default="bnb")
-    rank, targets = t.count("lora_rank", default=8), t.words("lora_target")
-    type = str(t.word("quantization_type", default="nf4")) if bits == 4 else "fp8" if bits == 8 else None
+    targets = c.words("lora.targets")
+    type = str(c.word("quantization.type")) if bits == 4 else "fp8" if bits == 8 else None
     if bits not in (None, 4, 8):
         t.leave("quantization_bit", "set `mode: qlora` and `quantization.type`: nf4, fp4 or fp8")
     convert_adapters(
         c,
-        rank=rank,
-        alpha=t.number("lora_alpha", default=2 * rank),
-        dropout=t.number("lora_dropout", default=0.0),
         targets="all-linear" if targets in ([], ["all"]) else targets,
         comment="" if kind == "lora" else f"{TODO}{kind} is not offered; adapters come nearest",
         bits=type,
+        alpha_per_rank=2,
     )
-    if type in ("nf4", "fp4") and not t.is_on("double_quantization", default=True):
+    if type in ("nf4", "fp4") and not c.is_on("quantization.double_quant"):
         c.set("quantization.double_quant", False)
     t.ignore("double_quantization")
     if method not in ("bnb", "bitsandbytes"):
@@ -93,7 +76,8 @@ def _adapters(c: Conversion, kind: str) -> None:
 def _objective(c: Conversion) -> None:
     t = c.theirs
     stage, loss = t.word("stage", default="sft"), t.word("pref_loss", default="sigmoid")
-    name, doubt = _STAGES.get(str(stage), ("sft", f"`stage: {stage}` is not offered"))
+    row = c.data.value("objective.name", stage)
+    name, doubt = row.ours or "sft", row.doubt if row.ours else f"`stage: {stage}` is not offered"
     if name == "grpo":
         _ppo(c)
     else:
@@ -108,24 +92,23 @@ def _objective(c: Conversion) -> None:
             if t.is_on(key):
                 c.doubt("objective.name", f"{key} is not offered")
     if stage == "dpo":
-        objective, ours = _PAIR_LOSSES.get(str(loss), ("dpo", "sigmoid"))
-        c.set("objective.name", objective)
-        if ours:
-            unknown = "" if loss in _PAIR_LOSSES else f"{TODO}`pref_loss: {loss}` is not offered"
-            c.set("objective.loss", ours, unknown)
+        further = c.data.value("objective.loss", loss).sets  # `orpo` is an objective here
+        c.set("objective.name", further.get("objective.name", name))
+        if not further:
+            unknown = "" if loss in LOSSES_OF["dpo"] else f"{TODO}`pref_loss: {loss}` is not offered"
+            c.set("objective.loss", "sigmoid" if unknown else loss, unknown)
         if t.number("pref_ftx"):
             c.copy("objective.sft_weight", "pref_ftx")
     if stage in ("dpo", "kto"):
-        c.copy("objective.beta", "pref_beta", default=0.1)
+        c.copy("objective.beta")
     if c.value("objective.loss") == "simpo":
-        c.copy("objective.margin", "simpo_gamma", default=0.5)
-    if stage == "dpo" and loss == "sigmoid" and t.number("dpo_label_smoothing"):
-        c.copy("objective.label_smoothing", "dpo_label_smoothing")
+        c.copy("objective.margin")
+    if stage == "dpo" and loss == "sigmoid" and c.number("objective.label_smoothing"):
+        c.copy("objective.label_smoothing")
     if stage == "kto":
-        c.copy("objective.desirable_weight", "kto_chosen_weight", default=1.0)
-        c.copy("objective.undesirable_weight", "kto_rejected_weight", default=1.0)
-    if "moe_aux_loss_coef" in t:
-        c.copy("objective.router_aux_loss_coef", "moe_aux_loss_coef")
+        c.copy("objective.desirable_weight")
+        c.copy("objective.undesirable_weight")
+    c.copy("objective.router_aux_loss_coef")
 
 
 def _ppo(c: Conversion) -> None:
@@ -152,12 +135,12 @@ def _data(c: Conversion) -> None:
     c.sources.setdefault("train", [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")])
     convert_held_out(c, "val_size")
     if c.value("objective.name") != "grpo":
-        c.copy("data.max_length", "cutoff_len", default=2048)
+        c.copy("data.max_length")
     c.set("data.overlong", "split" if stage == "pt" else "truncate")
     given, is_neat = t.is_on("packing", default=stage == "pt"), t.is_on("neat_packing")
     apart = "" if is_neat or not given else "documents of a row do not see each other; there they do"
     c.set("data.packing", given or is_neat, apart)
-    if t.is_on("streaming"):
+    if c.is_on("data.streaming"):
         c.set("data.streaming", True)
     entry_columns = [entries.get(name, {}).get("columns") for name in t.words("dataset")]
     if any(isinstance(columns, dict) and columns.get("images") for columns in entry_columns):

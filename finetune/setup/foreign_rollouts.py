@@ -6,34 +6,26 @@ trl/experimental/gkd.
 
 from __future__ import annotations
 
-from typing import Any
-
+from finetune.recipe.schema import LOSSES_OF
 from finetune.setup.conversion import TODO, Conversion
+from finetune.setup.foreign_keys import foreign_tool
 from finetune.setup.foreign_values import ForeignTable
 
-# Losses of TRL, and ours if every sample is trained on once, by the weights that it was drawn from: all ratios are 1.
-_LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "cispo": "cispo", "rloo": "rloo"}
+# Losses that are others if every sample is trained on once, by the weights that it was drawn from: all ratios are 1.
 _ON_POLICY = {"cispo": "dapo", "gspo": "grpo"}
-_SCALES = {"true": "group", "group": "group", "batch": "batch", "false": "none", "none": "none"}
-_CORRECTIONS = {"token_truncate": "tis", "token_mask": "icepop", "sequence_mask": "sequence_mask"}
-_SOLUTION = f"{TODO}it reads the column `solution` there; here the row's last answer is the reference"
-# Functions of trl/rewards: a reward of ours, and a comment.
-REWARDS: dict[str, tuple[dict[str, Any], str]] = {
-    "accuracy_reward": ({"name": "boxed", "on_failure": 0.0}, _SOLUTION),
-    "reasoning_accuracy_reward": ({"name": "boxed", "on_failure": 0.0}, _SOLUTION),
-    "think_format_reward": ({"name": "regex", "pattern": r"(?s)\A<think>(?!.*<think>).*?</think>"}, ""),
-    "get_soft_overlong_punishment": ({"name": "length", "target": 1024, "margin": 256}, ""),
-}
 _SIGNATURE = f"{TODO}TRL calls it with the lists of a batch; here it gets one completion, see docs/reference/rewards.md"
 _PROMPT_TOKENS = 512  # where the other tool has no limit; of GSM8K's prompts in verl's examples
 
 
-def convert_grpo(c: Conversion, table: ForeignTable, loss: str = "dapo", samples: int = 8, kl: float = 0.0) -> None:
-    """Objective, rollouts and rewards. table: the section with TRL's keys; then its defaults."""
+def convert_grpo(c: Conversion, table: ForeignTable, trainer: str = "grpo", samples: int | None = None) -> None:
+    """Objective, rollouts and rewards. table: the section with TRL's keys; trainer: TRL's; samples: of a prompt, if it
+    has another default."""
+    trl, row = foreign_tool("trl"), foreign_tool("trl").values["objective.name"][trainer]
+    loss = row.sets["objective.loss"]
     c.set("objective.name", "grpo")
     reuse = table.count("num_iterations", default=1)
     given = str(table.word("loss_type", default=loss))
-    ours = _LOSSES.get(given)
+    ours = given if given in LOSSES_OF["grpo"] else None
     if table.word("importance_sampling_level", default="token") == "sequence":
         ours = "gspo" if given == "grpo" else None
     taken = ours or "dapo"
@@ -41,17 +33,18 @@ def convert_grpo(c: Conversion, table: ForeignTable, loss: str = "dapo", samples
         c.set("objective.loss", _ON_POLICY[taken], f"{taken} there: the same if every sample is trained on once")
     else:
         c.set("objective.loss", taken, "" if ours else f"{TODO}{given} is not offered; dapo comes nearest")
-    scale = str(table.take("scale_rewards", default="none" if loss == "rloo" else "group")).lower()
-    c.set("objective.scale_rewards", _SCALES.get(scale, "group"), "" if scale in _SCALES else f"{TODO}{scale} there")
-    c.copy("objective.kl", "beta", default=kl, table=table)
+    scale = str(table.take("scale_rewards", default=row.defaults["scale_rewards"])).lower()
+    scaled = trl.value("objective.scale_rewards", scale).ours
+    c.set("objective.scale_rewards", scaled or "group", "" if scaled else f"{TODO}{scale} there")
+    c.copy("objective.kl", "beta", default=row.defaults["beta"], table=table)
     if loss == "rloo" and c.value("objective.kl"):
         c.doubt("objective.kl", "there it is part of the reward, here of the loss")
     if table.is_on("mask_truncated_completions"):
         c.set("objective.overlong", "mask")
     _clip(c, table, reuse)
-    c.copy("rollouts.samples", "num_generations", default=samples, table=table)
+    c.copy("rollouts.samples", "num_generations", default=samples or row.defaults["num_generations"], table=table)
     c.copy("rollouts.max_new_tokens", "max_completion_length", default=512, table=table)
-    c.copy("rollouts.temperature", "temperature", default=1.0, table=table)
+    c.copy("rollouts.temperature", *trl.names("rollouts.temperature"), default=1.0, table=table)
     if reuse > 1:
         c.set("rollouts.reuse", reuse)
     _engine(c, table)
@@ -104,9 +97,8 @@ def _engine(c: Conversion, table: ForeignTable) -> None:
     c.set("rollouts.url", url, f"{TODO}start `vllm serve` there, not `trl vllm-serve`; see docs/reference/rollouts.md")
     mode = table.word("vllm_importance_sampling_mode", default="sequence_mask")
     is_corrected = table.is_on("vllm_importance_sampling_correction", default=True)
-    correction = _CORRECTIONS.get(str(mode), "sequence_mask") if is_corrected else "none"
-    doubt = "" if mode in _CORRECTIONS or not is_corrected else f"{TODO}{mode} is not offered"
-    c.set("objective.correction", correction, doubt)
+    correction = foreign_tool("trl").value("objective.correction", mode).ours if is_corrected else "none"
+    c.set("objective.correction", correction or "sequence_mask", "" if correction else f"{TODO}{mode} is not offered")
 
 
 def _rewards(c: Conversion, table: ForeignTable) -> None:
@@ -118,9 +110,8 @@ def _rewards(c: Conversion, table: ForeignTable) -> None:
         c.rewards.append(({"reward_model": model}, f"{TODO}a run or a folder of `objective.name: reward`"))
     for name in names:
         module, _, function = name.rpartition(".")
-        if name in REWARDS:
-            reward, comment = REWARDS[name]
-            c.rewards.append(({**reward, "metric": name}, comment))
+        if (row := foreign_tool("trl").value("rewards.name", name)).ours:
+            c.rewards.append(({"name": row.ours, **row.sets, "metric": name}, row.doubt and TODO + row.doubt))
         else:
             path = f"{module.replace('.', '/') or 'rewards'}.py"
             c.rewards.append(({"file": path, "function": function}, _SIGNATURE))
@@ -137,7 +128,7 @@ def _rewards(c: Conversion, table: ForeignTable) -> None:
 def convert_distillation(c: Conversion, table: ForeignTable) -> None:
     """TRL's GKD: a generalized Jensen-Shannon divergence to a teacher, on rows or on the student's samples."""
     c.set("objective.name", "distill")
-    teacher = table.word("teacher_model_name_or_path", "teacher")
+    teacher = table.word(*foreign_tool("trl").names("objective.teacher"))
     c.set("objective.teacher", teacher or "org/teacher", "" if teacher else f"{TODO}no teacher is named")
     share = float(table.number("beta", default=0.5))  # of the teacher in the mixture
     kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(share, "jsd")

@@ -5,11 +5,11 @@ Keys and defaults: https://github.com/huggingface/trl, trl/trainer, trl/experime
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
+from finetune.recipe.schema import LOSSES_OF
 from finetune.setup.conversion import TODO, Conversion, Source
 from finetune.setup.foreign_arguments import (
-    ToolDefaults,
     convert_adapters,
     convert_held_out,
     convert_model,
@@ -18,46 +18,26 @@ from finetune.setup.foreign_arguments import (
     file_paths,
 )
 from finetune.setup.foreign_command import COMMAND
+from finetune.setup.foreign_keys import ForeignRow, foreign_tool
 from finetune.setup.foreign_rollouts import convert_distillation, convert_grpo
 from finetune.setup.foreign_values import ForeignTable
 
-
-class TrlTrainer(NamedTuple):
-    """A trainer of TRL: our objective, its default rate, keys that no other trainer has, and what is not the same."""
-
-    objective: str
-    lr: float
-    marks: tuple[str, ...] = ()
-    doubt: str = ""
-
-
-_ONLINE = "trains on pairs or values of the model's own samples; grpo compares samples by their rewards"
-TRAINERS: dict[str, TrlTrainer] = {
-    "sft": TrlTrainer("sft", 2e-5),
-    "kto": TrlTrainer("kto", 1e-6, ("desirable_weight", "undesirable_weight")),
-    "reward": TrlTrainer("reward", 1e-4, ("center_rewards_coefficient",)),
-    "cpo": TrlTrainer("dpo", 1e-6, ("cpo_alpha", "simpo_gamma")),
-    "orpo": TrlTrainer("orpo", 1e-6),
-    "grpo": TrlTrainer("grpo", 1e-6, ("reward_funcs", "num_generations")),
-    "rloo": TrlTrainer("grpo", 1e-6),
-    "gkd": TrlTrainer("distill", 5e-5, ("teacher_model_name_or_path", "lmbda")),
-    "dpo": TrlTrainer("dpo", 1e-6, ("beta", "precompute_ref_log_probs", "label_smoothing", "loss_weights")),
-    "bco": TrlTrainer("kto", 5e-5, (), "BCO is not offered; kto also learns from marked answers"),
-    "prm": TrlTrainer("reward", 1e-5, (), "process rewards are not offered; reward scores whole answers"),
-    **{name: TrlTrainer("grpo", 5e-7, (), f"{name} {_ONLINE}") for name in ("ppo", "online_dpo", "xpo", "nash_md")},
-}
-_PAIR_LOSSES = ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down")
 _PLAIN_LOSSES = ("sigmoid", "nll", "chunked_nll")  # of SFT
 _NO_LIMIT = f"{TODO}no limit there; the longest example, in tokens"
 
 
-def trainer_of(c: Conversion, other: str = "sft") -> tuple[str, str]:
+def trainers() -> dict[str, ForeignRow]:
+    """Returns TRL's trainers: our objective, defaults, and keys that no other trainer has."""
+    return foreign_tool("trl").values["objective.name"]
+
+
+def trainer_of(c: Conversion) -> tuple[str, str]:
     """Returns the trainer of the command, or the one that has such keys; and a doubt."""
     given = c.theirs.word(COMMAND)
-    if given in TRAINERS:
+    if given in trainers():
         return given, ""
-    by_keys = (name for name, one in TRAINERS.items() if any(mark in c.theirs for mark in one.marks))
-    name = next(by_keys, other)
+    by_keys = (name for name, one in trainers().items() if any(mark in c.theirs for mark in one.marks))
+    name = next(by_keys, "sft")
     return name, f"the trainer of {given} is not known; by its keys it is {name}" if given else ""
 
 
@@ -65,8 +45,8 @@ def convert_trl(c: Conversion) -> None:
     t = c.theirs
     trainer, doubt = trainer_of(c)
     convert_run(c)
-    convert_model(c, "model_name_or_path")
-    if template := t.word("chat_template_path"):
+    convert_model(c)
+    if template := c.word("model.chat_template"):
         c.set("model.chat_template", template)
     elif "chat_template" in t:  # the handbook's, in Jinja
         t.leave("chat_template", "save it to a file and name that in `model.chat_template`")
@@ -81,51 +61,42 @@ def convert_trl(c: Conversion) -> None:
     convert_trainer(c, trainer, doubt)
     _data(c, trainer)
     in_16_bits = dtype in ("bfloat16", "auto") if c.value("mode") == "full" else four or eight
-    convert_training(c, ToolDefaults(lr=TRAINERS[trainer].lr), in_16_bits)
+    c.defaults |= trainers()[trainer].defaults
+    convert_training(c, in_16_bits)
 
 
 def _adapters(c: Conversion, four: bool, eight: bool) -> None:
-    t = c.theirs
-    targets, comment = t.words("lora_target_modules"), ""
+    targets, comment = c.words("lora.targets"), ""
     if not targets:
         targets, comment = ["q_proj", "v_proj"], "the default of peft for Llama, Mistral and Qwen"
-    convert_adapters(
-        c,
-        rank=t.count("lora_r", default=16),
-        alpha=t.number("lora_alpha", default=32),
-        dropout=t.number("lora_dropout", default=0.05),
-        targets="all-linear" if targets == ["all-linear"] else targets,
-        comment=comment,
-        bits=str(t.word("bnb_4bit_quant_type", default="nf4")) if four else "fp8" if eight else None,
-    )
+    bits = c.word("quantization.type") if four else "fp8" if eight else None
+    convert_adapters(c, "all-linear" if targets == ["all-linear"] else targets, comment, bits)
     if four:
-        c.set("quantization.double_quant", t.is_on("use_bnb_nested_quant", "bnb_4bit_use_double_quant"))
+        c.set("quantization.double_quant", c.is_on("quantization.double_quant"))
 
 
 def convert_trainer(c: Conversion, trainer: str, doubt: str = "") -> None:
     """Sets the objective of a trainer, with its rollouts and rewards."""
-    t, row = c.theirs, TRAINERS[trainer]
-    if row.objective == "grpo":
-        is_rloo = trainer == "rloo"
-        convert_grpo(c, t, *(("rloo", 2, 0.05) if is_rloo else ("dapo", 8, 0.0)))
-    elif row.objective == "distill":
+    t, row = c.theirs, trainers()[trainer]
+    if row.ours == "grpo":
+        convert_grpo(c, t, "rloo" if trainer == "rloo" else "grpo")
+    elif row.ours == "distill":
         convert_distillation(c, t)
     else:
-        c.set("objective.name", row.objective)
+        c.set("objective.name", row.ours)
         {"sft": _sft, "dpo": _pairs}.get(trainer, lambda c: None)(c)
     if trainer == "cpo":
         _cpo(c)
     if trainer in ("dpo", "kto", "orpo", "cpo", "bco"):
-        c.copy("objective.beta", "beta", default=0.1)
-    if row.objective == "kto":
-        c.copy("objective.desirable_weight", "desirable_weight", default=1.0)
-        c.copy("objective.undesirable_weight", "undesirable_weight", default=1.0)
+        c.copy("objective.beta")
+    if row.ours == "kto":
+        c.copy("objective.desirable_weight")
+        c.copy("objective.undesirable_weight")
         if (loss := t.word("loss_type", default="kto")) not in ("kto", "bco"):
             c.doubt("objective.name", f"{loss} is not offered")
-    if row.objective == "reward" and t.number("center_rewards_coefficient"):
-        c.copy("objective.centering", "center_rewards_coefficient")
-    if "router_aux_loss_coef" in t:
-        c.copy("objective.router_aux_loss_coef", "router_aux_loss_coef")
+    if row.ours == "reward" and c.number("objective.centering"):
+        c.copy("objective.centering")
+    c.copy("objective.router_aux_loss_coef")
     if problem := row.doubt or doubt:
         c.doubt("objective.name", problem)
 
@@ -150,7 +121,7 @@ def _sft(c: Conversion) -> None:
 def _pairs(c: Conversion) -> None:
     t = c.theirs
     losses = t.words("loss_type") or ["sigmoid"]
-    if losses[0] in _PAIR_LOSSES:
+    if losses[0] in LOSSES_OF["dpo"]:
         c.set("objective.loss", losses[0])
     else:
         c.set("objective.loss", "sigmoid", f"{TODO}{losses[0]} is not offered")
@@ -163,15 +134,15 @@ def _pairs(c: Conversion) -> None:
         c.copy("objective.sft_weight", "rpo_alpha")
     if weights[0] != 1:
         c.doubt("objective.loss", f"has the weight {weights[0]:g} there, and 1 here")
-    if t.number("label_smoothing"):
-        c.copy("objective.label_smoothing", "label_smoothing")
+    if c.number("objective.label_smoothing"):
+        c.copy("objective.label_smoothing")
 
 
 def _cpo(c: Conversion) -> None:
     loss = c.theirs.word("loss_type", default="sigmoid")
     c.set("objective.loss", "simpo", "" if loss == "simpo" else f"{TODO}CPO has no counterpart; SimPO comes nearest")
-    c.copy("objective.margin", "simpo_gamma", default=0.5)
-    c.copy("objective.sft_weight", "cpo_alpha", default=1.0)
+    c.copy("objective.margin")
+    c.copy("objective.sft_weight", "cpo_alpha")
 
 
 def _data(c: Conversion, trainer: str) -> None:
@@ -197,16 +168,16 @@ def _data(c: Conversion, trainer: str) -> None:
         c.sources["eval"] = [({**named, "split": test, **common}, "")]
     if c.value("objective.name") == "grpo":
         return
-    length = t.number("max_length", "max_seq_length", default=1024)
+    length = c.number("data.max_length")
     is_unlimited = "max_length" in t.values and t.values["max_length"] in (None, "None")
-    said = "" if "max_length" in t or "max_seq_length" in t else f"the default of {c.tool}"
+    said = "" if any(name in t for name in c.data.names("data.max_length")) else f"the default of {c.tool}"
     c.set("data.max_length", int(length), _NO_LIMIT if is_unlimited else said)
     strategy, packs = t.word("packing_strategy", default="bfd"), t.is_on("packing")
     if t.word("truncation_mode", default="keep_start") != "keep_start":
         t.leave("truncation_mode", "the beginning of a long example is kept")
     c.set("data.overlong", "split" if packs and strategy != "bfd" else "truncate")
     c.set("data.packing", packs, "documents stay whole here" if packs and strategy == "wrapped" else "")
-    if t.is_on("dataset_streaming", "streaming"):
+    if c.is_on("data.streaming"):
         c.set("data.streaming", True)
 
 

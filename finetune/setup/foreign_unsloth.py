@@ -10,31 +10,17 @@ from typing import Any
 
 from finetune.setup.conversion import TODO, Conversion
 from finetune.setup.foreign_arguments import (
-    ToolDefaults,
     convert_adapters,
     convert_model,
     convert_run,
     convert_training,
 )
+from finetune.setup.foreign_keys import foreign_tool
 from finetune.setup.foreign_rollouts import fit_length
 from finetune.setup.foreign_trl import convert_trainer, trainer_of
 from finetune.setup.foreign_values import plain
 
-_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _SECTIONS = ("data", "training", "lora", "logging")  # of its command line's config
-_OF_SCRIPTS = ToolDefaults(
-    micro=4, accumulation=2, optimizer="adamw_8bit", lr=5e-5, weight_decay=0.001, warmup_ratio=0.1
-)
-_OF_CONFIGS = ToolDefaults(
-    micro=2,
-    accumulation=4,
-    optimizer="adamw_8bit",
-    lr=2e-4,
-    weight_decay=0.01,
-    warmup_steps=5,
-    project="unsloth-training",
-)
-_FORMATS = {"alpaca": "alpaca", "chatml": "messages", "sharegpt": "sharegpt"}
 
 
 def is_nested(theirs: dict[str, Any]) -> bool:
@@ -52,6 +38,8 @@ def flattened(theirs: dict[str, Any]) -> dict[str, Any]:
 
 def convert_unsloth(c: Conversion) -> None:
     nested = is_nested(plain(c.theirs))
+    if nested:
+        c.defaults |= foreign_tool("unsloth_cli").defaults
     for section in _SECTIONS:  # their keys are read at one level
         if nested and section in c.theirs:
             inner = c.theirs.table(section)
@@ -59,18 +47,18 @@ def convert_unsloth(c: Conversion) -> None:
             for name, value in inner.values.items():
                 c.theirs.put(name, plain(value))
     t = c.theirs
-    convert_run(c, seed=3407)
-    convert_model(c, "model_name", "model")
-    _mode(c, 64 if nested else 16)
+    convert_run(c)
+    convert_model(c)
+    _mode(c)
     _objective(c)
     _data(c)
     if "batch_size" in t:
         t.put("per_device_train_batch_size", t.take("batch_size"))
     in_16_bits = c.value("mode") == "full" and not t.is_on("float32_mixed_precision")
-    convert_training(c, _OF_CONFIGS if nested else _OF_SCRIPTS, keeps_16_bits=in_16_bits)
+    convert_training(c, keeps_16_bits=in_16_bits)
 
 
-def _mode(c: Conversion, rank: int) -> None:
+def _mode(c: Conversion) -> None:
     t = c.theirs
     eight, fp8, in_16 = t.is_on("load_in_8bit"), t.is_on("load_in_fp8"), t.is_on("load_in_16bit")
     four = t.is_on("load_in_4bit", default=not (eight or fp8 or in_16))
@@ -84,15 +72,9 @@ def _mode(c: Conversion, rank: int) -> None:
         for name in ("load_in_8bit", "load_in_16bit", "load_in_fp8"):
             if name in t and t.is_on(name):
                 t.leave(name, "the base is in 4 bits")
-    targets = t.words("target_modules") or list(_TARGETS)
-    convert_adapters(
-        c,
-        rank=t.count("r", "lora_r", default=rank),
-        alpha=t.number("lora_alpha", default=16),
-        dropout=t.number("lora_dropout", default=0.0),
-        targets="all-linear" if targets == ["all-linear"] else targets,
-        bits="nf4" if four else "fp8" if eight or fp8 else None,
-    )
+    targets = c.words("lora.targets")
+    bits = "nf4" if four else "fp8" if eight or fp8 else None
+    convert_adapters(c, "all-linear" if targets == ["all-linear"] else targets, bits=bits)
 
 
 def _objective(c: Conversion) -> None:
@@ -116,19 +98,20 @@ def _data(c: Conversion) -> None:
     source: dict[str, Any] = {} if split == "train" else {"split": split}
     column = t.word("dataset_text_field", default="text")
     is_answer = c.value("objective.name") == "sft"
-    if kind in _FORMATS and is_answer:
-        source["format"] = _FORMATS[str(kind)]
+    format = c.data.value("data.train.format", kind).ours
+    if format and is_answer:
+        source["format"] = format
     elif column != "text" and is_answer:
         source |= {"format": "text", "columns": {"text": column}}
-    doubt = "" if kind in _FORMATS else f"{TODO}the format is detected: their script may build its text itself"
+    doubt = "" if format else f"{TODO}the format is detected: their script may build its text itself"
     c.sources["train"] = [({"path": name, **source}, doubt) for name in names]
     if not names:
         c.sources["train"] = [({"path": "rows.jsonl"}, f"{TODO}no dataset is named")]
     if (template := t.word("chat_template")) is not None:
         c.set("model.chat_template", None, f"{TODO}Unsloth's {template} there; here the tokenizer's own")
     if c.value("objective.name") == "grpo":
-        fit_length(c, "max_seq_length", "max_length")
+        fit_length(c, *c.data.names("data.max_length"))
         return
-    c.copy("data.max_length", "max_seq_length", "max_length", default=2048)
+    c.copy("data.max_length")
     c.set("data.overlong", "truncate")
     c.set("data.packing", t.is_on("packing"))

@@ -70,6 +70,9 @@ def test_recipes_are_found_by_name_in_an_empty_folder(installed: dict[str, str],
     assert done.stdout.startswith(installed["TARGET"])
     assert (tmp_path / "own.yaml").is_file()
     started(installed, tmp_path, "check", "recipes/llama3.1-8b/lora.yaml", "--recipe-only")
+    words = "trl grpo --model_name_or_path llama --dataset_name rows.jsonl --max_steps 4"
+    started(installed, tmp_path, "new", "--from", words, "--output", "theirs.yaml")
+    assert "  name: grpo" in (tmp_path / "theirs.yaml").read_text()
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ from finetune.features import load_recipe
 from finetune.recipe import Recipe
 from finetune.recipe.schema import LOSSES_OF, OBJECTIVE_KEYS
 from finetune.setup.foreign_command import is_command
-from finetune.setup.foreign_rollouts import REWARDS
+from finetune.setup.foreign_keys import foreign_tool
 from finetune.setup.other_tools import write_converted
 
 Convert = Callable[..., tuple[Recipe, str, str]]
@@ -1005,4 +1005,4 @@ def test_grpo(convert: Convert) -> None:
 )
 def test_rewards_of_trl_score_alike(pattern: str, text: str, fits: bool) -> None:
     """The two cases of TRL's own docstring and tests."""
-    assert (re.search(REWARDS[pattern][0]["pattern"], text) is not None) == fits
+    assert (re.search(foreign_tool("trl").value("rewards.name", pattern).sets["pattern"], text) is not None) == fits
