@@ -35,9 +35,15 @@ class ForeignRow:
     @property
     def hint(self) -> str:
         """Returns the sentence, or one that says what to set."""
-        parts = [self.ours] if self.ours else []
-        parts += [f"{key}: {value}" for key, value in self.sets.items() if not isinstance(value, Mapping)]
-        return self.note or (f"set {' and '.join(f'`{part}`' for part in parts)}" if parts else "remove it")
+        further = [f"{key}: {_flow(value)}" for key, value in self.sets.items()]
+        parts = further if further and not self.ours else [self.ours or "null", *further]
+        return self.note or f"set {' and '.join(f'`{part}`' for part in parts)}"
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {one}' for key, one in value.items())}}}"
+    return str(value)
 
 
 @dataclass(frozen=True)
