@@ -11,13 +11,23 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import TypeAdapter
-from test_recipe_load import GOOD, ROOT, write
 
 from finetune.recipe import RecipeError, load_recipe
 from finetune.recipe.load import _annotation_at, key_is_known  # pyright: ignore[reportPrivateUsage]
 from finetune.recipe.schema import OBJECTIVE_KEYS, Source
 from finetune.setup.foreign_keys import FILES, FOLDER, ForeignRow, foreign_tool, unknown_key_hint
 
+ROOT = Path(__file__).parents[3]
+GOOD = """\
+run: {name: a}
+model: {name: org/model}
+mode: lora
+lora: {rank: 16, targets: [q_proj, v_proj]}
+data: {train: [{path: a.jsonl, format: messages}], max_length: 64}
+batch: {rows: 8}
+optimizer: {lr: 1e-4}
+train: {epochs: 1}
+"""
 TEMPLATES = {path.stem for path in (ROOT / "finetune/data/chat/templates").glob("*.jinja")}
 SECTIONS = "run|model|lora|quantization|data|objective|rollouts|batch|optimizer|schedule|train|evaluate|checkpoint"
 # Files whose keys a tool takes besides its own.
@@ -118,6 +128,11 @@ def test_hints_at_every_depth(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(write(tmp_path / "recipe.yaml", yaml.safe_dump(base) + text + "\n"))
     assert message in str(caught.value)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 OPENED = """
