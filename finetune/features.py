@@ -6,15 +6,15 @@ Imports of torch are in the function, for a run reads its recipe before it impor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.recipe import Recipe, load
-from finetune.recipe.foreign_keys import FOREIGN_FORMATS, FOREIGN_KEYS, FOREIGN_SOURCE_KEYS, FOREIGN_VALUES
 from finetune.recipe.reward_rules import rewards
 from finetune.recipe.rollout_rules import rollouts
 from finetune.recipe.rules import RULES
+from finetune.setup.foreign_keys import unknown_key_hint
 
 if TYPE_CHECKING:
     from finetune.training.prepare import Features
@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 def load_recipe(path: Path | str, overrides: Sequence[str] = (), text: str | None = None) -> Recipe:
     """Returns the recipe, checked by the rules of all features; see `finetune.recipe.load_recipe`."""
     return load.load_recipe(path, overrides, text, (*RULES, rollouts, rewards), unknown_key_hint)
-
-
-def unknown_key_hint(place: str) -> Mapping[str, str]:
-    """Returns the names by which TRL, axolotl, LLaMA-Factory and Unsloth know what a recipe has at a place."""
-    tables = {"": FOREIGN_KEYS, "data.train": FOREIGN_SOURCE_KEYS, "data.train.format": FOREIGN_FORMATS}
-    return tables.get(place) or FOREIGN_VALUES.get(place, {})
 
 
 def all_features() -> Features:

@@ -11,7 +11,7 @@ cd "$copy"
 
 rm -r finetune/{rollouts,rewards,export,inference,plan,setup,view,doctor,cluster,studio,cli}
 rm finetune/{__main__,api,features,http_exchange,local_server,quickstart,sweep}.py
-rm finetune/recipe/{foreign_keys,reward_rules,rollout_rules}.py finetune/objectives/policy.py
+rm finetune/recipe/{reward_rules,rollout_rules}.py finetune/objectives/policy.py
 rm finetune/engine/links.py finetune/training/sample_teacher.py
 
 # Files of the trainer's folders that need a wing.
