@@ -51,7 +51,7 @@ def ours(folder: Path, work: Work, *overrides: str) -> Result:
     """`python -m finetune train recipe.yaml`, the whole command."""
     from stopwatch import Stopwatch
 
-    from finetune.cli import main
+    from finetune.desk.cli import main
 
     watch = Stopwatch(work.steps)
     sys.argv = ["finetune", "train", str(folder / "recipe.yaml"), *work.overrides, *overrides]

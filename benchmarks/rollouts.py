@@ -121,8 +121,8 @@ def trainer_of(folder: Path, arguments: argparse.Namespace) -> Any:
 
 
 def write_samples(folder: Path, vocabulary: int, arguments: argparse.Namespace) -> None:
-    from finetune.rewards.completion import Reward
-    from finetune.rollouts.records import Sample, write_record
+    from finetune.rl.rewards.completion import Reward
+    from finetune.rl.rollouts.records import Sample, write_record
 
     random, samples = np.random.Generator(np.random.PCG64(1)), []
     for prompt in range(PROMPTS):
@@ -158,7 +158,7 @@ def steps_of(trainer: Any) -> dict[str, Callable[[], object]]:
 
 
 def samplers_of(trainer: Any, arguments: argparse.Namespace) -> dict[str, Callable[[], object]]:
-    from finetune.rollouts.drawing import Drawer
+    from finetune.rl.rollouts.drawing import Drawer
     from finetune.training.decoding import left_padded
 
     random, settings, model = np.random.Generator(np.random.PCG64(2)), trainer.recipe.rollouts, trainer.engine.unwrapped

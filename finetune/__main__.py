@@ -1,3 +1,3 @@
-from finetune.cli import main
+from finetune.desk.cli import main
 
 main()

@@ -70,8 +70,8 @@ def generate(
     sampling: top_p, top_k, repetition_penalty, seed, stop, as options of the command line.
     """
     quiet_libraries()
-    from finetune.inference.answering import answers
-    from finetune.inference.sampling import Sampling
+    from finetune.release.inference.answering import answers
+    from finetune.release.inference.sampling import Sampling
 
     chosen = Sampling(max_new_tokens, temperature, **sampling)
     return answers(Path(run_dir), prompts, chosen, system, [Path(image) for image in images])

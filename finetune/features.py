@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.desk.setup.foreign_keys import unknown_key_hint
 from finetune.recipe import Recipe, load
-from finetune.recipe.reward_rules import rewards
-from finetune.recipe.rollout_rules import rollouts
 from finetune.recipe.rules import RULES
-from finetune.setup.foreign_keys import unknown_key_hint
+from finetune.rl.reward_rules import rewards
+from finetune.rl.rollout_rules import rollouts
 
 if TYPE_CHECKING:
     from finetune.training.prepare import Features
@@ -27,9 +27,9 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), text: str | Non
 
 def all_features() -> Features:
     """Returns what a run may use: the trainer's own, and samples of the model."""
-    from finetune.objectives.policy import grpo
     from finetune.objectives.table import ObjectiveRow
-    from finetune.rollouts.run_rows import make_rows, prompt_notes
+    from finetune.rl.policy import grpo
+    from finetune.rl.rollouts.run_rows import make_rows, prompt_notes
     from finetune.training.prepare import TRAINER, Features
 
     return Features(

@@ -166,7 +166,7 @@ def run_name(case: Case) -> str:
 
 def train(folder: Path, case: Case, log: Path) -> None:
     """Runs the command `finetune train` in this process, its output in `log`. Raises RuntimeError if it failed."""
-    from finetune.cli import main as command
+    from finetune.desk.cli import main as command
 
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)

@@ -9,10 +9,8 @@ trap 'rm -rf "$copy"' EXIT
 git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --no-dereference -t "$copy"
 cd "$copy"
 
-rm -r finetune/{rollouts,rewards,export,inference,plan,setup,view,doctor,cluster,studio,cli}
-rm finetune/{__main__,api,features,http_exchange,local_server,quickstart,sweep}.py
-rm finetune/recipe/{reward_rules,rollout_rules}.py finetune/objectives/policy.py
-rm finetune/engine/links.py finetune/training/sample_teacher.py
+rm -r finetune/{rl,release,plan,desk}
+rm finetune/{__main__,api,features,quickstart,sweep}.py
 
 # Files of the trainer's folders that need a wing.
 rm tests/unit/data/test_{image_rows,teacher_file}.py tests/unit/engine/test_{costs,pipeline_stages}.py

@@ -197,7 +197,7 @@ def serving(entries: dict[str, Any]) -> Iterator[str]:
     """A server, in this process, of what `load_served` returns; yields its URL."""
     import uvicorn
 
-    from finetune.inference.http_api import build_app
+    from finetune.release.inference.http_api import build_app
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(uvicorn.Config(build_app(entries), log_level="error"))

@@ -27,7 +27,6 @@ from finetune.engine.costs.common import (
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.stages import schedulable_micro_batches
-from finetune.export.figures import WHOLE_BYTES
 from finetune.models.base_config import dtypes, layer_configs
 from finetune.models.head.chunked import is_small
 from finetune.plan.micro_batch import HeaviestBatch, How
@@ -36,6 +35,7 @@ from finetune.plan.shapes import costs_at, shapes_of, shortened
 from finetune.plan.teacher_memory import teacher_of
 from finetune.plan.timeline import Part, Timeline, timeline_of
 from finetune.recipe import Recipe
+from finetune.release.export.figures import WHOLE_BYTES
 
 __all__ = ["HeaviestBatch", "Memory", "Place", "estimate_memory", "phases_of"]
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune.desk.view.web_page import render
 from finetune.engine.hardware import GIB
 from finetune.plan.answer import facts, in_table, price_lines, refused, rests_on, why
 from finetune.plan.search import Choice, PlanRequest, SearchResult, answers, as_lines
 from finetune.utils import write_atomically
-from finetune.view.web_page import render
 
 SHOWN = 6  # pictures
 _NUMBERS = ("hours", "price", "a million tokens", "peak GiB", "free", "host GiB", "step s", "tokens/s")

@@ -29,7 +29,7 @@ from finetune.plan.shapes import CacheKey, shortened
 from finetune.plan.stand_ins import stand_ins
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Rollouts
-from finetune.rollouts.sampler import Sampler
+from finetune.rl.rollouts.sampler import Sampler
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from finetune.plan.shapes import CacheKey, shapes_of, skeleton
 from finetune.plan.stand_ins import stand_ins
 from finetune.plan.tables import config_and_source
 from finetune.recipe import Recipe
-from finetune.training.sample_teacher import predictions, recipe_beside_student
+from finetune.rl.sample_teacher import predictions, recipe_beside_student
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 They are from a parquet file or from a model, which `finetune reference` runs alone, on any launch, to write its
 predictions for the student's training data to the cache. On the student's own samples (`rollouts`) a model predicts in
-each step, see finetune/training/sample_teacher.py.
+each step, see finetune/rl/sample_teacher.py.
 """
 
 from __future__ import annotations

@@ -292,8 +292,8 @@ def recorded_samples(folder: Path) -> list[Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from finetune.rewards.completion import Reward
-    from finetune.rollouts.records import Sample, write_record
+    from finetune.rl.rewards.completion import Reward
+    from finetune.rl.rollouts.records import Sample, write_record
 
     random, model = np.random.Generator(np.random.PCG64(1)), AutoModelForCausalLM.from_pretrained(folder / "llama")
     samples = []

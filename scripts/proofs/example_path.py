@@ -168,7 +168,7 @@ def record(folder: Path) -> Recorder:
     import transformers  # noqa: F401
 
     import finetune
-    from finetune.cli import main as command
+    from finetune.desk.cli import main as command
 
     recipe = prepare(folder)
     ids = tuple(tiny.tokenizer()(MARKER, add_special_tokens=False)["input_ids"])

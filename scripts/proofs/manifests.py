@@ -49,9 +49,9 @@ def write(folder: Path) -> None:
     sys.path[:0] = [str(root), str(root / "tests" / "support")]
     import tiny
 
-    from finetune.cluster.job import JobOptions
-    from finetune.cluster.manifest import launch_on
-    from finetune.cluster.targets import TARGETS
+    from finetune.desk.cluster.job import JobOptions
+    from finetune.desk.cluster.manifest import launch_on
+    from finetune.desk.cluster.targets import TARGETS
 
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)

@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant(
         "rollouts",
         "mean of means: of the samples of each micro-batch",
-        "finetune/objectives/policy.py",
+        "finetune/rl/policy.py",
         "Term(outputs.total, loss.unit, 1.0)",
         "Term(outputs.total / max(1, len(batch.sequence_tokens)), loss.unit, 1.0)",
         ("tests/numerics/test_policy_losses.py", "-k", "dapo"),
@@ -66,7 +66,7 @@ MUTANTS = (
     Mutant(
         "rollouts",
         "a sample that was cut has a divergence",
-        "finetune/objectives/policy.py",
+        "finetune/rl/policy.py",
         "away = kept(batch.target_columns[INITIAL] - log_probs, batch)",
         "away = batch.target_columns[INITIAL] - log_probs",
         ("tests/unit/objectives/test_policy.py", "-k", "masked"),
@@ -275,7 +275,7 @@ MUTANTS = (
     Mutant(
         "adapters",
         "merged without their scale",
-        "finetune/export/merging.py",
+        "finetune/release/export/merging.py",
         "read(b).float() * scale, read(a)",
         "read(b).float(), read(a)",
         ("tests/numerics/test_added_tokens.py", "-k", "alike and llama-added"),

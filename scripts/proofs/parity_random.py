@@ -93,7 +93,7 @@ def draw(random: Random, place: Place, number: int) -> Case:
 
 def refusal(folder: Path, place: Place, case: Case) -> str | None:
     """Why a rule forbids it, there or anywhere."""
-    from finetune.setup.check import check_recipe
+    from finetune.desk.setup.check import check_recipe
 
     for config, processes in (("single", 1), place):
         overrides = parity.job(folder, config, processes, case)

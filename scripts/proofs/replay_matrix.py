@@ -116,7 +116,7 @@ def rewrite(folder: Path, copy: Path, rounds: bool) -> None:
     import numpy as np
     import torch
 
-    from finetune.rollouts.records import read_record, write_record
+    from finetune.rl.rollouts.records import read_record, write_record
 
     random = np.random.Generator(np.random.PCG64(2))
     for file in sorted(folder.glob("step-*.jsonl")):

@@ -4,7 +4,7 @@
 
 Models of two families, about a million parameters each, learn this repository's documentation from scratch, byte by
 byte; on its last tenth each is compared with itself rounded as `export` rounds: the basis of the thresholds in
-finetune/export/figures.py, beside published figures of larger models (docs/reference/export.md).
+finetune/release/export/figures.py, beside published figures of larger models (docs/reference/export.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.export.eight_bits import quantize
+from finetune.release.export.eight_bits import quantize
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, ROWS = 128, 16

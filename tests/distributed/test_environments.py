@@ -17,14 +17,14 @@ from conftest import launch, metrics, train_here
 from transformers import AutoModelForCausalLM
 
 from finetune.data.dataset import Dataset, build_training
+from finetune.desk.setup.environment_rows import check_environment
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.models.tokenizer import load_tokenizer, read_tokenizer
-from finetune.rollouts.environment import LOG
-from finetune.rollouts.noise import gumbel, sample_keys
-from finetune.rollouts.records import EVALUATION, STEP, Sample, read_record, record_file
-from finetune.rollouts.step_rows import example_of
-from finetune.setup.environment_rows import check_environment
+from finetune.rl.rollouts.environment import LOG
+from finetune.rl.rollouts.noise import gumbel, sample_keys
+from finetune.rl.rollouts.records import EVALUATION, STEP, Sample, read_record, record_file
+from finetune.rl.rollouts.step_rows import example_of
 
 Write = Callable[..., Path]
 STEPS, PROMPTS, SAMPLES = 4, 4, 4

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.rollouts.records import EVALUATION, STEP, read_record, record_file
+from finetune.rl.rollouts.records import EVALUATION, STEP, read_record, record_file
 
 Write = Callable[..., Path]
 STEPS, PROMPTS, SAMPLES = 4, 4, 4

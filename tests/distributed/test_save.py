@@ -18,7 +18,7 @@ from conftest import launch, metrics
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.export.commands import ExportOptions, export_run
+from finetune.release.export.commands import ExportOptions, export_run
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("save_worker.py")

@@ -17,12 +17,12 @@ import torch
 from conftest import launch, metrics, train_here
 from sampling_server import MODEL, SamplingServer, sampling_server
 
+from finetune.desk.setup.check import check_recipe
 from finetune.errors import UserError
 from finetune.recipe.schema import Rollouts
-from finetune.rollouts.noise import sample_keys
-from finetune.rollouts.records import read_record, record_file
-from finetune.rollouts.vllm_server import VllmServer
-from finetune.setup.check import check_recipe
+from finetune.rl.rollouts.noise import sample_keys
+from finetune.rl.rollouts.records import read_record, record_file
+from finetune.rl.rollouts.vllm_server import VllmServer
 
 Write = Callable[..., Path]
 STEPS, PROMPTS, SAMPLES, SEED = 4, 2, 4, 42

@@ -34,6 +34,6 @@ def kill_at_point(event: str, arguments: tuple[Any, ...]) -> None:
 
 sys.addaudithook(kill_at_point)
 
-from finetune.cli import app  # noqa: E402
+from finetune.desk.cli import app  # noqa: E402
 
 app(COMMAND)

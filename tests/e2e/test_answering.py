@@ -15,10 +15,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import ExportOptions, export_run, verify_run
-from finetune.inference.answering import StopFilter, answer_file, answers, chat_with, load_answerer
-from finetune.inference.chat import as_messages
-from finetune.inference.sampling import Sampling
+from finetune.release.export.commands import ExportOptions, export_run, verify_run
+from finetune.release.inference.answering import StopFilter, answer_file, answers, chat_with, load_answerer
+from finetune.release.inference.chat import as_messages
+from finetune.release.inference.sampling import Sampling
 
 ANSWERS = {"stones": "stone river", "lights": "green light cloud"}
 

@@ -18,7 +18,7 @@ from conftest import finetune
 from transformers import AutoTokenizer
 from typer.main import get_command
 
-from finetune.cli import app, main
+from finetune.desk.cli import app, main
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = sorted(command.callback.__name__ for command in app.registered_commands if command.callback)
@@ -81,7 +81,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_a_run_imports_no_library_that_it_does_not_use() -> None:
     """What every process of every launch pays for; `check` imports a part of it."""
-    code = "import sys, finetune.setup.check, finetune.training.run; print(*sys.modules)"
+    code = "import sys, finetune.desk.setup.check, finetune.training.run; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     unused = {"peft", "bitsandbytes", "deepspeed", "datasets", "pandas", "wandb", "tensorboard", "matplotlib"}
     modules = set(done.stdout.split())

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.cluster.job import JobOptions
-from finetune.cluster.manifest import launch_on
+from finetune.desk.cluster.job import JobOptions
+from finetune.desk.cluster.manifest import launch_on
 
 CONTAINER = {"image": "registry.example.com/finetune:1", "hours": 1.0}
 JOBS: dict[str, dict[str, Any]] = {

@@ -16,11 +16,11 @@ from damage import ADAPTER, BASE, WEIGHTS, Damage
 from rich.console import Console
 
 from finetune.errors import UserError
-from finetune.export.commands import ExportOptions, export_run
-from finetune.export.loading import load_result, load_trained
 from finetune.features import load_recipe
 from finetune.models.config import check_sizes, model_config
 from finetune.models.tokenizer import load_tokenizer
+from finetune.release.export.commands import ExportOptions, export_run
+from finetune.release.export.loading import load_result, load_trained
 
 # What transformers reads all the same, with the weights and the text that the folder has.
 HARMLESS = {

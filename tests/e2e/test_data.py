@@ -14,10 +14,10 @@ from bitwise import is_measured
 from conftest import launch, metrics, train_here
 
 from finetune.data.dataset import build_training
+from finetune.desk.setup.check import check_recipe
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.models.tokenizer import load_tokenizer
-from finetune.setup.check import check_recipe
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from transformers import AutoTokenizer
 
 from finetune.checkpoints.trained import find_trained
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import ExportOptions, export_run, merge_adapter, verify_run
-from finetune.export.figures import Figures
-from finetune.export.verify import verify_export
+from finetune.release.export.commands import ExportOptions, export_run, merge_adapter, verify_run
+from finetune.release.export.figures import Figures
+from finetune.release.export.verify import verify_export
 
 MODES: dict[str, dict[str, Any]] = {
     "lora": {"model": "llama", "lora": {"rank": 4, "rslora": True, "alpha": 16}},

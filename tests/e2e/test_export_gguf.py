@@ -29,14 +29,14 @@ from transformers import (
 
 from finetune.checkpoints.trained import find_trained
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import ExportOptions, export_run, verify_run
-from finetune.export.gguf_file import gguf_tensors, other_tensors
-from finetune.export.gguf_settings import check_architecture, other_settings
-from finetune.export.gguf_tokenizer import gguf_tokenizer, other_tokens, sentencepiece_prefix, split_name
-from finetune.export.streamed import StreamedModel
-from finetune.export.verify_models import as_llama
 from finetune.models.config import model_config
 from finetune.recipe.schema import Model
+from finetune.release.export.commands import ExportOptions, export_run, verify_run
+from finetune.release.export.gguf_file import gguf_tensors, other_tensors
+from finetune.release.export.gguf_settings import check_architecture, other_settings
+from finetune.release.export.gguf_tokenizer import gguf_tokenizer, other_tokens, sentencepiece_prefix, split_name
+from finetune.release.export.streamed import StreamedModel
+from finetune.release.export.verify_models import as_llama
 
 gguf = pytest.importorskip("gguf")
 

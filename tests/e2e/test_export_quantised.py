@@ -18,8 +18,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import ExportOptions, export_run, verify_run
-from finetune.export.eight_bits import quantize
+from finetune.release.export.commands import ExportOptions, export_run, verify_run
+from finetune.release.export.eight_bits import quantize
 
 QUIET = Console(quiet=True)
 

@@ -25,11 +25,11 @@ from finetune.checkpoints import weight_files
 from finetune.checkpoints.folder import describe_checkpoints
 from finetune.checkpoints.trained import find_trained
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import ExportOptions, export_run
-from finetune.export.hf_folder import export_folder
-from finetune.export.loading import load_result
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Lora
+from finetune.release.export.commands import ExportOptions, export_run
+from finetune.release.export.hf_folder import export_folder
+from finetune.release.export.loading import load_result
 
 IDS = torch.arange(3, 103).reshape(2, 50)
 

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from finetune.checkpoints.trained import find_trained
 from finetune.errors import RunFailure, UserError
-from finetune.export import verify
-from finetune.export.commands import ExportOptions, export_run, verify_run
-from finetune.export.hf_folder import export_folder
+from finetune.release.export import verify
+from finetune.release.export.commands import ExportOptions, export_run, verify_run
+from finetune.release.export.hf_folder import export_folder
 
 QUIET = Console(quiet=True)
 Change = Callable[[Path], object]

@@ -24,9 +24,9 @@ from forks import start_forkserver
 from safetensors.torch import load_file, save_file
 
 from finetune.checkpoints.folder import find_problem
+from finetune.desk.setup.prepare_data import prepare
 from finetune.errors import RunFailure, UserError
 from finetune.features import load_recipe
-from finetune.setup.prepare_data import prepare
 
 LIMIT = 1_000_000  # bytes; the model has 0.5 MB, a checkpoint 1.5 MB
 

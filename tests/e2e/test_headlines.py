@@ -14,9 +14,9 @@ from conftest import train_here
 from rich.console import Console
 
 from finetune import utils
+from finetune.desk.view.run_log import follow
 from finetune.plan.run_list import evaluation, list_runs, show_runs
 from finetune.tracking.headline import VarianceWatch, progress_text
-from finetune.view.run_log import follow
 
 WIDTH = 100
 NUMBER = r"-?\d[\d.,]*(?:e-?\d+)?"

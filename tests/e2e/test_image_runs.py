@@ -29,15 +29,15 @@ from finetune.data.examples import image_reader
 from finetune.data.predictions import LOG_PROBS
 from finetune.data.samples import Sequence
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import ExportOptions, export_run, verify_run
-from finetune.export.loading import load_trained
 from finetune.features import load_recipe
-from finetune.inference.answering import answer_file, answers, chat_with, load_answerer
-from finetune.inference.chat import chat_with_server, image_part
-from finetune.inference.live import verify_url
-from finetune.inference.sampling import Sampling
 from finetune.models.config import model_config
 from finetune.models.tokenizer import load_tokenizer
+from finetune.release.export.commands import ExportOptions, export_run, verify_run
+from finetune.release.export.loading import load_trained
+from finetune.release.inference.answering import answer_file, answers, chat_with, load_answerer
+from finetune.release.inference.chat import chat_with_server, image_part
+from finetune.release.inference.live import verify_url
+from finetune.release.inference.sampling import Sampling
 from finetune.training.run import compute_reference, started
 from finetune.training.signals import StopRequest
 from finetune.training.teacher import with_teacher
@@ -277,7 +277,7 @@ def test_an_openai_client_gets_the_greedy_answers_to_pictures(
     """Of a run and of a model folder; a chat on the terminal has the same, here and there, and `verify --url`, too."""
     import openai
 
-    from finetune.inference.serve import load_served
+    from finetune.release.inference.serve import load_served
 
     pictures = sorted((seeing / "held_out").iterdir())[:2]
     folders = {"qwen": full_run, "smol": seeing / "smolvlm_sees"}

@@ -20,7 +20,7 @@ from conftest import finetune, metrics
 from PIL import Image
 from workbooks import inline, workbook
 
-from finetune.cli import main
+from finetune.desk.cli import main
 from finetune.features import load_recipe
 
 COUNT = 60

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from finetune.export.commands import ExportOptions, export_run
+from finetune.release.export.commands import ExportOptions, export_run
 
 # What the published checkpoints have behind the layers, by transformers' class.
 HEADS = {

@@ -19,14 +19,14 @@ import tiny
 import yaml
 from rich.console import Console
 
+from finetune.desk.setup.check import check_recipe
+from finetune.desk.setup.new import write_new
+from finetune.desk.setup.new_options import NewOptions
+from finetune.desk.setup.roles import choose_columns, refusal
+from finetune.desk.setup.row_fit import GOAL_STEPS, ExampleLengths, fit_rows, pieces
+from finetune.desk.setup.rows import read_sample
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.setup.check import check_recipe
-from finetune.setup.new import write_new
-from finetune.setup.new_options import NewOptions
-from finetune.setup.roles import choose_columns, refusal
-from finetune.setup.row_fit import GOAL_STEPS, ExampleLengths, fit_rows, pieces
-from finetune.setup.rows import read_sample
 
 
 def words(drawn: random.Random, least: int, most: int) -> str:
@@ -294,7 +294,7 @@ def test_what_is_not_given_is_asked_for(
 ) -> None:
     import sys
 
-    from finetune.cli import main
+    from finetune.desk.cli import main
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -51,7 +51,7 @@ IMPORTED_BEFORE = """
 import sys
 from pathlib import Path
 import datasets, transformers
-from finetune.setup.check import check_recipe
+from finetune.desk.setup.check import check_recipe
 for path in sys.argv[1:]:
     print(check_recipe(Path(path), ()).error)
 """
@@ -82,7 +82,7 @@ def test_the_cache_is_used_and_a_dataset_fails_at_once(
 
 LOADED_LATER = """
 from transformers import AutoConfig
-from finetune.export.streamed import find_base
+from finetune.release.export.streamed import find_base
 from finetune.models.remote_code import load_auto
 for load in (lambda: load_auto(AutoConfig, "some-org/base"), lambda: find_base("some-org/base", None)):
     try:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from finetune import cli
+from finetune.desk import cli
 from finetune.errors import UserError
 from finetune.models.remote_code import load_auto, trusts_code
 

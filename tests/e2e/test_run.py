@@ -21,8 +21,8 @@ from conftest import launch, train_here
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from finetune.export.loading import load_result
 from finetune.features import load_recipe
+from finetune.release.export.loading import load_result
 from finetune.tracking.trackers import grouped
 from finetune.training.run_plan import Plan
 

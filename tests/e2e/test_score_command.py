@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, pipeline
 
 from finetune.errors import RunFailure
-from finetune.inference.score import score_file, source_of
+from finetune.release.inference.score import score_file, source_of
 
 LORA = ("mode=lora", "lora={rank: 2, alpha: 4}", "optimizer.lr=5e-3")
 

@@ -25,13 +25,13 @@ from transformers import GenerationConfig
 
 from finetune.checkpoints.trained import find_trained
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import ExportOptions, export_run, tensor_parallel_size, unread_by_vllm
-from finetune.inference.answering import answerer_of, answers, chat_with
-from finetune.inference.chat import chat_with_server
-from finetune.inference.live import Live, verify_url
-from finetune.inference.sampling import Sampling
-from finetune.inference.serve import hosts_of, load_served, serve
-from finetune.local_server import is_allowed_host
+from finetune.release.export.commands import ExportOptions, export_run, tensor_parallel_size, unread_by_vllm
+from finetune.release.inference.answering import answerer_of, answers, chat_with
+from finetune.release.inference.chat import chat_with_server
+from finetune.release.inference.live import Live, verify_url
+from finetune.release.inference.sampling import Sampling
+from finetune.release.inference.serve import hosts_of, load_served, serve
+from finetune.release.local_server import is_allowed_host
 
 GREEN: list[Any] = [{"role": "user", "content": "green"}]
 

@@ -11,8 +11,8 @@ import pytest
 import tiny
 from conftest import metrics, train_here
 
+from finetune.desk.setup.check import check_recipe
 from finetune.errors import UserError
-from finetune.setup.check import check_recipe
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from web_driver import CHROMIUM, DRIVER, Chromium, chromium
 
-from finetune.studio.jobs import Jobs
+from finetune.desk.studio.jobs import Jobs
 
 pytestmark = [
     pytest.mark.long,

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from finetune.errors import UserError
-from finetune.export.upload import collect
+from finetune.release.export.upload import collect
 
 TOKEN = "hf_" + "a1B2" * 9
 

@@ -50,7 +50,7 @@ def own_rows(folder: Path) -> None:
 def test_recipes_are_found_by_name_in_an_empty_folder(installed: dict[str, str], tmp_path: Path) -> None:
     """`new` reads the shipped bases, and `check` the package that was installed."""
     own_rows(tmp_path)
-    program = "import sys, finetune, finetune.cli; print(finetune.__file__); sys.exit(finetune.cli.main())"
+    program = "import sys, finetune, finetune.desk.cli; print(finetune.__file__); sys.exit(finetune.desk.cli.main())"
     command = [
         sys.executable,
         "-c",

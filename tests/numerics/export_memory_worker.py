@@ -17,9 +17,9 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
-import finetune.export.verify  # noqa: F401 (not to be measured)
+import finetune.release.export.verify  # noqa: F401 (not to be measured)
 from finetune.checkpoints.weight_files import write_shards
-from finetune.cli import app
+from finetune.desk.cli import app
 from finetune.models.base_config import without_weights
 
 

@@ -16,9 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.checkpoints.trained import find_trained
 from finetune.errors import UserError
-from finetune.export.commands import ExportOptions, export_run, merge_adapter
-from finetune.export.hf_folder import export_folder
-from finetune.export.loading import load_result
 from finetune.models.added_tokens import ROWS, add_tokens, start_rows
 from finetune.models.attention import attention_for
 from finetune.models.config import model_config
@@ -26,6 +23,9 @@ from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Tokens
+from finetune.release.export.commands import ExportOptions, export_run, merge_adapter
+from finetune.release.export.hf_folder import export_folder
+from finetune.release.export.loading import load_result
 
 FEW = ["quick stars", "under table"]
 MANY = [*FEW, *(f"<{i}>" for i in range(40))]  # more than the spare rows of the embedding

@@ -21,13 +21,13 @@ from transformers import AutoModelForCausalLM
 from finetune.checkpoints.result import name_targets
 from finetune.checkpoints.trained import find_trained
 from finetune.errors import UserError
-from finetune.export.streamed import StreamedModel
 from finetune.models.checkpoint_files import check_names_kept
 from finetune.models.lora_targets import adapted_paths, check_adapted, find_targets
 from finetune.models.moe import group_adapters
 from finetune.models.trials import randomize
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Lora
+from finetune.release.export.streamed import StreamedModel
 
 QUICK = ("deepseek_v3", "qwen3_moe", "qwen2_moe", "llama4_text", "nemotron_h")
 # Linear layers whose weight goes to a kernel, past an adapter, or that multiply in groups.

@@ -20,8 +20,6 @@ from finetune.data.batch import UNSHARDED
 from finetune.engine.context_parallel import apply_context_parallel
 from finetune.engine.parallelism import Parallelism
 from finetune.errors import UserError
-from finetune.export.commands import merge_adapter
-from finetune.export.loading import load_result
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import DOCUMENTS, AttentionChoice, choose_attention
 from finetune.models.attention.isolation import batched_where_same
@@ -38,6 +36,8 @@ from finetune.models.attention.per_document import prepare
 from finetune.models.trials import NoMixers
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Lora
+from finetune.release.export.commands import merge_adapter
+from finetune.release.export.loading import load_result
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

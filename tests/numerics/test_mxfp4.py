@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
-from finetune.export.loading import load_result
 from finetune.models.attention import attention_for
 from finetune.models.config import model_config
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
+from finetune.release.export.loading import load_result
 
 SHAPE: dict[str, Any] = {
     "model_type": "gpt_oss",

@@ -16,8 +16,8 @@ from conftest import metrics, train_here
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from finetune.rewards.completion import Reward
-from finetune.rollouts.records import Sample, write_record
+from finetune.rl.rewards.completion import Reward
+from finetune.rl.rollouts.records import Sample, write_record
 
 PROMPTS, SAMPLES, MOST, TEMPERATURE = 3, 4, 6, 0.7
 

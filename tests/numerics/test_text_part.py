@@ -28,9 +28,6 @@ from finetune.checkpoints.result import name_in_adapter
 from finetune.data.dataset import build_dataset
 from finetune.data.loader import Loader
 from finetune.errors import RunFailure, UserError
-from finetune.export.commands import ExportOptions, export_run, merge_adapter, verify_run
-from finetune.export.loading import load_result
-from finetune.inference.score import load_scorer
 from finetune.models.added_tokens import grow_to
 from finetune.models.attention import attention_for
 from finetune.models.config import model_config
@@ -40,6 +37,9 @@ from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Model, Recipe
+from finetune.release.export.commands import ExportOptions, export_run, merge_adapter, verify_run
+from finetune.release.export.loading import load_result
+from finetune.release.inference.score import load_scorer
 
 STEPS = 3
 QUIET = Console(quiet=True)

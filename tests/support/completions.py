@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.recipe.schema import RewardSettings
-from finetune.rewards.completion import Completion
-from finetune.rewards.scoring import Rewards
+from finetune.rl.rewards.completion import Completion
+from finetune.rl.rewards.scoring import Rewards
 
 
 def completion(text: str, reference: str | None = "42", **columns: Any) -> Completion:

@@ -191,7 +191,7 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the imports say is no answer
     sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
-    import_everything("finetune.setup.check")
+    import_everything("finetune.desk.setup.check")
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork() or _stand_for_launcher(request)
@@ -207,7 +207,7 @@ def import_everything(*more: str) -> None:
     from finetune.startup import quiet_libraries
 
     quiet_libraries()
-    for name in ("bitsandbytes", "deepspeed", "peft", "finetune.training.run", "finetune.rollouts.run_rows", *more):
+    for name in ("bitsandbytes", "deepspeed", "peft", "finetune.training.run", "finetune.rl.rollouts.run_rows", *more):
         importlib.import_module(name)
     threads = psutil.Process().num_threads()
     if threads != 1:

@@ -185,7 +185,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from finetune.doctor.requirements import missing_requirements
+    from finetune.desk.doctor.requirements import missing_requirements
 
     if missing := missing_requirements():
         listed = " ".join(missing)

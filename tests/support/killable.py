@@ -162,7 +162,7 @@ def _become_rank(environment: Environment, arguments: list[str], log: Path) -> i
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["finetune", *arguments]
-    from finetune.cli import main
+    from finetune.desk.cli import main
 
     try:
         main()

@@ -13,9 +13,9 @@ import pytest
 import typer.main
 from conftest import script
 
-from finetune.cli import app
 from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import detect_format, parse_row
+from finetune.desk.cli import app
 from finetune.features import load_recipe
 from finetune.recipe import Recipe
 from finetune.recipe.load import key_is_known

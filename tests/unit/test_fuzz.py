@@ -12,10 +12,11 @@ import pytest
 import tiny
 from conftest import finetune
 
-from finetune import cli, errors
+from finetune import errors
 from finetune.data.chat import template_check
 from finetune.data.chat.template import Template
 from finetune.data.chat.template_choice import resolve_template
+from finetune.desk import cli
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.models.config import check_sizes, model_config

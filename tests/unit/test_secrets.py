@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli import main
+from finetune.desk.cli import main
 from finetune.errors import without_secrets
 from finetune.recipe.urls import without_credentials
 

@@ -15,9 +15,9 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from finetune.cluster.job import JobOptions, plan_job
-from finetune.cluster.manifest import launch_on, render
-from finetune.cluster.targets import TARGETS
+from finetune.desk.cluster.job import JobOptions, plan_job
+from finetune.desk.cluster.manifest import launch_on, render
+from finetune.desk.cluster.targets import TARGETS
 from finetune.engine.launch import PROCESSES_VARIABLE, check_started, read_config_file
 from finetune.errors import UserError
 

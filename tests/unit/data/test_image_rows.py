@@ -352,7 +352,7 @@ def test_the_same_words_about_another_image_are_another_example(model: Path, fol
 
 def test_inspect_shows_what_an_image_is(model: Path, folder: Path) -> None:
     from finetune.data.token_text import render_rich
-    from finetune.view.inspect.page import tokens_of, with_pictures
+    from finetune.desk.view.inspect.page import tokens_of, with_pictures
 
     rows = [asked({"type": "text", "text": "which "}, {"type": "image", "image": "a.png"})]
     (example,) = examples_of(model, tiny.write_rows(folder / "rows.jsonl", rows), "messages")

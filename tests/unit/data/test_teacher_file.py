@@ -21,9 +21,9 @@ from finetune.data.examples import Examples
 from finetune.data.packing import one_per_row
 from finetune.data.predictions import IDS, LOG_PROBS, check_complete, load_predictions, vocabulary_digest
 from finetune.data.teacher_file import file_predictions, read_teacher_file
+from finetune.desk.setup.prepare_data import show_entries
 from finetune.errors import UserError
 from finetune.recipe.schema import ObjectiveSettings
-from finetune.setup.prepare_data import show_entries
 
 TEXTS = ["the quick brown fox", "hello world", "what is two and two? It is four", "fine thanks"]
 VOCABULARY, K = 600, 3

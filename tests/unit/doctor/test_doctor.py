@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import finetune
 
-from finetune.doctor.advice import advice
-from finetune.doctor.diagnosis import (
+from finetune.desk.doctor.advice import advice
+from finetune.desk.doctor.diagnosis import (
     Diagnosis,
     Disk,
     Host,
@@ -25,7 +25,7 @@ from finetune.doctor.diagnosis import (
     nvidia_gpus,
     rdma_ports,
 )
-from finetune.engine.links import LaunchGroup, Links, Pair, chosen_pairs, measure_links
+from finetune.desk.doctor.links import LaunchGroup, Links, Pair, chosen_pairs, measure_links
 
 ALONE = LaunchGroup(0, 1, 0, torch.device("cpu"))
 

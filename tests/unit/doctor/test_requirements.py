@@ -7,7 +7,7 @@ from importlib import metadata
 
 import pytest
 
-from finetune.doctor.requirements import missing_requirements
+from finetune.desk.doctor.requirements import missing_requirements
 
 
 def test_missing_and_other_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

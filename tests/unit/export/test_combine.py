@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.checkpoints.trained import find_trained
 from finetune.errors import UserError
-from finetune.export.combine import combination, merge_runs
-from finetune.export.verify import find_against
+from finetune.release.export.combine import combination, merge_runs
+from finetune.release.export.verify import find_against
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 State = dict[str, torch.Tensor]

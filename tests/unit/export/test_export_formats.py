@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from finetune.errors import UserError
-from finetune.export.figures import THRESHOLDS
-from finetune.export.formats import EXPORTS, ExportOptions, check_options
+from finetune.release.export.figures import THRESHOLDS
+from finetune.release.export.formats import EXPORTS, ExportOptions, check_options
 
 
 def test_each_type_of_weights_has_a_threshold():

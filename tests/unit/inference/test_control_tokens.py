@@ -14,9 +14,9 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from finetune.data.chat.renderer import build_renderer
 from finetune.data.samples import Conversation, Message
-from finetune.inference.answering import Answerer, chat_template
-from finetune.inference.control_tokens import ControlTokens
 from finetune.models.base_config import without_weights
+from finetune.release.inference.answering import Answerer, chat_template
+from finetune.release.inference.control_tokens import ControlTokens
 
 MODEL = without_weights(AutoConfig.for_model(**tiny.MODELS["llama"] | {"max_position_embeddings": 4096}))
 TEMPLATE = (

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from finetune.errors import RunFailure
-from finetune.inference.sampling import Sampling
-from finetune.inference.server_client import KEY, Server
+from finetune.release.inference.sampling import Sampling
+from finetune.release.inference.server_client import KEY, Server
 
 
 class Liar(ThreadingHTTPServer):

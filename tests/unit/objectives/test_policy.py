@@ -14,7 +14,8 @@ from finetune.data.batch import Batch, collate
 from finetune.data.samples import Example, Sequence
 from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import KEPT, KEPT_TOKENS, ONE_RANK, TermSums
-from finetune.objectives.policy import (
+from finetune.recipe.schema import ObjectiveSettings, Rollouts
+from finetune.rl.policy import (
     ADVANTAGE,
     CORRECTION,
     INITIAL,
@@ -25,8 +26,7 @@ from finetune.objectives.policy import (
     SAMPLER,
     grpo,
 )
-from finetune.recipe.schema import ObjectiveSettings, Rollouts
-from finetune.rollouts.correction import correction_weights
+from finetune.rl.rollouts.correction import correction_weights
 
 LENGTHS, MOST = (3, 1, 5, 2), 6
 ADVANTAGES = (1.5, -0.5, -2.0, 0.7)

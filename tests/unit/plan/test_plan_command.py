@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from finetune.desk.setup.check import check_recipe
 from finetune.engine.compatibility import check_products
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import read_config_file
@@ -43,7 +44,6 @@ from finetune.plan.search import (
 from finetune.plan.shapes import costs_at
 from finetune.plan.speed import table_speeds
 from finetune.plan.tables import parse_machines
-from finetune.setup.check import check_recipe
 
 KEYS = {"config", "processes", "verdict", "peak_gib", "tensors_gib", "step_s", "tokens_per_s", "price", "why"}
 FREE = ("batch.rows_per_device", "train.activation_checkpointing")

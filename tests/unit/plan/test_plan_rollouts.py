@@ -27,8 +27,8 @@ from finetune.plan.rollouts import CohortCosts, cohorts, sampling_of
 from finetune.plan.search import Choice
 from finetune.plan.teacher_memory import teacher_of
 from finetune.recipe import Recipe
-from finetune.rollouts.drawing import Drawer
-from finetune.training.sample_teacher import SampleTeacher
+from finetune.rl.rollouts.drawing import Drawer
+from finetune.rl.sample_teacher import SampleTeacher
 from finetune.training.teacher import TeacherPass
 
 PROMPT, NEW = 40, 24

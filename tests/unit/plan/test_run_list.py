@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from finetune.desk.view.run_log import follow
 from finetune.errors import UserError
 from finetune.plan.run_list import list_runs, runs_as_json, show_runs
-from finetune.view.run_log import follow
 
 
 def write_run(folder: Path, status: str | None, steps: int, done: int, **plan: Any) -> Path:

@@ -9,9 +9,9 @@ import pytest
 from completions import completion, reward, values
 
 from finetune.recipe.schema import REWARD_KEYS, RewardSettings
-from finetune.rewards.builtin import REWARDS, last_boxed, last_fenced, last_number, numbers_in
-from finetune.rewards.child import accepted
-from finetune.rewards.scoring import Rewards
+from finetune.rl.rewards.builtin import REWARDS, last_boxed, last_fenced, last_number, numbers_in
+from finetune.rl.rewards.child import accepted
+from finetune.rl.rewards.scoring import Rewards
 
 
 def test_the_table_has_every_name_of_the_schema() -> None:

@@ -16,8 +16,8 @@ import pytest
 from completions import completion, reward
 
 from finetune.errors import RunFailure, UserError
-from finetune.rewards.completion import Completion
-from finetune.rewards.scoring import LOG, Rewards
+from finetune.rl.rewards.completion import Completion
+from finetune.rl.rewards.scoring import LOG, Rewards
 
 FUNCTIONS = """
 import ctypes, json, os, random, signal, sys, threading, time
@@ -345,7 +345,7 @@ def test_processes_end_with_a_run_that_is_killed(write: Any, tmp_path: Path) -> 
     program = (
         "import os, signal, threading, time, psutil\n"
         "from completions import completion, reward\n"
-        "from finetune.rewards.scoring import Rewards\n"
+        "from finetune.rl.rewards.scoring import Rewards\n"
         "def end():\n"
         "    while len(children := psutil.Process().children()) < 2: time.sleep(0.05)\n"
         "    time.sleep(1)\n"

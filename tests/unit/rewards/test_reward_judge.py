@@ -16,8 +16,8 @@ import pytest
 from completions import completion, reward
 
 from finetune.errors import UserError
-from finetune.rewards.completion import Reward
-from finetune.rewards.scoring import LOG, Rewards
+from finetune.rl.rewards.completion import Reward
+from finetune.rl.rewards.scoring import LOG, Rewards
 
 
 class Server(ThreadingHTTPServer):

@@ -12,7 +12,7 @@ from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.recipe import RecipeError
 from finetune.recipe.schema import TAKES_REWARDS
-from finetune.rewards.scoring import Rewards
+from finetune.rl.rewards.scoring import Rewards
 
 RECIPE = """run: {{name: a}}
 model: {{name: org/model}}
@@ -205,7 +205,7 @@ def test_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """As in an environment without the extra: neither package is found on the path of the processes."""
     import sys
 
-    from finetune.rewards import builtin
+    from finetune.rl.rewards import builtin
 
     kept = [entry for entry in sys.path if "site-packages" not in entry]
     monkeypatch.setattr(sys, "path", [*kept, str(Path(builtin.__file__).parents[2])])

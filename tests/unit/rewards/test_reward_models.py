@@ -13,9 +13,9 @@ from conftest import train_here
 from rich.console import Console
 
 from finetune.errors import UserError
-from finetune.inference.score import score_file, source_of
-from finetune.rewards.completion import Completion
-from finetune.rewards.scoring import Rewards
+from finetune.release.inference.score import score_file, source_of
+from finetune.rl.rewards.completion import Completion
+from finetune.rl.rewards.scoring import Rewards
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ import pytest
 from completions import completion, reward, values
 
 from finetune.errors import UserError
-from finetune.rewards.program_runner import NAMESPACES
-from finetune.rewards.programs import Program, missing_limits, run_program
-from finetune.rewards.scoring import Rewards
+from finetune.rl.rewards.program_runner import NAMESPACES
+from finetune.rl.rewards.programs import Program, missing_limits, run_program
+from finetune.rl.rewards.scoring import Rewards
 
 PROGRAM = Program(column="tests", partial=False, memory_mb=512, seconds=5.0)
 MISSING = missing_limits(PROGRAM) or []
@@ -127,7 +127,7 @@ libc.mount(b"none", b"/tmp", b"tmpfs", 0, None)
 # In a namespace of users that may have none below it, as a container without the right to make them.
 WITHOUT = """echo 0 >/proc/sys/user/max_user_namespaces && exec "$0" -c '
 import sys
-from finetune.rewards.builtin import REWARDS, Unanswerable
+from finetune.rl.rewards.builtin import REWARDS, Unanswerable
 keys = {"column": "tests", "partial": False, "memory_mb": 512, "seconds": 5.0}
 try:
     print(REWARDS["tests"].prepare({**keys, "isolation": sys.argv[1]})[1])

@@ -10,13 +10,13 @@ import tiny
 from completions import completion, reward
 
 from finetune.data.dataset import Dataset, build_training, on_disk
+from finetune.desk.setup.reward_rows import check_rewards, reference_answers
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
-from finetune.rewards.completion import Completion
-from finetune.rewards.trial import try_rewards
-from finetune.setup.reward_rows import check_rewards, reference_answers
+from finetune.rl.rewards.completion import Completion
+from finetune.rl.rewards.trial import try_rewards
 
 
 def rows(count: int = 6) -> list[Completion]:

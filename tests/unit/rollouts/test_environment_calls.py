@@ -13,8 +13,8 @@ import pytest
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.recipe.schema import EnvironmentSettings
-from finetune.rewards.completion import Outcome
-from finetune.rollouts.environment import EnvironmentCall, Environments
+from finetune.rl.rewards.completion import Outcome
+from finetune.rl.rollouts.environment import EnvironmentCall, Environments
 
 FILE = """
 import json, math, os, random, sys, time

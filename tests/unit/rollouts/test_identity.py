@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from finetune.features import load_recipe
-from finetune.rollouts.step_rows import run_identity
+from finetune.rl.rollouts.step_rows import run_identity
 
 
 @pytest.mark.parametrize(

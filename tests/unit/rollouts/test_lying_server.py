@@ -13,7 +13,7 @@ import pytest
 
 from finetune.errors import UserError
 from finetune.recipe.schema import Rollouts
-from finetune.rollouts.vllm_server import VllmServer
+from finetune.rl.rollouts.vllm_server import VllmServer
 
 PROMPT, END, VOCABULARY, LONGEST = [5, 6, 7], 2, 100, 3
 HONEST = {"prompt_token_ids": PROMPT, "token_ids": [9, 8, END], "logprobs": {"token_logprobs": [-0.5, -1.0, 0.0]}}

@@ -15,7 +15,7 @@ from finetune.data.samples import Conversation, Message, PromptCompletion, Promp
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.models.tokenizer import load_tokenizer
-from finetune.rollouts.prompts import PromptContent, RunPrompts
+from finetune.rl.rollouts.prompts import PromptContent, RunPrompts
 
 ROWS = [{"question": f"{i} and {i}?", "answer": str(2 * i), "level": i} for i in range(4)]
 ROWS[3]["question"] += " and" * 12

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from finetune.errors import UserError
-from finetune.rewards.completion import Reward
-from finetune.rollouts.records import (
+from finetune.rl.rewards.completion import Reward
+from finetune.rl.rollouts.records import (
     EVALUATION,
     DamagedRecord,
     Predicted,

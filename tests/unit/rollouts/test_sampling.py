@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.objectives.policy import LOSSES
 from finetune.recipe.schema import ObjectiveSettings, Rollouts
-from finetune.rollouts.advantages import advantages
-from finetune.rollouts.noise import gumbel, mixed, sample_keys
-from finetune.rollouts.sampler import Sampler, within
+from finetune.rl.policy import LOSSES
+from finetune.rl.rollouts.advantages import advantages
+from finetune.rl.rollouts.noise import gumbel, mixed, sample_keys
+from finetune.rl.rollouts.sampler import Sampler, within
 
 SETTINGS = Rollouts(prompts=1, samples=2, max_new_tokens=4)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.setup.check import check_recipe
+from finetune.desk.setup.check import check_recipe
 
 PEGASUS = {"model_type": "pegasus", "vocab_size": 384, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 64}
 PEGASUS |= {"decoder_attention_heads": 4, "encoder_layers": 1, "encoder_attention_heads": 4, "dropout": 0.0}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 
-from finetune.setup.check import check_recipe
+from finetune.desk.setup.check import check_recipe
 
 QUIET = ("train.max_steps=1", "schedule.warmup_steps=0")
 

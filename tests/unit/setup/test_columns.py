@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from finetune.desk.setup.columns import columns_of_table
+from finetune.desk.setup.roles import choose_columns, refusal
 from finetune.errors import UserError
-from finetune.setup.columns import columns_of_table
-from finetune.setup.roles import choose_columns, refusal
 
 COUNT = 30
 _WORDS = ("river", "stone", "light", "cloud", "paper", "green", "seven", "house", "under", "table", "quick", "stars")

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
+from finetune.desk.setup.foreign_keys import FILES, FOLDER, ForeignRow, foreign_tool, unknown_key_hint
 from finetune.recipe import RecipeError, load_recipe
 from finetune.recipe.load import _annotation_at, key_is_known  # pyright: ignore[reportPrivateUsage]
 from finetune.recipe.schema import OBJECTIVE_KEYS, Source
-from finetune.setup.foreign_keys import FILES, FOLDER, ForeignRow, foreign_tool, unknown_key_hint
 
 ROOT = Path(__file__).parents[3]
 GOOD = """\

@@ -17,13 +17,13 @@ import pytest
 import yaml
 from rich.console import Console
 
+from finetune.desk.setup.foreign_command import is_command
+from finetune.desk.setup.foreign_keys import foreign_tool
+from finetune.desk.setup.other_tools import write_converted
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.recipe import Recipe
 from finetune.recipe.schema import LOSSES_OF, OBJECTIVE_KEYS
-from finetune.setup.foreign_command import is_command
-from finetune.setup.foreign_keys import foreign_tool
-from finetune.setup.other_tools import write_converted
 
 Convert = Callable[..., tuple[Recipe, str, str]]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from finetune.desk.setup.prepare_data import prepare
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.plan.search import config_folder
-from finetune.setup.prepare_data import prepare
 
 
 def test_tokens_are_prepared_before_the_predictions_of_a_teacher(

@@ -15,9 +15,9 @@ import yaml
 from public_configs import CASES, DATASETS, Case
 from rich.console import Console
 
+from finetune.desk.setup.other_tools import convert, write_converted
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.setup.other_tools import convert, write_converted
 
 # Keys that may have another value without another recipe, and why.
 WITHOUT_EFFECT = {

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.samples import Conversation, Message, PromptCompletion
-from finetune.setup.rows import RowsFound
-from finetune.setup.template_fit import fitting_template
+from finetune.desk.setup.rows import RowsFound
+from finetune.desk.setup.template_fit import fitting_template
 
 CHAT = Conversation((Message("user", "a"), Message("assistant", "b")))
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}

@@ -24,13 +24,13 @@ import pytest
 import typer.main
 import uvicorn
 
-from finetune.cli import app as cli
+from finetune.desk.cli import app as cli
+from finetune.desk.studio.actions import ACTIONS
+from finetune.desk.studio.app import build_app, entry_page
+from finetune.desk.studio.jobs import Jobs
+from finetune.desk.studio.project_folder import inside, look
 from finetune.errors import UserError
 from finetune.shipped import SHIPPED
-from finetune.studio.actions import ACTIONS
-from finetune.studio.app import build_app, entry_page
-from finetune.studio.jobs import Jobs
-from finetune.studio.project_folder import inside, look
 
 TOKEN = "a-token-of-these-tests"
 PAGES = ["/", "/data", "/recipe", "/plan", "/compare", "/chat", "/export", "/commands"]

@@ -11,8 +11,8 @@ import pytest
 import tiny
 from conftest import train_here
 
+from finetune.desk.setup.check import check_recipe
 from finetune.errors import UserError
-from finetune.setup.check import check_recipe
 
 LORA = ("mode=lora", "lora={rank: 4, alpha: 8}")
 DPO = ("objective={name: dpo}", "data.eval=[]", "data.train=[{path: {folder}/pairs.jsonl, format: preference}]")

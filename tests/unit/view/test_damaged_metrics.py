@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 from test_report import make_run
 
+from finetune.desk.studio import pages
+from finetune.desk.view.report import write_report
+from finetune.desk.view.run_log import follow
 from finetune.plan.run_list import list_runs, runs_as_json, show_runs
-from finetune.studio import pages
 from finetune.tracking.trackers import best_values
-from finetune.view.report import write_report
-from finetune.view.run_log import follow
 
 DAMAGE = {
     "a text as a loss": '{"step": 41, "loss": "0.5", "tokens_per_s": 9.0, "step_s": 1.0}',

@@ -20,11 +20,11 @@ from rich.console import Console
 from finetune.data.chat.renderer import UNTRAINED
 from finetune.data.samples import Sequence
 from finetune.data.token_text import tokens_of
+from finetune.desk.view.inspect import InspectOptions, check_options, inspect
+from finetune.desk.view.inspect.dataset_view import length_edges
+from finetune.desk.view.inspect.page import tokens_html
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.view.inspect import InspectOptions, check_options, inspect
-from finetune.view.inspect.dataset_view import length_edges
-from finetune.view.inspect.page import tokens_html
 
 HOSTILE = [
     "</script><script>document.title='x'</script><img src=x onerror=alert(1)>",

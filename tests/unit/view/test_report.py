@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.desk.view.report import POINTS, read_run, render, watch, write_report
 from finetune.errors import UserError
-from finetune.view.report import POINTS, read_run, render, watch, write_report
 
 HOSTILE = '</title><script>alert("x")</script>'
 

@@ -12,8 +12,8 @@ import pytest
 from conftest import full_disk
 from test_report import make_run
 
+from finetune.desk.view.report import write_report
 from finetune.errors import UserError
-from finetune.view.report import write_report
 
 FILES = ("metrics.jsonl", "recipe.yaml", "plan.json", "status.json", "generations.jsonl", "evaluate.json")
 FILES += ("examples.json", "out/verify.json", "checkpoints/step-00000020/state.json")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from test_report import HOSTILE, Page, make_run
 
-from finetune.rewards.completion import Reward
-from finetune.rollouts.records import EVALUATION, STEP, Sample, record_file, write_record
-from finetune.view.report import write_report
+from finetune.desk.view.report import write_report
+from finetune.rl.rewards.completion import Reward
+from finetune.rl.rollouts.records import EVALUATION, STEP, Sample, record_file, write_record
 
 FAILURE = "correct: raised ValueError: <b>bad</b>"
 

@@ -1,0 +1,189 @@
+"""`finetune new`: writes a recipe whose lengths, batch, steps and evaluation fit the rows (`row_fit.py`)."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from finetune.data.chat.renderer import Renderer
+from finetune.data.chat.template_check import joined_texts_note
+from finetune.desk.setup.first_row import show_first_row
+from finetune.desk.setup.new_options import NewOptions, parse_columns
+from finetune.desk.setup.recipe_text import NewRecipe, question, recipe_text, with_overrides
+from finetune.desk.setup.roles import RoleChoice, choose_columns, columns_shown, refusal
+from finetune.desk.setup.row_fit import (
+    CHARACTERS_PER_TOKEN,
+    LONGEST,
+    estimated_lengths,
+    fit_rows,
+    row_renderer,
+    token_lengths,
+)
+from finetune.desk.setup.rows import RowsFound, parse_sample, read_sample
+from finetune.desk.setup.template_fit import fitting_template
+from finetune.errors import UserError
+from finetune.features import load_recipe
+from finetune.models.base_config import NO_FOLDER, is_missing_folder, without_weights
+from finetune.models.config import model_config
+from finetune.models.tokenizer import load_tokenizer
+from finetune.recipe import Recipe
+from finetune.recipe.schema import MODES, RUN_NAME, Model
+from finetune.shipped import SHIPPED
+from finetune.utils import write_atomically
+
+Ask = Callable[[str, str], str]  # (question, default) -> answer
+
+
+def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> Path:
+    """Writes the recipe, shows its reasons and the next commands; returns its path.
+
+    ask: None without a terminal; a guess is then refused. Raises UserError.
+    """
+    if options.mode not in MODES:
+        raise UserError(f"--mode {options.mode}: expected {', '.join(MODES)}")
+    stem = Path(options.data.rstrip("/")).name.split(".")[0]
+    name = options.name or f"{re.sub('[^A-Za-z0-9]+', '-', stem).strip('-') or 'run'}-{options.mode}"
+    if not re.fullmatch(RUN_NAME.strip("^$"), name):
+        raise UserError(f"--name {name}: expected letters, digits, `.`, `_` and `-`, and a letter or digit first")
+    path = options.output or Path(f"{name}.yaml")
+    if path.exists():
+        raise UserError(f"{path} exists already and is left as it is: give another --output or --name, or remove it")
+    # recipes/base of the repository around the recipe or around the current folder, else of the package.
+    around = [*path.parent.resolve().parents, path.parent.resolve(), *Path.cwd().parents, Path.cwd()]
+    bases = (parent / "recipes" / "base" for parent in (*reversed(around), SHIPPED))
+    base = (
+        next((base for base in bases if (base / "lora.yaml").is_file()), SHIPPED / "recipes" / "base")
+        / f"{options.mode}.yaml"
+    )
+    rows = _rows(options, console, ask)
+    rows.check_labels()
+    model = Model(name=options.model)
+    tokenizer, problem = _tokenizer(model)
+    template = fitting_template(rows, tokenizer)
+    context = parameters = renderer = None
+    if tokenizer is None:
+        lengths = estimated_lengths(rows)
+    else:
+        renderer, config = row_renderer(rows, tokenizer, template.name, model), model_config(model)
+        lengths = token_lengths(rows, renderer)
+        context = getattr(config.get_text_config(), "max_position_embeddings", None)
+        parameters = sum(parameter.numel() for parameter in without_weights(config).parameters())
+    given = {key.strip(): value.strip() for key, _, value in (text.partition("=") for text in options.overrides)}
+    packs = given.get("data.packing", "true").lower() not in ("false", "off", "no")
+    fit = fit_rows(lengths, min(context or LONGEST, LONGEST), packs)
+    recipe = NewRecipe(options, name, path, base, rows, lengths, fit, template, parameters)
+    if fit.overlong == len(lengths.examples) and fit.overlong and not rows.can_split:
+        raise UserError(
+            f"{options.data}: every example is longer than {fit.max_length:,} tokens, the shortest "
+            f"{int(lengths.examples.min()):,}: use a model with a longer context, or shorter rows"
+        )
+    loaded = _write(recipe)
+    _show(recipe, loaded, problem, renderer, console)
+    return path
+
+
+def _rows(options: NewOptions, console: Console, ask: Ask | None) -> RowsFound:
+    """Reads the rows under the format and columns that are given, certain, or confirmed. Raises UserError."""
+    sample = read_sample(options.data)
+    if sample.note:
+        console.print(f"note: {sample.note}", soft_wrap=True, highlight=False, markup=False)
+    try:
+        choice = choose_columns(sample.rows, options.format, options.columns)
+        if choice.doubts and ask is None:
+            raise UserError(refusal(sample.rows, choice))
+        if choice.doubts and ask is not None:
+            lines = [f"{sample.path}: which columns to train on is a guess: {'; '.join(choice.doubts)}"]
+            for line in [*lines, *columns_shown(sample.rows)]:
+                console.print(line, soft_wrap=True, highlight=False, markup=False)
+            guess = ",".join(f"{field}={column}" for field, column in choice.fields.items())
+            answer = ask("Columns (field=column,...)", guess)
+            if answer.strip() == guess:
+                choice = RoleChoice(choice.format, choice.columns, f"{choice.reason}, confirmed")
+            else:
+                choice = choose_columns(sample.rows, None, parse_columns(answer))
+    except UserError as error:
+        raise UserError(f"{sample.place}: {error}") from None
+    return parse_sample(sample, choice)
+
+
+def _write(recipe: NewRecipe) -> Recipe:
+    """Writes the recipe and loads it. Raises UserError, and then leaves no file."""
+    path, overrides = recipe.path, recipe.options.overrides
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = recipe_text(recipe)
+    write_atomically(path, text)
+    try:
+        loaded = load_recipe(path, overrides)
+        if overrides:
+            write_atomically(path, with_overrides(text, loaded, overrides))
+            loaded = load_recipe(path)
+    except UserError:
+        path.unlink()
+        raise
+    return loaded
+
+
+def _tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase | None, str]:
+    """Returns the tokenizer, or None and the reason. Raises UserError for a missing or unsupported model."""
+    if is_missing_folder(str(model.name)):
+        raise UserError(f"--model {model.name}: {NO_FOLDER}")
+    try:
+        return load_tokenizer(model), ""
+    except UserError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, LocalEntryNotFoundError | OfflineModeIsEnabled):
+                return None, "its tokenizer is not on this machine, and the hub cannot be reached"
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+# --- the recipe
+
+
+# --- the terminal
+
+
+def _show(recipe: NewRecipe, loaded: Recipe, problem: str, renderer: Renderer | None, console: Console) -> None:
+    """Prints the reasons, one row, notes and the next commands. problem: why the tokenizer is missing."""
+    rows, lengths, fit = recipe.rows, recipe.lengths, recipe.fit
+    about = "about " if lengths.is_estimate else ""
+    table = Table(show_header=False)
+    for name, value in {
+        "rows": f"{rows.count:,}" + ("" if rows.is_all else f", of which {len(rows.items):,} were read"),
+        "format": f"{rows.format}: {rows.reason}",
+        "not used": ", ".join(rows.unused) or "no column",
+        "tokens": f"{about}{lengths.total:,}: an example has {about}{int(np.median(lengths.examples)):,} (median), "
+        f"at most {lengths.longest:,}",
+        "objective": rows.objective,
+        "sequences": f"about {fit.sequences:,} of up to {fit.max_length:,} tokens",
+        "training": f"{fit.epochs} epochs, about {fit.steps:,} steps x {fit.rows} sequences",
+        "held out": f"{fit.held_out:.0%} of the rows" if fit.held_out else "nothing: too few rows",
+    }.items():
+        table.add_row(name, escape(value))
+    console.print(table)
+    show_first_row(rows, renderer, console)
+    bad = lengths.bad
+    notes = [f"{len(bad):,} rows cannot be used and are skipped, such as {bad[0]}"] if bad else []
+    if renderer is not None and renderer.chat is None:
+        notes += joined_texts_note(rows.samples[:100])
+    if problem:
+        estimate = f"lengths are estimated from characters, {CHARACTERS_PER_TOKEN} a token"
+        notes.insert(0, f"{recipe.options.model}: {problem}; {estimate}. `check` counts them once the model is there")
+    path, asked = shlex.quote(str(recipe.path)), question(rows)
+    run = shlex.quote(f"{loaded.run.dir}/{loaded.run.name}")
+    use = f"generate {run} {shlex.quote(asked or 'Once upon a time')}" + (" --image FILE" if rows.has_images else "")
+    if rows.objective == "classify":
+        use = f"score {run} --data {shlex.quote(rows.items[0][0])}"
+    commands = [f"  python -m finetune {command}" for command in (f"check {path}", f"launch {path}", use)]
+    for line in (*(f"note: {note}" for note in notes), f"\nwritten: {recipe.path}. Next:\n", *commands):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,228 @@
+"""The text of a new recipe: settings with their reasons as comments, and `# TODO` for what the rows do not tell."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from finetune.data.chat.template_choice import built_in_templates
+from finetune.data.samples import IMAGE, Conversation, Labelled, Preference, PromptCompletion, Ranked, Sample
+from finetune.desk.setup.new_options import NewOptions
+from finetune.desk.setup.row_fit import GOAL_STEPS, LONGEST, SLACK, ExampleLengths, Fit
+from finetune.desk.setup.rows import RowsFound, conversation_of
+from finetune.desk.setup.template_fit import TemplateChoice
+from finetune.recipe import Recipe
+from finetune.recipe.yaml_tree import flow
+
+LARGEST_BAD_SHARE = 0.1  # more bad rows are more likely a mistake than a few that can be spared
+
+
+@dataclass(frozen=True)
+class NewRecipe:
+    """Contents of the new recipe."""
+
+    options: NewOptions
+    name: str
+    path: Path
+    base: Path
+    rows: RowsFound
+    lengths: ExampleLengths
+    fit: Fit
+    template: TemplateChoice  # for chats, if the tokenizer has none that renders them
+    parameters: int | None  # number of the model's parameters; None: unknown
+
+
+def recipe_text(recipe: NewRecipe) -> str:
+    """Returns the recipe with its reasons as comments."""
+    options, rows, lengths, fit = recipe.options, recipe.rows, recipe.lengths, recipe.fit
+    lr, reason = _learning_rate(options.mode, rows.objective, recipe.parameters)
+    is_near = recipe.base.parents[2] in recipe.path.resolve().parents  # else it is in another repository, or in none
+    extends = Path(os.path.relpath(recipe.base, recipe.path.parent) if is_near else recipe.base)
+    schema = (extends.parents[1] / "recipe.schema.json").as_posix()
+    about = "about " if lengths.is_estimate or not rows.is_all else ""
+    template = recipe.template
+    model = {"name": options.model} | ({"chat_template": template.name} if template.name else {})
+    train: dict[str, Any] = {"epochs": fit.epochs}
+    if recipe.parameters is not None and recipe.parameters < 10**9:
+        train["activation_checkpointing"] = False
+    few = "; these are few, and more rows would help most" if fit.steps < GOAL_STEPS // 2 else ""
+    rate = f"{lr:.1e}".replace("e-0", "e-")  # `1e-4` is text in YAML 1.1
+    processes = {1: "1 process", 2: "1 or 2 processes", 4: "1, 2 or 4 processes"}
+    if recipe.template.name:
+        comment = f"  # {recipe.template.reason}"
+    elif recipe.lengths.is_estimate and any(conversation_of(sample) for sample in recipe.rows.samples[:100]):
+        names = ", ".join(built_in_templates())
+        comment = f"  # TODO: a base model without a chat template needs `chat_template`: {names}"
+    else:
+        comment = ""
+    lines = [
+        f"# yaml-language-server: $schema={schema}",
+        "#",
+        f"# {options.model} on {options.data} ({options.mode}).",
+        f"# Written by `python -m finetune new` for {'' if rows.is_all else 'about '}{rows.count:,} rows of "
+        f"{about}{lengths.total:,} tokens.",
+        "#",
+        f"# Launch:  python -m finetune launch {shlex.quote(str(recipe.path))}",
+        f"# Format:  {' '.join(rows.reason.split())}",
+        f"extends: {flow(extends.as_posix())}",
+        f"run: {flow({'name': recipe.name})}",
+        f"model: {flow(model)}" + comment,
+        *_data_lines(options, rows, lengths, fit, about),
+        *_objective_lines(rows, options.mode),
+        f"batch: {{rows: {fit.rows}, rows_per_device: 1}}  # of about {fit.sequences:,} sequences; for "
+        + processes.get(fit.rows, "1, 2, 4 or 8 processes"),
+        f"optimizer: {{lr: {rate}}}" + (f"  # {reason}" if reason else ""),
+        f"schedule: {{warmup_ratio: 0.1}}  # about {round(0.1 * fit.steps)} steps",
+        f"train: {flow(train)}  # about {fit.steps:,} steps{few}",
+    ]
+    if fit.held_out:
+        asks = question(rows) is not None and rows.objective != "classify"
+        evaluate: dict[str, Any] = {"every_steps": fit.interval, "generate": 4 if asks else 0}
+        if asks:
+            longest_answer = int(np.percentile(lengths.answers, 99))
+            evaluate["max_new_tokens"] = min(512, max(32, 1 << (longest_answer - 1).bit_length()))
+        lines.append(f"evaluate: {flow(evaluate)}")
+    return "\n".join([*lines, f"checkpoint: {{every_steps: {fit.interval}}}"]) + "\n"
+
+
+def _learning_rate(mode: str, objective: str, parameters: int | None) -> tuple[float, str]:
+    """Returns the rate and its source."""
+    adapters = mode != "full"
+    if objective in ("dpo", "kto"):
+        return (5e-6, "of recipes/mistral-7b-v0.3/dpo-lora.yaml") if adapters else (5e-7, "of its dpo-full.yaml")
+    if parameters is not None and parameters < 10**9:
+        small = "a model below 1 B takes more than the 2e-5 of Llama 2"
+        return (1e-3, "ten times that of full training") if adapters else (1e-4, small)
+    if parameters is not None and parameters > 30 * 10**9:
+        return (1e-4, "of QLoRA's 33 B and 65 B, https://arxiv.org/abs/2305.14314, table 9") if adapters else (1e-5, "")
+    if adapters:
+        return 2e-4, "ten times that of full training; also QLoRA's, https://arxiv.org/abs/2305.14314"
+    return 2e-5, "Llama 2, section 3.1, https://arxiv.org/abs/2307.09288"
+
+
+def _data_lines(options: NewOptions, rows: RowsFound, lengths: ExampleLengths, fit: Fit, about: str) -> list[str]:
+    source: dict[str, Any] = {"path": options.data, "format": rows.format}
+    source |= {"columns": rows.columns} if rows.columns else {}
+    held_out = "  eval: []  # too few rows to hold some out"
+    if fit.held_out:
+        count = f"{'' if rows.is_all else 'about '}{round(fit.held_out * rows.count):,} of {rows.count:,} rows"
+        held_out = f"  eval: {{share: {fit.held_out:g}}}  # {count}: evaluated, never trained on"
+    most = f"at most {lengths.longest:,}" + (f" by estimate: {SLACK} x that fit" if lengths.is_estimate else "")
+    median = int(np.median(lengths.examples))
+    # Bad rows are skipped, up to a share with room for those that were not read.
+    bad: list[str] = []
+    if lengths.bad:
+        bad_share = len(lengths.bad) / len(rows.items)
+        allowed = math.ceil(bad_share * (1 if rows.is_all else 1.5) * 1000) / 1000
+        first = " ".join(lengths.bad[0].split())
+        bad.append(f"  on_bad_row: skip  # {len(lengths.bad):,} of {len(rows.items):,} rows, such as {first[:160]}")
+        if bad_share > LARGEST_BAD_SHARE:
+            bad.append(f"  max_bad_share: {allowed:g}  # TODO: these are many; is this the right format?")
+        elif allowed > 0.01:
+            bad.append(f"  max_bad_share: {allowed:g}")
+    lines = [
+        "data:",
+        "  train:",
+        f"    - {flow(source)}",
+        held_out,
+        f"  max_length: {fit.max_length}  # tokens; examples have {about}{median:,} (median), {most}"
+        + ("; TODO: `check` counts them" if lengths.is_estimate else ""),
+        *(["  image: {}  # the rows have images; `max_pixels` limits the tokens of one"] if rows.has_images else []),
+        *bad,
+    ]
+    share = f"{fit.overlong / len(lengths.examples):.1%} of the examples are longer"
+    if fit.overlong and rows.can_split:
+        lines.append(f"  overlong: split  # {share}: their pieces are kept")
+    elif fit.overlong:
+        reason = f"{share}, and are left out; max_length is as long as the model allows, or {LONGEST:,}"
+        lines.append(f"  overlong: drop  # {reason}")
+    return lines
+
+
+def _objective_lines(rows: RowsFound, mode: str) -> list[str]:
+    objective: dict[str, Any] = {"name": rows.objective}
+    if rows.objective == "sft":
+        return []
+    if rows.objective == "classify":
+        return [f"objective: {flow({**objective, 'labels': rows.labels})}  # those that occur"]
+    if mode == "full":
+        return [f"objective: {flow({**objective, 'beta': 0.1})}"]
+    adapters = {**objective, "beta": 0.1, "reference": "adapters_off"}
+    return [f"objective: {flow(adapters)}  # the reference is the model without its adapters"]
+
+
+# --- overrides
+
+
+def with_overrides(text: str, recipe: Recipe, overrides: Sequence[str]) -> str:
+    """Returns a recipe's text with the values of overrides in place of its own.
+
+    recipe: the text, loaded with them; keys that gave way to an override are left out.
+    """
+    given, values = yaml.safe_load(text), recipe.model_dump(mode="json", exclude_unset=True)
+    wanted = {section: value for section, value in given.items() if section != "extends"}
+    for section, value in wanted.items():
+        if isinstance(value, dict):
+            wanted[section] = {key: one for key, one in value.items() if key in values[section]}
+    for override in overrides:
+        section, *keys = override.partition("=")[0].strip().split(".")
+        if keys:
+            wanted.setdefault(section, {})[keys[0]] = values[section][keys[0]]
+        else:
+            wanted[section] = values[section]
+    lines = text.splitlines()
+    for section, value in wanted.items():
+        if given.get(section) != value:
+            lines = _replaced(lines, section, given.get(section), value)
+    return "\n".join(lines) + "\n"
+
+
+def _replaced(lines: list[str], section: str, before: Any, value: Any) -> list[str]:
+    """Returns the lines with another value of a section; of one with a line for each key, those of changed keys."""
+    comment = "  # from the command line"
+    begin = next((i for i, line in enumerate(lines) if line.startswith(f"{section}:")), len(lines))
+    if begin == len(lines) or lines[begin] != f"{section}:":
+        return [*lines[:begin], f"{section}: {flow(value)}{comment}", *lines[begin + 1 :]]
+    end = next((i for i in range(begin + 1, len(lines)) if not lines[i].startswith(" ")), len(lines))
+    kept: list[str] = []
+    same = {key for key in before if key in value and before[key] == value[key]}
+    key = ""
+    for line in lines[begin + 1 : end]:
+        if not line.startswith("   "):
+            key = line.strip().partition(":")[0]
+        kept += [line] if key in same else []
+    changed = [f"  {key}: {flow(value[key])}{comment}" for key in value if key not in same]
+    return [*lines[: begin + 1], *kept, *changed, *lines[end:]]
+
+
+# --- the rows' questions
+
+
+def question(rows: RowsFound) -> str | None:
+    """Returns the first short question of the rows, else the shortest; None if they have none."""
+    prompts = (text.replace(IMAGE, "") for sample in rows.samples[:100] if (text := _prompt(sample)))
+    questions = [" ".join(text.split()) for text in prompts if text.strip()]
+    short = (text for text in questions if 10 <= len(text) <= 100)
+    return next(short, min(questions, key=len)[:200]) if questions else None
+
+
+def _prompt(sample: Sample) -> str | None:
+    if isinstance(sample, Preference):
+        return _prompt(sample.chosen)
+    if isinstance(sample, Labelled):
+        return _prompt(sample.sample)
+    if isinstance(sample, Ranked):
+        return _prompt(sample.answers[0])
+    if isinstance(sample, PromptCompletion):
+        return sample.prompt
+    if isinstance(sample, Conversation):
+        return next((message.content for message in sample.messages if message.role == "user"), None)
+    return None

@@ -1,0 +1,355 @@
+"""The studio's server: its pages, and the requests of their buttons."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import secrets
+import signal
+import socket
+import tempfile
+import threading
+import webbrowser
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from finetune.desk.studio import pages
+from finetune.desk.studio.actions import ACTIONS, PAGES, Action, Form
+from finetune.desk.studio.guard import FRAMED, Guard
+from finetune.desk.studio.jobs import Jobs, StartedCommand, command_line
+from finetune.desk.studio.project_folder import OF_A_RUN, base_of, inside, inside_or_shipped, look
+from finetune.desk.view import report, web_page
+from finetune.errors import UserError
+from finetune.plan.run_list import price_so_far
+from finetune.recipe import recipe_json_schema
+from finetune.release.inference.sampling import Sampling
+from finetune.release.inference.server_client import Server
+from finetune.release.local_server import LOCAL_HOSTS, HostCheck
+from finetune.tracking.metrics import read_status
+from finetune.utils import write_atomically
+
+_STATIC = Path(__file__).parent / "static"
+_MOST_BODY = 2 * 2**20  # bytes
+_REFRESH_S = 5  # of a report whose runs go on
+
+
+def build_app(folder: Path, token: str, port: int) -> Any:
+    """Returns the application for the folder of this process (the working directory). port: that it listens on."""
+    jobs = Jobs(folder)
+
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        yield
+        for job in jobs.running():
+            if job.action == "serve":  # no page can talk to it anymore, and it holds a GPU's memory
+                jobs.stop(job)
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    _add_pages(app, jobs)
+    _add_commands(app, jobs)
+    _add_files(app, folder)
+    _add_chat(app, jobs)
+
+    @app.exception_handler(UserError)
+    async def of_user(request: Request, error: UserError) -> Response:
+        return refused(request, 400, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def of_routes(request: Request, error: HTTPException) -> Response:
+        return refused(request, error.status_code, str(error.detail))
+
+    def refused(request: Request, status: int, message: str) -> Response:
+        if request.method != "GET" or "text/html" not in request.headers.get("accept", ""):
+            return JSONResponse({"error": message}, status)
+        return HTMLResponse(pages.render("refused.html.jinja", "Not here", "/", jobs, message=message), status)
+
+    def other_name(name: str) -> Response:
+        return PlainTextResponse(f"{name!r} is not a name of this server\n", 403, {"Connection": "close"})
+
+    app.add_middleware(Guard, token=token, port=port)
+    app.add_middleware(HostCheck, hosts=LOCAL_HOSTS, refusal=other_name)
+    return app
+
+
+async def _fields(request: Request) -> dict[str, Any]:
+    """Returns a body. Raises UserError if it is no JSON object, or too large."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MOST_BODY:
+            raise UserError(f"the request has more than {_MOST_BODY:,} bytes")
+    try:
+        values = json.loads(bytes(body))
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise UserError("expected a JSON object")
+    return values
+
+
+# --- pages
+
+
+def _add_pages(app: FastAPI, jobs: Jobs) -> None:
+    folder = jobs.folder
+
+    def page(template: str, title: str, place: str, **values: Any) -> HTMLResponse:
+        contents = look(folder)
+        shown = {"runs": contents.runs, **pages.choices(contents), **values}
+        return HTMLResponse(pages.render(template, title, place, jobs, **shown))
+
+    @app.get("/")
+    def home() -> Any:
+        contents = look(folder)
+        rows = pages.run_rows(folder, contents.runs)
+        running = [pages.job_row(jobs, job) for job in jobs.running()]
+        return page("runs.html.jinja", "Runs", "/", rows=rows, commands=running)
+
+    @app.get("/parts/runs")
+    def runs_part() -> Any:
+        rows = pages.run_rows(folder, look(folder).runs)
+        running = [pages.job_row(jobs, job) for job in jobs.running()]
+        return HTMLResponse(pages.fragment("runs-part.html.jinja", rows=rows, commands=running))
+
+    @app.get("/run")
+    def run(path: str) -> Any:
+        return page("run.html.jinja", Path(path).name, "/", **run_values(path))
+
+    @app.get("/parts/run")
+    def run_part(path: str) -> Any:
+        return HTMLResponse(pages.fragment("run-part.html.jinja", **run_values(path)))
+
+    def run_values(path: str) -> dict[str, Any]:
+        run = str(inside(path, folder))
+        started = next((job for job in jobs.all() if job.action == "launch" and job.about == run), None)
+        if started is None and not any((folder / run / name).is_file() for name in OF_A_RUN):
+            raise HTTPException(404, f"{path}: no run here: nothing has been written yet, or it was removed")
+        return {
+            "row": pages.run_row(folder, run),
+            "log": pages.run_log(folder / run),
+            "job": pages.job_row(jobs, started) if started else None,
+            "is_live": read_status(folder / run) == "running" or bool(started and jobs.status(started) is None),
+            "recipe": f"{run}/recipe.yaml" if (folder / run / "recipe.yaml").is_file() else "",
+        }
+
+    @app.get("/data")
+    def data(path: str = "", recipe: str = "") -> Any:
+        rows = pages.first_rows(folder / inside(path, folder)) if path else ""
+        return page("data.html.jinja", "Data", "/data", path=path, recipe=recipe, rows=rows)
+
+    @app.get("/recipe")
+    def recipe(path: str = "") -> Any:
+        text = pages.recipe_text(path, folder) if path else ""
+        is_here = bool(path) and (folder / path).exists()
+        return page("recipe.html.jinja", path or "Recipe", "/recipe", path=path, text=text, is_here=is_here)
+
+    @app.get("/plan")
+    def plan(recipe: str = "") -> Any:
+        return page("plan-form.html.jinja", "Plan", "/plan", recipe=recipe, devices=pages.devices())
+
+    @app.get("/compare")
+    def compare(request: Request) -> Any:
+        chosen = request.query_params.getlist("run")
+        rows = pages.run_rows(folder, look(folder).runs)
+        return page("compare.html.jinja", "Compare", "/compare", chosen=chosen, rows=rows)
+
+    @app.get("/report")
+    def of_runs(request: Request) -> Any:
+        chosen = [folder / inside(run, folder) for run in request.query_params.getlist("run")]
+        begun = [run for run in chosen if any((run / name).is_file() for name in OF_A_RUN)]
+        goes_on = len(begun) < len(chosen) or any(read_status(run) == "running" for run in begun)
+        read = [report.read_run(run, price_so_far(run)) for run in begun]
+        content = report.render(read, _REFRESH_S if goes_on else None).encode("utf-8", "replace")
+        # Its own policy allows its own script alone.
+        return HTMLResponse(content, headers={"Content-Security-Policy": "frame-ancestors 'self'"})
+
+    @app.get("/chat")
+    def chat(run: str = "") -> Any:
+        rows = [row for row in pages.run_rows(folder, look(folder).runs) if row["has_result"]]
+        bases = {row["path"]: base_of(folder / row["path"], folder) for row in rows}
+        serving = [job for job in jobs.running() if job.action == "serve"]
+        return page("chat.html.jinja", "Chat", "/chat", run=run, rows=rows, bases=bases, serving=serving)
+
+    @app.get("/export")
+    def export(run: str = "") -> Any:
+        rows = pages.run_rows(folder, look(folder).runs)
+        return page("export.html.jinja", "Export", "/export", run=run, rows=rows)
+
+    @app.get("/commands")
+    def commands() -> Any:
+        listed = [pages.job_row(jobs, job) for job in jobs.all()]
+        return page("commands.html.jinja", "Commands", "/commands", commands=listed)
+
+    @app.get("/command/{number}")
+    def command(number: int) -> Any:
+        job = _job(jobs, number)
+        return page("command.html.jinja", f"Command {number}", "/commands", row=pages.job_row(jobs, job))
+
+
+def _job(jobs: Jobs, number: int) -> StartedCommand:
+    job = jobs.read(number)
+    if job is None:
+        raise HTTPException(404, f"there is no command {number} here")
+    return job
+
+
+# --- commands
+
+
+def _add_commands(app: FastAPI, jobs: Jobs) -> None:
+    folder = jobs.folder
+
+    def known(action: str) -> Action:
+        if action not in ACTIONS:
+            raise HTTPException(404, f"there is no {action} here")
+        return ACTIONS[action]
+
+    @app.post("/preview/{action}")
+    async def preview(action: str, request: Request) -> Any:
+        try:
+            return {"command": command_line(known(action).words(Form(await _fields(request), folder)))}
+        except UserError as error:  # of a form that is being filled in
+            return {"command": "", "problem": str(error)}
+
+    @app.post("/start/{action}")
+    async def start(action: str, request: Request) -> Any:
+        one, form = known(action), Form(await _fields(request), folder)
+        words = one.words(form)
+        page = one.page(form) if one.page else None
+        if page is not None:
+            (folder / PAGES).mkdir(parents=True, exist_ok=True)
+        job = jobs.start(action, words, page, one.about(form) or None)
+        return {"job": job.number, "then": one.then(form) if one.then else None}
+
+    @app.get("/jobs/{number}")
+    def follow(number: int, start: int = 0) -> Any:
+        return pages.job_answer(jobs, _job(jobs, number), max(0, start))
+
+    @app.post("/jobs/{number}/stop")
+    def stop(number: int) -> Any:
+        jobs.stop(_job(jobs, number))
+        return {}
+
+    @app.get("/jobs/{number}/page")
+    def written(number: int) -> Any:
+        job = _job(jobs, number)
+        if job.page is None or not (folder / inside(job.page, folder)).is_file():
+            raise HTTPException(404, "this command has written no page")
+        headers = {"Content-Security-Policy": FRAMED}
+        return FileResponse(folder / inside(job.page, folder), media_type="text/html", headers=headers)
+
+
+# --- recipes and static files
+
+
+def _add_files(app: FastAPI, folder: Path) -> None:
+    @app.post("/recipe/check")
+    async def check(request: Request) -> Any:
+        path, text = recipe_of(await _fields(request))
+        return {"problems": pages.recipe_problems(str(inside_or_shipped(path, folder)), text)}
+
+    @app.post("/recipe/save")
+    async def save(request: Request) -> Any:
+        path, text = recipe_of(await _fields(request))
+        file = folder / inside(path, folder)
+        if file.suffix not in (".yaml", ".yml"):
+            raise UserError(f"{path}: a recipe's name ends with .yaml")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file.resolve(), text)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+        return {"path": path}
+
+    def recipe_of(values: dict[str, Any]) -> tuple[str, str]:
+        path, text = values.get("path"), values.get("text")
+        if not isinstance(path, str) or not isinstance(text, str):
+            raise UserError("expected path and text of a recipe")
+        return path, text
+
+    @app.get("/schema.json")
+    def schema() -> Any:
+        return Response(recipe_json_schema(), media_type="application/json")
+
+    @app.get("/static/{name}")
+    def static(name: str) -> Any:
+        if name == "page.css":
+            return Response(web_page.shared_style(), media_type="text/css")
+        if name not in ("studio.css", "studio.js", "editor.js"):
+            raise HTTPException(404, "no such file")
+        return FileResponse(_STATIC / name)
+
+
+# --- chat
+
+
+def _add_chat(app: FastAPI, jobs: Jobs) -> None:
+    def server_of(number: int) -> str:
+        job = _job(jobs, number)
+        url = pages.served_url(jobs, job)
+        if url is None or jobs.status(job) is not None:
+            raise UserError("this model is not loaded anymore: load it again")
+        return url
+
+    @app.get("/chat/{number}")
+    def loaded(number: int) -> Any:
+        job = _job(jobs, number)
+        names = [word.partition("=")[0] for word in job.words if word.startswith(("trained=", "base="))]
+        return {"ready": pages.served_url(jobs, job) is not None and jobs.status(job) is None, "models": names}
+
+    @app.post("/chat/{number}")
+    async def ask(number: int, request: Request) -> Any:
+        values, url = await _fields(request), server_of(number)
+        model, messages = values.get("model"), values.get("messages")
+        temperature, most = values.get("temperature", 0), values.get("max_new_tokens", 256)
+        if not isinstance(model, str) or not isinstance(messages, list) or not isinstance(most, int):
+            raise UserError("expected model, messages, temperature and max_new_tokens")
+        if not isinstance(temperature, int | float):
+            raise UserError("temperature: expected a number")
+        sampling = Sampling(max_new_tokens=most, temperature=float(temperature))
+        pieces = Server(url).stream(model, messages, sampling)
+        return StreamingResponse(pages.as_events(pieces), media_type="application/x-ndjson")
+
+
+# --- the program
+
+
+def entry_page(folder: Path, address: str) -> Path:
+    """Writes the page that takes a browser to the studio, for its owner alone: a browser's arguments, which would have
+    the token, are shown to every user of the machine."""
+    path = folder / "open.html"
+    refresh = f'<meta http-equiv="refresh" content="0; url={html.escape(address)}">'
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(f'<!doctype html>{refresh}<a href="{html.escape(address)}">the studio</a>\n')
+    return path
+
+
+def run_studio(port: int, opens: bool, say: Callable[[str], object]) -> None:
+    """Serves the working directory on 127.0.0.1 until Ctrl-C. port 0: any free one; opens: the browser. Raises
+    UserError."""
+    folder, token = Path.cwd(), secrets.token_urlsafe(32)
+    try:
+        listening = socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        raise UserError(f"studio: cannot listen on 127.0.0.1:{port}: {error.strerror}; give another --port") from None
+    with listening, tempfile.TemporaryDirectory(prefix="finetune-studio-") as private:
+        number = listening.getsockname()[1]
+        address = f"http://127.0.0.1:{number}/?token={token}"
+        say(f"{address}\nthe studio of {folder}, for this machine alone (Ctrl-C ends it)")
+        if opens:
+            page = entry_page(Path(private), address).as_uri()
+            threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
+        config = uvicorn.Config(build_app(folder, token, number), log_level="warning", timeout_graceful_shutdown=3)
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listening])
+    left = [job for job in Jobs(folder).running() if job.action != "serve"]
+    for job in left:
+        say(f"goes on: {command_line(job.words)} (to stop it: kill -{signal.SIGINT.value} -- -{job.pid})")

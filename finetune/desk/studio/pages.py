@@ -1,0 +1,199 @@
+"""Values of the studio's pages: what `runs`, `check --recipe-only` and `logs` read from the folder's files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from finetune.data.formats.converters import FORMATS
+from finetune.desk.studio.jobs import Jobs, StartedCommand, command_line
+from finetune.desk.studio.project_folder import Contents, inside_or_shipped
+from finetune.desk.view import web_page
+from finetune.desk.view.run_log import follow
+from finetune.engine.hardware import read_hardware
+from finetune.errors import RunFailure, UserError
+from finetune.features import load_recipe
+from finetune.plan.run_list import evaluation, evaluation_name, read_run
+from finetune.plan.tables import read_prices
+from finetune.recipe import RecipeError
+from finetune.recipe.schema import MODES
+from finetune.release.export.formats import EIGHT_BITS, EXPORTS
+from finetune.shipped import here_or_shipped
+from finetune.utils import readable_bytes, readable_hours
+
+_TEMPLATES = Path(__file__).parent / "templates"
+PLACES = {  # the pages of the bar, in the order in which one works
+    "/": "Runs",
+    "/data": "Data",
+    "/recipe": "Recipe",
+    "/plan": "Plan",
+    "/compare": "Compare",
+    "/chat": "Chat",
+    "/export": "Export",
+    "/commands": "Commands",
+}
+_LOG_LINES = 14
+_NEEDED = ("metrics.jsonl", "plan.json", "recipe.yaml")  # of a run that has begun
+_KINDS = {0: "finished", 75: "stopped", 130: "stopped"}
+_ENDS = {0: "done", 75: "stopped and saved", 130: "interrupted", -1: "ended with the machine or was killed"}
+
+
+@functools.cache
+def _environment() -> Any:
+    environment = web_page.environment(_TEMPLATES)
+    environment.filters.update(bytes=readable_bytes, duration=readable_hours, command=command_line)
+    return environment
+
+
+def render(template: str, title: str, place: str, jobs: Jobs, **values: Any) -> str:
+    """Returns a page. place: its entry in the bar."""
+    head = Markup(
+        '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="color-scheme" content="light dark">\n<title>{escape(title)} · finetune studio</title>\n'
+        '<link rel="stylesheet" href="/static/page.css"><link rel="stylesheet" href="/static/studio.css">\n'
+        '<link rel="icon" href="data:,"><script src="/static/studio.js" defer></script>'
+    )
+    shown = {
+        "heading": title,
+        "eyebrow": "" if title == PLACES[place] else PLACES[place],
+        "places": PLACES,
+        "here": place,
+    }
+    shown |= {"folder": jobs.folder.name or "/", "num_running": len(jobs.running())}
+    return _environment().get_template(template).render(head=head, **shown, **values)
+
+
+def fragment(template: str, **values: Any) -> str:
+    """Returns a part of a page, which the page asks for again and again."""
+    return _environment().get_template(template).render(**values)
+
+
+def run_rows(folder: Path, runs: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns what `runs` says of each run."""
+    return [run_row(folder, run) for run in runs]
+
+
+def run_row(folder: Path, run: str) -> dict[str, Any]:
+    info = read_run(folder / run, read_prices())
+    share = info.step / info.steps if info.steps else None
+    return {
+        "path": run,
+        "name": Path(run).name,
+        "status": "running?" if info.silent_s is not None else info.status or "starting",
+        "info": info,
+        "share": share,
+        "evaluation": evaluation(info),
+        "evaluation_name": evaluation_name(info),
+        "problems": [f"{name} is missing" for name in _NEEDED if not (folder / run / name).exists()] + [*info.problems],
+        "has_result": any((folder / run / "model" / name).is_file() for name in ("config.json", "adapter_config.json")),
+    }
+
+
+def run_log(run: Path) -> list[str]:
+    """Returns the last lines of `logs`."""
+    try:
+        return list(follow(run, _LOG_LINES, False))
+    except UserError:
+        return []
+
+
+def recipe_problems(path: str, text: str) -> list[dict[str, Any]]:
+    """Returns the problems of a recipe that may not be saved yet, as `check --recipe-only` does."""
+    try:
+        load_recipe(path, text=text)
+    except RecipeError as error:
+        own = str(here_or_shipped(Path(path)))
+        return [
+            {
+                "line": problem.place.line if problem.place.file in (path, own) else None,
+                "place": str(problem.place),
+                "text": str(problem).removeprefix(f"{problem.place}: "),
+            }
+            for problem in error.problems
+        ]
+    except UserError as error:
+        return [{"line": None, "place": path, "text": str(error)}]
+    return []
+
+
+def recipe_text(path: str, folder: Path) -> str:
+    """Returns the text of a recipe. Raises UserError."""
+    try:
+        return here_or_shipped(inside_or_shipped(path, folder)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+
+
+def job_row(jobs: Jobs, job: StartedCommand) -> dict[str, Any]:
+    status = jobs.status(job)
+    return {
+        "job": job,
+        "status": status,
+        "state": "running" if status is None else _ENDS.get(status, f"failed, status {status}"),
+        "kind": "running" if status is None else _KINDS.get(status, "failed"),
+    }
+
+
+def job_answer(jobs: Jobs, job: StartedCommand, start: int) -> dict[str, Any]:
+    """Returns what a page that follows a command needs next."""
+    row = job_row(jobs, job)  # before the output: what it prints at its end is not missed
+    text, end = jobs.output(job, start)
+    page = job.page if row["status"] == 0 and job.page and (jobs.folder / job.page).is_file() else None
+    return {"number": job.number, "running": row["status"] is None, "kind": row["kind"], "state": row["state"]} | {
+        "seconds": round(time.time() - job.begun),
+        "text": text,
+        "next": end,
+        "page": f"/jobs/{job.number}/page" if page else None,
+    }
+
+
+def devices() -> list[tuple[str, str]]:
+    """Returns the names of devices for `plan --on`, each with what it is."""
+    listed = [(key, f"{device.name}, {device.memory_gb:g} GB") for key, device in read_hardware().devices.items()]
+    return [("cpu", "this machine's processors"), *listed]
+
+
+def served_url(jobs: Jobs, job: StartedCommand) -> str | None:
+    """Returns the address that `serve` has printed; None before."""
+    match = re.search(r"^serving .+ at (http://127\.0\.0\.1:\d+/v1) ", jobs.output(job)[0], re.MULTILINE)
+    return match[1] if match and job.action == "serve" else None
+
+
+def choices(contents: Contents) -> dict[str, Any]:
+    """Returns what the fields of forms can be filled with."""
+    return {
+        "recipes": contents.recipes,
+        "configs": contents.configs,
+        "models": contents.models,
+        "data": contents.data,
+        "modes": MODES,
+        "formats": sorted(FORMATS),
+        "exports": {name: (one.about, one.dtypes) for name, one in EXPORTS.items()},
+        "eight_bits": EIGHT_BITS,
+    }
+
+
+def first_rows(path: Path) -> str:
+    """Returns the beginning of a file of rows, if it is text."""
+    with path.open("rb") as file:
+        content = file.read(4000)
+    if b"\0" in content:
+        return ""
+    lines = content.decode("utf-8", "replace").splitlines()
+    return "\n".join(lines[: -1 if len(content) == 4000 and len(lines) > 1 else None][:8])
+
+
+def as_events(pieces: Any) -> Any:
+    """Yields pieces of an answer as lines of JSON; a line with `error` at its end if it broke off."""
+    try:
+        for text, is_thought in pieces:
+            yield json.dumps({"thought" if is_thought else "text": text}) + "\n"
+    except (UserError, RunFailure) as error:
+        yield json.dumps({"error": str(error)}) + "\n"

@@ -1,0 +1,99 @@
+"""The formats that `export --to` writes: a new one is a row of EXPORTS and a file that writes it.
+
+The command's help, its checks, `merge` and the gate read this table; the file that writes a format is imported when it
+is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    from finetune.checkpoints.trained import Trained
+    from finetune.release.export.hf_folder import Check, Say
+
+FLOATS = ("float32", "bfloat16", "float16")
+EIGHT_BITS = ("int8", "fp8")  # of `--quantize`
+GGUF_TYPES = ("f32", "bf16", "f16", "q8_0")
+_CALIBRATED = {
+    "awq": "llm-compressor's AWQModifier (https://github.com/vllm-project/llm-compressor)",
+    "gptq": "GPT-QModel (https://github.com/ModelCloud/GPTQModel) or llm-compressor's GPTQModifier",
+}
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of `export`."""
+
+    to: str = "hf"
+    step: str | None = None
+    out: Path | None = None
+    dtype: str | None = None
+    base: str | None = None
+    verify: bool = True
+    average: int | None = None  # checkpoints
+    quantized: str | None = None  # int8 or fp8
+    gpus: int | None = None  # of the server, for its command; None: those of this machine
+
+
+def _write_folder(trained: Trained, out: Path, options: ExportOptions, say: Say, check: Check) -> None:
+    import torch
+
+    from finetune.release.export.hf_folder import export_folder
+
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    export_folder(trained, out, dtype, options.base, say, quantized=options.quantized, check=check)
+
+
+def _write_gguf(trained: Trained, out: Path, options: ExportOptions, say: Say, check: Check) -> None:
+    from finetune.release.export.gguf_file import export_gguf
+
+    export_gguf(trained, out, options.dtype or "bf16", options.base, say, options.to == "ollama", check)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A format. dtypes: of `--dtype`; quantized: of `--quantize`; is_served: whether it is a folder that vLLM, SGLang,
+    ... load, whose commands are printed."""
+
+    about: str
+    dtypes: tuple[str, ...]
+    write: Callable[[Trained, Path, ExportOptions, Say, Check], None]
+    quantized: tuple[str, ...] = ()
+    is_served: bool = False
+
+
+EXPORTS = {
+    "hf": Export("a plain model folder", FLOATS, _write_folder, EIGHT_BITS, is_served=True),
+    "vllm": Export("the same folder", FLOATS, _write_folder, EIGHT_BITS, is_served=True),
+    "gguf": Export("one file for llama.cpp", GGUF_TYPES, _write_gguf),
+    "ollama": Export("the same with a Modelfile", GGUF_TYPES, _write_gguf),
+}
+
+
+def check_options(options: ExportOptions) -> Export:
+    """Returns the format. Raises UserError for options that do not go together."""
+    if (export := EXPORTS.get(options.to)) is None:
+        raise UserError(f"--to {options.to}: expected one of {', '.join(EXPORTS)}")
+    if options.dtype is not None and options.dtype not in export.dtypes:
+        raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(export.dtypes)}")
+    if (kind := options.quantized) is not None:
+        if not export.quantized:
+            names = " or ".join(name for name, one in EXPORTS.items() if one.quantized)
+            raise UserError(f"--quantize {kind}: goes with --to {names}; other formats have --dtype")
+        if kind in _CALIBRATED:
+            raise UserError(
+                f"--quantize {kind}: needs calibration, which is done by {_CALIBRATED[kind]} on the folder that "
+                "`export --to hf` writes"
+            )
+        if kind not in export.quantized:
+            raise UserError(f"--quantize {kind}: expected one of {', '.join(export.quantized)}")
+    if options.gpus is not None and not export.is_served:
+        names = " and ".join(f"--to {name}" for name, one in EXPORTS.items() if one.is_served)
+        raise UserError(f"--gpus only applies to {names}")
+    return export
