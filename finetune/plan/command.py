@@ -23,7 +23,6 @@ from finetune.models.dropout import drops
 from finetune.plan.answer import as_dicts, refused, show
 from finetune.plan.finished_runs import speeds_here
 from finetune.plan.lengths import Lengths, RowFacts, read_lengths, widest
-from finetune.plan.memory_page import write_page
 from finetune.plan.search import (
     Choice,
     PlanRequest,
@@ -58,6 +57,9 @@ _CHANGES: tuple[tuple[dict[str, Any], str], ...] = (
 _SAVING = 0.01  # of the peak: less is no saving
 
 
+WritePage = Callable[[Path, PlanRequest, Sequence[Choice], Sequence[SearchResult]], None]
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     on: tuple[str, ...]
@@ -73,9 +75,16 @@ class PlanOptions:
     host_memory: str | None = None
 
 
-def run(path: Path, overrides: Sequence[str], options: PlanOptions, console: Console, load: LoadRecipe) -> list[Choice]:
-    """The command; returns the choices, the best first; [] for --memory. load: with the rules of all features. Raises
-    UserError."""
+def run(
+    path: Path,
+    overrides: Sequence[str],
+    options: PlanOptions,
+    console: Console,
+    load: LoadRecipe,
+    write_page: WritePage,
+) -> list[Choice]:
+    """The command; returns the choices, the best first; [] for --memory. load: with the rules of all features;
+    write_page: for --html. Raises UserError."""
     if not options.on:
         raise UserError("plan: --on is required, such as --on 8xH100-80, or --on 2xcpu for this machine")
     if options.by not in ("time", "price"):

@@ -164,6 +164,7 @@ def plan(
     Compare predictions with finished runs: [bold]python -m finetune plan --report runs/*[/bold]
     """
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
+    from finetune.desk.view.memory_page import write_page
     from finetune.features import load_recipe
     from finetune.plan.command import PlanOptions, run
 
@@ -176,7 +177,7 @@ def plan(
         return
     places = (tuple(on or ()), nodes, by, write, html, memory)
     options = PlanOptions(*places, hardware, prices, as_json, verbose, host_memory)
-    run(recipe, overrides or (), options, Console(), load_recipe)
+    run(recipe, overrides or (), options, Console(), load_recipe, write_page)
 
 
 def inspect(

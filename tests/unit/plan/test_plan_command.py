@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from finetune.desk.setup.check import check_recipe
+from finetune.desk.view.memory_page import write_page
 from finetune.engine.compatibility import check_products
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import read_config_file
@@ -31,7 +32,6 @@ from finetune.plan.command import (
     write_config,
 )
 from finetune.plan.memory import Place, estimate_memory, how_of
-from finetune.plan.memory_page import write_page
 from finetune.plan.search import (
     Choice,
     SearchResult,
@@ -309,7 +309,7 @@ def test_bad_input_says_what_to_give(
     recipe: dict[str, Any], write_recipe: Any, options: PlanOptions, words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        run(write_recipe(recipe), SHORT, options, Console(), load_recipe)
+        run(write_recipe(recipe), SHORT, options, Console(), load_recipe, write_page)
 
 
 def test_the_page_draws_every_phase_and_asks_for_nothing(
@@ -373,7 +373,7 @@ def test_sizes_are_read() -> None:
 def test_a_smaller_device(recipe: dict[str, Any], write_recipe: Any, capsys: Any) -> None:
     path, on = write_recipe(recipe), ("1xH100-80",)
     long = (*SHORT, "data.max_length=16384", "batch.rows_per_device=4", "train.activation_checkpointing=false")
-    run(path, long, PlanOptions(on, memory="8GiB", as_json=True), Console(), load_recipe)
+    run(path, long, PlanOptions(on, memory="8GiB", as_json=True), Console(), load_recipe, write_page)
     first, *lines = json.loads(capsys.readouterr().out)
     assert (first["change"], first["saves_gib"], first["config"]) == ("no change", 0, "single")
     assert [line["change"].split(":")[0] for line in lines[:2]] == list(FREE)
@@ -383,5 +383,5 @@ def test_a_smaller_device(recipe: dict[str, Any], write_recipe: Any, capsys: Any
         assert line["saves_gib"] > 0.01 * line["peak_gib"]
     assert len({line["change"] for line in lines}) == len(lines)
     assert not any("paged" in line["change"] or "qlora" in line["change"] for line in lines)
-    run(path, long, PlanOptions(on, memory="0.5GiB"), Console(), load_recipe)
+    run(path, long, PlanOptions(on, memory="0.5GiB"), Console(), load_recipe, write_page)
     assert "no setting makes this fit in 0.5GiB" in capsys.readouterr().out
