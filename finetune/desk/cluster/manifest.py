@@ -92,10 +92,5 @@ def _check_options(name: str, target: Target, options: JobOptions) -> None:
                     f"launch --on {name}: {option} has no effect there: jobs run in the folder and environment in "
                     "which they are submitted"
                 )
-    if name == "dstack" and options.devices.count("x") > 1 and not str(options.shared).startswith("/"):
-        raise UserError(
-            f"launch --on dstack: --shared {options.shared}: a network volume is attached to one machine. For several "
-            "give a folder that they share, such as /mnt/nfs"
-        )
     if options.secret is not None and not options.secret.replace("_", "").isalnum():
         raise UserError(f"--secret {options.secret}: expected the name of a variable, such as HF_TOKEN, not its value")

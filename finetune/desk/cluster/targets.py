@@ -33,8 +33,8 @@ class Target:
         return self.shared is not None
 
 
-# Names as of 2026-11: https://docs.skypilot.co/en/latest/reference/compute/gpus.html,
-# https://dstack.ai/docs/concepts/tasks/, https://modal.com/docs/guide/gpu and JobHardware of huggingface_hub 2.4.
+# Names as of 2026-11: https://docs.skypilot.co/en/latest/reference/compute/gpus.html, and JobHardware of
+# huggingface_hub 2.4. SkyPilot reaches the other clouds.
 _SKYPILOT = {
     "B200-180": "B200",
     "H200-141": "H200",
@@ -52,38 +52,6 @@ _SKYPILOT = {
     "V100-32": "V100-32GB",
     "V100-16": "V100",
     "MI300X-192": "MI300X",
-}
-_DSTACK = {
-    "B200-180": "B200:180GB",
-    "H200-141": "H200:141GB",
-    "H100-80": "H100:80GB",
-    "H100-PCIe-80": "H100:80GB",
-    "A100-80": "A100:80GB",
-    "A100-PCIe-80": "A100:80GB",
-    "A100-40": "A100:40GB",
-    "A100-PCIe-40": "A100:40GB",
-    "L40S-48": "L40S:48GB",
-    "L4-24": "L4:24GB",
-    "A10-24": "A10:24GB",
-    "A6000-48": "A6000:48GB",
-    "T4-16": "T4:16GB",
-    "5090-32": "RTX5090:32GB",
-    "4090-24": "RTX4090:24GB",
-    "3090-24": "RTX3090:24GB",
-    "V100-32": "V100:32GB",
-    "V100-16": "V100:16GB",
-    "MI300X-192": "MI300X:192GB",
-}
-_MODAL = {
-    "B200-180": "B200",
-    "H200-141": "H200",
-    "H100-80": "H100",
-    "A100-80": "A100-80GB",
-    "A100-40": "A100-40GB",
-    "L40S-48": "L40S",
-    "L4-24": "L4",
-    "A10-24": "A10",
-    "T4-16": "T4",
 }
 _HF_JOBS = {  # a flavor has its number of devices
     "H200-141": "h200",
@@ -108,18 +76,6 @@ TARGETS: dict[str, Target] = {
     "skypilot": Target("SkyPilot", ".yaml", ("sky", "jobs", "launch", "--yes"), "a SkyPilot volume", _SKYPILOT),
     "hf-jobs": Target(
         "Hugging Face Jobs", ".sh", ("bash",), "a bucket, USER/NAME", _HF_JOBS, "a job there is one machine"
-    ),
-    "dstack": Target(
-        "dstack", ".dstack.yml", ("dstack", "apply", "--yes", "-f"), "a volume, or a folder of the machines", _DSTACK
-    ),
-    "modal": Target(
-        "Modal",
-        ".py",
-        ("modal", "run", "--detach"),
-        "a Modal volume",
-        _MODAL,
-        # https://modal.com/docs/guide/volumes
-        "a container there sees files that another wrote only after a reload, so ranks would miss each other's shards",
     ),
 }
 

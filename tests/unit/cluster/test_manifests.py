@@ -27,8 +27,6 @@ OF_TARGET: dict[str, dict[str, Any]] = {
     "kubeflow": {"devices": "2x2xH100-80", **IN_CONTAINERS},
     "skypilot": {"devices": "2x2xH100-80", **IN_CONTAINERS},
     "hf-jobs": {"devices": "4xA100-80", **IN_CONTAINERS, "shared": "user/bucket"},
-    "dstack": {"devices": "2x2xH100-80", **IN_CONTAINERS, "shared": "/mnt/nfs"},
-    "modal": {"devices": "4xH100-80", **IN_CONTAINERS},
 }
 
 
@@ -56,11 +54,8 @@ def scripts_of(name: str, text: str) -> list[str]:
     if name in ("slurm", "hf-jobs"):
         inner = re.findall(r"<<'SCRIPT'\n(.*?)\nSCRIPT\n", text, re.DOTALL)
         return [text, *inner]
-    if name == "modal":
-        return re.findall(r'SCRIPT = r"""\n(.*?)"""', text, re.DOTALL)
     objects = list(yaml.safe_load_all(text))
-    inner = {"kubeflow": lambda: objects[1]["spec"]["trainer"]["args"], "skypilot": lambda: [objects[0]["run"]]}
-    return inner.get(name, lambda: objects[0]["commands"])()
+    return objects[1]["spec"]["trainer"]["args"] if name == "kubeflow" else [objects[0]["run"]]
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -80,12 +75,10 @@ def test_every_target_starts_all_processes_saves_and_is_read_by_its_language(
     command = scripts[-1]
     assert "recipe.yaml optimizer.lr=2e-4" in command
     several = "launch torchrun " in command
-    assert several == (name not in ("hf-jobs", "modal"))
+    assert several == (name != "hf-jobs")
     assert "--nproc_per_node 2" in command if several else "--num-processes 4" in command
     assert "accelerate launch" not in command  # it ignores PET_*, and trains alone
-    if name == "modal":
-        compile(text, "job.py", "exec")
-    elif name not in ("slurm", "hf-jobs"):
+    if name not in ("slurm", "hf-jobs"):
         assert all(isinstance(one, dict) for one in yaml.safe_load_all(text))
 
 
@@ -105,13 +98,9 @@ def test_what_the_manifests_say(manifest: Callable[..., str]) -> None:
     assert sky["resources"]["accelerators"] == "H100:2"
     assert sky["resources"]["job_recovery"] == {"recover_on_exit_codes": [75]}
     assert sky["secrets"] == {"HF_TOKEN": None}
-    dstack = yaml.safe_load(manifest("dstack"))
-    assert dstack["resources"]["gpu"] == "H100:80GB:2"
-    assert dstack["max_duration"] == "18000s"
     jobs = manifest("hf-jobs")
     assert "--flavor a100x4 --timeout 18000s" in jobs  # the default is half an hour
     assert "--signal=USR1 17700" in jobs
-    assert 'gpu="H100:4"' in manifest("modal")
     amd = manifest("kubeflow", devices="2xMI300X")
     assert "amd.com/gpu: 2" in amd
 
@@ -136,7 +125,7 @@ def test_sizes_that_no_shipped_config_has_are_written_by_the_job(
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("lsf", {}, "expected slurm, kubeflow, skypilot, hf-jobs, dstack, modal"),
+        ("lsf", {}, "expected slurm, kubeflow, skypilot, hf-jobs"),
         ("slurm", {"devices": "8xH1000"}, "no device 'H1000'"),
         ("slurm", {"devices": "2x8"}, "--devices 2x8"),
         ("slurm", {"image": "i"}, "--image has no effect there"),
@@ -148,9 +137,7 @@ def test_sizes_that_no_shipped_config_has_are_written_by_the_job(
         ("skypilot", {"devices": "1xMI250X-64"}, "SkyPilot offers no 1 x MI250X-64"),
         ("hf-jobs", {"devices": "2x4xA100-80"}, "a job there is one machine: expected --devices 4xA100-80"),
         ("hf-jobs", {"devices": "3xA100-80"}, "offers no 3 x A100-80 in a machine"),
-        ("modal", {"devices": "2x8xH100-80"}, "only after a reload"),
-        ("dstack", {"shared": "volume"}, "attached to one machine"),
-        ("modal", {"secret": "hf_abc=d"}, "not its value"),
+        ("hf-jobs", {"secret": "hf_abc=d"}, "not its value"),
     ],
 )
 def test_what_cannot_be_is_refused(name: str, changes: dict[str, Any], message: str, own: Path) -> None:
