@@ -29,8 +29,8 @@ BLOCK = 64  # weights of a row that share a scale in 4 bits, by bitsandbytes' de
 # weights have no shape while transformers loads them.
 _NOT_UNDER_ZERO_3 = {
     "longcat_flash": "ranks call the experts that do nothing in different numbers",
-    "qwen4_exp": "ranks call its modules in different orders",
-    "qwen4_exp_text": "ranks call its modules in different orders",
+    "qwen4_exp": "the gathers of its ranks do not match",
+    "qwen4_exp_text": "the gathers of its ranks do not match",
     "rwkv": "transformers cannot load its weights into shards",
     "xlstm": "transformers cannot load its weights into shards",
 }
