@@ -12,6 +12,7 @@ from rich.console import Console
 from trainers import prepared_run, ready_trainer, started_engine
 
 from finetune.data.dataset import on_disk
+from finetune.desk.view.memory_page import write_page
 from finetune.engine.base import StorageCounter
 from finetune.engine.launch import Kind, Launch
 from finetune.features import all_features, load_recipe
@@ -120,7 +121,8 @@ def test_plan_names_cohorts_and_their_largest_size(
 ) -> None:
     monkeypatch.chdir(recipe_file.parent)
     options = PlanOptions(("2xH100-80",), as_json=True)
-    command.run(recipe_file, ["rollouts.cohort=4", "train.precision=bf16"], options, Console(quiet=True), load_recipe)
+    overrides = ["rollouts.cohort=4", "train.precision=bf16"]
+    command.run(recipe_file, overrides, options, Console(quiet=True), load_recipe, write_page)
     first = next(one for one in json.loads(capsys.readouterr().out) if one["is_answer"])
     rollouts = first["rollouts"]
     assert {key: rollouts[key] for key in ("cohorts", "cohorts_of_a_rank", "largest_cohort")} == {
@@ -132,9 +134,7 @@ def test_plan_names_cohorts_and_their_largest_size(
     assert first["step_parts_s"]["generation"] > 0
     options = PlanOptions(("2xH100-80",))
     out = StringIO()
-    command.run(
-        recipe_file, ["rollouts.cohort=4", "train.precision=bf16"], options, Console(file=out, width=300), load_recipe
-    )
+    command.run(recipe_file, overrides, options, Console(file=out, width=300), load_recipe, write_page)
     assert "rollouts: 8 cohorts of 4 samples, 4 on a rank one after another" in out.getvalue()
     assert "rollouts.cohort up to 32 fits" in out.getvalue()
 

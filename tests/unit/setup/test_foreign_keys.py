@@ -13,7 +13,8 @@ import yaml
 from pydantic import TypeAdapter
 
 from finetune.desk.setup.foreign_keys import FILES, FOLDER, ForeignRow, foreign_tool, unknown_key_hint
-from finetune.recipe import RecipeError, load_recipe
+from finetune.features import load_recipe
+from finetune.recipe import RecipeError
 from finetune.recipe.load import _annotation_at, key_is_known  # pyright: ignore[reportPrivateUsage]
 from finetune.recipe.schema import OBJECTIVE_KEYS, Source
 
@@ -139,7 +140,8 @@ OPENED = """
 import sys
 opened = []
 sys.addaudithook(lambda event, words: event == "open" and opened.append(str(words[0])))
-from finetune.recipe import RecipeError, load_recipe
+from finetune.features import load_recipe
+from finetune.recipe import RecipeError
 load_recipe(sys.argv[1])
 print(sum("/foreign/" in name for name in opened))
 try:
