@@ -16,7 +16,7 @@ rm finetune/{__main__,api,features,quickstart,sweep}.py
 rm tests/unit/data/test_{image_rows,teacher_file}.py tests/unit/engine/test_{costs,pipeline_stages}.py
 rm tests/unit/recipe/test_{quickstart_data,recipe_bad,recipe_files,recipe_load,rollout_rules}.py
 rm tests/unit/objectives/test_policy.py tests/unit/training/test_{auto_batch,prepare}.py
-rm tests/numerics/test_{added_tokens,export_memory,head,lora_targets,mixers,mxfp4,policy_losses,text_part}.py
+rm tests/numerics/test_{added_tokens,divergence,export_memory,head,lora_targets,mixers,mxfp4,policy_losses,text_part}.py
 
 if [ $# = 0 ]; then
   set -- tests/unit/{checkpoints,data,engine,objectives,recipe,tracking,training} tests/numerics
