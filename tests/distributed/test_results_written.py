@@ -130,6 +130,16 @@ def test_saved_buffers_of_later_stages_are_in_the_result(launched: Launched, con
         assert not info["unexpected_keys"], type(model)
 
 
+def test_zero_3_steps_with_every_gradient_or_not_at_all(launched: Launched) -> None:
+    """MVP's positions are integers, which have no gradient. The attention of OpenAI-GPT returns a list, and DeepSpeed
+    would leave its gradients out of the step."""
+    assert check_results(launched, "zero3", ("mvp", "openai-gpt")) == []
+    became = launched("zero3", ("mvp", "openai-gpt"))
+    assert became["mvp"]["error"] is None, became["mvp"]["message"]
+    assert became["openai-gpt"]["error"] == "UserError"
+    assert "DeepSpeed's hooks do not reduce its gradient" in became["openai-gpt"]["message"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("config", LAUNCHES)
 @pytest.mark.parametrize("names", chunks(), ids=lambda names: names[0])
