@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig
 
-from finetune.checkpoints.folder import best_checkpoint
+from finetune.checkpoints.folder import best_checkpoint, step_of
 from finetune.checkpoints.trained import Trained, find_trained
 from finetune.errors import RunFailure, UserError
 from finetune.models.added_tokens import grow_to
@@ -293,7 +293,7 @@ def _step_of_result(run_dir: Path, recipe: Recipe | None) -> int | None:
     lines = read_metrics(run_dir / "metrics.jsonl").lines
     if recipe is not None and recipe.train.result == "best":
         best = best_checkpoint(run_dir / "checkpoints", recipe.checkpoint.best)
-        return int(best.name.removeprefix("step-")) if best else None
+        return step_of(best) if best else None
     return lines[-1]["step"] if lines else None
 
 
