@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from finetune.checkpoints.trained import Trained
+from finetune.data.images.family_table import family_of
 from finetune.errors import UserError
 from finetune.models.added_tokens import add_tokens, start_rows, train_rows
 from finetune.models.base_checkpoint import base_checkpoint
@@ -24,7 +25,7 @@ from finetune.models.config import model_config
 from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
 from finetune.models.tokenizer import load_tokenizer
-from finetune.models.vision import family_of, targets_in_parts
+from finetune.models.vision import targets_in_parts
 from finetune.models.weights import add_adapters
 from finetune.release.export.figures import Figures
 from finetune.release.export.formats import EIGHT_BITS
