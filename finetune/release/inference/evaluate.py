@@ -31,7 +31,7 @@ from finetune.models.remote_code import load_auto
 from finetune.models.tokenizer import read_tokenizer
 from finetune.recipe import Recipe
 from finetune.release.export.loading import auto_class, default_device, load_result
-from finetune.release.export.verify_models import load_reference
+from finetune.release.export.verify_answers import load_reference
 from finetune.startup import is_verbose
 from finetune.tracking.metrics import add_to_step, read_metrics
 from finetune.tracking.trackers import Trackers
