@@ -31,11 +31,11 @@ from finetune.models.attention import AttentionChoice
 from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint, check_loaded_again
-from finetune.models.base_config import dtypes, first_line, why_not_found, without_weights
+from finetune.models.base_config import dtypes, first_line, not_found_reason, without_weights
 from finetune.models.checkpoint_files import check_names_kept, unloaded_tensors
 from finetune.models.compiled import compile_layers
 from finetune.models.config import model_config
-from finetune.models.damage import check_weights, mismatched_sizes, why_no_weights
+from finetune.models.damage import check_weights, mismatched_sizes, weights_problem
 from finetune.models.lora_targets import (
     AdapterTargets,
     adapted_paths,
@@ -235,7 +235,7 @@ def _base_model(
             **common,
         )
     except (OSError, ValueError, SafetensorError) as error:
-        reason = why_not_found(name, error) or why_no_weights(error)
+        reason = not_found_reason(name, error) or weights_problem(error)
         raise UserError(f"model.name: {recipe.model.name!r} cannot be loaded: {reason}") from error
     except RuntimeError as error:
         if not mismatched_sizes(error):

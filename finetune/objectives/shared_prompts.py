@@ -21,13 +21,13 @@ def with_shared_prompts(recipe: Recipe, attention: AttentionChoice) -> Attention
 
     Raises UserError if the recipe requests it and it is not possible.
     """
-    why_not = _why_not(recipe, attention)
-    if recipe.objective.share_prompts is True and why_not is not None:
+    reason = _unsupported_reason(recipe, attention)
+    if recipe.objective.share_prompts is True and reason is not None:
         raise UserError(
-            f"objective.share_prompts: true does not fit `{attention.implementation}` here: {why_not}; use `auto`, "
+            f"objective.share_prompts: true does not fit `{attention.implementation}` here: {reason}; use `auto`, "
             "which computes the prompt for each answer, with the same numbers"
         )
-    return replace(attention, shares_prompts=why_not is None)
+    return replace(attention, shares_prompts=reason is None)
 
 
 def sharing_summary(recipe: Recipe, attention: AttentionChoice, share: float | None) -> str | None:
@@ -38,7 +38,7 @@ def sharing_summary(recipe: Recipe, attention: AttentionChoice, share: float | N
     if not _may_share(recipe):
         return None
     if not attention.shares_prompts:
-        return f"computed for each answer: {_why_not(recipe, attention)}"
+        return f"computed for each answer: {_unsupported_reason(recipe, attention)}"
     if recipe.rollouts is not None:
         return "computed once for the samples of a prompt in one micro-batch"
     saved = "what a pair has in common" if share is None else f"{share:.1%} of the tokens"
@@ -51,7 +51,7 @@ def _may_share(recipe: Recipe) -> bool:
     return "share_prompts" in OBJECTIVE_KEYS[recipe.objective.name]
 
 
-def _why_not(recipe: Recipe, attention: AttentionChoice) -> str | None:
+def _unsupported_reason(recipe: Recipe, attention: AttentionChoice) -> str | None:
     settings = recipe.objective
     if not _may_share(recipe):
         return f"{settings.name} has no pairs"

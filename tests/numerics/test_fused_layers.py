@@ -26,9 +26,9 @@ from finetune.models.fused_layers import (
     Norm,
     choose_kernels,
     fuse_layers,
+    kernel_problem,
     norm_of,
     replace_formulas,
-    why_not_same,
 )
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
@@ -85,7 +85,7 @@ def test_formulas_are_found(name: str, norms: int, gates: int, rotations: int, f
     assert {norm_of(module) for module in model.modules()} - {None} == {formula}
     replaced = replace_formulas(model, ALL.functions())
     assert (replaced["norm"], replaced["gate"], replaced["rotation"]) == (norms, gates, rotations)
-    assert why_not_same(model.config, ALL) is None
+    assert kernel_problem(model.config, ALL) is None
     assert {type(m) for m in model.modules()} == {type(m) for m in before.modules()}
     assert list(model.state_dict()) == list(before.state_dict())
 
@@ -181,7 +181,7 @@ def test_a_model_that_is_not_the_same_keeps_its_forwards(monkeypatch: pytest.Mon
     config = model_of("llama").config
     wrong = fused_layers._PLAIN._replace(gate=lambda a, b: nn.functional.silu(b) * a)
     monkeypatch.setattr(fused_layers, "_PLAIN", wrong)
-    assert "the loss differs" in (why_not_same(config, ALL) or "")
+    assert "the loss differs" in (kernel_problem(config, ALL) or "")
     model = model_of("llama")
     assert fuse_layers(model, config, ALL).startswith("plain (in a trial")
     assert not [module for module in model.modules() if "forward" in vars(module)]
@@ -195,7 +195,7 @@ def test_kernels_that_cannot_be_are_not_chosen(monkeypatch: pytest.MonkeyPatch) 
     assert not any(choose_kernels("auto", "cuda", compiled=True).functions())
     with pytest.raises(UserError, match=r"`liger` is not possible: its kernels need a CUDA device"):
         choose_kernels("liger", "cpu")
-    monkeypatch.setattr(fused_layers, "why_not_liger", lambda _device: None)
+    monkeypatch.setattr(fused_layers, "liger_problem", lambda _device: None)
     assert choose_kernels("auto", "cuda") == KernelChoice("torch", ALL.by_liger, "liger-kernel is installed")
     # What they overwrite is read again.
     assert choose_kernels("liger", "cuda", keeps_products=True).by_liger == frozenset()

@@ -21,7 +21,7 @@ from finetune.models.assemble import assemble
 from finetune.models.attention import attention_for
 from finetune.models.casts import cast_once
 from finetune.models.config import model_config
-from finetune.models.experts_trial import choose_experts, verdict, why_not_aligned
+from finetune.models.experts_trial import alignment_problem, choose_experts, verdict
 from finetune.models.moe import group_adapters
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
@@ -188,7 +188,7 @@ def test_plain_and_sizes_that_no_kernel_takes() -> None:
     said = choose_experts(model, "plain", CPU, torch.float32, **chosen)
     assert said == "experts by transformers' default (asked for in the recipe)"
     assert largest(results(model[0]), before) == 0.0
-    assert why_not_aligned(model[0].get_base_layer(), torch.float32) is None
+    assert alignment_problem(model[0].get_base_layer(), torch.float32) is None
     odd = MixtralExperts(MixtralConfig(hidden_size=16, intermediate_size=12, num_local_experts=2))
-    assert why_not_aligned(odd, torch.bfloat16) is not None
+    assert alignment_problem(odd, torch.bfloat16) is not None
     assert choose_experts(nn.Linear(2, 2), "auto", CPU, torch.float32, **chosen) is None

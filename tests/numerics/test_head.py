@@ -443,7 +443,7 @@ def test_an_architecture_that_does_more_keeps_its_own_forward(shape: dict[str, A
 def test_auto_takes_liger_s_kernel_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = HeadDevice("cuda", liger=True)
     assert choose_cross_entropy("auto", LogitMap(), True, 32_000, gpu).implementation == "chunked"  # not installed
-    monkeypatch.setattr("finetune.models.loss_model.why_not_liger", lambda _device: None)
+    monkeypatch.setattr("finetune.models.loss_model.liger_problem", lambda _device: None)
     for matrix, only_sums, device, expected in (
         (True, True, gpu, "liger"),
         (False, True, gpu, "chunked"),

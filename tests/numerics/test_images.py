@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from finetune.data.images.family_table import FAMILIES, family_of
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, isolation, per_document
-from finetune.models.attention.isolation import ImageTrial, why_not_isolated
+from finetune.models.attention.isolation import ImageTrial, isolation_problem
 from finetune.models.config import model_config
 from finetune.models.head.token_loss import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
@@ -38,7 +38,7 @@ def config_of(name: str) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_documents_with_images_are_as_each_alone(name: str) -> None:
-    assert why_not_isolated(config_of(name)) is None
+    assert isolation_problem(config_of(name)) is None
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
@@ -47,7 +47,7 @@ def test_the_trial_sees_what_a_family_needs(name: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     monkeypatch.setattr(isolation, "row_positions", lambda config: None)
     monkeypatch.setattr(isolation, "with_whole_images", lambda *arguments: None)
-    why = why_not_isolated(config_of(name))
+    why = isolation_problem(config_of(name))
     assert why is not None
     assert "differs from that of each document alone" in why
 
@@ -59,14 +59,14 @@ def test_a_trial_that_has_passed_is_kept_and_one_that_has_not_is_repeated(
     config = config_of("qwen2_5_vl")
     with monkeypatch.context() as broken:
         broken.setattr(isolation, "row_positions", lambda config: None)
-        assert "differs" in str(why_not_isolated(config))
+        assert "differs" in str(isolation_problem(config))
     assert not [*tmp_path.rglob("*.json")]
-    assert why_not_isolated(config) is None
+    assert isolation_problem(config) is None
     with monkeypatch.context() as broken:
         broken.setattr(isolation, "row_positions", lambda config: None)
-        assert why_not_isolated(config) is None
+        assert isolation_problem(config) is None
         config.text_config.rms_norm_eps = 1e-3  # another model
-        assert "differs" in str(why_not_isolated(config))
+        assert "differs" in str(isolation_problem(config))
 
 
 def own_pixels(trial: ImageTrial, document: int) -> torch.Tensor | None:

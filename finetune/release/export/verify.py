@@ -59,13 +59,13 @@ from finetune.release.export.verify_answers import (
     ScoreReference,
     compare_prompts,
     compare_tokens,
+    drop_images,
     end_tokens,
     held_out_examples,
     load_export,
     load_reference,
     quiet_loading,
-    with_settings,
-    without_images,
+    replace_settings,
 )
 from finetune.release.export.verify_tensors import compare_tensors
 from finetune.utils import write_atomically
@@ -97,7 +97,7 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
         with _settings_of(export) as settings:
             examples = held_out_examples(recipe, trained.settings, rows, base)
             if gguf_of(export) is not None and recipe.data.image is not None:
-                examples = [without_images(example) for example in examples]
+                examples = [drop_images(example) for example in examples]
                 # There is no template for rows whose images are taken out, so their tokens alone are compared.
                 tokenizers: list[Any] = [load_auto(AutoTokenizer, folder) for folder in (trained.settings, settings)]
                 for example in examples:
@@ -142,7 +142,7 @@ def _compare_models(
         if trained.labels:
             run = ScoreReference.of(model, read_tokenizer(settings).pad_token_id, examples, figures)
         else:
-            recipe, pictures = with_settings(trained.recipe, trained.settings, base), None
+            recipe, pictures = replace_settings(trained.recipe, trained.settings, base), None
             if not is_gguf and (seen := row_images(recipe, load_tokenizer(recipe.model))) is not None:
                 from finetune.data.images.pixels import pixel_reader
 

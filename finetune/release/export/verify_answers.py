@@ -72,7 +72,7 @@ _CHAT = [{"role": "user", "content": "How many days has a week?  It's 1234567,\n
 # --- rows
 
 
-def with_settings(recipe: Recipe, tokenizer: Path, name: str | None) -> Recipe:
+def replace_settings(recipe: Recipe, tokenizer: Path, name: str | None) -> Recipe:
     """Returns the recipe with the tokenizer and template of a folder. name: of the model whose processor prepares its
     images; None: the recipe's."""
     changes = {"tokenizer": str(tokenizer), "chat_template": None, "chat_template_arguments": None}
@@ -98,8 +98,8 @@ def check_rows(trained: Trained) -> None:
 
 def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int, name: str | None = None) -> list[Example]:
     """Returns the first rows of `data.eval`, or of `data.train`, as a tokenizer's folder renders them. name: see
-    `with_settings`. Raises UserError."""
-    recipe = with_settings(recipe, tokenizer, name)
+    `replace_settings`. Raises UserError."""
+    recipe = replace_settings(recipe, tokenizer, name)
     overlong = "drop" if recipe.objective.name in ("dpo", "orpo", "reward") else "truncate"  # answers stay whole
     data = recipe.data.model_copy(update={"streaming": False, "mixture": None, "overlong": overlong})
     recipe = recipe.model_copy(update={"data": data})
@@ -166,7 +166,7 @@ def compare_prompts(figures: Figures, settings: Path, export: Path, tokenizers: 
         figures.problems.append(f"{sorted(other_ends - ends)} end an answer in the export, and do not in the run")
 
 
-def without_images(example: Example) -> Example:
+def drop_images(example: Example) -> Example:
     """Returns an example for a GGUF file, which has the language model alone."""
 
     def text(one: Document) -> Document:

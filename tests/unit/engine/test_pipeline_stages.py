@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaFo
 from finetune.engine.compatibility import check_launch
 from finetune.engine.launch import Launch, read_config_file
 from finetune.engine.stage_cache import stage_cache
-from finetune.engine.stage_trial import why_not_in_stages
+from finetune.engine.stage_trial import stage_problem
 from finetune.engine.stages import Layout, StageModel, holders, keep_only, lay_out, stage_bounds
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
@@ -151,7 +151,7 @@ def test_stages_draw_the_dropout_of_the_whole_model() -> None:
     ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
 )
 def test_a_trial_says_which_models_stages_can_hold(shape: dict[str, Any], reason: str | None) -> None:
-    found = why_not_in_stages(AutoConfig.for_model(**shape))
+    found = stage_problem(AutoConfig.for_model(**shape))
     assert found is None if reason is None else re.search(reason, found or "")
 
 

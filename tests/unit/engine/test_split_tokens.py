@@ -20,22 +20,22 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-from finetune.engine.split_trial import ThreadGroup, ThreadRanks, differ, why_not_divided, why_not_split
+from finetune.engine.split_trial import ThreadGroup, ThreadRanks, differ, tensor_split_problem, token_split_problem
 from finetune.engine.tensor_parallel import parallelize
 from finetune.models.tiny_config import tiny_config
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "olmo2"])
 def test_norms_around_matrices_take_any_tokens(model_type: str) -> None:
-    assert why_not_split(AutoConfig.for_model(model_type)) is None
+    assert token_split_problem(AutoConfig.for_model(model_type)) is None
 
 
 def test_a_mixer_that_no_matrix_of_the_plan_feeds_takes_all_tokens() -> None:
-    assert "could not be tried" in str(why_not_split(AutoConfig.for_model("qwen3_5_text")))
+    assert "could not be tried" in str(token_split_problem(AutoConfig.for_model("qwen3_5_text")))
 
 
 def test_dropout_of_the_model_itself_keeps_all_tokens() -> None:
-    why = why_not_split(AutoConfig.for_model("phi", resid_pdrop=0.1))
+    why = token_split_problem(AutoConfig.for_model("phi", resid_pdrop=0.1))
     assert why == "the model's `resid_pdrop` would draw for other tokens than one process does"
 
 
@@ -50,7 +50,7 @@ def test_dropout_of_the_model_itself_keeps_all_tokens() -> None:
     ],
 )
 def test_ranks_that_would_compute_something_else_are_refused(model_type: str, difference: str | None) -> None:
-    why = why_not_divided(AutoConfig.for_model(model_type))
+    why = tensor_split_problem(AutoConfig.for_model(model_type))
     assert why == (difference and f"a tiny copy gives {difference}")
 
 
