@@ -18,7 +18,7 @@ import pytest
 import tiny
 from conftest import finetune, metrics
 from PIL import Image
-from workbooks import inline, workbook
+from workbooks import workbook
 
 from finetune.desk.cli import main
 from finetune.features import load_recipe
@@ -65,9 +65,8 @@ def parquet_of_text(folder: Path) -> Path:
 
 
 def spreadsheet(folder: Path) -> Path:
-    lines = [[f"><v>{i}</v>", inline(f"{words()}?"), inline(words(5, 20))] for i in range(COUNT)]
-    header = [inline(name) for name in ("Nr", "Frage", "Antwort")]
-    return workbook(folder / "fragen.xlsx", {"Tabelle1": [header, *lines], "Tabelle2": []})
+    lines = [[i, f"{words()}?", words(5, 20)] for i in range(COUNT)]
+    return workbook(folder / "fragen.xlsx", {"Tabelle1": [["Nr", "Frage", "Antwort"], *lines], "Tabelle2": []})
 
 
 def markdown_folder(folder: Path) -> Path:

@@ -14,6 +14,7 @@ from counted_flops import added_product
 from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.data.batch import Batch, ImagePlace, collate
+from finetune.data.images.family_table import family_of
 from finetune.engine.base import StorageCounter
 from finetune.engine.launch import Launch
 from finetune.features import load_recipe
@@ -22,7 +23,7 @@ from finetune.models.base_config import dtypes
 from finetune.models.config import training_config
 from finetune.models.flops import Flops, ModelFlops, model_flops
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.vision import ImagePart, family_of, image_tokens, patches_of, row_positions
+from finetune.models.vision import ImagePart, image_tokens, patches_of, row_positions
 from finetune.models.weights import Placement, fuse_adapters, keep_input_types, load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from finetune.checkpoints.trained import find_trained
 from finetune.errors import RunFailure, UserError
 from finetune.release.export.loading import load_result
-from finetune.release.export.verify_models import load_reference
+from finetune.release.export.verify_answers import load_reference
 from finetune.release.inference.evaluate import EvaluateOptions, Score, evaluate_runs, paired, write_scores
 from finetune.tracking.metrics import add_to_step
 

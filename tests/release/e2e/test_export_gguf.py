@@ -36,7 +36,7 @@ from finetune.release.export.gguf_file import gguf_tensors, other_tensors
 from finetune.release.export.gguf_settings import check_architecture, other_settings
 from finetune.release.export.gguf_tokenizer import gguf_tokenizer, other_tokens, sentencepiece_prefix, split_name
 from finetune.release.export.streamed import StreamedModel
-from finetune.release.export.verify_models import as_llama
+from finetune.release.export.verify_answers import as_llama
 
 gguf = pytest.importorskip("gguf")
 

@@ -13,7 +13,7 @@ import yaml
 from bitsandbytes.functional import dequantize_4bit
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from finetune.data.images import families
+from finetune.data.images.family_table import FAMILIES, family_of
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, isolation, per_document
 from finetune.models.attention.isolation import ImageTrial, why_not_isolated
@@ -21,15 +21,7 @@ from finetune.models.config import model_config
 from finetune.models.head.token_loss import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
 from finetune.models.tiny_config import tiny_whole
-from finetune.models.vision import (
-    FAMILIES,
-    ImagePart,
-    family_of,
-    freeze_parts,
-    part_of,
-    part_sizes,
-    targets_in_parts,
-)
+from finetune.models.vision import ImagePart, freeze_parts, part_of, part_sizes, targets_in_parts
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
@@ -42,11 +34,6 @@ def config_of(name: str) -> Any:
     if name == "idefics3":
         return AutoConfig.for_model(**{**tiny.MULTIMODAL["smolvlm"], **tiny.AS_IDEFICS3})
     return AutoConfig.for_model(**tiny.MULTIMODAL[name])
-
-
-def test_a_family_that_data_writes_has_its_model_and_the_other_way_round() -> None:
-    """Two tables: data imports nothing of models, and the processors of one cost a second more to import."""
-    assert set(families.FAMILIES) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", NAMES)

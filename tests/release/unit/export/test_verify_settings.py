@@ -20,8 +20,13 @@ from finetune.features import load_recipe
 from finetune.release.export.eight_bits import settings_of
 from finetune.release.export.figures import Figures
 from finetune.release.export.gguf_file import modelfile
-from finetune.release.export.verify import export_format, held_out_examples
-from finetune.release.export.verify_files import compare_each, compare_modelfile, compare_settings
+from finetune.release.export.verify import (
+    compare_each,
+    compare_modelfile,
+    compare_settings,
+    export_format,
+    held_out_examples,
+)
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 ROPES = {

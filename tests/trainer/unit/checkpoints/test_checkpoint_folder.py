@@ -22,6 +22,7 @@ from finetune.checkpoints.folder import (
     seal,
     set_aside,
     step_folder,
+    step_of,
 )
 from finetune.checkpoints.saver import Staging
 from finetune.checkpoints.shards import PartReader, part_tensors, shape_metadata, write_tensors
@@ -213,7 +214,7 @@ def damage(folder: Path) -> None:
 
 
 def steps(root: Path) -> list[int]:
-    return [int(folder.name.removeprefix("step-")) for folder in list_checkpoints(root)]
+    return [step_of(folder) for folder in list_checkpoints(root)]
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
 import pytest
-from workbooks import Line, inline, shared, workbook
+from workbooks import Line, replace_in, workbook
 
+from finetune.data.sources import spreadsheets
 from finetune.data.sources.source import SourceReader, read_rows
 from finetune.errors import UserError
 from finetune.recipe.schema import Source
@@ -16,37 +18,88 @@ def rows(path: Path) -> list[tuple[int, dict[str, str]]]:
     return [(number, row) for _, number, row in read_rows(Source(path=str(path)))]
 
 
-HEADER = [inline("Frage"), inline("Antwort"), inline("Nr")]
+HEADER = ["Frage", "Antwort", "Nr"]
 
 
 def test_a_sheet_is_a_table_of_texts(tmp_path: Path) -> None:
-    runs = "<r><t>an </t></r><r><rPr><b/></rPr><t>answer</t></r><rPh><t>no</t></rPh>"
-    lines = [HEADER, [inline("a <b> & c"), shared(1), "><v>3</v>"], [], ["", "", ""], [shared(0), 't="b"><v>1</v>']]
-    path = workbook(tmp_path / "a.xlsx", {"data": lines, "empty": []}, ("<t>one</t>", runs))
+    day, moment = datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3, 4, 5)
+    lines = [
+        HEADER,
+        ["a <b> & c", "rich", 3],
+        [],
+        ["", None, None],
+        ["one", True, 0.1],
+        [day, moment, datetime.time(3, 4)],
+        [0.1 + 0.2, -123456789012345, 1e-7],
+        ["", "", "=1+1"],
+    ]
+    path = workbook(tmp_path / "a.xlsx", {"data": lines, "empty": []})
+    runs = '<r><t xml:space="preserve">an </t></r><r><rPr><b/></rPr><t>answer</t></r><rPh sb="0" eb="1"><t>no</t></rPh>'
+    replace_in(path, "xl/sharedStrings.xml", "<t>rich</t>", runs)
+    replace_in(path, "xl/worksheets/sheet1.xml", "<v>0.1</v>", "<v>0.10000000000000001</v>")  # as Excel stores it
+    replace_in(path, "xl/worksheets/sheet1.xml", "<f>1+1</f><v />", "<f>1+1</f><v>2</v>")
     assert rows(path) == [
-        (2, {"Frage": "a <b> & c", "Antwort": "an answer", "Nr": "3"}),
-        (5, {"Frage": "one", "Antwort": "true", "Nr": ""}),
+        (number, dict(zip(HEADER, texts, strict=True)))
+        for number, *texts in (
+            (2, "a <b> & c", "an answer", "3"),
+            (5, "one", "true", "0.1"),
+            (6, "2024-01-02", "2024-01-02T03:04:05", "03:04:00"),
+            (7, "0.3", "-123456789012345", "1e-07"),
+            (8, "", "", "2"),
+        )
     ]
 
 
 @pytest.mark.parametrize(
     ("sheets", "message"),
     [
-        ({"a": [HEADER], "b": [HEADER]}, "expected one sheet with cells, and has a, b: save the one to use"),
-        ({"a": []}, "expected one sheet with cells, and has none"),
-        ({"a": [[inline("x"), inline("x")]]}, "a.xlsx:1: the header has `x` twice"),
-        ({"a": [HEADER]}, "the file has no rows"),
-        ({"a": [HEADER, [inline("x"), 't="e"><v>#REF!</v>']]}, "a.xlsx:2: cell B: has the error #REF!"),
         (
-            {"a": [[inline("x")], [inline("x"), inline("y")]]},
-            "a.xlsx:2: cell B has a value .'y'., but its column no name",
+            {"a": [HEADER], "b": [HEADER]},
+            r"one sheet with cells, and has a, b \(hidden\): save the one",
         ),
-        ({"a": [HEADER, [shared(7)]]}, "not a readable spreadsheet"),
+        ({"a": []}, "expected one sheet with cells, and has none"),
+        ({"a": [["x", "x"]]}, "a.xlsx:1: the header has `x` twice"),
+        ({"a": [HEADER]}, "the file has no rows"),
+        ({"a": [HEADER, ["x", "#REF!"]]}, "a.xlsx:2: cell B: has the error #REF!"),
+        ({"a": [["x"], ["x", "y"]]}, "a.xlsx:2: cell B has a value .'y'., but its column no name"),
     ],
 )
 def test_sheets_that_are_no_table(tmp_path: Path, sheets: dict[str, list[Line]], message: str) -> None:
-    path = workbook(tmp_path / "a.xlsx", sheets)
+    path = workbook(tmp_path / "a.xlsx", {"first": [], **sheets}, hidden=["b"])
     with pytest.raises(UserError, match=message):
+        rows(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "old", "new", "message"),
+    [
+        ("worksheets/sheet1", 't="s"><v>0</v>', 't="s"><v>7</v>', "a.xlsx: not a readable spreadsheet"),
+        ("worksheets/sheet1", "</sheetData>", "", "a.xlsx: not a readable spreadsheet"),
+        (
+            "worksheets/sheet1",
+            '<row r="2"',
+            '<row r="99999999"',
+            "more than 1,048,576 rows. Fix: save the sheet",
+        ),
+        ("sharedStrings", "<t>Nr</t>", f"<t>{'x' * 5000}</t>", "a spreadsheet of 0.0 GiB unpacked, more than"),
+    ],
+)
+def test_damaged_spreadsheets_and_bombs(
+    tmp_path: Path, part: str, old: str, new: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = workbook(tmp_path / "a.xlsx", {"a": [HEADER, ["x", "y", 1]]})
+    if part == "sharedStrings":
+        monkeypatch.setattr(spreadsheets, "MAX_BYTES", 20000)
+    assert len(rows(path)) == 1
+    replace_in(path, f"xl/{part}.xml", old, new)
+    with pytest.raises(UserError, match=message):
+        rows(path)
+
+
+def test_without_openpyxl_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = workbook(tmp_path / "a.xlsx", {"a": [HEADER, ["x", "y", 1]]})
+    monkeypatch.setattr(spreadsheets, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"need the package openpyxl\. Fix: pip install 'finetune\[tables\]', or save"):
         rows(path)
 
 
