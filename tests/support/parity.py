@@ -620,8 +620,8 @@ def write_seeing_teacher(folder: Path) -> None:
 def write_teachers(folder: Path) -> None:
     """What qwen3 predicts of the training rows, for llama to learn, at two temperatures."""
     from finetune.data.dataset import Dataset, build_training
-    from finetune.features import load_recipe
     from finetune.models.tokenizer import load_tokenizer
+    from finetune.recipe import load_recipe
 
     recipe = load_recipe(folder / "recipe.yaml", ())
     data = build_training(recipe, load_tokenizer(recipe.model))
@@ -644,8 +644,8 @@ def work(folder: Path, jobs: Path) -> None:
     from finetune.data.teacher_file import is_teacher_file
     from finetune.engine import optimizer_step
     from finetune.engine.start import leave_group
-    from finetune.features import all_features, load_recipe
     from finetune.models.head import chunked
+    from finetune.recipe import load_recipe
     from finetune.training.run import compute_reference, train
     from finetune.training.signals import StopRequest
 
@@ -664,7 +664,7 @@ def work(folder: Path, jobs: Path) -> None:
             # A cache of its own: else it would find what the launch on one process has computed.
             os.environ["FINETUNE_CACHE"] = str(folder / f"cache-{recipe.run.name}")
             compute_reference(recipe, "recipe.yaml", StopRequest(), quiet)
-        train(recipe, "recipe.yaml", StopRequest(), quiet, features=all_features())
+        train(recipe, "recipe.yaml", StopRequest(), quiet)
         print(f"done {overrides}", flush=True)
     leave_group()
 
@@ -797,6 +797,14 @@ def tensors(folder: Path) -> dict[str, Any]:
     for file in sorted(folder.glob("*.safetensors")):
         tensors.update(load_file(file))
     return tensors
+
+
+def same_tensors(ours: Path, theirs: Path) -> bool:
+    """The same names, types and values, to the last bit, in two folders."""
+    import torch
+
+    a, b = tensors(ours), tensors(theirs)
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in b)
 
 
 def selected(only: list[str]) -> list[tuple[str, int, list[Case]]]:
