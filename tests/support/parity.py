@@ -13,9 +13,11 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import tiny
@@ -805,6 +807,61 @@ def same_tensors(ours: Path, theirs: Path) -> bool:
 
     a, b = tensors(ours), tensors(theirs)
     return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in b)
+
+
+KINDS = {
+    "pp": "pp",
+    "ep": "ep",
+    "tp": "tp",
+    "cp": "cp",
+    "ulysses": "cp",
+    "zero2": "zero",
+    "zero3": "zero",
+    "ddp": "ddp",
+}
+
+
+def kind(config: str) -> str:
+    """What decides how a config trains: the first of `KINDS` in its name or that of the config that it varies."""
+    words = {*config.split("_"), *VARIANTS.get(config, (config,))[0].split("_")}
+    return next((name for word, name in KINDS.items() if word in words), "fsdp2")
+
+
+def covering(seed: int) -> list[tuple[str, int, list[Case]]]:
+    """A selection of all launches and their cases that covers
+
+    - every case, twice where two launches have it;
+    - every launch, by two cases if it has them; of those of eight processes one for each config that they vary, and
+      those that alone have a case;
+    - every word of a case's name with every kind of config that has it.
+
+    Greedy: next is what covers most that is not covered yet, for the number of its processes; the seed decides ties.
+    """
+    random = Random(seed)
+    offered = [((config, processes), case) for config, processes, cases in selected([]) for case in cases]
+    counts = Counter(case.name for _, case in offered)
+    alike: dict[str, set[tuple[str, int]]] = {}
+    for place, _ in offered:
+        if place[1] == 8 and not any(counts[case.name] == 1 for other, case in offered if other == place):
+            alike.setdefault(VARIANTS.get(place[0], (place[0],))[0], set()).add(place)
+    left_out = {place for places in alike.values() for place in places - {random.choice(sorted(places))}}
+    cells = [(place, case) for place, case in offered if place not in left_out]
+    random.shuffle(cells)
+
+    def covers(place: tuple[str, int], case: Case) -> list[object]:
+        return [case.name, place, *((word, kind(place[0])) for word in case.name.split())]
+
+    wanted = Counter({covered: 1 for cell in cells for covered in covers(*cell)})
+    wanted.update(name for name in counts if counts[name] > 1)
+    launches = Counter(place for place, _ in cells)
+    wanted.update(place for place in launches if launches[place] > 1)
+    chosen: dict[tuple[str, int], list[Case]] = {}
+    while any(number > 0 for number in wanted.values()):
+        place, case = max(cells, key=lambda cell: sum(wanted[one] > 0 for one in covers(*cell)) / cell[0][1])
+        cells.remove((place, case))
+        chosen.setdefault(place, []).append(case)
+        wanted.subtract(covers(place, case))
+    return [(*place, cases) for place, cases in sorted(chosen.items(), key=lambda one: (one[0][1], one[0][0]))]
 
 
 def selected(only: list[str]) -> list[tuple[str, int, list[Case]]]:
