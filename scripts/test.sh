@@ -37,7 +37,6 @@ status=0
 python -m pytest -p no:randomly -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?
 if [[ " $* " == *" --all "* ]]; then # Liger's kernels, interpreted: the variable is read as triton is imported
   kernels=$(kernels_folder)
-  scripts/without_wings.sh || status=$?
   TRITON_INTERPRET=1 PYTHONPATH="$kernels${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -p no:randomly tests/trainer/kernels || status=$?
 fi
 wait "$types" || { cat "$VIRTUAL_ENV/pyright.txt" && exit 1; }

@@ -8,11 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from finetune.models.assemble import assemble
+from finetune.models.assemble import assemble, skeleton
 from finetune.models.attention import attention_for
 from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.weights import skeleton
 from finetune.plan.micro_batch import How, model_at
 from finetune.recipe import load_recipe
 
