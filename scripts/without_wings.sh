@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the trainer's tests in a copy of this checkout that has no wing: what the trainer needs is all there.
-#   arguments  tests to run instead, or options of pytest
+#   arguments  tests to run instead of those without launches, or options of pytest; `tests/trainer` runs all
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -9,12 +9,9 @@ trap 'rm -rf "$copy"' EXIT
 git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --no-dereference -t "$copy"
 cd "$copy"
 
-rm -r finetune/{rl,release,plan,desk}
+rm -r finetune/{rl,release,plan,desk} tests/{rl,release,plan,desk,whole}
 rm finetune/{__main__,api,features,quickstart,sweep}.py
-
-# Tests of the trainer that still need a wing.
-rm tests/trainer/unit/data/test_{image_rows,teacher_file}.py tests/trainer/unit/engine/test_pipeline_stages.py
-rm tests/trainer/unit/training/test_auto_batch.py tests/trainer/numerics/test_{divergence,head}.py
+cp tests/support/trainer_alone.py finetune/__main__.py
 
 if [ $# = 0 ]; then
   set -- tests/trainer/{unit,numerics}

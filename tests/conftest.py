@@ -53,6 +53,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Files with launches first, so that the many short ones fill what is left at the end.
+    items.sort(key=lambda item: not {"distributed", "e2e"} & {*item.path.parts})
     if not config.getoption("--all"):
         for item in items:
             if item.get_closest_marker("long"):

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -162,10 +163,9 @@ def _become_rank(environment: Environment, arguments: list[str], log: Path) -> i
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["finetune", *arguments]
-    from finetune.desk.cli import main
 
     try:
-        main()
+        runpy.run_module("finetune", run_name="__main__")
         status = 0
     except SystemExit as done:
         status = done.code if isinstance(done.code, int) else int(done.code is not None)

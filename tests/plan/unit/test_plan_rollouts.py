@@ -12,7 +12,6 @@ from rich.console import Console
 from trainers import prepared_run, ready_trainer, started_engine
 
 from finetune.data.dataset import on_disk
-from finetune.desk.view.memory_page import write_page
 from finetune.engine.base import StorageCounter
 from finetune.engine.launch import Kind, Launch
 from finetune.features import all_features, load_recipe
@@ -116,13 +115,17 @@ def test_cohorts_of_a_step_are_shared_out(recipe_file: Path) -> None:
     assert cohorts(rollouts, 2) == (7, 4)
 
 
+def no_page(*_: object) -> None:
+    raise AssertionError("--html was not given")
+
+
 def test_plan_names_cohorts_and_their_largest_size(
     recipe_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(recipe_file.parent)
     options = PlanOptions(("2xH100-80",), as_json=True)
     overrides = ["rollouts.cohort=4", "train.precision=bf16"]
-    command.run(recipe_file, overrides, options, Console(quiet=True), load_recipe, write_page)
+    command.run(recipe_file, overrides, options, Console(quiet=True), load_recipe, no_page)
     first = next(one for one in json.loads(capsys.readouterr().out) if one["is_answer"])
     rollouts = first["rollouts"]
     assert {key: rollouts[key] for key in ("cohorts", "cohorts_of_a_rank", "largest_cohort")} == {
@@ -134,7 +137,7 @@ def test_plan_names_cohorts_and_their_largest_size(
     assert first["step_parts_s"]["generation"] > 0
     options = PlanOptions(("2xH100-80",))
     out = StringIO()
-    command.run(recipe_file, overrides, options, Console(file=out, width=300), load_recipe, write_page)
+    command.run(recipe_file, overrides, options, Console(file=out, width=300), load_recipe, no_page)
     assert "rollouts: 8 cohorts of 4 samples, 4 on a rank one after another" in out.getvalue()
     assert "rollouts.cohort up to 32 fits" in out.getvalue()
 

@@ -15,40 +15,17 @@ import torch
 import yaml
 from conftest import launch, metrics, train_here
 from transformers import AutoModelForCausalLM
+from turns import BROKEN, ECHO, PROMPTS, SAMPLES, STEPS, recipe_with_turns
 
-from finetune.data.dataset import Dataset, build_training
-from finetune.desk.setup.environment_rows import check_environment
 from finetune.errors import UserError
-from finetune.features import load_recipe
-from finetune.models.tokenizer import load_tokenizer, read_tokenizer
+from finetune.models.tokenizer import read_tokenizer
 from finetune.rl.rollouts.environment import LOG
 from finetune.rl.rollouts.noise import gumbel, sample_keys
 from finetune.rl.rollouts.records import EVALUATION, STEP, Sample, read_record, record_file
 from finetune.rl.rollouts.step_rows import example_of
 
 Write = Callable[..., Path]
-STEPS, PROMPTS, SAMPLES = 4, 4, 4
 REPLAYED = 5e-6  # of a loss
-
-ECHO = """
-import random
-
-
-class Environment:
-    def reset(self, row, messages, seed):
-        self.lengths = []
-        if seed % 2:
-            return [*messages[:-1], {"role": "user", "content": f"task {random.randrange(100)}"}]
-
-    def step(self, text):
-        self.lengths.append(len(text))
-        if sum(self.lengths) % 5 == 4:
-            return None
-        return f"{len(text)} letters, {random.randrange(10)}"
-
-    def reward(self):
-        return sum(self.lengths) % 7
-"""
 
 
 def talkative(folder: Path) -> Path:
@@ -69,29 +46,6 @@ def model(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(made / "llama", folder)
     (folder.parent / "env.py").write_text(ECHO)
     return talkative(folder)
-
-
-def recipe_with_turns(made: Path, model: Path, runs: Path) -> dict[str, Any]:
-    environment = {"file": str(model.parent / "env.py"), "max_turns": 3}
-    data = {
-        name: [{"path": str(made / file), "format": "messages"}]
-        for name, file in (("train", "rows.jsonl"), ("eval", "held_out.jsonl"))
-    }
-    return {
-        "run": {"name": "run", "dir": str(runs)},
-        "model": {"name": str(model)},
-        "mode": "full",
-        "data": {**data, "packing": False, "max_length": 128},
-        "objective": {"name": "grpo"},
-        "rollouts": {"prompts": PROMPTS, "samples": SAMPLES, "max_new_tokens": 72, "cohort": 4, "temperature": 0.8}
-        | {"environment": environment},
-        "rewards": [{"name": "environment"}, {"name": "regex", "pattern": "[aeiou]"}],
-        "batch": {"rows": PROMPTS * SAMPLES, "tokens_per_device": 256},
-        "optimizer": {"lr": 1e-3},
-        "train": {"max_steps": STEPS, "precision": "fp32"},
-        "evaluate": {"every_steps": 4, "at_start": False, "prompts": 2},
-        "checkpoint": {"every_steps": 2},
-    }
 
 
 @pytest.fixture
@@ -288,31 +242,6 @@ def test_older_turns_a_reference_and_corrections(
     assert curve(corrected) == pytest.approx(curve(run), rel=1e-4, abs=1e-5)
 
 
-BROKEN = """
-import os, time
-
-
-class Environment:
-    def reset(self, row):
-        self.turns = 0
-
-    def step(self, text):
-        self.turns += 1
-        print("reading", text)
-        action = len(text) % 4
-        if action == 0:
-            raise KeyError(f"no key in turn {self.turns}")
-        if action == 1:
-            os._exit(3)
-        if action == 2:
-            return 7
-        return "go on"
-
-    def reward(self):
-        return self.turns
-"""
-
-
 def test_an_environment_that_fails_is_counted_and_told_or_stops_the_run(
     online: dict[str, Any], write_recipe: Write, tmp_path: Path
 ) -> None:
@@ -341,29 +270,3 @@ def test_an_environment_that_fails_is_counted_and_told_or_stops_the_run(
     assert "    reading " in log  # what it printed
     others = [sample for sample in samples if sample not in failed]
     assert all(sample.reward.by_name["environment"] is not None for sample in others)
-
-
-def test_check_tries_the_environment(online: dict[str, Any], write_recipe: Write, tmp_path: Path) -> None:
-    """With the reference and with garbage as a turn; `calls` need a template that writes them."""
-    assert tried(online, write_recipe) == [
-        "the reference as a turn, of 4 rows: is answered 3, ends it 1; mean reward 3.750",
-        "garbage as a turn, of 4 rows: ends it 4; mean reward 2.000",
-        "the chat template writes no tool calls as JSON: `calls` is always empty, `text` has the turn",
-    ]
-    (tmp_path / "env.py").write_text(BROKEN)
-    online["rollouts"]["environment"]["file"] = str(tmp_path / "env.py")
-    with pytest.raises(UserError, match=r"rows.jsonl:1, sample 0, turn 1: "):
-        tried(online, write_recipe)
-    online["rollouts"]["environment"]["on_failure"] = "end"
-    assert "fails 4 (ended its process" in tried(online, write_recipe)[1]
-    (tmp_path / "env.py").write_text(BROKEN.replace("self.turns = 0", "raise OSError('no disk')"))
-    with pytest.raises(UserError, match=r"sample 0, reset: raised OSError: no disk. Fix the environment, or take the"):
-        tried(online, write_recipe)
-
-
-def tried(online: dict[str, Any], write_recipe: Write) -> list[str]:
-    recipe = load_recipe(write_recipe(online))
-    tokenizer = load_tokenizer(recipe.model)
-    data = build_training(recipe, tokenizer)
-    assert isinstance(data, Dataset)
-    return check_environment(recipe, data, tokenizer)

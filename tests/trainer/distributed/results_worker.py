@@ -21,7 +21,7 @@ def run_case(recipe: str, _out: Path, name: str, overrides: list[str]) -> dict[s
     from rich.console import Console
 
     from finetune.errors import RunFailure, UserError
-    from finetune.features import load_recipe
+    from finetune.recipe import load_recipe
     from finetune.training.run import train
     from finetune.training.signals import StopRequest
 

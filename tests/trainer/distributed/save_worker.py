@@ -35,9 +35,9 @@ def run_case(
     from finetune.engine.launch import read_launch
     from finetune.engine.start import start_engine
     from finetune.errors import RunFailure
-    from finetune.features import load_recipe
     from finetune.models.base_config import dtypes
     from finetune.models.tokenizer import load_tokenizer
+    from finetune.recipe import load_recipe
 
     recipe, launch = load_recipe(recipe_file, [*overrides, f"run.name={name}"]), read_launch()
     micro_batches = check_launch(recipe, recipe_file, launch)

@@ -9,7 +9,7 @@ import context_worker
 import parity
 import pytest
 import resume_matrix
-from conftest import launch, train_here
+from conftest import launch, train_alone
 from forks import start_forkserver
 from resume_matrix import Pair, Place
 from torch import multiprocessing
@@ -63,7 +63,7 @@ def test_resumes_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_is_counted_is_counted_once(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
     """Tokens and FLOPs of a step; padding is what the cut into four chunks needs."""
     path = write_recipe(recipe)
-    train_here(path, "run.name=alone")
+    train_alone(path, "run.name=alone")
     done = launch("cp", 2, "train", path, "run.name=sharing")
     assert done.returncode == 0, done.stderr
     ours, theirs = (parity.train_lines(tmp_path / "runs" / name) for name in ("alone", "sharing"))

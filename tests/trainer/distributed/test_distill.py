@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,20 +14,19 @@ import parity
 import pytest
 import tiny
 import torch
-from conftest import metrics, train_here
+from conftest import metrics, train_alone
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.data.dataset import Dataset, build_training
 from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.errors import UserError
-from finetune.features import load_recipe
 from finetune.models.config import model_config
 from finetune.models.tokenizer import load_tokenizer
+from finetune.recipe import load_recipe
 from finetune.training.run import compute_reference
 from finetune.training.signals import StopRequest
 from finetune.training.teacher import with_teacher
-from finetune.utils import common_prefix_length
 
 Write = Callable[..., Path]
 K = 5
@@ -68,7 +66,7 @@ def test_a_model_teaches(distilling: Path, teacher: Path) -> None:
     with pytest.raises(
         UserError, match=r"predictions of this data have not been computed, .* `python -m finetune refe"
     ):
-        train_here(distilling)
+        train_alone(distilling)
     assert "computed for 120 examples" in predict_here(distilling)
     assert "in the cache already" in predict_here(distilling)
     model = AutoModelForCausalLM.from_pretrained(teacher)
@@ -80,19 +78,19 @@ def test_a_model_teaches(distilling: Path, teacher: Path) -> None:
         columns = {name: torch.from_numpy(values) for name, values in example.target_columns.items()}
         torch.testing.assert_close(columns[LOG_PROBS], log_p.topk(K).values, rtol=0, atol=1e-5)
         torch.testing.assert_close(log_p.gather(1, columns[IDS]), columns[LOG_PROBS], rtol=0, atol=1e-5)
-    train_here(distilling, "train.max_steps=8", "optimizer.lr=1e-2")
+    train_alone(distilling, "train.max_steps=8", "optimizer.lr=1e-2")
     lines = [line for line in metrics(distilling.parent / "runs/run") if "loss" in line]
     assert lines[-1]["divergence"] < 0.8 * lines[0]["divergence"]
     assert lines[0]["loss"] == pytest.approx(4 * lines[0]["divergence"])  # T^2
     with pytest.raises(UserError, match="have not been computed"):
-        train_here(distilling, "objective.temperature=1")
+        train_alone(distilling, "objective.temperature=1")
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_a_model_has_nothing_to_learn_from_itself(distilling: Path, made: Path, divergence: str) -> None:
     own = (f"objective.teacher={made / 'llama'}", f"objective.divergence={divergence}", "train.max_steps=1")
     predict_here(distilling, *own)
-    train_here(distilling, *own)
+    train_alone(distilling, *own)
     first = next(line for line in metrics(distilling.parent / "runs/run") if "loss" in line)
     assert abs(first["divergence"]) < 1e-6
     assert first["nll"] > 5
@@ -145,7 +143,7 @@ def test_teachers_that_are_none(distilling: Path, teacher: Path, tmp_path: Path)
 
     def compute_or_train(*arguments: Any) -> None:
         predict_here(*arguments)
-        train_here(*arguments)
+        train_alone(*arguments)
 
     for overrides, message in (
         ([f"objective.teacher={other}"], "objective.teacher: .* has another vocabulary .*'<|another|>' is id"),
@@ -181,62 +179,15 @@ def test_a_teacher_on_several_processes(distilling: Path, tmp_path: Path, config
 def test_a_run_goes_on_with_its_teacher_and_with_no_other(distilling: Path, made: Path, tmp_path: Path) -> None:
     keep = ("checkpoint.every_steps=2", "train.max_steps=4", "checkpoint.keep=2")
     predict_here(distilling)
-    train_here(distilling, *keep)
+    train_alone(distilling, *keep)
     run = tmp_path / "runs/run"
     whole = [line for line in metrics(run) if "loss" in line]
     shutil.rmtree(next((run / "checkpoints").glob("step-*4")))
     other = f"objective.teacher={made / 'qwen3'}"
     predict_here(distilling, other)
     with pytest.raises(UserError, match="data: teacher: "):
-        train_here(distilling, *keep, other)
-    train_here(distilling, *keep)
+        train_alone(distilling, *keep, other)
+    train_alone(distilling, *keep)
     again = [line for line in metrics(run) if "loss" in line]
     assert [line["step"] for line in again] == [1, 2, 3, 4]
     assert [line["loss"] for line in again] == [line["loss"] for line in whole]
-
-
-@pytest.mark.long
-def test_a_student_learns_more_from_its_own_samples_than_from_other_answers(
-    recipe: dict[str, Any], write_recipe: Write, teacher: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    """As many steps on as many answers: of the student, and at random. What to learn is known, the teacher's likeliest
-    tokens; what follows them depends on all of them, and random answers hardly ever have the first two."""
-    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    rng, tokens, words = random.Random(0), 8, ("river", "stone", "light", "cloud", "paper", "green", "seven", "house")
-    prompts = [" ".join(rng.sample(words, 3)) for _ in range(8)]
-    rows = [{"prompt": one, "completion": " ".join(rng.choices(words, k=3))} for one in prompts for _ in range(16)]
-    tiny.write_rows(tmp_path / "rows.jsonl", rows)
-    del recipe["evaluate"]
-    recipe["data"] = {"train": str(tmp_path / "rows.jsonl"), "max_length": 64, "packing": False}
-    recipe |= {
-        "objective": {"name": "distill", "teacher": str(teacher), "divergence": "reverse_kl", "top_k": 16},
-        "batch": {"rows": 32, "tokens_per_device": 2048},
-        "optimizer": {"lr": 3e-3},
-        "train": {"max_steps": 120, "precision": "fp32"},
-    }
-    rollouts = {"prompts": 8, "samples": 4, "max_new_tokens": tokens}
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
-
-    def likeliest(model: Path) -> list[list[int]]:
-        one, answers = AutoModelForCausalLM.from_pretrained(model), []
-        for prompt in prompts:
-            chat = [{"role": "user", "content": prompt}]
-            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-            generated = one.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False, eos_token_id=None)
-            answers.append(generated[0, len(ids) :].tolist())
-        return answers
-
-    known, right = likeliest(teacher), {}
-    for name, changes in (("off_policy", {}), ("on_policy", {"rollouts": rollouts})):
-        recipe["run"]["name"] = name
-        path = write_recipe({**recipe, **changes}, f"{name}.yaml")
-        if changes:
-            with pytest.raises(UserError, match="nothing to compute: the teacher predicts on the samples"):
-                predict_here(path)
-        else:
-            predict_here(path)
-        train_here(path)
-        answers = likeliest(tmp_path / "runs" / name / "model")
-        right[name] = sum(common_prefix_length(*pair) for pair in zip(answers, known, strict=True)) / (8 * tokens)
-    assert right["on_policy"] > 0.4
-    assert right["on_policy"] > 1.5 * right["off_policy"]

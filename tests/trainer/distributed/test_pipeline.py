@@ -11,7 +11,7 @@ from typing import Any
 
 import parity
 import pytest
-from conftest import launch, metrics, train_here
+from conftest import launch, metrics, train_alone
 
 STEPS = 9
 RELATIVE = 5e-6  # as scripts/proofs/parity_matrix.py
@@ -64,7 +64,7 @@ def same(reference: Path, other: Path, after: int) -> None:
 
 def test_stopped_and_going_on_elsewhere(values: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
     path, runs = write_recipe(values), tmp_path / "runs"
-    straight = train_here(path, "run.name=straight")
+    straight = train_alone(path, "run.name=straight")
     go_on_from(runs / "straight", 3, "pipeline")
     config = parity.config_file(tmp_path, "pp_interleaved")
     done = launch(config, 2, "train", path, "run.name=pipeline", COLUMNS="400")
@@ -72,7 +72,7 @@ def test_stopped_and_going_on_elsewhere(values: dict[str, Any], write_recipe: An
     assert "resuming from" in done.stdout
     same(runs / "straight", runs / "pipeline", after=3)
     go_on_from(runs / "pipeline", 6, "back")
-    assert "resuming from" in train_here(path, "run.name=back")
+    assert "resuming from" in train_alone(path, "run.name=back")
     same(runs / "straight", runs / "back", after=6)
     assert generations(done.stdout) == generations(straight)
     assert len(generations(straight)) == 3

@@ -12,7 +12,7 @@ import killable
 import parity
 import pytest
 import two_hosts
-from conftest import train_here
+from conftest import train_alone
 from two_hosts import Job, Outcome, Scenario
 
 STEPS = 400  # so that the host which comes back still finds some to make
@@ -34,7 +34,7 @@ def job(folder: Path, name: str, config: str) -> Job:
 def test_a_host_is_killed_the_other_resumes_alone_and_it_comes_back(folder: Path) -> None:
     """fsdp2 on two hosts, one, and two, against one process that nobody disturbs: the recipe fixes the maths."""
     reference = job(folder, "reference", "single")
-    train_here(folder / "recipe.yaml", *OVERRIDES, "run.name=reference")
+    train_alone(folder / "recipe.yaml", *OVERRIDES, "run.name=reference")
     this, outcome = job(folder, "killed", "fsdp2"), Outcome("killed", "torchrun")
     two_hosts.interrupted(this, Scenario("fsdp2", "killed", fewer=True), None, outcome)
     two_hosts.compare(reference, this, outcome)

@@ -43,7 +43,7 @@ def run_case(
     from rich.console import Console
 
     from finetune.errors import RunFailure, UserError
-    from finetune.features import all_features, load_recipe
+    from finetune.recipe import load_recipe
     from finetune.training.run import train
     from finetune.training.signals import StopRequest
 
@@ -55,7 +55,7 @@ def run_case(
     seen = out / f"{name}.txt" if os.environ.get("RANK", "0") == "0" else Path(os.devnull)
     with seen.open("w", encoding="utf-8") as file:
         try:
-            train(loaded, recipe, StopRequest(), Console(file=file, width=200), features=all_features())
+            train(loaded, recipe, StopRequest(), Console(file=file, width=200))
         except (RunFailure, UserError, ArithmeticError) as error:
             become = {"error": type(error).__name__, "message": str(error)}
     become["reductions"] = reductions.finish()

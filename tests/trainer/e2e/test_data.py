@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import tiny
 from bitwise import is_measured
-from conftest import launch, metrics, train_here
+from conftest import launch, metrics, train_alone
 
 from finetune.data.dataset import build_training
-from finetune.desk.setup.check import check_recipe
 from finetune.errors import UserError
-from finetune.features import load_recipe
 from finetune.models.tokenizer import load_tokenizer
+from finetune.recipe import load_recipe
 
 
 @pytest.fixture
@@ -47,9 +46,9 @@ def of_the_maths(run: Path) -> list[dict[str, Any]]:
 def test_each_source_is_logged_and_a_stop_changes_nothing(mixed, write_recipe, tmp_path, streaming):
     mixed["data"] |= {"mixture": {"by": "tokens"}, "streaming": streaming, "window": 50}
     path = write_recipe(mixed)
-    train_here(path, "run.name=whole")
-    train_here(path, "run.name=stopped", "train.max_steps=3")
-    shown = train_here(path, "run.name=stopped")
+    train_alone(path, "run.name=whole")
+    train_alone(path, "run.name=stopped", "train.max_steps=3")
+    shown = train_alone(path, "run.name=stopped")
     assert "resuming from" in shown
     whole, stopped = of_the_maths(tmp_path / "runs" / "whole"), of_the_maths(tmp_path / "runs" / "stopped")
     assert whole[3:] == stopped[3:]
@@ -70,12 +69,12 @@ def test_parts_of_sources_are_the_same_on_another_launch(mixed, write_recipe, tm
     mixed["data"]["train"][1]["weight"] = 0.7
     mixed["train"] = {**mixed["train"], "max_steps": None, "epochs": 2.5}
     path = write_recipe(mixed)
-    train_here(path, "run.name=whole")
+    train_alone(path, "run.name=whole")
     whole = of_the_maths(tmp_path / "runs" / "whole")
     middle = next(line["step"] for line in whole if line["epoch"] > 1.2)
     done = launch("ddp", 2, "train", path, "run.name=stopped", f"train.max_steps={middle}", "batch.rows_per_device=1")
     assert done.returncode == 0, done.stderr
-    assert "resuming from" in train_here(path, "run.name=stopped")
+    assert "resuming from" in train_alone(path, "run.name=stopped")
     stopped = of_the_maths(tmp_path / "runs" / "stopped")
     same = ("step", "epoch", "tokens", "supervised_tokens", "tokens/rows", "tokens/few")
     assert [[line[key] for key in same] for line in whole] == [[line[key] for key in same] for line in stopped]
@@ -89,7 +88,7 @@ def test_parts_of_sources_are_the_same_on_another_launch(mixed, write_recipe, tm
 
 
 def test_one_source_is_not_logged_apart(recipe, write_recipe, tmp_path):
-    train_here(write_recipe(recipe))
+    train_alone(write_recipe(recipe))
     keys = {key for line in metrics(tmp_path / "runs" / "run") for key in line}
     assert not [key for key in keys if key.startswith(("loss/", "tokens/"))]
 
@@ -100,8 +99,8 @@ def test_a_token_budget_is_the_same_maths(recipe, write_recipe, tmp_path):
     recipe["batch"] = {"rows": 8}
     recipe["train"]["max_steps"] = 4
     path = write_recipe(recipe)
-    train_here(path, "run.name=one")
-    train_here(path, "run.name=budget", "batch.tokens_per_device=100")
+    train_alone(path, "run.name=one")
+    train_alone(path, "run.name=budget", "batch.tokens_per_device=100")
     one, budget = lines(tmp_path / "runs" / "one"), lines(tmp_path / "runs" / "budget")
     for a, b in zip(one, budget, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
@@ -112,18 +111,18 @@ def test_a_token_budget_is_the_same_maths(recipe, write_recipe, tmp_path):
 def test_a_run_longer_than_a_source_may_be_read_is_refused_before_it_begins(recipe, made, write_recipe, tmp_path):
     recipe["data"]["train"] = [{"path": str(made / "rows.jsonl"), "max_epochs": 1.0}]
     with pytest.raises(UserError, match=r"data.train\[0\] .* more than its max_epochs \(1\)"):
-        train_here(write_recipe(recipe), "train.max_steps=1000")
+        train_alone(write_recipe(recipe), "train.max_steps=1000")
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_stream_says_what_it_is_and_needs_an_end(recipe, write_recipe, tmp_path):
     recipe["data"] |= {"streaming": True, "window": 30}
     path = write_recipe(recipe)
-    shown = train_here(path)
+    shown = train_alone(path)
     assert "streamed in windows of 30 rows per source" in shown
     assert lines(tmp_path / "runs" / "run")[0]["epoch"] == 0.0
     with pytest.raises(UserError, match="the length of a stream is unknown"):
-        train_here(path, "train.max_steps=null", "train.epochs=1")
+        train_alone(path, "train.max_steps=null", "train.epochs=1")
 
 
 def test_a_stream_read_ahead_resumes_bitwise_from_what_was_trained(recipe, write_recipe, tmp_path, monkeypatch):
@@ -131,11 +130,11 @@ def test_a_stream_read_ahead_resumes_bitwise_from_what_was_trained(recipe, write
     recipe["data"] |= {"streaming": True, "window": 20}
     recipe["checkpoint"] = {"every_steps": 2, "keep": 3}
     path, run = write_recipe(recipe), tmp_path / "runs" / "run"
-    train_here(path)
+    train_alone(path)
     whole, weights = of_the_maths(run), (run / "model" / "model.safetensors").read_bytes()
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "another"))
-    assert "step 4 of 6" in train_here(path)
+    assert "step 4 of 6" in train_alone(path)
     assert of_the_maths(run) == whole
     assert (run / "model" / "model.safetensors").read_bytes() == weights
 
@@ -145,14 +144,6 @@ def test_a_stream_that_ends_is_trained_on_to_its_end(recipe, write_recipe, tmp_p
     recipe["data"]["train"][0]["max_epochs"] = 1
     recipe["data"] |= {"streaming": True, "window": 50}
     with pytest.raises(UserError, match="the stream ends after") as raised:
-        train_here(write_recipe(recipe), "train.max_steps=500")
+        train_alone(write_recipe(recipe), "train.max_steps=500")
     steps = int(re.search(r"after ([\d,]+) steps", str(raised.value))[1])
     assert [line["step"] for line in lines(tmp_path / "runs" / "run")] == list(range(1, steps + 1))
-
-
-def test_check_looks_into_the_first_window_of_a_stream(recipe, write_recipe):
-    recipe["data"] |= {"streaming": True, "window": 30}
-    report = check_recipe(write_recipe(recipe), ())
-    assert report.error is None
-    assert report.facts["train_data"] == "a stream; its first window has 30 examples"
-    assert report.facts["steps"] == 6

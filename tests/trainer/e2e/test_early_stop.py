@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from conftest import launch, metrics, train_here
+from conftest import launch, metrics, train_alone
 from rich.console import Console
 from safetensors.torch import load_file
 
 from finetune.errors import Stopped, UserError
-from finetune.features import load_recipe
+from finetune.recipe import load_recipe
 from finetune.tracking.metrics import read_status
 from finetune.training.run import train
 from finetune.training.signals import StopRequest
@@ -50,12 +50,12 @@ def evaluations(run: Path) -> dict[int, float]:
 
 def test_a_run_ends_early_and_is_finished(stopping: dict[str, Any], write_recipe: Any) -> None:
     path, run = write_recipe(stopping), Path(stopping["run"]["dir"]) / "run"
-    train_here(path, "train.stop_when=null")
+    train_alone(path, "train.stop_when=null")
     everything = evaluations(run)
     expected = last_step(everything, patience=3)
     assert expected < STEPS, everything
 
-    output = train_here(path, "run.name=early")
+    output = train_alone(path, "run.name=early")
     early = run.parent / "early"
     assert evaluations(early) == {step: loss for step, loss in everything.items() if step <= expected}
     assert read_status(early) == "finished"
@@ -64,16 +64,16 @@ def test_a_run_ends_early_and_is_finished(stopping: dict[str, Any], write_recipe
     assert f"stopped early after step {expected} of {STEPS}: no eval_loss better than" in output
 
     lines = metrics(early)
-    train_here(path, "run.name=early")  # the same command again trains nothing
+    train_alone(path, "run.name=early")  # the same command again trains nothing
     assert metrics(early) == lines
 
 
 def test_patience_is_counted_across_a_resume(stopping: dict[str, Any], write_recipe: Any) -> None:
     path, run = write_recipe(stopping), Path(stopping["run"]["dir"]) / "run"
-    train_here(path)
+    train_alone(path)
     at_once = metrics(run)
-    train_here(path, "run.name=parts", "train.max_steps=2")
-    train_here(path, "run.name=parts")
+    train_alone(path, "run.name=parts", "train.max_steps=2")
+    train_alone(path, "run.name=parts")
     assert [line["step"] for line in metrics(run.parent / "parts")] == [line["step"] for line in at_once]
 
 
@@ -83,7 +83,7 @@ def test_a_stop_before_an_evaluation_loses_nothing_of_it(stopping: dict[str, Any
     stopping["train"]["stop_when"]["patience"] = 2
     stopping["checkpoint"] = {"best": "eval_loss", "keep": 1}
     path, runs = write_recipe(stopping), Path(stopping["run"]["dir"])
-    train_here(path)
+    train_alone(path)
     expected = evaluations(runs / "run")
     while read_status(runs / "parts") != "finished":
         stop = StopRequest()
@@ -101,7 +101,7 @@ def test_a_stop_before_an_evaluation_loses_nothing_of_it(stopping: dict[str, Any
 def test_a_metric_that_no_evaluation_measures(stopping: dict[str, Any], write_recipe: Any) -> None:
     path = write_recipe(stopping)
     with pytest.raises(UserError, match=r"train\.stop_when: this run's evaluations do not measure 'exact_match'"):
-        train_here(path, "train.stop_when.metric=exact_match")
+        train_alone(path, "train.stop_when.metric=exact_match")
 
 
 @pytest.mark.parametrize(("config", "processes"), [("single", 1), ("tp", 2)])

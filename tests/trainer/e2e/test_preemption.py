@@ -79,14 +79,18 @@ def test_stopped_and_gone_on_is_bitwise_the_run_never_stopped(long_recipe: dict[
     assert weights[0] == weights[1]
 
 
-def test_a_signal_to_one_rank_stops_all_and_another_backend_resumes(
-    long_recipe: dict[str, Any], write_recipe: Any
-) -> None:
-    """By `finetune launch`, which gives schedulers the exit status that accelerate launch loses, in both its forms."""
-    path, run = write_recipe(long_recipe), Path(long_recipe["run"]["dir"]) / "run"
-    launch = [sys.executable, "-m", "finetune", "launch", "--num_processes", "2", "--config_file"]
+LAUNCH = [sys.executable, "-m", "finetune", "launch", "--num_processes", "2", "--config_file"]
+
+
+def test_a_signal_to_one_rank_stops_all(long_recipe: dict[str, Any], write_recipe: Any) -> None:
+    """By `finetune launch`, which gives schedulers the exit status that accelerate launch loses."""
+    stop_one_rank(write_recipe(long_recipe), Path(long_recipe["run"]["dir"]) / "run")
+
+
+def stop_one_rank(path: Path, run: Path) -> int:
+    """Returns the steps that were done."""
     arguments = ["-m", "finetune", "train", str(path)]
-    process = start([*launch, str(ROOT / "accelerate_configs" / "ddp.yaml"), *arguments], run)
+    process = start([*LAUNCH, str(ROOT / "accelerate_configs" / "ddp.yaml"), *arguments], run)
     ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if p.environ().get("RANK") == "1"]
     ranks[0].send_signal(signal.SIGUSR1)  # as Slurm sends
     status, output = end(process)
@@ -95,7 +99,15 @@ def test_a_signal_to_one_rank_stops_all_and_another_backend_resumes(
     assert f"stopped by SIGUSR1 after step {done} of {STEPS}" in output
     assert json.loads((run / "status.json").read_text()) == {"status": "stopped", "step": done, "steps": STEPS}
     assert json.loads((run / "plan.json").read_text())["measured"]["steps"] == max(1, done - 1)
-    process = start([*launch, str(ROOT / "accelerate_configs" / "fsdp2.yaml"), str(path)], run, done + 2)
+    return done
+
+
+@pytest.mark.long
+def test_a_stopped_run_goes_on_under_another_backend(long_recipe: dict[str, Any], write_recipe: Any) -> None:
+    """By the other form of `finetune launch`."""
+    path, run = write_recipe(long_recipe), Path(long_recipe["run"]["dir"]) / "run"
+    done = stop_one_rank(path, run)
+    process = start([*LAUNCH, str(ROOT / "accelerate_configs" / "fsdp2.yaml"), str(path)], run, done + 2)
     process.send_signal(signal.SIGINT)  # Ctrl-C: to the launcher, which forwards it
     status, output = end(process)
     assert status == 75, output

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from conftest import finetune, metrics, train_here
+from conftest import finetune, metrics, train_alone
 from safetensors.torch import load_file, save_file
 
 from finetune.data.dataset import Dataset, build_training
 from finetune.errors import RunFailure, UserError
-from finetune.features import load_recipe
 from finetune.models.config import training_config
 from finetune.models.tokenizer import load_tokenizer
+from finetune.recipe import load_recipe
 from finetune.training.reference_files import cache_folder, key_of, model_dependencies
 
 Values = dict[str, Any]
@@ -64,8 +64,8 @@ def test_epochs_of_different_examples_have_the_reference_of_each(pairs, write_re
     pairs["data"]["train"][0]["weight"] = 0.6
     pairs |= {"mode": "lora", "lora": {"rank": 2}, "train": {**pairs["train"], "max_steps": None, "epochs": 2.5}}
     path = write_recipe(pairs)
-    train_here(path, "run.name=before", "objective.reference=precomputed")
-    train_here(path, "run.name=within", "objective.reference=adapters_off")
+    train_alone(path, "run.name=before", "objective.reference=precomputed")
+    train_alone(path, "run.name=within", "objective.reference=adapters_off")
     before, within = (losses(tmp_path / "runs" / name) for name in ("before", "within"))
     assert len(log_probs(tmp_path / "runs" / "before")) == 2 * 40
     assert len(before) > 3
@@ -150,17 +150,17 @@ def test_key_of_other_rows(pairs: Values, write_recipe: Write, tmp_path: Path) -
 
 def test_found_again(pairs: Values, write_recipe: Write, tmp_path: Path) -> None:
     path = write_recipe(pairs)
-    assert "computed in" in train_here(path)
-    assert "from the cache" in train_here(path, "run.name=second", "mode=lora", "lora={rank: 2}")
+    assert "computed in" in train_alone(path)
+    assert "from the cache" in train_alone(path, "run.name=second", "mode=lora", "lora={rank: 2}")
     shutil.rmtree(tmp_path / "cache" / "data")
-    again = train_here(path, "run.name=second", "checkpoint.resume=never", "mode=lora", "lora={rank: 2}")
+    again = train_alone(path, "run.name=second", "checkpoint.resume=never", "mode=lora", "lora={rank: 2}")
     assert f"from {tmp_path / 'runs' / 'second' / 'reference' / 'train'}" in again
 
 
 @pytest.mark.parametrize("damage", ["cut", "nan", "other type", "no report", "other key", "pickle"])
 def test_bad_files_are_computed_again(pairs: Values, write_recipe: Write, tmp_path: Path, damage: str) -> None:
     path, run = write_recipe(pairs), tmp_path / "runs" / "run"
-    train_here(path, "train.max_steps=1")
+    train_alone(path, "train.max_steps=1")
     expected = log_probs(run)
     for folder in (run / "reference" / "train", cache_folder(key(path))):
         file, report = folder / "log_probs.npy", folder / "report.json"
@@ -176,7 +176,7 @@ def test_bad_files_are_computed_again(pairs: Values, write_recipe: Write, tmp_pa
             report.write_text(json.dumps({**json.loads(report.read_text()), "key": "f" * 64}))
         else:
             np.save(file, np.array([{}] * 80, dtype=object), allow_pickle=True)
-    assert "computed in" in train_here(path, "train.max_steps=1", "checkpoint.resume=never")
+    assert "computed in" in train_alone(path, "train.max_steps=1", "checkpoint.resume=never")
     np.testing.assert_array_equal(log_probs(run), expected)
 
 
@@ -184,7 +184,7 @@ def test_bad_files_are_computed_again(pairs: Values, write_recipe: Write, tmp_pa
 def test_stopped_pass_goes_on(pairs: Values, write_recipe: Write, tmp_path: Path, damaged: bool) -> None:
     """From the step in which the disk has changed a bit, if there is one."""
     path, run = write_recipe(pairs), tmp_path / "runs" / "run"
-    train_here(path, "train.max_steps=1")
+    train_alone(path, "train.max_steps=1")
     expected = log_probs(run)
     recipe = load_recipe(path)
     data = build_training(recipe, load_tokenizer(recipe.model))
@@ -199,7 +199,7 @@ def test_stopped_pass_goes_on(pairs: Values, write_recipe: Write, tmp_path: Path
     copies = np.stack([so_far, so_far])
     copies.view(np.uint64)[0, computed[3]] ^= np.uint64(damaged)
     np.save(run / "reference" / f"{key(path)}.npy", copies)
-    train_here(path, "train.max_steps=1", "checkpoint.resume=never")
+    train_alone(path, "train.max_steps=1", "checkpoint.resume=never")
     if damaged:
         np.testing.assert_array_equal(log_probs(run), expected)
         return
@@ -217,12 +217,12 @@ def test_rows_that_give_no_number_are_named(pairs: Values, write_recipe: Write, 
     weights = tmp_path / "llama" / "model.safetensors"
     change(weights, "model.embed_tokens.weight", lambda table: table.index_fill(0, ids, math.nan))
     with pytest.raises(RunFailure, match=r"not finite\. Rows in question: \S*pairs\.jsonl:7\. Check"):
-        train_here(path)
+        train_alone(path)
 
 
 def test_examples_taken_twice_have_the_same(pairs: Values, write_recipe: Write, tmp_path: Path) -> None:
     pairs["data"]["train"][0]["weight"] = 2.0
-    train_here(write_recipe(pairs), "train.max_steps=1")
+    train_alone(write_recipe(pairs), "train.max_steps=1")
     first, again = np.split(log_probs(tmp_path / "runs" / "run"), 2)
     np.testing.assert_allclose(first, again, rtol=1e-6)
 
@@ -232,7 +232,7 @@ def test_examples_taken_twice_have_the_same(pairs: Values, write_recipe: Write, 
 
 def stopped(path: Path, runs: Path) -> list[float]:
     """Runs six steps, and leaves the run's folder as it was after the third; returns all losses."""
-    train_here(path, "checkpoint.every_steps=3")
+    train_alone(path, "checkpoint.every_steps=3")
     whole = losses(runs / "run")
     shutil.rmtree(runs / "run" / "checkpoints" / "step-00000006")
     return whole
@@ -246,7 +246,7 @@ def test_goes_on_with_the_initial_model(pairs: Values, write_recipe: Write, tmp_
         shutil.rmtree(tmp_path / "cache" / "data")
     if lost == "everything":
         shutil.rmtree(runs / "run" / "reference")
-    printed = train_here(path, "checkpoint.every_steps=3")
+    printed = train_alone(path, "checkpoint.every_steps=3")
     assert "step 3 of 6" in printed
     assert ("computed in" in printed) == (lost == "everything")
     assert losses(runs / "run") == whole
@@ -258,7 +258,7 @@ def test_does_not_go_on_with_other_weights(pairs: Values, write_recipe: Write, t
     change(tmp_path / "llama" / "model.safetensors", "model.norm.weight", lambda weight: weight * 2)
     for resume in ("auto", "step-00000003"):
         with pytest.raises(UserError, match=r"not those that this run began with .*restore them, or start over"):
-            train_here(path, "checkpoint.every_steps=3", f"checkpoint.resume={resume}")
+            train_alone(path, "checkpoint.every_steps=3", f"checkpoint.resume={resume}")
 
 
 def test_column_is_no_part_of_what_identifies_the_data(pairs: Values, write_recipe: Write) -> None:
@@ -277,13 +277,13 @@ def test_another_model(pairs: Values, write_recipe: Write, tmp_path: Path) -> No
     tiny.save_model(tmp_path, "llama_tied")
     another = f"objective.reference_model={tmp_path / 'llama_tied'}"
     with pytest.raises(UserError, match=r"have not been computed.*run `python -m finetune reference`"):
-        train_here(path, another)
+        train_alone(path, another)
     done = finetune("reference", path, another)
     assert done.returncode == 0, done.stderr
     assert "computed in" in done.stdout
     assert not (runs / "run" / "metrics.jsonl").exists()
-    assert "from the cache" in train_here(path, another)
-    train_here(path, f"model.name={tmp_path / 'llama_tied'}", "run.name=itself", "train.max_steps=1")
+    assert "from the cache" in train_alone(path, another)
+    train_alone(path, f"model.name={tmp_path / 'llama_tied'}", "run.name=itself", "train.max_steps=1")
     np.testing.assert_array_equal(log_probs(runs / "run"), log_probs(runs / "itself"))
     assert losses(runs / "run")[0] != pytest.approx(math.log(2), abs=1e-4)
 
@@ -291,7 +291,7 @@ def test_another_model(pairs: Values, write_recipe: Write, tmp_path: Path) -> No
 def test_command_for_the_initial_model(pairs: Values, write_recipe: Write) -> None:
     path = write_recipe(pairs)
     assert finetune("reference", path).returncode == 0
-    assert "from the cache" in train_here(path, "train.max_steps=1")
+    assert "from the cache" in train_alone(path, "train.max_steps=1")
     done = finetune("reference", path, "objective={name: orpo}")
     assert (done.returncode, "nothing to compute" in done.stderr) == (2, True)
 
@@ -314,11 +314,11 @@ def test_another_vocabulary(pairs: Values, write_recipe: Write, tmp_path: Path) 
 
 def test_dropout_only_where_asked(pairs: Values, write_recipe: Write, tmp_path: Path) -> None:
     path, runs = write_recipe(pairs), tmp_path / "runs"
-    train_here(path, "train.max_steps=1", "run.name=without")
+    train_alone(path, "train.max_steps=1", "run.name=without")
     file = tmp_path / "llama" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": 0.5}), encoding="utf-8")
     for name, asked in (("off", "false"), ("on", "true")):
-        train_here(path, "train.max_steps=1", f"run.name={name}", f"objective.dropout={asked}")
+        train_alone(path, "train.max_steps=1", f"run.name={name}", f"objective.dropout={asked}")
         np.testing.assert_allclose(
             log_probs(runs / name), log_probs(runs / "without"), rtol=1e-6
         )  # never in the reference

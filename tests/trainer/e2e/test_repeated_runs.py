@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import metrics, train_here
+from conftest import metrics, train_alone
 
 from finetune.errors import UserError
-from finetune.features import load_recipe
+from finetune.recipe import load_recipe
 
 
 @pytest.fixture
@@ -31,22 +31,22 @@ def files(run: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def test_a_finished_run_is_finished(path: Path, run: Path) -> None:
-    train_here(path)
+    train_alone(path)
     before = files(run)
     with pytest.raises(UserError, match=r"is finished after 6 steps.*\n  optimizer\.lr: 0\.001 -> 0\.5\nnothing would"):
-        train_here(path, "optimizer.lr=0.5")
+        train_alone(path, "optimizer.lr=0.5")
     with pytest.raises(UserError, match=r"\n  train\.max_steps: 6 -> 4\n"):
-        train_here(path, "train.max_steps=4")
-    assert "is finished: step 6 of 6, nothing to do" in train_here(path, "checkpoint.keep=2")
+        train_alone(path, "train.max_steps=4")
+    assert "is finished: step 6 of 6, nothing to do" in train_alone(path, "checkpoint.keep=2")
     assert files(run) == before
 
 
 def test_more_steps_go_on_and_a_result_that_is_missing_is_written(path: Path, run: Path) -> None:
-    train_here(path)
+    train_alone(path)
     (run / "model").rename(run / "elsewhere")
-    assert "saved" in train_here(path)
+    assert "saved" in train_alone(path)
     assert (run / "model" / "model.safetensors").read_bytes() == (run / "elsewhere" / "model.safetensors").read_bytes()
-    said = train_here(path, "train.max_steps=8", "optimizer.lr=0.5")
+    said = train_alone(path, "train.max_steps=8", "optimizer.lr=0.5")
     assert "step 6 of 8" in said
     assert "learning rate" not in said  # of a constant schedule
     assert [line["step"] for line in metrics(run) if "loss" in line] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -54,10 +54,10 @@ def test_more_steps_go_on_and_a_result_that_is_missing_is_written(path: Path, ru
 
 
 def test_starting_over_keeps_every_checkpoint_of_every_run(path: Path, run: Path) -> None:
-    train_here(path, "train.max_steps=2")
+    train_alone(path, "train.max_steps=2")
     first = (run / "checkpoints" / "step-00000002" / "state.json").read_bytes()
     for again in (2, 3):
-        train_here(path, "train.max_steps=2", "checkpoint.resume=never")
+        train_alone(path, "train.max_steps=2", "checkpoint.resume=never")
         kept = sorted(folder.name for folder in (run / "checkpoints").iterdir())
         assert len(kept) == again
     assert kept == ["aside-step-00000002", "aside-step-00000002-2", "step-00000002"]
@@ -65,16 +65,16 @@ def test_starting_over_keeps_every_checkpoint_of_every_run(path: Path, run: Path
 
 
 def test_a_chosen_checkpoint(path: Path, run: Path) -> None:
-    train_here(path)
+    train_alone(path)
     losses = [line["loss"] for line in metrics(run) if "loss" in line]
-    seen = train_here(path, "checkpoint.resume=step-00000002")
+    seen = train_alone(path, "checkpoint.resume=step-00000002")
     assert "step 2 of 6" in seen
     assert [line["loss"] for line in metrics(run) if "loss" in line] == losses
     kept = sorted(folder.name for folder in (run / "checkpoints").iterdir())
     assert kept == ["aside-step-00000004", "aside-step-00000006", *(f"step-0000000{step}" for step in (2, 4, 6))]
-    assert "step 4 of 6" in train_here(path, "checkpoint.resume=aside-step-00000004")
+    assert "step 4 of 6" in train_alone(path, "checkpoint.resume=aside-step-00000004")
     with pytest.raises(UserError, match=r"has no step-00000009; there are: step-00000006, step-00000004, .*aside-"):
-        train_here(path, "checkpoint.resume=step-00000009")
+        train_alone(path, "checkpoint.resume=step-00000009")
 
 
 def test_values_in_the_name_of_a_run(path: Path) -> None:

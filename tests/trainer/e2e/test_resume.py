@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import finetune, launch, metrics, train_here
+from conftest import finetune, launch, metrics, train_alone
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_resumed_on_one_process_is_bitwise_the_run_never_stopped(
 
 def test_a_damaged_checkpoint_is_skipped_with_its_reason(checkpointed: dict[str, Any], write_recipe: Any) -> None:
     path, run = write_recipe(checkpointed), run_folder(checkpointed)
-    train_here(path)
+    train_alone(path)
     shard = run / "checkpoints" / "step-00000006" / "rank-00000-of-00001.safetensors"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
@@ -60,7 +60,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(checkpointed: dict[str,
 
 def test_what_may_not_change_on_resume(checkpointed: dict[str, Any], write_recipe: Any) -> None:
     path = write_recipe(checkpointed)
-    train_here(path)
+    train_alone(path)
     done = finetune("train", path, "data.max_length=48", "run.seed=7", "optimizer.lr=1e-4")
     assert done.returncode == 2
     assert "data.max_length: 64 -> 48" in done.stderr
@@ -71,20 +71,20 @@ def test_what_may_not_change_on_resume(checkpointed: dict[str, Any], write_recip
 
 def test_a_longer_run_resumes_and_never_starts_over(checkpointed: dict[str, Any], write_recipe: Any) -> None:
     path, run = write_recipe(checkpointed), run_folder(checkpointed)
-    train_here(path)
-    said = train_here(path, "train.max_steps=8")
+    train_alone(path)
+    said = train_alone(path, "train.max_steps=8")
     lines = [line for line in metrics(run) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 9))
     rates = " had ".join(f"{lines[i]['lr']:.3g}" for i in (6, 5)).replace(" had", ", step 6 had")
     assert f"not of 6: step 7 has a learning rate of {rates}\n" in said
     assert lines[6]["lr"] > lines[5]["lr"]
-    train_here(path, "checkpoint.resume=never")
+    train_alone(path, "checkpoint.resume=never")
     assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 7))
 
 
 def test_two_processes_go_on_with_one_process_s_run(checkpointed: dict[str, Any], write_recipe: Any) -> None:
     path, run = write_recipe(checkpointed), run_folder(checkpointed)
-    train_here(path)
+    train_alone(path)
     whole = [line["loss"] for line in metrics(run) if "loss" in line]
     forget(run, 6)
     done = launch("fsdp2", 2, "train", path)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import yaml
-from conftest import launch, train_here
+from conftest import launch, train_alone
 from safetensors.torch import load_file, save_file
 
 from finetune.checkpoints.inputs import short
@@ -86,7 +86,7 @@ def _row(i: int) -> dict[str, Any]:
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     world = World(tmp_path_factory.mktemp("inputs") / "world")
     for recipe in world.recipes.values():
-        train_here(recipe)
+        train_alone(recipe)
     return world
 
 
@@ -202,7 +202,7 @@ def resumed(world: World, mode: str) -> str:
     """What a person is told who trains on."""
     steps = 4 if mode == "full" else 6  # of full training, that says it and goes on, nothing is left to do
     try:
-        return train_here(world.recipes[mode], f"train.max_steps={steps}")
+        return train_alone(world.recipes[mode], f"train.max_steps={steps}")
     except UserError as error:
         return str(error)
 
@@ -262,21 +262,21 @@ def test_moved_files_are_the_same_and_accepted_changes_are_said(world: World, tm
     recipe = tmp_path / "moved.yaml"
     recipe.write_text(text, encoding="utf-8")
     with pytest.raises(UserError) as refused:
-        train_here(recipe, "train.max_steps=5")
+        train_alone(recipe, "train.max_steps=5")
     assert "accept_changes=[model,data.train]" in str(refused.value)
     assert "data:" not in str(refused.value)
 
     moved = World.__new__(World)
     moved.folder, moved.model, moved.rows = tmp_path / "moved", tmp_path / "moved" / "mistral", world.rows
     digits_in_an_answer(moved)
-    said = train_here(recipe, "train.max_steps=5", "checkpoint.accept_changes=[model,data.train,data]")
+    said = train_alone(recipe, "train.max_steps=5", "checkpoint.accept_changes=[model,data.train,data]")
     assert "changed since then: data: train[0].tokens: " in said
     state = json.loads((tmp_path / "moved/runs/lora/checkpoints/step-00000005/state.json").read_text(encoding="utf-8"))
     inputs = json.loads((tmp_path / "moved/runs/lora/inputs.json").read_text(encoding="utf-8"))
     assert state["inputs"] == inputs
     card = (tmp_path / "moved/runs/lora/model/README.md").read_text(encoding="utf-8")
     assert f"| What was read | {short(inputs)} |" in card
-    assert train_here(recipe, "train.max_steps=6", "train.result=last").count("data:") == 0
+    assert train_alone(recipe, "train.max_steps=6", "train.result=last").count("data:") == 0
 
 
 def test_a_checkpoint_of_an_earlier_version_resumes_and_says_so(world: World, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_checkpoint_of_an_earlier_version_resumes_and_says_so(world: World, tm
     content = (folder / "state.json").read_bytes()
     manifest["files"]["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    said = train_here(world.recipes["lora"], f"run.dir={tmp_path}", "train.max_steps=5")
+    said = train_alone(world.recipes["lora"], f"run.dir={tmp_path}", "train.max_steps=5")
     assert "note: the checkpoint is of an earlier version" in said
     assert "step 4 of 5" in said
 
@@ -302,21 +302,21 @@ def test_a_stream_is_compared_as_far_as_it_was_read(world: World, tmp_path: Path
     values["data"] |= {"train": [{"path": str(path), "format": "messages"}], "streaming": True, "window": 8}
     recipe = tmp_path / "stream.yaml"
     recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
-    train_here(recipe)
+    train_alone(recipe)
     state = json.loads(next((tmp_path / "runs").rglob("step-*4/state.json")).read_text(encoding="utf-8"))
     assert state["consumed"]["windows"] > 1
-    assert "data:" not in train_here(recipe, "train.max_steps=5")
+    assert "data:" not in train_alone(recipe, "train.max_steps=5")
 
     tiny.write_rows(path, rows)  # it has grown: what was trained on is the same
     with pytest.raises(UserError) as refused:
-        train_here(recipe, "train.max_steps=6")
+        train_alone(recipe, "train.max_steps=6")
     assert "data: train[0].source: " in str(refused.value)
     assert "consumed" not in str(refused.value)
-    assert "changed since then: data: train[0].source: " in train_here(
+    assert "changed since then: data: train[0].source: " in train_alone(
         recipe, "train.max_steps=6", "checkpoint.accept_changes=[data]"
     )
     rows[3]["messages"][1]["content"] = "that is 0"
     tiny.write_rows(path, rows)
     with pytest.raises(UserError, match=r"data: consumed\.content: ") as refused:
-        train_here(recipe, "train.max_steps=7")
+        train_alone(recipe, "train.max_steps=7")
     assert "checkpoint.accept_changes=[data]" in str(refused.value)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import finetune, metrics, train_here
+from conftest import finetune, metrics, train_alone
 from filelock import FileLock
 
 from finetune.checkpoints.folder import describe_checkpoints, list_checkpoints
@@ -99,7 +99,7 @@ def test_readers_and_a_second_launch_beside_a_running_one(running: Running) -> N
         running.wait()
     status = (running.folder / "status.json").read_text()
     assert json.loads(status)["status"] == "running"
-    assert "saved" in train_here(running.path, "checkpoint.resume=never", "train.max_steps=4")
+    assert "saved" in train_alone(running.path, "checkpoint.resume=never", "train.max_steps=4")
     assert running.done.returncode == 1, running.done.stderr
     assert "Traceback" not in running.done.stderr
     assert ".lock was removed and another launch (process" in running.done.stderr
@@ -145,11 +145,11 @@ def test_what_the_log_lacks_is_said_at_resume(
     recipe["checkpoint"] = {"every_steps": 2}
     path, run = write_recipe(recipe), Path(recipe["run"]["dir"]) / "run"
     with caplog.at_level(logging.WARNING):
-        train_here(path, "train.max_steps=2")
-        train_here(path, "train.max_steps=4")
+        train_alone(path, "train.max_steps=2")
+        train_alone(path, "train.max_steps=4")
     assert "metrics.jsonl" not in caplog.text
     damage(run / "metrics.jsonl")
     with caplog.at_level(logging.WARNING):
-        train_here(path, "train.max_steps=5")
+        train_alone(path, "train.max_steps=5")
     assert f"metrics.jsonl has no lines of steps {missing}, which" in caplog.text
     assert metrics(run)[-1]["step"] == 5

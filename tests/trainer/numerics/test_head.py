@@ -6,20 +6,18 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import tiny
 import torch
-from conftest import metrics, train_here
-from torch.utils._python_dispatch import TorchDispatchMode
+from conftest import metrics, train_alone
+from largest import Largest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.engine.hardware import shipped_hardware
 from finetune.errors import UserError
-from finetune.models.assemble import assemble, skeleton
-from finetune.models.attention import attention_for, choose_attention
+from finetune.models.attention import choose_attention
 from finetune.models.config import model_config
 from finetune.models.head import TokenLoss, chunked
 from finetune.models.head.chunked import HeadDevice, HeadTask, is_small, matrix_losses
@@ -27,7 +25,6 @@ from finetune.models.head.token_loss import LogitMap, UnknownHead, logit_map
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens, choose_cross_entropy
 from finetune.models.weights import Placement, add_adapters, load_model
 from finetune.models.wrapped import trained_head
-from finetune.plan.micro_batch import How, model_at
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
 
@@ -313,22 +310,6 @@ def test_dropout_of_an_adapted_head_is_the_same_when_it_is_computed_again() -> N
 # --- what is never there
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operation gives, in elements, and the shapes that were added to or made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel, self.operations = 0, set[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-                self.operations.add(f"{func.__name__} {tuple(tensor.shape)}")
-        return result
-
-
 @pytest.mark.parametrize("asked", ["plain", "chunked"])
 def test_all_logits_are_never_there(asked: str) -> None:
     tokens, vocabulary, width, rows = 200, 3000, 8, 4
@@ -479,24 +460,6 @@ def test_chunks_follow_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_small(None)
 
 
-def test_a_run_s_chunks_follow_the_memory_of_its_device(
-    recipe: dict[str, Any], write_recipe: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    loaded = load_recipe(write_recipe(recipe))
-    config = model_config(loaded.model)
-    attention, cuda = attention_for(loaded, config, "cpu"), torch.device("cuda")
-    rows = []
-    for gib in (23.5, 79.1):
-        properties = SimpleNamespace(total_memory=int(gib * 2**30))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device, it=properties: it)
-        wrapped = assemble(skeleton(loaded, config, attention), loaded, cuda, has_scores=False, only_sums=True)
-        rows.append(cast(CausalLMWithLoss, wrapped)._rows)
-    assert rows[0] == rows[1] // 2
-    planned = [model_at(loaded, config, attention, How(small=small))[0]._rows for small in (True, False)]
-    assert planned == rows
-
-
 # --- a run
 
 
@@ -507,7 +470,7 @@ def test_a_run_with_every_term(recipe: dict[str, Any], write_recipe: Any, tmp_pa
     path, runs = write_recipe(recipe), {}
     terms = ("objective.z_loss=0.01", "objective.label_smoothing=0.1")
     for name, overrides in {"bare": (), "chunked": terms, "plain": (*terms, "model.cross_entropy=plain")}.items():
-        shown = train_here(path, f"run.name={name}", *overrides)
+        shown = train_alone(path, f"run.name={name}", *overrides)
         runs[name] = metrics(tmp_path / "runs" / name)
         assert f"cross entropy │ {'plain (asked' if name == 'plain' else 'chunked (logits of 4 tokens'}" in shown
     plan = json.loads((tmp_path / "runs" / "bare" / "plan.json").read_text(encoding="utf-8"))

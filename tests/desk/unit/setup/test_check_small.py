@@ -132,3 +132,11 @@ def test_a_table_of_texts_is_told_its_columns(path: Path, tmp_path: Path) -> Non
     assert columns in error
     told = f"data.train=[{{{table}, {columns.replace('`', '').replace(' and', ',')}}}]"
     assert check_recipe(path, [told, *QUIET]).error is None
+
+
+def test_check_looks_into_the_first_window_of_a_stream(recipe: dict[str, Any], write_recipe: Any) -> None:
+    recipe["data"] |= {"streaming": True, "window": 30}
+    report = check_recipe(write_recipe(recipe), ())
+    assert report.error is None
+    assert report.facts["train_data"] == "a stream; its first window has 30 examples"
+    assert report.facts["steps"] == 6

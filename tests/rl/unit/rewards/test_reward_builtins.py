@@ -106,6 +106,7 @@ def test_boxed_never_evaluates_python(tmp_path: Path) -> None:
     assert not target.exists()
 
 
+@pytest.mark.long
 def test_boxed_is_killed_at_its_limit() -> None:
     tower = completion(r"\boxed{9^{9^{9^{9^{9}}}} - 9^{9^{9^{9^{8}}}}}", r"\boxed{9^{9^{9^{9^{7}}}}}")
     with Rewards((reward(name="boxed", on_failure=-1.0, seconds=15.0, processes=1),), None) as rewards:

@@ -245,8 +245,15 @@ IN_A_WORD = {"none", "the content alone", "Mistral v0.x"}
 REFUSING = {"WordPiece", "WordPiece, lower case", "ends of words"}
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("kind", KINDS)
+# Every kind and every template in the default tests, every pair with --all.
+PAIRS = [
+    pytest.param(kind, template, marks=[] if (i - j) % len(TEMPLATES) in (0, 3) else pytest.mark.long)
+    for i, kind in enumerate(KINDS)
+    for j, template in enumerate(TEMPLATES)
+]
+
+
+@pytest.mark.parametrize(("kind", "template"), PAIRS)
 def test_the_whole_answer_is_trained_after_the_prompts_own_tokens(kind: str, template: str):
     refused = set[str]()
     for ending, answer in product(ENDINGS, ANSWERS):

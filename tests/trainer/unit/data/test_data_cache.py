@@ -133,6 +133,7 @@ class Deadly:
         return []
 
 
+@pytest.mark.long
 def test_a_worker_that_is_killed_is_an_error_and_not_a_hang():
     made: Any = Deadly()
     settings = RowSettings(made, "text", None, 64, "drop", False)

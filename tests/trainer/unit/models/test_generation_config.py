@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import train_here
+from conftest import train_alone
 from transformers import GenerationConfig
 
 from finetune.models.generation_config import valid_generation_config
@@ -45,7 +45,7 @@ def test_a_base_with_such_settings_trains(
 ) -> None:
     base = Path(shutil.copytree(made / "llama", tmp_path / "vicuna"))
     (base / "generation_config.json").write_text(json.dumps(VICUNA), encoding="utf-8")
-    said = train_here(write_recipe(recipe), f"model.name={base}", "train.max_steps=1", *mode)
+    said = train_alone(write_recipe(recipe), f"model.name={base}", "train.max_steps=1", *mode)
     assert "note: the result leaves out temperature, top_p of the base's generation_config.json" in said
     written = json.loads((tmp_path / "runs" / "run" / "model" / "generation_config.json").read_text(encoding="utf-8"))
     assert written["max_length"] == 4096

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from conftest import metrics, train_here
+from conftest import metrics, train_alone
 from forks import start_forkserver
 from hypothesis import given
 from hypothesis import strategies as st
@@ -273,14 +273,14 @@ def test_the_maths_does_not_change(recipe: dict[str, Any], write_recipe: Any, tm
     recipe["batch"] = {"rows": 8, "rows_per_device": "auto"}
     recipe["train"]["max_steps"] = 3
     path = write_recipe(recipe)
-    shown = train_here(path, "run.name=auto")
+    shown = train_alone(path, "run.name=auto")
     plan = json.loads((tmp_path / "runs" / "auto" / "plan.json").read_text())
     assert (plan["rows_per_device"], plan["micro_batches"]) == (8, 1)
     assert plan["rows_per_device_reason"].startswith("auto: all of a step, no accumulation, ")
     assert f"8 ({plan['rows_per_device_reason']})" in shown
     assert "3 steps x 8 sequences (1 device x 8 per device x 1 accumulation)" in shown
-    train_here(path, "run.name=said", "batch.rows_per_device=8")
-    train_here(path, "run.name=other", "batch.rows_per_device=1")
+    train_alone(path, "run.name=said", "batch.rows_per_device=8")
+    train_alone(path, "run.name=other", "batch.rows_per_device=1")
     found, said, other = (losses(tmp_path / "runs" / name) for name in ("auto", "said", "other"))
     assert found == said  # to the last bit: the trial left nothing
     assert found == pytest.approx(other, rel=2e-6)
@@ -295,8 +295,8 @@ def losses(run: Path) -> list[float]:
 
 def test_a_run_resumes_under_auto(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
     recipe["checkpoint"] = {"every_steps": 2}
-    train_here(write_recipe(recipe), "train.max_steps=2", "schedule.name=constant")
-    shown = train_here(write_recipe(recipe), "batch.rows_per_device=auto", "schedule.name=constant")
+    train_alone(write_recipe(recipe), "train.max_steps=2", "schedule.name=constant")
+    shown = train_alone(write_recipe(recipe), "batch.rows_per_device=auto", "schedule.name=constant")
     assert 'changed since then: batch.rows_per_device: 2 -> "auto"' in shown
     assert [line["step"] for line in metrics(tmp_path / "runs" / "run") if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
@@ -304,4 +304,4 @@ def test_a_run_resumes_under_auto(recipe: dict[str, Any], write_recipe: Any, tmp
 def test_a_model_that_drops_is_refused(recipe: dict[str, Any], write_recipe: Any, made: Path) -> None:
     recipe["model"] = {"config": {**tiny.MODELS["llama"], "attention_dropout": 0.1}, "tokenizer": str(made / "llama")}
     with pytest.raises(UserError, match=r"the model's `attention_dropout` is 0\.1\): give a number"):
-        train_here(write_recipe(recipe), "batch.rows_per_device=auto")
+        train_alone(write_recipe(recipe), "batch.rows_per_device=auto")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 
 from finetune.engine.launch import read_config_file
 from finetune.errors import UserError
@@ -34,10 +32,3 @@ def test_what_was_not_handed_in_is_refused_before_the_data_are_read(
     loaded, launch = load_recipe(path), read_config_file(None)
     with pytest.raises(UserError, match=f"^{re.escape(named)} is not a feature of the trainer alone"):
         prepare(loaded, str(path), launch)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_the_trainer_passes_its_tests_where_the_wings_are_deleted() -> None:
-    done = subprocess.run([ROOT / "scripts/without_wings.sh"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -161,7 +161,8 @@ def test_an_interrupt_during_an_evaluation_makes_no_other_step(slow: Path) -> No
         assert "stopped by SIGINT after step 1 of 6" in output
 
 
-@pytest.mark.parametrize("command", [ONE, pytest.param(TWO, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("command", [ONE, TWO])
 def test_ranks_end_with_a_launcher_that_was_killed(slow: Path, command: tuple[str, ...]) -> None:
     """They finish the step, save, and stop: nobody would wait for them."""
     with running(slow, command) as process:

@@ -136,6 +136,7 @@ def test_what_is_missing_is_named_first(tmp_path: Path) -> None:
     assert expected in checked.said
 
 
+@pytest.mark.long
 def test_references_are_carried_to_a_gpu_and_trained_once(tmp_path: Path) -> None:
     """Rehearsed: on the CPU both sides are equal to the last bit, and one that differs is a failure."""
     words = ("--rehearse", "1", "--seconds", "3600", "-k")
