@@ -23,7 +23,7 @@ from finetune.data.predictions import IDS, LOG_PROBS, check_complete, load_predi
 from finetune.data.teacher_file import file_predictions, read_teacher_file
 from finetune.desk.setup.prepare_data import show_entries
 from finetune.errors import UserError
-from finetune.recipe.schema import ObjectiveSettings
+from finetune.recipe.objective_settings import Distill
 
 TEXTS = ["the quick brown fox", "hello world", "what is two and two? It is four", "fine thanks"]
 VOCABULARY, K = 600, 3
@@ -60,8 +60,8 @@ def write(folder: Path, rows: list[dict[str, Any]], metadata: Any = METADATA) ->
     return folder / "teacher.parquet"
 
 
-def settings(file: Path, **keys: Any) -> ObjectiveSettings:
-    return ObjectiveSettings(name="distill", teacher=str(file), **keys)
+def settings(file: Path, **keys: Any) -> Distill:
+    return Distill(teacher=str(file), **keys)
 
 
 @pytest.fixture(autouse=True)
