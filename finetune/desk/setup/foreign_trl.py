@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from finetune.desk.setup.conversion import TODO, Conversion, Source
 from finetune.desk.setup.foreign_arguments import (
+    chosen_objective,
     convert_adapters,
     convert_held_out,
     convert_model,
@@ -89,8 +90,10 @@ def convert_trainer(c: Conversion, trainer: str, doubt: str = "") -> None:
     if trainer == "cpo":
         _cpo(c)
     copy_objective_keys(c, "beta", "desirable_weight", "undesirable_weight")
-    if row.ours == "kto" and (loss := t.word("loss_type", default="kto")) not in ("kto", "bco"):
-        c.doubt("objective.name", f"{loss} is not offered")
+    if chosen_objective(c).row_kind.is_unpaired:
+        alike = [name for name, one in trainers().items() if one.ours == row.ours]  # their losses have their names
+        if (loss := t.word("loss_type", default=trainer)) not in alike:
+            c.doubt("objective.name", f"{loss} is not offered")
     if row.ours == "reward" and c.number("objective.centering"):
         c.copy("objective.centering")
     c.copy("objective.router_aux_loss_coef")
