@@ -13,7 +13,7 @@ if [ "${1:-}" = --lowest ]; then
   shift
   lowest_environment
   exec "$VIRTUAL_ENV/lowest/bin/python" -m pytest -p no:randomly -n 2 --dist loadfile \
-    tests/unit tests/numerics tests/distributed/test_modes.py tests/e2e/test_run.py "$@"
+    tests/*/unit tests/*/numerics tests/whole/recipe tests/trainer/distributed/test_modes.py tests/desk/e2e/test_run.py "$@"
 fi
 
 ruff check .
@@ -29,7 +29,7 @@ status=0
 python -m pytest -p no:randomly -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=$?
 if [[ " $* " == *" --all "* ]]; then # Liger's kernels, interpreted: the variable is read as triton is imported
   kernels=$(kernels_folder)
-  TRITON_INTERPRET=1 PYTHONPATH="$kernels${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -p no:randomly tests/kernels || status=$?
+  TRITON_INTERPRET=1 PYTHONPATH="$kernels${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -p no:randomly tests/trainer/kernels || status=$?
 fi
 wait "$types" || { cat "$VIRTUAL_ENV/pyright.txt" && exit 1; }
 exit "$status"

@@ -23,9 +23,8 @@ import parity
 import pytest
 import tiny
 import yaml
+from repository import ROOT
 from rich.console import Console
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # Before any library is imported: nothing reaches for a hub, and forked tokenizers do not warn.
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true")

@@ -8,7 +8,7 @@ In 16 bit an eager norm takes six passes over the hidden states, in fp32, and mo
 more activation than its inputs. Which module computes which formula is found by running its own forward on small
 tensors, to the last bit, not by names; a module that computes another keeps its forward. That a model whose modules
 are replaced computes the same is tried on a tiny copy in fp32, with plain functions in place of kernels; the kernels
-themselves are proved in tests/kernels. Liger: https://github.com/linkedin/Liger-Kernel, Hsu et al. 2024,
+themselves are proved in tests/trainer/kernels. Liger: https://github.com/linkedin/Liger-Kernel, Hsu et al. 2024,
 https://arxiv.org/abs/2410.10989.
 """
 

@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-DISTRIBUTED = ROOT / "tests" / "distributed"
+DISTRIBUTED = ROOT / "tests" / "trainer" / "distributed"
 PRELOADED = ("context_worker", "expert_ranks")  # programs of the ranks that `forkserver` starts
 TIMEOUT_S = 600.0
 GRACE_S = 5.0  # between a rank's SIGTERM, after another failed, and its SIGKILL

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import psutil
 from forks import leave_fork
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 EIGHT = ("pp_fsdp2_tp",)  # configs of eight processes; others have two
 LAUNCHER_NOTICES_S = 0.2  # at most, until it ends the ranks that are left
 NOTICED_S = 60.0  # at most, until the processes that were left by a kill have ended

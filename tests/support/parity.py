@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import tiny
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20
 ROWS = 8  # a step
 LOSS_RELATIVE = 5e-6  # fp32: reordering the micro-batches of one process moves the loss by 2e-7 over 60 steps
@@ -308,7 +308,7 @@ CASES = (
     Case("full paged_adamw", ("optimizer.name=paged_adamw",)),
     # Muon makes all directions of a gradient equally long, those of bf16's rounding too: at a rate of 1e-3, one process
     # with two rows in a forward moves weights by 1.8e-4 from those with one. This rate's steps are in the bound.
-    # That parts are stepped as whole matrices to the last bit is in tests/distributed/test_muon.py.
+    # That parts are stepped as whole matrices to the last bit is in tests/trainer/distributed/test_muon.py.
     Case("full muon", ("optimizer={name: muon, lr: 3e-5, weight_decay: 0.1}",)),
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),

@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from finetune.data.images.family_table import family_of
 from finetune.errors import UserError
 from finetune.models.attention import kernels, per_document
 from finetune.models.attention.isolation import Prepare, Verdict, verdict, why_not_isolated
 from finetune.models.attention.mixers import Mixers
 from finetune.models.base_config import dtypes, head_sizes, layer_configs
 from finetune.models.text_part import text_config
-from finetune.models.vision import family_of
 from finetune.recipe.schema import Recipe
 
 

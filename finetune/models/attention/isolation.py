@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from finetune.data.batch import ImagePlace, collate, row_places
+from finetune.data.images.family_table import family_of
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as Document
 from finetune.models.attention import per_document
@@ -36,7 +37,7 @@ from finetune.models.attention.per_document import DOCUMENTS, rotate_per_documen
 from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import CHUNK, IMAGE_TOKEN, PRETRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_whole
 from finetune.models.trials import FAILURES, cached, failure_text, not_tried, randomize, why_tiny_differs
-from finetune.models.vision import attention_of_parts, family_of, image_tokens, row_positions
+from finetune.models.vision import attention_of_parts, image_tokens, row_positions
 from finetune.models.wrapped import accepted, accepted_names
 
 # Shorter and longer than windows and chunks, and than the length from which RoPE grows. In ascending order: `dynamic`
