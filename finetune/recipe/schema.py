@@ -334,6 +334,9 @@ ENGINE_KEYS: dict[str, dict[str, Any]] = {
 }
 
 
+RewardList = Annotated[tuple[RewardSettings, ...], BeforeValidator(list_to_tuple), Field(strict=False)]
+
+
 class BatchSettings(Section):
     rows: Count  # global batch size: packed sequences (or examples) per optimizer step, over all processes
     # Micro-batch size; gradient accumulation follows from `rows` and the world size. auto: the largest that fits into
@@ -559,7 +562,7 @@ class Recipe(Section):
     data: Data
     objective: Annotated[ObjectiveSettings, Field(discriminator="name")] = Sft()
     rollouts: Rollouts | None = None
-    rewards: Annotated[tuple[RewardSettings, ...], BeforeValidator(list_to_tuple), Field(strict=False)] = ()
+    rewards: RewardList = ()
     batch: BatchSettings
     optimizer: Optimizer
     schedule: Schedule = Schedule()
