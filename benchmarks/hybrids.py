@@ -41,7 +41,7 @@ from finetune.models.attention.mixers import Mixer, Mixers, run_per_document
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
-from finetune.recipe.schema import ObjectiveSettings
+from finetune.recipe.objective_settings import Sft
 
 LENGTHS = {  # tokens of the documents
     "wide": (180, 42, 95, 300, 61, 33, 130, 75, 210, 30, 54, 118),
@@ -133,7 +133,7 @@ def measure(name: str, size: str, rounds: int) -> dict[str, Any]:
     assert choice.isolates_documents, choice.reason
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=choice.implementation)
-    loss_model, forward = CausalLMWithLoss(model.train()), ForwardPass(choice, make_objective(ObjectiveSettings()))
+    loss_model, forward = CausalLMWithLoss(model.train()), ForwardPass(choice, make_objective(Sft()))
     rng = np.random.default_rng(0)
     examples = [
         Example("a", i, 0, (Sequence(rng.integers(3, 512, n).astype(np.int32), np.arange(n) >= n // 2),))

@@ -24,6 +24,7 @@ from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.models.fingerprint import base_content, base_enters_steps, config_content, tokenizer_content
 from finetune.recipe import Recipe
+from finetune.recipe.reward_settings import FileReward
 
 Inputs = dict[str, dict[str, Any]]
 Result = TypeVar("Result")
@@ -74,7 +75,7 @@ def read_inputs(
 def reward_files(recipe: Recipe) -> dict[str, str]:
     """Returns a digest of each Python file of `rewards`, and that of `rollouts.environment`, by its key. Raises
     UserError."""
-    files = {f"rewards[{i}].file": reward.file for i, reward in enumerate(recipe.rewards)}
+    files = {f"rewards[{i}].file": one.file for i, one in enumerate(recipe.rewards) if isinstance(one, FileReward)}
     if recipe.rollouts is not None and recipe.rollouts.environment is not None:
         files["rollouts.environment.file"] = recipe.rollouts.environment.file
     digests = {}
@@ -90,7 +91,7 @@ def reward_files(recipe: Recipe) -> dict[str, str]:
 def sample_teacher(recipe: Recipe) -> dict[str, str]:
     """Returns a digest of the files of the teacher that predicts on a run's samples; {} if there is none, or on the
     hub. Raises UserError."""
-    teacher = recipe.objective.teacher
+    teacher = recipe.objective.other_models.get("teacher")
     if recipe.rollouts is None or teacher is None or not Path(teacher).expanduser().is_dir():
         return {}
     model = recipe.model.model_copy(update={"name": teacher, "config": None, "revision": None})

@@ -55,7 +55,6 @@ from finetune.models.lora_targets import adapted_paths, loadable_targets
 from finetune.models.text_part import TextPart
 from finetune.models.wrapped import has_scores
 from finetune.recipe import Recipe, dump_recipe
-from finetune.recipe.schema import SCORE_MODELS
 from finetune.recipe.urls import without_credentials
 from finetune.utils import fsync, pattern_of, unwrap_peft, write_atomically
 
@@ -457,7 +456,7 @@ def model_card(
                 f"{LABELS} has\n# or `finetune merge`, for a folder that a pipeline loads"
             )
         scores = (
-            f"{SCORE_MODELS[recipe.objective.name]} The score is that of the last token: give the text as it was "
+            f"{recipe.objective.score_model} The score is that of the last token: give the text as it was "
             "trained, which `finetune score` does. What a chat template wrote is given to a pipeline with "
             f"`add_special_tokens=False`.\n\n```python\n{load}\n```\n\n"
         )

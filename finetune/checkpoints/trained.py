@@ -21,7 +21,6 @@ from finetune.checkpoints.shards import WeightReader
 from finetune.checkpoints.weight_files import TensorFiles
 from finetune.errors import UserError
 from finetune.models.damage import ADAPTER_CONFIG, check_settings, check_weights, read_object
-from finetune.objectives import score_labels
 from finetune.recipe import Recipe, load_recipe
 from finetune.utils import sha256_file
 
@@ -59,7 +58,7 @@ class Trained:
         if self.is_adapter and not self.is_checkpoint:
             return read_labels(self.folder) if is_scoring(self.folder) else ()
         assert self.recipe is not None
-        return score_labels(self.recipe.objective)
+        return self.recipe.objective.score_labels
 
     @property
     def settings(self) -> Path:

@@ -172,8 +172,8 @@ def build_source(writer: EntryWriter, build: EntryBuild, digest: str) -> None:
     )
     if report.no_other_answer:
         message += (
-            f", {report.no_other_answer} next to which no other row's answer fits: kto compares each answer with one "
-            "of another row after the same prompt, both together within data.max_length"
+            f", {report.no_other_answer} next to which no other row's answer fits: {build.recipe.objective.name} "
+            "compares each answer with one of another row after the same prompt, both together within data.max_length"
         )
     if report.dropped_overlong:
         message += "; `data.overlong: split` keeps long ones, in pieces"
@@ -188,13 +188,13 @@ def build_source(writer: EntryWriter, build: EntryBuild, digest: str) -> None:
 def build_part(
     writer: EntryWriter, build: EntryBuild, items: Iterator[Item], digest: str | None = None
 ) -> TokenizedExample | None:
-    """Writes the examples of some rows of a source, possibly none; for KTO, each next to an answer of another row.
+    """Writes the examples of some rows of a source, possibly none; single answers each next to one of another row.
 
     digest: of the source's content, if it must not change. Returns the first example that has no trained token. Raises
     UserError for a change, and for bad rows beyond what the recipe allows.
     """
     data = build.recipe.data
-    if build.recipe.objective.name == "kto":
+    if build.recipe.objective.row_kind.is_unpaired:
         per_row = 2 if build.opened.source.format in ("preference", "comparison") else 1
         untrained = write_with_mismatched(
             writer, lambda answers: _write(answers, build, items), data.max_length, per_row

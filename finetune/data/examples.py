@@ -233,7 +233,7 @@ def draw_examples(
 def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Renderer:
     """Returns the renderer of a recipe's rows. Raises UserError."""
     template = template_of(recipe.model, tokenizer)
-    is_scored = recipe.objective.name == "classify"
+    is_scored = recipe.objective.row_kind.is_text
     return build_renderer(tokenizer, template, trained_part(recipe.objective), is_scored, row_images(recipe, tokenizer))
 
 

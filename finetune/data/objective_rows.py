@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from finetune.data.samples import BadRow, Drawable, Labelled, Preference, Ranked, Sample
-from finetune.recipe.schema import ROW_KINDS, ObjectiveSettings
+from finetune.recipe.objective_settings import ObjectiveSection
 
 
 @dataclass(frozen=True)
@@ -16,24 +16,25 @@ class ObjectiveRows:
 
     columns: tuple[str, ...] = ()  # of each example
     labels: tuple[str, ...] = ()  # names of the classes
-    is_unpaired: bool = False  # kto: the answers of a pair are two examples
-    is_text: bool = False  # classify: the text is read, whoever says it
+    is_unpaired: bool = False  # the answers of a pair are two examples
+    is_text: bool = False  # the text is read, whoever says it
     is_prompt: bool = False  # answers are sampled: a row may be without one
 
 
 PLAIN = ObjectiveRows()
 
 
-def objective_rows(objective: ObjectiveSettings, is_prompt: bool = False) -> ObjectiveRows:
-    columns, labels = ROW_KINDS[objective.name].columns, objective.labels or ()
-    return ObjectiveRows(columns, labels, objective.name == "kto", objective.name == "classify", is_prompt)
+def objective_rows(objective: ObjectiveSection, is_prompt: bool = False) -> ObjectiveRows:
+    kind = objective.row_kind
+    labels = objective.score_labels if kind.is_text else ()
+    return ObjectiveRows(kind.columns, labels, kind.is_unpaired, kind.is_text, is_prompt)
 
 
-def trained_part(objective: ObjectiveSettings) -> str:
+def trained_part(objective: ObjectiveSection) -> str:
     """Returns which tokens of a conversation are targets: of pairs and marked answers the answer, of a class all."""
-    if objective.name == "classify":
+    if objective.row_kind.is_text:
         return "all"
-    return objective.train_on if "messages" in ROW_KINDS[objective.name].formats else "assistant"
+    return objective.train_on if objective.row_kind.has_turns else "assistant"
 
 
 def examples_of(sample: Sample, rows: ObjectiveRows, pairs: str) -> Iterator[tuple[Drawable, tuple[float, ...]]]:

@@ -39,7 +39,7 @@ from finetune.data.predictions import (
 )
 from finetune.data.sources.files import file_digest
 from finetune.errors import UserError
-from finetune.recipe.schema import ObjectiveSettings
+from finetune.recipe.objective_settings import Distill
 
 UNTRAINED = -100
 ROUNDING = 1e-2  # by which probabilities that were stored in 16 bits may add up to more than 1
@@ -193,7 +193,7 @@ def is_teacher_file(teacher: str) -> bool:
     return teacher.endswith(".parquet")
 
 
-def file_predictions(settings: ObjectiveSettings, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Predictions:
+def file_predictions(settings: Distill, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Predictions:
     """Returns the predictions of the file in `objective.teacher`. vocabulary: of the student.
 
     Raises UserError if the file is not one for this recipe.
@@ -205,9 +205,9 @@ def file_predictions(settings: ObjectiveSettings, tokenizer: PreTrainedTokenizer
             f"{file.path}: metadata: `vocabulary` is {file.vocabulary[:80]!r}, and that of this recipe's tokenizer is "
             f"{expected!r}: ids of the two do not mean the same; a teacher has to have the model's own vocabulary"
         )
-    if file.temperature != settings.value("temperature"):
+    if file.temperature != settings.temperature:
         raise UserError(
-            f"objective.temperature: {settings.value('temperature'):g}, but the log-probabilities of {file.path} are "
+            f"objective.temperature: {settings.temperature:g}, but the log-probabilities of {file.path} are "
             f"at {file.temperature:g}: the tail of stored ones cannot be brought to another; set {file.temperature:g}"
         )
     if file.sampled != (settings.samples is not None):

@@ -64,7 +64,7 @@ class SourceReport:
     truncated: int = 0
     split: int = 0  # rows cut into pieces
     no_supervised_token: int = 0  # examples (or pieces) dropped because they have no trained token
-    no_other_answer: int = 0  # kto: examples dropped because no other row's answer fits next to them
+    no_other_answer: int = 0  # examples dropped because no other row's answer fits next to them
     unrolled: int = 0  # conversations that became several examples, because the template rewrites history
     duplicates: int = 0  # examples whose tokens are those of an earlier one of this source; kept
     examples: int = 0  # the remaining ones

@@ -1,7 +1,6 @@
 """Losses and metrics of a run. `recipe.objective` is read here and nowhere else."""
 
 from finetune.objectives.objective import Counts, Objective, Sums, Term, Terms
-from finetune.objectives.scores import score_labels
 from finetune.objectives.table import OBJECTIVES, make_objective
 
-__all__ = ["OBJECTIVES", "Counts", "Objective", "Sums", "Term", "Terms", "make_objective", "score_labels"]
+__all__ = ["OBJECTIVES", "Counts", "Objective", "Sums", "Term", "Terms", "make_objective"]

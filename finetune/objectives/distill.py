@@ -6,17 +6,17 @@ from finetune.data.batch import Batch
 from finetune.models.head.divergence import Divergence
 from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import Objective, Term, Terms, TokenRanks
-from finetune.objectives.sft import sft
-from finetune.recipe.schema import ObjectiveSettings as Settings
+from finetune.objectives.sft import mean_nll
+from finetune.recipe.objective_settings import Distill
 
 
-def distill(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objective:
+def distill(settings: Distill, evaluating: bool, token_ranks: TokenRanks) -> Objective:
     """The divergence from a teacher and the negative log-likelihood, as finetune/models/head/divergence.py has them.
 
     Evaluation measures the negative log-likelihood alone: held-out data need no teacher, and runs can be compared.
     """
     if evaluating:
-        return sft(settings, evaluating, token_ranks)
+        return mean_nll(token_ranks)
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         nll, divergence = outputs.details  # (S,) each
@@ -26,9 +26,9 @@ def distill(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Ob
             "divergence": Term(divergence.sum(), "target_tokens"),  # in nats, before T^2
         }
 
-    value = settings.value
+    jsd_beta = 0.5 if settings.jsd_beta is None else settings.jsd_beta
     loss = Divergence(
-        *(value("divergence"), value("temperature"), value("jsd_beta"), value("nll_weight")),
+        *(settings.divergence, settings.temperature, jsd_beta, settings.nll_weight),
         sampled=settings.samples is not None,
     )
     return Objective(terms, token_loss=loss, num_details=2)

@@ -17,15 +17,14 @@ from finetune.data.batch import Batch
 from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import Objective, Sums, Term, Terms, TokenRanks, sequence_log_probs
 from finetune.objectives.preference import REFERENCE, pairs, shared
-from finetune.recipe.schema import ObjectiveSettings as Settings
+from finetune.recipe.objective_settings import Kto
 
 LABEL = "label"  # column of a batch, (E,): 1 desirable, 0 not
 MISMATCHED = "mismatched_log_ratio"  # statistic of a step
 
 
-def kto(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objective:
-    beta = settings.value("beta")
-    weights = settings.value("desirable_weight"), settings.value("undesirable_weight")
+def kto(settings: Kto, evaluating: bool, token_ranks: TokenRanks) -> Objective:
+    beta, weights = settings.beta, (settings.desirable_weight, settings.undesirable_weight)
 
     def statistics(outputs: Outputs, batch: Batch) -> Terms:
         log_ratios = sequence_log_probs(outputs, batch, token_ranks) - batch.columns[REFERENCE]

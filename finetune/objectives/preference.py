@@ -28,19 +28,19 @@ from finetune.objectives.objective import (
     sequence_targets,
 )
 from finetune.objectives.ranking import rounding_of, share_of_best
-from finetune.recipe.schema import ObjectiveSettings as Settings
+from finetune.recipe.objective_settings import Dpo, Orpo
 
 REFERENCE = "reference_log_probs"  # column of a batch, (D,)
 
 
 @dataclass(frozen=True)
 class PairLoss:
-    formula: Callable[[Tensor, Tensor, Settings], Tensor]  # (c, d, settings) -> losses, (E,) each
+    formula: Callable[[Tensor, Tensor, Dpo], Tensor]  # (c, d, settings) -> losses, (E,) each
     averages: bool = False
     reads_reference: bool = True
 
 
-def sigmoid(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
+def sigmoid(chosen: Tensor, rejected: Tensor, settings: Dpo) -> Tensor:
     """-(1 - e) log s(c - d) - e log s(d - c), s the logistic function (DPO: Rafailov et al. 2023,
     https://arxiv.org/abs/2305.18290, equation 7). e = label_smoothing: the probability that a pair is the wrong way
     round (cDPO: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf)."""
@@ -48,47 +48,48 @@ def sigmoid(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
     return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
 
 
-def robust(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
+def robust(chosen: Tensor, rejected: Tensor, settings: Dpo) -> Tensor:
     """(-(1 - e) log s(c - d) + e log s(d - c)) / (1 - 2e): without bias if a share e of the pairs is the wrong way
     round (Ray Chowdhury et al. 2024, https://arxiv.org/abs/2403.00409)."""
     margin, wrong = chosen - rejected, settings.label_smoothing
     return (-(1 - wrong) * logsigmoid(margin) + wrong * logsigmoid(-margin)) / (1 - 2 * wrong)
 
 
-def hinge(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
+def hinge(chosen: Tensor, rejected: Tensor, settings: Dpo) -> Tensor:
     """max(0, 1 - (c - d)); at the kink the gradient is 0 (SLiC: Zhao et al. 2023, https://arxiv.org/abs/2305.10425,
     with the rewards of DPO as in RSO: Liu et al. 2023, https://arxiv.org/abs/2309.06657)."""
     return (1 - (chosen - rejected)).relu()
 
 
-def ipo(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
+def ipo(chosen: Tensor, rejected: Tensor, settings: Dpo) -> Tensor:
     """((c - d) / beta - 1 / (2 beta))^2 of averages (Azar et al. 2023, https://arxiv.org/abs/2310.12036, equation 17,
     whose sums are averages in the authors' results, as TRL's dpo_trainer.py reports)."""
-    beta = settings.value("beta")
+    beta = settings.beta
     return ((chosen - rejected) / beta - 1 / (2 * beta)) ** 2
 
 
-def sigmoid_norm(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
+def sigmoid_norm(chosen: Tensor, rejected: Tensor, settings: Dpo) -> Tensor:
     """-log s(c - d) of averages (Lambert et al. 2024, https://arxiv.org/abs/2411.15124). Its beta has
     another scale: 5 when DPO has 0.1."""
     return -logsigmoid(chosen - rejected)
 
 
-def apo_zero(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
+def apo_zero(chosen: Tensor, rejected: Tensor, settings: Dpo) -> Tensor:
     """1 - s(c) + s(d): the chosen answers are better than the model's own (D'Oosterlinck et al. 2024,
     https://arxiv.org/abs/2408.06266, equation 7)."""
     return 1 - chosen.sigmoid() + rejected.sigmoid()
 
 
-def apo_down(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
+def apo_down(chosen: Tensor, rejected: Tensor, settings: Dpo) -> Tensor:
     """s(c) + 1 - s(c - d): the model's own answers are better than the chosen ones (as apo_zero, equation 8)."""
     return chosen.sigmoid() + 1 - (chosen - rejected).sigmoid()
 
 
-def simpo(chosen: Tensor, rejected: Tensor, settings: Settings) -> Tensor:
+def simpo(chosen: Tensor, rejected: Tensor, settings: Dpo) -> Tensor:
     """-log s(c - d - margin) of averages, without a reference (Meng et al. 2024, https://arxiv.org/abs/2405.14734;
     margin is its gamma)."""
-    return -logsigmoid(chosen - rejected - settings.value("margin"))
+    margin = 0.5 if settings.margin is None else settings.margin
+    return -logsigmoid(chosen - rejected - margin)
 
 
 LOSSES: dict[str, PairLoss] = {
@@ -103,10 +104,10 @@ LOSSES: dict[str, PairLoss] = {
 }
 
 
-def dpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks, compute: torch.dtype) -> Objective:
+def dpo(settings: Dpo, evaluating: bool, token_ranks: TokenRanks, compute: torch.dtype) -> Objective:
     """A loss of the table; with `sft_weight` also the negative log-likelihood of the chosen answers, over their tokens
     (RPO: Pang et al. 2024, https://arxiv.org/abs/2404.19733, equation 2, which averages over each answer first)."""
-    loss, beta = LOSSES[settings.value("loss")], settings.value("beta")
+    loss, beta = LOSSES[settings.loss], settings.beta
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         log_probs = sequence_log_probs(outputs, batch, token_ranks)  # (D,)
@@ -127,10 +128,10 @@ def dpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks, compute: 
     return Objective(terms, parts_and_metrics, differentiable=True, columns=columns)
 
 
-def orpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks, compute: torch.dtype) -> Objective:
+def orpo(settings: Orpo, evaluating: bool, token_ranks: TokenRanks, compute: torch.dtype) -> Objective:
     """NLL of the chosen answers over their tokens - beta log s(log odds of the chosen - log odds of the rejected), odds
     = p / (1 - p), log p the average L (Hong et al. 2024, https://arxiv.org/abs/2403.07691)."""
-    beta = settings.value("beta")
+    beta = settings.beta
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         log_probs = sequence_log_probs(outputs, batch, token_ranks)  # (D,)

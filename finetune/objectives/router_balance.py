@@ -26,7 +26,7 @@ from finetune.errors import UserError
 from finetune.models.moe import Routers
 from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import KEPT, Objective, Sums, Term, Terms
-from finetune.recipe.schema import ObjectiveSettings as Settings
+from finetune.recipe.objective_settings import ObjectiveSettings as Settings
 from finetune.utils import copied_to
 
 

@@ -14,13 +14,13 @@ from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import Objective, Term, Terms, TokenRanks
 from finetune.objectives.preference import pairs
 from finetune.objectives.ranking import rounding_of, score_tolerance, share_of_best
-from finetune.recipe.schema import ObjectiveSettings as Settings
+from finetune.recipe.objective_settings import Classify, RewardObjective
 
 MARGIN = "margin"  # column of a batch, (E,): by how much the chosen answer is to score higher; 0 if there is none
 LABEL = "label"  # column of a batch, (E,): index of the label
 
 
-def reward(settings: Settings, evaluating: bool, token_ranks: TokenRanks, compute: torch.dtype) -> Objective:
+def reward(settings: RewardObjective, evaluating: bool, token_ranks: TokenRanks, compute: torch.dtype) -> Objective:
     """A reward model: -log sigmoid(s(chosen) - s(rejected) - margin) (Bradley-Terry; Ouyang et al. 2022,
     https://arxiv.org/abs/2203.02155, equation 1; margin: Touvron et al. 2023, https://arxiv.org/abs/2307.09288,
     equation 2), and centering * (s(chosen) + s(rejected))^2 (Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244).
@@ -45,7 +45,7 @@ def reward(settings: Settings, evaluating: bool, token_ranks: TokenRanks, comput
     return Objective(terms, num_scores=1)
 
 
-def classify(settings: Settings, evaluating: bool, token_ranks: TokenRanks, compute: torch.dtype) -> Objective:
+def classify(settings: Classify, evaluating: bool, token_ranks: TokenRanks, compute: torch.dtype) -> Objective:
     """Cross entropy over the labels of a text."""
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
@@ -59,14 +59,7 @@ def classify(settings: Settings, evaluating: bool, token_ranks: TokenRanks, comp
             **_means({"accuracy": correct}, token_ranks),
         }
 
-    return Objective(terms, num_scores=len(score_labels(settings)), columns=(LABEL,))
-
-
-def score_labels(settings: Settings) -> tuple[str, ...]:
-    """Returns the labels that the model is to score, in the order of its outputs; () for a model with an LM head."""
-    if settings.name == "classify":
-        return settings.labels or ()
-    return ("reward",) if settings.name == "reward" else ()
+    return Objective(terms, num_scores=len(settings.score_labels), columns=(LABEL,))
 
 
 def sequence_scores(outputs: Outputs, batch: Batch, token_ranks: TokenRanks) -> Tensor:  # (D, N)

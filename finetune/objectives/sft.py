@@ -11,10 +11,10 @@ from finetune.data.batch import Batch
 from finetune.models.head import TokenLoss
 from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import Objective, Term, Terms, TokenRanks
-from finetune.recipe.schema import ObjectiveSettings as Settings
+from finetune.recipe.objective_settings import Focal, Sft
 
 
-def sft(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objective:
+def sft(settings: Sft, evaluating: bool, token_ranks: TokenRanks) -> Objective:
     """Supervised fine-tuning: the mean negative log-likelihood of the targets.
 
     Evaluation leaves out z-loss and label smoothing, so that runs can be compared.
@@ -27,10 +27,15 @@ def sft(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Object
     return Objective(terms, token_loss=token_loss)
 
 
-def focal(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Objective:
+def mean_nll(token_ranks: TokenRanks) -> Objective:
+    """Returns what evaluations of every objective on tokens measure."""
+    return sft(Sft(), True, token_ranks)
+
+
+def focal(settings: Focal, evaluating: bool, token_ranks: TokenRanks) -> Objective:
     """Focal loss: tokens that the model predicts well count less, (1 - p)^gamma * -log p (Lin et al. 2017,
     https://arxiv.org/abs/1708.02002, equation 4). Evaluation measures the plain negative log-likelihood."""
-    gamma = settings.value("gamma")
+    gamma = settings.gamma
 
     def terms(outputs: Outputs, batch: Batch) -> Terms:
         nll = outputs.token_losses  # (S,)
@@ -42,4 +47,4 @@ def focal(settings: Settings, evaluating: bool, token_ranks: TokenRanks) -> Obje
         focal_sum = (factor * nll).sum()
         return {"focal": Term(focal_sum, "target_tokens", 1.0), "nll": Term(nll.detach().sum(), "target_tokens")}
 
-    return sft(settings, evaluating, token_ranks) if evaluating else Objective(terms, differentiable=True)
+    return mean_nll(token_ranks) if evaluating else Objective(terms, differentiable=True)

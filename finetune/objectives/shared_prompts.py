@@ -13,7 +13,7 @@ from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
 from finetune.objectives.objective import Objective, Sums
 from finetune.recipe import Recipe
-from finetune.recipe.schema import OBJECTIVE_KEYS
+from finetune.recipe.objective_settings import Distill, SharesPrompts, WithoutDropout
 
 
 def with_shared_prompts(recipe: Recipe, attention: AttentionChoice) -> AttentionChoice:
@@ -21,8 +21,8 @@ def with_shared_prompts(recipe: Recipe, attention: AttentionChoice) -> Attention
 
     Raises UserError if the recipe requests it and it is not possible.
     """
-    reason = _unsupported_reason(recipe, attention)
-    if recipe.objective.share_prompts is True and reason is not None:
+    settings, reason = recipe.objective, _unsupported_reason(recipe, attention)
+    if isinstance(settings, SharesPrompts) and settings.share_prompts is True and reason is not None:
         raise UserError(
             f"objective.share_prompts: true does not fit `{attention.implementation}` here: {reason}; use `auto`, "
             "which computes the prompt for each answer, with the same numbers"
@@ -46,18 +46,18 @@ def sharing_summary(recipe: Recipe, attention: AttentionChoice, share: float | N
 
 
 def _may_share(recipe: Recipe) -> bool:
-    if recipe.objective.name == "distill":
+    if isinstance(recipe.objective, Distill):
         return recipe.rollouts is not None
-    return "share_prompts" in OBJECTIVE_KEYS[recipe.objective.name]
+    return isinstance(recipe.objective, SharesPrompts)
 
 
 def _unsupported_reason(recipe: Recipe, attention: AttentionChoice) -> str | None:
     settings = recipe.objective
-    if not _may_share(recipe):
+    if not isinstance(settings, SharesPrompts) or not _may_share(recipe):
         return f"{settings.name} has no pairs"
     if settings.share_prompts is False:
         return "asked for in the recipe"
-    if settings.dropout:
+    if isinstance(settings, WithoutDropout) and settings.dropout:
         return "objective.dropout draws for each answer"
     return attention.not_shared
 

@@ -20,12 +20,13 @@ from finetune.objectives.router_balance import balance_coefficient, balance_of_e
 from finetune.objectives.scores import classify, reward
 from finetune.objectives.sft import focal, sft
 from finetune.objectives.shared_prompts import shared_tokens
-from finetune.recipe.schema import ObjectiveSettings as Settings
+from finetune.recipe.objective_settings import Grpo
+from finetune.recipe.objective_settings import ObjectiveSettings as Settings
 from finetune.recipe.schema import Rollouts
 
 
 class ObjectiveRow(NamedTuple):
-    """An objective; the rows that it takes are in `recipe.schema.ROW_KINDS`."""
+    """The maths of an objective; its keys and rows are in `recipe/objective_settings.py`."""
 
     make: Callable[..., Objective]  # (settings, whether for held-out data, token ranks), then what the flags below say
     averages_tokens: bool = False  # the loss is a mean over tokens
@@ -73,7 +74,8 @@ def make_objective(
     if not evaluating:
         coefficient = balance_coefficient(settings, config, routers, divided)
         if routers is not None and divided is None:
-            others.append(balance_of_experts(coefficient, routers.top_k, masks=settings.overlong == "mask"))
+            masks = isinstance(settings, Grpo) and settings.overlong == "mask"
+            others.append(balance_of_experts(coefficient, routers.top_k, masks=masks))
     if shares_prompts:
         others.append(shared_tokens())
     if len(source_names) > 1:

@@ -35,6 +35,7 @@ from finetune.plan.shapes import costs_at, shapes_of, shortened
 from finetune.plan.teacher_memory import teacher_of
 from finetune.plan.timeline import Part, Timeline, timeline_of
 from finetune.recipe import Recipe
+from finetune.recipe.objective_settings import Grpo
 from finetune.release.export.figures import WHOLE_BYTES
 
 __all__ = ["HeaviestBatch", "Memory", "Place", "estimate_memory", "phases_of"]
@@ -169,7 +170,7 @@ def phases_of(
     """Returns the bytes of tensors at the peak of each phase, and the persistent state. If that is more than `most`,
     it is the only phase, `KEPT`: weighing a step takes longer than all the rest."""
     recipe, sizes, state = costs.recipe, costs.sizes, costs.state(rank)
-    if recipe.objective.kl:
+    if isinstance(recipe.objective, Grpo) and recipe.objective.kl:
         state.initial = costs.initial_weights(rank)
         if costs.device == "cpu":  # the host's memory is the device's
             state.persistent[INITIAL] = state.initial

@@ -22,13 +22,14 @@ from finetune.models.head.chunked import HeadDevice
 from finetune.models.moe import adapters_of, dispatch_tokens, experts_of
 from finetune.models.packed_linear import linear_weights
 from finetune.models.patches import replace_forward
-from finetune.objectives import make_objective, score_labels
+from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective, Term
 from finetune.objectives.table import OBJECTIVES
 from finetune.plan.shapes import shortened, skeleton, with_layers
 from finetune.plan.stand_ins import EvenExchange, unpacked_product
 from finetune.recipe import Recipe
+from finetune.recipe.objective_settings import RewardObjective
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def examples_of(recipe: Recipe, batch: HeaviestBatch, image_token: int = 0) -> l
     for length, images in zip(batch.documents, batch.images or ((),) * len(batch.documents), strict=True):
         targets = min(length - 1, left)
         left -= targets
-        lengths = (length // 2, length - length // 2) if recipe.objective.name == "reward" else (length,)
+        lengths = (length // 2, length - length // 2) if isinstance(recipe.objective, RewardObjective) else (length,)
         sequences = [
             TokenSequence(np.zeros(n, dtype=np.int32), np.arange(n) >= n - min(n - 1, targets)) for n in lengths
         ]
@@ -125,7 +126,7 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
                 replace_forward(module, partial(unpacked_product, module), "unpacked product")
     settings = recipe.objective.model_copy(update={"router_aux_loss_coef": None})  # a number for each token and expert
     row = OBJECTIVES.get(settings.name)  # None: of a wing
-    if score_labels(settings) or (row is not None and row.reads_tokens_alone):
+    if settings.score_labels or (row is not None and row.reads_tokens_alone):
         objective = make_objective(settings)
     else:  # it reads more than the batch has here: the gradient of every token's loss
         objective = Objective(

@@ -30,7 +30,6 @@ from finetune.models.parameter_roles import parameter_roles
 from finetune.models.text_part import name_body
 from finetune.models.vision import image_modules
 from finetune.models.wrapped import output_head
-from finetune.objectives import score_labels
 from finetune.recipe import Recipe
 from finetune.training.optim import state_bytes
 from finetune.utils import unwrap_peft
@@ -191,7 +190,7 @@ def with_layers(config: PretrainedConfig, layers: list[int]) -> PretrainedConfig
 def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice | None = None) -> Any:
     """Returns the model of a run on `meta`, see `assemble.skeleton`; its body has a name."""
     attention = attention or AttentionChoice("eager", "only shapes", True)
-    model = assemble.skeleton(recipe, config, attention, score_labels(recipe.objective))
+    model = assemble.skeleton(recipe, config, attention, recipe.objective.score_labels)
     name_body(unwrap_peft(model))
     return model
 

@@ -24,6 +24,7 @@ from finetune.plan.shapes import CacheKey, shapes_of, skeleton
 from finetune.plan.stand_ins import stand_ins
 from finetune.plan.tables import config_and_source
 from finetune.recipe import Recipe
+from finetune.recipe.objective_settings import Distill
 from finetune.rl.sample_teacher import predictions, recipe_beside_student
 
 
@@ -38,7 +39,8 @@ class TeacherCosts:
 def teacher_of(recipe: Recipe, batch: HeaviestBatch, how: How) -> TeacherCosts | None:
     """Returns the costs of a run's teacher; None if it has none beside the student. how: of the student. Raises
     UserError if the teacher's config is not here."""
-    if recipe.rollouts is None or recipe.objective.teacher is None:
+    objective = recipe.objective
+    if recipe.rollouts is None or not isinstance(objective, Distill) or objective.teacher is None:
         return None
     beside = recipe_beside_student(recipe)
     config, _ = config_and_source(beside)
@@ -46,7 +48,7 @@ def teacher_of(recipe: Recipe, batch: HeaviestBatch, how: How) -> TeacherCosts |
     kept = sum(weight.bytes + weight.scales for weight in shapes.weights)
     kept += shapes.buffers + shapes.buffers_of_layer * shapes.layers
     alone = How(device=how.device, capability=how.capability, small=how.small)
-    settings = (recipe.objective.value("top_k"), recipe.objective.value("temperature"))
+    settings = (objective.kept_ids, objective.temperature)
     return TeacherCosts(kept, forward_of(CacheKey(beside, config, {"precision"}, *settings, batch, alone)))
 
 

@@ -9,12 +9,14 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from finetune.recipe.rules import RULES, Finding, Rule, broken_rules
-from finetune.recipe.schema import CHECKPOINT_NAME, RUN_NAME, RUN_NAME_WITH_VALUES, Recipe
+from finetune.recipe.schema import CHECKPOINT_NAME, RUN_NAME_WITH_VALUES, Recipe
+from finetune.recipe.section import RUN_NAME, Variant
 from finetune.recipe.shorthands import SHORTHANDS, PlainWord
 from finetune.recipe.yaml_tree import Key, Problem, RecipeError, Tree, dotted, dump, override, read
 
@@ -25,6 +27,10 @@ MAX_PROBLEMS = 50  # that are described
 # Names of other tools at a place of the recipe ("", "data.train", or a key whose values they name otherwise), with what
 # to write instead: a key or value, or a sentence.
 UnknownKeyHint = Callable[[str], Mapping[str, str]]
+
+
+class UnreadKey(Problem):
+    """A key, or a value of it, that only another variant of its section has."""
 
 
 def no_hint(_place: str) -> Mapping[str, str]:
@@ -77,15 +83,20 @@ def load_recipe(
     try:
         recipe = Recipe.model_validate(tree.values)
     except ValidationError as error:
-        problems += _problems(error, tree, unknown_key_hint)
+        found = _problems(error, tree, unknown_key_hint)
+        if not problems and all(isinstance(problem, UnreadKey) for problem in found):  # the rest is read all the same
+            for problem in found:
+                del _value_at(tree.values, problem.key[:-1])[problem.key[-1]]
+            recipe = Recipe.model_validate(tree.values)
+        problems += found
     named = {problem.key for problem in problems}
     problems += [problem for problem in words if problem.key not in named]
-    if recipe is not None and not problems:
+    if recipe is not None and all(isinstance(problem, UnreadKey) for problem in problems):
         recipe, findings = _with_name(recipe)
         findings = findings or broken_rules(recipe, rules)
         parts = [(re.findall(r"[^.\[\]]+", key), message) for key, message in findings]
         keys = [(tuple(int(part) if part.isdecimal() else part for part in key), text) for key, text in parts]
-        problems = [Problem(tree.place(key), key, message) for key, message in keys]
+        problems += [Problem(tree.place(key), key, message) for key, message in keys]
     if recipe is None or problems:
         # the recipe's own file by line, then the files it extends, then the command line
         problems.sort(key=lambda p: (p.place.line is None, p.place.file != str(path), p.place.line or 0))
@@ -167,7 +178,7 @@ def _problems(error: ValidationError, tree: Tree, unknown_key_hint: UnknownKeyHi
     """Translates pydantic's errors to problems, one per key."""
     # A union reports the failure of every branch: one problem per key, the expectations of the branches joined by "or".
     by_key: dict[Key, list[dict[str, Any]]] = {}
-    for detail in error.errors():
+    for detail in map(_as_of_one_section, error.errors()):
         # The part of pydantic's location that exists in the recipe; it also names branches of unions.
         location, values, key = detail["loc"], tree.values, Key()
         for i, part in enumerate(location):
@@ -177,16 +188,30 @@ def _problems(error: ValidationError, tree: Tree, unknown_key_hint: UnknownKeyHi
                 values = _value_at(values, (part,))
             elif detail["type"] == "missing" and i == len(location) - 1 and isinstance(part, str):
                 key = (*key, part)
-        by_key.setdefault(key, []).append(dict(detail))
+        by_key.setdefault(key, []).append(detail)
     first, problems = dict(islice(by_key.items(), MAX_PROBLEMS)), []
     for key, group in first.items():
         # Another branch of the union may have got further: `targets: [q_proj, 3]` is a list, not `all-linear`.
         is_inside = any(len(other) > len(key) and other[: len(key)] == key for other in first)
         if not is_inside or any(one["type"] not in ("literal_error", "tuple_type", "model_type") for one in group):
+            if (unread := _unread_key(key, group[0], tree.values)) is not None:
+                problems.append(UnreadKey(tree.place(key), key, unread))
+                continue
             problems.append(Problem(tree.place(key), key, _message(key, group, tree.values, unknown_key_hint)))
     if (more := len(by_key) - len(first)) > 0:
         problems.append(Problem(tree.place(()), (), f"and {more:,} more problems"))
     return problems
+
+
+def _as_of_one_section(error: ErrorDetails) -> dict[str, Any]:
+    """Returns an error of a section that is one of several as that of a single one: of its `name`, or of its type."""
+    detail: dict[str, Any] = dict(error)
+    if detail["type"] == "union_tag_invalid":
+        expected = " or ".join(detail["ctx"]["expected_tags"].rsplit(", ", 1))
+        detail |= {"type": "literal_error", "loc": (*detail["loc"], "name"), "ctx": {"expected": expected}}
+    elif detail["type"] in ("union_tag_not_found", "model_attributes_type"):
+        detail["type"] = "model_type"
+    return detail
 
 
 def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any], unknown_key_hint: UnknownKeyHint) -> str:
@@ -230,6 +255,24 @@ def _message(key: Key, group: list[dict[str, Any]], values: dict[str, Any], unkn
     return message
 
 
+def _unread_key(key: Key, detail: dict[str, Any], values: dict[str, Any]) -> str | None:
+    """Returns the message for a key, or a value of it, that only other variants of a section have; None if none has."""
+    if detail["type"] not in ("extra_forbidden", "literal_error") or len(detail["loc"]) < 2:
+        return None
+    variants = [one for one in _sections_in(_annotation_at(key[:-1])) if issubclass(one, Variant)] if key else []
+    own = next((one for one in variants if one.kind() == str(detail["loc"][-2]).strip("`")), None)
+    readers = [one for one in variants if one is not own and key[-1] in one.model_fields]
+    if own is None or not readers:
+        return None
+    if detail["type"] == "extra_forbidden":
+        return own.unread([one.kind() for one in readers])
+    given, taken = _value_at(values, key), typing.get_args(own.model_fields[str(key[-1])].annotation)
+    others = {value for one in readers for value in typing.get_args(one.model_fields[str(key[-1])].annotation)}
+    if isinstance(given, str) and given in others:
+        return f"`{given}` is not a {key[-1]} of `name: {own.kind()}`: use {', '.join(taken)}"
+    return None
+
+
 def _suggest_key(key: Key, value: Any, unknown_key_hint: UnknownKeyHint) -> str:
     """Suggests a key for an unknown one: by a name in other tools, in its section, elsewhere in the recipe."""
     name, siblings = str(key[-1]), _fields_at(key[:-1])
@@ -264,7 +307,7 @@ def _may_replace(value: Any, known: str) -> bool:
     """Returns whether a key of the recipe takes a value of this kind: a section is never suggested for a leaf."""
     annotation = _annotation_at(tuple(known.split(".")))
     is_list = typing.get_origin(annotation) is tuple or _item_of(annotation) is not None
-    is_section = _section_in(annotation) is not None and not is_list
+    is_section = bool(_sections_in(annotation)) and not is_list
     return is_section or "dict[" in str(annotation) if isinstance(value, dict) else not is_section
 
 
@@ -329,11 +372,10 @@ def _value_at(values: Any, key: Key) -> Any:
 
 
 def _fields_at(key: Key) -> list[str]:
-    """Returns the names of the fields of the section at `key`."""
-    section = _section_in(_annotation_at(key)) if key else Recipe
-    if section is None:
-        return []
-    return list(section.model_fields) + ([] if key else ["extends"])
+    """Returns the names of the fields of the section at `key`; of all sections that may be there."""
+    sections = _sections_in(_annotation_at(key)) if key else [Recipe]
+    names = dict.fromkeys(name for section in sections for name in section.model_fields)
+    return list(names) + ([] if key else ["extends"])
 
 
 def _annotation_at(key: Key) -> Any:
@@ -343,11 +385,10 @@ def _annotation_at(key: Key) -> Any:
         if isinstance(part, int):
             annotation = _item_of(annotation)
             continue
-        section = _section_in(annotation)
-        field = section.model_fields.get(part) if section else None
-        if field is None:
+        fields = [section.model_fields[part] for section in _sections_in(annotation) if part in section.model_fields]
+        if not fields:
             return None
-        annotation = field.annotation
+        annotation = Union[tuple(field.annotation for field in fields)]  # noqa: UP007 (of any number)
     return annotation
 
 
@@ -365,26 +406,24 @@ def _is_text(key: Key) -> bool:
     return annotation is str or (str in typing.get_args(annotation) and not is_list)
 
 
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """Returns the model inside an annotation such as `Lora | None` or `tuple[Source, ...]`."""
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """Returns the models inside an annotation such as `Lora | None`, `tuple[Source, ...]` or `Sft | Dpo`."""
     if (
         isinstance(annotation, type)
         and not isinstance(annotation, types.GenericAlias)
         and issubclass(annotation, BaseModel)
     ):
-        return annotation
-    for inner in typing.get_args(annotation):
-        if (section := _section_in(inner)) is not None:
-            return section
-    return None
+        return [annotation]
+    return [section for inner in typing.get_args(annotation) for section in _sections_in(inner)]
 
 
-def _dotted_names(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
+def _dotted_names(sections: Sequence[type[BaseModel]] = (Recipe,), prefix: str = "") -> Iterator[str]:
     """Yields every field of the recipe, such as `optimizer.lr`."""
-    for name, field in section.model_fields.items():
+    for name in dict.fromkeys(name for section in sections for name in section.model_fields):
         yield prefix + name
-        inner = _section_in(field.annotation)
-        if inner is not None:
+        fields = [section.model_fields[name] for section in sections if name in section.model_fields]
+        inner = [one for field in fields for one in _sections_in(field.annotation)]
+        if inner:
             yield from _dotted_names(inner, f"{prefix}{name}.")
 
 

@@ -8,22 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from finetune.recipe.schema import (
-    LOSS_KEYS,
-    LOSSES_OF,
-    OBJECTIVE_KEYS,
-    ROW_KINDS,
-    TAKES_REWARDS,
-    Evaluate,
-    HeldOut,
-    ObjectiveSettings,
-    Recipe,
-)
+from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS, Distill
+from finetune.recipe.schema import Evaluate, HeldOut, Recipe
 from finetune.utils import divisors
 
 Finding = tuple[str, str]  # dotted key; the problem and the remedy
 Rule = Callable[[Recipe], Iterator[Finding]]
-_COMPARE_ANSWERS = ("dpo", "orpo", "reward", "kto")
 _FROZEN_DTYPES = {  # by `train.precision`
     "fp32": ("float32",),
     "bf16_true": ("bfloat16",),
@@ -53,8 +43,9 @@ def format_problem(recipe: Recipe, format: str) -> str | None:
     objective, kind = recipe.objective.name, recipe.row_kind
     if format in kind.formats:
         return None
-    takers = [name for name, one in ROW_KINDS.items() if format in one.formats]
-    takers = [name for name in takers if name not in TAKES_REWARDS] or takers
+    sections = [one for one in OBJECTIVE_SECTIONS.values() if format in one.row_kind.formats]
+    sections.sort(key=lambda one: one.row_kind.is_unpaired)  # those that compare the answers of a pair come first
+    takers = [one.kind() for one in sections if not one.takes_rewards] or [one.kind() for one in sections]
     instead = f"set `objective.name` to {' or '.join(takers)}"
     if format == "preference":
         chosen = "`format: prompt_completion` and `columns: {completion: chosen}`"
@@ -259,32 +250,13 @@ def streaming(recipe: Recipe) -> Iterator[Finding]:
             yield f"data.train[{i}].max_epochs", "must be an integer with `data.streaming`"
     if isinstance(data.eval, HeldOut):
         yield "data.eval.share", "the rows of a stream are not known: give sources, or set `data.streaming: false`"
-    if recipe.objective.name == "distill":
+    if isinstance(recipe.objective, Distill):
         yield "data.streaming", "a teacher's distributions are looked up by example before the run: set it to false"
 
 
 def objective_keys(recipe: Recipe) -> Iterator[Finding]:
-    """Keys that only another objective, or another loss of dpo, reads."""
-    objective, keys = recipe.objective, {key for keys in OBJECTIVE_KEYS.values() for key in keys}
-    unread: list[tuple[str, str, str]] = []  # key, setting, settings that read it
-    for key in sorted(keys - set(OBJECTIVE_KEYS[objective.name])):
-        readers = " and ".join(name for name, keys in OBJECTIVE_KEYS.items() if key in keys)
-        unread.append((key, f"name: {objective.name}", readers))
-    taken = LOSSES_OF.get(objective.name, ())
-    if objective.loss is not None and taken and objective.loss not in taken:
-        yield "objective.loss", f"`{objective.loss}` is not a loss of `name: {objective.name}`: use {', '.join(taken)}"
-    elif objective.name == "dpo":
-        loss = objective.value("loss")
-        unread += [(key, f"loss: {loss}", ", ".join(all)) for key, all in LOSS_KEYS.items() if loss not in all]
-        if objective.label_smoothing >= 0.5 and loss in LOSS_KEYS["label_smoothing"]:
-            yield (
-                "objective.label_smoothing",
-                f"{objective.label_smoothing:g} says that most pairs are the wrong way round: use less than 0.5, or "
-                "swap `chosen` and `rejected` with `columns`",
-            )
-    for key, setting, readers in unread:
-        if getattr(objective, key) != ObjectiveSettings.model_fields[key].default:
-            yield f"objective.{key}", f"has no effect under `{setting}`, only under {readers}: remove it"
+    """What the objective's own keys say to each other."""
+    yield from ((f"objective.{key}", problem) for key, problem in recipe.objective.problems())
 
 
 def reference(recipe: Recipe) -> Iterator[Finding]:
@@ -292,7 +264,7 @@ def reference(recipe: Recipe) -> Iterator[Finding]:
     objective, key = recipe.objective, "objective.reference"
     if not objective.reads_reference:
         return
-    if objective.value("reference") == "precomputed":
+    if objective.precomputes_reference:
         if recipe.data.streaming:
             others = "`data.streaming: false`"
             others = others if recipe.mode == "full" else f"`adapters_off`, or {others}"
@@ -309,61 +281,40 @@ def reference(recipe: Recipe) -> Iterator[Finding]:
             f"`adapters_off` is not the initial model if modules are trained fully (lora.modules_to_save: {modules})"
             ": use `precomputed`, or name them in `lora.targets` instead",
         )
-    if objective.reference_model is not None:
+    if "reference_model" in objective.other_models:
         yield "objective.reference_model", "has no effect under `reference: adapters_off`: remove one of the two"
 
 
 def distillation(recipe: Recipe) -> Iterator[Finding]:
     objective = recipe.objective
-    if objective.name != "distill":
-        return
-    if objective.teacher is None:
-        yield (
-            "objective.teacher",
-            "`name: distill` needs a teacher: a model with the same vocabulary, or a .parquet file of its predictions",
-        )
-    if objective.samples is not None and objective.top_k is not None:
-        yield "objective.samples", "replaces `top_k`: remove one of the two"
-    if objective.samples is not None and objective.value("divergence") != "forward_kl":
-        other = f"not {objective.divergence}: use `top_k`"
-        yield "objective.samples", f"draws from the teacher estimate forward_kl only, {other}"
-    if objective.jsd_beta is not None and objective.value("divergence") != "jsd":
-        yield "objective.jsd_beta", "has an effect under `divergence: jsd` only: remove it"
-    if recipe.rollouts is None and objective.share_prompts != "auto":
+    if isinstance(objective, Distill) and recipe.rollouts is None and objective.share_prompts != "auto":
         yield "objective.share_prompts", "has an effect with `rollouts` only: remove it"
 
 
 def answers(recipe: Recipe) -> Iterator[Finding]:
     """Objectives that compare answers, and classifiers."""
     objective, overlong, lora = recipe.objective, recipe.data.overlong, recipe.lora
-    name, train_on, labels = objective.name, objective.train_on, objective.labels or ()
+    name, train_on, rows = objective.name, objective.train_on, objective.row_kind
     if lora is not None and lora.dropout and objective.drops_nothing:
         yield (
             "lora.dropout",
             f"`objective.name: {name}` compares log-probabilities or scores under equal weights, so dropout is off "
             f"(now {lora.dropout}): set `lora.dropout: 0`, or `objective.dropout: true` to have it all the same",
         )
-    if name in _COMPARE_ANSWERS and overlong in ("truncate", "split"):
+    if rows.sequences and overlong in ("truncate", "split"):
         yield (
             "data.overlong",
             f"`{overlong}` would have `{name}` judge a part of an answer, and an answer without its end teaches to "
             "ramble: use `drop`, which leaves out all of a pair and counts it, or `error`",
         )
-    if name == "classify" and overlong == "split":
+    if rows.is_text and overlong == "split":
         yield "data.overlong", "`split` would give the label of a text to each of its parts: use `drop`, `truncate`"
-    if name in (*_COMPARE_ANSWERS, "classify") and train_on != "assistant":
+    if not rows.has_turns and train_on != "assistant":
         yield (
             "objective.train_on",
             f"`{train_on}` has no effect under `name: {name}`, which looks at the answers alone (classify: at all): "
             "remove it",
         )
-    if name == "classify" and len(labels) < 2:
-        yield (
-            "objective.labels",
-            "name the labels of the rows, two at least, in the order of the model's outputs, such as `[no, yes]`",
-        )
-    elif name == "classify" and len(set(labels)) < len(labels):
-        yield "objective.labels", "has a name twice: keep one of each"
     if not objective.scores_sequences:
         return
     for key in ("generate", "exact_match"):
@@ -380,9 +331,8 @@ def added_tokens(recipe: Recipe) -> Iterator[Finding]:
         return
     if recipe.mode == "full" and recipe.tokens.train == "added":
         yield "tokens.train", "`mode: full` trains all rows: remove it, or use `mode: lora`"
-    for key in ("reference_model", "teacher"):
-        other = getattr(recipe.objective, key)
-        if other is not None and not other.endswith(".parquet"):
+    for key, other in recipe.objective.other_models.items():
+        if not other.endswith(".parquet"):
             yield f"objective.{key}", "lacks the tokens that `tokens.add` adds: remove one of the two"
 
 
@@ -410,7 +360,7 @@ def tower(recipe: Recipe) -> Iterator[Finding]:
 
 
 def images(recipe: Recipe) -> Iterator[Finding]:
-    image, overlong, teacher = recipe.data.image, recipe.data.overlong, recipe.objective.teacher
+    image, overlong, teacher = recipe.data.image, recipe.data.overlong, recipe.objective.other_models.get("teacher")
     if image is None:
         return
     if image.max_pixels and image.min_pixels and image.min_pixels > image.max_pixels:

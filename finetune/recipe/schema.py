@@ -10,30 +10,28 @@ import difflib
 import json
 import re
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_serializer, field_validator, model_validator
 
+from finetune.recipe.objective_settings import PROMPTS, ObjectiveSettings, RowKind, Sft, named_objective
+from finetune.recipe.reward_settings import RewardSettings
+from finetune.recipe.section import (
+    RUN_NAME,
+    Betas,
+    Count,
+    Float,
+    Format,
+    Names,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+    Variable,
+    list_to_tuple,
+)
 from finetune.recipe.shorthands import SHORTHANDS
 from finetune.recipe.urls import without_credentials
-
-
-class Section(BaseModel):
-    """Base of every section: refuses unknown keys, does not coerce between types, is frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-def _int_to_float(value: Any) -> Any:
-    """Accepts `lr: 1` as `1.0`, but no bool."""
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < 2**63 else value
-
-
-def _list_to_tuple(value: Any) -> Any:
-    """Converts YAML's lists to the tuples of a frozen recipe."""
-    return tuple(value) if isinstance(value, list) else value
-
 
 # Variables that rendering sets itself.
 _BUILT_IN = (
@@ -62,17 +60,6 @@ def check_template_arguments(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-Float = Annotated[float, BeforeValidator(_int_to_float), Field(allow_inf_nan=False)]
-Positive = Annotated[Float, Field(gt=0)]
-NonNegative = Annotated[Float, Field(ge=0)]
-Share = Annotated[Float, Field(ge=0, le=1)]
-Beta = Annotated[Float, Field(ge=0, lt=1)]
-Betas = Annotated[tuple[Beta, Beta], BeforeValidator(_list_to_tuple), Field(strict=False)]
-Bounds = Annotated[tuple[NonNegative, Positive], BeforeValidator(_list_to_tuple), Field(strict=False)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple), Field(strict=False, min_length=1)]
-Count = Annotated[int, Field(ge=1, le=10**9)]
-
-
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
         raise ValueError(f"{twice[0]!r} is given twice")
@@ -83,7 +70,6 @@ def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
 
 TemplateArguments = Annotated[dict[str, Any], Field(min_length=1), AfterValidator(check_template_arguments)]
 
-RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 CHECKPOINT_NAME = r"^(aside-)?step-\d{8}(-\d+)?$"
 RUN_NAME_WITH_VALUES = r"^([A-Za-z0-9]|\{[A-Za-z0-9._]+\})([A-Za-z0-9._-]|\{[A-Za-z0-9._]+\})*$"
 
@@ -98,7 +84,7 @@ class Run(Section):
 
 
 Part = Literal["language", "projector", "vision"]
-Parts = Annotated[tuple[Part, ...], BeforeValidator(_list_to_tuple), Field(strict=False, min_length=1)]
+Parts = Annotated[tuple[Part, ...], BeforeValidator(list_to_tuple), Field(strict=False, min_length=1)]
 
 
 class Model(Section):
@@ -188,10 +174,6 @@ class Quantization(Section):
     compute: Literal["dequantised", "scaled"] = "dequantised"
 
 
-Answers = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
-Format = Literal["auto", Answers, "prompt", "preference", "comparison", "ranked", "unpaired", "classification"]
-
-
 class Source(Section):
     """One dataset: a file, a glob, a folder of files, a URL (s3://, gs://, https://, ...), or a hub id.
 
@@ -223,7 +205,7 @@ class Source(Section):
         return without_credentials(path)
 
 
-Sources = Annotated[tuple[Source, ...], BeforeValidator(_list_to_tuple), Field(strict=False)]
+Sources = Annotated[tuple[Source, ...], BeforeValidator(list_to_tuple), Field(strict=False)]
 
 
 class Mixture(Section):
@@ -291,222 +273,6 @@ class Data(Section):
         return () if isinstance(self.eval, HeldOut) else self.eval
 
 
-# Keys of `objective` that only some objectives read, with their defaults; all other keys are for every objective.
-OBJECTIVE_KEYS: dict[str, dict[str, Any]] = {
-    "sft": {"z_loss": 0.0, "label_smoothing": 0.0},
-    "focal": {"gamma": 2.0},
-    "dpo": {
-        "loss": "sigmoid",
-        "beta": 0.1,
-        "label_smoothing": 0.0,
-        "margin": 0.5,
-        "sft_weight": 0.0,
-        "reference": "precomputed",
-        "reference_model": None,
-        "share_prompts": "auto",
-        "dropout": False,
-    },
-    "kto": {
-        "beta": 0.1,
-        "desirable_weight": 1.0,
-        "undesirable_weight": 1.0,
-        "reference": "precomputed",
-        "reference_model": None,
-        "dropout": False,
-    },
-    "orpo": {"beta": 0.1, "share_prompts": "auto", "dropout": False},
-    "reward": {"centering": 0.0, "share_prompts": "auto", "dropout": False},
-    "classify": {"labels": None, "dropout": False},
-    "distill": {
-        "teacher": None,
-        "divergence": "forward_kl",
-        "temperature": 1.0,
-        "jsd_beta": 0.5,
-        "nll_weight": 0.0,
-        "top_k": 64,
-        "samples": None,
-        "share_prompts": "auto",  # with rollouts
-    },
-    "grpo": {
-        "loss": "dr_grpo",
-        "scale_rewards": None,
-        "overlong": "keep",
-        "clip": None,
-        "kl": 0.0,
-        "correction": "none",
-        "correction_bounds": None,
-        "share_prompts": "auto",
-        "dropout": False,
-    },
-}
-
-
-class RowKind(NamedTuple):
-    """The rows that an objective takes."""
-
-    formats: tuple[str, ...]
-    sequences: tuple[str, ...] = ()  # names of an example's sequences, if it has two
-    # Numbers of each example. label: 1 or 0, or the index of the class; margin: 0 if the row has none.
-    columns: tuple[str, ...] = ()
-
-
-_ANSWERS = RowKind(get_args(Answers))
-_PROMPTS = RowKind(("messages", "sharegpt", "alpaca", "prompt_completion", "prompt"))
-_PAIRS = RowKind(("preference", "comparison", "ranked"), ("chosen", "rejected"))
-ROW_KINDS: dict[str, RowKind] = {
-    "sft": _ANSWERS,
-    "focal": _ANSWERS,
-    "distill": _ANSWERS,
-    "dpo": _PAIRS,
-    "orpo": _PAIRS,
-    "reward": _PAIRS._replace(columns=("margin",)),
-    # A pair gives a good and a bad answer.
-    "kto": RowKind(("unpaired", "preference", "comparison"), ("answer", "another row's answer"), ("label",)),
-    "classify": RowKind(("classification",), columns=("label",)),
-    "grpo": _PROMPTS,
-}
-# Objectives whose model has a head of scores in place of an LM head, with its description for the model card.
-SCORE_MODELS = {
-    "reward": "A reward model: the score of a prompt with its answer; higher is better. Scores compare answers to "
-    "the same prompt.",
-    "classify": "A classifier of texts.",
-}
-# Of the keys of `dpo`, those that only some losses read.
-LOSS_KEYS: dict[str, tuple[str, ...]] = {
-    "label_smoothing": ("sigmoid", "robust"),
-    "margin": ("simpo",),
-    **dict.fromkeys(
-        ("reference", "reference_model"),
-        ("sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down"),
-    ),
-}
-PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "apo_zero", "apo_down", "simpo"]
-PolicyLoss = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "cispo", "gspo"]
-LOSSES_OF: dict[str, tuple[str, ...]] = {"dpo": get_args(PreferenceLoss), "grpo": get_args(PolicyLoss)}
-
-
-class ObjectiveSettings(Section):
-    """The training loss. All terms below are part of `loss`; z-loss and label smoothing are not part of `eval_loss`."""
-
-    # sft: every target token alike; focal: tokens that the model predicts well already count less; dpo: the better of
-    # two answers is to gain probability on the worse one, compared with a reference model; orpo: likewise without a
-    # reference, together with sft on the better one; kto: single answers, each marked as good or bad; reward: a score
-    # for an answer, from pairs; classify: a label for a text; distill: the distribution of a teacher; grpo: the model's
-    # own answers to the rows' prompts, weighted by their rewards (needs `rollouts` and `rewards`)
-    name: Literal["sft", "focal", "dpo", "kto", "orpo", "reward", "classify", "distill", "grpo"] = "sft"
-    # focal: a factor of (1 - probability)^gamma (Lin et al. 2017, https://arxiv.org/abs/1708.02002); null: 2
-    gamma: NonNegative | None = None
-    # Supervised tokens. assistant: every assistant turn with its end-of-turn; last_assistant: the last one; all: all.
-    # Pairs, marked answers and labels support `assistant` only.
-    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    # sft: added to each token's loss, z_loss * log(sum(exp(logits)))^2 (Chowdhery et al. 2022,
-    # https://arxiv.org/abs/2204.02311, section 5).
-    z_loss: NonNegative = 0.0
-    # sft: probability mass moved from the target evenly to the vocabulary (Szegedy et al. 2015,
-    # https://arxiv.org/abs/1512.00567, section 7). dpo, loss sigmoid or robust: probability that a pair is the wrong
-    # way round (cDPO: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf; robust: https://arxiv.org/abs/2403.00409).
-    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = 0.0
-    # dpo, grpo: a row of the table in objectives/preference.py or objectives/policy.py, which has formula and paper;
-    # null: sigmoid, dr_grpo
-    loss: PreferenceLoss | PolicyLoss | None = None
-    # dpo, kto: strength of the pull to the reference, in 1/nats (per token under ipo, sigmoid_norm, simpo); orpo:
-    # weight of the odds ratio (lambda in the paper). null: 0.1
-    beta: Positive | None = None
-    # dpo, loss simpo: gamma, in the units of beta times log-probability per token (not gamma / beta); null: 0.5
-    margin: NonNegative | None = None
-    # dpo: weight of the mean negative log-likelihood of the chosen answers' tokens (RPO: Pang et al. 2024,
-    # https://arxiv.org/abs/2404.19733, equation 2)
-    sft_weight: NonNegative = 0.0
-    # dpo, kto: origin of the reference's log-probabilities. precomputed: before the first step, cached next to
-    # the tokens; adapters_off: in each step, by the base of the adapters (lora, qlora). null: precomputed
-    reference: Literal["precomputed", "adapters_off"] | None = None
-    # dpo, kto: another reference than the initial model, a hub id or a local folder with the same vocabulary;
-    # `finetune reference` computes its log-probabilities before
-    reference_model: str | None = None
-    # dpo, orpo, reward: compute the beginning that the two sequences of a pair share once; grpo, and distill with
-    # rollouts: the prompt of samples in a micro-batch. Equal to rounding. auto: if the attention supports it
-    share_prompts: Literal["auto"] | bool = "auto"
-    # kto: weights of the good and of the bad answers; null: 1
-    desirable_weight: NonNegative | None = None
-    undesirable_weight: NonNegative | None = None
-    # reward: weight of the squared sum of a pair's scores, which centres them (https://arxiv.org/abs/2312.09244)
-    centering: NonNegative = 0.0
-    # classify (required): names of the labels, in the order of the model's outputs; rows have a name or its index
-    labels: Names | None = None
-    # distill: the teacher, a local folder or hub id of a model with the same vocabulary (`finetune reference` computes
-    # its log-probabilities before; `train` refuses to start without them), or a .parquet file with ids and
-    # log-probabilities of each token. With `rollouts` a model, which each process holds in full, beside the student
-    teacher: str | None = None
-    # distill: forward_kl: KL(teacher, student); reverse_kl: KL(student, teacher); jsd: the generalized one between the
-    # two, with `jsd_beta` (https://arxiv.org/abs/2306.13649). null: forward_kl
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = None
-    temperature: Positive | None = None  # distill: of both; the divergence is multiplied by its square. null: 1
-    # distill: weight of KL(teacher, mixture), and share of the teacher in the mixture. null: 0.5
-    jsd_beta: Annotated[Float, Field(gt=0, lt=1)] | None = None
-    nll_weight: Annotated[Float, Field(ge=0, lt=1)] = 0.0  # distill: of -log p(target); the divergence has the rest
-    # distill: ids kept of each of the teacher's distributions, the likeliest; all others are one more event. null: 64,
-    # or as many as the file has
-    top_k: Count | None = None
-    # distill: in place of `top_k`, ids drawn from each of the teacher's distributions: an unbiased estimate of
-    # forward_kl, 12 are enough in https://arxiv.org/abs/2503.16870
-    samples: Count | None = None
-    # grpo: divide advantages by the standard deviation of the rewards of their prompt, or of the step. null: as the
-    # paper of the loss does
-    scale_rewards: Literal["none", "group", "batch"] | None = None
-    # grpo: samples that `rollouts.max_new_tokens` ended. keep: like all others; mask: their tokens have no gradient, of
-    # no term (https://arxiv.org/abs/2503.14476, section 3.4), and count in the loss's divisor all the same
-    overlong: Literal["keep", "mask"] | None = None
-    # grpo, with `rollouts.reuse` or `rollouts.staleness`: [low, high]: ratios of new to old probabilities count between
-    # 1 - low and 1 + high; [1, high] has no lower bound. null: as the paper of the loss, in objectives/policy.py
-    clip: Bounds | None = None
-    # grpo: coefficient of the KL divergence from the initial weights, estimated at each sampled token (k3:
-    # http://joschu.net/blog/kl-approx.html) and weighted by the ratio. Above 0 the initial trained weights (few with
-    # adapters) are kept in host memory, and the samples of each step pass through the model once more
-    kl: NonNegative = 0.0
-    # grpo: for a sampler that rounds otherwise than the trainer: weigh each sampled token's loss by the ratio of the
-    # trainer's to the sampler's probability. tis: of each token, truncated; icepop: of each token, 0 outside the
-    # bounds; sequence_mask: of the whole sample, 0 outside the bounds; see rollouts/correction.py. null: none, and to
-    # be chosen under `engine: vllm`
-    correction: Literal["none", "tis", "icepop", "sequence_mask"] | None = None
-    correction_bounds: Bounds | None = None  # [low, high] of that ratio; null: see rollouts/correction.py
-    # all but sft, focal and distill, which always apply it: apply the dropout of the model's config and of the adapters
-    # in training. false: the config's is set to 0 and `lora.dropout` above 0 is an error, so that a pair's two answers
-    # are compared under equal weights. A reference and `kto`'s z0 are computed without dropout either way
-    dropout: bool = False
-    # Mixture of experts: coefficient of the load-balancing loss (Fedus et al. 2021, https://arxiv.org/abs/2101.03961,
-    # section 2.2), which is `num_experts_per_tok` under perfect balance. null: the model config's
-    # `router_aux_loss_coef` if its `output_router_logits` is true, else 0.
-    router_aux_loss_coef: NonNegative | None = None
-
-    @property
-    def reads_reference(self) -> bool:
-        return "reference" in OBJECTIVE_KEYS[self.name] and self.value("loss") != "simpo"
-
-    @property
-    def drops_nothing(self) -> bool:
-        """Whether the dropout of config and adapters is off."""
-        return "dropout" in OBJECTIVE_KEYS[self.name] and not self.dropout
-
-    @property
-    def scores_sequences(self) -> bool:
-        """Whether the model has a head of scores, in place of an LM head."""
-        return self.name in SCORE_MODELS
-
-    def value(self, key: str) -> Any:
-        """Returns a key's value, or the objective's default if it is null."""
-        given = getattr(self, key)
-        return OBJECTIVE_KEYS[self.name].get(key) if given is None else given
-
-
-def _variable(name: str) -> str:
-    """Refuses what may be a key itself, without showing it."""
-    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
-        raise ValueError(
-            "expected the name of an environment variable in capitals, such as JUDGE_KEY; not the key itself"
-        )
-    return name
-
-
 class EnvironmentSettings(Section):
     """Your environment, in whose turns an answer is sampled; see docs/reference/rollouts.md#environments."""
 
@@ -550,7 +316,7 @@ class Rollouts(Section):
     requests: Count | None = None  # vllm: requests at once; no value depends on it. null: 64
     seconds: Positive | None = None  # vllm: limit for one request, a reload of weights included. null: 600
     # vllm: environment variable with the server's key; null: none is sent. The key itself never stands in a recipe
-    key: Annotated[str, AfterValidator(_variable)] | None = None
+    key: Variable | None = None
     # vllm: mean difference, in nats per token, between the log-probabilities of server and trainer for a prompt above
     # which the run stops. null: 0.01 under `train.precision: fp32`, 0.3 with quantized weights or fp8, else 0.1
     max_mismatch: Positive | None = None
@@ -566,94 +332,9 @@ ENGINE_KEYS: dict[str, dict[str, Any]] = {
     "own": {},
     "vllm": {"url": None, "requests": 64, "seconds": 600.0, "key": None, "max_mismatch": None},
 }
-# Objectives that train on `rollouts`, which take `rewards`.
-TAKES_REWARDS: frozenset[str] = frozenset({"grpo"})
-# Keys of a reward that only some kinds read, with their defaults; the other keys are for every reward.
-REWARD_KEYS: dict[str, dict[str, Any]] = {
-    "exact_match": {"pattern": None},
-    "number": {},
-    "boxed": {},
-    "regex": {"pattern": None},
-    "json_schema": {"answer_schema": None},
-    "length": {"target": None, "margin": None},
-    "tests": {"column": "tests", "partial": False, "memory_mb": 1024, "isolation": "required"},
-    "environment": {},
-    "file": {"function": None},
-    "reward_model": {},
-    "judge": {"model": None, "prompt": None, "pattern": None, "scale": (0.0, 10.0), "key": None, "max_new_tokens": 256},
-}
 
 
-Scale = Annotated[tuple[Float, Float], BeforeValidator(_list_to_tuple), Field(strict=False)]
-
-
-class RewardSettings(Section):
-    """One reward of the list. A completion gets the sum of `weight` times value; see docs/reference/rewards.md.
-
-    Give one of `name`, `file`, `reward_model` and `judge`.
-    """
-
-    # A built-in. exact_match: equal to the reference; number: the last numbers are equal; boxed: the last boxed
-    # expressions are mathematically equal; regex: `pattern` is found; json_schema: JSON that fits `answer_schema`;
-    # length: tokens beyond `target` cost; tests: the code passes the row's tests; environment: what `reward` of
-    # `rollouts.environment` returns
-    name: Literal["exact_match", "number", "boxed", "regex", "json_schema", "length", "tests", "environment"] | None = (
-        None
-    )
-    file: str | None = None  # a Python file of your own, which is run: only code that you trust
-    function: str | None = None  # with `file`, required: the function in it
-    reward_model: str | None = None  # run directory or model folder of `objective.name: reward`
-    judge: str | None = None  # URL of an OpenAI-compatible server, up to /v1: prompts and completions are sent there
-    metric: Annotated[str, Field(pattern=RUN_NAME)] | None = None  # name in metrics and records; null: that of its kind
-    weight: Float = 1.0  # factor of the value; negative for a penalty
-    # Value of a completion for which the reward fails: it raises, exceeds `seconds`, ends its process, returns no
-    # finite number. null: the run stops with the row and the reason
-    on_failure: Float | None = None
-    seconds: Positive = 10.0  # limit for one completion, of `tests` for its program; not for `reward_model`
-    processes: Count = 2  # processes that compute this reward, or requests to the judge at once; no value depends on it
-    # A regular expression. In `regex` it is to be found; in `exact_match` and `judge` its first group, where it occurs
-    # last, is the answer
-    pattern: str | None = None
-    answer_schema: dict[str, Any] | str | None = None  # of `json_schema`, required: a JSON Schema, or the path of one
-    target: Count | None = None  # of `length`, required: tokens that cost nothing
-    margin: Count | None = None  # of `length`: tokens beyond `target` that cost 1, the most; null: as many as `target`
-    column: str | None = None  # of `tests`: column with Python code, or a list of it; null: tests
-    partial: bool = False  # of `tests`: the share of tests that pass, rather than 1 for all and 0 otherwise
-    # Address space of a program of `tests`, in MiB; null: 1024
-    memory_mb: Annotated[int, Field(ge=64, le=10**9)] | None = None
-    # Of `tests`. required: a system without namespaces for programs is refused; none: programs run there all the same,
-    # and can read the environment of the run and reach the network; null: required
-    isolation: Literal["required", "none"] | None = None
-    model: str | None = None  # of `judge`, required: the model's name on the server
-    # Text of the request to a judge, with {prompt}, {completion} and {reference}; null: asks for a number from 0 to 10
-    prompt: str | None = None
-    scale: Scale | None = None  # of `judge`: lowest and highest number of a reply, which become 0 and 1; null: 0, 10
-    # Environment variable with the judge's key; null: none is sent. The key itself never stands in a recipe
-    key: Annotated[str, AfterValidator(_variable)] | None = None
-    max_new_tokens: Count | None = None  # of a judge's reply; null: 256
-
-    @field_serializer("judge")
-    def _shown_judge(self, judge: str | None) -> str | None:
-        """Removes passwords from recipes that are saved or sent to a tracker."""
-        return judge and without_credentials(judge)
-
-    @property
-    def kind(self) -> str:
-        """Returns the key of `REWARD_KEYS`. For a valid reward: rules refuse none and several."""
-        return self.name or next(kind for kind in ("file", "reward_model", "judge") if getattr(self, kind) is not None)
-
-    @property
-    def label(self) -> str:
-        """Returns the name in metrics and records."""
-        return self.metric or self.function or self.kind
-
-    def value(self, key: str) -> Any:
-        """Returns a key's value, or the kind's default if it is null."""
-        given = getattr(self, key)
-        return REWARD_KEYS[self.kind].get(key) if given is None else given
-
-
-RewardList = Annotated[tuple[RewardSettings, ...], BeforeValidator(_list_to_tuple), Field(strict=False)]
+RewardList = Annotated[tuple[RewardSettings, ...], BeforeValidator(list_to_tuple), Field(strict=False)]
 
 
 class BatchSettings(Section):
@@ -830,14 +511,14 @@ class Checkpoint(Section):
     resume: Literal["auto", "never"] | Annotated[str, Field(pattern=CHECKPOINT_NAME)] = "auto"
     # Keys that may differ from the checkpoint's although weights or the order of samples depend on them; and of what
     # the run reads under the same paths: data (rows), tokenizer (with its chat template), config, base (weights).
-    accept_changes: Annotated[tuple[Acceptable, ...], BeforeValidator(_list_to_tuple), Field(strict=False)] = ()
+    accept_changes: Annotated[tuple[Acceptable, ...], BeforeValidator(list_to_tuple), Field(strict=False)] = ()
 
 
 class Profile(Section):
     """A trace of a few steps, a memory snapshot and a table of time by operation, in <run>/profile/."""
 
     # First and last step to trace (1-based); choose steps after compilation and warm-up.
-    steps: Annotated[tuple[Count, Count], BeforeValidator(_list_to_tuple), Field(strict=False)]
+    steps: Annotated[tuple[Count, Count], BeforeValidator(list_to_tuple), Field(strict=False)]
     memory: bool = True  # also a snapshot of the device's allocator, on GPUs
 
     @model_validator(mode="after")
@@ -879,7 +560,7 @@ class Recipe(Section):
     quantization: Quantization | None = None
     tokens: Tokens | None = None
     data: Data
-    objective: ObjectiveSettings = ObjectiveSettings()
+    objective: Annotated[ObjectiveSettings, Field(discriminator="name")] = Sft()
     rollouts: Rollouts | None = None
     rewards: RewardList = ()
     batch: BatchSettings
@@ -890,6 +571,11 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     tracking: Tracking = Tracking()
     profile: Profile | None = None
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _named_objective(cls, values: Any) -> Any:
+        return named_objective(values)
 
     @model_validator(mode="after")
     def _images_need_the_tower(self) -> Recipe:
@@ -911,7 +597,16 @@ class Recipe(Section):
     @property
     def row_kind(self) -> RowKind:
         """Returns the rows that are taken: those of the objective, or prompts, with or without an answer."""
-        return ROW_KINDS[self.objective.name] if self.rollouts is None else _PROMPTS
+        return self.objective.row_kind if self.rollouts is None else PROMPTS
+
+
+def _without_tags(schema: Any) -> None:
+    """Lets a section be any of several: with `extends`, the name that chooses one may come from the base."""
+    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _without_tags(inner)
+    if isinstance(schema, dict) and "oneOf" in schema:
+        schema.pop("discriminator", None)
+        schema["anyOf"] = schema.pop("oneOf")
 
 
 def recipe_json_schema() -> str:
@@ -932,4 +627,5 @@ def recipe_json_schema() -> str:
         properties[key] = {"anyOf": [*described.get("anyOf", [described]), *shorthand.schemas], **about}
     for section in (schema, *schema["$defs"].values()):
         section.pop("required", None)  # with `extends`, any required key may come from the base
+    _without_tags(schema)
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"

@@ -26,8 +26,8 @@ from finetune.data.batch import Batch
 from finetune.models.head.token_loss import CooledTokenLoss
 from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import KEPT, KEPT_TOKENS, Objective, Term, Terms, TokenRanks, sequence_sums
-from finetune.objectives.sft import sft
-from finetune.recipe.schema import ObjectiveSettings as Settings
+from finetune.objectives.sft import mean_nll
+from finetune.recipe.objective_settings import Grpo
 from finetune.recipe.schema import Rollouts
 
 ADVANTAGE, SAMPLED = "advantage", "sampled_tokens"  # columns of a batch, (E,)
@@ -82,11 +82,11 @@ def is_off_policy(rollouts: Rollouts) -> bool:
     return rollouts.reuse > 1 or rollouts.staleness > 0
 
 
-def grpo(settings: Settings, evaluating: bool, token_ranks: TokenRanks, rollouts: Rollouts | None = None) -> Objective:
+def grpo(settings: Grpo, evaluating: bool, token_ranks: TokenRanks, rollouts: Rollouts | None = None) -> Objective:
     """A loss of the table. Evaluation measures the negative log-likelihood of the rows' own answers."""
     if evaluating or rollouts is None:
-        return sft(settings, evaluating, token_ranks)
-    loss, clips = LOSSES[settings.value("loss")], is_off_policy(rollouts)
+        return mean_nll(token_ranks)
+    loss, clips = LOSSES[settings.loss], is_off_policy(rollouts)
     clip, masks = settings.clip or loss.clip, settings.overlong == "mask"
     unit = KEPT_TOKENS if masks else "target_tokens"  # of metrics; the loss is divided by all targets
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from finetune.recipe.schema import ENGINE_KEYS, TAKES_REWARDS, Recipe
+from finetune.recipe.objective_settings import Distill, Grpo
+from finetune.recipe.schema import ENGINE_KEYS, Recipe
 
 SAME_ON_POLICY = {"cispo": "dapo", "gspo": "grpo"}  # losses that are about ratios, and their like if all of them are 1
 
 
 def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    settings, name = recipe.rollouts, recipe.objective.name
+    settings, objective, name = recipe.rollouts, recipe.objective, recipe.objective.name
     if settings is None:
-        if name in TAKES_REWARDS:
+        if objective.takes_rewards:
             example = "`{prompts: 32, samples: 16, ...}`"
             yield "rollouts", f"`objective.name: {name}` trains on samples: add this, {example}"
         return
-    if name == "distill":
-        objective, lora = recipe.objective, recipe.lora
+    if isinstance(objective, Distill):
+        lora = recipe.lora
         if objective.teacher is not None and objective.teacher.endswith(".parquet"):
             yield (
                 "objective.teacher",
@@ -34,10 +35,12 @@ def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
             )
         if lora is not None and lora.dropout:
             yield "lora.dropout", "samples are drawn without dropout, and have to be trained without: set it to 0"
-    elif name not in TAKES_REWARDS:
+    elif not objective.takes_rewards:
         yield "rollouts", f"`objective.name: {name}` trains on rows, not on samples of the model: remove this"
         return
     yield from _numbers(recipe)
+    if isinstance(objective, Grpo):
+        yield from _ratios(recipe, objective)
     yield from _off_policy(recipe)
     yield from _data(recipe)
     yield from _engine(recipe)
@@ -45,11 +48,11 @@ def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "rollouts.environment", "has no effect under `rollouts.replay`, which samples nothing: remove it"
     elif settings.environment is not None and settings.engine != "own":
         yield "rollouts.environment", f"`engine: {settings.engine}` samples one turn of each prompt: use `engine: own`"
-    if name in TAKES_REWARDS and not recipe.rewards and settings.replay is None:
+    if objective.takes_rewards and not recipe.rewards and settings.replay is None:
         yield "rewards", f"`objective.name: {name}` needs a reward, such as `rewards: [{{name: exact_match}}]`"
     if recipe.rewards and settings.replay is not None:
         yield "rewards", "have no effect under `rollouts.replay`, which has the recorded ones: set `rewards: []`"
-    if recipe.objective.loss == "reinforce_pp" and recipe.objective.scale_rewards is not None:
+    if isinstance(objective, Grpo) and objective.loss == "reinforce_pp" and objective.scale_rewards is not None:
         yield "objective.scale_rewards", "`reinforce_pp` divides advantages by their own deviation: remove this"
     if recipe.train.max_steps is None or recipe.train.epochs is not None:
         yield (
@@ -58,12 +61,12 @@ def rollouts(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     if recipe.train.compile:
         yield "train.compile", "lengths of samples differ from step to step, so layers would be compiled again: false"
-    if recipe.objective.dropout:
+    if isinstance(objective, Grpo) and objective.dropout:
         yield "objective.dropout", "samples are drawn without dropout, and have to be trained without: set it to false"
 
 
 def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    settings, loss, batch = recipe.rollouts, recipe.objective.value("loss"), recipe.batch
+    settings, objective, batch = recipe.rollouts, recipe.objective, recipe.batch
     assert settings is not None
     rows = settings.prompts * settings.samples
     if batch.rows != rows:
@@ -72,10 +75,10 @@ def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"a row is one sample, and a step has {settings.prompts} x {settings.samples} of them "
             f"(rollouts.prompts x rollouts.samples): set it to {rows}",
         )
-    if settings.samples == 1 and recipe.objective.name in TAKES_REWARDS:
+    if settings.samples == 1 and isinstance(objective, Grpo):
         yield (
             "rollouts.samples",
-            f"`loss: {loss}` compares the samples of a prompt, and 1 has none to compare with: use 4 or more",
+            f"`loss: {objective.loss}` compares the samples of a prompt, and 1 has none to compare with: use 4 or more",
         )
     if settings.max_new_tokens >= recipe.data.max_length:
         yield (
@@ -89,15 +92,15 @@ def _numbers(recipe: Recipe) -> Iterator[tuple[str, str]]:
             "`auto` tries the rows of the data, and those of a step are sampled: give a number, or "
             "`batch.tokens_per_device`",
         )
-    if settings.top_k == 1 and recipe.objective.name in TAKES_REWARDS:
+    if settings.top_k == 1 and objective.takes_rewards:
         yield "rollouts.top_k", "1 makes all samples of a prompt equal, so no reward tells them apart: use more"
 
 
-def _off_policy(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _ratios(recipe: Recipe, objective: Grpo) -> Iterator[tuple[str, str]]:
     """Keys that are about ratios of probabilities, and need some that are not 1."""
-    settings, objective = recipe.rollouts, recipe.objective
+    settings = recipe.rollouts
     assert settings is not None
-    loss, on_policy = objective.value("loss"), settings.reuse == 1 and settings.staleness == 0
+    loss, on_policy = objective.loss, settings.reuse == 1 and settings.staleness == 0
     otherwise = "set `rollouts.reuse` or `rollouts.staleness`"
     if on_policy and loss in SAME_ON_POLICY:
         yield (
@@ -113,20 +116,20 @@ def _off_policy(recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
     if objective.clip is not None and objective.clip[0] > 1:
         yield "objective.clip", f"{objective.clip[0]:g}: ratios are above 0, so use at most 1, which is no lower bound"
-    if settings.engine == "vllm" and recipe.objective.name in TAKES_REWARDS and objective.correction is None:
+    if settings.engine == "vllm" and objective.correction is None:
         yield (
             "objective.correction",
             "a server rounds otherwise than the trainer, and samples that are taken as the trainer's own have made "
             "runs collapse: set `sequence_mask` (TRL's default), `tis` or `icepop`; or `none`, to go without",
         )
     own = settings.engine == "own" and settings.replay is None
-    if own and recipe.train.precision == "fp32" and objective.value("correction") not in (None, "none"):
+    if own and recipe.train.precision == "fp32" and objective.corrects:
         yield (
             "objective.correction",
             "has no effect: the modules that train sample, in fp32, so all of its ratios are 1: remove it",
         )
     bounds = objective.correction_bounds
-    if bounds is not None and objective.value("correction") == "none":
+    if bounds is not None and not objective.corrects:
         yield "objective.correction_bounds", "has no effect without `objective.correction`: remove it, or set that"
     if bounds is not None and not bounds[0] < 1 < bounds[1]:
         yield (
@@ -134,6 +137,12 @@ def _off_policy(recipe: Recipe) -> Iterator[tuple[str, str]]:
             f"[{bounds[0]:g}, {bounds[1]:g}] leaves out 1, the ratio of a sampler that is the trainer: use bounds "
             "below and above it",
         )
+
+
+def _off_policy(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Numbers of steps and batches that a run of this length does not reach."""
+    settings = recipe.rollouts
+    assert settings is not None
     steps = recipe.train.max_steps
     if steps is not None and settings.reuse > steps:
         yield (

@@ -59,8 +59,8 @@ class SampleTeacher:
 
     @property
     def of(self) -> str:
-        settings = self._pass.recipe.objective
-        return json.dumps([settings.teacher, self._pass.count, settings.value("temperature")])
+        settings = self._pass.settings
+        return json.dumps([settings.teacher, self._pass.count, settings.temperature])
 
     def __call__(self, examples: Sequence[Example]) -> list[list[Values]]:
         batch, shares = self._pass.recipe.batch, self._forward.attention.shares_prompts
@@ -75,8 +75,8 @@ class SampleTeacher:
 
     @cached_property
     def _forward(self) -> ForwardPass:
-        settings, config = self._pass.recipe.objective, self._pass.config
-        objective = predictions(self._pass.count, settings.value("temperature"), self._pass.common_ids(config))
+        settings, config = self._pass.settings, self._pass.config
+        objective = predictions(self._pass.count, settings.temperature, self._pass.common_ids(config))
         attention = attention_for(self._recipe, config, self.device.type)
         shares = settings.share_prompts is not False and attention.not_shared is None
         return ForwardPass(replace(attention, shares_prompts=shares), objective)

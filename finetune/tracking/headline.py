@@ -11,8 +11,9 @@ class Headline(NamedTuple):
     form: str  # of the number
 
 
-# By key of metrics.jsonl, those of a policy, of pairs and KTO, of classes, of a teacher; the first is the main one. A
-# policy's loss is 0 in the mean by construction, and a loss of pairs says little of how many are in the right order.
+# By key of metrics.jsonl, those of a policy, of pairs and marked answers, of classes, of a teacher; the first is the
+# main one. A policy's loss is 0 in the mean by construction, and a loss of pairs says little of how many are in the
+# right order.
 HEADLINES = {
     "reward": Headline("reward", ".4f"),
     "zero_variance": Headline("no variance", ".0%"),

@@ -27,7 +27,7 @@ from finetune.models.moe import adapts_experts, find_routers
 from finetune.models.vision import part_sizes, row_positions
 from finetune.models.weights import load_model, parameter_counts
 from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
-from finetune.objectives import Objective, make_objective, score_labels
+from finetune.objectives import Objective, make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import ONE_RANK, TokenRanks
 from finetune.objectives.shared_prompts import sharing_summary
@@ -42,7 +42,7 @@ Say = Callable[[str], None]  # prints a line, on the main rank only
 
 def load(prepared: Prepared, engine: Engine, attention: AttentionChoice, say: Say) -> tuple[WrappedModel, Objective]:
     """Returns the module that the engine wraps, and the objective; prints notes on what a user may not expect."""
-    recipe, labels = prepared.recipe, score_labels(prepared.recipe.objective)
+    recipe, labels = prepared.recipe, prepared.recipe.objective.score_labels
     with engine.loading(recipe):
         model = load_model(recipe, prepared.config, attention, engine.placement(recipe), labels)
     if recipe.train.activation_offload and engine.device.type == "cpu":

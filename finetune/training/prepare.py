@@ -210,6 +210,6 @@ def _checked_config(recipe: Recipe) -> PretrainedConfig:
 def _check_models(recipe: Recipe, config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
     """Raises UserError unless tokenizer and model, and a reference model, belong together."""
     check_token_ids(config, len(tokenizer), recipe.tokens)
-    key, reference = "objective.reference_model", recipe.objective.reference_model
+    key, reference = "objective.reference_model", recipe.objective.other_models.get("reference_model")
     check_same_vocabulary(key, reference, tokenizer, recipe.model)
     check_same_images(key, reference, recipe, tokenizer)

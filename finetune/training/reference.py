@@ -87,9 +87,10 @@ def find_reference(recipe: Recipe, training: RowSource, held_out: Dataset | None
         folders = (own / part, cache_folder(keys[part]))
         complete = (folder for folder in folders if load(folder, keys[part], _count(data)) is not None)
         places[part] = next(complete, None)
-    if recipe.objective.reference_model is not None and None in places.values():
+    other = recipe.objective.other_models.get("reference_model")
+    if other is not None and None in places.values():
         raise UserError(
-            f"objective.reference_model: {recipe.objective.reference_model!r}: its log-probabilities of this data have "
+            f"objective.reference_model: {other!r}: its log-probabilities of this data have "
             "not been computed, or were under other settings; run `python -m finetune reference` with this recipe, on "
             "any launch, then train again"
         )
@@ -227,12 +228,12 @@ def _not_finite(wrong: NDArray[np.int64], data: Dataset) -> RunFailure:
 
 def reads_columns(recipe: Recipe) -> bool:
     """Returns whether the objective reads log-probabilities that are computed before the first step."""
-    return recipe.objective.reads_reference and recipe.objective.value("reference") == "precomputed"
+    return recipe.objective.precomputes_reference
 
 
 def recipe_of_reference(recipe: Recipe) -> Recipe:
     """Returns the recipe whose initial model is the reference: itself, or the one with `objective.reference_model`."""
-    name = recipe.objective.reference_model
+    name = recipe.objective.other_models.get("reference_model")
     if name is None:
         return recipe
     tokenizer = {"tokenizer": recipe.model.tokenizer or recipe.model.name}

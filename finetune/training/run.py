@@ -65,12 +65,12 @@ def compute_reference(
 ) -> None:
     """Computes the log-probabilities of `objective.reference_model`, or of the initial model, into the cache, unless
     they exist. Arguments and errors as in `train`; the run itself is unchanged."""
-    if recipe.objective.teacher is not None:
+    if "teacher" in recipe.objective.other_models:
         compute_teacher(recipe, recipe_file, stop, console, config_file)
         return
     if not reads_columns(recipe):
         raise UserError(f"{recipe_file}: nothing to compute: no reference is read that is `precomputed`")
-    tokenizer, name = load_tokenizer(recipe.model, recipe.tokens), recipe.objective.reference_model
+    tokenizer, name = load_tokenizer(recipe.model, recipe.tokens), recipe.objective.other_models.get("reference_model")
     check_same_vocabulary("objective.reference_model", name, tokenizer, recipe.model)
     check_same_images("objective.reference_model", name, recipe, tokenizer)
     of_reference = recipe_of_reference(recipe)
@@ -91,7 +91,9 @@ def compute_teacher(
         )
     vocabulary = model_config(recipe.model).get_text_config().vocab_size
     of_teacher = recipe_of_teacher(recipe)
-    check_same_images("objective.teacher", recipe.objective.teacher, recipe, load_tokenizer(recipe.model))
+    check_same_images(
+        "objective.teacher", recipe.objective.other_models.get("teacher"), recipe, load_tokenizer(recipe.model)
+    )
     with started(of_teacher, recipe_file, stop, console, config_file) as trainer:
         done = compute_predictions(TeacherPass(recipe, on_disk(trainer.data), vocabulary), trainer)
         trainer.say(f"teacher of {escape(recipe_file)}: {done}")

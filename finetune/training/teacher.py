@@ -22,6 +22,7 @@ from finetune.errors import UserError
 from finetune.models.config import model_config
 from finetune.models.tokenizer import check_same_vocabulary
 from finetune.recipe import Recipe
+from finetune.recipe.objective_settings import Distill, Sft
 from finetune.recipe.schema import Evaluate, HeldOut
 from finetune.training.reference_files import image_states, model_dependencies
 
@@ -33,13 +34,13 @@ def with_teacher(
 
     Raises UserError if some of the examples have none.
     """
-    teacher = recipe.objective.teacher
-    if teacher is None:
+    settings = recipe.objective
+    if not isinstance(settings, Distill) or (teacher := settings.teacher) is None:
         return training
     data, is_online = on_disk(training), recipe.rollouts is not None
     vocabulary = config.get_text_config().vocab_size
     if is_teacher_file(teacher):
-        predictions = file_predictions(recipe.objective, tokenizer, vocabulary)
+        predictions = file_predictions(settings, tokenizer, vocabulary)
     else:
         check_same_vocabulary("objective.teacher", teacher, tokenizer, recipe.model)
         check_same_images("objective.teacher", teacher, recipe, tokenizer)
@@ -61,7 +62,7 @@ def recipe_of_teacher(recipe: Recipe) -> Recipe:
 
     Raises UserError if the teacher is a file.
     """
-    own, teacher = recipe.model, recipe.objective.teacher
+    own, teacher = recipe.model, recipe.objective.other_models.get("teacher")
     if teacher is None or is_teacher_file(teacher):
         raise UserError(f"objective.teacher: {teacher} is a file: there is nothing to compute, train at once")
     tokenizer = own.tokenizer or own.name
@@ -75,7 +76,7 @@ def recipe_of_teacher(recipe: Recipe) -> Recipe:
             "lora": None,
             "quantization": None,
             "data": recipe.data.model_copy(update={"eval": held_out}),
-            "objective": type(recipe.objective)(train_on=recipe.objective.train_on),
+            "objective": Sft(train_on=recipe.objective.train_on),
             "rollouts": None,
             "rewards": (),
             "evaluate": Evaluate(),
@@ -93,27 +94,32 @@ class TeacherPass:
     vocabulary: int  # the student's
 
     @property
+    def settings(self) -> Distill:
+        assert isinstance(self.recipe.objective, Distill)  # as the recipe has a teacher
+        return self.recipe.objective
+
+    @property
     def count(self) -> int:
         """Returns the number of ids for each target."""
-        return self.recipe.objective.samples or self.recipe.objective.value("top_k")
+        return self.settings.samples or self.settings.kept_ids
 
     @property
     def config(self) -> PretrainedConfig:
         """Returns the teacher's config. Raises UserError if it cannot be read, or has too few tokens."""
         config = model_config(recipe_of_teacher(self.recipe).model)
         common = self.common_ids(config)
-        if self.recipe.objective.samples is None and self.count >= common:
+        if self.settings.samples is None and self.count >= common:
             raise UserError(f"objective.top_k: {self.count} of a vocabulary of {common}: set a lower one")
         return config
 
     @property
     def key(self) -> str:
         """Raises UserError as `config`."""
-        config, objective = self.config, self.recipe.objective
+        config, objective = self.config, self.settings
         parts = {
             **model_dependencies(recipe_of_teacher(self.recipe), config),
             "predictions": CODE_VERSION,
-            "ids": [self.common_ids(config), objective.samples, self.count, objective.value("temperature")],
+            "ids": [self.common_ids(config), objective.samples, self.count, objective.temperature],
             "data": self.data.examples.identity(),
         }
         if files := self.data.examples.image_files():  # whose paths are in `example_key`

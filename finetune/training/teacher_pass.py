@@ -41,8 +41,8 @@ def compute_predictions(teacher: TeacherPass, trainer: Trainer) -> str:
     engine, key = trainer.engine, teacher.key
     if engine.ranks.gather(engine.is_main and load_predictions(key) is not None)[0]:
         return "in the cache already"
-    settings, config = teacher.recipe.objective, engine.unwrapped.config
-    prediction = Prediction(teacher.count, settings.value("temperature"), teacher.common_ids(config))
+    settings, config = teacher.settings, engine.unwrapped.config
+    prediction = Prediction(teacher.count, settings.temperature, teacher.common_ids(config))
     objective = Objective(lambda outputs, batch: {}, token_loss=prediction, num_details=2)
     forward = ForwardPass(trainer.forward.attention, objective)
     data = teacher.data.once()

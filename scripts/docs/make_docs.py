@@ -1,10 +1,10 @@
 """Writes what the documentation takes from the code: docs/reference/recipe-keys.md and the tables of recipes.
 
-    python scripts/docs/make_docs.py            # after a change of finetune/recipe/schema.py or of a recipe
+    python scripts/docs/make_docs.py            # after a change of a key or of a recipe
 
 docs/reference/recipe-keys.md has every key of a recipe: type, limits and default from the JSON Schema, its meaning from
-the comments of finetune/recipe/schema.py. docs/reference/recipes.md has a table of recipes between two marks, README.md
-a short one; who needs what is from the recipes' headers. A test holds all to what the code says.
+the comments of the recipe's classes, finetune/recipe/*.py. docs/reference/recipes.md has a table of recipes between two
+marks, README.md a short one; who needs what is from the recipes' headers. A test holds all to what the code says.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from finetune.recipe import schema as module
-from finetune.recipe.schema import OBJECTIVE_KEYS, REWARD_KEYS, Recipe, Section, recipe_json_schema
+from finetune.recipe.schema import Recipe, recipe_json_schema
+from finetune.recipe.section import Section, Variant
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = ("<!-- recipes: made by scripts/docs/make_docs.py -->", "<!-- /recipes -->")
@@ -68,7 +68,14 @@ NAMES = {  # of the folders of recipes
 
 
 def comments_of(section: type[BaseModel]) -> dict[str, str]:
-    """Returns the comment of each key: the lines above it and the one at its end."""
+    """Returns the comment of each key, inherited ones too: the lines above it and the one at its end."""
+    texts = {}
+    for one in reversed([base for base in section.__mro__ if issubclass(base, Section)]):
+        texts |= _own_comments(one)
+    return texts
+
+
+def _own_comments(section: type[BaseModel]) -> dict[str, str]:
     source = textwrap.dedent(inspect.getsource(section))
     lines = source.splitlines()
     found = {  # line: comment
@@ -116,15 +123,16 @@ def limits_of(annotation: object, metadata: Sequence[object]) -> list[str]:
     return [*(limits_of(None, inner[1:]) if is_annotated else []), *found]
 
 
-def nested(section: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """Returns the section that a key holds, alone, as a choice, or in a list."""
+def nested(section: type[BaseModel], key: str) -> list[type[BaseModel]]:
+    """Returns the section that a key holds, alone, as a choice, or in a list; all of them if it is one of several."""
     waiting: list[Any] = [section.model_fields[key].annotation]
+    found: list[type[BaseModel]] = []
     while waiting:
         kind = waiting.pop(0)
         if isinstance(kind, type) and issubclass(kind, Section):
-            return kind
-        waiting += get_args(kind)
-    return None
+            found.append(kind)
+        waiting = [*get_args(kind), *waiting]
+    return found if found and issubclass(found[0], Variant) else found[:1]
 
 
 def keys_page() -> str:
@@ -134,18 +142,18 @@ def keys_page() -> str:
     top = comments_of(Recipe)
     parts = [
         "# Recipe keys\n",
-        "Every key of a recipe, from `finetune/recipe/schema.py` (this page is made by\n"
+        "Every key of a recipe, from `finetune/recipe/` (this page is made by\n"
         "`python scripts/docs/make_docs.py`). A key that is not here is refused. `a.b` is key `b` of section `a`,\n"
         "in YAML and on the command line (`a.b=value`).\n",
         f"## extends\n\n{schema['properties']['extends']['description'].capitalize()}.\n",
     ]
     for name in Recipe.model_fields:
-        section = nested(Recipe, name)
-        if section is None:
+        sections = nested(Recipe, name)
+        if not sections:
             described = type_of(schema["properties"][name])
             parts.append(f"## {name}\n\n*{described}. Required.* {top.get(name, '')}".rstrip() + "\n")
         else:
-            parts += section_part(name, section, full)
+            parts += variants_part(name, sections, full) if len(sections) > 1 else section_part(name, sections[0], full)
     return "\n".join(parts)
 
 
@@ -153,37 +161,59 @@ def section_part(prefix: str, section: type[BaseModel], full: dict[str, Any]) ->
     """Returns heading, purpose and keys of a section, and of those within it."""
     purpose = inspect.cleandoc(section.__doc__) if section.__doc__ and section.__doc__ != Section.__doc__ else ""
     parts = [f"## {'Keys of ' if '.' in prefix else ''}{prefix}\n"] + ([purpose + "\n"] if purpose else [])
-    described, comments, inner = full["$defs"][section.__name__], comments_of(section), []
-    if section is module.ObjectiveSettings:
-        parts.append(f"Keys that only some objectives read:\n\n| `objective.name` | keys |\n{readers(OBJECTIVE_KEYS)}")
-    if section is module.RewardSettings:
-        parts.append(f"Keys that only some rewards read:\n\n| reward | keys |\n{readers(REWARD_KEYS)}")
-    for key, about in described["properties"].items():
-        field = section.model_fields[key]
-        limits = dict.fromkeys(limits_of(field.annotation, field.metadata))
-        limited = " ".join(["", *([" and ".join(limits)] if limits else [])])
-        words = [re.sub(r"^(number|integer)( or )?", rf"\1{limited}\2", type_of(about))]
-        default = about.get("default")
-        shown = default if isinstance(default, str) else json.dumps(default)
-        words.append("Required" if key in described.get("required", []) else f"Default: `{shown}`")
-        text = f"### {prefix}.{key}\n\n*{'. '.join(words)}.*"
-        if comments.get(key):
-            meaning = re.sub(r"<(\w+)>(?=[^`]*(?:`[^`]*`[^`]*)*$)", r"&lt;\1&gt;", comments[key].rstrip(".") + ".")
-            starts_with_value = re.match(r"\w+:", meaning)
-            text += "\n\n" + textwrap.fill(meaning if starts_with_value else meaning[0].upper() + meaning[1:], 100)
-        parts.append(text + "\n")
-        held = nested(section, key)
-        if held is not None:
-            inner.append((f"{prefix}.{key}", held))
-    for name, held in inner:
-        parts += section_part(name, held, full)
+    described = full["$defs"][section.__name__]
+    for key in described["properties"]:
+        parts.append("\n\n".join([f"### {prefix}.{key}", *key_texts(section, key, full)]) + "\n")
+    for key in described["properties"]:
+        for held in nested(section, key):
+            parts += section_part(f"{prefix}.{key}", held, full)
     return parts
 
 
-def readers(keys: dict[str, dict[str, Any]]) -> str:
-    """Returns the rows of a table of names and the keys that only they, or some of them, read."""
-    lines = (f"| `{name}` | {', '.join(f'`{key}`' for key in own) or 'none'} |" for name, own in keys.items())
-    return "\n".join(["| --- | --- |", *lines, ""])
+def key_texts(section: type[BaseModel], key: str, full: dict[str, Any]) -> list[str]:
+    """Returns type, limits and default of a key, and its meaning."""
+    described, field = full["$defs"][section.__name__], section.model_fields[key]
+    about, comment = described["properties"][key], comments_of(section).get(key)
+    limits = dict.fromkeys(limits_of(field.annotation, field.metadata))
+    limited = " ".join(["", *([" and ".join(limits)] if limits else [])])
+    words = [re.sub(r"^(number|integer)( or )?", rf"\1{limited}\2", type_of(about))]
+    default = about.get("default")
+    shown = default if isinstance(default, str) else json.dumps(default)
+    words.append("Required" if key in described.get("required", []) else f"Default: `{shown}`")
+    texts = [f"*{'. '.join(words)}.*"]
+    if comment:
+        meaning = re.sub(r"<(\w+)>(?=[^`]*(?:`[^`]*`[^`]*)*$)", r"&lt;\1&gt;", comment.rstrip(".") + ".")
+        starts_with_value = re.match(r"\w+:", meaning)
+        texts.append(textwrap.fill(meaning if starts_with_value else meaning[0].upper() + meaning[1:], 100))
+    return texts
+
+
+def variants_part(prefix: str, variants: Sequence[type[BaseModel]], full: dict[str, Any]) -> list[str]:
+    """Returns heading, purposes and keys of a section that is one of several; a key that several have appears once for
+    each meaning."""
+    base = next(one for one in variants[0].__mro__ if one.__base__ is Variant)
+    sections = {one.kind(): one for one in variants if issubclass(one, Variant)}
+    rows = []
+    for name, one in sections.items():
+        own = [f"`{key}`" for key in one.model_fields if key not in (*base.model_fields, "name")]
+        rows.append(f"| `{name}` | {str(one.__doc__).rstrip('.')} | {', '.join(own) or 'none'} |")
+    table = "\n".join(["| | | keys besides those of all |", "| --- | --- | --- |", *rows])
+    parts = [f"## {prefix}\n", inspect.cleandoc(base.__doc__ or "") + "\n", table + "\n"]
+    for key in dict.fromkeys(key for one in sections.values() for key in one.model_fields):
+        meanings: dict[str, list[str]] = {}  # text: names
+        for name, one in sections.items():
+            if key in one.model_fields and key != "name":
+                meanings.setdefault("\n\n".join(key_texts(one, key, full)), []).append(name)
+        if key == "name":
+            names = [name for name, one in sections.items() if "name" in one.model_fields]
+            default = ". Default: `sft`" if prefix == "objective" else ""
+            meanings = {f"*{', '.join(f'`{name}`' for name in names)}{default}.*": list(sections)}
+        texts = [
+            text if key in base.model_fields else f"{', '.join(f'`{name}`' for name in names)}: {text}"
+            for text, names in meanings.items()
+        ]
+        parts.append("\n\n".join([f"### {prefix}.{key}", *texts]) + "\n")
+    return parts
 
 
 def recipes_table() -> str:

@@ -75,8 +75,8 @@ from finetune.models.weights import add_adapters, load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.recipe import Recipe
+from finetune.recipe.objective_settings import Sft
 from finetune.recipe.schema import Lora
-from finetune.recipe.schema import ObjectiveSettings as Settings
 from finetune.utils import unwrap_peft
 
 # What a class wants that its config's defaults lack.
@@ -251,7 +251,7 @@ def on_two_ranks(engine: Engine, recipe: Recipe, name: str) -> str:
         choice = choose_attention("auto", causal_class(config), config, "cpu", False)
         loss_model = CausalLMWithLoss(load_model(recipe, config, choice, engine.placement(recipe)))
         engine.wrap(loss_model, lambda trained: [torch.optim.SGD([tensor for _, tensor in trained])], 1)
-        forward, own = ForwardPass(choice, make_objective(Settings())), range(engine.rank, len(LENGTHS), 2)
+        forward, own = ForwardPass(choice, make_objective(Sft())), range(engine.rank, len(LENGTHS), 2)
         mine = [documents()[i] for i in own]
         batches = [collate(part) for part in ([mine] if choice.isolates_documents else [[one] for one in mine])]
         token_losses: list[torch.Tensor] = []
@@ -428,7 +428,7 @@ def as_in_a_run(
     run_per_document(model, choice.mixers)
     model.config.use_cache = False
     loss_model = CausalLMWithLoss(model)
-    forward = ForwardPass(choice, make_objective(Settings()))
+    forward = ForwardPass(choice, make_objective(Sft()))
     num_targets = [n - 2 for n in LENGTHS]
 
     def losses(examples: list[Example], backward: bool) -> list[torch.Tensor]:

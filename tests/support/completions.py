@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.recipe.schema import RewardSettings
+from pydantic import TypeAdapter
+
+from finetune.recipe.reward_settings import RewardSettings
 from finetune.rl.rewards.completion import Completion
 from finetune.rl.rewards.scoring import Rewards
 
@@ -15,7 +17,7 @@ def completion(text: str, reference: str | None = "42", **columns: Any) -> Compl
 
 
 def reward(**keys: Any) -> RewardSettings:
-    return RewardSettings.model_validate(keys)
+    return TypeAdapter(RewardSettings).validate_python(keys)
 
 
 def values(completions: list[Completion], **keys: Any) -> list[float | None]:

@@ -20,7 +20,7 @@ from finetune.data.chat.template_choice import TEMPLATES, with_empty_thought
 from finetune.data.examples import prepare_examples
 from finetune.data.samples import Drawable, Example, Sequence
 from finetune.recipe import Recipe
-from finetune.recipe.schema import ROW_KINDS
+from finetune.recipe.objective_settings import objective_of_rows
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog; what is two and two? It is four, of course.",
@@ -121,7 +121,7 @@ def recipe(
         "run": {"name": "test"},
         "model": {"config": {"model_type": "llama"}, "tokenizer": "none"},
         "data": {"train": [{"path": str(path), "format": format, **(source or {})}], "max_length": 64},
-        "objective": {"name": next((name for name, kind in ROW_KINDS.items() if format in kind.formats), "sft")},
+        "objective": {"name": objective_of_rows(format)},
         "batch": {"rows": 4},
         "optimizer": {"lr": 1e-3},
         "train": {"epochs": 1},

@@ -662,7 +662,7 @@ def work(folder: Path, jobs: Path) -> None:
         if recipe.run.name.endswith("small_scale"):
             optimizer_step.FIRST_SCALE = 2.0**12
         os.environ["FINETUNE_CACHE"] = shared_cache
-        if (teacher := recipe.objective.teacher) is not None and not is_teacher_file(teacher):
+        if (teacher := recipe.objective.other_models.get("teacher")) is not None and not is_teacher_file(teacher):
             # A cache of its own: else it would find what the launch on one process has computed.
             os.environ["FINETUNE_CACHE"] = str(folder / f"cache-{recipe.run.name}")
             compute_reference(recipe, "recipe.yaml", StopRequest(), quiet)

@@ -99,7 +99,7 @@ def alpaca(row: Row) -> Conversation:
 
 def prompt_completion(row: Row) -> Conversation | PromptCompletion:
     """prompt and completion, both text or both messages; only the completion is trained; optional tools, system"""
-    if row.get("label") is False:  # as KTO's data sets say it
+    if row.get("label") is False:  # as data sets of marked answers say it
         raise BadRow("`label` is false: the completion is marked as a bad one, and would be trained on; leave it out")
     return _completion(row)
 

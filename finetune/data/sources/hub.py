@@ -34,8 +34,7 @@ def check_hub(recipe: Recipe) -> None:
     models = {
         "model.name": model.name,
         "model.tokenizer": model.tokenizer,
-        "objective.reference_model": objective.reference_model,
-        "objective.teacher": objective.teacher,
+        **{f"objective.{key}": name for key, name in objective.other_models.items()},
         "data.image.processor": image and image.processor,
     }
     on_hub = {key: name for key, name in models.items() if name and is_hub_model(name)}

@@ -116,7 +116,7 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
             problems.attempt(find_reference, recipe, prepared.training, prepared.held_out)
         problems.attempt(_check_model, prepared, attention)
     trial = None
-    if any(one.kind != "environment" for one in recipe.rewards):
+    if any(one.kind() != "environment" for one in recipe.rewards):
         rows = on_disk(prepared.training)
         trial = problems.attempt(check_rewards, prepared.recipe, rows, prepared.tokenizer)
     environment = None
@@ -146,10 +146,9 @@ def _check_model(prepared: Prepared, attention: AttentionChoice) -> None:
     import torch
 
     from finetune.models.assemble import skeleton
-    from finetune.objectives import score_labels
     from finetune.training.parts import with_objective
 
-    model = skeleton(prepared.recipe, prepared.config, attention, score_labels(prepared.recipe.objective))
+    model = skeleton(prepared.recipe, prepared.config, attention, prepared.recipe.objective.score_labels)
     with_objective(prepared, model, attention, torch.device("cpu"))
 
 

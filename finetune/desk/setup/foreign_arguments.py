@@ -15,8 +15,8 @@ from finetune.desk.setup.foreign_keys import foreign_tool
 from finetune.desk.setup.foreign_launch import ForeignLaunch, read_foreign_launch
 from finetune.desk.setup.foreign_rollouts import fit_rollouts
 from finetune.desk.setup.foreign_values import ForeignTable
+from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS, AgainstReference, ObjectiveSection
 
-COMPARING = ("dpo", "kto", "orpo", "reward")
 FILES = ("json", "csv", "parquet", "text", "arrow")  # kinds of files that stand in place of a hub id
 # Keys that cannot change what is trained: names of folders, and switches of the command.
 _WITHOUT_EFFECT = ("overwrite_output_dir", "do_train")
@@ -333,17 +333,28 @@ def _tracking(c: Conversion) -> None:
         t.leave("report_to", f"there is no tracker {', '.join(sorted(others))}; metrics.jsonl is always written")
 
 
+def chosen_objective(c: Conversion) -> type[ObjectiveSection]:
+    return OBJECTIVE_SECTIONS[c.value("objective.name") or "sft"]
+
+
+def copy_objective_keys(c: Conversion, *keys: str) -> None:
+    """Copies those of the keys that the objective has."""
+    for key in keys:
+        if key in chosen_objective(c).model_fields:
+            c.copy(f"objective.{key}")
+
+
 def _reference(c: Conversion) -> None:
     """Reference and dropout of an objective that compares answers; after objective and adapters."""
-    t, name = c.theirs, c.value("objective.name")
+    t, objective = c.theirs, chosen_objective(c)
     base_is_first = c.value("mode") != "full" and not c.value("lora.modules_to_save") and not c.value("tokens.add")
-    if name in ("dpo", "kto") and c.value("objective.loss") != "simpo":
+    if issubclass(objective, AgainstReference) and c.value("objective.loss") != "simpo":
         if other := c.word("objective.reference_model"):
             c.set("objective.reference_model", other)
         elif base_is_first and not t.is_on("precompute_ref_log_probs"):
             c.set("objective.reference", "adapters_off", "the model without its adapters, as there")
         t.ignore("precompute_ref_log_probs")
-    if name in COMPARING:
+    if objective.row_kind.sequences:
         if not t.is_on("disable_dropout", default=True):
             c.set("objective.dropout", True)
         elif c.value("lora.dropout"):

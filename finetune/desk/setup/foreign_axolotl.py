@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from finetune.desk.setup.conversion import TODO, Conversion, Source
 from finetune.desk.setup.foreign_arguments import (
-    COMPARING,
+    chosen_objective,
     convert_adapters,
     convert_held_out,
     convert_model,
     convert_run,
     convert_training,
+    copy_objective_keys,
     file_paths,
 )
 from finetune.desk.setup.foreign_rollouts import convert_grpo, fit_length
 from finetune.desk.setup.foreign_values import ForeignTable
-from finetune.recipe.schema import LOSSES_OF
+from finetune.recipe.objective_settings import PreferenceLoss, RowKind
 
 
 class DatasetType(NamedTuple):
@@ -152,9 +153,7 @@ def _objective(c: Conversion) -> None:
     if rl == "simpo":
         c.copy("objective.margin")
         c.copy("objective.sft_weight")
-    if name == "kto":
-        c.copy("objective.desirable_weight")
-        c.copy("objective.undesirable_weight")
+    copy_objective_keys(c, "desirable_weight", "undesirable_weight")
     if rl == "dpo" and c.number("objective.label_smoothing"):
         c.copy("objective.label_smoothing")
     if name == "reward" and c.number("objective.centering"):
@@ -165,7 +164,7 @@ def _pair_loss(c: Conversion, fixed: str | None) -> None:
     """The loss of `rl: ipo` and `simpo`, or those of `dpo_loss_type`."""
     t = c.theirs
     losses = [fixed] if fixed else c.words("objective.loss") or ["sigmoid"]
-    known = fixed or losses[0] in LOSSES_OF["dpo"]
+    known = fixed or losses[0] in get_args(PreferenceLoss)
     c.set("objective.loss", losses[0] if known else "sigmoid", "" if known else f"{TODO}{losses[0]} is not offered")
     if others := [loss for loss in losses[1:] if loss != "sft"]:
         c.doubt("objective.loss", f"one loss is trained: {', '.join(others)} is left out")
@@ -239,10 +238,10 @@ def _of_source(c: Conversion, one: ForeignTable, rows: DatasetType) -> list[str]
 
 def _rows(c: Conversion, kind: Any, one: ForeignTable) -> DatasetType:
     """Returns what a `type` says."""
-    objective = c.value("objective.name")
-    if objective in COMPARING:
-        return _of_answers(objective, kind, one)
-    if objective == "grpo":
+    rows = chosen_objective(c).row_kind
+    if rows.sequences:
+        return _of_answers(rows, kind, one)
+    if c.value("objective.name") == "grpo":
         doubt = f"`type: {kind}` is a function there: give `format` and `columns`, for prompts and answers"
         return DatasetType(None, doubts=(doubt,) if kind else ())
     if isinstance(kind, ForeignTable):
@@ -313,11 +312,11 @@ def _masks(one: ForeignTable) -> list[str]:
     return doubts
 
 
-def _of_answers(objective: str, kind: Any, one: ForeignTable) -> DatasetType:
+def _of_answers(rows: RowKind, kind: Any, one: ForeignTable) -> DatasetType:
     """Returns the same for pairs of answers, and for marked ones."""
-    format = "unpaired" if objective == "kto" else "preference"
+    format = rows.formats[0]
     if isinstance(kind, ForeignTable):
-        fields = ("prompt", "system", *(("completion", "label") if objective == "kto" else ("chosen", "rejected")))
+        fields = ("prompt", "system", *(("completion", "label") if rows.is_unpaired else ("chosen", "rejected")))
         named = {name: kind.word(f"field_{name}") for name in fields}
         texts = [kind.word(f"{name}_format") for name in (*fields, "prompt") if name != "system"]
         doubts = ("its own text around prompts and answers becomes the chat template",) if any(texts) else ()
@@ -333,7 +332,7 @@ def _of_answers(objective: str, kind: Any, one: ForeignTable) -> DatasetType:
     template = name if name in _WRITTEN else None
     if name == "bradley_terry":
         return DatasetType(format, {"prompt": "input"}, template="llama3" if variant == "llama3" else None)
-    known = (_MARKED if objective == "kto" else _PAIRS).get(variant)
+    known = (_MARKED if rows.is_unpaired else _PAIRS).get(variant)
     if known is None or (name not in _WRITTEN and name not in ("chat_template", "")):
         return DatasetType(format, {}, (f"`type: {kind}` has no counterpart; give `columns`",), template)
     return DatasetType(format, known, template=template)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from finetune.desk.setup.conversion import TODO, Conversion, Source
 from finetune.desk.setup.foreign_arguments import (
@@ -14,11 +14,12 @@ from finetune.desk.setup.foreign_arguments import (
     convert_model,
     convert_run,
     convert_training,
+    copy_objective_keys,
 )
 from finetune.desk.setup.foreign_rollouts import convert_grpo
 from finetune.desk.setup.foreign_values import MAX_TABLE_BYTES, ForeignTable, read_bounded
 from finetune.errors import UserError
-from finetune.recipe.schema import LOSSES_OF
+from finetune.recipe.objective_settings import PreferenceLoss
 
 _OWN_TEXTS = {"default": "`Human: ...` and `Assistant:`", "empty": "texts without any mark"}
 _NO_TABLE = "give `path`, `format` and `columns`"
@@ -95,19 +96,16 @@ def _objective(c: Conversion) -> None:
         further = c.data.value("objective.loss", loss).sets  # `orpo` is an objective here
         c.set("objective.name", further.get("objective.name", name))
         if not further:
-            unknown = "" if loss in LOSSES_OF["dpo"] else f"{TODO}`pref_loss: {loss}` is not offered"
+            unknown = "" if loss in get_args(PreferenceLoss) else f"{TODO}`pref_loss: {loss}` is not offered"
             c.set("objective.loss", "sigmoid" if unknown else loss, unknown)
         if t.number("pref_ftx"):
             c.copy("objective.sft_weight", "pref_ftx")
-    if stage in ("dpo", "kto"):
-        c.copy("objective.beta")
+    copy_objective_keys(c, "beta")
     if c.value("objective.loss") == "simpo":
         c.copy("objective.margin")
     if stage == "dpo" and loss == "sigmoid" and c.number("objective.label_smoothing"):
         c.copy("objective.label_smoothing")
-    if stage == "kto":
-        c.copy("objective.desirable_weight")
-        c.copy("objective.undesirable_weight")
+    copy_objective_keys(c, "desirable_weight", "undesirable_weight")
     c.copy("objective.router_aux_loss_coef")
 
 

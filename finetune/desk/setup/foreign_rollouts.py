@@ -6,10 +6,12 @@ trl/experimental/gkd.
 
 from __future__ import annotations
 
+from typing import get_args
+
 from finetune.desk.setup.conversion import TODO, Conversion
 from finetune.desk.setup.foreign_keys import foreign_tool
 from finetune.desk.setup.foreign_values import ForeignTable
-from finetune.recipe.schema import LOSSES_OF
+from finetune.recipe.objective_settings import PolicyLoss
 
 # Losses that are others if every sample is trained on once, by the weights that it was drawn from: all ratios are 1.
 _ON_POLICY = {"cispo": "dapo", "gspo": "grpo"}
@@ -25,7 +27,7 @@ def convert_grpo(c: Conversion, table: ForeignTable, trainer: str = "grpo", samp
     c.set("objective.name", "grpo")
     reuse = table.count("num_iterations", default=1)
     given = str(table.word("loss_type", default=loss))
-    ours = given if given in LOSSES_OF["grpo"] else None
+    ours = given if given in get_args(PolicyLoss) else None
     if table.word("importance_sampling_level", default="token") == "sequence":
         ours = "gspo" if given == "grpo" else None
     taken = ours or "dapo"

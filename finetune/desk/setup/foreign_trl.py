@@ -5,22 +5,24 @@ Keys and defaults: https://github.com/huggingface/trl, trl/trainer, trl/experime
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from finetune.desk.setup.conversion import TODO, Conversion, Source
 from finetune.desk.setup.foreign_arguments import (
+    chosen_objective,
     convert_adapters,
     convert_held_out,
     convert_model,
     convert_run,
     convert_training,
+    copy_objective_keys,
     file_paths,
 )
 from finetune.desk.setup.foreign_command import COMMAND
 from finetune.desk.setup.foreign_keys import ForeignRow, foreign_tool
 from finetune.desk.setup.foreign_rollouts import convert_distillation, convert_grpo
 from finetune.desk.setup.foreign_values import ForeignTable
-from finetune.recipe.schema import LOSSES_OF
+from finetune.recipe.objective_settings import PreferenceLoss
 
 _PLAIN_LOSSES = ("sigmoid", "nll", "chunked_nll")  # of SFT
 _NO_LIMIT = f"{TODO}no limit there; the longest example, in tokens"
@@ -87,12 +89,10 @@ def convert_trainer(c: Conversion, trainer: str, doubt: str = "") -> None:
         {"sft": _sft, "dpo": _pairs}.get(trainer, lambda c: None)(c)
     if trainer == "cpo":
         _cpo(c)
-    if trainer in ("dpo", "kto", "orpo", "cpo", "bco"):
-        c.copy("objective.beta")
-    if row.ours == "kto":
-        c.copy("objective.desirable_weight")
-        c.copy("objective.undesirable_weight")
-        if (loss := t.word("loss_type", default="kto")) not in ("kto", "bco"):
+    copy_objective_keys(c, "beta", "desirable_weight", "undesirable_weight")
+    if chosen_objective(c).row_kind.is_unpaired:
+        alike = [name for name, one in trainers().items() if one.ours == row.ours]  # their losses have their names
+        if (loss := t.word("loss_type", default=trainer)) not in alike:
             c.doubt("objective.name", f"{loss} is not offered")
     if row.ours == "reward" and c.number("objective.centering"):
         c.copy("objective.centering")
@@ -121,7 +121,7 @@ def _sft(c: Conversion) -> None:
 def _pairs(c: Conversion) -> None:
     t = c.theirs
     losses = t.words("loss_type") or ["sigmoid"]
-    if losses[0] in LOSSES_OF["dpo"]:
+    if losses[0] in get_args(PreferenceLoss):
         c.set("objective.loss", losses[0])
     else:
         c.set("objective.loss", "sigmoid", f"{TODO}{losses[0]} is not offered")

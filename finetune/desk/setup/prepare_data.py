@@ -15,6 +15,7 @@ from rich.table import Table
 from finetune.data.cache_entries import CachedEntry
 from finetune.data.token_cache import SourceReport
 from finetune.recipe import Recipe
+from finetune.recipe.objective_settings import Distill
 from finetune.utils import readable_bytes
 
 
@@ -40,9 +41,9 @@ def prepare(recipe: Recipe, recipe_file: str) -> tuple[list[PreparedSource], lis
     from finetune.training import prepare as preparation
 
     # A teacher's predictions are computed from the tokens later.
-    objective = recipe.objective.model_copy(update={"teacher": None})
-    without_teacher = recipe.model_copy(update={"objective": objective})
-    run = preparation.prepare(without_teacher, recipe_file, read_config_file(None), all_features())
+    if isinstance(recipe.objective, Distill):
+        recipe = recipe.model_copy(update={"objective": recipe.objective.model_copy(update={"teacher": None})})
+    run = preparation.prepare(recipe, recipe_file, read_config_file(None), all_features())
     notes = list(run.notes)
     if recipe.data.streaming:
         notes.append("data.streaming: data.train is read during the run, so it is not prepared")

@@ -20,6 +20,7 @@ from finetune.desk.setup.row_fit import GOAL_STEPS, LONGEST, SLACK, ExampleLengt
 from finetune.desk.setup.rows import RowsFound, conversation_of
 from finetune.desk.setup.template_fit import TemplateChoice
 from finetune.recipe import Recipe
+from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS, AgainstReference
 from finetune.recipe.yaml_tree import flow
 
 LARGEST_BAD_SHARE = 0.1  # more bad rows are more likely a mistake than a few that can be spared
@@ -96,7 +97,7 @@ def recipe_text(recipe: NewRecipe) -> str:
 def _learning_rate(mode: str, objective: str, parameters: int | None) -> tuple[float, str]:
     """Returns the rate and its source."""
     adapters = mode != "full"
-    if objective in ("dpo", "kto"):
+    if issubclass(OBJECTIVE_SECTIONS[objective], AgainstReference):
         return (5e-6, "of recipes/mistral-7b-v0.3/dpo-lora.yaml") if adapters else (5e-7, "of its dpo-full.yaml")
     if parameters is not None and parameters < 10**9:
         small = "a model below 1 B takes more than the 2e-5 of Llama 2"
@@ -175,7 +176,8 @@ def with_overrides(text: str, recipe: Recipe, overrides: Sequence[str]) -> str:
     for override in overrides:
         section, *keys = override.partition("=")[0].strip().split(".")
         if keys:
-            wanted.setdefault(section, {})[keys[0]] = values[section][keys[0]]
+            value = values[section].get(keys[0])  # none: null, which stands for the default
+            wanted.setdefault(section, {})[keys[0]] = value
         else:
             wanted[section] = values[section]
     lines = text.splitlines()

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.dataset import Dataset
 from finetune.errors import UserError
 from finetune.recipe import Recipe
+from finetune.recipe.reward_settings import JudgeReward
 from finetune.rl.rewards.completion import Completion
 from finetune.rl.rewards.trial import JUDGED_ROWS, TRIED_ROWS, RewardTrial, try_rewards
 from finetune.rl.rollouts.prompts import RowPrompt, RunPrompts, completion_of, read_contents
@@ -15,8 +16,8 @@ from finetune.rl.rollouts.prompts import RowPrompt, RunPrompts, completion_of, r
 def check_rewards(recipe: Recipe, data: Dataset, tokenizer: PreTrainedTokenizerBase) -> RewardTrial:
     """Returns the trial of the rewards but the environment's. Raises UserError if a run could not use them
     or learn from them."""
-    rewards = tuple(one for one in recipe.rewards if one.kind != "environment")
-    count = JUDGED_ROWS if any(one.kind == "judge" for one in rewards) else TRIED_ROWS
+    rewards = tuple(one for one in recipe.rewards if one.kind() != "environment")
+    count = JUDGED_ROWS if any(isinstance(one, JudgeReward) for one in rewards) else TRIED_ROWS
     trial = try_rewards(rewards, reference_answers(recipe, data, tokenizer, count))
     if trial.problems:
         raise UserError("\n".join([*trial.problems, *(f"    {line}" for line in trial.table().splitlines())]))

@@ -18,7 +18,8 @@ from finetune.data.packing import pack
 from finetune.data.tokenizing import RowSettings, tokenize_chunk
 from finetune.desk.setup.rows import RowsFound
 from finetune.errors import UserError
-from finetune.recipe.schema import Images, Model, ObjectiveSettings
+from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS, Classify, ObjectiveSection
+from finetune.recipe.schema import Images, Model
 
 CHARACTERS_PER_TOKEN = 4  # about, for English with current vocabularies, if there is no tokenizer
 SLACK = 2  # times the longest estimate: other languages and vocabularies need twice the tokens, or more
@@ -81,9 +82,9 @@ def row_renderer(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, template: 
     return build_renderer(tokenizer, resolve_template(template, tokenizer), part, is_text, images)
 
 
-def _objective(rows: RowsFound) -> ObjectiveSettings:
-    labels = tuple(rows.labels) if rows.objective == "classify" else None
-    return ObjectiveSettings(name=rows.objective, labels=labels)  # pyright: ignore[reportArgumentType]
+def _objective(rows: RowsFound) -> ObjectiveSection:
+    section = OBJECTIVE_SECTIONS[rows.objective]
+    return Classify(labels=tuple(rows.labels)) if section is Classify else section.model_validate({})
 
 
 def token_lengths(rows: RowsFound, renderer: Renderer) -> ExampleLengths:
@@ -100,7 +101,7 @@ def token_lengths(rows: RowsFound, renderer: Renderer) -> ExampleLengths:
     begins = np.concatenate([[0], np.cumsum(result.arrays.sizes)[:-1]])
     examples = np.add.reduceat(result.arrays.lengths, begins)
     answers = np.maximum.reduceat(result.arrays.targets, begins)
-    several = 2 if objective.name == "kto" else 1  # with an answer of another row
+    several = 2 if objective.row_kind.is_unpaired else 1  # with an answer of another row
     scale = rows.count / len(rows.items)
     return ExampleLengths(several * examples, answers, False, scale, tuple(result.bad_rows), rows.can_split)
 

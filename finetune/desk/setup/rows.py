@@ -15,12 +15,11 @@ from finetune.data.sources.source import SourceReader
 from finetune.data.tokenizing import Item
 from finetune.desk.setup.roles import RoleChoice, unused_columns
 from finetune.errors import UserError
+from finetune.recipe.objective_settings import objective_of_rows
 from finetune.recipe.schema import Source
 
 # Rows and characters read; the rest of a larger source is assumed to be similar.
 LOOK_ROWS, LOOK_CHARACTERS = 5_000, 20_000_000
-OBJECTIVES = {"preference": "dpo", "comparison": "dpo", "ranked": "dpo", "unpaired": "kto"}
-OBJECTIVES["classification"] = "classify"
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class RowsFound:
 
     @property
     def objective(self) -> str:
-        return OBJECTIVES.get(self.format, "sft")
+        return objective_of_rows(self.format)
 
     @property
     def can_split(self) -> bool:

@@ -19,12 +19,12 @@ from itertools import groupby
 from markupsafe import Markup
 
 from finetune.data.visible_text import INVISIBLE, Token, visible
-from finetune.recipe.schema import ROW_KINDS
+from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS
 
 
 def sequence_names(objective: str, count: int) -> tuple[str, ...]:
     """Returns the names of an example's sequences; empty for a single one."""
-    return ("",) if count == 1 else ROW_KINDS[objective].sequences
+    return ("",) if count == 1 else OBJECTIVE_SECTIONS[objective].row_kind.sequences
 
 
 def tokens_html(tokens: Sequence[Token], first: int = 0) -> Markup:

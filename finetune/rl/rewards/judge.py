@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from finetune.errors import UserError
-from finetune.recipe.schema import RewardSettings
+from finetune.recipe.reward_settings import JudgeReward
 from finetune.recipe.urls import scrubbed
 from finetune.release.http_exchange import StatusError, TooLargeError, content
 from finetune.rl.rewards.builtin import numbers_in
@@ -48,8 +48,8 @@ class _Refused(Exception):
 class Judge:
     """The judge of a recipe. The key is in no message. Raises UserError if the key's variable is not set."""
 
-    def __init__(self, settings: RewardSettings, place: str):
-        self._settings, self._url = settings, (settings.judge or "").rstrip("/") + "/chat/completions"
+    def __init__(self, settings: JudgeReward, place: str):
+        self._settings, self._url = settings, settings.judge.rstrip("/") + "/chat/completions"
         self._key = os.environ.get(settings.key) if settings.key else None
         if settings.key and not self._key:
             raise UserError(f"{place}: the environment variable {settings.key} (`key`) is not set")
@@ -68,7 +68,7 @@ class Judge:
             return list(threads.map(judged, completions))
 
     def _outcome(self, completion: Completion) -> Outcome:
-        settings, (low, high) = self._settings, self._settings.value("scale")
+        settings, (low, high) = self._settings, self._settings.scale
         values = {"prompt": completion.prompt, "completion": completion.text, "reference": completion.reference or ""}
         # In one pass: a completion may itself contain {reference}.
         text = re.sub(r"\{(prompt|completion|reference)\}", lambda match: values[match[1]], settings.prompt or PROMPT)
@@ -91,7 +91,7 @@ class Judge:
         settings, deadline = self._settings, time.monotonic() + self._settings.seconds
         message = {"role": "user", "content": text}
         body = {"model": settings.model, "messages": [message], "temperature": 0}
-        data = json.dumps({**body, "max_tokens": settings.value("max_new_tokens")}).encode()
+        data = json.dumps({**body, "max_tokens": settings.max_new_tokens}).encode()
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from finetune.data.formats.messages import read_message
 from finetune.data.samples import BadRow, Conversation, Message, PromptCompletion
 from finetune.errors import UserError
-from finetune.recipe.schema import RewardSettings
+from finetune.recipe.reward_settings import ModelReward
 from finetune.release.inference.score import Scorer, load_scorer
 from finetune.rl.rewards.completion import Completion, Outcome
 
@@ -21,8 +21,8 @@ from finetune.rl.rewards.completion import Completion, Outcome
 class ScoringModel:
     """The reward model of a recipe. Raises UserError for a folder without one."""
 
-    def __init__(self, settings: RewardSettings, place: str):
-        folder = Path(settings.reward_model or "").expanduser()
+    def __init__(self, settings: ModelReward, place: str):
+        folder = Path(settings.reward_model).expanduser()
         try:
             self._scorer: Scorer = load_scorer(folder)
         except UserError as error:

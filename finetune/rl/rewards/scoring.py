@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finetune.errors import RunFailure, UserError, without_secrets
-from finetune.recipe.schema import REWARD_KEYS, RewardSettings
+from finetune.recipe.reward_settings import (
+    EnvironmentReward,
+    FileReward,
+    JudgeReward,
+    LengthReward,
+    ModelReward,
+    RewardSettings,
+    TestsReward,
+)
 from finetune.rl.rewards.builtin import REWARDS
 from finetune.rl.rewards.completion import Completion, Outcome, Reward
 from finetune.rl.rewards.judge import Judge
@@ -125,25 +133,25 @@ def append_to_log(path: Path, text: str) -> None:
 
 def _start(settings: RewardSettings, place: str, stack: ExitStack, notes: list[str]) -> Scoring:
     """Returns a reward, started; `stack` ends its processes. Adds to `notes`. Raises UserError."""
-    if settings.kind == "judge":
+    if isinstance(settings, JudgeReward):
         return Judge(settings, place)
-    if settings.kind == "environment":
+    if isinstance(settings, EnvironmentReward):
         return EnvironmentRewards()
-    if settings.kind == "reward_model":
+    if isinstance(settings, ModelReward):
         from finetune.rl.rewards.scorer import ScoringModel  # torch and transformers
 
         return ScoringModel(settings, place)
-    seconds = settings.seconds + (_PROGRAM_S if settings.kind == "tests" else 0.0)
-    child = {"place": place, "name": settings.name, "file": None, "seconds": seconds}
-    if settings.kind == "file":
+    seconds = settings.seconds + (_PROGRAM_S if isinstance(settings, TestsReward) else 0.0)
+    child: dict[str, Any] = {"place": place, "name": None, "file": None, "seconds": seconds}
+    if isinstance(settings, FileReward):
         child |= _source(settings, place)
     else:
-        values: dict[str, Any] = {key: settings.value(key) for key in REWARD_KEYS[settings.kind]}
-        if settings.kind == "length":
-            values["margin"] = values["margin"] or values["target"]
-        if settings.kind == "tests":
+        values = {key: getattr(settings, key) for key in settings.parameters()}
+        if isinstance(settings, LengthReward):
+            values["margin"] = settings.margin or settings.target
+        if isinstance(settings, TestsReward):
             values["seconds"] = settings.seconds
-        child["parameters"] = values
+        child |= {"name": settings.name, "parameters": values}
     pool = stack.enter_context(Pool(child, settings.processes, seconds, settings.on_failure is None))
     notes += [f"{place}: {note}" for note in pool.notes]
     return pool
@@ -152,9 +160,9 @@ def _start(settings: RewardSettings, place: str, stack: ExitStack, notes: list[s
 def reads_reference(settings: RewardSettings) -> bool:
     """Returns whether a reward has no value for a completion without a reference: its function has a parameter of that
     name without a default, or the judge's own prompt a place for it. An own function is read, not run."""
-    if settings.kind == "judge":
+    if isinstance(settings, JudgeReward):
         return "{reference}" in (settings.prompt or "")
-    if settings.kind == "file":
+    if isinstance(settings, FileReward):
         try:
             tree = ast.parse(_source(settings, "rewards")["source"])
         except (SyntaxError, ValueError, UserError):  # the start of the reward says so
@@ -168,14 +176,14 @@ def reads_reference(settings: RewardSettings) -> bool:
                 required += [argument for argument, default in pairs if default is None]
                 return any(argument.arg == "reference" for argument in required)
         return False
-    if settings.kind in ("reward_model", "environment"):
+    if isinstance(settings, ModelReward | EnvironmentReward):
         return False
-    return "reference" in inspect.signature(REWARDS[settings.kind].function).parameters
+    return "reference" in inspect.signature(REWARDS[settings.name].function).parameters
 
 
-def _source(settings: RewardSettings, place: str) -> dict[str, Any]:
+def _source(settings: FileReward, place: str) -> dict[str, Any]:
     """Returns the user's file as it is now, whatever is edited during the run. Raises UserError."""
-    path = Path(settings.file or "").expanduser()
+    path = Path(settings.file).expanduser()
     try:
         return {"file": str(path), "source": path.read_bytes(), "function": settings.function}
     except FileNotFoundError:

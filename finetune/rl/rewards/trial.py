@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from finetune.recipe.schema import RewardSettings
+from finetune.recipe.reward_settings import RewardSettings
 from finetune.rl.rewards.completion import Completion, Reward
 from finetune.rl.rewards.scoring import Rewards
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.recipe.schema import ObjectiveSettings
+from finetune.recipe.objective_settings import Grpo
 from finetune.rl.policy import LOSSES
 
 EPSILON = 1e-4  # added to standard deviations, as TRL has it; rewards are of the order of 1
 
 
-def advantages(rewards: NDArray[np.float64], objective: ObjectiveSettings) -> NDArray[np.float64]:  # (P, G)
+def advantages(rewards: NDArray[np.float64], objective: Grpo) -> NDArray[np.float64]:  # (P, G)
     """Returns the advantages of a step's samples, in fp64. Samples whose group has equal rewards have 0."""
-    loss, count = LOSSES[objective.value("loss")], rewards.shape[1]
+    loss, count = LOSSES[objective.loss], rewards.shape[1]
     baseline = rewards.mean(1, keepdims=True)
     if loss.baseline == "others":
         baseline = (rewards.sum(1, keepdims=True) - rewards) / (count - 1)

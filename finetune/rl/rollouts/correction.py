@@ -14,16 +14,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.recipe.schema import ObjectiveSettings
+from finetune.recipe.objective_settings import Grpo
 
 BOUNDS: dict[str, tuple[float, float]] = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "sequence_mask": (0.0, 3.0)}
 
 
 def correction_weights(
-    trainer: NDArray[np.float64], sampler: NDArray[np.float64], objective: ObjectiveSettings
+    trainer: NDArray[np.float64], sampler: NDArray[np.float64], objective: Grpo
 ) -> NDArray[np.float64]:  # (n,), (n,) -> (n,)
     """Returns the weight of each of a sample's n tokens from its log-probabilities under both."""
-    kind = objective.value("correction")
+    kind = objective.correction
+    assert kind is not None
     low, high = objective.correction_bounds or BOUNDS[kind]
     log_ratio = trainer - sampler
     if kind == "sequence_mask":

@@ -33,7 +33,7 @@ def make_rows(
 ) -> RunRows:
     """Returns rows that are samples of the wrapped model, which has its initial weights. Collective."""
     recipe, data, teacher, questions = prepared.recipe, on_disk(prepared.training), None, None
-    if recipe.objective.teacher is not None:
+    if "teacher" in recipe.objective.other_models:
         vocabulary = prepared.config.get_text_config().vocab_size
         teacher = SampleTeacher(TeacherPass(recipe, data, vocabulary), engine, rows_per_device)
     if prepared.held_out is not None and recipe.samples_held_out:

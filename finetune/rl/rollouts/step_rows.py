@@ -47,7 +47,8 @@ from finetune.models.head.token_loss import CooledTokenLoss
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import KEPT, Objective
 from finetune.recipe import Recipe
-from finetune.recipe.schema import ENGINE_KEYS, TAKES_REWARDS
+from finetune.recipe.objective_settings import Grpo
+from finetune.recipe.schema import ENGINE_KEYS
 from finetune.rl.policy import (
     ADVANTAGE,
     CORRECTION,
@@ -130,8 +131,9 @@ class RolloutRows(RunRows):
         if held_out is not None:
             through = (self._draw, self._rewarded, self._records, self._identity)
             self._held_out = HeldOutSamples(recipe, engine, held_out, *through)
-        self._takes_rewards, self._teacher = recipe.objective.name in TAKES_REWARDS, teacher
-        self._corrects = self._takes_rewards and recipe.objective.value("correction") != "none"
+        self._teacher, objective = teacher, recipe.objective
+        self._policy = objective if isinstance(objective, Grpo) else None  # else the samples are a teacher's
+        self._corrects = self._policy is not None and self._policy.corrects
         cooled = Objective(
             lambda outputs, batch: {}, token_loss=CooledTokenLoss(recipe.rollouts.temperature), num_details=1
         )
@@ -142,7 +144,7 @@ class RolloutRows(RunRows):
             self._passes["teacher"] = teacher
         elif is_off_policy(recipe.rollouts) or self._corrects:
             self._passes["old"] = log_probs
-        if recipe.objective.kl:
+        if self._policy is not None and self._policy.kl:
             self._passes["initial"] = replace(log_probs, changed=KeptWeights(engine).in_place)
         self._staleness = recipe.rollouts.staleness
         self._samples: dict[int, list[Sample]] = {}  # by batch: the one in memory, and those to come that are drawn
@@ -200,16 +202,17 @@ class RolloutRows(RunRows):
         if batch != self._batch:
             self._batch, samples = batch, self._samples[batch]
             rewards = np.array([sample.reward.total for sample in samples]).reshape(-1, self._settings.samples)
-            objective = self._recipe.objective
-            pairs = [(one.old, one.log_probs) for one in samples if self._corrects and one.old is not None]
-            weights = [correction_weights(old, sampler, objective) for old, sampler in pairs]
-            advantage = advantages(rewards, objective) if self._takes_rewards else np.zeros(len(samples))
+            weights, advantage, policy = list[NDArray[np.float64]](), np.zeros(len(samples)), self._policy
+            if policy is not None:
+                pairs = [(one.old, one.log_probs) for one in samples if self._corrects and one.old is not None]
+                weights = [correction_weights(old, sampler, policy) for old, sampler in pairs]
+                advantage = advantages(rewards, policy)
             of_samples = zip(samples, advantage.ravel().tolist(), strict=True)
             examples = [example_of(one, value) for one, value in of_samples]
             if weights:
                 corrected = zip(examples, weights, strict=True)
                 examples = [replace(one, target_columns={**one.target_columns, CORRECTION: w}) for one, w in corrected]
-            if objective.value("overlong") == "mask":
+            if policy is not None and policy.overlong == "mask":
                 kept = [not sample.is_truncated for sample in samples]
                 examples = [masked(one, keeps) for one, keeps in zip(examples, kept, strict=True)]
                 weights = [one for one, keeps in zip(weights, kept, strict=True) if keeps] if weights else []

@@ -14,7 +14,8 @@ from finetune.data.batch import Batch, collate
 from finetune.data.samples import Example, Sequence
 from finetune.models.wrapped import Outputs
 from finetune.objectives.objective import KEPT, KEPT_TOKENS, ONE_RANK, TermSums
-from finetune.recipe.schema import ObjectiveSettings, Rollouts
+from finetune.recipe.objective_settings import Grpo
+from finetune.recipe.schema import Rollouts
 from finetune.rl.policy import (
     ADVANTAGE,
     CORRECTION,
@@ -52,7 +53,7 @@ def micro_batches(*names: str) -> list[Batch]:
 
 
 def computed(
-    settings: ObjectiveSettings, rollouts: dict[str, Any], *names: str, kept: tuple[bool, ...] | None = None
+    settings: Grpo, rollouts: dict[str, Any], *names: str, kept: tuple[bool, ...] | None = None
 ) -> tuple[float, Tensor, TermSums]:
     """Returns (loss, its gradient by all log-probabilities, the terms) of the step."""
     objective = grpo(settings, False, ONE_RANK, Rollouts(prompts=2, samples=2, max_new_tokens=MOST, **rollouts))
@@ -113,7 +114,7 @@ def expected(loss: str, clip: tuple[float, float], kl: float = 0.0, factor: floa
 @pytest.mark.parametrize("loss", LOSSES)
 def test_an_off_policy_loss_is_its_formula(loss: str, kl: float) -> None:
     clip = (0.1, 0.3)
-    settings = ObjectiveSettings(name="grpo", loss=loss, clip=clip, kl=kl)  # pyright: ignore[reportArgumentType]
+    settings = Grpo(loss=loss, clip=clip, kl=kl)
     value, gradient, sums = computed(settings, {"reuse": 2}, OLD, *([INITIAL] if kl else []))
     formula, of_formula = expected(loss, clip, kl)
     assert value == pytest.approx(formula, rel=1e-12)
@@ -129,7 +130,7 @@ def test_an_off_policy_loss_is_its_formula(loss: str, kl: float) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_clip_of_a_loss_is_that_of_its_paper(loss: str) -> None:
     usual = {"dapo": (0.2, 0.28), "cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}.get(loss, (0.2, 0.2))
-    settings = ObjectiveSettings(name="grpo", loss=loss)  # pyright: ignore[reportArgumentType]
+    settings = Grpo(loss=loss)
     value, _, _ = computed(settings, {"staleness": 1}, OLD)
     assert value == pytest.approx(expected(loss, usual)[0], rel=1e-12)
 
@@ -140,7 +141,7 @@ def test_at_ratio_1_the_clipped_gradient_is_the_linear_one(
     loss: str, kl: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.PAST", NEW)
-    settings = ObjectiveSettings(name="grpo", loss=loss, kl=kl)  # pyright: ignore[reportArgumentType]
+    settings = Grpo(loss=loss, kl=kl)
     of_kl = [INITIAL] if kl else []
     linear, clipped = computed(settings, {}, *of_kl), computed(settings, {"reuse": 2}, OLD, *of_kl)
     torch.testing.assert_close(linear[1], clipped[1], rtol=1e-6, atol=1e-9)  # weights of the linear form are fp32
@@ -148,7 +149,7 @@ def test_at_ratio_1_the_clipped_gradient_is_the_linear_one(
 
 def test_with_kl_the_gradient_is_that_of_the_divergence() -> None:
     """On-policy, at a sampled token: its score times log(p / p_initial) (https://arxiv.org/abs/2512.02556)."""
-    without, with_kl = (ObjectiveSettings(name="grpo", loss="dapo", kl=kl) for kl in (0.0, 0.3))
+    without, with_kl = (Grpo(loss="dapo", kl=kl) for kl in (0.0, 0.3))
     gradient = computed(with_kl, {}, INITIAL)[1] - computed(without, {})[1]
     expected = 0.3 * torch.tensor(np.concatenate(NEW) - np.concatenate(FIRST)) / sum(LENGTHS)
     torch.testing.assert_close(gradient, expected, rtol=1e-7, atol=1e-10)
@@ -156,7 +157,7 @@ def test_with_kl_the_gradient_is_that_of_the_divergence() -> None:
 
 @pytest.mark.parametrize(("loss", "rollouts"), [("dapo", {}), ("gspo", {"reuse": 2}), ("cispo", {"staleness": 1})])
 def test_corrections_are_factors_of_token_losses(loss: str, rollouts: dict[str, Any]) -> None:
-    settings = ObjectiveSettings(name="grpo", loss=loss, correction="tis")  # pyright: ignore[reportArgumentType]
+    settings = Grpo(loss=loss, correction="tis")
     plain, halved = computed(settings, rollouts, OLD), computed(settings, rollouts, OLD, CORRECTION)
     torch.testing.assert_close(halved[1], plain[1] / 2, rtol=1e-6, atol=1e-10)
 
@@ -171,8 +172,8 @@ def test_a_masked_sample_has_no_gradient_and_no_part_in_a_metric(
     kept = (True, False, False, True)
     names = (OLD, *([CORRECTION] if correction else []), *([INITIAL] if kl else []))
     changes: dict[str, Any] = {"loss": loss, "kl": kl, "correction": "tis" if correction else None}
-    whole = computed(ObjectiveSettings(name="grpo", **changes), rollouts, *names)
-    settings = ObjectiveSettings(name="grpo", overlong="mask", **changes)
+    whole = computed(Grpo(**changes), rollouts, *names)
+    settings = Grpo(overlong="mask", **changes)
     value, gradient, sums = computed(settings, rollouts, *names, kept=kept)
     of_targets = torch.tensor(np.repeat(kept, LENGTHS))
     # The divisor is that of all samples: the others' gradients stay as they are.
@@ -191,7 +192,7 @@ def test_a_masked_sample_has_no_gradient_and_no_part_in_a_metric(
 
 def test_corrections_are_their_formulas() -> None:
     trainer, sampler = np.log([0.5, 0.2, 0.9]), np.log([0.1, 0.5, 0.9])  # ratios 5, 0.4, 1: together 2
-    objective = ObjectiveSettings(name="grpo", correction="tis")
+    objective = Grpo(correction="tis")
     assert correction_weights(trainer, sampler, objective) == pytest.approx([2, 0.4, 1])
     bounded = objective.model_copy(update={"correction_bounds": (0.5, 3.0)})
     assert correction_weights(trainer, sampler, bounded) == pytest.approx([3, 0.5, 1])

@@ -10,12 +10,15 @@ import pytest
 
 from finetune.errors import UserError
 from finetune.features import load_recipe
+from finetune.recipe.objective_settings import Grpo
 
 VLLM = ["rollouts.engine=vllm", "rollouts.url=http://gpu:8000", "objective.correction=tis"]
 
 
 def test_the_recipe_is_valid_without_a_change(online: Path) -> None:
-    assert load_recipe(online).objective.value("loss") == "dr_grpo"
+    objective = load_recipe(online).objective
+    assert isinstance(objective, Grpo)
+    assert objective.loss == "dr_grpo"
 
 
 @pytest.mark.parametrize(

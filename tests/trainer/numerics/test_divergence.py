@@ -19,7 +19,7 @@ from finetune.models.head.divergence import Divergence
 from finetune.models.head.token_loss import LogitMap
 from finetune.models.loss_model import choose_cross_entropy
 from finetune.objectives import make_objective
-from finetune.recipe.schema import ObjectiveSettings as Settings
+from finetune.recipe.objective_settings import Distill
 
 TARGETS, VOCABULARY, WIDTH = 9, 13, 5
 KINDS = ("forward_kl", "reverse_kl", "jsd")
@@ -207,7 +207,7 @@ def test_logits_of_all_targets_are_never_there_together(loss: Divergence) -> Non
 
 
 def test_other_cross_entropies_are_refused() -> None:
-    objective = make_objective(Settings(name="distill"))
+    objective = make_objective(Distill())
     assert not objective.only_sums
     with pytest.raises(Exception, match="the objective needs more; use `auto`"):
         choose_cross_entropy("liger", LogitMap(), True, 32_000, HeadDevice("cpu"), objective.only_sums)

@@ -21,7 +21,8 @@ from finetune.models.weights import Placement, load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.recipe import load_recipe
-from finetune.recipe.schema import ObjectiveSettings, Recipe
+from finetune.recipe.objective_settings import Sft
+from finetune.recipe.schema import Recipe
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ def loader(recipe: Recipe, rank: int = 0, world_size: int = 1) -> Loader:
 
 
 def forward_of(choice: AttentionChoice) -> ForwardPass:
-    return ForwardPass(choice, make_objective(ObjectiveSettings()))
+    return ForwardPass(choice, make_objective(Sft()))
 
 
 def reference(made: Path, batches: list[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ from finetune.models.activations import recompute_activations
 from finetune.models.moe import find_routers
 from finetune.objectives.objective import Sums, Term
 from finetune.objectives.router_balance import balance_coefficient, balance_of_experts, router_balance
-from finetune.recipe.schema import ObjectiveSettings
+from finetune.recipe.objective_settings import ObjectiveSettings, Sft
 from finetune.training.run_dir import ExpertLoad
 
 
@@ -103,21 +103,21 @@ def coefficient(settings: ObjectiveSettings, name: str, divided: str | None = No
 
 
 def test_null_means_what_the_model_s_config_says() -> None:
-    half = ObjectiveSettings(router_aux_loss_coef=0.5)
+    half = Sft(router_aux_loss_coef=0.5)
     adds = {"output_router_logits": True, "router_aux_loss_coef": 0.25}
-    assert coefficient(ObjectiveSettings(), "mixtral") == 0.0
-    assert coefficient(ObjectiveSettings(), "mixtral", **adds) == 0.25
-    assert coefficient(ObjectiveSettings(router_aux_loss_coef=0), "mixtral", output_router_logits=True) == 0.0
+    assert coefficient(Sft(), "mixtral") == 0.0
+    assert coefficient(Sft(), "mixtral", **adds) == 0.25
+    assert coefficient(Sft(router_aux_loss_coef=0), "mixtral", output_router_logits=True) == 0.0
     assert coefficient(half, "qwen3_moe") == 0.5
-    assert coefficient(ObjectiveSettings(), "llama") == 0.0
+    assert coefficient(Sft(), "llama") == 0.0
     with pytest.raises(UserError, match=r"objective.router_aux_loss_coef: 0.5: LlamaConfig has no router"):
         coefficient(half, "llama")
 
 
 def test_rows_that_no_rank_has_in_full_are_not_balanced() -> None:
-    assert coefficient(ObjectiveSettings(), "mixtral", "context 2") == 0.0
+    assert coefficient(Sft(), "mixtral", "context 2") == 0.0
     with pytest.raises(UserError, match=r"`output_router_logits` in the model's config.*under context 2.*_coef: 0"):
-        coefficient(ObjectiveSettings(), "mixtral", "context 2", output_router_logits=True)
+        coefficient(Sft(), "mixtral", "context 2", output_router_logits=True)
 
 
 def test_what_is_logged_of_the_load(tmp_path: Any) -> None:

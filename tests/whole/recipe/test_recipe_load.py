@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pydantic
@@ -318,3 +319,106 @@ def test_what_is_inherited_gives_way(tmp_path: Path):
 def test_words_of_other_programs(override: str, hint: str, recipe: Path):
     with pytest.raises(RecipeError, match=hint):
         load_recipe(recipe, [override])
+
+
+# The objective of a recipe that was recorded while every objective had the keys of all.
+OF_ALL = """{gamma: null, train_on: assistant, z_loss: 0.0, label_smoothing: 0.0, loss: null, beta: null, margin: null,
+  sft_weight: 0.0, reference: null, reference_model: null, share_prompts: auto, desirable_weight: null,
+  undesirable_weight: null, centering: 0.0, labels: null, teacher: null, divergence: null, temperature: null,
+  jsd_beta: null, nll_weight: 0.0, top_k: null, samples: null, scale_rewards: null, overlong: null, clip: null, kl: 0.0,
+  correction: null, correction_bounds: null, dropout: false, router_aux_loss_coef: null}"""
+# Each with the own keys that are given, and defaults of others that were null.
+OBJECTIVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sft": ({"z_loss": 1e-4}, {"label_smoothing": 0.0}),
+    "focal": ({}, {"gamma": 2.0}),
+    "dpo": ({"sft_weight": 0.5}, {"loss": "sigmoid", "beta": 0.1, "margin": None, "reference": None}),
+    "kto": ({"beta": 0.3}, {"desirable_weight": 1.0, "undesirable_weight": 1.0}),
+    "orpo": ({}, {"beta": 0.1, "share_prompts": "auto"}),
+    "reward": ({"centering": 0.01}, {}),
+    "classify": ({"labels": ["a", "b"]}, {}),
+    "distill": ({"teacher": "t"}, {"divergence": "forward_kl", "temperature": 1.0, "jsd_beta": None, "top_k": None}),
+    "grpo": ({"kl": 0.1}, {"loss": "dr_grpo", "overlong": "keep", "correction": None}),
+}
+SAMPLES = "rollouts: {prompts: 2, samples: 4, max_new_tokens: 8}"
+SAMPLED = GOOD.replace("epochs: 1", "max_steps: 4").replace("max_length", "packing: false, max_length") + SAMPLES
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_recipe_of_before_each_objective_had_its_own_keys(name: str, tmp_path: Path):
+    given, defaults = OBJECTIVES[name]
+    text = GOOD if name != "grpo" else f"{SAMPLED}\nrewards: [{{name: number}}]\n"
+    text = text.replace(", format: messages", "").replace("{path: a.jsonl}", "{path: a.jsonl, format: auto}")
+    recorded = {**yaml.safe_load(OF_ALL), "name": name, **given}
+    before = load_recipe(write(tmp_path / "before.yaml", f"{text}objective: {json.dumps(recorded)}\n"))
+    now = load_recipe(write(tmp_path / "now.yaml", f"{text}objective: {json.dumps({'name': name, **given})}\n"))
+    assert before == now
+    values = yaml.safe_load(dump_recipe(now))["objective"]
+    assert values == {**values, **given, **defaults}
+    assert set(yaml.safe_load(OF_ALL)) - set(values)  # keys of others are not written
+
+
+REWARD_OF_ALL = """{name: null, file: null, function: null, reward_model: null, judge: null, metric: null, weight: 1.0,
+  on_failure: null, seconds: 10.0, processes: 2, pattern: null, answer_schema: null, target: null, margin: null,
+  column: null, partial: false, memory_mb: null, isolation: null, model: null, prompt: null, scale: null, key: null,
+  max_new_tokens: null}"""
+REWARDS: tuple[dict[str, Any], ...] = (
+    {"name": "exact_match", "pattern": "(a)"},
+    {"name": "number", "weight": 2.0},
+    {"name": "boxed", "on_failure": 0.0},
+    {"name": "regex", "pattern": "a"},
+    {"name": "json_schema", "answer_schema": {"type": "object"}},
+    {"name": "length", "target": 8},
+    {"name": "tests", "partial": True},
+    {"file": "r.py", "function": "f"},
+    {"reward_model": "runs/a"},
+    {"judge": "http://host/v1", "model": "m"},
+)
+
+
+def test_rewards_of_before_each_had_its_own_keys(tmp_path: Path):
+    text = f"{SAMPLED}\nobjective: {{name: grpo}}\nrewards: "
+    recorded = [{**yaml.safe_load(REWARD_OF_ALL), **one} for one in REWARDS]
+    before = load_recipe(write(tmp_path / "before.yaml", text + json.dumps(recorded)))
+    now = load_recipe(write(tmp_path / "now.yaml", text + json.dumps(REWARDS)))
+    assert before == now
+    assert load_recipe(write(tmp_path / "again.yaml", dump_recipe(now))) == now
+    values = yaml.safe_load(dump_recipe(now))["rewards"]
+    assert values[6] == {**values[6], "column": "tests", "memory_mb": 1024, "isolation": "required"}
+    assert values[9] == {**values[9], "scale": [0.0, 10.0], "max_new_tokens": 256}
+    assert all(set(one) < set(yaml.safe_load(REWARD_OF_ALL)) for one in values)
+
+
+@pytest.mark.parametrize(
+    ("objective", "problem"),
+    [
+        ("name: kto, gamma: 2.0", "objective.gamma: has no effect under `name: kto`, only under focal: remove it"),
+        (
+            "reference: null, beta: 0.1",
+            "objective.beta: has no effect under `name: sft`, only under dpo and kto and orpo",
+        ),
+        ("name: dpo, loss: dapo", "objective.loss: `dapo` is not a loss of `name: dpo`: use sigmoid, robust, hinge"),
+        ("name: orpo, kl: false", "objective.kl: has no effect under `name: orpo`, only under grpo: remove it"),
+        ("name: focal, gamma: -1, beta: 2", "objective.gamma: expected a number >= 0, got -1"),
+        ("name: [kto]", "objective.name: expected 'sft', 'focal', 'dpo'"),
+        ("name: Kto", 'got "Kto" (text); did you mean `kto`?'),
+        ("nam: kto", "objective.nam: unknown key; did you mean `name`?"),
+    ],
+)
+def test_a_key_of_another_objective(objective: str, problem: str, recipe: Path):
+    text = GOOD.replace(", format: messages", "") + f"objective: {{{objective}}}\n"
+    with pytest.raises(RecipeError) as error:
+        load_recipe(write(recipe, text))
+    assert problem in str(error.value)
+
+
+def test_a_key_of_another_objective_hides_no_rule(recipe: Path):
+    with pytest.raises(RecipeError, match="3 problems") as error:
+        load_recipe(write(recipe, GOOD + "objective: {name: kto, gamma: 1, train_on: all}\n"))
+    keys = [(problem.place.line, problem.key[-1]) for problem in error.value.problems]
+    assert keys == [(5, "format"), (9, "gamma"), (9, "train_on")]
+
+
+def test_null_is_the_default_of_a_key(recipe: Path):
+    overrides = ["data.train.0.format=unpaired", "objective={name: kto, beta: 0.4}"]
+    assert load_recipe(recipe, overrides).objective.model_dump()["beta"] == 0.4
+    assert load_recipe(recipe, [*overrides, "objective.beta=null"]).objective.model_dump()["beta"] == 0.1

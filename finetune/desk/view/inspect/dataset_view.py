@@ -26,7 +26,8 @@ from finetune.data.sources.source import read_rows
 from finetune.data.token_cache import DataReport
 from finetune.errors import UserError
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Data, ObjectiveSettings, Source
+from finetune.recipe.objective_settings import ObjectiveSettings
+from finetune.recipe.schema import Data, Source
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def numbers_of(example: Example, objective: ObjectiveSettings) -> str:
     """Returns an example's label or margin in words."""
     label, margin = example.columns.get("label"), example.columns.get("margin")
     if isinstance(label, float):
-        names = [f"label {name}" for name in objective.labels or ()] or ["a bad answer", "a good answer"]
+        names = [f"label {name}" for name in objective.score_labels] or ["a bad answer", "a good answer"]
         return names[int(label)]
     return f"margin {margin:g}" if isinstance(margin, float) and margin else ""
 
@@ -59,7 +60,7 @@ LOSSES = {
     "truncated": ("truncated to max_length", "raise `data.max_length`: the end of the answer is often what is lost"),
     "split": ("split into pieces of max_length", "raise `data.max_length` to keep them in one piece"),
     "no_supervised_token": ("dropped, no supervised token", "answers without content, or truncated before one"),
-    "no_other_answer": ("dropped, no other row's answer fits next to it", "raise `data.max_length`, for kto"),
+    "no_other_answer": ("dropped, no other row's answer fits next to it", "raise `data.max_length`"),
     "unrolled": ("conversations turned into several examples", "the template rewrites earlier turns"),
     "duplicates": ("same tokens as an earlier example; kept", "remove them from the source if not intended"),
 }

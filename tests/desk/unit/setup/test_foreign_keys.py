@@ -17,7 +17,8 @@ from finetune.desk.setup.foreign_keys import FILES, FOLDER, ForeignRow, foreign_
 from finetune.features import load_recipe
 from finetune.recipe import RecipeError
 from finetune.recipe.load import _annotation_at, key_is_known  # pyright: ignore[reportPrivateUsage]
-from finetune.recipe.schema import OBJECTIVE_KEYS, Source
+from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS
+from finetune.recipe.schema import Source
 
 GOOD = """\
 run: {name: a}
@@ -94,7 +95,7 @@ WITHOUT_COUNTERPART = {"focal", "classify"}  # no tool has them in its configs
 
 def test_every_objective_has_a_row() -> None:
     reached = {row.ours for name in FILES for key, _, row in values_of(name) if key == "objective.name"}
-    assert set(OBJECTIVE_KEYS) - reached == WITHOUT_COUNTERPART
+    assert set(OBJECTIVE_SECTIONS) - reached == WITHOUT_COUNTERPART
     assert foreign_tool("trl").value("objective.name", "grpo").ours == "grpo"
 
 

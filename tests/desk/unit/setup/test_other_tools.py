@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -23,7 +23,7 @@ from finetune.desk.setup.other_tools import write_converted
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.recipe import Recipe
-from finetune.recipe.schema import LOSSES_OF, OBJECTIVE_KEYS
+from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS, Grpo, PolicyLoss, PreferenceLoss
 
 Convert = Callable[..., tuple[Recipe, str, str]]
 
@@ -930,16 +930,16 @@ def test_every_objective_has_its_mapping(convert: Convert, tool: str, named: str
         rows = {"dpo": "pairs", "rm": "pairs", "kto": "marked", "pt": "pages"}.get(stage, "plain")
         config = factory(stage, rows, f"pref_loss: {loss}" if loss else "")
     recipe, _, _ = convert(config)
-    assert (recipe.objective.name, recipe.objective.value("loss") if expected[1] else None) == expected
+    assert (recipe.objective.name, recipe.objective.loss if expected[1] else None) == expected
 
 
 def test_objectives_without_a_counterpart_elsewhere() -> None:
     """Every objective is reached from another tool, but for those that no tool has in its configs."""
     reached = {name for _, _, (name, _) in OBJECTIVES}
-    assert set(OBJECTIVE_KEYS) - reached == {"focal", "classify"}
+    assert set(OBJECTIVE_SECTIONS) - reached == {"focal", "classify"}
     losses = {(name, loss) for _, _, (name, loss) in OBJECTIVES}
-    assert {loss for loss in LOSSES_OF["dpo"] if ("dpo", loss) not in losses} == set()
-    assert {loss for loss in LOSSES_OF["grpo"] if ("grpo", loss) not in losses} == {"reinforce_pp"}
+    assert {loss for loss in get_args(PreferenceLoss) if ("dpo", loss) not in losses} == set()
+    assert {loss for loss in get_args(PolicyLoss) if ("grpo", loss) not in losses} == {"reinforce_pp"}
 
 
 GRPO = """
@@ -970,19 +970,15 @@ gradient_accumulation_steps: 2
 def test_grpo(convert: Convert) -> None:
     recipe, printed, _ = convert(GRPO, devices=2)
     assert recipe.rollouts is not None
-    assert recipe.objective.model_dump(exclude_defaults=True) == {
-        "name": "grpo",
-        "loss": "dr_grpo",
-        "scale_rewards": "none",
-        "overlong": "mask",
-        "kl": 0.04,
-        "clip": (0.1, 0.3),
-    }
+    assert recipe.objective == Grpo(scale_rewards="none", overlong="mask", kl=0.04, clip=(0.1, 0.3))
+    assert recipe.objective.loss == "dr_grpo"
     rollouts = {"prompts": 8, "samples": 4, "max_new_tokens": 512, "temperature": 0.9, "top_p": 0.95, "reuse": 2}
     assert recipe.rollouts.model_dump(exclude_defaults=True) == rollouts
     assert values(recipe, "batch.rows", "data.max_length", "data.packing", "data.overlong") == [32, 768, False, "drop"]
     assert values(recipe, "train.max_steps", "train.epochs", "optimizer.lr") == [100, None, 1e-6]
-    rewards = [(one.kind, one.function, one.target, one.weight) for one in recipe.rewards]
+    rewards = [
+        (one.kind(), *(getattr(one, key, None) for key in ("function", "target")), one.weight) for one in recipe.rewards
+    ]
     assert rewards == [
         ("boxed", None, None, 1.0),
         ("regex", None, None, 0.5),

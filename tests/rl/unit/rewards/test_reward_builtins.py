@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 from completions import completion, reward, values
 
-from finetune.recipe.schema import REWARD_KEYS, RewardSettings
+from finetune.recipe.reward_settings import REWARD_SECTIONS
 from finetune.rl.rewards.builtin import REWARDS, last_boxed, last_fenced, last_number, numbers_in
 from finetune.rl.rewards.child import accepted
 from finetune.rl.rewards.scoring import Rewards
 
 
 def test_the_table_has_every_name_of_the_schema() -> None:
-    names = set(REWARD_KEYS) - {"file", "reward_model", "judge"}
+    names = set(REWARD_SECTIONS) - {"file", "reward_model", "judge"}
     assert names - {"environment"} == set(REWARDS)  # no function: see `scoring.EnvironmentRewards`
-    assert {"kind", *names} == {"kind", *RewardSettings.model_json_schema()["properties"]["name"]["anyOf"][0]["enum"]}
     for name in names - {"json_schema", "tests", "environment"}:  # their parameters are prepared
-        parameters = {key for key in REWARD_KEYS[name] if key in REWARDS[name].function.__code__.co_varnames}
-        assert parameters == set(REWARD_KEYS[name]), name
+        keys = REWARD_SECTIONS[name].parameters()
+        assert set(keys) <= set(REWARDS[name].function.__code__.co_varnames), name
 
 
 @pytest.mark.parametrize(
@@ -136,5 +135,5 @@ def test_built_ins_ask_only_for_what_exists() -> None:
     from functools import partial
 
     for name, built_in in REWARDS.items():
-        prepared = {"json_schema": ("validator",), "tests": ("program",)}.get(name, tuple(REWARD_KEYS[name]))
+        prepared = {"json_schema": ("validator",), "tests": ("program",)}.get(name, REWARD_SECTIONS[name].parameters())
         assert accepted(partial(built_in.function, **dict.fromkeys(prepared)))

@@ -11,7 +11,7 @@ from completions import completion, reward
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.recipe import RecipeError
-from finetune.recipe.schema import TAKES_REWARDS
+from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS
 from finetune.rl.rewards.scoring import Rewards
 
 RECIPE = """run: {{name: a}}
@@ -129,7 +129,7 @@ def test_good_rewards_break_no_rule_but_that_no_objective_takes_them(path: Path)
     with pytest.raises(RecipeError) as error:
         load_recipe(path)
     assert told(error.value, path) == [f":8: rewards: {TAKES_NONE}"]
-    assert set(TAKES_REWARDS) == {"grpo"}
+    assert [name for name, one in OBJECTIVE_SECTIONS.items() if one.takes_rewards] == ["grpo"]
 
 
 # --- what the recipe names

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.recipe.schema import ObjectiveSettings, Rollouts
+from finetune.recipe.objective_settings import Grpo
+from finetune.recipe.schema import Rollouts
 from finetune.rl.policy import LOSSES
 from finetune.rl.rollouts.advantages import advantages
 from finetune.rl.rollouts.noise import gumbel, mixed, sample_keys
@@ -86,7 +87,7 @@ def test_only_the_likeliest_tokens_are_drawn(changes: dict[str, float], kept: li
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_samples_of_equal_rewards_have_no_advantage(loss: str) -> None:
-    settings = ObjectiveSettings(name="grpo", loss=loss)  # type: ignore[arg-type]
+    settings = Grpo(loss=loss)  # type: ignore[arg-type]
     rewards = np.array([[0.1, 0.1, 0.1], [0.0, 1.0, 0.5]])
     result = advantages(rewards, settings)
     assert result[0].tolist() == [0.0, 0.0, 0.0]

@@ -85,6 +85,16 @@ def test_shared_prompts_are_the_same_maths(load: Any, checkpoint: Path) -> None:
     assert "share_prompts" not in message
 
 
+def test_a_checkpoint_of_before_each_objective_had_its_own_keys_is_resumed(load: Any, checkpoint: Path) -> None:
+    rows = ("data.train=[{path: pairs.jsonl, format: preference}]", "data.eval=[]")
+    recipe = load(*rows, "objective={name: kto, beta: 0.2}")
+    recorded = yaml.safe_load(dump_recipe(recipe))
+    recorded["objective"] |= {"desirable_weight": None, "gamma": None, "kl": 0.0, "share_prompts": "auto", "loss": None}
+    (checkpoint / "recipe.yaml").write_text(yaml.safe_dump(recorded), encoding="utf-8")
+    assert changes(recipe, checkpoint) == []
+    assert "objective.beta: 0.2 -> 0.3" in refusal(load(*rows, "objective={name: kto, beta: 0.3}"), checkpoint)
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -21,7 +21,7 @@ from finetune.data.packing import one_per_row
 from finetune.data.predictions import IDS, LOG_PROBS, check_complete, load_predictions, vocabulary_digest
 from finetune.data.teacher_file import file_predictions, read_teacher_file
 from finetune.errors import UserError
-from finetune.recipe.schema import ObjectiveSettings
+from finetune.recipe.objective_settings import Distill
 
 TEXTS = ["the quick brown fox", "hello world", "what is two and two? It is four", "fine thanks"]
 VOCABULARY, K = 600, 3
@@ -58,8 +58,8 @@ def write(folder: Path, rows: list[dict[str, Any]], metadata: Any = METADATA) ->
     return folder / "teacher.parquet"
 
 
-def settings(file: Path, **keys: Any) -> ObjectiveSettings:
-    return ObjectiveSettings(name="distill", teacher=str(file), **keys)
+def settings(file: Path, **keys: Any) -> Distill:
+    return Distill(teacher=str(file), **keys)
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,7 @@ from finetune.data.samples import Example, Sequence
 from finetune.models.wrapped import Outputs
 from finetune.objectives import OBJECTIVES, make_objective
 from finetune.objectives.objective import Objective, Sums, Term, TermSums, combined
-from finetune.recipe.schema import OBJECTIVE_KEYS
-from finetune.recipe.schema import ObjectiveSettings as Settings
+from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS, Focal, Orpo, Sft
 
 
 def batch_of(*lengths: int, source: int = 0) -> Batch:
@@ -50,10 +49,10 @@ def sums_of(objective: Objective, batches: list[Batch]) -> Sums:
 
 
 @pytest.mark.parametrize("evaluating", [False, True])
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if not Settings(name=name).scores_sequences])
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if not OBJECTIVE_SECTIONS[name]().scores_sequences])
 def test_the_contract(name: str, evaluating: bool) -> None:
     """Loss terms have a graph and a unit that batches count; a rank without outputs has the same terms, all zero."""
-    objective = make_objective(Settings(name=name), ("a", "b"), evaluating)
+    objective = make_objective(OBJECTIVE_SECTIONS[name](), ("a", "b"), evaluating)
     batch = pairs_of((5, 9), (4, 3), columns=objective.columns)
     if objective.statistics is not None:
         statistics = objective.statistics(outputs_of(batch), batch)
@@ -69,20 +68,20 @@ def test_the_contract(name: str, evaluating: bool) -> None:
     assert all(not term.total.any() for term in objective.no_terms(batch).values() if term.weight is not None)
     part = objective.loss(terms, batch.counts)
     torch.testing.assert_close(part.item(), sums_of(objective, [batch]).loss())
-    assert name in OBJECTIVE_KEYS
+    assert name in OBJECTIVE_SECTIONS
 
 
 def test_a_step_is_the_same_however_it_is_divided() -> None:
     """Micro-batches of 3, 7 and 11 targets: the mean over all 21, not the mean of three means."""
     batches = [batch_of(5), batch_of(9), batch_of(13)]
-    objective = make_objective(Settings())
+    objective = make_objective(Sft())
     losses = torch.cat([outputs_of(batch, seed).token_losses for seed, batch in enumerate(batches)])
     assert sums_of(objective, batches).loss() == pytest.approx(losses.mean().item(), rel=1e-12)
 
 
 def test_focal_loss_is_its_formula() -> None:
     batch, outputs = batch_of(8), outputs_of(batch_of(8))
-    objective = make_objective(Settings(name="focal", gamma=1.5))
+    objective = make_objective(Focal(gamma=1.5))
     loss = objective.loss(objective.terms(outputs, batch), batch.counts)
     p = torch.exp(-outputs.token_losses)
     torch.testing.assert_close(loss, ((1 - p) ** 1.5 * -torch.log(p)).mean())
@@ -97,7 +96,7 @@ def test_focal_loss_is_its_formula() -> None:
 def test_focal_loss_of_tokens_that_are_certain(gamma: float) -> None:
     """In fp32 a probability is rounded to 1 below a loss of 6e-8, and a loss to 0 or a little less."""
     losses = [0.0, -6e-8, 1e-30, 3e-8, 1e-7, 1e-4, 0.7, 9.0]
-    objective = make_objective(Settings(name="focal", gamma=gamma))
+    objective = make_objective(Focal(gamma=gamma))
 
     def gradient(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         nll = torch.tensor(losses, dtype=dtype, requires_grad=True)
@@ -115,11 +114,11 @@ def test_focal_loss_of_tokens_that_are_certain(gamma: float) -> None:
 
 def test_losses_by_source_are_means_over_their_own_tokens() -> None:
     batches = [batch_of(5, source=0), batch_of(9, source=1)]
-    sums = sums_of(objective := make_objective(Settings(), ("first", "second")), batches)
+    sums = sums_of(objective := make_objective(Sft(), ("first", "second")), batches)
     wanted = [outputs_of(batch, seed).token_losses.mean().item() for seed, batch in enumerate(batches)]
     assert objective.metrics(sums) == pytest.approx({"loss/first": wanted[0], "loss/second": wanted[1]})
     assert sums.totals["tokens_by_source"].tolist() == [5, 9]
-    orpo = make_objective(Settings(name="orpo"), ("first", "second"))
+    orpo = make_objective(Orpo(), ("first", "second"))
     of_pairs = sums_of(orpo, [pairs_of((5, 9))])
     assert of_pairs.totals["tokens_by_source"].tolist() == [14, 0]
     assert not any(name.startswith("loss/") for name in orpo.metrics(of_pairs))  # both answers' tokens are not its loss
@@ -129,7 +128,7 @@ def test_terms_of_several_units_are_divided_by_their_own_counts() -> None:
     def terms(outputs: Outputs, batch: Batch) -> dict[str, Term]:
         return {"b": Term(torch.tensor(6.0), "examples", 0.5), "seen": Term(torch.tensor(8.0), "tokens")}
 
-    objective = combined(make_objective(Settings()), [Objective(terms)])
+    objective = combined(make_objective(Sft()), [Objective(terms)])
     sums = sums_of(objective, [batch_of(5, 9)])
     nll = sums.mean("nll")
     assert sums.loss() == pytest.approx(nll + 0.5 * 6.0 / 2)

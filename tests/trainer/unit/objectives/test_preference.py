@@ -35,8 +35,7 @@ from finetune.objectives.kto import LABEL, MISMATCHED
 from finetune.objectives.objective import ONE_RANK, Objective, Sums, TermSums, sequence_log_probs
 from finetune.objectives.preference import LOSSES, REFERENCE, log_odds
 from finetune.recipe import load_recipe
-from finetune.recipe.schema import LOSS_KEYS, PreferenceLoss
-from finetune.recipe.schema import ObjectiveSettings as Settings
+from finetune.recipe.objective_settings import LOSS_KEYS, OBJECTIVE_SECTIONS, Dpo, Kto, Orpo, PreferenceLoss
 
 
 def test_a_pair_equals_its_reference_before_the_first_step(
@@ -106,10 +105,10 @@ LENGTHS = ((7, 12), (9, 4), (5, 5))  # tokens of the answers of three pairs; all
 REFERENCES = ((-4.0, -9.5), (-11.0, -1.5), (-3.0, -6.0))
 
 
-def settings_of(name: str, **others: Any) -> Settings:
+def settings_of(name: str, **others: Any) -> Dpo:
     loss, *smoothed = name.split()
     keys = {"label_smoothing": SMOOTHING} if smoothed else {"margin": MARGIN} if loss == "simpo" else {}
-    return Settings(name="dpo", loss=loss, beta=BETA, **keys, **others)  # pyright: ignore[reportArgumentType]
+    return Dpo(loss=loss, beta=BETA, **keys, **others)  # pyright: ignore[reportArgumentType]
 
 
 def batches() -> list[Batch]:
@@ -211,7 +210,7 @@ def test_the_sft_term_is_over_the_chosen_tokens_of_the_step() -> None:
 
 
 def test_orpo_is_its_formula() -> None:
-    losses, objective = token_losses(), make_objective(Settings(name="orpo", beta=BETA))
+    losses, objective = token_losses(), make_objective(Orpo(beta=BETA))
     loss, metrics = step_of(objective, losses)
     ratios = []
     for (a, b), (n, m) in zip(log_probs(losses), LENGTHS, strict=True):
@@ -249,7 +248,7 @@ def exact_log_odds(log_prob: float) -> float:
 def test_kto_is_its_formula() -> None:
     """z is the mean over the step of the mismatched answers, cut at 0 and without a gradient; labels 1, 0, 1."""
     losses = token_losses()
-    objective = make_objective(Settings(name="kto", beta=BETA, desirable_weight=1.5, undesirable_weight=0.5))
+    objective = make_objective(Kto(beta=BETA, desirable_weight=1.5, undesirable_weight=0.5))
     ratios = [(a - A, b - B) for (a, b), (A, B) in zip(log_probs(losses), REFERENCES, strict=True)]
     mean = sum(other for _, other in ratios) / 3
     for shift in (-3 - mean, 2 - mean, 0.0):  # below 0, above, and as it is
@@ -295,7 +294,7 @@ def test_gradcheck_through_the_chunked_head(name: str, trained: bool) -> None:
     backward. Chunks of 4 targets, so that most sequences are in several. (Distillation: test_divergence.py; scores,
     which have another head: test_scores.py.)"""
     beta = {"beta": BETA} if name in ("orpo", "kto") else {}
-    settings = settings_of(name, sft_weight=0.5) if name in FORMULAS else Settings(name=name, **beta)  # pyright: ignore
+    settings = settings_of(name, sft_weight=0.5) if name in FORMULAS else OBJECTIVE_SECTIONS[name](**beta)  # pyright: ignore
     objective, made = make_objective(settings), batches()
     if name == "kto":
         made = [batch.with_columns({MISMATCHED: torch.tensor(0.3, dtype=torch.float64)}) for batch in made]

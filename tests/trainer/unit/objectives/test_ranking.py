@@ -15,8 +15,14 @@ from finetune.objectives import make_objective
 from finetune.objectives.objective import Sums, TermSums
 from finetune.objectives.preference import REFERENCE
 from finetune.objectives.ranking import rounding_of, share_of_best
-from finetune.recipe.schema import ObjectiveSettings as Settings
-from finetune.recipe.schema import PreferenceLoss, is_better
+from finetune.recipe.objective_settings import (
+    OBJECTIVE_SECTIONS,
+    Classify,
+    ObjectiveSettings,
+    PreferenceLoss,
+    RewardObjective,
+)
+from finetune.recipe.schema import is_better
 
 PAIRS, TARGETS = 64, 20
 # A sum of token losses in another order, or of kernels of another shape: errors of one token's loss.
@@ -30,10 +36,14 @@ def same_answers(reference: np.ndarray[Any, Any]) -> Batch:
     return collate([Example("a", i, 0, (answer, answer), each) for i, each in enumerate(columns)])
 
 
-def metrics_of(settings: Settings, outputs: Outputs, batch: Batch, compute: torch.dtype) -> dict[str, float]:
+def metrics_of(settings: ObjectiveSettings, outputs: Outputs, batch: Batch, compute: torch.dtype) -> dict[str, float]:
     objective, sums = make_objective(settings, compute=compute), TermSums()
     sums.add(objective.terms(outputs, batch))
     return objective.metrics(Sums(sums.totals, sums.terms, batch.counts))
+
+
+def objective_of(keys: dict[str, Any]) -> Any:
+    return OBJECTIVE_SECTIONS[keys["name"]](**keys)
 
 
 def objectives() -> list[dict[str, Any]]:
@@ -51,12 +61,12 @@ def test_answers_that_only_rounding_tells_apart_are_ties(keys: dict[str, Any], c
     exact = torch.rand(PAIRS, 1, TARGETS, generator=generator, dtype=torch.float64).expand(-1, 2, -1) * 3
     noise = NOISE[compute] * torch.randn(PAIRS, 2, TARGETS, generator=generator, dtype=torch.float64)
     losses = (exact + noise).reshape(-1)
-    found = metrics_of(Settings(**keys), Outputs(losses.sum(), losses), same_answers(-exact.sum(2).numpy()), compute)
+    found = metrics_of(objective_of(keys), Outputs(losses.sum(), losses), same_answers(-exact.sum(2).numpy()), compute)
     assert found["rewards/accuracy"] == 0.5
     assert found["rewards/margin"] != 0
     better = exact * torch.tensor([0.7, 1.0], dtype=torch.float64)[:, None]  # by much more than noise
     losses = (better + noise).reshape(-1)
-    found = metrics_of(Settings(**keys), Outputs(losses.sum(), losses), same_answers(-exact.sum(2).numpy()), compute)
+    found = metrics_of(objective_of(keys), Outputs(losses.sum(), losses), same_answers(-exact.sum(2).numpy()), compute)
     assert found["rewards/accuracy"] == 1
 
 
@@ -66,7 +76,7 @@ def test_scores_that_only_rounding_tells_apart_are_ties(labels: tuple[str, ...] 
     count, generator = len(labels or (0,)), torch.Generator().manual_seed(3)
     values = torch.full((2 * PAIRS, count), 0.3, dtype=torch.float64)
     values += NOISE[compute] / 3 * torch.rand(values.shape, generator=generator, dtype=torch.float64)
-    settings = Settings(name="classify", labels=labels) if labels else Settings(name="reward")
+    settings = Classify(labels=labels) if labels else RewardObjective()
     answer = Sequence(np.arange(3, 9, dtype=np.int32), np.arange(6) >= 1)
     each = (answer,) if labels else (answer, answer)
     batch = collate([Example("a", i, 0, each, {"label": 0.0}) for i in range(2 * PAIRS // len(each))])

@@ -14,7 +14,7 @@ from finetune.data.samples import Example, Sequence
 from finetune.models.wrapped import Outputs
 from finetune.objectives import make_objective
 from finetune.objectives.objective import Objective, Sums, TermSums, TokenRanks
-from finetune.recipe.schema import ObjectiveSettings as Settings
+from finetune.recipe.objective_settings import Classify, RewardObjective
 
 CHOSEN, REJECTED, MARGINS = (1.5, -0.25, 3.0), (0.5, 0.75, -2.0), (0.0, 0.5, 1.0)
 
@@ -51,7 +51,7 @@ def result(objective: Objective, outputs: Outputs, batch: Batch) -> tuple[float,
 @pytest.mark.parametrize("evaluating", [False, True])
 @pytest.mark.parametrize(("centering", "margins"), [(0.0, True), (0.3, True), (0.3, False)])
 def test_a_reward_is_its_formula(centering: float, margins: bool, evaluating: bool) -> None:
-    objective = make_objective(Settings(name="reward", centering=centering), evaluating=evaluating)
+    objective = make_objective(RewardObjective(centering=centering), evaluating=evaluating)
     loss, metrics, gradient = result(objective, pair_scores(), collate(pairs(margins)))
     chosen, rejected = np.array(CHOSEN), np.array(REJECTED)
     differences = chosen - rejected - (np.array(MARGINS) if margins else 0)
@@ -69,7 +69,7 @@ def test_a_reward_is_its_formula(centering: float, margins: bool, evaluating: bo
 
 def test_classification_is_cross_entropy_over_examples() -> None:
     logits, labels = np.array([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]]), np.array([1, 0])
-    objective = make_objective(Settings(name="classify", labels=("a", "b", "c")))
+    objective = make_objective(Classify(labels=("a", "b", "c")))
     batch = collate(examples([(5,), (9,)], {"label": (1.0, 0.0)}))
     loss, metrics, gradient = result(objective, scored(logits), batch)
     p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
@@ -79,7 +79,7 @@ def test_classification_is_cross_entropy_over_examples() -> None:
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
-    objective = make_objective(Settings(name="reward", centering=0.2))
+    objective = make_objective(RewardObjective(centering=0.2))
     batch = collate(pairs())
 
     def loss(scores: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
 def test_a_dummy_batch_adds_nothing_but_has_a_graph() -> None:
     batch = dummy_batch(pairs()[0], 0, None)
     outputs = scored(np.zeros((0, 1)))
-    objective = make_objective(Settings(name="reward", centering=0.2))
+    objective = make_objective(RewardObjective(centering=0.2))
     terms = objective.terms(outputs, batch)
     assert all(not term.total.any() for term in terms.values())
     assert objective.loss(terms, {"examples": 3.0}).requires_grad
@@ -114,8 +114,8 @@ def test_the_rank_with_the_last_token_gives_the_score(share: tuple[int, int]) ->
     for shard, scores in local:
         total.index_add_(0, shard.ends.sequence, scores)
     torch.testing.assert_close(total[:, 0], values[batch.ends.positions])
-    objective = make_objective(Settings(name="reward"), token_ranks=TokenRanks(count, lambda own: total + 0 * own))
+    objective = make_objective(RewardObjective(), token_ranks=TokenRanks(count, lambda own: total + 0 * own))
     parts = [objective.loss(objective.terms(scored(scores), shard), batch.counts) for shard, scores in local]
-    alone = make_objective(Settings(name="reward"))
+    alone = make_objective(RewardObjective())
     wanted = alone.loss(alone.terms(scored(values[batch.ends.positions][:, None]), batch), batch.counts)
     torch.testing.assert_close(sum(parts), wanted)

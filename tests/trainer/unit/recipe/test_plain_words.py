@@ -100,7 +100,7 @@ def test_a_tracker_is_switched(words: list[str], is_on: bool, as_override: bool,
         ("model: {name: null, config: {model_type: llama, tie_word_embeddings: no}}", "model.config.tie_word_embedd"),
         ("data: {packing: no}", "data.packing"),
         ("train: {activation_checkpointing: off}", "train.activation_checkpointing"),
-        ("objective: {share_prompts: on}", "objective.share_prompts"),
+        ("objective: {name: orpo, share_prompts: on}", "objective.share_prompts"),
     ],
 )
 def test_a_word_is_never_a_true_text(line: str, key: str, recipe: Path) -> None:
