@@ -120,7 +120,7 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
     from finetune.training.trainer import Trainer
 
     prepared = prepare(recipe, "recipe.yaml", read_launch())
-    engine = start_engine(recipe, prepared.launch)
+    engine = start_engine(recipe, prepared.launch, prepared.base.config)
     make_run_folder(recipe)
     trainer = Trainer(prepared, engine, StopRequest(), Console(quiet=True))
     trainer.saver = saver = Saver(engine, recipe, folder / "saves", {})

@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig
 
 from finetune.data.batch import TokenShare
 from finetune.engine.context_parallel import token_ranks
@@ -55,7 +55,7 @@ class Engine(abc.ABC):
     # runs these before its first step and drops them, or a resumed run would not be bitwise the same.
     warm_ups = 0
 
-    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
+    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe, config: PretrainedConfig):
         self.accelerator = accelerator
         self.launch = launch
         self.rank = accelerator.process_index

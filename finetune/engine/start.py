@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch.distributed import distributed_c10d
 from torch.torch_version import TorchVersion
+from transformers import PretrainedConfig
 
 from finetune.engine.base import Engine
 from finetune.engine.compatibility import check_products
@@ -41,8 +42,9 @@ log = logging.getLogger(__name__)
 ENGINES: dict[Kind, type[Engine]] = {"replicated": Ddp, "fsdp2": Fsdp2, "zero": Zero}
 
 
-def start_engine(recipe: Recipe, launch: Launch) -> Engine:
-    """Join the process group, and return the engine of this process. Raises UserError if the group is another one."""
+def start_engine(recipe: Recipe, launch: Launch, config: PretrainedConfig) -> Engine:
+    """Join the process group, and return the engine of this process. config: of the base, see `Base`. Raises UserError
+    if the group is another one."""
     if launch.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
         raise UserError("this accelerate config needs DeepSpeed: pip install 'deepspeed>=0.19'")
     if is_rehearsal():
@@ -74,7 +76,7 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
             launch.processes,
             launch.processes,
         )
-    return backend(accelerator, launch, recipe)
+    return backend(accelerator, launch, recipe, config)
 
 
 # --- CUDA

@@ -29,7 +29,7 @@ from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
 from finetune.models.attention import Kernels
-from finetune.models.config import training_config
+from finetune.models.base import Base
 from finetune.models.trials import FAILURES, quietly
 from finetune.plan.finished_runs import device_key, phases_of_time, read_plan, speeds_here
 from finetune.plan.lengths import Lengths, RowFacts, facts_of, widest
@@ -139,7 +139,7 @@ def _gib() -> float | None:
 
 def predict_run(prepared: Prepared, engine: Engine) -> dict[str, Any]:
     """Returns `predicted` of a run's plan.json. Raises nothing: the other ranks would not know."""
-    recipe, config, training = prepared.recipe, prepared.config, prepared.training
+    recipe, config, training = prepared.recipe, prepared.base.config, prepared.training
     try:
         rows = widest(recipe, "a stream", config)
         if training.size(recipe.data.max_length):
@@ -211,7 +211,7 @@ def compare_run(folder: Path) -> list[Comparison]:
             batch = recipe.batch.model_copy(update={"rows_per_device": plan["rows_per_device"]})
             recipe = recipe.model_copy(update={"batch": batch})
         launch = Launch(of_launch["kind"], plan["world_size"], None, of_launch["config"])
-        config = training_config(recipe)
+        config = Base.of(recipe).config
         counts = plan["rows_per_epoch"], plan["examples"], plan["tokens_per_epoch"], plan["supervised_tokens_per_epoch"]
         if not all(counts) or recipe.rollouts is not None:
             rows = widest(

@@ -80,7 +80,7 @@ def estimate_memory(
     micro_batches: int = 1,
     most: int | None = None,
 ) -> Memory:
-    """Returns the memory of a run of `recipe` at `place`. config: `models.config.training_config(recipe)`'s.
+    """Returns the memory of a run of `recipe` at `place`. config: `Base.of(recipe).config`.
 
     micro_batches: of a step on each process. most: bytes of a device; if persistent bytes exceed it, no step is
     weighed. No weights are read; raises UserError if no such model can be made.

@@ -229,7 +229,7 @@ def _best_of(request: PlanRequest, launch: Launch, machines: Machines, speeds: S
     changes: list[dict[str, Any]] = []
     if keeps is not fewer:
         changes.append({"train.activation_checkpointing": fewer})
-    if rows != "auto" and recipe.batch.tokens_per_device is None and not drops(recipe, request.config):
+    if rows != "auto" and recipe.batch.tokens_per_device is None and not drops(recipe.lora, request.config):
         changes += [{"batch.rows_per_device": n} for n in _ROWS if n != rows and (n < rows) == fewer]
         if fewer and keeps is not True and rows > 1:
             changes.append({"train.activation_checkpointing": True, "batch.rows_per_device": 1})

@@ -24,6 +24,7 @@ from finetune.engine.tensor_packed import PackedShard, shard_scales
 from finetune.engine.tensor_parallel import parallelize
 from finetune.models import assemble
 from finetune.models.attention import AttentionChoice
+from finetune.models.base import Base
 from finetune.models.moe import stacked_experts
 from finetune.models.packed_linear import linear_weights, state_tensors
 from finetune.models.parameter_roles import parameter_roles
@@ -191,7 +192,7 @@ def with_layers(config: PretrainedConfig, layers: list[int]) -> PretrainedConfig
 def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice | None = None) -> Any:
     """Returns the model of a run on `meta`, see `assemble.skeleton`; its body has a name."""
     attention = attention or AttentionChoice("eager", "only shapes", True)
-    model = assemble.skeleton(recipe, config, attention, score_labels(recipe.objective))
+    model = assemble.skeleton(recipe, Base.of(recipe, config), attention, score_labels(recipe.objective))
     name_body(unwrap_peft(model))
     return model
 

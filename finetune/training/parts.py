@@ -18,9 +18,9 @@ from finetune.data.row_source import RowSource, RunRows
 from finetune.engine.base import Engine
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
+from finetune.models.base import Base
 from finetune.models.base_config import dtypes
 from finetune.models.checkpoint_files import kept_tensors, kept_words
-from finetune.models.config import model_config
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.generation_config import valid_generation_config
 from finetune.models.moe import adapts_experts, find_routers
@@ -44,7 +44,7 @@ def load(prepared: Prepared, engine: Engine, attention: AttentionChoice, say: Sa
     """Returns the module that the engine wraps, and the objective; prints notes on what a user may not expect."""
     recipe, labels = prepared.recipe, score_labels(prepared.recipe.objective)
     with engine.loading(recipe):
-        model = load_model(recipe, prepared.config, attention, engine.placement(recipe), labels)
+        model = load_model(recipe, prepared.base, attention, engine.placement(recipe), labels)
     if recipe.train.activation_offload and engine.device.type == "cpu":
         say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
     if kept := kept_tensors(model):
@@ -215,6 +215,7 @@ class Loaders(NamedTuple):
     """Makes the loaders of a run: for its training rows in their order, or for any rows once, as they come."""
 
     recipe: Recipe
+    base: Base
     engine: Engine
     rows_per_device: RowsPerDevice
     attention: AttentionChoice
@@ -241,5 +242,5 @@ class Loaders(NamedTuple):
             engine.context_shard,
             shares_prompts=self.attention.shares_prompts,
             image_inputs=self.images,
-            positions=None if recipe.model.train is None else row_positions(model_config(recipe.model)),
+            positions=None if recipe.model.train is None else row_positions(self.base.config),
         )

@@ -33,7 +33,7 @@ from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
 from finetune.models.adapters import adapters_off
-from finetune.models.config import training_config
+from finetune.models.base import Base
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import ONE_RANK, sequence_log_probs
 from finetune.objectives.preference import REFERENCE
@@ -71,7 +71,7 @@ def find_reference(recipe: Recipe, training: RowSource, held_out: Dataset | None
     another reference.
     """
     reference, parts = recipe_of_reference(recipe), _parts(on_disk(training), held_out)
-    own, model = run_folder(recipe) / "reference", model_dependencies(reference, training_config(reference))
+    own, model = run_folder(recipe) / "reference", model_dependencies(reference, Base.of(reference).config)
     before = read_report(own / "train").get("dependencies", model)
     resume, checkpoints = recipe.checkpoint.resume, run_folder(recipe) / "checkpoints"
     resumes = resume != "never" and (resume != "auto" or list_checkpoints(checkpoints))

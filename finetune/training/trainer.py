@@ -99,21 +99,21 @@ class Trainer:
         predicted: entry of plan.json, on the main rank; run_lock: lock of the run's folder. Raises UserError.
         """
         self.recipe, self.engine, self.stop, self.console = prepared.recipe, engine, stop, console
-        self.tokenizer, self.folder, self.run_lock = prepared.tokenizer, run_folder(prepared.recipe), run_lock
+        self.tokenizer, self.folder, self.run_lock = prepared.base.tokenizer, run_folder(prepared.recipe), run_lock
         prepared, full_rows = prepared.on(engine.device.type)
         for note in prepared.notes:
             self.say(f"note: {escape(note)}")
         recipe, training, held_out = prepared.recipe, prepared.training, prepared.held_out
         attention = apply_context_parallel(full_rows, engine.context_shard, engine.parallelism, engine.rank)
         columns = ReferenceColumns(recipe, engine, training, held_out, console) if reads_columns(recipe) else None
-        attention, config = with_shared_prompts(recipe, attention), copy.deepcopy(prepared.config)
+        attention, config = with_shared_prompts(recipe, attention), copy.deepcopy(prepared.base.config)
         model, objective = parts.load(prepared, engine, attention, self.say)
         self.forward, facts = ForwardPass(attention, objective), parts.model_facts(recipe, model, full_rows)
         build = partial(build_optimizers, recipe.optimizer, parameter_roles(model.causal_lm))
         engine.wrap(model, build, prepared.micro_batches)
         set_group_timeouts(collective_timeout())
         rows = parts.rows_per_device(prepared, engine, self.forward, (predicted or {}).get("rows_per_device"), self.say)
-        loaders = parts.Loaders(recipe, engine, rows, attention, image_reader(recipe, self.tokenizer))
+        loaders = parts.Loaders(recipe, prepared.base, engine, rows, attention, image_reader(prepared.base.images))
         reference, self.with_reference = None, None
         if columns is not None:
             training, held_out, reference = columns.columns(self.forward, loaders.each_once)

@@ -194,13 +194,13 @@ def speeds_by(folder: Path, reference: Cell) -> Any:
 
 def loaded(folder: Path, cell: Cell) -> tuple[Any, Any]:
     from finetune.features import load_recipe
-    from finetune.models.config import training_config
+    from finetune.models.base import Base
 
     if not (path := folder / cell.model / "recipe.yaml").exists():
         folder.mkdir(parents=True, exist_ok=True)
         path = recipe_file(folder, cell.model)
     recipe = load_recipe(path, cell.overrides)
-    return recipe, training_config(recipe)
+    return recipe, Base.of(recipe).config
 
 
 def predicted(folder: Path, cell: Cell, speeds: Any) -> Any:

@@ -17,6 +17,7 @@ from conftest import launch, metrics, train_here
 from transformers import AutoModelForCausalLM
 
 from finetune.data.dataset import Dataset, build_training
+from finetune.data.examples import recipe_renderer
 from finetune.desk.setup.environment_rows import check_environment
 from finetune.errors import UserError
 from finetune.features import load_recipe
@@ -364,6 +365,7 @@ def test_check_tries_the_environment(online: dict[str, Any], write_recipe: Write
 def tried(online: dict[str, Any], write_recipe: Write) -> list[str]:
     recipe = load_recipe(write_recipe(online))
     tokenizer = load_tokenizer(recipe.model)
-    data = build_training(recipe, tokenizer)
+    renderer = recipe_renderer(recipe.model, recipe.objective, tokenizer)
+    data = build_training(recipe, renderer)
     assert isinstance(data, Dataset)
-    return check_environment(recipe, data, tokenizer)
+    return check_environment(recipe, data, tokenizer, renderer)

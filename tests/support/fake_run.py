@@ -130,7 +130,7 @@ def fake_run(
         import peft  # noqa: F401
     enable()
     launch = join(config_file, processes, rank)
-    engine = start_engine(recipe, launch)
+    engine = start_engine(recipe, launch, config)
     # DDP's reducer is C++ that reads the parameters' memory: replicas run without it.
     engine.accelerator.prepare_model = lambda model, **_: model.to(engine.device)
     attention_for(recipe, config, "cuda")  # a trial on real tensors, which is remembered

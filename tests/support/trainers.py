@@ -30,7 +30,7 @@ def started_engine(prepared: Prepared) -> Engine:
     from finetune.engine.start import start_engine
     from finetune.training.run_dir import make_run_folder
 
-    engine = start_engine(prepared.recipe, prepared.launch)
+    engine = start_engine(prepared.recipe, prepared.launch, prepared.base.config)
     make_run_folder(prepared.recipe)
     return engine
 

@@ -118,11 +118,12 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     trial = None
     if any(one.kind != "environment" for one in recipe.rewards):
         rows = on_disk(prepared.training)
-        trial = problems.attempt(check_rewards, prepared.recipe, rows, prepared.tokenizer)
+        trial = problems.attempt(check_rewards, prepared.recipe, rows, prepared.base.tokenizer)
     environment = None
     if recipe.rollouts is not None and recipe.rollouts.environment is not None:
-        data, tokenizer = on_disk(prepared.training), prepared.tokenizer
-        environment = problems.attempt(check_environment, recipe, data, tokenizer)
+        data = on_disk(prepared.training)
+        tokenizer, renderer = prepared.base.tokenizer, prepared.renderer
+        environment = problems.attempt(check_environment, recipe, data, tokenizer, renderer)
     if (rollouts := recipe.rollouts) is not None and rollouts.engine == "vllm":
         problems.attempt(lambda: VllmServer(rollouts).base_model(length))
     if problems.messages:
@@ -149,7 +150,7 @@ def _check_model(prepared: Prepared, attention: AttentionChoice) -> None:
     from finetune.objectives import score_labels
     from finetune.training.parts import with_objective
 
-    model = skeleton(prepared.recipe, prepared.config, attention, score_labels(prepared.recipe.objective))
+    model = skeleton(prepared.recipe, prepared.base, attention, score_labels(prepared.recipe.objective))
     with_objective(prepared, model, attention, torch.device("cpu"))
 
 
@@ -183,7 +184,7 @@ def _report_memory(prepared: Prepared, report: CheckReport) -> None:
     from finetune.plan.micro_batch import NotEstimated
     from finetune.plan.search import heaviest
 
-    recipe, config, launch = prepared.recipe, prepared.config, prepared.launch
+    recipe, config, launch = prepared.recipe, prepared.base.config, prepared.launch
     place, batch = Place(launch, launch.processes), heaviest(recipe, widest(recipe, "the largest rows", config))
     try:
         memory = estimate_memory(recipe, config, place, batch, prepared.micro_batches)

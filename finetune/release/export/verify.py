@@ -31,15 +31,15 @@ from finetune.checkpoints.trained import Trained, find_trained
 from finetune.checkpoints.weight_files import TensorFiles
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import build_dataset, build_held_out
-from finetune.data.examples import row_images
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as Document
 from finetune.data.sources.source import SourceReader
 from finetune.errors import UserError
+from finetune.models.base import Base
 from finetune.models.base_config import first_line
 from finetune.models.damage import read_object
 from finetune.models.remote_code import load_auto
-from finetune.models.tokenizer import load_tokenizer, read_tokenizer
+from finetune.models.tokenizer import read_tokenizer
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut
 from finetune.release.export.eight_bits import other_layers
@@ -121,7 +121,7 @@ def _compare_models(
             run = ScoreReference.of(model, read_tokenizer(settings).pad_token_id, examples, figures)
         else:
             recipe, pictures = _with_settings(trained.recipe, trained.settings, base), None
-            if not is_gguf and (seen := row_images(recipe, load_tokenizer(recipe.model))) is not None:
+            if not is_gguf and (seen := Base.of(recipe).images) is not None:
                 from finetune.data.images.pixels import pixel_reader
 
                 pictures = pixel_reader(seen.family, seen.rules.threads).plain_inputs
@@ -234,15 +234,16 @@ def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int, name: str | No
     overlong = "drop" if recipe.objective.name in ("dpo", "orpo", "reward") else "truncate"  # answers stay whole
     data = recipe.data.model_copy(update={"streaming": False, "mixture": None, "overlong": overlong})
     recipe = recipe.model_copy(update={"data": data})
-    loaded, opened = load_tokenizer(recipe.model), OpenedSources(recipe)
+    base, opened = Base.of(recipe), OpenedSources(recipe)
+    renderer = base.renderer(recipe.objective)
     if isinstance(data.eval, HeldOut):
-        held_out = build_held_out(recipe, loaded, opened)
+        held_out = build_held_out(recipe, renderer, opened)
     else:
         sources = tuple(
             source.model_copy(update={"limit": min(rows, source.limit or rows), "weight": 1.0, "max_epochs": None})
             for source in data.eval_sources or data.train
         )
-        held_out = build_dataset(recipe, sources, loaded, opened=opened)
+        held_out = build_dataset(recipe, sources, renderer, opened=opened)
     assert held_out is not None
     return [held_out.examples[i] for i in range(min(rows, len(held_out.examples)))]
 

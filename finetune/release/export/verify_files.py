@@ -17,12 +17,12 @@ from transformers import AutoConfig, GenerationConfig
 from finetune.checkpoints.trained import ADAPTER, LABELS, Trained
 from finetune.checkpoints.weight_files import INDEX, TensorFiles, shard_name
 from finetune.errors import UserError
+from finetune.models.base import Base, processor_settings
 from finetune.models.base_config import base_config, first_line
 from finetune.models.config import model_config
 from finetune.models.damage import ADAPTER_CONFIG, read_object
 from finetune.models.remote_code import load_auto
 from finetune.models.score_model import labelled
-from finetune.models.vision import processor_settings
 from finetune.release.export.eight_bits import settings_of
 from finetune.release.export.figures import Figures
 from finetune.release.export.formats import EIGHT_BITS
@@ -250,7 +250,7 @@ def compare_settings(figures: Figures, trained: Trained, base: str | None, expor
         ours = settings_of(figures.format, stated.get("ignore", []))
         figures.problems += other_keys("config.json, quantization_config", ours, stated)
     if (images := trained.recipe.data.image) is not None:
-        for name, content in processor_settings(model, images).items():
+        for name, content in processor_settings(Base(model, image=images)).items():
             if not (export / name).is_file():
                 figures.problems.append(f"{name} is missing: images would be seen by other settings")
             else:

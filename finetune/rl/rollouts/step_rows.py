@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from finetune.checkpoints.inputs import on_main, reward_files, sample_teacher
+from finetune.data.chat.renderer import Renderer
 from finetune.data.chat.turns import TurnRenderer
-from finetune.data.examples import recipe_renderer
 from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.data.row_source import RunRows
 from finetune.data.samples import Example, SharedPrompt
@@ -97,6 +97,7 @@ class RolloutRows(RunRows):
         prompts: RunPrompts,
         content: Mapping[str, Any],
         tokenizer: PreTrainedTokenizerFast,
+        renderer: Renderer,
         end_ids: set[int],
         folder: Path,
         attention: AttentionChoice,
@@ -121,8 +122,8 @@ class RolloutRows(RunRows):
         self._drawer = self._server or own
         self._episodes = None
         if recipe.rollouts.environment is not None and recipe.rollouts.replay is None:
-            renderer = TurnRenderer(recipe_renderer(recipe, tokenizer), frozenset(end_ids))
-            self._episodes = EpisodeDrawer(engine, own, Episodes(recipe, renderer, folder))
+            turns = TurnRenderer(renderer, frozenset(end_ids))
+            self._episodes = EpisodeDrawer(engine, own, Episodes(recipe, turns, folder))
         self._rewards = Rewards(recipe.rewards, folder)
         self._identity = on_main(engine, lambda: run_identity(recipe, content))
         self._held_out = None

@@ -25,10 +25,10 @@ from finetune.engine.launch import Launch
 from finetune.engine.start import start_engine
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, attention_for
+from finetune.models.base import Base
 from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.parameter_roles import parameter_roles
-from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
@@ -127,10 +127,10 @@ class Started:
 
     def __init__(self, recipe: Recipe):
         self.recipe, self.config = recipe, model_config(recipe.model)
-        self.data: Dataset = build_dataset(recipe, recipe.data.train, load_tokenizer(recipe.model))
-        self.engine: Engine = start_engine(recipe, Launch("replicated", 1))
+        self.data: Dataset = build_dataset(recipe, recipe.data.train, Base.of(recipe).renderer(recipe.objective))
+        self.engine: Engine = start_engine(recipe, Launch("replicated", 1), self.config)
         self.attention: AttentionChoice = attention_for(recipe, self.config, "cpu")
-        model = load_model(recipe, self.config, self.attention, self.engine.placement(recipe))
+        model = load_model(recipe, Base.of(recipe, self.config), self.attention, self.engine.placement(recipe))
         self.build = partial(build_optimizers, recipe.optimizer, parameter_roles(model))
         self.forward = ForwardPass(self.attention, make_objective(recipe.objective))
         self.engine.wrap(CausalLMWithLoss(model, recipe.model.cross_entropy), self.build, 1)
