@@ -24,6 +24,7 @@ from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.models.fingerprint import base_content, base_enters_steps, config_content, tokenizer_content
 from finetune.recipe import Recipe
+from finetune.recipe.schema import RewardList, Rollouts
 
 Inputs = dict[str, dict[str, Any]]
 Result = TypeVar("Result")
@@ -60,7 +61,7 @@ def read_inputs(
             "eval": held_out.examples.content("eval") if held_out is not None else {},
             "tokenizer": tokenizer_content(tokenizer),
             "config": config_content(config),
-            "rewards": {**reward_files(recipe), **sample_teacher(recipe)},
+            "rewards": {**reward_files(recipe.rewards, recipe.rollouts), **sample_teacher(recipe)},
             "base": {
                 **base_content(recipe.model),
                 "enters steps": enters,
@@ -71,12 +72,12 @@ def read_inputs(
     return on_main(engine, read)
 
 
-def reward_files(recipe: Recipe) -> dict[str, str]:
+def reward_files(rewards: RewardList, rollouts: Rollouts | None) -> dict[str, str]:
     """Returns a digest of each Python file of `rewards`, and that of `rollouts.environment`, by its key. Raises
     UserError."""
-    files = {f"rewards[{i}].file": reward.file for i, reward in enumerate(recipe.rewards)}
-    if recipe.rollouts is not None and recipe.rollouts.environment is not None:
-        files["rollouts.environment.file"] = recipe.rollouts.environment.file
+    files = {f"rewards[{i}].file": reward.file for i, reward in enumerate(rewards)}
+    if rollouts is not None and rollouts.environment is not None:
+        files["rollouts.environment.file"] = rollouts.environment.file
     digests = {}
     for key, file in files.items():
         if file is not None:

@@ -73,7 +73,7 @@ class Engine(abc.ABC):
         self.max_grad_norm = recipe.optimizer.max_grad_norm
         self.loss_scale = LossScale.of(recipe.train.precision)
         self.steps_in_backward = recipe.optimizer.in_backward
-        self.stopwatch = Stopwatch(self.device, self.world_size == 1 or self.knows_waits(recipe))
+        self.stopwatch = Stopwatch(self.device, self.world_size == 1 or self.knows_waits(recipe.train.compile))
         self.ranks = Ranks(accelerator, self.parallelism, self.stopwatch)
         self.trial_is_collective = self.world_size > 1  # `trial` waits for other ranks: all must call it, alike
         self.optimizers: list[Optimizer] = []
@@ -265,7 +265,7 @@ class Engine(abc.ABC):
 
     # --- meters
 
-    def knows_waits(self, recipe: Recipe) -> bool:
+    def knows_waits(self, compiles: bool) -> bool:
         """Returns whether `stopwatch` sees all waits of this rank for others: only then is their time a metric."""
         return False
 

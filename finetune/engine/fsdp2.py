@@ -197,9 +197,9 @@ class Fsdp2(Engine):
         for _, parameter, local in self._shards:
             parameter.grad = local.grad = None
 
-    def knows_waits(self, recipe: Recipe) -> bool:
+    def knows_waits(self, compiles: bool) -> bool:
         """False with compiled layers, which lack the hooks of `ShardWaits`, and with sums inside layers."""
-        return not recipe.train.compile and self.parallelism.tensor == 1
+        return not compiles and self.parallelism.tensor == 1
 
     def gradients(self) -> list[Tensor]:
         return [local_tensor(gradient) for gradient in super().gradients()]

@@ -196,7 +196,7 @@ class Pipeline(Engine):
         copies = self.ranks_of_stage
         return self.clip_and_step([g for _, g in trained], lambda local: self.ranks.sum(local)[0] / copies, counted)
 
-    def knows_waits(self, recipe: Recipe) -> bool:
+    def knows_waits(self, compiles: bool) -> bool:
         """True: all time of the schedule outside computation is a wait, the bubble included."""
         return True
 

@@ -12,17 +12,17 @@ from dataclasses import replace
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
 from finetune.objectives.objective import Objective, Sums
-from finetune.recipe import Recipe
-from finetune.recipe.schema import OBJECTIVE_KEYS
+from finetune.recipe.schema import OBJECTIVE_KEYS, ObjectiveSettings
 
 
-def with_shared_prompts(recipe: Recipe, attention: AttentionChoice) -> AttentionChoice:
+def with_shared_prompts(objective: ObjectiveSettings, samples: bool, attention: AttentionChoice) -> AttentionChoice:
     """Returns the attention with the decision whether the run's pairs or samples share their beginning.
 
-    Raises UserError if the recipe requests it and it is not possible.
+    samples: whether the run trains on samples of its model. Raises UserError if the recipe requests it and it is not
+    possible.
     """
-    why_not = _why_not(recipe, attention)
-    if recipe.objective.share_prompts is True and why_not is not None:
+    why_not = _why_not(objective, samples, attention)
+    if objective.share_prompts is True and why_not is not None:
         raise UserError(
             f"objective.share_prompts: true does not fit `{attention.implementation}` here: {why_not}; use `auto`, "
             "which computes the prompt for each answer, with the same numbers"
@@ -30,34 +30,35 @@ def with_shared_prompts(recipe: Recipe, attention: AttentionChoice) -> Attention
     return replace(attention, shares_prompts=why_not is None)
 
 
-def sharing_summary(recipe: Recipe, attention: AttentionChoice, share: float | None) -> str | None:
+def sharing_summary(
+    objective: ObjectiveSettings, samples: bool, attention: AttentionChoice, share: float | None
+) -> str | None:
     """Returns a line for the plan; None for an objective without pairs or samples.
 
     share: of an epoch's tokens that pairs have in common; None: unknown.
     """
-    if not _may_share(recipe):
+    if not _may_share(objective, samples):
         return None
     if not attention.shares_prompts:
-        return f"computed for each answer: {_why_not(recipe, attention)}"
-    if recipe.rollouts is not None:
+        return f"computed for each answer: {_why_not(objective, samples, attention)}"
+    if samples:
         return "computed once for the samples of a prompt in one micro-batch"
     saved = "what a pair has in common" if share is None else f"{share:.1%} of the tokens"
     return f"computed once for both answers: {saved} need not be computed again"
 
 
-def _may_share(recipe: Recipe) -> bool:
-    if recipe.objective.name == "distill":
-        return recipe.rollouts is not None
-    return "share_prompts" in OBJECTIVE_KEYS[recipe.objective.name]
+def _may_share(objective: ObjectiveSettings, samples: bool) -> bool:
+    if objective.name == "distill":
+        return samples
+    return "share_prompts" in OBJECTIVE_KEYS[objective.name]
 
 
-def _why_not(recipe: Recipe, attention: AttentionChoice) -> str | None:
-    settings = recipe.objective
-    if not _may_share(recipe):
-        return f"{settings.name} has no pairs"
-    if settings.share_prompts is False:
+def _why_not(objective: ObjectiveSettings, samples: bool, attention: AttentionChoice) -> str | None:
+    if not _may_share(objective, samples):
+        return f"{objective.name} has no pairs"
+    if objective.share_prompts is False:
         return "asked for in the recipe"
-    if settings.dropout:
+    if objective.dropout:
         return "objective.dropout draws for each answer"
     return attention.not_shared
 

@@ -138,7 +138,7 @@ def facts_of(
 def widest(recipe: Recipe, reason: str, config: PretrainedConfig) -> RowFacts:
     """Returns the largest rows that a recipe allows: every row one document of max_length, all supervised, and full of
     images if it sees any."""
-    length, images = recipe.data.max_length, most_images(recipe, config)
+    length, images = recipe.data.max_length, most_images(recipe.data, config)
     if recipe.rollouts is not None:
         of_prompts = np.array([length - recipe.rollouts.max_new_tokens])
         return sampled_rows(recipe, of_prompts, f"data.max_length, as lengths are not known ({reason})", config)

@@ -209,7 +209,7 @@ def phases_of(
     head = parts.head.peak - max(0, parts.head.kept) + moving.tail if stage.last else 0
     walk.reach("evaluation", parts.before.kept + max(forward, head))
     if recipe.rollouts is not None:
-        prompt = longest_prompt(recipe, batch.documents)
+        prompt = longest_prompt(recipe.rollouts, batch.documents)
         sampled = sampling_of(recipe, config, prompt, how_of(costs, capability, micro_batches))
         walk.reach("sampling", sampled.peak + max(moving.layer, moving.tail))
     walk.now = rest

@@ -7,7 +7,7 @@ size, loaders, plan and rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -112,10 +112,11 @@ class ModelFacts(NamedTuple):
     kernels: str
 
 
-def model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice) -> ModelFacts:
-    """Returns the sizes of a model. attention: as if a rank had full rows."""
+def model_facts(model: WrappedModel, attention: AttentionChoice, recomputed: Literal["selective"] | bool) -> ModelFacts:
+    """Returns the sizes of a model. attention: as if a rank had full rows; recomputed: of
+    `train.activation_checkpointing`."""
     causal_lm = model.causal_lm
-    flops = model_flops(causal_lm, attention.implementation, recipe.train.activation_checkpointing)
+    flops = model_flops(causal_lm, attention.implementation, recomputed)
     return ModelFacts(parameter_counts(causal_lm), part_sizes(causal_lm), flops, model.choice, model.kernels)
 
 
@@ -161,7 +162,7 @@ def make_plan(
     recipe, training, micro_batches = prepared.recipe, prepared.training, prepared.micro_batches
     size = training.size(recipe.data.max_length)
     shared_share = size.shared_tokens / size.tokens if size else None
-    steps, total_rows = training_length(recipe, size)
+    steps, total_rows = training_length(recipe.train, recipe.batch.rows, size)
     budget, precision = recipe.batch.tokens_per_device, recipe.train.precision
     if budget is None:
         micro_batches = recipe.batch.rows // (rows.rows * engine.parallelism.data)
@@ -185,7 +186,7 @@ def make_plan(
         attention=f"{attention.implementation} ({attention.reason})",
         cross_entropy=f"{model.cross_entropy.implementation} ({model.cross_entropy.reason})",
         kernels=model.kernels,
-        shared_prompts=sharing_summary(recipe, attention, shared_share),
+        shared_prompts=sharing_summary(recipe.objective, recipe.rollouts is not None, attention, shared_share),
         shared_token_share=shared_share if attention.shares_prompts else None,
         reference=reference,
         precision=precision_there(precision, engine.device.type, recipe.quantization),

@@ -100,7 +100,8 @@ class Prepared:
         documents see each other, and with notes on the run's length. Raises UserError."""
         attention = attention_for(self.recipe, self.base.config, device_type)
         parallelism = self.launch.parallelism
-        with_shared_prompts(self.recipe, divided(attention, parallelism))
+        samples = self.recipe.rollouts is not None
+        with_shared_prompts(self.recipe.objective, samples, divided(attention, parallelism))
         check_rows_per_forward(self.recipe.batch, attention)
         training, held_out, notes = self.training, self.held_out, list[str]()
         if not attention.isolates_documents:

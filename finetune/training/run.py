@@ -66,7 +66,7 @@ def compute_reference(
     if recipe.objective.teacher is not None:
         compute_teacher(recipe, recipe_file, stop, console, config_file)
         return
-    if not reads_columns(recipe):
+    if not reads_columns(recipe.objective):
         raise UserError(f"{recipe_file}: nothing to compute: no reference is read that is `precomputed`")
     base, name = Base.of(recipe), recipe.objective.reference_model
     check_same_vocabulary("objective.reference_model", name, base)
@@ -112,8 +112,8 @@ def started(
         stop.watch_launcher()
     prepared = prepare(recipe, recipe_file, launch, features)
     engine = start_engine(recipe, launch, prepared.base.config)
-    make_run_folder(recipe)
-    with in_use(engine, run_folder(recipe)) as run_lock:
+    make_run_folder(recipe.run)
+    with in_use(engine, run_folder(recipe.run)) as run_lock:
         predicted = predict(prepared, engine) if predict is not None and engine.is_main else None
         trainer = Trainer(prepared, engine, stop, console, predicted, run_lock)
         try:

@@ -270,7 +270,7 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     if recipe.data.image is not None:  # with the images of its rows, as `plan` reads them
         lengths = read_lengths(recipe)
         assert isinstance(lengths, Lengths), lengths
-        batch = heaviest(recipe, lengths.rows(recipe, config))
+        batch = heaviest(recipe.batch, lengths.rows(recipe, config))
     micro_batches = recipe.batch.rows // rows // launch.parallelism.data
     device = "cuda" if cell.level == "devices" else "cpu"
     numbers = range(cell.processes) if cell.level != "devices" else [cell.rank]

@@ -220,7 +220,7 @@ def predicted(folder: Path, cell: Cell, speeds: Any) -> Any:
     hardware, rows = shipped_hardware(), widest(recipe, "all rows are alike", config)
     shape = Shape.of(shapes_of(recipe, config).weights, recipe, config, True, cell.recomputes)
     machines = parse_machines(f"{cell.processes}xcpu", 1, hardware)
-    place = (launch, machines, hardware, rows, heaviest(recipe, rows))
+    place = (launch, machines, hardware, rows, heaviest(recipe.batch, rows))
     return Job(recipe, config, shape, *place, speeds, micro_batches).time()
 
 

@@ -30,7 +30,7 @@ def forget(run: Path, *steps: int) -> None:
 def test_resumed_on_one_process_is_bitwise_the_run_never_stopped(
     checkpointed: dict[str, Any], write_recipe: Any
 ) -> None:
-    path, run = write_recipe(checkpointed), run_folder(checkpointed)
+    path, run = write_recipe(checkpointed), run_folder(checkpointed.run)
     assert finetune("train", path).returncode == 0
     whole = metrics(run)
     weights = (run / "model" / "model.safetensors").read_bytes()
@@ -45,7 +45,7 @@ def test_resumed_on_one_process_is_bitwise_the_run_never_stopped(
 
 
 def test_a_damaged_checkpoint_is_skipped_with_its_reason(checkpointed: dict[str, Any], write_recipe: Any) -> None:
-    path, run = write_recipe(checkpointed), run_folder(checkpointed)
+    path, run = write_recipe(checkpointed), run_folder(checkpointed.run)
     train_here(path)
     shard = run / "checkpoints" / "step-00000006" / "rank-00000-of-00001.safetensors"
     content = bytearray(shard.read_bytes())
@@ -70,7 +70,7 @@ def test_what_may_not_change_on_resume(checkpointed: dict[str, Any], write_recip
 
 
 def test_a_longer_run_resumes_and_never_starts_over(checkpointed: dict[str, Any], write_recipe: Any) -> None:
-    path, run = write_recipe(checkpointed), run_folder(checkpointed)
+    path, run = write_recipe(checkpointed), run_folder(checkpointed.run)
     train_here(path)
     said = train_here(path, "train.max_steps=8")
     lines = [line for line in metrics(run) if "loss" in line]
@@ -83,7 +83,7 @@ def test_a_longer_run_resumes_and_never_starts_over(checkpointed: dict[str, Any]
 
 
 def test_two_processes_go_on_with_one_process_s_run(checkpointed: dict[str, Any], write_recipe: Any) -> None:
-    path, run = write_recipe(checkpointed), run_folder(checkpointed)
+    path, run = write_recipe(checkpointed), run_folder(checkpointed.run)
     train_here(path)
     whole = [line["loss"] for line in metrics(run) if "loss" in line]
     forget(run, 6)

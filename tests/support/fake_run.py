@@ -52,7 +52,7 @@ class HeaviestRows(RunRows):
     content; for objectives that read more than the tokens of a batch there are none."""
 
     def __init__(self, recipe: Recipe, batch: HeaviestBatch):
-        self._rows = [[example] for example in examples_of(recipe, batch)]
+        self._rows = [[example] for example in examples_of(recipe.objective, batch)]
 
     def lengths(self, position: int) -> NDArray[np.int64]:
         return np.array([len(example.sequences[0].input_ids) for example in self.row(position)])

@@ -31,7 +31,7 @@ def started_engine(prepared: Prepared) -> Engine:
     from finetune.training.run_dir import make_run_folder
 
     engine = start_engine(prepared.recipe, prepared.launch, prepared.base.config)
-    make_run_folder(prepared.recipe)
+    make_run_folder(prepared.recipe.run)
     return engine
 
 

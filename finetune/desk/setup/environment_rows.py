@@ -26,7 +26,7 @@ def check_environment(
 ) -> list[str]:
     """Returns lines on what the environment does, by kind of turn. Raises UserError if a run could not use it."""
     assert recipe.rollouts is not None  # the caller's condition
-    ends = end_ids(recipe, tokenizer, [data])
+    ends = end_ids(recipe.model, tokenizer, [data])
     renderer = TurnRenderer(of_rows, frozenset(ends))
     prompts = first_prompts(recipe, data, TRIED_ROWS)
     contents = read_contents(recipe, recipe.data.train, prompts)

@@ -121,7 +121,7 @@ def _compare_models(
             run = ScoreReference.of(model, read_tokenizer(settings).pad_token_id, examples, figures)
         else:
             recipe, pictures = _with_settings(trained.recipe, trained.settings, base), None
-            if not is_gguf and (seen := Base.of(recipe).images) is not None:
+            if not is_gguf and (seen := Base(recipe.model, image=recipe.data.image).images) is not None:
                 from finetune.data.images.pixels import pixel_reader
 
                 pictures = pixel_reader(seen.family, seen.rules.threads).plain_inputs
@@ -234,7 +234,8 @@ def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int, name: str | No
     overlong = "drop" if recipe.objective.name in ("dpo", "orpo", "reward") else "truncate"  # answers stay whole
     data = recipe.data.model_copy(update={"streaming": False, "mixture": None, "overlong": overlong})
     recipe = recipe.model_copy(update={"data": data})
-    base, opened = Base.of(recipe), OpenedSources(recipe)
+    # The folder's tokenizer has the tokens that the recipe adds.
+    base, opened = Base(recipe.model, image=data.image), OpenedSources(recipe)
     renderer = base.renderer(recipe.objective)
     if isinstance(data.eval, HeldOut):
         held_out = build_held_out(recipe, renderer, opened)

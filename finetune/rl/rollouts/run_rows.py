@@ -39,5 +39,5 @@ def make_rows(
     if prepared.held_out is not None and recipe.samples_held_out:
         questions = RunPrompts(recipe, prepared.held_out, "eval")
     prompts, renderer = RunPrompts(recipe, data), prepared.renderer
-    of_run = (prompts, data.content(), prepared.base.tokenizer, renderer, end_ids, run_folder(recipe))
+    of_run = (prompts, data.content(), prepared.base.tokenizer, renderer, end_ids, run_folder(recipe.run))
     return RolloutRows(recipe, engine, *of_run, attention, loader, teacher, questions)

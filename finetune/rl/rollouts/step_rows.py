@@ -129,7 +129,7 @@ class RolloutRows(RunRows):
         self._held_out = None
         if held_out is not None:
             through = (self._draw, self._rewarded, self._records, self._identity)
-            self._held_out = HeldOutSamples(recipe, engine, held_out, *through)
+            self._held_out = HeldOutSamples(recipe.evaluate, engine, held_out, *through)
         self._takes_rewards, self._teacher = recipe.objective.name in TAKES_REWARDS, teacher
         self._corrects = self._takes_rewards and recipe.objective.value("correction") != "none"
         cooled = Objective(
@@ -391,7 +391,7 @@ def run_identity(recipe: Recipe, content: Mapping[str, Any]) -> str:
         "data": [settings["data"][name] for name in ("max_length", "overlong")],
         "content": content,
         "base": base_content(recipe.model),
-        "reward files": reward_files(recipe),
+        "reward files": reward_files(recipe.rewards, recipe.rollouts),
         "teacher": sample_teacher(recipe),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -71,7 +71,7 @@ def training(folder: Path, *names: str, train: dict[str, Any], **data: Any) -> t
 def order_of(recipe: Recipe, data: Dataset) -> list[list[tuple[int, int]]]:
     """(source, row) of the examples in each packed sequence of the run, in its order."""
     size, rows = data.size(recipe.data.max_length), data.in_order(recipe)
-    _, total_rows = run_length(recipe, size.rows, size.run_rows)
+    _, total_rows = run_length(recipe.train, recipe.batch.rows, size.rows, size.run_rows)
     return [[(one.source, one.row) for one in rows.row(position)] for position in range(total_rows)]
 
 

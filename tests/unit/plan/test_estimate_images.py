@@ -72,7 +72,7 @@ def real_batch(recipe: Recipe, config: Any) -> Batch:
     batch = heaviest(config)
     pictures = family_of(config).pictures(config, [count for images in batch.images for count in images])
     places = tuple(ImagePlace(i, 0, 0) for i, images in enumerate(batch.images) for _ in images)
-    made = collate(examples_of(recipe, batch, config.image_token_id))
+    made = collate(examples_of(recipe.objective, batch, config.image_token_id))
     made = replace(made, inputs={**made.inputs, **pictures}, images=places)
     positions = row_positions(config)
     return positions(made) if positions else made
@@ -137,6 +137,6 @@ def test_flops_of_a_tower_are_what_torch_counts(recipe: Recipe) -> None:
 
 
 def test_the_most_images_fit_into_a_row(recipe: Recipe) -> None:
-    images = most_images(recipe, Base.of(recipe).config)
+    images = most_images(recipe.data, Base.of(recipe).config)
     assert images
     assert sum(count + 1 for count in images) < recipe.data.max_length

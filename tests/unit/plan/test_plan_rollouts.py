@@ -181,7 +181,7 @@ def test_bytes_of_a_teacher_are_those_of_a_real_one(recipe_file: Path, made: Pat
             weights = [tensor.detach() for tensor in beside.model.parameters()]  # views of them are results, too
             meter.begin("forward")
             before = meter.now
-            beside(examples_of(recipe, heaviest))
+            beside(examples_of(recipe.objective, heaviest))
         assert before >= sum(weight.nbytes for weight in weights)
     finally:
         engine.close()

@@ -45,7 +45,7 @@ def test_counted_operators_are_those_of_a_real_micro_batch(
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             torch.nn.init.normal_(tensor, std=0.02)
-    collated = collate(examples_of(loaded, batch))
+    collated = collate(examples_of(loaded.objective, batch))
 
     def run() -> None:
         forward.objective.trial_loss(forward(model, collated), collated).backward()

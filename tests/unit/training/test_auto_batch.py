@@ -193,7 +193,7 @@ def rows_of_a_wide_model(_rank: int, recipe: Path) -> None:
     assert 60 * MIB < each < 110 * MIB
     assert needs[1] - needs[0] == pytest.approx(each, rel=0.4)
     engine.drop_gradients()
-    state = optimizer_bytes(engine, wide.recipe)
+    state = optimizer_bytes(engine, wide.recipe.optimizer)
     assert state == pytest.approx(8 * sum(p.numel() for p in engine.unwrapped.parameters()), rel=0.01)
 
     limit = int(needs[4] + 2 * each + state)
@@ -225,7 +225,7 @@ def test_optimizer_state_is_foreseen(automatic: dict[str, Any], write_recipe: An
     """In bytes, against a step that is really made."""
     automatic["optimizer"]["name"] = name
     once = Started(load_recipe(write_recipe(automatic)))
-    foreseen = optimizer_bytes(once.engine, once.recipe)
+    foreseen = optimizer_bytes(once.engine, once.recipe.optimizer)
     for parameter in once.engine.unwrapped.parameters():
         parameter.grad = torch.ones_like(parameter)
     once.engine.step()
