@@ -34,7 +34,7 @@ from workload import llama, random_documents, save_padded_tokenizer, save_weight
 from finetune.engine.costs import Costs, ModelSize
 from finetune.engine.launch import read_config_file
 from finetune.features import load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.plan.shapes import costs_at, shapes_of
 from finetune.plan.speed import Shape
 from finetune.training.run_plan import STATE

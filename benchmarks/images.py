@@ -150,7 +150,7 @@ def prepare(folder: Path, work: Work, trained: list[str]) -> Cell:
     """Model, rows and recipe; returns what the steps hold. The others read the rows in the order of our steps."""
     from finetune.data.dataset import build_dataset
     from finetune.features import load_recipe
-    from finetune.models.base import Base
+    from finetune.models.base_model import Base
 
     rows = rows_of(folder, work.steps * work.row_tokens // 200 + 20)
     workload.write_rows(folder / "rows.jsonl", map(as_parts, rows))

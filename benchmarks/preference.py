@@ -79,7 +79,7 @@ def prepare(folder: Path, work: Work, path: Path | None) -> Cell:
     """Model, tokenizer, rows, recipe; returns what the steps of ours hold."""
     from finetune.data.dataset import build_dataset
     from finetune.features import load_recipe
-    from finetune.models.base import Base
+    from finetune.models.base_model import Base
 
     rows = pairs_of(path, work.steps * work.row_tokens // 200 + 100)
     conversations = [{"messages": [*row["prompt"], *row["chosen"]]} for row in rows]

@@ -160,7 +160,7 @@ def start_up(folder: Path) -> Point:
 
     from finetune.data.dataset import build_dataset
     from finetune.features import load_recipe
-    from finetune.models.base import Base
+    from finetune.models.base_model import Base
 
     recipe = load_recipe(folder / "recipe.yaml", [])
     renderer = Base.of(recipe).renderer(recipe.objective)

@@ -231,7 +231,7 @@ def write_steps(folder: Path, work: Work) -> None:
     from finetune.data.dataset import build_dataset
     from finetune.features import load_recipe
     from finetune.models.attention import attention_for
-    from finetune.models.base import Base
+    from finetune.models.base_model import Base
     from finetune.models.config import model_config
 
     loaded = load_recipe(folder / "recipe.yaml", list(work.overrides))

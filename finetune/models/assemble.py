@@ -9,8 +9,8 @@ import torch
 
 from finetune.models.activations import ActivationOffload
 from finetune.models.attention import AttentionChoice
-from finetune.models.base import Base
 from finetune.models.base_config import dtypes
+from finetune.models.base_model import Base
 from finetune.models.dropout import drops, seed_layers
 from finetune.models.experts_trial import choose_experts
 from finetune.models.fused_layers import choose_kernels, fuse_layers

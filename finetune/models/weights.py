@@ -29,9 +29,9 @@ from finetune.models.added_tokens import start_rows, train_rows
 from finetune.models.attention import AttentionChoice
 from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
-from finetune.models.base import Base, processor_settings
 from finetune.models.base_checkpoint import check_loaded_again
 from finetune.models.base_config import dtypes, first_line, why_not_found, without_weights
+from finetune.models.base_model import Base, processor_settings
 from finetune.models.checkpoint_files import check_names_kept, unloaded_tensors
 from finetune.models.compiled import compile_layers
 from finetune.models.damage import check_weights, mismatched_sizes, why_no_weights

@@ -29,7 +29,7 @@ from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
 from finetune.models.attention import Kernels
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.trials import FAILURES, quietly
 from finetune.plan.finished_runs import device_key, phases_of_time, read_plan, speeds_here
 from finetune.plan.lengths import Lengths, RowFacts, facts_of, widest

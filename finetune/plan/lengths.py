@@ -19,7 +19,7 @@ from finetune.data.examples import Examples, entry_key, rendering_key
 from finetune.data.packing import Rows, one_per_row, pack
 from finetune.data.token_cache import load
 from finetune.errors import UserError
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.plan.images import most_images
 from finetune.recipe import Recipe
 

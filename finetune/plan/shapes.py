@@ -24,7 +24,7 @@ from finetune.engine.tensor_packed import PackedShard, shard_scales
 from finetune.engine.tensor_parallel import parallelize
 from finetune.models import assemble
 from finetune.models.attention import AttentionChoice
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.moe import stacked_experts
 from finetune.models.packed_linear import linear_weights, state_tensors
 from finetune.models.parameter_roles import parameter_roles

@@ -18,8 +18,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from finetune.engine.hardware import CPU, Day, Device, Hardware, Text, checked, read_table
 from finetune.errors import UserError
-from finetune.models.base import Base
 from finetune.models.base_config import base_config
+from finetune.models.base_model import Base
 from finetune.models.config import without_dropout
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Positive, Section

@@ -18,8 +18,8 @@ from finetune.data.row_source import RowSource, RunRows
 from finetune.engine.base import Engine
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
-from finetune.models.base import Base
 from finetune.models.base_config import dtypes
+from finetune.models.base_model import Base
 from finetune.models.checkpoint_files import kept_tensors, kept_words
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.generation_config import valid_generation_config

@@ -32,7 +32,7 @@ from finetune.engine.context_parallel import divided
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
-from finetune.models.base import Base, check_same_images, check_same_vocabulary
+from finetune.models.base_model import Base, check_same_images, check_same_vocabulary
 from finetune.models.config import check_no_dropout, check_sizes
 from finetune.models.tokenizer import check_token_ids
 from finetune.objectives.shared_prompts import with_shared_prompts

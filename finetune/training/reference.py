@@ -33,7 +33,7 @@ from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
 from finetune.models.adapters import adapters_off
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import ONE_RANK, sequence_log_probs
 from finetune.objectives.preference import REFERENCE

@@ -20,7 +20,7 @@ from finetune.engine.base import Engine
 from finetune.engine.launch import read_launch
 from finetune.engine.start import start_engine
 from finetune.errors import Stopped, UserError
-from finetune.models.base import Base, check_same_images, check_same_vocabulary
+from finetune.models.base_model import Base, check_same_images, check_same_vocabulary
 from finetune.recipe import Recipe
 from finetune.training.prepare import TRAINER, Features, Prepared, prepare
 from finetune.training.reference import reads_columns, recipe_of_reference

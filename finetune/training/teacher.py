@@ -19,7 +19,7 @@ from finetune.data.predictions import CODE_VERSION, check_complete, load_predict
 from finetune.data.row_source import RowSource
 from finetune.data.teacher_file import file_predictions, is_teacher_file
 from finetune.errors import UserError
-from finetune.models.base import Base, check_same_images, check_same_vocabulary
+from finetune.models.base_model import Base, check_same_images, check_same_vocabulary
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Evaluate, HeldOut
 from finetune.training.reference_files import image_states, model_dependencies

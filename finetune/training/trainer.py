@@ -111,8 +111,8 @@ class Trainer:
         attention = with_shared_prompts(recipe.objective, recipe.rollouts is not None, attention)
         config = copy.deepcopy(prepared.base.config)
         model, objective = parts.load(prepared, engine, attention, self.say)
-        self.forward = ForwardPass(attention, objective)
-        facts = parts.model_facts(model, full_rows, recipe.train.activation_checkpointing)
+        recomputed = recipe.train.activation_checkpointing
+        self.forward, facts = ForwardPass(attention, objective), parts.model_facts(model, full_rows, recomputed)
         build = partial(build_optimizers, recipe.optimizer, parameter_roles(model.causal_lm))
         engine.wrap(model, build, prepared.micro_batches)
         set_group_timeouts(collective_timeout())

@@ -247,7 +247,7 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     """Returns what is predicted and measured of a cell, in bytes; None if it was refused or did not run."""
     from finetune.engine.launch import read_config_file
     from finetune.features import load_recipe
-    from finetune.models.base import Base
+    from finetune.models.base_model import Base
     from finetune.plan.lengths import Lengths, read_lengths
     from finetune.plan.memory import phases_of
     from finetune.plan.micro_batch import HeaviestBatch

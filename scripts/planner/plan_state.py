@@ -154,7 +154,7 @@ def predicted(folder: Path, cell: Cell) -> list[dict[str, int]] | str:
     from finetune.engine.launch import read_config_file
     from finetune.errors import UserError
     from finetune.features import load_recipe
-    from finetune.models.base import Base
+    from finetune.models.base_model import Base
     from finetune.plan.shapes import costs_at
 
     file = make_recipe(folder, cell.model)

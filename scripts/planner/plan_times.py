@@ -194,7 +194,7 @@ def speeds_by(folder: Path, reference: Cell) -> Any:
 
 def loaded(folder: Path, cell: Cell) -> tuple[Any, Any]:
     from finetune.features import load_recipe
-    from finetune.models.base import Base
+    from finetune.models.base_model import Base
 
     if not (path := folder / cell.model / "recipe.yaml").exists():
         folder.mkdir(parents=True, exist_ok=True)

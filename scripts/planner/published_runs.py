@@ -26,7 +26,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import Launch
 from finetune.features import load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.plan.command import shapes_of
 from finetune.plan.lengths import widest
 from finetune.plan.memory import HeaviestBatch, Place, estimate_memory

@@ -66,8 +66,8 @@ from finetune.models.attention import AttentionChoice, choose_attention
 from finetune.models.attention.isolation import Computed, Differences, compare
 from finetune.models.attention.mixers import run_per_document
 from finetune.models.attention.per_document import rotate_per_document
-from finetune.models.base import Base
 from finetune.models.base_checkpoint import base_checkpoint
+from finetune.models.base_model import Base
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.tiny_config import VOCABULARY, tiny_config
 from finetune.models.trials import FAILURES, randomize

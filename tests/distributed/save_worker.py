@@ -36,8 +36,8 @@ def run_case(
     from finetune.engine.start import start_engine
     from finetune.errors import RunFailure
     from finetune.features import load_recipe
-    from finetune.models.base import Base
     from finetune.models.base_config import dtypes
+    from finetune.models.base_model import Base
 
     recipe, launch = load_recipe(recipe_file, [*overrides, f"run.name={name}"]), read_launch()
     micro_batches = check_launch(recipe, recipe_file, launch)

@@ -23,7 +23,7 @@ from finetune.data.dataset import Dataset, build_training
 from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.training.run import compute_reference
 from finetune.training.signals import StopRequest
 from finetune.training.teacher import with_teacher

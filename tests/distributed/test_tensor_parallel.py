@@ -22,7 +22,7 @@ from finetune.engine.tensor_group import TensorGroup
 from finetune.engine.tensor_parallel import parallelize
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.weights import add_adapters
 from finetune.plan.shapes import costs_at, shapes_of
 from finetune.plan.speed import Shape

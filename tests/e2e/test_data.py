@@ -17,7 +17,7 @@ from finetune.data.dataset import build_training
 from finetune.desk.setup.check import check_recipe
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from finetune.data.predictions import LOG_PROBS
 from finetune.data.samples import Sequence
 from finetune.errors import RunFailure, UserError
 from finetune.features import load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.release.export.commands import ExportOptions, export_run, verify_run
 from finetune.release.export.loading import load_trained
 from finetune.release.inference.answering import answer_file, answers, chat_with, load_answerer

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from finetune.data.dataset import Dataset, build_training
 from finetune.errors import RunFailure, UserError
 from finetune.features import load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.tokenizer import load_tokenizer
 from finetune.training.reference_files import cache_folder, key_of, model_dependencies
 

@@ -22,7 +22,7 @@ from fake_devices import why_not
 
 from finetune.engine.launch import read_config_file
 from finetune.features import load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.plan.memory import HeaviestBatch, Place, estimate_memory
 
 pytestmark = [

@@ -12,7 +12,7 @@ from finetune.data.dataset import build_training
 from finetune.data.loader import Loader
 from finetune.data.prefetch import fed_steps
 from finetune.models.attention import attention_for
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement, load_model

@@ -18,7 +18,7 @@ from finetune.checkpoints.trained import find_trained
 from finetune.errors import UserError
 from finetune.models.added_tokens import ROWS, add_tokens, start_rows
 from finetune.models.attention import attention_for
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model

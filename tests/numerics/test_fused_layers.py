@@ -19,7 +19,7 @@ from finetune.errors import UserError
 from finetune.models import fused_layers
 from finetune.models.assemble import assemble
 from finetune.models.attention import attention_for
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.fused_layers import (
     Functions,

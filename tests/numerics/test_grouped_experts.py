@@ -19,7 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from finetune.models.adapters import adapters_off
 from finetune.models.assemble import assemble
 from finetune.models.attention import attention_for
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.casts import cast_once
 from finetune.models.config import model_config
 from finetune.models.experts_trial import choose_experts, verdict, why_not_aligned

@@ -20,7 +20,7 @@ from finetune.engine.hardware import shipped_hardware
 from finetune.errors import UserError
 from finetune.models.assemble import assemble, skeleton
 from finetune.models.attention import attention_for, choose_attention
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.head import TokenLoss, chunked
 from finetune.models.head.chunked import HeadDevice, HeadTask, is_small, matrix_losses

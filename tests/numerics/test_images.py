@@ -17,7 +17,7 @@ from finetune.data.images import families
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, isolation, per_document
 from finetune.models.attention.isolation import ImageTrial, why_not_isolated
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.head.token_loss import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.moe import adapts_experts
 from finetune.models.tokenizer import check_token_ids, load_tokenizer

@@ -19,7 +19,7 @@ from finetune.engine.optimizer_step import StepInBackward
 from finetune.errors import RunFailure, UserError
 from finetune.models.activations import ActivationOffload, View
 from finetune.models.attention import attention_for
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe

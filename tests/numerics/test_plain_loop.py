@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from finetune.data.examples import prepare_examples
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.recipe import load_recipe
 
 STEPS, LR, DECAY, LIMIT, WARMUP = 8, 3e-3, 0.1, 0.2, 3

@@ -12,8 +12,8 @@ from finetune.engine.optimizer_step import LossScale, NonFinite
 from finetune.engine.overflow import half_products, overflow_as_sum
 from finetune.models.attention import attention_for
 from finetune.models.attention.per_document import prepare
-from finetune.models.base import Base
 from finetune.models.base_config import dtypes
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.head import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens

@@ -14,7 +14,7 @@ from finetune.data.batch import Batch, collate
 from finetune.data.samples import Example, Sequence
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.score_model import ScoreModel
 from finetune.models.weights import Placement, load_model

@@ -30,7 +30,7 @@ from finetune.data.loader import Loader
 from finetune.errors import RunFailure, UserError
 from finetune.models.added_tokens import grow_to
 from finetune.models.attention import attention_for
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.lora_targets import adapted_paths
 from finetune.models.text_part import text_part_of

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune.data.dataset import build_training
 from finetune.data.loader import Loader
 from finetune.models.attention import attention_for
-from finetune.models.base import Base
 from finetune.models.base_config import dtypes
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.weights import Placement, keep_input_types, load_model

@@ -621,7 +621,7 @@ def write_teachers(folder: Path) -> None:
     """What qwen3 predicts of the training rows, for llama to learn, at two temperatures."""
     from finetune.data.dataset import Dataset, build_training
     from finetune.features import load_recipe
-    from finetune.models.base import Base
+    from finetune.models.base_model import Base
 
     recipe = load_recipe(folder / "recipe.yaml", ())
     data = build_training(recipe, Base.of(recipe).renderer(recipe.objective))

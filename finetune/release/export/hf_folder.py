@@ -27,7 +27,7 @@ from finetune.checkpoints.result import model_card, partial_path, write_config
 from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import SHARD_BYTES, write_shards
 from finetune.errors import RunFailure, UserError
-from finetune.models.base import Base, processor_settings
+from finetune.models.base_model import Base, processor_settings
 from finetune.models.checkpoint_files import kept_words
 from finetune.models.damage import read_object
 from finetune.models.tokenizer import read_tokenizer

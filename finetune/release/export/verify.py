@@ -35,8 +35,8 @@ from finetune.data.samples import Example
 from finetune.data.samples import Sequence as Document
 from finetune.data.sources.source import SourceReader
 from finetune.errors import UserError
-from finetune.models.base import Base
 from finetune.models.base_config import first_line
+from finetune.models.base_model import Base
 from finetune.models.damage import read_object
 from finetune.models.remote_code import load_auto
 from finetune.models.tokenizer import read_tokenizer

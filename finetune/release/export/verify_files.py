@@ -17,8 +17,8 @@ from transformers import AutoConfig, GenerationConfig
 from finetune.checkpoints.trained import ADAPTER, LABELS, Trained
 from finetune.checkpoints.weight_files import INDEX, TensorFiles, shard_name
 from finetune.errors import UserError
-from finetune.models.base import Base, processor_settings
 from finetune.models.base_config import base_config, first_line
+from finetune.models.base_model import Base, processor_settings
 from finetune.models.config import model_config
 from finetune.models.damage import ADAPTER_CONFIG, read_object
 from finetune.models.remote_code import load_auto

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from finetune.checkpoints.trained import Trained
 from finetune.errors import UserError
 from finetune.models.added_tokens import start_rows, train_rows
-from finetune.models.base import Base
 from finetune.models.base_config import first_line
+from finetune.models.base_model import Base
 from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
 from finetune.models.vision import family_of, targets_in_parts

@@ -17,7 +17,7 @@ from torch import nn
 from finetune.data.dataset import build_training
 from finetune.data.examples import prepare_examples
 from finetune.data.streaming import Stream
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.fingerprint import READ_WHOLE, base_content, base_enters_steps
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Model

@@ -11,7 +11,7 @@ import pytest
 from finetune.data.dataset import Dataset, build_held_out, build_training
 from finetune.data.sources.source import read_rows
 from finetune.errors import UserError
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Source
 

@@ -22,7 +22,7 @@ from transformers.image_transforms import convert_to_rgb
 
 from finetune.data.batch import collate
 from finetune.data.examples import Examples, image_reader, prepare_examples
-from finetune.models.base import Base, processor_settings
+from finetune.models.base_model import Base, processor_settings
 from finetune.recipe import Recipe
 
 # name of `tiny.SEEING`: (module, class) of the processor

@@ -25,7 +25,7 @@ from finetune.data.examples import Examples, prepare_examples
 from finetune.data.images.image_files import decode, find_image
 from finetune.data.samples import BadRow
 from finetune.errors import UserError
-from finetune.models.base import Base, processor_settings
+from finetune.models.base_model import Base, processor_settings
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Images, Model
 

@@ -22,7 +22,7 @@ from finetune.data.dataset import Dataset, build_training
 from finetune.data.loader import Loader
 from finetune.data.samples import Example, Sequence
 from finetune.models.attention import attention_for
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.head.chunked import HeadTask, matrix_losses
 from finetune.models.head.token_loss import LogitMap

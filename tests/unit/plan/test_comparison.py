@@ -14,7 +14,7 @@ from conftest import train_here
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.plan.command import PlanOptions, ask, machines_of
 from finetune.plan.comparison import Launched, as_json, compare_run, compare_runs, table
 from finetune.plan.finished_runs import speeds_here

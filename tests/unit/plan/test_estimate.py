@@ -21,8 +21,8 @@ from finetune.engine.muon import orthogonalized
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.models.attention import attention_for
-from finetune.models.base import Base
 from finetune.models.base_config import without_weights
+from finetune.models.base_model import Base
 from finetune.models.packed_linear import state_tensors
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.weights import Placement, load_model

@@ -18,8 +18,8 @@ from finetune.engine.base import StorageCounter
 from finetune.engine.launch import Launch
 from finetune.features import load_recipe
 from finetune.models.attention import attention_for
-from finetune.models.base import Base
 from finetune.models.base_config import dtypes
+from finetune.models.base_model import Base
 from finetune.models.flops import Flops, ModelFlops, model_flops
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.vision import ImagePart, family_of, image_tokens, patches_of, row_positions

@@ -16,7 +16,7 @@ from finetune.desk.view.memory_page import write_page
 from finetune.engine.base import StorageCounter
 from finetune.engine.launch import Kind, Launch
 from finetune.features import all_features, load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.plan import command
 from finetune.plan.answer import as_dicts, show
 from finetune.plan.command import PlanOptions
@@ -174,7 +174,7 @@ def test_bytes_of_a_teacher_are_those_of_a_real_one(recipe_file: Path, made: Pat
     assert expected is not None
     engine = started_engine(prepared)
     try:
-        vocabulary = prepared.config.get_text_config().vocab_size
+        vocabulary = prepared.base.config.get_text_config().vocab_size
         beside = SampleTeacher(TeacherPass(recipe, on_disk(prepared.training), vocabulary), engine, 4)
         kept = StorageCounter(engine.device).add([*beside.model.parameters(), *beside.model.buffers()])
         with Meter("cpu") as meter:

@@ -15,7 +15,7 @@ from conftest import ROOT
 from finetune.engine.costs.common import Transfer
 from finetune.engine.hardware import shipped_hardware
 from finetune.features import load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.plan.command import PlanOptions, ask
 from finetune.plan.finished_runs import speeds_here
 from finetune.plan.micro_batch import HeaviestBatch, How

@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from finetune.data.batch import collate
 from finetune.features import load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.plan.command import shapes_of
 from finetune.plan.meter import Meter, OperatorCounter, together
 from finetune.plan.micro_batch import (

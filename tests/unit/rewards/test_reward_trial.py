@@ -13,7 +13,7 @@ from finetune.data.dataset import Dataset, build_training, on_disk
 from finetune.desk.setup.reward_rows import check_rewards, reference_answers
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
 from finetune.rl.rewards.completion import Completion

@@ -14,7 +14,7 @@ from finetune.data.dataset import Dataset, build_held_out, build_training
 from finetune.data.samples import Conversation, Message, PromptCompletion, PromptOnly
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.tokenizer import load_tokenizer
 from finetune.rl.rollouts.prompts import PromptContent, RunPrompts
 

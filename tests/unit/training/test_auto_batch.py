@@ -25,7 +25,7 @@ from finetune.engine.launch import Launch
 from finetune.engine.start import start_engine
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, attention_for
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.parameter_roles import parameter_roles

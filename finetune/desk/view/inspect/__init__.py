@@ -15,7 +15,7 @@ from finetune.desk.view.inspect.dataset_view import DatasetView, dataset_statist
 from finetune.desk.view.inspect.page import write_page
 from finetune.desk.view.inspect.terminal import print_examples, print_packed_rows, print_totals
 from finetune.errors import UserError
-from finetune.models.base import Base
+from finetune.models.base_model import Base
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut
 
