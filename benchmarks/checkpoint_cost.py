@@ -120,8 +120,8 @@ def train_ours(folder: Path, recipe: Any, window: int, saves: int) -> list[Cycle
     from finetune.training.trainer import Trainer
 
     prepared = prepare(recipe, "recipe.yaml", read_launch())
-    engine = start_engine(recipe, prepared.launch)
-    make_run_folder(recipe)
+    engine = start_engine(recipe, prepared.launch, prepared.base.config)
+    make_run_folder(recipe.run)
     trainer = Trainer(prepared, engine, StopRequest(), Console(quiet=True))
     trainer.saver = saver = Saver(engine, recipe, folder / "saves", {})
     with fed_steps(trainer.loader, range(trainer.plan.steps), engine.device) as feed:

@@ -34,7 +34,7 @@ from workload import llama, random_documents, save_padded_tokenizer, save_weight
 from finetune.engine.costs import Costs, ModelSize
 from finetune.engine.launch import read_config_file
 from finetune.features import load_recipe
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.plan.shapes import costs_at, shapes_of
 from finetune.plan.speed import Shape
 from finetune.training.run_plan import STATE
@@ -169,7 +169,7 @@ def measure(folder: Path, model: str, config: str, processes: int) -> Cell:
     a_step = (sent[1] - sent[0]) / (STEPS[1] - STEPS[0]) / processes
     launch = read_config_file(str(file), processes)
     recipe = load_recipe(folder / f"{model}.yaml", [])
-    shapes = training_config(recipe)
+    shapes = Base.of(recipe).config
     costs = costs_at(recipe, shapes, launch, "cpu")
     sent_by_formula, sent_by_gloo = predicted(
         costs, Shape.of(shapes_of(recipe, shapes).weights, recipe, shapes, on_cpu=True, recomputes=False)

@@ -150,7 +150,7 @@ def prepare(folder: Path, work: Work, trained: list[str]) -> Cell:
     """Model, rows and recipe; returns what the steps hold. The others read the rows in the order of our steps."""
     from finetune.data.dataset import build_dataset
     from finetune.features import load_recipe
-    from finetune.models.tokenizer import load_tokenizer
+    from finetune.models.base_model import Base
 
     rows = rows_of(folder, work.steps * work.row_tokens // 200 + 20)
     workload.write_rows(folder / "rows.jsonl", map(as_parts, rows))
@@ -159,7 +159,7 @@ def prepare(folder: Path, work: Work, trained: list[str]) -> Cell:
     recipe["model"]["train"], recipe["data"]["image"] = trained, {}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     loaded = load_recipe(folder / "recipe.yaml")
-    ordered = build_dataset(loaded, loaded.data.train, load_tokenizer(loaded.model)).in_order(loaded)
+    ordered = build_dataset(loaded, loaded.data.train, Base.of(loaded).renderer(loaded.objective)).in_order(loaded)
     steps = [list(ordered.row(step)) for step in range(work.steps)]
     workload.write_rows(folder / "in_order.jsonl", [rows[one.row - 1] for step in steps for one in step])
     lengths = [[len(one.sequences[0].input_ids) for one in step] for step in steps]

@@ -79,7 +79,7 @@ def prepare(folder: Path, work: Work, path: Path | None) -> Cell:
     """Model, tokenizer, rows, recipe; returns what the steps of ours hold."""
     from finetune.data.dataset import build_dataset
     from finetune.features import load_recipe
-    from finetune.models.tokenizer import load_tokenizer
+    from finetune.models.base_model import Base
 
     rows = pairs_of(path, work.steps * work.row_tokens // 200 + 100)
     conversations = [{"messages": [*row["prompt"], *row["chosen"]]} for row in rows]
@@ -89,7 +89,7 @@ def prepare(folder: Path, work: Work, path: Path | None) -> Cell:
     recipe = workload.recipe(folder, work, "preference") | {"objective": {"name": "dpo"}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     loaded = load_recipe(folder / "recipe.yaml")
-    ordered = build_dataset(loaded, loaded.data.train, load_tokenizer(loaded.model)).in_order(loaded)
+    ordered = build_dataset(loaded, loaded.data.train, Base.of(loaded).renderer(loaded.objective)).in_order(loaded)
     steps = [ordered.counts(step) for step in range(work.steps)]
     saved = sum(step["shared_tokens"] for step in steps) / sum(step["tokens"] for step in steps)
     pairs = [step["examples"] for step in steps]

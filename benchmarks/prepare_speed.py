@@ -266,7 +266,7 @@ def contend(who: str, processes: int, folder: str, name: str, cache: str) -> dic
 
 
 def ours(path: Path, max_length: int, tokenizer: Any, processes: int, cache: Path) -> dict[str, Any]:
-    from finetune.data.examples import prepare_examples
+    from finetune.data.examples import prepare_examples, recipe_renderer
     from finetune.data.packing import pack
     from finetune.recipe import Recipe
 
@@ -284,7 +284,7 @@ def ours(path: Path, max_length: int, tokenizer: Any, processes: int, cache: Pat
     }
     recipe = Recipe.model_validate(values)
     begun = time.perf_counter()
-    examples = prepare_examples(recipe, recipe.data.train, tokenizer)
+    examples = prepare_examples(recipe, recipe.data.train, recipe_renderer(recipe.model, recipe.objective, tokenizer))
     tokenized = time.perf_counter()
     rows = pack(examples.lengths, max_length)
     return {

@@ -160,12 +160,12 @@ def start_up(folder: Path) -> Point:
 
     from finetune.data.dataset import build_dataset
     from finetune.features import load_recipe
-    from finetune.models.tokenizer import load_tokenizer
+    from finetune.models.base_model import Base
 
     recipe = load_recipe(folder / "recipe.yaml", [])
-    tokenizer = load_tokenizer(recipe.model)
+    renderer = Base.of(recipe).renderer(recipe.objective)
     imported, began = resident(), time.perf_counter()
-    dataset = build_dataset(recipe, recipe.data.train, tokenizer)
+    dataset = build_dataset(recipe, recipe.data.train, renderer)
     packed = time.perf_counter()
     ordered = dataset.in_order(recipe)
     ordered.row(0)

@@ -231,12 +231,12 @@ def write_steps(folder: Path, work: Work) -> None:
     from finetune.data.dataset import build_dataset
     from finetune.features import load_recipe
     from finetune.models.attention import attention_for
+    from finetune.models.base_model import Base
     from finetune.models.config import model_config
-    from finetune.models.tokenizer import load_tokenizer
 
     loaded = load_recipe(folder / "recipe.yaml", list(work.overrides))
     attention_for(loaded, model_config(loaded.model), work.device)
-    dataset = build_dataset(loaded, loaded.data.train, load_tokenizer(loaded.model))
+    dataset = build_dataset(loaded, loaded.data.train, Base.of(loaded).renderer(loaded.objective))
     if len(dataset.rows) < work.steps * work.rows_per_step:
         raise SystemExit(f"{len(dataset.rows)} packed rows are too few for {work.steps} steps of {work.rows_per_step}")
     ordered = dataset.in_order(loaded)

@@ -25,6 +25,7 @@ from finetune.errors import UserError
 from finetune.models.fingerprint import base_content, base_enters_steps, config_content, tokenizer_content
 from finetune.recipe import Recipe
 from finetune.recipe.reward_settings import FileReward
+from finetune.recipe.schema import RewardList, Rollouts
 
 Inputs = dict[str, dict[str, Any]]
 Result = TypeVar("Result")
@@ -61,7 +62,7 @@ def read_inputs(
             "eval": held_out.examples.content("eval") if held_out is not None else {},
             "tokenizer": tokenizer_content(tokenizer),
             "config": config_content(config),
-            "rewards": {**reward_files(recipe), **sample_teacher(recipe)},
+            "rewards": {**reward_files(recipe.rewards, recipe.rollouts), **sample_teacher(recipe)},
             "base": {
                 **base_content(recipe.model),
                 "enters steps": enters,
@@ -72,12 +73,12 @@ def read_inputs(
     return on_main(engine, read)
 
 
-def reward_files(recipe: Recipe) -> dict[str, str]:
+def reward_files(rewards: RewardList, rollouts: Rollouts | None) -> dict[str, str]:
     """Returns a digest of each Python file of `rewards`, and that of `rollouts.environment`, by its key. Raises
     UserError."""
-    files = {f"rewards[{i}].file": one.file for i, one in enumerate(recipe.rewards) if isinstance(one, FileReward)}
-    if recipe.rollouts is not None and recipe.rollouts.environment is not None:
-        files["rollouts.environment.file"] = recipe.rollouts.environment.file
+    files = {f"rewards[{i}].file": one.file for i, one in enumerate(rewards) if isinstance(one, FileReward)}
+    if rollouts is not None and rollouts.environment is not None:
+        files["rollouts.environment.file"] = rollouts.environment.file
     digests = {}
     for key, file in files.items():
         if file is not None:

@@ -112,7 +112,7 @@ def find_trained(run_dir: Path, step: str | None = None, average: int | None = N
                 f"{run_dir}: no result here (no model/config.json or model/adapter_config.json), and {what}; has the "
                 "run saved anything? `checkpoint.every_steps` saves while it trains"
             )
-        last = _chosen(run_dir, recipe, step) if step else checkpoints[0]
+        last = _chosen(run_dir, recipe.checkpoint.best, step) if step else checkpoints[0]
         folders = [path for path in checkpoints if path <= last][: average or 1]
         held = tuple(one for one in map(hold, folders) if one is not None)
         if len(held) < len(folders):
@@ -154,15 +154,15 @@ def _mean(parts: list[Trained], count: int) -> Trained:
     return replace(newest, read=read, averaged=tuple(part.folder for part in parts))
 
 
-def _chosen(run_dir: Path, recipe: Recipe, step: str) -> Path:
+def _chosen(run_dir: Path, best: str | None, step: str) -> Path:
     root = run_dir / "checkpoints"
     present = ", ".join(str(step_of(path)) for path in list_checkpoints(root))
     if step == "best":
-        if (folder := best_checkpoint(root, recipe.checkpoint.best)) is not None:
+        if (folder := best_checkpoint(root, best)) is not None:
             return folder
         raise UserError(
             f"--step best: no checkpoint of {run_dir} was measured by checkpoint.best "
-            f"({recipe.checkpoint.best or 'the recipe sets none'}); give one of the steps {present}"
+            f"({best or 'the recipe sets none'}); give one of the steps {present}"
         )
     if not step.isdecimal():
         raise UserError(f"--step {step}: expected a number or `best`; there are the steps {present}")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.building import OpenedSources, first_items
+from finetune.data.chat.renderer import Renderer
 from finetune.data.chat.template_check import check_template, joined_texts_note
 from finetune.data.chat.template_choice import set_template, template_of
 from finetune.data.epochs import EpochOrder, EpochRows, RunLength, epochs_differ
@@ -28,7 +29,7 @@ from finetune.data.samples import BadRow, Example, ExampleSizes, Image, Sample
 from finetune.data.streaming import Stream, open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Evaluate, HeldOut, Source
+from finetune.recipe.schema import Data, Evaluate, HeldOut, Source
 from finetune.utils import answer
 
 
@@ -183,7 +184,7 @@ def on_disk(source: RowSource) -> Dataset:
 
 def build_training(
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
     opened: OpenedSources | None = None,
 ) -> RowSource:
     """Returns the data of `data.train`. opened: see `prepare_examples`.
@@ -191,10 +192,10 @@ def build_training(
     Raises UserError, also if the run is longer than `max_epochs` of its sources allows.
     """
     if recipe.data.streaming:
-        return open_stream(recipe, tokenizer, opened)
-    draw = draw_examples(recipe, recipe.data.train, tokenizer, opened=opened)
+        return open_stream(recipe, renderer, opened)
+    draw = draw_examples(recipe, recipe.data.train, renderer, opened=opened)
     examples, steps = draw.first_epoch, recipe.train.max_steps
-    packed = _packed(recipe, examples)
+    packed = _packed(recipe.data, examples)
     length = RunLength(recipe.train.epochs, steps and steps * recipe.batch.rows)
     if length.rows is not None:  # the run's length is known
         by_steps = length.rows / len(packed)
@@ -215,20 +216,20 @@ def build_training(
 
 def build_held_out(
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
     opened: OpenedSources | None = None,
 ) -> Dataset | None:
     """Returns the data of `data.eval`; None if there is none. Parameters as in `build_training`. Raises UserError."""
     if not recipe.data.eval:
         return None
     held_out = isinstance(recipe.data.eval, HeldOut)
-    return build_dataset(recipe, recipe.data.eval_sources, tokenizer, None, opened, held_out)
+    return build_dataset(recipe, recipe.data.eval_sources, renderer, None, opened, held_out)
 
 
 def build_dataset(
     recipe: Recipe,
     sources: Sequence[Source],
-    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
     progress: Callable[[int], None] | None = None,
     opened: OpenedSources | None = None,
     held_out: bool = False,
@@ -237,12 +238,12 @@ def build_dataset(
 
     opened, held_out: see `prepare_examples`.
     """
-    examples = prepare_examples(recipe, sources, tokenizer, progress, opened, held_out)
-    return Dataset(examples, _packed(recipe, examples))
+    examples = prepare_examples(recipe, sources, renderer, progress, opened, held_out)
+    return Dataset(examples, _packed(recipe.data, examples))
 
 
-def _packed(recipe: Recipe, examples: Examples) -> Rows:
-    return pack(examples.lengths, recipe.data.max_length) if recipe.data.packing else one_per_row(examples.lengths)
+def _packed(data: Data, examples: Examples) -> Rows:
+    return pack(examples.lengths, data.max_length) if data.packing else one_per_row(examples.lengths)
 
 
 def template_notes(
@@ -263,13 +264,16 @@ def template_notes(
         if formats - {"text", "tokens"}:  # the others are rendered by the chat template
             raise UserError("model.chat_template: " + "; ".join(problems))
     notes = [text.removeprefix("note: ") for text in findings if text.startswith("note: ")]
-    return notes if template else joined_texts_note(_first_samples(recipe, opened or OpenedSources(recipe)))
+    if template:
+        return notes
+    opened = opened or OpenedSources(recipe)
+    return joined_texts_note(_first_samples(recipe.data.train, opened, is_prompt=recipe.rollouts is not None))
 
 
-def _first_samples(recipe: Recipe, opened: OpenedSources) -> list[Sample]:
+def _first_samples(sources: Sequence[Source], opened: OpenedSources, is_prompt: bool) -> list[Sample]:
     """Returns the first rows of the training sources that can be read; the build names the others."""
     samples = list[Sample]()
-    for given in recipe.data.train:
+    for given in sources:
         try:
             source = opened.open(given)
             rows = [row for _, _, row in first_items(source) if not isinstance(row, str)]
@@ -277,7 +281,7 @@ def _first_samples(recipe: Recipe, opened: OpenedSources) -> list[Sample]:
             continue
         for row in rows:
             with contextlib.suppress(BadRow, UserError):
-                samples.append(parse_row(row, source.source.format, source.source.columns, recipe.rollouts is not None))
+                samples.append(parse_row(row, source.source.format, source.source.columns, is_prompt))
     return samples
 
 
@@ -291,37 +295,37 @@ _CHANGED = {
 }
 
 
-def data_notes(recipe: Recipe, opened: OpenedSources, training: RowSource, held_out: Dataset | None) -> list[str]:
+def data_notes(settings: Data, opened: OpenedSources, training: RowSource, held_out: Dataset | None) -> list[str]:
     """Returns notes on rows that were dropped or changed, and on sources that are both trained on and evaluated."""
-    parts = {"train": None if recipe.data.streaming else on_disk(training)}
-    parts["eval"] = None if isinstance(recipe.data.eval, HeldOut) else held_out
+    parts = {"train": None if settings.streaming else on_disk(training)}
+    parts["eval"] = None if isinstance(settings.eval, HeldOut) else held_out
     notes = []
     for name, data in parts.items():
         counts = data.examples.report.totals() if data is not None else {}
         notes += [f"{name}: {counts[key]:,} {change}" for key, change in _CHANGED.items() if counts.get(key)]
-    return notes + (_shared_rows(recipe, opened, training, held_out) if held_out is not None else [])
+    return notes + (_shared_rows(settings, opened, training, held_out) if held_out is not None else [])
 
 
-def _shared_rows(recipe: Recipe, opened: OpenedSources, training: RowSource, held_out: Dataset) -> list[str]:
+def _shared_rows(settings: Data, opened: OpenedSources, training: RowSource, held_out: Dataset) -> list[str]:
     """Returns notes on rows that are trained on and evaluated, by the tokens and images of their examples.
 
     Of a stream the first `data.window` rows of each source are compared, and whole sources by their content.
     """
     streamed = isinstance(training, Stream)
     trained = np.unique(training.first_hashes() if streamed else on_disk(training).examples.hashes())
-    own = recipe.data.own_eval_sources
+    own = settings.own_eval_sources
     evaluated = held_out.examples.hashes()
     parts = [(f"data.eval[{i}] ({opened.open(one).name})", held_out.examples.of_source(i)) for i, one in enumerate(own)]
     notes = []
     for i, (name, indices) in enumerate(parts or [("data.eval.share", range(len(evaluated)))]):
         count = int(np.isin(evaluated[indices.start : indices.stop], trained).sum())
-        if streamed and own and any(_has_same_rows(opened, one, own[i]) for one in recipe.data.train):
+        if streamed and own and any(_has_same_rows(opened, one, own[i]) for one in settings.train):
             count = len(indices)
         if not count:
             continue
         has = "has the rows that are trained on"
         if count < len(indices):
-            of = f" in the first {recipe.data.window:,} rows of each source" if streamed else ""
+            of = f" in the first {settings.window:,} rows of each source" if streamed else ""
             has = f"has {count:,} of its {len(indices):,} examples among those that are trained on{of}"
         notes.append(
             f"{name} {has}: eval_loss shows what is remembered, not what is learnt. "

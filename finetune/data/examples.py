@@ -44,7 +44,7 @@ from finetune.data.samples import Example, concatenate_sizes
 from finetune.data.token_cache import CacheEntry, DataReport, find_or_build, load
 from finetune.errors import UserError
 from finetune.recipe import Recipe
-from finetune.recipe.schema import HeldOut, Mixture, Source
+from finetune.recipe.schema import Data, HeldOut, Images, Mixture, Model, ObjectiveSettings, Source
 
 if TYPE_CHECKING:
     from finetune.data.images.expansion import RowImages
@@ -177,7 +177,7 @@ class Draw:
 def prepare_examples(
     recipe: Recipe,
     sources: Sequence[Source],
-    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
     progress: Callable[[int], None] | None = None,
     opened: OpenedSources | None = None,
     held_out: bool = False,
@@ -192,13 +192,13 @@ def prepare_examples(
     of the others.
     Raises UserError with file and row for data that cannot be used, and if no trainable example is left.
     """
-    return draw_examples(recipe, sources, tokenizer, progress, opened, held_out).first_epoch
+    return draw_examples(recipe, sources, renderer, progress, opened, held_out).first_epoch
 
 
 def draw_examples(
     recipe: Recipe,
     sources: Sequence[Source],
-    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
     progress: Callable[[int], None] | None = None,
     opened: OpenedSources | None = None,
     held_out: bool = False,
@@ -206,7 +206,6 @@ def draw_examples(
     """Returns the examples of the first epoch as `prepare_examples`, and the selection of later epochs."""
     opened = opened or OpenedSources(recipe)
     of_sources = [opened.open(source) for source in sources]
-    renderer = recipe_renderer(recipe, tokenizer)
     rendering = rendering_key(renderer)
     digests = [one.reader.digest() for one in of_sources]
     folders = [
@@ -224,49 +223,33 @@ def draw_examples(
         if entry is None:
             build = EntryBuild(recipe, one, renderer, progress)
             fill = partial(build_source, build=build, digest=digest)
-            entry, seconds = find_or_build(folder, entry_metadata(recipe, one, renderer), fill)
+            entry, seconds = find_or_build(folder, entry_metadata(recipe.data, one, renderer), fill)
         entries.append(entry)
         build_s.append(seconds)
     return _choose_from(recipe, sources, entries, build_s, held_out)
 
 
-def recipe_renderer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Renderer:
-    """Returns the renderer of a recipe's rows. Raises UserError."""
-    template = template_of(recipe.model, tokenizer)
-    is_scored = recipe.objective.row_kind.is_text
-    return build_renderer(tokenizer, template, trained_part(recipe.objective), is_scored, row_images(recipe, tokenizer))
+def recipe_renderer(
+    model: Model, objective: ObjectiveSettings, tokenizer: PreTrainedTokenizerBase, images: RowImages | None = None
+) -> Renderer:
+    """Returns the renderer of a recipe's rows. images: of `row_images`. Raises UserError."""
+    template, is_scored = template_of(model, tokenizer), objective.row_kind.is_text
+    return build_renderer(tokenizer, template, trained_part(objective), is_scored, images)
 
 
-def row_images(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RowImages | None:
-    """Returns the image settings of the recipe's model; None without `data.image`. Raises UserError."""
-    if recipe.data.image is None:
+def row_images(model: Model, rules: Images | None, tokenizer: PreTrainedTokenizerBase) -> RowImages | None:
+    """Returns how a model sees the images of rows; None without rules, `data.image`. Raises UserError."""
+    if rules is None:
         return None
     from finetune.data.images.expansion import RowImages
     from finetune.data.images.families import image_family
 
-    return RowImages(image_family(recipe.model, recipe.data.image, tokenizer), recipe.data.image)
+    return RowImages(image_family(model, rules, tokenizer), rules)
 
 
-def check_same_images(key: str, name: str | None, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError if another model, `key: name`, sees images as other tokens than the recipe's.
-
-    name: None if there is no other model.
-    """
-    own = row_images(recipe, tokenizer) if name is not None else None
-    if own is None:
-        return
-    model = recipe.model.model_copy(update={"name": name, "config": None, "revision": None})
-    other = row_images(recipe.model_copy(update={"model": model}), tokenizer)
-    if other is None or own.family.settings != other.family.settings:
-        raise UserError(
-            f"{key}: {name!r} sees images as other tokens, or by other settings of its processor: name a model whose "
-            "processor has the same settings, such as a larger one of the same family"
-        )
-
-
-def image_reader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ImageInputs | None:
-    """Returns the function that builds a micro-batch's image inputs; None without `data.image`. Raises UserError."""
-    if (images := row_images(recipe, tokenizer)) is None:
+def image_reader(images: RowImages | None) -> ImageInputs | None:
+    """Returns the function that builds a micro-batch's image inputs; None without images."""
+    if images is None:
         return None
     from finetune.data.images.pixels import pixel_reader
 
@@ -371,7 +354,7 @@ def rendering_key(renderer: Renderer) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def entry_metadata(recipe: Recipe, opened: OpenedSource, renderer: Renderer) -> dict[str, Any]:
+def entry_metadata(data: Data, opened: OpenedSource, renderer: Renderer) -> dict[str, Any]:
     """Returns the inputs of an entry, for people: `cache list` shows them."""
     return {
         "source": opened.name,
@@ -380,8 +363,8 @@ def entry_metadata(recipe: Recipe, opened: OpenedSource, renderer: Renderer) -> 
         "tokenizer": renderer.tokenizer.name_or_path or type(renderer.tokenizer).__name__,
         "template": renderer.template.name if renderer.template else None,
         "train_on": renderer.train_on,
-        "max_length": recipe.data.max_length,
-        "overlong": recipe.data.overlong,
+        "max_length": data.max_length,
+        "overlong": data.overlong,
         "finetune": __version__,
         "code_version": CODE_VERSION,
     }

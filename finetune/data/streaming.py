@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from finetune.data.building import EntryBuild, OpenedSources, build_part, read_items
 from finetune.data.cache_entries import entries_folder
+from finetune.data.chat.renderer import Renderer
 from finetune.data.content import digest
-from finetune.data.examples import entry_key, entry_metadata, recipe_renderer, rendering_key, source_names
+from finetune.data.examples import entry_key, entry_metadata, rendering_key, source_names
 from finetune.data.packing import Rows, group_rows, pack, row_work, shuffled
 from finetune.data.row_source import RowSource
 from finetune.data.samples import Example, ExampleSizes, concatenate_sizes
@@ -62,7 +62,7 @@ class SourceStream:
         """Returns the cache entry of rows [index * window, (index + 1) * window), which is built if it is absent."""
         build, window = self._build, self._window
         name = hashlib.sha256(f"{self._key} {window} {index}".encode()).hexdigest()
-        metadata = entry_metadata(build.recipe, build.opened, build.renderer)
+        metadata = entry_metadata(build.recipe.data, build.opened, build.renderer)
         metadata["rows"] = [index * window + 1, (index + 1) * window]
         fill = partial(build_part, build=build, items=self._rows(index))
         return find_or_build(entries_folder() / name, metadata, fill)[0]
@@ -287,11 +287,10 @@ class Stream(RowSource):
 
 def open_stream(
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
+    renderer: Renderer,
     opened: OpenedSources | None = None,
 ) -> Stream:
     """Opens every source, detects its format, and renders its first rows; reads nothing more. Raises UserError."""
-    renderer = recipe_renderer(recipe, tokenizer)
     opened = opened or OpenedSources(recipe)
     of_sources = [opened.open(source) for source in recipe.data.train]
     opened.check_heads(renderer)

@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig
 
 from finetune.data.batch import TokenShare
 from finetune.engine.context_parallel import token_ranks
@@ -55,7 +55,7 @@ class Engine(abc.ABC):
     # runs these before its first step and drops them, or a resumed run would not be bitwise the same.
     warm_ups = 0
 
-    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
+    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe, config: PretrainedConfig):
         self.accelerator = accelerator
         self.launch = launch
         self.rank = accelerator.process_index
@@ -73,7 +73,7 @@ class Engine(abc.ABC):
         self.max_grad_norm = recipe.optimizer.max_grad_norm
         self.loss_scale = LossScale.of(recipe.train.precision)
         self.steps_in_backward = recipe.optimizer.in_backward
-        self.stopwatch = Stopwatch(self.device, self.world_size == 1 or self.knows_waits(recipe))
+        self.stopwatch = Stopwatch(self.device, self.world_size == 1 or self.knows_waits(recipe.train.compile))
         self.ranks = Ranks(accelerator, self.parallelism, self.stopwatch)
         self.trial_is_collective = self.world_size > 1  # `trial` waits for other ranks: all must call it, alike
         self.optimizers: list[Optimizer] = []
@@ -265,7 +265,7 @@ class Engine(abc.ABC):
 
     # --- meters
 
-    def knows_waits(self, recipe: Recipe) -> bool:
+    def knows_waits(self, compiles: bool) -> bool:
         """Returns whether `stopwatch` sees all waits of this rank for others: only then is their time a metric."""
         return False
 

@@ -10,6 +10,7 @@ from finetune.engine.launch import Launch
 from finetune.engine.parallelism_rules import check_combination
 from finetune.errors import UserError
 from finetune.recipe import Recipe, divisibility_message
+from finetune.recipe.schema import Quantization, Train
 
 
 def check_launch(recipe: Recipe, recipe_file: str, launch: Launch, config: Any | None = None) -> int:
@@ -26,20 +27,22 @@ def check_launch(recipe: Recipe, recipe_file: str, launch: Launch, config: Any |
         message = divisibility_message(recipe.batch.rows, rows, launch.parallelism.data)
         raise UserError(f"{recipe_file} on {launch.name}: batch.rows: {message}")
     micro_batches = -(-recipe.batch.rows // unit)
-    problems = [*_contradictions(recipe, launch, None if automatic else micro_batches), *_not_offered(recipe, launch)]
+    clip, train = recipe.optimizer.max_grad_norm, recipe.train
+    problems = [*_contradictions(train, clip, launch, None if automatic else micro_batches)]
+    problems += _not_offered(recipe.optimizer.name, train, launch)
     if recipe.optimizer.in_backward and not automatic:  # a recipe rule refuses it with `auto`
-        problems += _not_in_backward(recipe, launch, micro_batches)
+        problems += _not_in_backward(recipe.batch.rows, rows, launch, micro_batches)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(f"{launch.name} and {recipe_file} do not agree; the recipe owns the maths:\n{lines}")
     return micro_batches
 
 
-def check_products(recipe: Recipe, device: str, capability: tuple[int, int]) -> None:
+def check_products(train: Train, quantization: Quantization | None, device: str, capability: tuple[int, int]) -> None:
     """Raises UserError if the recipe needs 8-bit products that the GPU does not support. capability: CUDA's."""
-    scaled = recipe.quantization is not None and recipe.quantization.compute == "scaled"
+    scaled = quantization is not None and quantization.compute == "scaled"
     for key, needed, other in (
-        ("train.precision", recipe.train.precision == "fp8", "bf16"),
+        ("train.precision", train.precision == "fp8", "bf16"),
         ("quantization.compute", scaled, "dequantised"),
     ):
         if needed and capability < (9, 0):
@@ -49,13 +52,13 @@ def check_products(recipe: Recipe, device: str, capability: tuple[int, int]) -> 
             )
 
 
-def _contradictions(recipe: Recipe, launch: Launch, micro_batches: int | None) -> Iterator[str]:
+def _contradictions(train: Train, clip: float | None, launch: Launch, micro_batches: int | None) -> Iterator[str]:
     """Yields settings of the accelerate config that the recipe decides: each must be equal, `auto`, or absent.
 
-    micro_batches: number per process and step; None with `rows_per_device: auto`, before the trial.
+    clip: `optimizer.max_grad_norm`; micro_batches: number per process and step; None with `rows_per_device: auto`,
+    before the trial.
     """
     config, deepspeed, fsdp = launch.config, launch.deepspeed, launch.config.get("fsdp_config") or {}
-    train, clip = recipe.train, recipe.optimizer.max_grad_norm
     precision = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}.get(train.precision, "no")
     accumulation = f"batch.rows / batch.rows_per_device / processes = {micro_batches}"
     if micro_batches is None:
@@ -102,9 +105,9 @@ def _same(configured: Any, expected: Any) -> bool:
         return False
 
 
-def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
+def _not_offered(optimizer: str, train: Train, launch: Launch) -> Iterator[str]:
     """Yields settings that a backend does not offer with the recipe's meaning."""
-    kind, name, precision = launch.kind, recipe.optimizer.name, recipe.train.precision
+    kind, precision = launch.kind, train.precision
     if kind == "fsdp2" and int((launch.config.get("fsdp_config") or {}).get("fsdp_version", 1)) != 2:
         yield "`fsdp_version: 1` loses the optimizer state on resume: set `fsdp_version: 2`"
     if kind == "zero" and precision == "bf16_true":
@@ -113,18 +116,18 @@ def _not_offered(recipe: Recipe, launch: Launch) -> Iterator[str]:
         yield "DeepSpeed gathers a weight for one layer's call, and torchao's products keep it: use ddp, fsdp2 or bf16"
     if launch.parallelism.tensor > 1 and precision == "fp8":
         yield "`train.precision: fp8` has a scale for each row, which tensor parallel divides: use fsdp2, or `bf16`"
-    if name.endswith("8bit") and launch.uses_nvme:
+    if optimizer.endswith("8bit") and launch.uses_nvme:
         yield (
-            f"DeepSpeed swaps optimizer state to NVMe as fp32, which `{name}` does not survive: "
+            f"DeepSpeed swaps optimizer state to NVMe as fp32, which `{optimizer}` does not survive: "
             "use `adamw`, or another config such as zero3_offload"
         )
-    if name == "muon" and launch.uses_nvme:
+    if optimizer == "muon" and launch.uses_nvme:
         yield "`muon` was not tried with optimizer state on NVMe: use another config such as zero3_offload, or `adamw`"
-    if kind == "zero" and recipe.train.compile:
+    if kind == "zero" and train.compile:
         yield "`train.compile` does not support DeepSpeed's hooks on parameters: use ddp or fsdp2, or `compile: false`"
 
 
-def _not_in_backward(recipe: Recipe, launch: Launch, micro_batches: int) -> Iterator[str]:
+def _not_in_backward(rows: int, rows_per_device: int, launch: Launch, micro_batches: int) -> Iterator[str]:
     """Yields why the optimizer cannot step inside the backward here."""
     if launch.kind == "replicated" and launch.processes > 1:
         yield (
@@ -138,7 +141,6 @@ def _not_in_backward(recipe: Recipe, launch: Launch, micro_batches: int) -> Iter
         )
     if micro_batches > 1:
         sharing = launch.parallelism.data
-        rows, rows_per_device = recipe.batch.rows, recipe.batch.rows_per_device
         one = f", or `batch.rows_per_device: {rows // sharing}`" if rows % sharing == 0 else ""
         yield (
             f"`optimizer.in_backward` needs one micro-batch a step on each process, and `batch.rows: {rows}` is "

@@ -68,7 +68,7 @@ class Ddp(Engine):
     def step(self) -> float | None:
         return self.clip_and_step(self.gradients(), lambda local: local.item())
 
-    def knows_waits(self, recipe: Recipe) -> bool:
+    def knows_waits(self, compiles: bool) -> bool:
         """True for the part of DDP's reduction that the backward does not hide, and for sums of the loss."""
         return True
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
 
 from finetune.engine.base import BuildOptimizers, Engine, NamedTensors, detached, named_trainables, wait_after_gradients
 from finetune.engine.expert_parallel import parallelize_experts
@@ -41,7 +42,6 @@ from finetune.engine.tensor_parallel import parallelize
 from finetune.engine.timing import Stopwatch
 from finetune.errors import UserError
 from finetune.models.base_config import dtypes
-from finetune.models.config import model_config
 from finetune.models.packed_linear import is_stored_quantized, make_plain
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel
@@ -61,11 +61,11 @@ class Fsdp2(Engine):
 
     gathers_in_forward = True
 
-    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
-        super().__init__(accelerator, launch, recipe)
+    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe, config: PretrainedConfig):
+        super().__init__(accelerator, launch, recipe, config)
         self.averaged_ranks = self.parallelism.data * self.parallelism.tokens  # by reduce-scatter; HSDP's all-reduce
         # Not for a checkpoint that is already quantized: transformers creates packed layers while reading it.
-        self._rank_0_reads = recipe.quantization is None or not is_stored_quantized(model_config(recipe.model))
+        self._rank_0_reads = recipe.quantization is None or not is_stored_quantized(config)
         # Under fp16 weights are gathered in fp32, and autocast casts them as on one process. Gathered in fp16,
         # embedding, head and norms would have gradients in fp16 as well, which overflow in more steps.
         self._policy = MixedPrecisionPolicy()
@@ -197,9 +197,9 @@ class Fsdp2(Engine):
         for _, parameter, local in self._shards:
             parameter.grad = local.grad = None
 
-    def knows_waits(self, recipe: Recipe) -> bool:
+    def knows_waits(self, compiles: bool) -> bool:
         """False with compiled layers, which lack the hooks of `ShardWaits`, and with sums inside layers."""
-        return not recipe.train.compile and self.parallelism.tensor == 1
+        return not compiles and self.parallelism.tensor == 1
 
     def gradients(self) -> list[Tensor]:
         return [local_tensor(gradient) for gradient in super().gradients()]

@@ -14,6 +14,7 @@ called in every stage with that stage as its model; the last stage computes the 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.nn.functional import pad
-from transformers import DynamicCache
+from transformers import DynamicCache, PretrainedConfig
 
 from finetune.engine.base import BuildOptimizers, Engine, Forward, Loss, NamedTensors, T, detached
 from finetune.engine.launch import Launch
@@ -48,7 +49,6 @@ from finetune.engine.stages import (
 )
 from finetune.engine.state_shards import ShardPart, replica_parts
 from finetune.models.base_config import dtypes, without_weights
-from finetune.models.config import model_config
 from finetune.models.weights import Placement
 from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.recipe.schema import Recipe
@@ -65,12 +65,12 @@ class _RunningStep:
 
 
 class Pipeline(Engine):
-    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
-        super().__init__(accelerator, launch, recipe)
+    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe, config: PretrainedConfig):
+        super().__init__(accelerator, launch, recipe, config)
         sizes, place = self.parallelism, self.parallelism.coordinates(self.rank)
         self.place = place["pipeline"]
         # From the model's own weights alone, so that the layout is the same in every mode.
-        skeleton = without_weights(model_config(recipe.model), trusted=recipe.model.trust_remote_code)
+        skeleton = without_weights(copy.deepcopy(config), trusted=recipe.model.trust_remote_code)
         stages = sizes.pipeline * sizes.stages_per_rank
         self._layout = lay_out(skeleton, stages, sizes.pipeline, recipe.objective.scores_sequences)
         self._compute = dtypes(recipe).compute
@@ -196,7 +196,7 @@ class Pipeline(Engine):
         copies = self.ranks_of_stage
         return self.clip_and_step([g for _, g in trained], lambda local: self.ranks.sum(local)[0] / copies, counted)
 
-    def knows_waits(self, recipe: Recipe) -> bool:
+    def knows_waits(self, compiles: bool) -> bool:
         """True: all time of the schedule outside computation is a wait, the bubble included."""
         return True
 

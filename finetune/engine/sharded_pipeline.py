@@ -142,7 +142,7 @@ class ShardedPipeline(Fsdp2, Pipeline):
     def _counts(self, name: str) -> bool:
         return super()._counts(name) and self._holders[name][0] == self.place
 
-    def knows_waits(self, recipe: Recipe) -> bool:
+    def knows_waits(self, compiles: bool) -> bool:
         """False: shards are gathered in the time in which a stage computes."""
         return False
 

@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch.distributed import distributed_c10d
 from torch.torch_version import TorchVersion
+from transformers import PretrainedConfig
 
 from finetune.engine.base import Engine
 from finetune.engine.compatibility import check_products
@@ -34,6 +35,7 @@ from finetune.engine.lost_ranks import is_lost_rank, leave_lost, lost_ranks, not
 from finetune.engine.zero import Zero
 from finetune.errors import RunFailure, Stopped, UserError, unforeseen
 from finetune.recipe import Recipe
+from finetune.recipe.schema import Optimizer
 from finetune.utils import num_cores
 
 log = logging.getLogger(__name__)
@@ -41,8 +43,9 @@ log = logging.getLogger(__name__)
 ENGINES: dict[Kind, type[Engine]] = {"replicated": Ddp, "fsdp2": Fsdp2, "zero": Zero}
 
 
-def start_engine(recipe: Recipe, launch: Launch) -> Engine:
-    """Join the process group, and return the engine of this process. Raises UserError if the group is another one."""
+def start_engine(recipe: Recipe, launch: Launch, config: PretrainedConfig) -> Engine:
+    """Join the process group, and return the engine of this process. config: of the base, see `Base`. Raises UserError
+    if the group is another one."""
     if launch.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
         raise UserError("this accelerate config needs DeepSpeed: pip install 'deepspeed>=0.19'")
     if is_rehearsal():
@@ -74,7 +77,7 @@ def start_engine(recipe: Recipe, launch: Launch) -> Engine:
             launch.processes,
             launch.processes,
         )
-    return backend(accelerator, launch, recipe)
+    return backend(accelerator, launch, recipe, config)
 
 
 # --- CUDA
@@ -85,14 +88,14 @@ def check_cuda(recipe: Recipe, launch: Launch) -> None:
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if recipe.train.precision in ("bf16", "bf16_true", "fp8") and not has_bf16:
         raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16: use fp16 or fp32")
-    check_products(recipe, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
-    check_in_backward(recipe, launch, torch.__version__)
+    check_products(recipe.train, recipe.quantization, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    check_in_backward(recipe.optimizer, launch, torch.__version__)
 
 
-def check_in_backward(recipe: Recipe, launch: Launch, torch_version: str) -> None:
+def check_in_backward(optimizer: Optimizer, launch: Launch, torch_version: str) -> None:
     """Raises UserError for steps inside the backward of offloaded shards if torch does not wait for gradients:
     before 2.13 FSDP2 calls a parameter's hook during the copy (https://github.com/pytorch/pytorch/pull/180666)."""
-    in_backward = recipe.optimizer.in_backward and launch.kind == "fsdp2" and launch.offloads_optimizer
+    in_backward = optimizer.in_backward and launch.kind == "fsdp2" and launch.offloads_optimizer
     if in_backward and TorchVersion(torch_version) < "2.13":
         raise UserError(
             f"`optimizer.in_backward` with {launch.name}: torch {torch_version} steps offloaded parameters before "

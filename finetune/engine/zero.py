@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.optim import Optimizer
+from transformers import PretrainedConfig
 
 from finetune.engine.base import BuildOptimizers, Engine, detached, named_trainables
 from finetune.engine.launch import Launch
@@ -37,8 +38,8 @@ class Zero(Engine):
     (`zero_force_ds_cpu_optimizer: false`): the same arithmetic, and nothing to compile.
     """
 
-    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe):
-        super().__init__(accelerator, launch, recipe)
+    def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe, config: PretrainedConfig):
+        super().__init__(accelerator, launch, recipe, config)
         self.averaged_ranks = self.world_size
         self.plugin: Any = accelerator.state.deepspeed_plugin
         self.gathers_in_forward = self.is_stage_3 = self.plugin.zero_stage == 3

@@ -6,11 +6,11 @@ import contextlib
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from finetune.models.activations import ActivationOffload
 from finetune.models.attention import AttentionChoice
 from finetune.models.base_config import dtypes
+from finetune.models.base_model import Base
 from finetune.models.dropout import drops, seed_layers
 from finetune.models.experts_trial import choose_experts
 from finetune.models.fused_layers import choose_kernels, fuse_layers
@@ -32,13 +32,13 @@ from finetune.recipe import Recipe
 from finetune.utils import unwrap_peft
 
 
-def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice, labels: tuple[str, ...] = ()) -> Any:
+def skeleton(recipe: Recipe, base: Base, attention: AttentionChoice, labels: tuple[str, ...] = ()) -> Any:
     """Returns the model of a run on `meta`: adapters, types and packed weights as they will be. Arguments and errors as
     of `load_model`."""
     # Adapters would be created with random numbers. Added tokens are counted, and packed weights have tables.
     alone = recipe.tokens is None and recipe.quantization is None
     with torch.device("meta") if alone else contextlib.nullcontext():
-        return load_model(recipe, config, attention, Placement("meta", None), labels)
+        return load_model(recipe, base, attention, Placement("meta", None), labels)
 
 
 def assemble(
@@ -71,7 +71,7 @@ def assemble(
         keep_input_types(model)
     if recipe.train.precision == "fp8":
         compute_in_fp8(model, device.type != "cuda" if emulates_fp8 is None else emulates_fp8)
-    if drops(recipe, model.config):
+    if drops(recipe.lora, model.config):
         seed_layers(model)
     fuse_adapters(model, recipe.train.activation_checkpointing, schedule)
     again = recipe.train.activation_checkpointing == "selective" or schedule == "zero_bubble"

@@ -14,7 +14,7 @@ from finetune.models.base_config import base_config, depends_on_length, rope_typ
 from finetune.models.checkpoint_files import tensor_names
 from finetune.models.damage import check_weights, short
 from finetune.models.text_part import check_text_part, is_multimodal, text_part_of
-from finetune.recipe.schema import Model, Recipe
+from finetune.recipe.schema import Model
 
 
 def model_config(model: Model) -> PretrainedConfig:
@@ -54,8 +54,7 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
     """
     if model.config is None:
         check_weights(Path(model.name or "").expanduser())
-        if base_config(model).sub_configs:
-            check_text_part(model)
+        check_text_part(model)
         return
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if not 1 <= layers <= MAX_LAYERS:
@@ -64,13 +63,6 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
         without_weights(config)
     except (RuntimeError, ArithmeticError, AssertionError, AttributeError, LookupError, ValueError, TypeError) as error:
         raise UserError(f"model.config: no model can be built from these sizes: {short(error)}") from error
-
-
-def training_config(recipe: Recipe) -> PretrainedConfig:
-    """Returns the config of the recipe's model as its objective trains it, see `objective.dropout`. Raises
-    UserError."""
-    config = model_config(recipe.model)
-    return without_dropout(config) if recipe.drops_nothing else config
 
 
 def length_dependent_rope(config: PretrainedConfig) -> list[str]:

@@ -10,14 +10,14 @@ from transformers import PretrainedConfig
 
 from finetune.models.config import active_dropouts
 from finetune.models.patches import mix_in
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Lora
 
 _LAYER_BITS = 12  # of a seed: more than `MAX_LAYERS`
 
 
-def drops(recipe: Recipe, config: PretrainedConfig) -> bool:
+def drops(lora: Lora | None, config: PretrainedConfig) -> bool:
     """Returns whether dropout is drawn in each forward, so that rows per device change the result."""
-    return bool(recipe.lora and recipe.lora.dropout) or any(True for _ in active_dropouts(config))
+    return bool(lora and lora.dropout) or any(True for _ in active_dropouts(config))
 
 
 def seed_micro_batch(seed: int, step: int, index: int) -> None:

@@ -8,18 +8,17 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.errors import UserError
-from finetune.models.added_tokens import add_tokens
 from finetune.models.base_config import Parsing
 from finetune.models.remote_code import load_auto
 from finetune.recipe.schema import Model, Tokens
 
 
-def load_tokenizer(model: Model, tokens: Tokens | None = None) -> PreTrainedTokenizerFast:
+def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of `model.tokenizer`, else of `model.name`. Raises UserError if it cannot be loaded or
     is not a fast one.
 
     Padding never reaches the loss: training rows have none. It is used on the left when generating, so a tokenizer
-    without a pad token gets an end token for it, in memory and in the saved result alike. tokens: to add.
+    without a pad token gets an end token for it, in memory and in the saved result alike.
     """
     source = model.tokenizer or model.name
     assert source is not None  # the schema wants one of the two
@@ -38,26 +37,7 @@ def load_tokenizer(model: Model, tokens: Tokens | None = None) -> PreTrainedToke
         raise UserError(f"the tokenizer of {source!r} has no end token (eos_token): generation would never stop")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if tokens is not None:
-        add_tokens(tokenizer, tokens)
     return tokenizer
-
-
-def check_same_vocabulary(key: str, name: str | None, tokenizer: PreTrainedTokenizerFast, model: Model) -> None:
-    """Raises UserError if the tokenizer of another model, `key: name`, has other tokens or ids than the recipe's.
-
-    name: None if there is no other model.
-    """
-    if name is None:
-        return
-    other = load_tokenizer(model.model_copy(update={"name": name, "tokenizer": None, "revision": None}))
-    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
-    if ours != theirs:
-        token = min(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
-        raise UserError(
-            f"{key}: {name!r} has another vocabulary than the model that is trained, so their log-probabilities cannot "
-            f"be compared: {token!r} is id {theirs.get(token)} there and {ours.get(token)} here"
-        )
 
 
 def check_token_ids(config: PretrainedConfig, tokenizer_size: int, tokens: Tokens | None = None) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,16 +23,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME
 
 from finetune.data.batch import Batch
 from finetune.data.images.family_table import FAMILIES, Family, family_of
 from finetune.errors import UserError
-from finetune.models.checkpoint_files import PROCESSORS, check_names_kept, checkpoint_file
+from finetune.models.checkpoint_files import check_names_kept
 from finetune.models.lora_targets import AdapterTargets, find_targets
 from finetune.models.patches import set_attribute
-from finetune.models.tokenizer import load_tokenizer
-from finetune.recipe.schema import Images, Lora, Model
+from finetune.recipe.schema import Lora
 from finetune.utils import full_shape, unwrap_peft
 
 PARTS = ("language", "projector", "vision")
@@ -158,29 +155,6 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     family = FAMILIES.get(model.config.model_type)
     whole = model.base_model
     return (getattr(whole, family.language) if family and hasattr(whole, family.language) else whole).layers
-
-
-def processor_settings(model: Model, images: Images | None) -> dict[str, bytes]:
-    """Returns the files with the settings of the base's processors, with the recipe's bounds of an image's size."""
-    from finetune.data.images.families import image_family, processor_place
-
-    name, revision = (model.name, model.revision) if images is None else processor_place(model, images)
-    place = Model(name=name, revision=revision)
-    files = {file: path.read_bytes() for file in PROCESSORS if (path := checkpoint_file(place, file))}
-    if images is None or not (images.max_pixels or images.min_pixels):
-        return files
-    size = dict(image_family(model, images, load_tokenizer(model)).processor.size)
-    for file in {FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME} & {*files}:
-        settings = json.loads(files[file])
-        part = settings if file == FEATURE_EXTRACTOR_NAME else settings.get("image_processor")
-        if part is None:
-            continue
-        part["size"] = size
-        for bound, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
-            if part.get(bound) is not None:  # Qwen's older names, which come first
-                part[bound] = size[edge]
-        files[file] = json.dumps(settings, indent=2).encode() + b"\n"
-    return files
 
 
 # --- a forward

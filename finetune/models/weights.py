@@ -23,18 +23,18 @@ from transformers import (
 )
 from transformers.utils.quantization_config import Mxfp4Config
 
-from finetune.data.images.family_table import family_of
+from finetune.data.images.family_table import Family, family_of
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
-from finetune.models.added_tokens import add_tokens, start_rows, train_rows
+from finetune.models.added_tokens import start_rows, train_rows
 from finetune.models.attention import AttentionChoice
 from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
-from finetune.models.base_checkpoint import base_checkpoint, check_loaded_again
+from finetune.models.base_checkpoint import check_loaded_again
 from finetune.models.base_config import dtypes, first_line, not_found_reason, without_weights
+from finetune.models.base_model import Base, processor_settings
 from finetune.models.checkpoint_files import check_names_kept, unloaded_tensors
 from finetune.models.compiled import compile_layers
-from finetune.models.config import model_config
 from finetune.models.damage import check_weights, mismatched_sizes, weights_problem
 from finetune.models.lora_targets import (
     AdapterTargets,
@@ -56,10 +56,9 @@ from finetune.models.packed_linear import (
 from finetune.models.patches import replace_class, set_attribute
 from finetune.models.remote_code import from_config
 from finetune.models.score_model import labelled, score_head, start_score_head
-from finetune.models.tokenizer import load_tokenizer
-from finetune.models.vision import attention_of_parts, freeze_parts, processor_settings, targets_in_parts
+from finetune.models.vision import attention_of_parts, freeze_parts, targets_in_parts
 from finetune.models.wrapped import SCORE, has_scores
-from finetune.recipe.schema import Lora, Recipe, Tokens
+from finetune.recipe.schema import Lora, Mode, Model, Quantization, Recipe, Tokens
 from finetune.utils import full_shape, pattern_of, unwrap_peft
 
 
@@ -77,7 +76,7 @@ class Placement:
 
 def load_model(
     recipe: Recipe,
-    config: PretrainedConfig,
+    base: Base,
     attention: AttentionChoice,
     placement: Placement,
     labels: tuple[str, ...] = (),
@@ -85,7 +84,7 @@ def load_model(
     """Returns the model in train mode, with adapters, before an engine wraps it. Random weights are the same on every
     rank. labels: of a head of scores, in place of the LM head. Raises UserError if it cannot be loaded.
     """
-    types = dtypes(recipe)
+    types, config = dtypes(recipe), base.config
     auto: Any = AutoModelForCausalLM if recipe.model.train is None else AutoModelForImageTextToText
     if labels:
         auto, config = AutoModelForSequenceClassification, labelled(config, labels)
@@ -93,34 +92,33 @@ def load_model(
             raise UserError(f"{type(config).__name__} has no sequence classification model in transformers")
     torch.manual_seed(recipe.run.seed)
     base_dtype = types.trained if recipe.mode == "full" else types.frozen
-    model, missing = _base_model(recipe, config, attention, base_dtype, placement, auto)
+    model, missing = _base_model(base, config, recipe.mode, attention, base_dtype, placement, auto)
+    family = None if recipe.model.train is None else family_of(config)
     if recipe.quantization is not None and not is_stored_quantized(config):
-        _pack(model, recipe, config, placement, of_scores=bool(labels))
+        _pack(model, recipe.quantization, types.compute, placement, of_scores=bool(labels), family=family)
     if labels:
         score_head(model)
         if missing is None or any(name.startswith(f"{SCORE}.") for name in missing):
             start_score_head(model, types.trained, recipe.run.seed)
     else:
-        _check_complete(recipe, config, missing or set())
+        _check_complete(recipe.model, config, missing or set())
         if model.get_output_embeddings() is None:
             raise UserError(f"{type(config).__name__} has no LM head to train")
     first_added = 0
     if recipe.tokens is not None:
-        tokenizer = load_tokenizer(recipe.model)
-        first_added = len(tokenizer)
-        start_rows(model, first_added, add_tokens(tokenizer, recipe.tokens))
+        first_added = len(base.tokenizer) - len(base.pieces)
+        start_rows(model, first_added, base.pieces)
     rotate_per_document(model)
     run_per_document(model, attention.mixers)
     reach_experts(model)
     keep_weights_unpacked(model)
     if recipe.drops_nothing and placement.weights != "meta":
-        model.base_config = model_config(recipe.model)  # whose dropout the result has
+        model.base_config = base.published  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
-    adapted = family = None
-    if recipe.model.train is not None:
-        family = family_of(config)
+    adapted = None
+    if family is not None and recipe.model.train is not None:
         if placement.weights != "meta":  # rank 0 writes them, and a plan has the config alone
-            model.processor_files = processor_settings(recipe.model, recipe.data.image)
+            model.processor_files = processor_settings(base)
         if recipe.lora is None:
             freeze_parts(model, family, recipe.model.train)
         else:
@@ -133,8 +131,8 @@ def load_model(
             model = add_adapters(model, recipe.lora, types.trained, recipe.tokens, adapted)
         layers, stacked = adapted_paths(model)
         paths = [*layers, *(path.rpartition(".")[0] for path in stacked)]
-        if (base := getattr(unwrap_peft(model), "base_checkpoint", None)) is not None:
-            check_loaded_again(base.part, paths)
+        if (files := getattr(unwrap_peft(model), "base_checkpoint", None)) is not None:
+            check_loaded_again(files.part, paths)
         else:
             check_names_kept(unwrap_peft(model), paths)
         if recipe.tokens is not None and recipe.tokens.train != "all":
@@ -160,88 +158,97 @@ def load_model(
     return model.train()
 
 
-def _pack(model: Any, recipe: Recipe, config: PretrainedConfig, placement: Placement, of_scores: bool) -> None:
-    """Pack the weights of linear layers. The LM head is packed as well, but no head of scores, and no tower."""
-    assert recipe.quantization is not None
+def _pack(
+    model: Any,
+    quantization: Quantization,
+    compute: torch.dtype,
+    placement: Placement,
+    *,
+    of_scores: bool,
+    family: Family | None,
+) -> None:
+    """Pack the weights of linear layers. The LM head is packed as well, but no head of scores, and no tower.
+
+    family: of a model with its tower."""
     whole = [SCORE] if of_scores else None
-    if recipe.model.train is not None:
-        family = family_of(config)
+    if family is not None:
         whole = ["lm_head", *(f"model.{path}" for path in (family.tower, *family.projector))]
     device = placement.device or torch.device("cpu")
     kept_on = placement.packed_on or device
-    compute, layers = dtypes(recipe).compute, placement.layers  # DoRA cannot copy packed weights without values
-    pack_linear_layers(model, recipe.quantization, compute, device, kept_on, whole, layers)
+    layers = placement.layers  # DoRA cannot copy packed weights without values
+    pack_linear_layers(model, quantization, compute, device, kept_on, whole, layers)
 
 
-def _check_complete(recipe: Recipe, config: PretrainedConfig, missing: set[str]) -> None:
+def _check_complete(model: Model, config: PretrainedConfig, missing: set[str]) -> None:
     """Raises UserError if a checkpoint lacks weights: transformers only warns of them and draws them at random."""
     if is_stored_quantized(config):  # its tensors have other names than the weights
         return
-    unused = None if recipe.model.train is None else family_of(config).unused
+    unused = None if model.train is None else family_of(config).unused
     absent = sorted(name for name in missing if unused is None or f".{unused}." not in f".{name}")
     if absent:
         raise UserError(
-            f"model.name: {recipe.model.name!r} lacks {len(absent):,} weights of its model, such as `{absent[0]}`, "
+            f"model.name: {model.name!r} lacks {len(absent):,} weights of its model, such as `{absent[0]}`, "
             "which would begin at random: is the folder complete, and its config.json that of these weights?"
         )
 
 
 def _base_model(
-    recipe: Recipe,
+    base: Base,
     config: PretrainedConfig,
+    mode: Mode,
     attention: AttentionChoice,
     dtype: torch.dtype,
     placement: Placement,
     auto: Any,  # transformers' auto class
 ) -> tuple[Any, set[str] | None]:
     """Returns the model, and the weights that its checkpoint lacks; None: all, it is built from a config."""
-    trusted = recipe.model.trust_remote_code
+    settings, trusted = base.model, base.model.trust_remote_code
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
-    if recipe.model.train is not None:
+    if settings.train is not None:
         common["attn_implementation"] = attention_of_parts(config, attention.implementation)
-    if (is_mxfp4 := stored_in_mxfp4(config)) and recipe.mode != "lora":
+    if (is_mxfp4 := stored_in_mxfp4(config)) and mode != "lora":
         raise UserError(
-            f"mode: {recipe.mode}: the experts of {recipe.model.name!r} are stored in MXFP4, for frozen weights: "
+            f"mode: {mode}: the experts of {settings.name!r} are stored in MXFP4, for frozen weights: "
             "use `mode: lora`, which computes with their exact values, or a checkpoint in bfloat16"
         )
     if placement.weights == "meta":
         model = without_weights(config, auto, trusted=trusted, **common)
         model.tie_weights()  # no_init_weights leaves them apart
         return model, None
-    if recipe.model.config is not None:
+    if settings.config is not None:
         return from_config(auto, config, trusted, **common), None
     if is_mxfp4:
         common["quantization_config"] = Mxfp4Config(dequantize=True)
     if placement.device is not None and (is_stored_quantized(config) or placement.direct):
         common["device_map"] = {"": placement.device}
-    name = recipe.model.name
+    name = settings.name
     assert name is not None  # the schema requires it if there is no config
     load: Any = auto
     layers = None if is_stored_quantized(config) else placement.layers
-    if (base := base_checkpoint(recipe.model)) is not None:
-        common["key_mapping"] = base.renames
-    if layers is not None or base is not None:
+    if (files := base.files) is not None:
+        common["key_mapping"] = files.renames
+    if layers is not None or files is not None:
         # The class that the auto class would choose; it has no public attribute for it.
-        load = _partly(auto._model_mapping[type(config)], layers, r"\.layers\.\d+\." if base is None else "")
+        load = _partly(auto._model_mapping[type(config)], layers, r"\.layers\.\d+\." if files is None else "")
     check_weights(Path(name).expanduser())
     try:
         model, report = load.from_pretrained(
             name,
             config=config,
             use_safetensors=True,
-            revision=recipe.model.revision or "main",
+            revision=settings.revision or "main",
             trust_remote_code=trusted,
             output_loading_info=True,
             **common,
         )
     except (OSError, ValueError, SafetensorError) as error:
         reason = not_found_reason(name, error) or weights_problem(error)
-        raise UserError(f"model.name: {recipe.model.name!r} cannot be loaded: {reason}") from error
+        raise UserError(f"model.name: {settings.name!r} cannot be loaded: {reason}") from error
     except RuntimeError as error:
         if not mismatched_sizes(error):
             raise
         raise UserError(
-            f"model.name: the weights of {recipe.model.name!r} have other shapes than its config.json says (listed "
+            f"model.name: the weights of {settings.name!r} have other shapes than its config.json says (listed "
             "above): take both from one place"
         ) from error
     if load is not auto:
@@ -255,14 +262,14 @@ def _base_model(
     # transformers keeps here what it did to names and shapes, to undo it as it saves the model.
     if conversions := getattr(model, "_weight_conversions", None):
         used = [one for one in conversions if one.was_used()]
-        if base is not None:
+        if files is not None:
             # transformers changes the public lists as it reads a model; these are as they were given.
-            used = [one for one in used if one._original_source_patterns[0] not in base.renames]
+            used = [one for one in used if one._original_source_patterns[0] not in files.renames]
         set_attribute(model, "_weight_conversions", used, "read conversions")
-    if base is not None and auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
-        model.base_checkpoint = base
-    elif base is None and recipe.mode == "full" and auto is not AutoModelForSequenceClassification:
-        model.kept_tensors = unloaded_tensors(model, recipe.model)
+    if files is not None and auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
+        model.base_checkpoint = files
+    elif files is None and mode == "full" and auto is not AutoModelForSequenceClassification:
+        model.kept_tensors = unloaded_tensors(model, settings)
     return model, set(report["missing_keys"])
 
 

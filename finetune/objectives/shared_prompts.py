@@ -12,17 +12,17 @@ from dataclasses import replace
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
 from finetune.objectives.objective import Objective, Sums
-from finetune.recipe import Recipe
-from finetune.recipe.objective_settings import Distill, SharesPrompts, WithoutDropout
+from finetune.recipe.objective_settings import Distill, ObjectiveSettings, SharesPrompts, WithoutDropout
 
 
-def with_shared_prompts(recipe: Recipe, attention: AttentionChoice) -> AttentionChoice:
+def with_shared_prompts(objective: ObjectiveSettings, samples: bool, attention: AttentionChoice) -> AttentionChoice:
     """Returns the attention with the decision whether the run's pairs or samples share their beginning.
 
-    Raises UserError if the recipe requests it and it is not possible.
+    samples: whether the run trains on samples of its model. Raises UserError if the recipe requests it and it is not
+    possible.
     """
-    settings, reason = recipe.objective, _unsupported_reason(recipe, attention)
-    if isinstance(settings, SharesPrompts) and settings.share_prompts is True and reason is not None:
+    reason = _unsupported_reason(objective, samples, attention)
+    if isinstance(objective, SharesPrompts) and objective.share_prompts is True and reason is not None:
         raise UserError(
             f"objective.share_prompts: true does not fit `{attention.implementation}` here: {reason}; use `auto`, "
             "which computes the prompt for each answer, with the same numbers"
@@ -30,34 +30,33 @@ def with_shared_prompts(recipe: Recipe, attention: AttentionChoice) -> Attention
     return replace(attention, shares_prompts=reason is None)
 
 
-def sharing_summary(recipe: Recipe, attention: AttentionChoice, share: float | None) -> str | None:
+def sharing_summary(
+    objective: ObjectiveSettings, samples: bool, attention: AttentionChoice, share: float | None
+) -> str | None:
     """Returns a line for the plan; None for an objective without pairs or samples.
 
     share: of an epoch's tokens that pairs have in common; None: unknown.
     """
-    if not _may_share(recipe):
+    if not _may_share(objective, samples):
         return None
     if not attention.shares_prompts:
-        return f"computed for each answer: {_unsupported_reason(recipe, attention)}"
-    if recipe.rollouts is not None:
+        return f"computed for each answer: {_unsupported_reason(objective, samples, attention)}"
+    if samples:
         return "computed once for the samples of a prompt in one micro-batch"
     saved = "what a pair has in common" if share is None else f"{share:.1%} of the tokens"
     return f"computed once for both answers: {saved} need not be computed again"
 
 
-def _may_share(recipe: Recipe) -> bool:
-    if isinstance(recipe.objective, Distill):
-        return recipe.rollouts is not None
-    return isinstance(recipe.objective, SharesPrompts)
+def _may_share(objective: ObjectiveSettings, samples: bool) -> bool:
+    return samples if isinstance(objective, Distill) else isinstance(objective, SharesPrompts)
 
 
-def _unsupported_reason(recipe: Recipe, attention: AttentionChoice) -> str | None:
-    settings = recipe.objective
-    if not isinstance(settings, SharesPrompts) or not _may_share(recipe):
-        return f"{settings.name} has no pairs"
-    if settings.share_prompts is False:
+def _unsupported_reason(objective: ObjectiveSettings, samples: bool, attention: AttentionChoice) -> str | None:
+    if not isinstance(objective, SharesPrompts) or not _may_share(objective, samples):
+        return f"{objective.name} has no pairs"
+    if objective.share_prompts is False:
         return "asked for in the recipe"
-    if isinstance(settings, WithoutDropout) and settings.dropout:
+    if isinstance(objective, WithoutDropout) and objective.dropout:
         return "objective.dropout draws for each answer"
     return attention.not_shared
 

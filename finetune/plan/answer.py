@@ -292,7 +292,7 @@ def facts(request: PlanRequest, choices: Sequence[Choice], results: Sequence[Sea
     if rows.rows is None and recipe.train.max_steps is None:
         lines.append("steps: not known without the data; hours and price of the run neither")
     else:
-        steps = run_length(recipe, rows.rows)[0]
+        steps = run_length(recipe.train, recipe.batch.rows, rows.rows)[0]
         warmup = recipe.schedule.warmup(steps)
         lines.append(f"steps: {steps:,}, of which {warmup:,} ({warmup / max(1, steps):.0%}) warm up")
         if steps < FEW_STEPS:

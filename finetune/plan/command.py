@@ -178,7 +178,7 @@ def write_config(request: PlanRequest, one: Choice, folder: Path) -> list[str]:
     text = yaml.safe_dump(config, sort_keys=False)
     write_atomically(path, f"# Written by `finetune plan {request.path} --on {one.machines.name}`.\n{text}")
     overrides = "".join(f" {line.replace(': ', '=')}" for line in as_lines(one.changes))
-    free = [] if drops(request.recipe, request.config) else ["batch.rows_per_device"]
+    free = [] if drops(request.recipe.lora, request.config) else ["batch.rows_per_device"]
     free += ["train.activation_checkpointing", "train.activation_offload"]
     now = as_lines({key: one.changes.get(key, value_of(request.recipe, key)) for key in free})
     return [

@@ -29,7 +29,7 @@ from finetune.engine.hardware import CPU, GIB, read_hardware
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
 from finetune.models.attention import Kernels
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.models.trials import FAILURES, quietly
 from finetune.plan.finished_runs import device_key, phases_of_time, read_plan, speeds_here
 from finetune.plan.lengths import Lengths, RowFacts, facts_of, widest
@@ -82,7 +82,7 @@ class Launched:
             kept = max(states, key=lambda state: state.device_bytes).persistent
             return {"memory_bytes": {name: kept[part] for name, part in STATE.items()}}
         place = Place(self.launch, self.per_machine, "cuda", _capability(), _gib())
-        batch = heaviest(self.recipe, self.rows)
+        batch = heaviest(self.recipe.batch, self.rows)
         memory = estimate_memory(self.recipe, self.config, place, batch, self.micro_batches)
         of_state = {name: memory.persistent[part] for name, part in STATE.items()}
         return {"memory_bytes": {**of_state, "peak": memory.tensors}, "phases_bytes": memory.phases}
@@ -94,7 +94,7 @@ class Launched:
         for count in (1, 2):
             batch = self.recipe.batch.model_copy(update={"rows_per_device": count})
             recipe = self.recipe.model_copy(update={"batch": batch})
-            heavy = heaviest(recipe, self.rows)
+            heavy = heaviest(recipe.batch, self.rows)
             peaks.append(estimate_memory(recipe, self.config, place, heavy, self.micro_batches).tensors)
         one, two = peaks
         room = free_bytes * (1 - read_hardware().reserve.margin) - one
@@ -116,7 +116,7 @@ class Launched:
             raise UserError(f"{self.device} has no peak in {precision} in hardware.yaml (docs/reference/plan.md)")
         shapes, recomputes = shapes_of(recipe, self.config), recipe.train.activation_checkpointing is True
         shape = Shape.of(shapes.weights, recipe, self.config, key == CPU, recomputes)
-        place = (self.launch, machines, hardware, self.rows, heaviest(recipe, self.rows))
+        place = (self.launch, machines, hardware, self.rows, heaviest(recipe.batch, self.rows))
         step = Job(recipe, self.config, shape, *place, speeds, self.micro_batches).time()
         return {
             "step_s": step.seconds,
@@ -139,7 +139,7 @@ def _gib() -> float | None:
 
 def predict_run(prepared: Prepared, engine: Engine) -> dict[str, Any]:
     """Returns `predicted` of a run's plan.json. Raises nothing: the other ranks would not know."""
-    recipe, config, training = prepared.recipe, prepared.config, prepared.training
+    recipe, config, training = prepared.recipe, prepared.base.config, prepared.training
     try:
         rows = widest(recipe, "a stream", config)
         if training.size(recipe.data.max_length):
@@ -152,7 +152,7 @@ def predict_run(prepared: Prepared, engine: Engine) -> dict[str, Any]:
         device = torch.cuda.get_device_name(engine.device) if on_gpu else engine.device.type
         place = (engine.launch, prepared.micro_batches, rows, device, engine.local_processes)
         run = Launched(recipe, copy.deepcopy(config), *place)
-        predicted = run.predict(on_gpu or run_length(recipe, rows.rows)[0] >= FEW_STEPS)
+        predicted = run.predict(on_gpu or run_length(recipe.train, recipe.batch.rows, rows.rows)[0] >= FEW_STEPS)
     except _FAILURES as error:
         return {"notes": [f"nothing is predicted: {_reason(error)}"]}
     if recipe.batch.rows_per_device == "auto" and predicted.get("memory_bytes", {}).pop("peak", None):
@@ -211,7 +211,7 @@ def compare_run(folder: Path) -> list[Comparison]:
             batch = recipe.batch.model_copy(update={"rows_per_device": plan["rows_per_device"]})
             recipe = recipe.model_copy(update={"batch": batch})
         launch = Launch(of_launch["kind"], plan["world_size"], None, of_launch["config"])
-        config = training_config(recipe)
+        config = Base.of(recipe).config
         counts = plan["rows_per_epoch"], plan["examples"], plan["tokens_per_epoch"], plan["supervised_tokens_per_epoch"]
         if not all(counts) or recipe.rollouts is not None:
             rows = widest(

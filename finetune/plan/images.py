@@ -22,24 +22,24 @@ from transformers import PretrainedConfig
 from finetune.data.batch import Batch, ImagePlace
 from finetune.data.images.family_table import family_of
 from finetune.models.vision import image_tokens, patches_per_token, row_positions
-from finetune.recipe import Recipe
+from finetune.recipe.schema import Data
 
 _MARKS = 2  # tokens around an image
 _LARGE = 2**24  # elements
 _BY_INDEX = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_", "_index_put_impl_"))
 
 
-def most_images(recipe: Recipe, config: PretrainedConfig) -> tuple[int, ...]:
+def most_images(data: Data, config: PretrainedConfig) -> tuple[int, ...]:
     """Returns the tokens of each image of a row that has as many as fit into it; () if the recipe sees none."""
-    if recipe.model.train is None or recipe.data.image is None:
+    if data.image is None:
         return ()
     whole: Any = config
-    room = recipe.data.max_length - 1
+    room = data.max_length - 1
     if family_of(config).tokens is not None:
         each = image_tokens(config, [1])[0]
     else:
         side = whole.vision_config.patch_size * int(patches_per_token(config) ** 0.5)
-        pixels = recipe.data.image.max_pixels
+        pixels = data.image.max_pixels
         each = min(room - _MARKS, max(2, pixels // side**2) if pixels else room)
     return (each,) * (room // (each + _MARKS)) if each > 1 else ()
 

@@ -15,11 +15,11 @@ from transformers import PretrainedConfig
 from finetune.data.building import OpenedSources
 from finetune.data.cache_entries import entries_folder
 from finetune.data.dataset import build_training, on_disk
-from finetune.data.examples import Examples, entry_key, recipe_renderer, rendering_key, row_images
+from finetune.data.examples import Examples, entry_key, rendering_key
 from finetune.data.packing import Rows, one_per_row, pack
 from finetune.data.token_cache import load
 from finetune.errors import UserError
-from finetune.models.tokenizer import load_tokenizer
+from finetune.models.base_model import Base
 from finetune.plan.images import most_images
 from finetune.recipe import Recipe
 
@@ -138,7 +138,7 @@ def facts_of(
 def widest(recipe: Recipe, reason: str, config: PretrainedConfig) -> RowFacts:
     """Returns the largest rows that a recipe allows: every row one document of max_length, all supervised, and full of
     images if it sees any."""
-    length, images = recipe.data.max_length, most_images(recipe, config)
+    length, images = recipe.data.max_length, most_images(recipe.data, config)
     if recipe.rollouts is not None:
         of_prompts = np.array([length - recipe.rollouts.max_new_tokens])
         return sampled_rows(recipe, of_prompts, f"data.max_length, as lengths are not known ({reason})", config)
@@ -163,8 +163,9 @@ def read_lengths(recipe: Recipe) -> Lengths | str:
     if recipe.data.streaming:
         return "data.streaming reads them during the run"
     try:
-        tokenizer = load_tokenizer(recipe.model, recipe.tokens)
-        opened, rendering = OpenedSources(recipe), rendering_key(recipe_renderer(recipe, tokenizer))
+        base = Base.of(recipe)
+        renderer = base.renderer(recipe.objective)
+        opened, rendering = OpenedSources(recipe), rendering_key(renderer)
         sources = [(source, opened.open(source)) for source in recipe.data.train]
         folders = [entries_folder() / entry_key(recipe, o.source, o.reader.digest(), rendering) for _, o in sources]
         times: float | None = 1.0
@@ -179,7 +180,7 @@ def read_lengths(recipe: Recipe) -> Lengths | str:
             if len(rows) == len(counts):
                 times = sum(rows) / sum(min(count, limit) for count, limit in zip(rows, limits, strict=True))
             what = "all rows" if times == 1 else f"a sample of {' and '.join(map(str, limits))} rows"
-        data, images = on_disk(build_training(recipe, tokenizer)), row_images(recipe, tokenizer)
+        data, images = on_disk(build_training(recipe, renderer)), base.images
         return Lengths(what, data.examples, times, images.family.token_id if images else None)
     except UserError as error:
         return str(error).splitlines()[0]

@@ -81,7 +81,7 @@ def estimate_memory(
     micro_batches: int = 1,
     most: int | None = None,
 ) -> Memory:
-    """Returns the memory of a run of `recipe` at `place`. config: `models.config.training_config(recipe)`'s.
+    """Returns the memory of a run of `recipe` at `place`. config: `Base.of(recipe).config`.
 
     micro_batches: of a step on each process. most: bytes of a device; if persistent bytes exceed it, no step is
     weighed. No weights are read; raises UserError if no such model can be made.
@@ -210,7 +210,7 @@ def phases_of(
     head = parts.head.peak - max(0, parts.head.kept) + moving.tail if stage.last else 0
     walk.reach("evaluation", parts.before.kept + max(forward, head))
     if recipe.rollouts is not None:
-        prompt = longest_prompt(recipe, batch.documents)
+        prompt = longest_prompt(recipe.rollouts, batch.documents)
         sampled = sampling_of(recipe, config, prompt, how_of(costs, capability, micro_batches))
         walk.reach("sampling", sampled.peak + max(moving.layer, moving.tail))
     walk.now = rest

@@ -29,7 +29,7 @@ from finetune.objectives.table import OBJECTIVES
 from finetune.plan.shapes import shortened, skeleton, with_layers
 from finetune.plan.stand_ins import EvenExchange, unpacked_product
 from finetune.recipe import Recipe
-from finetune.recipe.objective_settings import RewardObjective
+from finetune.recipe.objective_settings import ObjectiveSettings, RewardObjective
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ class NotEstimated(UserError):
     """The memory of a recipe cannot be calculated from shapes, though the recipe can be trained."""
 
 
-def examples_of(recipe: Recipe, batch: HeaviestBatch, image_token: int = 0) -> list[Example]:
+def examples_of(objective: ObjectiveSettings, batch: HeaviestBatch, image_token: int = 0) -> list[Example]:
     """Returns documents with targets at their ends; for a reward, each is a pair of answers of half its length."""
     left, examples = batch.targets, []
-    row = OBJECTIVES.get(recipe.objective.name)  # None: of a wing
+    row = OBJECTIVES.get(objective.name)  # None: of a wing
     columns = {} if row is not None and row.averages_tokens else {"label": 0.0}
     for length, images in zip(batch.documents, batch.images or ((),) * len(batch.documents), strict=True):
         targets = min(length - 1, left)
         left -= targets
-        lengths = (length // 2, length - length // 2) if isinstance(recipe.objective, RewardObjective) else (length,)
+        lengths = (length // 2, length - length // 2) if isinstance(objective, RewardObjective) else (length,)
         sequences = [
             TokenSequence(np.zeros(n, dtype=np.int32), np.arange(n) >= n - min(n - 1, targets)) for n in lengths
         ]

@@ -54,10 +54,9 @@ class CohortCosts:
         return fitting if fitting in (0, most) else 1 << (fitting.bit_length() - 1)
 
 
-def longest_prompt(recipe: Recipe, documents: tuple[int, ...]) -> int:
+def longest_prompt(rollouts: Rollouts, documents: tuple[int, ...]) -> int:
     """Returns the tokens of the longest prompt. documents: samples with their prompts, of the heaviest micro-batch."""
-    assert recipe.rollouts is not None
-    return max(1, max(documents) - recipe.rollouts.max_new_tokens)
+    return max(1, max(documents) - rollouts.max_new_tokens)
 
 
 def sampling_of(recipe: Recipe, config: PretrainedConfig, prompt: int, how: How) -> CohortCosts:

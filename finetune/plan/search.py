@@ -32,6 +32,7 @@ from finetune.plan.shapes import costs_at
 from finetune.plan.speed import Job, Shape, Speeds, StepTime
 from finetune.plan.tables import Machines, Price, Prices
 from finetune.recipe import Recipe
+from finetune.recipe.schema import BatchSettings
 from finetune.shipped import SHIPPED
 from finetune.training.run_plan import run_length
 from finetune.utils import divisors
@@ -229,7 +230,7 @@ def _best_of(request: PlanRequest, launch: Launch, machines: Machines, speeds: S
     changes: list[dict[str, Any]] = []
     if keeps is not fewer:
         changes.append({"train.activation_checkpointing": fewer})
-    if rows != "auto" and recipe.batch.tokens_per_device is None and not drops(recipe, request.config):
+    if rows != "auto" and recipe.batch.tokens_per_device is None and not drops(recipe.lora, request.config):
         changes += [{"batch.rows_per_device": n} for n in _ROWS if n != rows and (n < rows) == fewer]
         if fewer and keeps is not True and rows > 1:
             changes.append({"train.activation_checkpointing": True, "batch.rows_per_device": 1})
@@ -293,11 +294,11 @@ def evaluate(
     recipe = changed(request.recipe, changes)
     micro_batches = check_launch(recipe, request.path, launch, request.config)
     if (capability := machines.device.capability) is not None:
-        check_products(recipe, machines.device.name, capability)
+        check_products(recipe.train, recipe.quantization, machines.device.name, capability)
     device = "cpu" if machines.key == CPU else "cuda"
     per_host, card = min(launch.processes, machines.per_machine), machines.device
     place = Place(launch, per_host, device, card.kernels, card.gib)
-    batch = heaviest(recipe, request.rows)
+    batch = heaviest(recipe.batch, request.rows)
     if (budget := recipe.batch.tokens_per_device) is not None:
         tokens = request.rows.tokens_per_row * recipe.batch.rows / launch.parallelism.data
         micro_batches = max(1, min(micro_batches, math.ceil(tokens / budget)))
@@ -311,7 +312,9 @@ def evaluate(
         at = (launch, machines, request.hardware, request.rows, batch)
         step = Job(recipe, request.config, shape, *at, speeds, micro_batches).time()
     tokens = request.rows.tokens_per_row * recipe.batch.rows
-    steps = run_length(recipe, request.rows.rows)[0] if request.rows.rows or recipe.train.max_steps else None
+    steps = None
+    if request.rows.rows or recipe.train.max_steps:
+        steps = run_length(recipe.train, recipe.batch.rows, request.rows.rows)[0]
     hours = step.seconds * steps / 3600 if step and steps else None
     rate = hourly(request.prices, machines)
     supervised = request.rows.targets_per_row * recipe.batch.rows
@@ -348,7 +351,7 @@ def _sampled(
     if recipe.rollouts is None:
         return None
     how = how_of(costs_at(recipe, request.config, place.launch, place.device), place.capability, micro_batches)
-    sampling = sampling_of(recipe, request.config, longest_prompt(recipe, batch.documents), how)
+    sampling = sampling_of(recipe, request.config, longest_prompt(recipe.rollouts, batch.documents), how)
     reserve, device = request.hardware.reserve, machines.device.gib * GIB
     others = memory.phases["sampling"] - sampling.peak
     fixed = 0 if place.device == "cpu" else reserve.bytes(0, place.launch.processes)
@@ -390,12 +393,12 @@ def verdict(
     return "fits" if min(shares) >= hardware.reserve.margin else "tight"
 
 
-def heaviest(recipe: Recipe, rows: RowFacts) -> HeaviestBatch:
+def heaviest(batch: BatchSettings, rows: RowFacts) -> HeaviestBatch:
     """Returns the largest micro-batch: the fullest row, once for each row of a forward."""
-    if (most := recipe.batch.tokens_per_device) is not None:
+    if (most := batch.tokens_per_device) is not None:
         times = max(1, most // sum(rows.heaviest))
     else:
-        times = 1 if recipe.batch.rows_per_device == "auto" else recipe.batch.rows_per_device
+        times = 1 if batch.rows_per_device == "auto" else batch.rows_per_device
     images = (rows.images,) * times if rows.images else ()
     return HeaviestBatch(rows.heaviest * times, max(1, rows.most_targets * times), images)
 

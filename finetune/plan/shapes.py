@@ -24,6 +24,7 @@ from finetune.engine.tensor_packed import PackedShard, shard_scales
 from finetune.engine.tensor_parallel import parallelize
 from finetune.models import assemble
 from finetune.models.attention import AttentionChoice
+from finetune.models.base_model import Base
 from finetune.models.moe import stacked_experts
 from finetune.models.packed_linear import linear_weights, state_tensors
 from finetune.models.parameter_roles import parameter_roles
@@ -190,7 +191,7 @@ def with_layers(config: PretrainedConfig, layers: list[int]) -> PretrainedConfig
 def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoice | None = None) -> Any:
     """Returns the model of a run on `meta`, see `assemble.skeleton`; its body has a name."""
     attention = attention or AttentionChoice("eager", "only shapes", True)
-    model = assemble.skeleton(recipe, config, attention, recipe.objective.score_labels)
+    model = assemble.skeleton(recipe, Base.of(recipe, config), attention, recipe.objective.score_labels)
     name_body(unwrap_peft(model))
     return model
 

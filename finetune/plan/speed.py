@@ -339,7 +339,7 @@ class Job:
         if settings is None:
             return 0.0
         how = how_of(self.costs, self.machines.device.kernels, self.micro_batches)
-        prompt = longest_prompt(recipe, self.batch.documents)
+        prompt = longest_prompt(settings, self.batch.documents)
         sampled = sampling_of(recipe, self.config, prompt, how)
         each = sampled.samples * self.shape.flops.token_forward / sizes.tensor / speeds.products  # s for a token of all
         forwards = []

@@ -19,7 +19,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from finetune.engine.hardware import CPU, Day, Device, Hardware, Text, checked, read_table
 from finetune.errors import UserError
 from finetune.models.base_config import base_config
-from finetune.models.config import training_config, without_dropout
+from finetune.models.base_model import Base
+from finetune.models.config import without_dropout
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Positive, Section
 
@@ -162,4 +163,4 @@ def config_and_source(recipe: Recipe) -> tuple[PretrainedConfig, str]:
             ) from None
         config = without_dropout(config) if recipe.drops_nothing else config
         return config, shapes_source(name, sees_images)
-    return training_config(recipe), "its config.json"
+    return Base.of(recipe).config, "its config.json"

@@ -68,7 +68,7 @@ def forward_of(key: CacheKey) -> int:
         head_device=HeadDevice(how.device, how.small, recipe.model.kernels != "plain"),
     ).requires_grad_(False)
     forward = ForwardPass(attention, predictions(count, temperature, config.get_text_config().vocab_size))
-    batch = collate(examples_of(recipe, heaviest))
+    batch = collate(examples_of(recipe.objective, heaviest))
     with contextlib.ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(cast_once())

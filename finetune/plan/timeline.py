@@ -83,7 +83,7 @@ def _timeline(key: CacheKey) -> Timeline:
     model, forward = model_at(recipe, short, attention, how)
     fakes, marks = FakeTensorMode(allow_non_fake_inputs=True), Marks()
     image_token = getattr(config, "image_token_id", 0)
-    batch = with_pictures(collate(examples_of(recipe, heaviest, image_token)), short, heaviest.images, fakes)
+    batch = with_pictures(collate(examples_of(recipe.objective, heaviest, image_token)), short, heaviest.images, fakes)
     sees_images = recipe.model.train is not None  # the forward reads masks of images even if a row has none
     layers = list(decoder_layers(unwrap_peft(model.causal_lm)))
 

@@ -75,7 +75,7 @@ class SampleTeacher:
 
     @cached_property
     def _forward(self) -> ForwardPass:
-        settings, config = self._pass.settings, self._pass.config
+        settings, config = self._pass.settings, self._pass.base.config
         objective = predictions(self._pass.count, settings.temperature, self._pass.common_ids(config))
         attention = attention_for(self._recipe, config, self.device.type)
         shares = settings.share_prompts is not False and attention.not_shared is None
@@ -85,7 +85,7 @@ class SampleTeacher:
     def model(self) -> WrappedModel:
         with self._engine.loading_whole():
             placement = Placement("load", self.device)
-            model = load_model(self._recipe, self._pass.config, self._forward.attention, placement)
+            model = load_model(self._recipe, self._pass.base, self._forward.attention, placement)
         wrapped = assemble(model, self._recipe, self.device, has_scores=False, only_sums=False)
         return wrapped.requires_grad_(False).eval().to(self.device)
 

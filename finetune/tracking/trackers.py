@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from finetune.errors import UserError
-from finetune.recipe.schema import METRICS, Recipe, Tracking, Wandb, metric_direction
+from finetune.recipe.schema import METRICS, Tracking, Wandb, metric_direction
 from finetune.tracking.metrics import read_metrics
 
 Metrics = dict[str, Any]
@@ -62,11 +62,12 @@ def _wandb_mode(settings: Wandb) -> str:
 class Trackers:
     """All trackers of a run. A resumed run keeps its W&B id."""
 
-    def __init__(self, recipe: Recipe, run_dir: Path, config: Metrics, ids: dict[str, str]):
+    def __init__(self, tracking: Tracking, run_name: str, run_dir: Path, config: Metrics, ids: dict[str, str]):
         """config: empty to add to a run that has stored it. ids: run ids by tracker, from the checkpoint; empty for a
         new run."""
         self._wandb_id = ids.get("wandb") or secrets.token_hex(4)
-        self._all = [_START[name](recipe, run_dir, self._wandb_id) for name in enabled_trackers(recipe.tracking)]
+        names = enabled_trackers(tracking)
+        self._all = [_START[name](tracking, run_name, run_dir, self._wandb_id) for name in names]
         self._run_dir = run_dir
         self._shown: set[tuple[str, int, Path]] = set()
         for tracker in self._all if config else ():
@@ -186,10 +187,10 @@ def best_values(run_dir: Path) -> dict[str, float]:
     return best
 
 
-def _wandb(recipe: Recipe, run_dir: Path, run_id: str) -> Any:
+def _wandb(tracking: Tracking, run_name: str, run_dir: Path, run_id: str) -> Any:
     from accelerate.tracking import WandBTracker
 
-    settings = recipe.tracking.wandb
+    settings = tracking.wandb
     assert settings is not None
     (run_dir / "wandb.json").write_text(json.dumps({"id": run_id}), encoding="utf-8")  # for people
     tracker = WandBTracker(
@@ -198,7 +199,7 @@ def _wandb(recipe: Recipe, run_dir: Path, run_id: str) -> Any:
         group=settings.group,
         tags=settings.tags,
         mode=_wandb_mode(settings),
-        name=recipe.run.name,
+        name=run_name,
         id=run_id,
         resume="allow",
         dir=str(run_dir),
@@ -209,7 +210,7 @@ def _wandb(recipe: Recipe, run_dir: Path, run_id: str) -> Any:
     return tracker
 
 
-def _tensorboard(_recipe: Recipe, run_dir: Path, _run_id: str) -> Any:
+def _tensorboard(_tracking: Tracking, _run_name: str, run_dir: Path, _run_id: str) -> Any:
     from accelerate.tracking import TensorBoardTracker
 
     tracker = TensorBoardTracker("tensorboard", logging_dir=str(run_dir))
@@ -217,10 +218,10 @@ def _tensorboard(_recipe: Recipe, run_dir: Path, _run_id: str) -> Any:
     return tracker
 
 
-def _trackio(recipe: Recipe, _run_dir: Path, _run_id: str) -> Any:
+def _trackio(tracking: Tracking, run_name: str, _run_dir: Path, _run_id: str) -> Any:
     from accelerate.tracking import TrackioTracker
 
-    tracker = TrackioTracker(str(recipe.tracking.trackio), name=recipe.run.name, resume="allow")
+    tracker = TrackioTracker(str(tracking.trackio), name=run_name, resume="allow")
     tracker.start()
     return tracker
 

@@ -36,6 +36,7 @@ from finetune.models.casts import cast_once
 from finetune.models.parameter_roles import parameter_roles
 from finetune.objectives.forward import ForwardPass
 from finetune.recipe import Recipe
+from finetune.recipe.schema import Optimizer
 from finetune.training.optim import state_bytes
 from finetune.utils import peak_resident_bytes
 
@@ -71,7 +72,7 @@ def find_rows(
     limit = min(engine.ranks.gather(memory.limit))
     start: int | None = engine.ranks.gather(estimate)[0]
     say(f"batch.rows_per_device: auto: trying micro-batches of up to {sizes[-1]} x {row.tokens:,} tokens")
-    trials = Trials(engine, memory, forward, row, rows_of_step, optimizer_bytes(engine, recipe))
+    trials = Trials(engine, memory, forward, row, rows_of_step, optimizer_bytes(engine, recipe.optimizer))
 
     def attempt(rows: int) -> float:
         required = trials.attempt(rows)
@@ -203,7 +204,7 @@ class Trials:
             engine.trial([batch] * max(1, self.rows_of_step // rows), self.forward, objective.trial_loss)
 
 
-def optimizer_bytes(engine: Engine, recipe: Recipe) -> int:
+def optimizer_bytes(engine: Engine, optimizer: Optimizer) -> int:
     """Returns the bytes of the optimizer's state on this device after the first step, without paged state."""
     if not engine.copies_state:  # state on NVMe
         return 0
@@ -213,7 +214,7 @@ def optimizer_bytes(engine: Engine, recipe: Recipe) -> int:
         if tensor.device.type == engine.device.type:
             weight = Weight(part.name, part.shape, tensor.element_size(), True, None, "rest", table=part.name in tables)
             stepped[id(tensor)] = Shard(weight, tensor.numel(), tensor.numel())
-    return state_bytes(recipe.optimizer, list(stepped.values()), engine.device.type)[0]
+    return state_bytes(optimizer, list(stepped.values()), engine.device.type)[0]
 
 
 # --- the memory limit of this process, and its peak during a call

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from finetune.data.token_text import visible
 from finetune.recipe import Recipe
+from finetune.recipe.schema import Data, ObjectiveSettings
 from finetune.startup import is_verbose
 from finetune.tracking.metrics import Totals
 from finetune.training.evaluation import Generation
@@ -96,13 +97,13 @@ def show_evaluation(console: Console, step: int, metrics: dict[str, float], gene
     console.print(table)
 
 
-def next_command(recipe: Recipe, folder: Path) -> str:
+def next_command(objective: ObjectiveSettings, data: Data, folder: Path) -> str:
     """Returns the command that uses a result: what it can be asked depends on its objective and its rows."""
-    if recipe.objective.scores_sequences:
+    if objective.scores_sequences:
         return f"python -m finetune score {folder} --data FILE"
-    if recipe.data.image is not None:
+    if data.image is not None:
         return f"python -m finetune generate {folder} PROMPT --image FILE"
-    if all(source.format == "text" for source in recipe.data.train):
+    if all(source.format == "text" for source in data.train):
         return f"python -m finetune generate {folder} PROMPT"
     return f"python -m finetune chat {folder}"
 

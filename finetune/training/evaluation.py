@@ -32,8 +32,7 @@ from finetune.models.vision import document_positions
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, Terms, TermSums
-from finetune.recipe import Recipe
-from finetune.recipe.schema import Evaluate
+from finetune.recipe.schema import Evaluate, Model
 from finetune.training.decoding import PromptImages, decode, left_padded
 from finetune.utils import answer
 
@@ -156,7 +155,7 @@ _EXAMPLES_READ = 1000  # per source of ids
 _MIN_SHARE = 0.1  # share of rows: truncated rows end with any token
 
 
-def end_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, datasets: Sequence[RowSource | None]) -> set[int]:
+def end_ids(model: Model, tokenizer: PreTrainedTokenizerFast, datasets: Sequence[RowSource | None]) -> set[int]:
     """Returns the ids that end a generation, the same on every rank.
 
     These are the tokenizer's end token; the special tokens among the ends of a published model's generation config
@@ -164,7 +163,7 @@ def end_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, datasets: Sequen
     the special tokens that are the last target of at least `_MIN_SHARE` of the rows given as ids.
     """
     assert isinstance(tokenizer.eos_token_id, int)  # load_tokenizer ensures it
-    ends, special, model = {tokenizer.eos_token_id}, special_ids(tokenizer), recipe.model
+    ends, special = {tokenizer.eos_token_id}, special_ids(tokenizer)
     if model.name is not None and model.config is None and model.tokenizer is None:
         with contextlib.suppress(OSError):  # the model has no such file
             ids = GenerationConfig.from_pretrained(model.name, revision=model.revision or "main").eos_token_id

@@ -7,7 +7,7 @@ size, loaders, plan and rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -19,8 +19,8 @@ from finetune.engine.base import Engine
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
 from finetune.models.base_config import dtypes
+from finetune.models.base_model import Base
 from finetune.models.checkpoint_files import kept_tensors, kept_words
-from finetune.models.config import model_config
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.generation_config import valid_generation_config
 from finetune.models.moe import adapts_experts, find_routers
@@ -44,7 +44,7 @@ def load(prepared: Prepared, engine: Engine, attention: AttentionChoice, say: Sa
     """Returns the module that the engine wraps, and the objective; prints notes on what a user may not expect."""
     recipe, labels = prepared.recipe, prepared.recipe.objective.score_labels
     with engine.loading(recipe):
-        model = load_model(recipe, prepared.config, attention, engine.placement(recipe), labels)
+        model = load_model(recipe, prepared.base, attention, engine.placement(recipe), labels)
     if recipe.train.activation_offload and engine.device.type == "cpu":
         say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
     if kept := kept_tensors(model):
@@ -112,10 +112,11 @@ class ModelFacts(NamedTuple):
     kernels: str
 
 
-def model_facts(recipe: Recipe, model: WrappedModel, attention: AttentionChoice) -> ModelFacts:
-    """Returns the sizes of a model. attention: as if a rank had full rows."""
+def model_facts(model: WrappedModel, attention: AttentionChoice, recomputed: Literal["selective"] | bool) -> ModelFacts:
+    """Returns the sizes of a model. attention: as if a rank had full rows; recomputed: of
+    `train.activation_checkpointing`."""
     causal_lm = model.causal_lm
-    flops = model_flops(causal_lm, attention.implementation, recipe.train.activation_checkpointing)
+    flops = model_flops(causal_lm, attention.implementation, recomputed)
     return ModelFacts(parameter_counts(causal_lm), part_sizes(causal_lm), flops, model.choice, model.kernels)
 
 
@@ -161,7 +162,7 @@ def make_plan(
     recipe, training, micro_batches = prepared.recipe, prepared.training, prepared.micro_batches
     size = training.size(recipe.data.max_length)
     shared_share = size.shared_tokens / size.tokens if size else None
-    steps, total_rows = training_length(recipe, size)
+    steps, total_rows = training_length(recipe.train, recipe.batch.rows, size)
     budget, precision = recipe.batch.tokens_per_device, recipe.train.precision
     if budget is None:
         micro_batches = recipe.batch.rows // (rows.rows * engine.parallelism.data)
@@ -185,7 +186,7 @@ def make_plan(
         attention=f"{attention.implementation} ({attention.reason})",
         cross_entropy=f"{model.cross_entropy.implementation} ({model.cross_entropy.reason})",
         kernels=model.kernels,
-        shared_prompts=sharing_summary(recipe, attention, shared_share),
+        shared_prompts=sharing_summary(recipe.objective, recipe.rollouts is not None, attention, shared_share),
         shared_token_share=shared_share if attention.shares_prompts else None,
         reference=reference,
         precision=precision_there(precision, engine.device.type, recipe.quantization),
@@ -215,6 +216,7 @@ class Loaders(NamedTuple):
     """Makes the loaders of a run: for its training rows in their order, or for any rows once, as they come."""
 
     recipe: Recipe
+    base: Base
     engine: Engine
     rows_per_device: RowsPerDevice
     attention: AttentionChoice
@@ -241,5 +243,5 @@ class Loaders(NamedTuple):
             engine.context_shard,
             shares_prompts=self.attention.shares_prompts,
             image_inputs=self.images,
-            positions=None if recipe.model.train is None else row_positions(model_config(recipe.model)),
+            positions=None if recipe.model.train is None else row_positions(self.base.config),
         )

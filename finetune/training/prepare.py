@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, ParamSpec, Protocol, TypeVar
 
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PretrainedConfig
 
 from finetune.data.building import OpenedSources
+from finetune.data.chat.renderer import Renderer
 from finetune.data.dataset import (
     Dataset,
     build_held_out,
@@ -24,7 +25,6 @@ from finetune.data.dataset import (
     on_disk,
     template_notes,
 )
-from finetune.data.examples import check_same_images
 from finetune.data.row_source import RowSource, RunRows
 from finetune.engine.base import Engine
 from finetune.engine.compatibility import check_launch
@@ -32,12 +32,13 @@ from finetune.engine.context_parallel import divided
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
-from finetune.models.config import check_no_dropout, check_sizes, training_config
-from finetune.models.tokenizer import check_same_vocabulary, check_token_ids, load_tokenizer
+from finetune.models.base_model import Base, check_same_images, check_same_vocabulary
+from finetune.models.config import check_no_dropout, check_sizes
+from finetune.models.tokenizer import check_token_ids
 from finetune.objectives.shared_prompts import with_shared_prompts
 from finetune.objectives.table import OBJECTIVES, ObjectiveRow
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Source
+from finetune.recipe.schema import BatchSettings, Source
 from finetune.tracking.trackers import check_trackers
 from finetune.training.run_plan import length_notes
 from finetune.training.target_values import MakeLoader
@@ -87,9 +88,9 @@ class Prepared:
     recipe_file: str
     launch: Launch
     features: Features
-    config: PretrainedConfig  # as the objective trains it
+    base: Base
     micro_batches: int  # per step and process, see `check_launch`
-    tokenizer: PreTrainedTokenizerFast
+    renderer: Renderer  # of the data's rows
     training: RowSource
     held_out: Dataset | None
     notes: tuple[str, ...]  # for the user
@@ -97,10 +98,11 @@ class Prepared:
     def on(self, device_type: str) -> tuple[Prepared, AttentionChoice]:
         """Returns itself for a kind of device, with the attention there: unpacked, if that attention would let
         documents see each other, and with notes on the run's length. Raises UserError."""
-        attention = attention_for(self.recipe, self.config, device_type)
+        attention = attention_for(self.recipe, self.base.config, device_type)
         parallelism = self.launch.parallelism
-        with_shared_prompts(self.recipe, divided(attention, parallelism))
-        check_rows_per_forward(self.recipe, attention)
+        samples = self.recipe.rollouts is not None
+        with_shared_prompts(self.recipe.objective, samples, divided(attention, parallelism))
+        check_rows_per_forward(self.recipe.batch, attention)
         training, held_out, notes = self.training, self.held_out, list[str]()
         if not attention.isolates_documents:
             training, held_out = training.unpacked(), held_out.unpacked() if held_out else None
@@ -151,12 +153,13 @@ def prepare(
     """
     check_features(recipe, features)
     problems = problems or Problems()
-    config = problems.attempt(_checked_config, recipe)
+    base = Base.of(recipe)
+    config = problems.attempt(_checked_config, base, recipe.batch)
     micro_batches = problems.attempt(check_launch, recipe, recipe_file, launch, config)
     problems.attempt(check_trackers, recipe.tracking)
-    tokenizer = problems.attempt(load_tokenizer, recipe.model, recipe.tokens)
+    tokenizer = problems.attempt(lambda: base.tokenizer)
     if config is not None and tokenizer is not None:
-        problems.attempt(_check_models, recipe, config, tokenizer)
+        problems.attempt(_check_models, base, recipe.objective.other_models.get("reference_model"))
     opened = OpenedSources(recipe)
     sources: tuple[Source, ...] = (*recipe.data.train, *recipe.data.eval_sources)
     sources_open = None not in [problems.attempt(opened.open, source) for source in sources]
@@ -165,21 +168,22 @@ def prepare(
     notes = problems.attempt(template_notes, recipe, tokenizer, opened)
     if notes is None:
         raise problems.error(recipe_file)
-    training = problems.attempt(
-        lambda: with_teacher(recipe, build_training(recipe, tokenizer, opened), tokenizer, config)
-    )
+    renderer = problems.attempt(base.renderer, recipe.objective)
+    if renderer is None:
+        raise problems.error(recipe_file)
+    training = problems.attempt(lambda: with_teacher(recipe, build_training(recipe, renderer, opened), base))
     prompt_notes = features.prompt_notes if recipe.rollouts is not None else None
     if training is not None and prompt_notes is not None:
         notes += problems.attempt(lambda: prompt_notes(recipe, on_disk(training), "train")) or []
-    held_out = problems.attempt(build_held_out, recipe, tokenizer, opened)
+    held_out = problems.attempt(build_held_out, recipe, renderer, opened)
     if held_out is not None:
         notes += problems.attempt(check_questions, recipe.evaluate, held_out.examples, tokenizer) or []
         if prompt_notes is not None and recipe.samples_held_out:
             notes += problems.attempt(prompt_notes, recipe, held_out, "eval") or []
     if problems.messages or micro_batches is None or training is None:
         raise problems.error(recipe_file)
-    notes += data_notes(recipe, opened, training, held_out)
-    read = (config, micro_batches, tokenizer, training, held_out)
+    notes += data_notes(recipe.data, opened, training, held_out)
+    read = (base, micro_batches, renderer, training, held_out)
     return Prepared(recipe, recipe_file, launch, features, *read, tuple(notes))
 
 
@@ -199,17 +203,15 @@ def _lacking(needed: str) -> UserError:
     )
 
 
-def _checked_config(recipe: Recipe) -> PretrainedConfig:
-    config = training_config(recipe)
-    check_sizes(recipe.model, config)
-    if recipe.batch.rows_per_device == "auto":
-        check_no_dropout(config)
-    return config
+def _checked_config(base: Base, batch: BatchSettings) -> PretrainedConfig:
+    check_sizes(base.model, base.config)
+    if batch.rows_per_device == "auto":
+        check_no_dropout(base.config)
+    return base.config
 
 
-def _check_models(recipe: Recipe, config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+def _check_models(base: Base, reference: str | None) -> None:
     """Raises UserError unless tokenizer and model, and a reference model, belong together."""
-    check_token_ids(config, len(tokenizer), recipe.tokens)
-    key, reference = "objective.reference_model", recipe.objective.other_models.get("reference_model")
-    check_same_vocabulary(key, reference, tokenizer, recipe.model)
-    check_same_images(key, reference, recipe, tokenizer)
+    check_token_ids(base.config, len(base.tokenizer), base.tokens)
+    check_same_vocabulary("objective.reference_model", reference, base)
+    check_same_images("objective.reference_model", reference, base)

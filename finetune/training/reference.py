@@ -33,11 +33,12 @@ from finetune.data.row_source import RowSource
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure, UserError
 from finetune.models.adapters import adapters_off
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import ONE_RANK, sequence_log_probs
 from finetune.objectives.preference import REFERENCE
 from finetune.recipe import Recipe
+from finetune.recipe.schema import ObjectiveSettings
 from finetune.training.reference_files import (
     Dependencies,
     Unfinished,
@@ -71,9 +72,9 @@ def find_reference(recipe: Recipe, training: RowSource, held_out: Dataset | None
     another reference.
     """
     reference, parts = recipe_of_reference(recipe), _parts(on_disk(training), held_out)
-    own, model = run_folder(recipe) / "reference", model_dependencies(reference, training_config(reference))
+    own, model = run_folder(recipe.run) / "reference", model_dependencies(reference, Base.of(reference).config)
     before = read_report(own / "train").get("dependencies", model)
-    resume, checkpoints = recipe.checkpoint.resume, run_folder(recipe) / "checkpoints"
+    resume, checkpoints = recipe.checkpoint.resume, run_folder(recipe.run) / "checkpoints"
     resumes = resume != "never" and (resume != "auto" or list_checkpoints(checkpoints))
     if resumes and before["model"] != model["model"]:
         raise UserError(
@@ -111,7 +112,7 @@ class ReferenceColumns:
         """
         self._recipe, self._engine, self._console = recipe, engine, console
         self._training = on_disk(training)
-        self._folder, self._parts = run_folder(recipe) / "reference", _parts(self._training, held_out)
+        self._folder, self._parts = run_folder(recipe.run) / "reference", _parts(self._training, held_out)
         self._disk: ReferenceOnDisk = on_main(engine, partial(find_reference, recipe, training, held_out))
         self._sources = {
             part: f"from {place}" if place == self._folder / part else f"from the cache, {place}"
@@ -166,7 +167,8 @@ class ReferenceColumns:
 
         def keep() -> None:
             model, seconds = self._disk.model, time.monotonic() - begun
-            report = described(recipe_of_reference(self._recipe), model, data, key, seconds)
+            name, max_length = recipe_of_reference(self._recipe).model.name, self._recipe.data.max_length
+            report = described(name, max_length, model, data, key, seconds)
             for folder in (cache_folder(key), self._folder / part):
                 save(folder, unfinished.values(), report)
             unfinished.remove()
@@ -226,9 +228,9 @@ def _not_finite(wrong: NDArray[np.int64], data: Dataset) -> RunFailure:
     )
 
 
-def reads_columns(recipe: Recipe) -> bool:
+def reads_columns(objective: ObjectiveSettings) -> bool:
     """Returns whether the objective reads log-probabilities that are computed before the first step."""
-    return recipe.objective.precomputes_reference
+    return objective.precomputes_reference
 
 
 def recipe_of_reference(recipe: Recipe) -> Recipe:

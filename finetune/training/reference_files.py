@@ -129,16 +129,18 @@ def cache_folder(key: str) -> Path:
     return entries_folder() / key
 
 
-def described(recipe: Recipe, dependencies: Dependencies, data: Dataset, key: str, seconds: float) -> dict[str, Any]:
-    """Returns a report, with `of` and `made` as in token caches: `finetune cache list` shows both."""
+def described(
+    model: str | None, max_length: int, dependencies: Dependencies, data: Dataset, key: str, seconds: float
+) -> dict[str, Any]:
+    """Returns a report, with `of` and `made` as in token caches: `finetune cache list` shows both. model: its name."""
     return {
         "key": key,
         "dependencies": dependencies,
         "of": {
             "source": ", ".join(data.source_names),
             "format": "reference log-probabilities",
-            "tokenizer": recipe.model.name or "a model from scratch",
-            "max_length": recipe.data.max_length,
+            "tokenizer": model or "a model from scratch",
+            "max_length": max_length,
             "finetune": __version__,
         },
         "made": made_now(seconds),

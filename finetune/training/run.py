@@ -16,13 +16,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from finetune.data.dataset import on_disk
-from finetune.data.examples import check_same_images
 from finetune.engine.base import Engine
 from finetune.engine.launch import read_launch
 from finetune.engine.start import start_engine
 from finetune.errors import Stopped, UserError
-from finetune.models.config import model_config
-from finetune.models.tokenizer import check_same_vocabulary, load_tokenizer
+from finetune.models.base_model import Base, check_same_images, check_same_vocabulary
 from finetune.recipe import Recipe
 from finetune.training.prepare import TRAINER, Features, Prepared, prepare
 from finetune.training.reference import reads_columns, recipe_of_reference
@@ -68,11 +66,11 @@ def compute_reference(
     if "teacher" in recipe.objective.other_models:
         compute_teacher(recipe, recipe_file, stop, console, config_file)
         return
-    if not reads_columns(recipe):
+    if not reads_columns(recipe.objective):
         raise UserError(f"{recipe_file}: nothing to compute: no reference is read that is `precomputed`")
-    tokenizer, name = load_tokenizer(recipe.model, recipe.tokens), recipe.objective.other_models.get("reference_model")
-    check_same_vocabulary("objective.reference_model", name, tokenizer, recipe.model)
-    check_same_images("objective.reference_model", name, recipe, tokenizer)
+    base, name = Base.of(recipe), recipe.objective.other_models.get("reference_model")
+    check_same_vocabulary("objective.reference_model", name, base)
+    check_same_images("objective.reference_model", name, base)
     of_reference = recipe_of_reference(recipe)
     run = recipe.run.model_copy(update={"name": f"{recipe.run.name}-reference"})
     of_reference = of_reference.model_copy(update={"run": run})
@@ -89,11 +87,10 @@ def compute_teacher(
         raise UserError(
             f"{recipe_file}: nothing to compute: the teacher predicts on the samples of each step, during training"
         )
-    vocabulary = model_config(recipe.model).get_text_config().vocab_size
+    base = Base.of(recipe)
+    vocabulary = base.config.get_text_config().vocab_size
     of_teacher = recipe_of_teacher(recipe)
-    check_same_images(
-        "objective.teacher", recipe.objective.other_models.get("teacher"), recipe, load_tokenizer(recipe.model)
-    )
+    check_same_images("objective.teacher", recipe.objective.other_models.get("teacher"), base)
     with started(of_teacher, recipe_file, stop, console, config_file) as trainer:
         done = compute_predictions(TeacherPass(recipe, on_disk(trainer.data), vocabulary), trainer)
         trainer.say(f"teacher of {escape(recipe_file)}: {done}")
@@ -114,9 +111,9 @@ def started(
     if launch.launched:
         stop.watch_launcher()
     prepared = prepare(recipe, recipe_file, launch, features)
-    engine = start_engine(recipe, launch)
-    make_run_folder(recipe)
-    with in_use(engine, run_folder(recipe)) as run_lock:
+    engine = start_engine(recipe, launch, prepared.base.config)
+    make_run_folder(recipe.run)
+    with in_use(engine, run_folder(recipe.run)) as run_lock:
         predicted = predict(prepared, engine) if predict is not None and engine.is_main else None
         trainer = Trainer(prepared, engine, stop, console, predicted, run_lock)
         try:

@@ -16,6 +16,7 @@ from finetune.data.samples import Image
 from finetune.engine.base import Engine
 from finetune.errors import STOPPED_STATUS, RunFailure, UserError, log_errors_to
 from finetune.recipe import Recipe
+from finetune.recipe.schema import Run
 from finetune.tracking.metrics import (
     GENERATIONS,
     PICTURES,
@@ -37,13 +38,13 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _OF_DISKS = _FULL | _IN_PLACE | _MOUNTED | _FORBIDDEN | {errno.EIO, errno.ESTALE, errno.ENAMETOOLONG, errno.ELOOP}
 
 
-def run_folder(recipe: Recipe) -> Path:
-    return Path(recipe.run.dir).expanduser() / recipe.run.name
+def run_folder(run: Run) -> Path:
+    return Path(run.dir).expanduser() / run.name
 
 
-def make_run_folder(recipe: Recipe) -> None:
+def make_run_folder(run: Run) -> None:
     """Creates the run directory. Raises UserError if it cannot be written to."""
-    folder, what = run_folder(recipe), "created"
+    folder, what = run_folder(run), "created"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         log_errors_to(folder)
@@ -97,7 +98,7 @@ class RunLog:
         self._generations = StepLog(folder / GENERATIONS, first_step) if generates else None
         try:
             self._samples = _samples(engine, folder / "samples", first_step) if recipe.tracking.samples else None
-            self._trackers = Trackers(recipe, folder, config, ids) if main else None
+            self._trackers = Trackers(recipe.tracking, recipe.run.name, folder, config, ids) if main else None
         except BaseException:
             for opened in (self._metrics, self._generations):
                 if opened:

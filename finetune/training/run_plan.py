@@ -20,6 +20,7 @@ from finetune.data.packing import pack
 from finetune.data.row_source import EpochSize, RowSource
 from finetune.errors import UserError
 from finetune.recipe import Recipe
+from finetune.recipe.schema import Train
 from finetune.utils import write_atomically
 
 _GIB = 2**30
@@ -64,22 +65,25 @@ class Plan:
         write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
-def run_length(recipe: Recipe, rows_per_epoch: int | None, run_rows: int | None = None) -> tuple[int, int]:
+def run_length(
+    train: Train, rows_per_step: int, rows_per_epoch: int | None, run_rows: int | None = None
+) -> tuple[int, int]:
     """Returns (optimizer steps, packed sequences) of the run, by `epochs` and `max_steps`, whichever ends first.
 
     100 sequences per epoch, 64 per step, 2 epochs: 200 sequences, 4 steps, the last one with 8.
-    run_rows: total of all epochs, if they differ.
+    rows_per_step: `batch.rows`; run_rows: total of all epochs, if they differ.
     """
-    epochs = recipe.train.epochs if rows_per_epoch is not None else None  # a stream is limited by steps only
+    epochs = train.epochs if rows_per_epoch is not None else None  # a stream is limited by steps only
     rows = run_rows or (math.inf if epochs is None else math.ceil(epochs * (rows_per_epoch or 0)))
-    if recipe.train.max_steps is not None:
-        rows = min(rows, recipe.train.max_steps * recipe.batch.rows)
-    return math.ceil(rows / recipe.batch.rows), int(rows)
+    if train.max_steps is not None:
+        rows = min(rows, train.max_steps * rows_per_step)
+    return math.ceil(rows / rows_per_step), int(rows)
 
 
-def training_length(recipe: Recipe, size: EpochSize | None) -> tuple[int, int]:
+def training_length(train: Train, rows_per_step: int, size: EpochSize | None) -> tuple[int, int]:
     """Returns `run_length` on data of a size. size: None if unknown before the run."""
-    return run_length(recipe, size.rows, size.run_rows) if size else run_length(recipe, None)
+    sizes = (size.rows, size.run_rows) if size else (None, None)
+    return run_length(train, rows_per_step, *sizes)
 
 
 def versions() -> dict[str, str]:
@@ -122,7 +126,7 @@ def length_notes(recipe: Recipe, data: RowSource, processes: int = 1) -> list[st
     Raises UserError if the data end before the warm-up; with `train.max_steps` (a smoke test) this is a note.
     """
     size = data.size(recipe.data.max_length)
-    steps, total_rows = training_length(recipe, size)
+    steps, total_rows = training_length(recipe.train, recipe.batch.rows, size)
     warmup, notes = recipe.schedule.warmup(steps), []
     more = _more_steps(recipe, on_disk(data), steps, total_rows, processes) if size else ""
     if warmup >= steps > 0:
@@ -150,7 +154,7 @@ def _more_steps(recipe: Recipe, data: Dataset, steps: int, total_rows: int, proc
     while recipe.data.packing and length // 2 >= longest and length * FEW_STEPS > recipe.data.max_length * steps:
         length //= 2
     if length < recipe.data.max_length:
-        shorter = run_length(recipe, len(pack(data.epoch_sizes.tokens, length)))[0]
+        shorter = run_length(recipe.train, batch, len(pack(data.epoch_sizes.tokens, length)))[0]
         choices += [f"data.max_length: {length} ({shorter} steps)"] if shorter > steps else []
     return f"More steps: {' or '.join(choices)}" if choices else ""
 

@@ -45,7 +45,7 @@ def resumed_state(
 
     inputs: all that this run reads; steps: length of the whole run. Collective. Raises UserError.
     """
-    checkpoints, setting = run_folder(recipe) / "checkpoints", recipe.checkpoint.resume
+    checkpoints, setting = run_folder(recipe.run) / "checkpoints", recipe.checkpoint.resume
     if setting == "never":
         for folder in set_newer_aside(checkpoints) if engine.is_main else []:
             say(f"note: the checkpoint of an earlier run is now {folder}")
@@ -59,7 +59,7 @@ def resumed_state(
     for folder in set_newer_aside(checkpoints, state.step) if engine.is_main else []:
         say(f"note: a checkpoint after the chosen one is now {folder}")
     say(f"resuming from {checkpoint}: step {state.step} of {steps}")
-    if change := _change_of_rate(recipe, checkpoint, state.step, resumed.steps, steps):
+    if change := _change_of_rate(recipe.schedule, recipe.optimizer.lr, checkpoint, state.step, resumed.steps, steps):
         say(change)
     for change in resumed.changes:
         say(f"changed since then: {escape(change)}")
@@ -68,7 +68,7 @@ def resumed_state(
     return state, resumed.metrics, resumed.trackers
 
 
-def _change_of_rate(recipe: Recipe, checkpoint: Path, step: int, before: int, steps: int) -> str | None:
+def _change_of_rate(schedule: Schedule, lr: float, checkpoint: Path, step: int, before: int, steps: int) -> str | None:
     """Returns what another length of the run does to the learning rate from here on; None if it does nothing.
 
     step: steps done; before, steps: length of the run that wrote the checkpoint, and of this one.
@@ -77,11 +77,11 @@ def _change_of_rate(recipe: Recipe, checkpoint: Path, step: int, before: int, st
         return None
     saved = yaml.safe_load((checkpoint / "recipe.yaml").read_text(encoding="utf-8"))
     past = Schedule.model_validate(saved["schedule"])
-    now = lr_factor(recipe.schedule, step, steps)
+    now = lr_factor(schedule, step, steps)
     if math.isclose(now, lr_factor(past, min(step, before - 1), before)):
         return None
     last = saved["optimizer"]["lr"] * lr_factor(past, step - 1, before)
     return (
-        f"the schedule `{recipe.schedule.name}` is now that of a run of {steps} steps, not of {before}: "
-        f"step {step + 1} has a learning rate of {recipe.optimizer.lr * now:.3g}, step {step} had {last:.3g}"
+        f"the schedule `{schedule.name}` is now that of a run of {steps} steps, not of {before}: "
+        f"step {step + 1} has a learning rate of {lr * now:.3g}, step {step} had {last:.3g}"
     )

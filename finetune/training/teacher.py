@@ -10,27 +10,24 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PretrainedConfig
 
 from finetune.data.dataset import Dataset, on_disk
-from finetune.data.examples import check_same_images
 from finetune.data.predictions import CODE_VERSION, check_complete, load_predictions
 from finetune.data.row_source import RowSource
 from finetune.data.teacher_file import file_predictions, is_teacher_file
 from finetune.errors import UserError
-from finetune.models.config import model_config
-from finetune.models.tokenizer import check_same_vocabulary
+from finetune.models.base_model import Base, check_same_images, check_same_vocabulary
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import Distill, Sft
 from finetune.recipe.schema import Evaluate, HeldOut
 from finetune.training.reference_files import image_states, model_dependencies
 
 
-def with_teacher(
-    recipe: Recipe, training: RowSource, tokenizer: PreTrainedTokenizerFast, config: PretrainedConfig
-) -> RowSource:
-    """Returns the data with a teacher's predictions, if the objective has a teacher. config: the student's.
+def with_teacher(recipe: Recipe, training: RowSource, base: Base) -> RowSource:
+    """Returns the data with a teacher's predictions, if the objective has a teacher. base: the student's.
 
     Raises UserError if some of the examples have none.
     """
@@ -38,14 +35,14 @@ def with_teacher(
     if not isinstance(settings, Distill) or (teacher := settings.teacher) is None:
         return training
     data, is_online = on_disk(training), recipe.rollouts is not None
-    vocabulary = config.get_text_config().vocab_size
+    vocabulary = base.config.get_text_config().vocab_size
     if is_teacher_file(teacher):
-        predictions = file_predictions(settings, tokenizer, vocabulary)
+        predictions = file_predictions(settings, base.tokenizer, vocabulary)
     else:
-        check_same_vocabulary("objective.teacher", teacher, tokenizer, recipe.model)
-        check_same_images("objective.teacher", teacher, recipe, tokenizer)
+        check_same_vocabulary("objective.teacher", teacher, base)
+        check_same_images("objective.teacher", teacher, base)
         if is_online:
-            _ = TeacherPass(recipe, data, vocabulary).config  # raises
+            _ = TeacherPass(recipe, data, vocabulary).base  # raises
             return training
         predictions = load_predictions(TeacherPass(recipe, data, vocabulary).key)
         if predictions is None:
@@ -103,19 +100,19 @@ class TeacherPass:
         """Returns the number of ids for each target."""
         return self.settings.samples or self.settings.kept_ids
 
-    @property
-    def config(self) -> PretrainedConfig:
-        """Returns the teacher's config. Raises UserError if it cannot be read, or has too few tokens."""
-        config = model_config(recipe_of_teacher(self.recipe).model)
-        common = self.common_ids(config)
+    @cached_property
+    def base(self) -> Base:
+        """Returns the teacher's base. Raises UserError if its config cannot be read, or has too few tokens."""
+        base = Base.of(recipe_of_teacher(self.recipe))
+        common = self.common_ids(base.config)
         if self.settings.samples is None and self.count >= common:
             raise UserError(f"objective.top_k: {self.count} of a vocabulary of {common}: set a lower one")
-        return config
+        return base
 
     @property
     def key(self) -> str:
-        """Raises UserError as `config`."""
-        config, objective = self.config, self.settings
+        """Raises UserError as `base`."""
+        config, objective = self.base.config, self.settings
         parts = {
             **model_dependencies(recipe_of_teacher(self.recipe), config),
             "predictions": CODE_VERSION,

@@ -99,21 +99,25 @@ class Trainer:
         predicted: entry of plan.json, on the main rank; run_lock: lock of the run's folder. Raises UserError.
         """
         self.recipe, self.engine, self.stop, self.console = prepared.recipe, engine, stop, console
-        self.tokenizer, self.folder, self.run_lock = prepared.tokenizer, run_folder(prepared.recipe), run_lock
+        self.tokenizer, self.folder, self.run_lock = prepared.base.tokenizer, run_folder(prepared.recipe.run), run_lock
         prepared, full_rows = prepared.on(engine.device.type)
         for note in prepared.notes:
             self.say(f"note: {escape(note)}")
         recipe, training, held_out = prepared.recipe, prepared.training, prepared.held_out
         attention = apply_context_parallel(full_rows, engine.context_shard, engine.parallelism, engine.rank)
-        columns = ReferenceColumns(recipe, engine, training, held_out, console) if reads_columns(recipe) else None
-        attention, config = with_shared_prompts(recipe, attention), copy.deepcopy(prepared.config)
+        columns = None
+        if reads_columns(recipe.objective):
+            columns = ReferenceColumns(recipe, engine, training, held_out, console)
+        attention = with_shared_prompts(recipe.objective, recipe.rollouts is not None, attention)
+        config = copy.deepcopy(prepared.base.config)
         model, objective = parts.load(prepared, engine, attention, self.say)
-        self.forward, facts = ForwardPass(attention, objective), parts.model_facts(recipe, model, full_rows)
+        recomputed = recipe.train.activation_checkpointing
+        self.forward, facts = ForwardPass(attention, objective), parts.model_facts(model, full_rows, recomputed)
         build = partial(build_optimizers, recipe.optimizer, parameter_roles(model.causal_lm))
         engine.wrap(model, build, prepared.micro_batches)
         set_group_timeouts(collective_timeout())
         rows = parts.rows_per_device(prepared, engine, self.forward, (predicted or {}).get("rows_per_device"), self.say)
-        loaders = parts.Loaders(recipe, engine, rows, attention, image_reader(recipe, self.tokenizer))
+        loaders = parts.Loaders(recipe, prepared.base, engine, rows, attention, image_reader(prepared.base.images))
         reference, self.with_reference = None, None
         if columns is not None:
             training, held_out, reference = columns.columns(self.forward, loaders.each_once)
@@ -122,7 +126,7 @@ class Trainer:
             self.with_reference = AdaptersOff(engine, self.forward).with_column  # adds what is computed in each step
         self.data = training
         self.plan = parts.make_plan(prepared, engine, facts, rows, attention, reference, predicted or {})
-        self.end_ids = end_ids(recipe, self.tokenizer, [training, held_out])
+        self.end_ids = end_ids(recipe.model, self.tokenizer, [training, held_out])
         run_rows = parts.run_rows(prepared, training, engine, self.end_ids, attention, loaders)
         self.loader = loaders.training(run_rows, self.plan.total_rows)
         self.evaluator = None
@@ -528,9 +532,8 @@ class Trainer:
         card = model_card(self.recipe, asdict(self.plan), about, loss, evaluation)
         adapter, frozen = self.recipe.mode != "full", dtypes(self.recipe).frozen
         save_result(self.engine, self.tokenizer, self.end_ids, adapter, frozen, card, self.folder / "model")
-        self.say(
-            f"saved [bold]{self.folder / 'model'}[/bold]; try it: {escape(next_command(self.recipe, self.folder))}"
-        )
+        command = next_command(self.recipe.objective, self.recipe.data, self.folder)
+        self.say(f"saved [bold]{self.folder / 'model'}[/bold]; try it: {escape(command)}")
         if wandb is None or wandb.log_model == "none":
             return {}
         return {"result": self.folder / "model", **({"best": best} if best and wandb.log_model == "best" else {})}

@@ -55,7 +55,7 @@ def launch_of(text: str) -> Launch:
 def memory(recipe: Recipe, config: PretrainedConfig, launch: Launch, path: Path) -> Memory:
     """Raises UserError if recipe and launch do not go together."""
     micro_batches = check_launch(recipe, str(path), launch, config)
-    batch = heaviest(recipe, widest(recipe, "the most there can be", config))
+    batch = heaviest(recipe.batch, widest(recipe, "the most there can be", config))
     return estimate_memory(recipe, config, Place(launch, launch.processes), batch, micro_batches)
 
 
@@ -110,7 +110,7 @@ def micro_batch(recipe: Recipe, config: PretrainedConfig) -> str:
         size = f"{recipe.batch.tokens_per_device:,}"
     else:
         size = f"{recipe.batch.rows_per_device} x {recipe.data.max_length:,}"
-    images = most_images(recipe, config)
+    images = most_images(recipe.data, config)
     return size + (f", {len(images)} x {images[0]:,} of images" if images else "")
 
 

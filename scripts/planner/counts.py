@@ -55,7 +55,7 @@ def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides:
         trainer.loader = with_heaviest(trainer.loader, recipe)
         return trainer
 
-    meter = fake_run(recipe, prepared.config, file, processes, start, rank, block=1)
+    meter = fake_run(recipe, prepared.base.config, file, processes, start, rank, block=1)
     return {
         "phases": {
             name: {

@@ -247,7 +247,7 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     """Returns what is predicted and measured of a cell, in bytes; None if it was refused or did not run."""
     from finetune.engine.launch import read_config_file
     from finetune.features import load_recipe
-    from finetune.models.config import training_config
+    from finetune.models.base_model import Base
     from finetune.plan.lengths import Lengths, read_lengths
     from finetune.plan.memory import phases_of
     from finetune.plan.micro_batch import HeaviestBatch
@@ -265,12 +265,12 @@ def compare(folder: Path, cell: Cell) -> dict[str, Any] | None:
     launch = read_config_file(str(ROOT / "accelerate_configs" / f"{cell.config}.yaml"), cell.processes)
     rows = recipe.batch.rows_per_device
     assert isinstance(rows, int)
-    config = training_config(recipe)
+    config = Base.of(recipe).config
     batch = HeaviestBatch.of_rows(rows, recipe.data.max_length)
     if recipe.data.image is not None:  # with the images of its rows, as `plan` reads them
         lengths = read_lengths(recipe)
         assert isinstance(lengths, Lengths), lengths
-        batch = heaviest(recipe, lengths.rows(recipe, config))
+        batch = heaviest(recipe.batch, lengths.rows(recipe, config))
     micro_batches = recipe.batch.rows // rows // launch.parallelism.data
     device = "cuda" if cell.level == "devices" else "cpu"
     numbers = range(cell.processes) if cell.level != "devices" else [cell.rank]

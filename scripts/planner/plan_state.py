@@ -154,12 +154,12 @@ def predicted(folder: Path, cell: Cell) -> list[dict[str, int]] | str:
     from finetune.engine.launch import read_config_file
     from finetune.errors import UserError
     from finetune.features import load_recipe
-    from finetune.models.config import training_config
+    from finetune.models.base_model import Base
     from finetune.plan.shapes import costs_at
 
     file = make_recipe(folder, cell.model)
     recipe = load_recipe(file, cell.overrides)
-    launch, config = read_config_file(str(config_file(folder, cell)), cell.processes), training_config(recipe)
+    launch, config = read_config_file(str(config_file(folder, cell)), cell.processes), Base.of(recipe).config
     try:
         check_launch(recipe, str(file), launch, config)
     except UserError as refusal:

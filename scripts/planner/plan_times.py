@@ -194,13 +194,13 @@ def speeds_by(folder: Path, reference: Cell) -> Any:
 
 def loaded(folder: Path, cell: Cell) -> tuple[Any, Any]:
     from finetune.features import load_recipe
-    from finetune.models.config import training_config
+    from finetune.models.base_model import Base
 
     if not (path := folder / cell.model / "recipe.yaml").exists():
         folder.mkdir(parents=True, exist_ok=True)
         path = recipe_file(folder, cell.model)
     recipe = load_recipe(path, cell.overrides)
-    return recipe, training_config(recipe)
+    return recipe, Base.of(recipe).config
 
 
 def predicted(folder: Path, cell: Cell, speeds: Any) -> Any:
@@ -220,7 +220,7 @@ def predicted(folder: Path, cell: Cell, speeds: Any) -> Any:
     hardware, rows = shipped_hardware(), widest(recipe, "all rows are alike", config)
     shape = Shape.of(shapes_of(recipe, config).weights, recipe, config, True, cell.recomputes)
     machines = parse_machines(f"{cell.processes}xcpu", 1, hardware)
-    place = (launch, machines, hardware, rows, heaviest(recipe, rows))
+    place = (launch, machines, hardware, rows, heaviest(recipe.batch, rows))
     return Job(recipe, config, shape, *place, speeds, micro_batches).time()
 
 

@@ -26,7 +26,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 from finetune.engine.hardware import GIB, shipped_hardware
 from finetune.engine.launch import Launch
 from finetune.features import load_recipe
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.plan.command import shapes_of
 from finetune.plan.lengths import widest
 from finetune.plan.memory import HeaviestBatch, Place, estimate_memory
@@ -111,7 +111,7 @@ def planned(run: dict[str, Any]) -> Planned:
     launch = launch_of(run, machines)
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(run, Path(folder), launch.parallelism.data)
-        config = training_config(recipe)
+        config = Base.of(recipe).config
         rows, batch = widest(recipe, "published", config), HeaviestBatch.of_rows(run["rows"], run["length"])
         speeds = table_speeds(recipe, machines, hardware)
         assert speeds is not None

@@ -111,7 +111,7 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
                     replace_forward(module, packed_product(module), "unpacked product")
             wrapped = assemble(model, recipe, torch.device("cuda"), has_scores=False, only_sums=True)
             forward = ForwardPass(attention, make_objective(recipe.objective, ("rows",)))
-            batch = collate(examples_of(recipe, HeaviestBatch.of_rows(1, TOKENS)))
+            batch = collate(examples_of(recipe.objective, HeaviestBatch.of_rows(1, TOKENS)))
             batch = batch.map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cuda"))
             meter._count, torch.nn.functional.silu = see, one_kernel
             for parameter in model.parameters():  # those of an earlier micro-batch, which are added to

@@ -67,7 +67,7 @@ from finetune.models.attention.isolation import Computed, Differences, compare
 from finetune.models.attention.mixers import run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import base_checkpoint
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.tiny_config import VOCABULARY, tiny_config
 from finetune.models.trials import FAILURES, randomize
@@ -211,7 +211,7 @@ def work(file: Path, names: list[str]) -> None:
     for name in names:
         model = folder / name.replace(" ", "-")
         recipe = tiny_recipe(model)
-        engine = start_engine(recipe, ranks)
+        engine = start_engine(recipe, ranks, tiny(name))
         found: list[Any] = [None]
         if engine.is_main:
             found = [examine(name, model)]
@@ -247,9 +247,9 @@ def on_two_ranks(engine: Engine, recipe: Recipe, name: str) -> str:
     """Returns whether losses and gradients under FSDP2, of a model read from its files, are those of plain
     transformers. Collective; a rank that fails ends the launch."""
     try:
-        config = training_config(recipe) if base_checkpoint(recipe.model) else tiny(name)
+        config = Base.of(recipe).config if base_checkpoint(recipe.model) else tiny(name)
         choice = choose_attention("auto", causal_class(config), config, "cpu", False)
-        loss_model = CausalLMWithLoss(load_model(recipe, config, choice, engine.placement(recipe)))
+        loss_model = CausalLMWithLoss(load_model(recipe, Base.of(recipe, config), choice, engine.placement(recipe)))
         engine.wrap(loss_model, lambda trained: [torch.optim.SGD([tensor for _, tensor in trained])], 1)
         forward, own = ForwardPass(choice, make_objective(Sft())), range(engine.rank, len(LENGTHS), 2)
         mine = [documents()[i] for i in own]

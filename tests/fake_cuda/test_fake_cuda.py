@@ -22,7 +22,7 @@ from fake_devices import unsupported_reason
 
 from finetune.engine.launch import read_config_file
 from finetune.features import load_recipe
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.plan.memory import HeaviestBatch, Place, estimate_memory
 
 pytestmark = [
@@ -206,7 +206,7 @@ def test_other_ranks_wait_while_rank_0_writes(results: Path, cell: Cell) -> None
 @pytest.mark.parametrize(("cell", "copies"), [(Cell("fsdp2", 2, "qlora"), 2), (Cell("fsdp2", 2, "fp8"), 6)])
 def test_packing_takes_one_layer_at_a_time(results: Path, cell: Cell, copies: int) -> None:
     """Of rank 0, which packs all of the model: on its device are a layer's values and what packs them, no more."""
-    config = training_config(load_recipe(str(results / "recipe.yaml"), [*MODES[cell.mode]]))
+    config = Base.of(load_recipe(str(results / "recipe.yaml"), [*MODES[cell.mode]])).config
     largest = config.hidden_size * config.intermediate_size * 2  # bytes in bf16
     assert 0 < measured(results, cell)["phases"]["load"]["peak_bytes"] < copies * largest
 
@@ -221,7 +221,7 @@ def test_memory_by_formula_is_that_of_a_run(results: Path, cell: Cell) -> None:
     launch = read_config_file(str(ROOT / "accelerate_configs" / f"{cell.config}.yaml"), cell.processes)
     place, batch = Place(launch, cell.processes), HeaviestBatch.of_rows(1, recipe.data.max_length)
     micro_batches = recipe.batch.rows // launch.parallelism.data
-    estimate = estimate_memory(recipe, training_config(recipe), place, batch, micro_batches)
+    estimate = estimate_memory(recipe, Base.of(recipe).config, place, batch, micro_batches)
     peaks = {name: counts["peak_bytes"] for name, counts in found["phases"].items()}
     formula = dict(estimate.phases)
     if cell.config == "ddp":  # whose buckets are its reducer's, without which replicas run here

@@ -12,9 +12,9 @@ from finetune.data.dataset import build_training
 from finetune.data.loader import Loader
 from finetune.data.prefetch import fed_steps
 from finetune.models.attention import attention_for
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
@@ -31,7 +31,7 @@ def loaded(recipe: dict[str, Any], write_recipe: Any) -> Any:
 
 
 def loader(loaded: Any) -> Loader:
-    data = build_training(loaded, load_tokenizer(loaded.model))
+    data = build_training(loaded, Base.of(loaded).renderer(loaded.objective))
     return Loader(data.in_order(loaded), 4, 2, 0, 1, 10**6)
 
 
@@ -53,7 +53,7 @@ def test_batches_reach_the_device_unchanged_while_it_is_busy(loaded: Any) -> Non
 def test_a_micro_batch_waits_for_nothing(loaded: Any, tmp_path: Path) -> None:
     config = model_config(loaded.model)
     attention = attention_for(loaded, config, "cuda")
-    model = load_model(loaded, config, attention, Placement("load", DEVICE)).to(DEVICE)
+    model = load_model(loaded, Base.of(loaded, config), attention, Placement("load", DEVICE)).to(DEVICE)
     loss_model = CausalLMWithLoss(model, device_type="cuda")
     forward = ForwardPass(attention, make_objective(loaded.objective))
     with fed_steps(loader(loaded), range(3), DEVICE) as feed:

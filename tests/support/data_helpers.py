@@ -14,10 +14,10 @@ from repository import ROOT
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from finetune.data.chat.renderer import build_renderer, labels_of
+from finetune.data.chat.renderer import Renderer, build_renderer, labels_of
 from finetune.data.chat.template import Template
 from finetune.data.chat.template_choice import TEMPLATES, with_empty_thought
-from finetune.data.examples import prepare_examples
+from finetune.data.examples import prepare_examples, recipe_renderer
 from finetune.data.samples import Drawable, Example, Sequence
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import objective_of_rows
@@ -139,7 +139,12 @@ def prepare(
 ):
     """`prepare_examples` over the one source of `recipe(path, format, **options)`."""
     made = recipe(path, format, **options)
-    return prepare_examples(made, made.data.train, tokenizer or text_tokenizer())
+    return prepare_examples(made, made.data.train, renderer_of(made, tokenizer))
+
+
+def renderer_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast | None = None) -> Renderer:
+    """The renderer of a recipe's rows for a tokenizer that is not in a folder."""
+    return recipe_renderer(recipe.model, recipe.objective, tokenizer or text_tokenizer())
 
 
 def text_tokenizer() -> PreTrainedTokenizerFast:

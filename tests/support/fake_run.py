@@ -52,7 +52,7 @@ class HeaviestRows(RunRows):
     content; for objectives that read more than the tokens of a batch there are none."""
 
     def __init__(self, recipe: Recipe, batch: HeaviestBatch):
-        self._rows = [[example] for example in examples_of(recipe, batch)]
+        self._rows = [[example] for example in examples_of(recipe.objective, batch)]
 
     def lengths(self, position: int) -> NDArray[np.int64]:
         return np.array([len(example.sequences[0].input_ids) for example in self.row(position)])
@@ -130,7 +130,7 @@ def fake_run(
         import peft  # noqa: F401
     enable()
     launch = join(config_file, processes, rank)
-    engine = start_engine(recipe, launch)
+    engine = start_engine(recipe, launch, config)
     # DDP's reducer is C++ that reads the parameters' memory: replicas run without it.
     engine.accelerator.prepare_model = lambda model, **_: model.to(engine.device)
     attention_for(recipe, config, "cuda")  # a trial on real tensors, which is remembered

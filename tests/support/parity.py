@@ -622,11 +622,11 @@ def write_seeing_teacher(folder: Path) -> None:
 def write_teachers(folder: Path) -> None:
     """What qwen3 predicts of the training rows, for llama to learn, at two temperatures."""
     from finetune.data.dataset import Dataset, build_training
-    from finetune.models.tokenizer import load_tokenizer
+    from finetune.models.base_model import Base
     from finetune.recipe import load_recipe
 
     recipe = load_recipe(folder / "recipe.yaml", ())
-    data = build_training(recipe, load_tokenizer(recipe.model))
+    data = build_training(recipe, Base.of(recipe).renderer(recipe.objective))
     assert isinstance(data, Dataset)
     for name, temperature in (("teacher", 1.0), ("teacher_2", 2.0)):
         tiny.write_teacher(folder / f"{name}.parquet", folder / "qwen3", data.examples, 8, temperature)

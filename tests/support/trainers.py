@@ -30,8 +30,8 @@ def started_engine(prepared: Prepared) -> Engine:
     from finetune.engine.start import start_engine
     from finetune.training.run_dir import make_run_folder
 
-    engine = start_engine(prepared.recipe, prepared.launch)
-    make_run_folder(prepared.recipe)
+    engine = start_engine(prepared.recipe, prepared.launch, prepared.base.config)
+    make_run_folder(prepared.recipe.run)
     return engine
 
 

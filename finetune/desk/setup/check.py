@@ -12,6 +12,7 @@ from finetune.data.sources.hub import check_hub
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.recipe import Recipe
+from finetune.recipe.schema import BatchSettings
 from finetune.utils import readable_bytes
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def check_recipe(
             if config_file:
                 _report_memory(prepared, report)
         if config_file or num_processes:
-            _report_launch(recipe, launch, micro_batches, report)
+            _report_launch(recipe.batch, recipe.data.balance, launch, micro_batches, report)
     except UserError as error:
         report.error = str(error)
     return report
@@ -106,30 +107,31 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     problems, length = Problems(collect=True), recipe.data.max_length
     if torch.cuda.is_available():
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-        problems.attempt(check_products, recipe, name, capability)
+        problems.attempt(check_products, recipe.train, recipe.quantization, name, capability)
     prepared = prepare(recipe, str(path), launch, all_features(), problems)
     device = torch.accelerator.current_accelerator(check_available=True)
     on_device = problems.attempt(prepared.on, device.type if device else "cpu")
     if on_device is not None:
         prepared, attention = on_device
-        if reads_columns(recipe):  # log-probabilities of another model, which must have been computed
+        if reads_columns(recipe.objective):  # log-probabilities of another model, which must have been computed
             problems.attempt(find_reference, recipe, prepared.training, prepared.held_out)
         problems.attempt(_check_model, prepared, attention)
     trial = None
     if any(one.kind() != "environment" for one in recipe.rewards):
         rows = on_disk(prepared.training)
-        trial = problems.attempt(check_rewards, prepared.recipe, rows, prepared.tokenizer)
+        trial = problems.attempt(check_rewards, prepared.recipe, rows, prepared.base.tokenizer)
     environment = None
     if recipe.rollouts is not None and recipe.rollouts.environment is not None:
-        data, tokenizer = on_disk(prepared.training), prepared.tokenizer
-        environment = problems.attempt(check_environment, recipe, data, tokenizer)
+        data = on_disk(prepared.training)
+        tokenizer, renderer = prepared.base.tokenizer, prepared.renderer
+        environment = problems.attempt(check_environment, recipe, data, tokenizer, renderer)
     if (rollouts := recipe.rollouts) is not None and rollouts.engine == "vllm":
         problems.attempt(lambda: VllmServer(rollouts).base_model(length))
     if problems.messages:
         raise problems.error(str(path))
     size = prepared.training.size(length)
     report.facts |= prepared.training.facts("train", length)
-    report.facts["steps"] = training_length(recipe, size)[0]
+    report.facts["steps"] = training_length(recipe.train, recipe.batch.rows, size)[0]
     if prepared.held_out is not None:
         report.facts |= prepared.held_out.facts("eval", length)
     report.notes += prepared.notes
@@ -148,15 +150,15 @@ def _check_model(prepared: Prepared, attention: AttentionChoice) -> None:
     from finetune.models.assemble import skeleton
     from finetune.training.parts import with_objective
 
-    model = skeleton(prepared.recipe, prepared.config, attention, prepared.recipe.objective.score_labels)
+    model = skeleton(prepared.recipe, prepared.base, attention, prepared.recipe.objective.score_labels)
     with_objective(prepared, model, attention, torch.device("cpu"))
 
 
-def _report_launch(recipe: Recipe, launch: Launch, micro_batches: int, report: CheckReport) -> None:
+def _report_launch(batch: BatchSettings, balance: int, launch: Launch, micro_batches: int, report: CheckReport) -> None:
     """Adds processes and micro-batches, and a note if processes would wait for each other."""
     from finetune.data.packing import group_rows
 
-    batch, at_once = recipe.batch, 0
+    at_once = 0
     steps = f"{micro_batches} micro-batches per process and step"
     if batch.rows_per_device == "auto":
         steps = f"at most {steps} (batch.rows_per_device: auto, measured at the start)"
@@ -166,7 +168,7 @@ def _report_launch(recipe: Recipe, launch: Launch, micro_batches: int, report: C
         at_once = launch.parallelism.data * batch.rows_per_device
     sizes = "" if launch.parallelism.is_plain else f" ({launch.parallelism.summary()})"
     report.facts = {"launch": f"{launch.where}, {launch.processes} processes{sizes}, {steps}", **report.facts}
-    group = group_rows(recipe.data.balance, batch.rows)
+    group = group_rows(balance, batch.rows)
     if at_once and launch.parallelism.data > 1 and group % at_once:
         report.notes.insert(
             0,
@@ -182,8 +184,8 @@ def _report_memory(prepared: Prepared, report: CheckReport) -> None:
     from finetune.plan.micro_batch import NotEstimated
     from finetune.plan.search import heaviest
 
-    recipe, config, launch = prepared.recipe, prepared.config, prepared.launch
-    place, batch = Place(launch, launch.processes), heaviest(recipe, widest(recipe, "the largest rows", config))
+    recipe, config, launch = prepared.recipe, prepared.base.config, prepared.launch
+    place, batch = Place(launch, launch.processes), heaviest(recipe.batch, widest(recipe, "the largest rows", config))
     try:
         memory = estimate_memory(recipe, config, place, batch, prepared.micro_batches)
     except NotEstimated as reason:

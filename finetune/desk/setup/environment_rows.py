@@ -7,9 +7,9 @@ from collections import Counter
 
 from transformers import PreTrainedTokenizerFast
 
+from finetune.data.chat.renderer import Renderer
 from finetune.data.chat.turns import TurnRenderer
 from finetune.data.dataset import Dataset
-from finetune.data.examples import recipe_renderer
 from finetune.desk.setup.reward_rows import first_prompts
 from finetune.recipe import Recipe
 from finetune.rl.rollouts.episodes import Episodes
@@ -21,11 +21,13 @@ _GARBAGE = 'qwerty {"'
 _DID = {"over": "ends it", "max_turns": "is the last turn", "max_new_tokens": "leaves no room", "failed": "fails"}
 
 
-def check_environment(recipe: Recipe, data: Dataset, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+def check_environment(
+    recipe: Recipe, data: Dataset, tokenizer: PreTrainedTokenizerFast, of_rows: Renderer
+) -> list[str]:
     """Returns lines on what the environment does, by kind of turn. Raises UserError if a run could not use it."""
     assert recipe.rollouts is not None  # the caller's condition
-    ends = end_ids(recipe, tokenizer, [data])
-    renderer = TurnRenderer(recipe_renderer(recipe, tokenizer), frozenset(ends))
+    ends = end_ids(recipe.model, tokenizer, [data])
+    renderer = TurnRenderer(of_rows, frozenset(ends))
     prompts = first_prompts(recipe, data, TRIED_ROWS)
     contents = read_contents(recipe, recipe.data.train, prompts)
     garbage = [*tokenizer.encode(_GARBAGE, add_special_tokens=False), min(ends)]

@@ -20,7 +20,7 @@ from finetune.models.attention.isolation import Prepare, Verdict, isolation_prob
 from finetune.models.attention.mixers import Mixers
 from finetune.models.base_config import dtypes, head_sizes, layer_configs
 from finetune.models.text_part import text_config
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import BatchSettings, Recipe
 
 
 def _no_arguments(document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -155,11 +155,11 @@ def _with_images(
     return replace(choice, reason=reason, not_shared="documents have images", image_token=token)
 
 
-def check_rows_per_forward(recipe: Recipe, attention: AttentionChoice) -> None:
+def check_rows_per_forward(batch: BatchSettings, attention: AttentionChoice) -> None:
     """Raises UserError if a forward would have several documents, and attention cannot keep them apart."""
     if attention.isolates_documents:
         return
-    if recipe.batch.rows_per_device not in (1, "auto") or recipe.batch.tokens_per_device is not None:
+    if batch.rows_per_device not in (1, "auto") or batch.tokens_per_device is not None:
         raise UserError(f"{attention.reason}: set batch.rows_per_device: 1, and no tokens_per_device")
 
 

@@ -28,7 +28,7 @@ from finetune.checkpoints.weight_files import SHARD_BYTES, write_shards
 from finetune.errors import UserError
 from finetune.models.tokenizer import read_tokenizer
 from finetune.release.export.hf_folder import Say, check_absent, describe, whole_or_absent, write_settings
-from finetune.release.export.streamed import Base, StreamedModel, base_model, find_base
+from finetune.release.export.streamed import BaseFolder, StreamedModel, base_model, find_base
 from finetune.utils import sha256_file
 
 _PARALLEL = 0.9995  # cosine from which the arc is taken as a line
@@ -161,9 +161,9 @@ def merge_runs(
         write_settings(models[0], partial)
 
 
-def _common_base(runs: Sequence[Trained], base: str | None) -> Base:
+def _common_base(runs: Sequence[Trained], base: str | None) -> BaseFolder:
     """Returns the base of all runs. Raises UserError if there is none, or several."""
-    bases: dict[str, Base] = {}
+    bases: dict[str, BaseFolder] = {}
     for run in runs:
         about = base_model(run, base)
         if about.name is None:

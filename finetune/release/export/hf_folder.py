@@ -27,10 +27,10 @@ from finetune.checkpoints.result import model_card, partial_path, write_config
 from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import SHARD_BYTES, write_shards
 from finetune.errors import RunFailure, UserError
+from finetune.models.base_model import Base, processor_settings
 from finetune.models.checkpoint_files import kept_words
 from finetune.models.damage import read_object
 from finetune.models.tokenizer import read_tokenizer
-from finetune.models.vision import processor_settings
 from finetune.release.export.eight_bits import QuantizedModel, settings_of
 from finetune.release.export.streamed import StreamedModel
 from finetune.utils import fsync, write_atomically
@@ -178,7 +178,7 @@ def write_settings(model: StreamedModel, folder: Path) -> None:
         if sees_images:
             assert recipe is not None
             own = recipe.model.model_copy(update={"name": str(base.folder), "revision": None})
-            for name, content in processor_settings(own, recipe.data.image).items():
+            for name, content in processor_settings(Base(own, image=recipe.data.image)).items():
                 (folder / name).write_bytes(content)
     else:
         text = model.model.config.get_text_config()

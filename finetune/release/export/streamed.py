@@ -44,7 +44,7 @@ from finetune.release.export.merging import FittingAdapter, Patch, adapter_patch
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseFolder:
     """The model that training started from, in files."""
 
     name: str
@@ -57,7 +57,7 @@ class Base:
         return {"name": hub or Path(self.name).name, "revision": self.revision, "tensors": self.files.identity}
 
 
-def find_base(name: str, revision: str | None) -> Base:
+def find_base(name: str, revision: str | None) -> BaseFolder:
     """Returns the files of a hub id or a local folder. Raises UserError if it is missing or has no safetensors."""
     folder, commit = Path(name), None
     if not folder.is_dir():
@@ -85,7 +85,7 @@ def find_base(name: str, revision: str | None) -> Base:
             f"the base model {name!r} is stored in {settings.get('quant_method')}: an update added to quantized "
             "weights is lost in their rounding. Train and export from the unquantized model, and quantize the export"
         )
-    return Base(name, commit, folder, TensorFiles(files))
+    return BaseFolder(name, commit, folder, TensorFiles(files))
 
 
 def base_model(trained: Trained, base: str | None) -> Model:
@@ -309,7 +309,7 @@ def _skeleton(trained: Trained, about: Model) -> Any:
     return model
 
 
-def _find_files(trained: Trained, about: Model) -> Base | None:
+def _find_files(trained: Trained, about: Model) -> BaseFolder | None:
     """Returns the files that untrained tensors are read from; None for a checkpoint of a model from scratch."""
     if not (trained.is_adapter or trained.is_checkpoint):  # a full result has all that is exported
         return replace(find_base(str(trained.folder), None), name=about.name or "")

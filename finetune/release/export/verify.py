@@ -29,16 +29,15 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from finetune.checkpoints.trained import ADAPTER, LABELS, Trained, find_trained
 from finetune.checkpoints.weight_files import INDEX, TensorFiles, shard_name
-from finetune.data.examples import row_images
 from finetune.data.samples import Example
 from finetune.errors import UserError
 from finetune.models.base_config import base_config, first_line
+from finetune.models.base_model import Base, processor_settings
 from finetune.models.config import model_config
 from finetune.models.damage import ADAPTER_CONFIG, read_object
 from finetune.models.remote_code import load_auto
 from finetune.models.score_model import labelled
-from finetune.models.tokenizer import load_tokenizer, read_tokenizer
-from finetune.models.vision import processor_settings
+from finetune.models.tokenizer import read_tokenizer
 from finetune.release.export.eight_bits import other_layers, settings_of
 from finetune.release.export.figures import SECTION, THRESHOLDS, WHOLE_BYTES, Figures, card_section
 from finetune.release.export.formats import EIGHT_BITS, FLOATS, GGUF_TYPES
@@ -143,7 +142,7 @@ def _compare_models(
             run = ScoreReference.of(model, read_tokenizer(settings).pad_token_id, examples, figures)
         else:
             recipe, pictures = replace_settings(trained.recipe, trained.settings, base), None
-            if not is_gguf and (seen := row_images(recipe, load_tokenizer(recipe.model))) is not None:
+            if not is_gguf and (seen := Base(recipe.model, image=recipe.data.image).images) is not None:
                 from finetune.data.images.pixels import pixel_reader
 
                 pictures = pixel_reader(seen.family, seen.rules.threads).plain_inputs
@@ -434,7 +433,7 @@ def compare_settings(figures: Figures, trained: Trained, base: str | None, expor
         ours = settings_of(figures.format, stated.get("ignore", []))
         figures.problems += other_keys("config.json, quantization_config", ours, stated)
     if (images := trained.recipe.data.image) is not None:
-        for name, content in processor_settings(model, images).items():
+        for name, content in processor_settings(Base(model, image=images)).items():
             if not (export / name).is_file():
                 figures.problems.append(f"{name} is missing: images would be seen by other settings")
             else:

@@ -35,13 +35,11 @@ from finetune.data.samples import Example, Image
 from finetune.data.samples import Sequence as Document
 from finetune.data.sources.source import SourceReader
 from finetune.errors import UserError
-from finetune.models.added_tokens import add_tokens, start_rows, train_rows
-from finetune.models.base_checkpoint import base_checkpoint
+from finetune.models.added_tokens import start_rows, train_rows
 from finetune.models.base_config import first_line
-from finetune.models.config import model_config
+from finetune.models.base_model import Base
 from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
-from finetune.models.tokenizer import load_tokenizer
 from finetune.models.vision import targets_in_parts
 from finetune.models.weights import add_adapters
 from finetune.models.wrapped import output_head
@@ -103,15 +101,17 @@ def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int, name: str | No
     overlong = "drop" if recipe.objective.name in ("dpo", "orpo", "reward") else "truncate"  # answers stay whole
     data = recipe.data.model_copy(update={"streaming": False, "mixture": None, "overlong": overlong})
     recipe = recipe.model_copy(update={"data": data})
-    loaded, opened = load_tokenizer(recipe.model), OpenedSources(recipe)
+    # The folder's tokenizer has the tokens that the recipe adds.
+    base, opened = Base(recipe.model, image=data.image), OpenedSources(recipe)
+    renderer = base.renderer(recipe.objective)
     if isinstance(data.eval, HeldOut):
-        held_out = build_held_out(recipe, loaded, opened)
+        held_out = build_held_out(recipe, renderer, opened)
     else:
         sources = tuple(
             source.model_copy(update={"limit": min(rows, source.limit or rows), "weight": 1.0, "max_epochs": None})
             for source in data.eval_sources or data.train
         )
-        held_out = build_dataset(recipe, sources, loaded, opened=opened)
+        held_out = build_dataset(recipe, sources, renderer, opened=opened)
     assert held_out is not None
     return [held_out.examples[i] for i in range(min(rows, len(held_out.examples)))]
 
@@ -187,13 +187,14 @@ def load_reference(trained: Trained, base: str | None = None) -> Any:
         return load_trained(trained.folder, base).float().eval()
     recipe = trained.recipe
     assert recipe is not None  # as a checkpoint has
-    about, auto, first_added = base_model(trained, base), auto_class(base_model(trained, base), trained.labels), 0
-    config = labelled(model_config(about), trained.labels) if trained.labels else model_config(about)
+    about, first_added = base_model(trained, base), 0
+    of_run, auto = Base(about, recipe.tokens), auto_class(about, trained.labels)
+    config = labelled(of_run.config, trained.labels) if trained.labels else of_run.config
     if about.name is None or about.config is not None:  # the schema wants one of the two
         model: Any = from_config(auto, config, about.trust_remote_code)
     else:  # of a multimodal one its text part
-        part = base_checkpoint(about)
-        more: dict[str, Any] = {"config": config, "key_mapping": part.renames} if part is not None else {}
+        files = of_run.files
+        more: dict[str, Any] = {"config": config, "key_mapping": files.renames} if files is not None else {}
         more |= {"config": config} if trained.labels else {}
         revision = about.revision or "main"
         try:
@@ -205,9 +206,8 @@ def load_reference(trained: Trained, base: str | None = None) -> Any:
                 f"the base model {about.name!r} cannot be loaded: {first_line(error)}; give --base"
             ) from None
     if recipe.tokens is not None:
-        tokenizer = load_tokenizer(about)
-        first_added = len(tokenizer)
-        start_rows(model, first_added, add_tokens(tokenizer, recipe.tokens))
+        first_added = len(of_run.tokenizer) - len(of_run.pieces)
+        start_rows(model, first_added, of_run.pieces)
     if trained.is_adapter:
         assert recipe.lora is not None
         parts = recipe.model.train

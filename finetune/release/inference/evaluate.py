@@ -277,7 +277,7 @@ def write_scores(
         add_to_step(run_dir / "metrics.jsonl", step, values)
         wandb = run_dir / "wandb.json"
         ids = {"wandb": json.loads(wandb.read_text(encoding="utf-8"))["id"]} if wandb.is_file() else {}
-        trackers = Trackers(recipe, run_dir, {}, ids)
+        trackers = Trackers(recipe.tracking, recipe.run.name, run_dir, {}, ids)
         trackers.log(values, step)
         if checkpoint is None:
             trackers.summary(values)

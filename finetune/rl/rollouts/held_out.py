@@ -12,7 +12,7 @@ import numpy as np
 
 from finetune.checkpoints.inputs import on_main
 from finetune.engine.base import Engine
-from finetune.recipe import Recipe
+from finetune.recipe.schema import Evaluate
 from finetune.rl.rollouts import records
 from finetune.rl.rollouts.drawing import Drawn
 from finetune.rl.rollouts.prompts import PromptContent, RowPrompt, RunPrompts
@@ -39,7 +39,7 @@ class HeldOutSamples:
 
     def __init__(
         self,
-        recipe: Recipe,
+        settings: Evaluate,
         engine: Engine,
         prompts: RunPrompts,
         draw: Draw,
@@ -48,7 +48,7 @@ class HeldOutSamples:
         run_identity: str,
     ):
         """folder: of the run's records."""
-        self._settings, self._engine, self._prompts, self._draw = recipe.evaluate, engine, prompts, draw
+        self._settings, self._engine, self._prompts, self._draw = settings, engine, prompts, draw
         self._rewarded, self._folder = rewarded, folder
         read = [run_identity, prompts.content, self._settings.prompts, self._settings.samples]
         self._identity = hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()

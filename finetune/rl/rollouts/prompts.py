@@ -19,7 +19,7 @@ from finetune.data.packing import RowOrder
 from finetune.data.samples import Conversation, Example, Message, PromptCompletion, PromptOnly
 from finetune.errors import UserError
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Source
+from finetune.recipe.schema import RewardList, Source
 from finetune.rl.rewards.completion import Completion
 from finetune.rl.rewards.scoring import reads_reference
 
@@ -80,7 +80,7 @@ class RunPrompts:
                 f"data.{part}: none of {len(data.examples):,} rows has a prompt of at most {self.room} tokens, "
                 "data.max_length less rollouts.max_new_tokens"
             )
-        check_references(recipe, self.prompts)
+        check_references(recipe.rewards, self.prompts)
         self._order = RowOrder(len(self.prompts), recipe.run.seed)
 
     @property
@@ -116,12 +116,12 @@ def prompt_of(example: Example, format: str) -> RowPrompt | None:
     return None if question is None else RowPrompt(*place, question.prompt, question.reference)
 
 
-def check_references(recipe: Recipe, prompts: Iterable[RowPrompt]) -> None:
+def check_references(rewards: RewardList, prompts: Iterable[RowPrompt]) -> None:
     """Raises UserError if a prompt has no reference and a reward needs it."""
-    needing = [i for i, one in enumerate(recipe.rewards) if one.on_failure is None and reads_reference(one)]
+    needing = [i for i, one in enumerate(rewards) if one.on_failure is None and reads_reference(one)]
     without = next((prompt for prompt in prompts if not prompt.reference), None)
     if needing and without is not None:
-        i, label = needing[0], recipe.rewards[needing[0]].label
+        i, label = needing[0], rewards[needing[0]].label
         raise UserError(
             f"{without.path}:{without.row}: the row ends without an answer, which rewards[{i}] ({label}) compares "
             "samples with: give the row its answer, use a reward that reads other columns, or set `on_failure`"

@@ -34,9 +34,10 @@ def make_rows(
     """Returns rows that are samples of the wrapped model, which has its initial weights. Collective."""
     recipe, data, teacher, questions = prepared.recipe, on_disk(prepared.training), None, None
     if "teacher" in recipe.objective.other_models:
-        vocabulary = prepared.config.get_text_config().vocab_size
+        vocabulary = prepared.base.config.get_text_config().vocab_size
         teacher = SampleTeacher(TeacherPass(recipe, data, vocabulary), engine, rows_per_device)
     if prepared.held_out is not None and recipe.samples_held_out:
         questions = RunPrompts(recipe, prepared.held_out, "eval")
-    of_run = (RunPrompts(recipe, data), data.content(), prepared.tokenizer, end_ids, run_folder(recipe))
+    prompts, renderer = RunPrompts(recipe, data), prepared.renderer
+    of_run = (prompts, data.content(), prepared.base.tokenizer, renderer, end_ids, run_folder(recipe.run))
     return RolloutRows(recipe, engine, *of_run, attention, loader, teacher, questions)

@@ -32,8 +32,8 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.checkpoints.folder import step_of
 from finetune.checkpoints.inputs import on_main, reward_files, sample_teacher
+from finetune.data.chat.renderer import Renderer
 from finetune.data.chat.turns import TurnRenderer
-from finetune.data.examples import recipe_renderer
 from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.data.row_source import RunRows
 from finetune.data.samples import Example, SharedPrompt
@@ -99,6 +99,7 @@ class RolloutRows(RunRows):
         prompts: RunPrompts,
         content: Mapping[str, Any],
         tokenizer: PreTrainedTokenizerFast,
+        renderer: Renderer,
         end_ids: set[int],
         folder: Path,
         attention: AttentionChoice,
@@ -123,14 +124,14 @@ class RolloutRows(RunRows):
         self._drawer = self._server or own
         self._episodes = None
         if recipe.rollouts.environment is not None and recipe.rollouts.replay is None:
-            renderer = TurnRenderer(recipe_renderer(recipe, tokenizer), frozenset(end_ids))
-            self._episodes = EpisodeDrawer(engine, own, Episodes(recipe, renderer, folder))
+            turns = TurnRenderer(renderer, frozenset(end_ids))
+            self._episodes = EpisodeDrawer(engine, own, Episodes(recipe, turns, folder))
         self._rewards = Rewards(recipe.rewards, folder)
         self._identity = on_main(engine, lambda: run_identity(recipe, content))
         self._held_out = None
         if held_out is not None:
             through = (self._draw, self._rewarded, self._records, self._identity)
-            self._held_out = HeldOutSamples(recipe, engine, held_out, *through)
+            self._held_out = HeldOutSamples(recipe.evaluate, engine, held_out, *through)
         self._teacher, objective = teacher, recipe.objective
         self._policy = objective if isinstance(objective, Grpo) else None  # else the samples are a teacher's
         self._corrects = self._policy is not None and self._policy.corrects
@@ -394,7 +395,7 @@ def run_identity(recipe: Recipe, content: Mapping[str, Any]) -> str:
         "data": [settings["data"][name] for name in ("max_length", "overlong")],
         "content": content,
         "base": base_content(recipe.model),
-        "reward files": reward_files(recipe),
+        "reward files": reward_files(recipe.rewards, recipe.rollouts),
         "teacher": sample_teacher(recipe),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -14,7 +14,7 @@ from conftest import train_here
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.plan.command import PlanOptions, ask, machines_of
 from finetune.plan.comparison import Launched, as_json, compare_run, compare_runs, table
 from finetune.plan.finished_runs import speeds_here
@@ -115,7 +115,7 @@ def test_on_a_gpu_memory_and_time_are_predicted_or_a_note_says_why_not(
     recipe: dict[str, Any], write_recipe: Any
 ) -> None:
     loaded = load_recipe(write_recipe(recipe), ["train.precision=bf16"])
-    config = training_config(loaded)
+    config = Base.of(loaded).config
     run = Launched(loaded, config, ALONE, 2, widest(loaded, "a test", config), "NVIDIA H100 80GB HBM3", 1)
     found = run.predict(with_time=True)
     assert found["notes"] == []

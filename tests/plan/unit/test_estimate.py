@@ -22,7 +22,7 @@ from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.models.attention import attention_for
 from finetune.models.base_config import without_weights
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.models.packed_linear import state_tensors
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.weights import Placement, load_model
@@ -74,8 +74,10 @@ def recipe(made: Path, tmp_path: Path) -> Any:
 )
 def test_state_is_that_of_real_tensors(recipe: Any, overrides: tuple[str, ...]) -> None:
     loaded = recipe(*overrides)
-    config = training_config(loaded)
-    model = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu")))
+    config = Base.of(loaded).config
+    model = load_model(
+        loaded, Base.of(loaded, config), attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu"))
+    )
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     optimizers = build_optimizers(loaded.optimizer, parameter_roles(model), trained)
     for _, parameter in trained:
@@ -175,7 +177,7 @@ def test_recomputing_and_fewer_rows_take_less(recipe: Any) -> None:
     def peak(*overrides: str, rows: int = 1) -> int:
         loaded = recipe("mode=full", *overrides)
         batch = HeaviestBatch.of_rows(8 * rows, 64)
-        memory = estimate_memory(loaded, training_config(loaded), Place(ALONE, 1, "cpu"), batch)
+        memory = estimate_memory(loaded, Base.of(loaded).config, Place(ALONE, 1, "cpu"), batch)
         return max(memory.phases["forward"], memory.phases["backward"])
 
     keeps = peak("train.activation_checkpointing=false")
@@ -189,11 +191,11 @@ def test_fp8_is_weighed_with_its_packed_operands(recipe: Any) -> None:
     loaded, how = recipe("train.precision=fp8"), How()
     if find_spec("torchao") is None:
         with pytest.raises(UserError, match=r"needs torchao: pip install 'torchao"):
-            model_at(loaded, training_config(loaded), attention_at(loaded, training_config(loaded), how), how)
+            model_at(loaded, Base.of(loaded).config, attention_at(loaded, Base.of(loaded).config, how), how)
         return
     moved = []
     for one in (loaded, recipe("train.precision=bf16")):
-        parts = timeline_of(one, training_config(one), HeaviestBatch.of_rows(2, 64), how)
+        parts = timeline_of(one, Base.of(one).config, HeaviestBatch.of_rows(2, 64), how)
         moved.append(together([part.work for part in (*parts.layers, *parts.layers_backward)]).bytes)
     assert moved[0] > 1.2 * moved[1]
 
@@ -207,7 +209,7 @@ def test_experts_have_an_estimate_in_every_type(recipe: Any, made: Path, mode: t
     def peak(precision: str) -> int:
         loaded = recipe(*mode, f"model.name={made / 'mixtral'}", f"train.precision={precision}")
         batch = HeaviestBatch.of_rows(8, 64)
-        return estimate_memory(loaded, training_config(loaded), Place(ALONE, 1), batch).phases["backward"]
+        return estimate_memory(loaded, Base.of(loaded).config, Place(ALONE, 1), batch).phases["backward"]
 
     assert 0 < peak("bf16") < peak("fp32") < 3 * peak("bf16")
 
@@ -215,7 +217,7 @@ def test_experts_have_an_estimate_in_every_type(recipe: Any, made: Path, mode: t
 def test_a_rank_of_expert_parallel_gathers_its_own_experts(recipe: Any, made: Path) -> None:
     """Half of a layer's where two share them: gathered in bf16, reduced in fp32."""
     loaded = recipe("mode=full", f"model.name={made / 'mixtral'}")
-    config, batch = training_config(loaded), HeaviestBatch.of_rows(1, 64)
+    config, batch = Base.of(loaded).config, HeaviestBatch.of_rows(1, 64)
     experts = sum(w.numel for w in shapes_of(loaded, config).weights if w.expert and w.layer == 0)
     assert experts > 0
     peaks = {
@@ -229,7 +231,7 @@ def test_a_rank_of_expert_parallel_gathers_its_own_experts(recipe: Any, made: Pa
 
 def test_every_config_has_an_estimate(recipe: Any) -> None:
     loaded = recipe("mode=full", "batch.rows=64")
-    config = training_config(loaded)
+    config = Base.of(loaded).config
     for file in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
         launch = read_config_file(str(file), 1 if file.stem == "single" else 4 if "_" in file.stem else 2)
         if launch.parallelism.expert > 1:

@@ -20,7 +20,7 @@ from finetune.engine.launch import Launch
 from finetune.features import load_recipe
 from finetune.models.attention import attention_for
 from finetune.models.base_config import dtypes
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.models.flops import Flops, ModelFlops, model_flops
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.vision import ImagePart, image_tokens, patches_of, row_positions
@@ -73,7 +73,7 @@ def real_batch(recipe: Recipe, config: Any) -> Batch:
     batch = heaviest(config)
     pictures = family_of(config).pictures(config, [count for images in batch.images for count in images])
     places = tuple(ImagePlace(i, 0, 0) for i, images in enumerate(batch.images) for _ in images)
-    made = collate(examples_of(recipe, batch, config.image_token_id))
+    made = collate(examples_of(recipe.objective, batch, config.image_token_id))
     made = replace(made, inputs={**made.inputs, **pictures}, images=places)
     positions = row_positions(config)
     return positions(made) if positions else made
@@ -82,7 +82,7 @@ def real_batch(recipe: Recipe, config: Any) -> Batch:
 def real_model(recipe: Recipe, config: Any, fuses: bool = True) -> tuple[Any, ForwardPass, ModelFlops]:
     """As `training/run.py` makes it."""
     attention = attention_for(recipe, config, "cpu")
-    model = load_model(recipe, config, attention, Placement("load", torch.device("cpu")))
+    model = load_model(recipe, Base.of(recipe, config), attention, Placement("load", torch.device("cpu")))
     flops = model_flops(model, attention.implementation, recipe.train.activation_checkpointing)
     types = dtypes(recipe)
     autocast = types.compute if types.compute != types.trained else None
@@ -96,7 +96,7 @@ def real_model(recipe: Recipe, config: Any, fuses: bool = True) -> tuple[Any, Fo
 
 
 def test_memory_of_a_tower_is_that_of_a_run(recipe: Recipe) -> None:
-    config = training_config(recipe)
+    config = Base.of(recipe).config
     batch, (model, forward, _) = real_batch(recipe, config), real_model(recipe, config)
     costs = costs_at(recipe, config, Launch("replicated", 1), "cpu")
     phases, state = phases_of(costs, config, 0, (9, 0), heaviest(config), 1)
@@ -118,7 +118,7 @@ def test_memory_of_a_tower_is_that_of_a_run(recipe: Recipe) -> None:
 
 
 def test_flops_of_a_tower_are_what_torch_counts(recipe: Recipe) -> None:
-    config = training_config(recipe)
+    config = Base.of(recipe).config
     batch, (model, forward, flops) = real_batch(recipe, config), real_model(recipe, config, fuses=False)
     in_place = {torch.ops.aten.addmm_: added_product}  # gradient of the head's weight, added up over chunks
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
@@ -138,6 +138,6 @@ def test_flops_of_a_tower_are_what_torch_counts(recipe: Recipe) -> None:
 
 
 def test_the_most_images_fit_into_a_row(recipe: Recipe) -> None:
-    images = most_images(recipe, training_config(recipe))
+    images = most_images(recipe.data, Base.of(recipe).config)
     assert images
     assert sum(count + 1 for count in images) < recipe.data.max_length

@@ -330,7 +330,7 @@ def test_products_of_8_bits_are_refused_where_a_device_has_none(
     for key, capability in known.items():
         refuses = nullcontext() if key.startswith(have) else pytest.raises(UserError)
         with refuses:
-            check_products(asked, key, capability)
+            check_products(asked.train, asked.quantization, key, capability)
     assert set(devices) - set(known) == {"MI300X-192", "MI325X-256", "MI250X-64"}
 
 

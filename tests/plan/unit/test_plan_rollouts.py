@@ -15,7 +15,7 @@ from finetune.data.dataset import on_disk
 from finetune.engine.base import StorageCounter
 from finetune.engine.launch import Kind, Launch
 from finetune.features import all_features, load_recipe
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.plan import command
 from finetune.plan.answer import as_dicts, show
 from finetune.plan.command import PlanOptions
@@ -57,7 +57,7 @@ def recipe_file(made: Path, tmp_path: Path) -> Path:
 
 
 def predicted(recipe: Recipe, prompt: int = PROMPT) -> CohortCosts:
-    return sampling_of(recipe, training_config(recipe), prompt, How("cpu", None))
+    return sampling_of(recipe, Base.of(recipe).config, prompt, How("cpu", None))
 
 
 @pytest.mark.parametrize("model", ["llama_deep", "qwen3", "mistral"])
@@ -85,18 +85,18 @@ def test_bytes_of_a_cohort_are_those_of_a_real_one(model: str, recipe_file: Path
 
 def test_the_cache_is_two_tensors_of_each_layer(recipe_file: Path, made: Path) -> None:
     recipe = load_recipe(recipe_file)
-    text = training_config(recipe).get_text_config()
+    text = Base.of(recipe).config.get_text_config()
     head = text.hidden_size // text.num_attention_heads
     tokens = PROMPT + NEW - 1  # the last one is sampled, and read by none
     of_layer = 2 * text.num_key_value_heads * head * tokens * 32 * 4
     assert predicted(recipe).cache == text.num_hidden_layers * of_layer
-    stages = sampling_of(recipe, training_config(recipe), PROMPT, How("cpu", None, pipeline=2))
+    stages = sampling_of(recipe, Base.of(recipe).config, PROMPT, How("cpu", None, pipeline=2))
     assert stages.cache == text.num_hidden_layers // 2 * of_layer
 
 
 def test_a_window_bounds_the_cache(recipe_file: Path, made: Path) -> None:
     recipe = load_recipe(recipe_file, [f"model.name={made / 'mistral'}"])
-    window = training_config(recipe).get_text_config().sliding_window
+    window = Base.of(recipe).config.get_text_config().sliding_window
     assert window
     assert predicted(recipe, window).cache == predicted(recipe, 4 * window).cache
 
@@ -161,11 +161,11 @@ def test_rows_of_a_plan_are_prompts_with_the_longest_sample(recipe_file: Path) -
     recipe = load_recipe(recipe_file)
     lengths = read_lengths(recipe)
     assert isinstance(lengths, Lengths)
-    rows, sizes = lengths.rows(recipe, training_config(recipe)), lengths.examples.sizes
+    rows, sizes = lengths.rows(recipe, Base.of(recipe).config), lengths.examples.sizes
     prompts = [p for p in (sizes.tokens - sizes.target_tokens).tolist() if p <= PROMPT]
     assert rows.heaviest == (max(prompts) + NEW,)
     assert rows.targets_per_row == rows.most_targets == NEW
-    assert widest(recipe, "no tokenizer", training_config(recipe)).heaviest == (PROMPT + NEW,)
+    assert widest(recipe, "no tokenizer", Base.of(recipe).config).heaviest == (PROMPT + NEW,)
 
 
 def test_bytes_of_a_teacher_are_those_of_a_real_one(recipe_file: Path, made: Path) -> None:
@@ -177,14 +177,14 @@ def test_bytes_of_a_teacher_are_those_of_a_real_one(recipe_file: Path, made: Pat
     assert expected is not None
     engine = started_engine(prepared)
     try:
-        vocabulary = prepared.config.get_text_config().vocab_size
+        vocabulary = prepared.base.config.get_text_config().vocab_size
         beside = SampleTeacher(TeacherPass(recipe, on_disk(prepared.training), vocabulary), engine, 4)
         kept = StorageCounter(engine.device).add([*beside.model.parameters(), *beside.model.buffers()])
         with Meter("cpu") as meter:
             weights = [tensor.detach() for tensor in beside.model.parameters()]  # views of them are results, too
             meter.begin("forward")
             before = meter.now
-            beside(examples_of(recipe, heaviest))
+            beside(examples_of(recipe.objective, heaviest))
         assert before >= sum(weight.nbytes for weight in weights)
     finally:
         engine.close()
@@ -200,7 +200,7 @@ def test_a_second_model_is_counted_where_it_is(recipe_file: Path, made: Path) ->
     def memory(kind: Kind, device: str, *changes: str) -> Memory:
         recipe = load_recipe(recipe_file, changes)
         # No step is weighed, as it takes more than a byte.
-        return estimate_memory(recipe, training_config(recipe), Place(Launch(kind, 2), 2, device), batch, most=1)
+        return estimate_memory(recipe, Base.of(recipe).config, Place(Launch(kind, 2), 2, device), batch, most=1)
 
     trained = memory("replicated", "cpu").persistent["weights"]
     for kind, share in (("replicated", 1.0), ("fsdp2", 0.5)):

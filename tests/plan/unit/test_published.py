@@ -15,7 +15,7 @@ from conftest import ROOT
 from finetune.engine.costs.common import Transfer
 from finetune.engine.hardware import shipped_hardware
 from finetune.features import load_recipe
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.plan.command import PlanOptions, ask
 from finetune.plan.finished_runs import speeds_here
 from finetune.plan.micro_batch import HeaviestBatch, How
@@ -71,7 +71,7 @@ def test_dropout_and_the_casts_of_4_bit_layers_are_a_gpus(recipe: dict[str, Any]
     path: Path = write_recipe(recipe)
     lora = ["mode=lora", "lora={rank: 8, alpha: 16, dropout: 0.05}", "train.precision=bf16"]
     loaded = load_recipe(path, lora)
-    config, batch = training_config(loaded), HeaviestBatch((24,), 20)
+    config, batch = Base.of(loaded).config, HeaviestBatch((24,), 20)
     parts = {device: timeline_of(loaded, config, batch, How(device=device)) for device in ("cpu", "cuda")}
     operators = {device: one.layers[0].work.operators for device, one in parts.items()}
     assert operators["cuda"] <= operators["cpu"] - 7  # one kernel for two or three of each of seven matrices

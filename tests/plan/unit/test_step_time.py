@@ -11,7 +11,7 @@ from conftest import ROOT
 
 from finetune.data.batch import collate
 from finetune.features import load_recipe
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.plan.command import shapes_of
 from finetune.plan.meter import Meter, OperatorCounter, together
 from finetune.plan.micro_batch import (
@@ -34,7 +34,7 @@ def test_counted_operators_are_those_of_a_real_micro_batch(
 ) -> None:
     path: Path = write_recipe(recipe)
     loaded = load_recipe(path, [f"train.activation_checkpointing={recomputes}"])
-    config, batch = short_model(training_config(loaded)), HeaviestBatch((24,), 20)
+    config, batch = short_model(Base.of(loaded).config), HeaviestBatch((24,), 20)
     parts = timeline_of(loaded, config, batch, How(device="cpu", gradients_there=True))
     layers = [part for _ in range(2) for part in (*parts.layers, *parts.layers_backward)]
     ends = (parts.before, parts.head, parts.head_backward, parts.before_backward)
@@ -45,7 +45,7 @@ def test_counted_operators_are_those_of_a_real_micro_batch(
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             torch.nn.init.normal_(tensor, std=0.02)
-    collated = collate(examples_of(loaded, batch))
+    collated = collate(examples_of(loaded.objective, batch))
 
     def run() -> None:
         forward.objective.trial_loss(forward(model, collated), collated).backward()

@@ -30,8 +30,7 @@ from finetune.data.predictions import LOG_PROBS
 from finetune.data.samples import Sequence
 from finetune.errors import RunFailure, UserError
 from finetune.features import load_recipe
-from finetune.models.config import model_config
-from finetune.models.tokenizer import load_tokenizer
+from finetune.models.base_model import Base
 from finetune.release.export.commands import ExportOptions, export_run, verify_run
 from finetune.release.export.loading import load_trained
 from finetune.release.inference.answering import answer_file, answers, chat_with, load_answerer
@@ -100,10 +99,11 @@ class Plain:
     def __init__(self, run: Path, part: str = "eval", differentiable: bool = False):
         self.differentiable = differentiable
         recipe = load_recipe(run / "recipe.yaml")
-        tokenizer = load_tokenizer(recipe.model)
-        data, reader = build_held_out(recipe, tokenizer), image_reader(recipe, tokenizer)
+        base = Base.of(recipe)
+        renderer = base.renderer(recipe.objective)
+        data, reader = build_held_out(recipe, renderer), image_reader(base.images)
         if part == "train":
-            data = with_teacher(recipe, build_training(recipe, tokenizer), tokenizer, model_config(recipe.model))
+            data = with_teacher(recipe, build_training(recipe, renderer), base)
         assert isinstance(data, Dataset)
         assert reader is not None
         self.examples, self._reader = data.examples, reader

@@ -18,6 +18,7 @@ from finetune.checkpoints.trained import find_trained
 from finetune.errors import UserError
 from finetune.models.added_tokens import ROWS, add_tokens, start_rows
 from finetune.models.attention import attention_for
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model
@@ -36,7 +37,7 @@ TEXT = "seven quick stars river under table"
 def load(recipe: dict[str, Any], write_recipe: Any, weights: Any = "load") -> Any:
     loaded = load_recipe(write_recipe(recipe))
     config = model_config(loaded.model)
-    return load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement(weights, CPU))
+    return load_model(loaded, Base.of(loaded, config), attention_for(loaded, config, "cpu"), Placement(weights, CPU))
 
 
 @pytest.mark.parametrize("add", [FEW, MANY], ids=["spare rows", "grown"])

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
@@ -78,7 +79,7 @@ def load(recipe: dict[str, Any], write_recipe: Any) -> Any:
     loaded = load_recipe(write_recipe(recipe))
     config = model_config(loaded.model)
     placement = Placement("load", torch.device("cpu"))
-    return load_model(loaded, config, attention_for(loaded, config, "cpu"), placement)
+    return load_model(loaded, Base.of(loaded, config), attention_for(loaded, config, "cpu"), placement)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -31,10 +31,10 @@ from finetune.data.loader import Loader
 from finetune.errors import RunFailure, UserError
 from finetune.models.added_tokens import grow_to
 from finetune.models.attention import attention_for
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.lora_targets import adapted_paths
 from finetune.models.text_part import text_part_of
-from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Model, Recipe
@@ -77,7 +77,7 @@ def text_recipe(recipe: dict[str, Any], base: Path, **changes: Any) -> dict[str,
 
 def plain_step(model: Any, recipe: Recipe, step: int) -> Tensor:
     """The mean over all target tokens of a step, by plain transformers on one document after the other."""
-    data = build_dataset(recipe, recipe.data.train, load_tokenizer(recipe.model))
+    data = build_dataset(recipe, recipe.data.train, Base.of(recipe).renderer(recipe.objective))
     packs = attention_for(recipe, model_config(recipe.model), "cpu").isolates_documents
     data = data if packs else data.unpacked()
     batches = Loader(data.in_order(recipe), recipe.batch.rows, 1, 0, 1, 10**6).step(step).batches
@@ -167,7 +167,9 @@ def test_lora(recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: P
 
     loaded = load_recipe(path)
     config = model_config(loaded.model)
-    start = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu")))
+    start = load_model(
+        loaded, Base.of(loaded, config), attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu"))
+    )
     part = text_part_of(loaded.model)
     assert part is not None
     adapted = PeftModel.from_pretrained(plain_base(base), str(run / "model"), is_trainable=True)
@@ -291,7 +293,9 @@ def test_recipes_that_ship(made: Path, bases: Any, tmp_path: Path, folder: str) 
 def test_nothing_but_text_is_in_memory(recipe: dict[str, Any], write_recipe: Any, bases: Any) -> None:
     loaded = load_recipe(write_recipe(text_recipe(recipe, bases("gemma3"), mode="lora", lora={"rank": 4})))
     config = model_config(loaded.model)
-    model = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu")))
+    model = load_model(
+        loaded, Base.of(loaded, config), attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu"))
+    )
     assert config.model_type == "gemma3_text"
     plain = AutoModelForCausalLM.from_config(config)
     adapters = sum(p.numel() for n, p in model.named_parameters() if ".lora_" in n)

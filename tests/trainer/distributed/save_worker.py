@@ -36,17 +36,18 @@ def run_case(
     from finetune.engine.start import start_engine
     from finetune.errors import RunFailure
     from finetune.models.base_config import dtypes
-    from finetune.models.tokenizer import load_tokenizer
+    from finetune.models.base_model import Base
     from finetune.recipe import load_recipe
 
     recipe, launch = load_recipe(recipe_file, [*overrides, f"run.name={name}"]), read_launch()
     micro_batches = check_launch(recipe, recipe_file, launch)
-    engine = start_engine(recipe, launch)
-    wrap(engine, recipe, micro_batches)
+    base = Base.of(recipe)
+    engine = start_engine(recipe, launch, base.config)
+    wrap(engine, recipe, base, micro_batches)
     if wrong == "nan" and engine.rank == engine.world_size - 1:
         break_a_value(engine.unwrapped)
     generated = generate(engine) if name == "generates" else None
-    arguments = load_tokenizer(recipe.model), {2}, recipe.mode != "full", dtypes(recipe).frozen, f"# {name}"
+    arguments = base.tokenizer, {2}, recipe.mode != "full", dtypes(recipe).frozen, f"# {name}"
     try:
         with limited_files() if wrong == "full" and engine.is_main else same_files():
             save_result(engine, *arguments, out / folder, shard_bytes)
@@ -57,18 +58,16 @@ def run_case(
     return {"error": None, "message": None, **({"generated": generated} if generated else {})}
 
 
-def wrap(engine: Any, recipe: Any, micro_batches: int) -> None:
+def wrap(engine: Any, recipe: Any, base: Any, micro_batches: int) -> None:
     from finetune.models.attention import attention_for
-    from finetune.models.config import model_config
     from finetune.models.loss_model import CausalLMWithLoss
     from finetune.models.parameter_roles import parameter_roles
     from finetune.models.weights import load_model
     from finetune.training.optim import build_optimizers
 
-    config = model_config(recipe.model)
     with engine.loading(recipe):
-        attention = attention_for(recipe, config, engine.device.type)
-        model = load_model(recipe, config, attention, engine.placement(recipe))
+        attention = attention_for(recipe, base.config, engine.device.type)
+        model = load_model(recipe, base, attention, engine.placement(recipe))
     build = partial(build_optimizers, recipe.optimizer, parameter_roles(model))
     engine.wrap(CausalLMWithLoss(model), build, micro_batches)
 

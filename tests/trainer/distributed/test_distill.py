@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.data.dataset import Dataset, build_training
 from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.errors import UserError
-from finetune.models.config import model_config
-from finetune.models.tokenizer import load_tokenizer
+from finetune.models.base_model import Base
 from finetune.recipe import load_recipe
 from finetune.training.run import compute_reference
 from finetune.training.signals import StopRequest
@@ -42,8 +41,8 @@ def predict_here(path: Path, *overrides: str) -> str:
 
 def predictions_of(path: Path, *overrides: str) -> Dataset:
     recipe = load_recipe(path, overrides)
-    tokenizer = load_tokenizer(recipe.model)
-    taught = with_teacher(recipe, build_training(recipe, tokenizer), tokenizer, model_config(recipe.model))
+    base = Base.of(recipe)
+    taught = with_teacher(recipe, build_training(recipe, base.renderer(recipe.objective)), base)
     assert isinstance(taught, Dataset)
     return taught
 

@@ -15,7 +15,7 @@ from conftest import launch, metrics, train_alone
 
 from finetune.data.dataset import build_training
 from finetune.errors import UserError
-from finetune.models.tokenizer import load_tokenizer
+from finetune.models.base_model import Base
 from finetune.recipe import load_recipe
 
 
@@ -83,7 +83,8 @@ def test_parts_of_sources_are_the_same_on_another_launch(mixed, write_recipe, tm
     assert plan["total_rows"] != 2.5 * plan["rows_per_epoch"]
     assert len(whole) == plan["steps"] == -(-plan["total_rows"] // mixed["batch"]["rows"])
     assert whole[-1]["epoch"] == 2.5
-    examples = build_training(load_recipe(path), load_tokenizer(load_recipe(path).model)).examples
+    recipe = load_recipe(path)
+    examples = build_training(recipe, Base.of(recipe).renderer(recipe.objective)).examples
     assert whole[-1]["tokens/rows"] == examples.lengths[examples.of_source(0)].sum()  # each of its rows once
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.data.dataset import Dataset, build_training
 from finetune.errors import RunFailure, UserError
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import load_recipe
 from finetune.training.reference_files import cache_folder, key_of, model_dependencies
@@ -41,9 +41,9 @@ def pairs(recipe: Values, made: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def key(path: Path, *overrides: str) -> str:
     recipe = load_recipe(path, overrides)
-    data = build_training(recipe, load_tokenizer(recipe.model))
+    data = build_training(recipe, Base.of(recipe).renderer(recipe.objective))
     assert isinstance(data, Dataset)
-    return key_of(model_dependencies(recipe, training_config(recipe)), data)
+    return key_of(model_dependencies(recipe, Base.of(recipe).config), data)
 
 
 def log_probs(run: Path) -> np.ndarray:
@@ -187,7 +187,7 @@ def test_stopped_pass_goes_on(pairs: Values, write_recipe: Write, tmp_path: Path
     train_alone(path, "train.max_steps=1")
     expected = log_probs(run)
     recipe = load_recipe(path)
-    data = build_training(recipe, load_tokenizer(recipe.model))
+    data = build_training(recipe, Base.of(recipe).renderer(recipe.objective))
     assert isinstance(data, Dataset)
     first_step = np.concatenate([data.rows[row] for row in range(recipe.batch.rows)])
     computed = np.sort(np.concatenate([2 * first_step, 2 * first_step + 1]))
@@ -263,7 +263,7 @@ def test_does_not_go_on_with_other_weights(pairs: Values, write_recipe: Write, t
 
 def test_column_is_no_part_of_what_identifies_the_data(pairs: Values, write_recipe: Write) -> None:
     recipe = load_recipe(write_recipe(pairs))
-    data = build_training(recipe, load_tokenizer(recipe.model))
+    data = build_training(recipe, Base.of(recipe).renderer(recipe.objective))
     assert isinstance(data, Dataset)
     more = Dataset(data.examples.with_columns({"reference_log_probs": np.zeros(80)}), data.rows)
     assert (more.summary(), more.identity()) == (data.summary(), data.identity())

@@ -19,6 +19,7 @@ from finetune.errors import UserError
 from finetune.models import fused_layers
 from finetune.models.assemble import assemble
 from finetune.models.attention import attention_for
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.fused_layers import (
     Functions,
@@ -94,7 +95,9 @@ def test_a_run_s_model_is_fused(recipe: dict[str, Any], write_recipe: Any) -> No
     """Whose config has the attention of the run, which needs documents."""
     loaded = load_recipe(write_recipe(recipe))
     config = model_config(loaded.model)
-    model = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu")))
+    model = load_model(
+        loaded, Base.of(loaded, config), attention_for(loaded, config, "cpu"), Placement("load", torch.device("cpu"))
+    )
     assert fuse_layers(model, model.config, BY_TORCH) == "5 norms by torch (of a test)"
     wrapped = assemble(model, loaded, torch.device("cpu"), has_scores=False, only_sums=True)
     assert wrapped.kernels == "plain (no GPU)"

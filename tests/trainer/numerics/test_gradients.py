@@ -14,9 +14,9 @@ from finetune.data.batch import Batch
 from finetune.data.dataset import build_dataset
 from finetune.data.loader import Loader
 from finetune.models.attention import AttentionChoice, attention_for
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def loader(recipe: Recipe, rank: int = 0, world_size: int = 1) -> Loader:
-    data = build_dataset(recipe, recipe.data.train, load_tokenizer(recipe.model))
+    data = build_dataset(recipe, recipe.data.train, Base.of(recipe).renderer(recipe.objective))
     batch = recipe.batch
     return Loader(data.in_order(recipe), batch.rows, batch.rows_per_device, rank, world_size, 10**6)
 
@@ -65,7 +65,7 @@ def test_accumulated_gradient_is_the_full_batch_s(
     loaded = load_recipe(write_recipe(recipe))
     config = model_config(loaded.model)
     choice = attention_for(loaded, config, "cpu")
-    model = load_model(loaded, config, choice, Placement("load", CPU))
+    model = load_model(loaded, Base.of(loaded, config), choice, Placement("load", CPU))
     forward, loss_model = forward_of(choice), CausalLMWithLoss(model)
     batches = loader(loaded).step(0).batches
     items = sum(batch.counts["target_tokens"] for batch in batches)
@@ -85,7 +85,7 @@ def test_a_batch_with_nothing_supervised_has_no_loss_and_no_gradient(recipe: dic
     loaded = load_recipe(write_recipe(recipe))
     config = model_config(loaded.model)
     choice = attention_for(loaded, config, "cpu")
-    model = load_model(loaded, config, choice, Placement("load", CPU))
+    model = load_model(loaded, Base.of(loaded, config), choice, Placement("load", CPU))
     forward, loss_model = forward_of(choice), CausalLMWithLoss(model)
     whole = loader(loaded)
     short = Loader(whole.rows, 4, 2, rank=1, world_size=2, total_rows=1)
@@ -101,7 +101,7 @@ def test_only_supervised_positions_reach_the_head(recipe: dict[str, Any], write_
     loaded = load_recipe(write_recipe(recipe))
     config = model_config(loaded.model)
     choice = attention_for(loaded, config, "cpu")
-    model = load_model(loaded, config, choice, Placement("load", CPU))
+    model = load_model(loaded, Base.of(loaded, config), choice, Placement("load", CPU))
     forward, loss_model = forward_of(choice), CausalLMWithLoss(model)
     seen: list[int] = []
     model.get_output_embeddings().register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0].shape[1]))

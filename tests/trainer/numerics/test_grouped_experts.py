@@ -19,6 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from finetune.models.adapters import adapters_off
 from finetune.models.assemble import assemble
 from finetune.models.attention import attention_for
+from finetune.models.base_model import Base
 from finetune.models.casts import cast_once
 from finetune.models.config import model_config
 from finetune.models.experts_trial import alignment_problem, choose_experts, verdict
@@ -172,7 +173,9 @@ def test_a_product_that_is_wrong_or_missing_is_not_taken(
     loaded = load_recipe(write_recipe(recipe))
     config = model_config(loaded.model)
     for wrong, said in ((late, "in a trial"), (missing, "no kernel for this device"), (product, "and their adapters")):
-        model = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", CPU))
+        model = load_model(
+            loaded, Base.of(loaded, config), attention_for(loaded, config, "cpu"), Placement("load", CPU)
+        )
         monkeypatch.setattr(torch.nn.functional, "grouped_mm", wrong)
         wrapped = assemble(model, loaded, CPU, has_scores=False, only_sums=True)
         monkeypatch.setattr(torch.nn.functional, "grouped_mm", product)

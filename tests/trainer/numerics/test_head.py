@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.engine.hardware import shipped_hardware
 from finetune.errors import UserError
 from finetune.models.attention import choose_attention
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.head import TokenLoss, chunked
 from finetune.models.head.chunked import HeadDevice, HeadTask, is_small, matrix_losses
@@ -167,7 +168,7 @@ def test_quantised_weights(made: Path, recipe: dict[str, Any], write_recipe: Any
     loaded = load_recipe(write_recipe(recipe))
     config = model_config(loaded.model)
     attention = choose_attention("eager", AutoModelForCausalLM._model_mapping[type(config)], config, "cpu", False)
-    model = load_model(loaded, config, attention, Placement("load", torch.device("cpu")))
+    model = load_model(loaded, Base.of(loaded, config), attention, Placement("load", torch.device("cpu")))
     plain = by_head(model, "plain")
     assert isinstance(trained_head(model), torch.nn.Linear)
     assert_equal_to_rounding(by_head(model, "chunked"), plain)

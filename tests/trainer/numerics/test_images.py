@@ -17,6 +17,7 @@ from finetune.data.images.family_table import FAMILIES, family_of
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, isolation, per_document
 from finetune.models.attention.isolation import ImageTrial, isolation_problem
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.head.token_loss import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
@@ -179,7 +180,9 @@ def loaded(base: Path, weights: Any, **changes: Any) -> Any:
     (base / "recipe.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     recipe = load_recipe(base / "recipe.yaml")
     attention = AttentionChoice("sdpa", "one document", isolates_documents=False)
-    return load_model(recipe, model_config(recipe.model), attention, Placement(weights, torch.device("cpu")))
+    return load_model(
+        recipe, Base.of(recipe, model_config(recipe.model)), attention, Placement(weights, torch.device("cpu"))
+    )
 
 
 def test_a_head_is_tied_as_in_the_files_on_every_rank(tmp_path: Path) -> None:

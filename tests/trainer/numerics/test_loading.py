@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.moe import adapts_experts
 from finetune.models.tokenizer import check_token_ids, load_tokenizer
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 def load(recipe: dict[str, Any], write_recipe: Any, weights: Any = "load") -> Any:
     loaded = load_recipe(write_recipe(recipe))
     config = model_config(loaded.model)
-    return load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement(weights, CPU))
+    return load_model(loaded, Base.of(loaded, config), attention_for(loaded, config, "cpu"), Placement(weights, CPU))
 
 
 @pytest.mark.parametrize("lora", [False, True])

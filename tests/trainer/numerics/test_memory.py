@@ -19,6 +19,7 @@ from finetune.engine.optimizer_step import StepInBackward
 from finetune.errors import RunFailure, UserError
 from finetune.models.activations import ActivationOffload, View
 from finetune.models.attention import attention_for
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
@@ -57,7 +58,7 @@ def loaded(recipe: dict[str, Any], write_recipe: Any, changes: dict[str, Any], *
     parsed = load_recipe(write_recipe(values))
     config = model_config(parsed.model)
     choice = attention_for(parsed, config, "cpu")
-    return load_model(parsed, config, choice, Placement("load", CPU)), choice
+    return load_model(parsed, Base.of(parsed, config), choice, Placement("load", CPU)), choice
 
 
 def forward(model: Any, choice: Any) -> torch.Tensor:

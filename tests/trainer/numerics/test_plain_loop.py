@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from finetune.data.examples import prepare_examples
-from finetune.models.tokenizer import load_tokenizer
+from finetune.models.base_model import Base
 from finetune.recipe import load_recipe
 
 STEPS, LR, DECAY, LIMIT, WARMUP = 8, 3e-3, 0.1, 0.2, 3
@@ -56,7 +56,7 @@ def test_a_run_is_a_plain_loop(recipe: dict[str, Any], write_recipe: Any, made: 
     train_alone(path)
 
     loaded = load_recipe(path)
-    examples = prepare_examples(loaded, loaded.data.train, load_tokenizer(loaded.model))
+    examples = prepare_examples(loaded, loaded.data.train, Base.of(loaded).renderer(loaded.objective))
     by_row = {f"{example.path}:{example.row}": example for example in examples}
     run = tmp_path / "runs" / "run"
     samples = [json.loads(line) for line in (run / "samples" / "rank-00000.jsonl").read_text().splitlines()]

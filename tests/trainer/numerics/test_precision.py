@@ -13,6 +13,7 @@ from finetune.engine.overflow import half_products, overflow_as_sum
 from finetune.models.attention import attention_for
 from finetune.models.attention.per_document import prepare
 from finetune.models.base_config import dtypes
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.head import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
@@ -29,7 +30,7 @@ def loaded_model(recipe: dict[str, Any], write_recipe: Any, precision: str, **ch
     recipe["train"]["precision"] = precision
     loaded = load_recipe(write_recipe({**recipe, **changes}))
     config = model_config(loaded.model)
-    model = load_model(loaded, config, attention_for(loaded, config, "cpu"), Placement("load", CPU))
+    model = load_model(loaded, Base.of(loaded, config), attention_for(loaded, config, "cpu"), Placement("load", CPU))
     types = dtypes(loaded)
     return CausalLMWithLoss(model, autocast=types.compute if types.compute != types.trained else None)
 

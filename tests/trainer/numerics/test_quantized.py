@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.packed_linear import (
     Fp8Linear,
@@ -34,7 +35,7 @@ LORA = {"mode": "qlora", "lora": {"rank": 4, "alpha": 8}}
 def load(values: dict[str, Any], write_recipe: Any, placement: Placement, **changes: Any) -> Any:
     recipe = load_recipe(write_recipe({**values, **LORA, **changes}))
     config = model_config(recipe.model)
-    return load_model(recipe, config, attention_for(recipe, config, "cpu"), placement)
+    return load_model(recipe, Base.of(recipe, config), attention_for(recipe, config, "cpu"), placement)
 
 
 def tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from finetune.data.batch import Batch, collate
 from finetune.data.samples import Example, Sequence
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.score_model import ScoreModel
 from finetune.models.weights import Placement, load_model
@@ -38,7 +39,7 @@ def load(made: Path, recipe: dict[str, Any], write_recipe: Any) -> Any:
         values = {**recipe, "objective": {"name": "reward"}, "data": data, **changes}
         found = load_recipe(write_recipe(values), ())
         config = model_config(found.model)
-        return found, load_model(found, config, attention_for(found, config, "cpu"), placement, labels)
+        return found, load_model(found, Base.of(found, config), attention_for(found, config, "cpu"), placement, labels)
 
     return loaded
 

@@ -15,9 +15,9 @@ from finetune.data.dataset import build_training
 from finetune.data.loader import Loader
 from finetune.models.attention import attention_for
 from finetune.models.base_config import dtypes
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, keep_input_types, load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
@@ -56,14 +56,16 @@ class Case:
         if balances:
             config.output_router_logits = True
         attention = attention_for(recipe, config, "cpu")
-        self.model = load_model(recipe, config, attention, Placement("load", CPU))
+        self.model = load_model(recipe, Base.of(recipe, config), attention, Placement("load", CPU))
         if casts := types.compute != types.trained:
             keep_input_types(self.model)
         autocast = types.compute if casts else None
         self.loss_model = CausalLMWithLoss(self.model, recipe.model.cross_entropy, autocast=autocast)
         self.forward = ForwardPass(attention, make_objective(recipe.objective, ("rows",)))
         self.batch = (
-            Loader(build_training(recipe, load_tokenizer(recipe.model)).in_order(recipe), 4, 2, 0, 1, 10**6)
+            Loader(
+                build_training(recipe, Base.of(recipe).renderer(recipe.objective)).in_order(recipe), 4, 2, 0, 1, 10**6
+            )
             .step(0)
             .batches[0]
         )
@@ -208,5 +210,5 @@ def test_weights_are_read_straight_to_the_device(recipe: dict[str, Any], write_r
     config, device = model_config(loaded.model), torch.device("meta")
     attention = attention_for(loaded, config, "cpu")
     for direct in (True, False):
-        model = load_model(loaded, config, attention, Placement("load", device, direct=direct))
+        model = load_model(loaded, Base.of(loaded, config), attention, Placement("load", device, direct=direct))
         assert {parameter.is_meta for parameter in model.parameters()} == {direct}

@@ -15,7 +15,7 @@ from finetune.desk.view.inspect.dataset_view import DatasetView, dataset_statist
 from finetune.desk.view.inspect.page import write_page
 from finetune.desk.view.inspect.terminal import print_examples, print_packed_rows, print_totals
 from finetune.errors import UserError
-from finetune.models.tokenizer import load_tokenizer
+from finetune.models.base_model import Base
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut
 
@@ -55,8 +55,8 @@ def inspect(recipe: Recipe, recipe_path: Path, options: InspectOptions, console:
     """Shows a recipe's data. Raises UserError."""
     check_options(options)
     # The data is built alone, without a launch: `inspect` also shows data that `train` would refuse.
-    tokenizer = load_tokenizer(recipe.model, recipe.tokens)
-    notes = template_notes(recipe, tokenizer)
+    base = Base.of(recipe)
+    tokenizer, notes = base.tokenizer, template_notes(recipe, base.tokenizer)
     template, sources = template_of(recipe.model, tokenizer), recipe.data.train
     if options.eval:
         if not recipe.data.eval:
@@ -67,9 +67,10 @@ def inspect(recipe: Recipe, recipe_path: Path, options: InspectOptions, console:
         sources = tuple(s.model_copy(update={"limit": min(s.limit or window, window)}) for s in sources)
         notes.append(f"data.streaming: only the first {window:,} rows of each source are inspected")
     held_out = options.eval and isinstance(recipe.data.eval, HeldOut)
-    data = build_dataset(recipe, sources, tokenizer, held_out=held_out)
+    renderer = base.renderer(recipe.objective)
+    data = build_dataset(recipe, sources, renderer, held_out=held_out)
     totals = dataset_statistics(data, recipe.data, "eval" if options.eval else "train", notes)
-    view = DatasetView(recipe, recipe_path, sources, tokenizer, template.name if template else "none", data, totals)
+    view = DatasetView(recipe, recipe_path, sources, renderer, template.name if template else "none", data, totals)
     examples = view.data.examples
     if options.json and options.totals:
         print(json.dumps(view.totals.as_dict(), ensure_ascii=False))

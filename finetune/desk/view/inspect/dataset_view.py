@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
+from finetune.data.chat.renderer import Renderer
 from finetune.data.dataset import Dataset
 from finetune.data.examples import Examples, prepare_examples
 from finetune.data.packing import row_work
@@ -37,7 +37,7 @@ class DatasetView:
     recipe: Recipe
     recipe_path: Path
     sources: Sequence[Source]  # data.train or data.eval
-    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
     template: str  # name of the chat template
     data: Dataset
     totals: DatasetStatistics
@@ -233,7 +233,7 @@ def _drop_reason(view: DatasetView, source: Source, format: str, row: dict[str, 
         data = view.recipe.data.model_copy(update={**strict, "train": (only,), "eval": ()})
         recipe = view.recipe.model_copy(update={"data": data})
         try:
-            prepare_examples(recipe, [only], view.tokenizer)
+            prepare_examples(recipe, [only], view.renderer)
         except UserError as error:
             why, _, _ = str(error).partition("\n(`data.on_bad_row")  # advice for a run that stops at such a row
             return f"dropped: {why}".replace(f"{path}:1", address).replace(str(path), address)

@@ -172,7 +172,7 @@ def _page_example(view: DatasetView, example: Example, full: bool) -> dict[str, 
     names = sequence_names(view.recipe.objective.name, len(example.sequences))
     shared, sequences = example.shared_tokens, []
     for sequence, name in zip(example.sequences, names, strict=True):
-        tokens, note, tail = tokens_of(sequence, view.tokenizer), "", Markup()
+        tokens, note, tail = tokens_of(sequence, view.renderer.tokenizer), "", Markup()
         if sequence.images:
             begin = with_pictures(tokens, sequence)
         else:

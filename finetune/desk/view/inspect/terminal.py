@@ -50,7 +50,7 @@ def print_examples(console: Console, view: DatasetView, chosen: Iterable[int], l
         tokens = f"{example.num_tokens:,} tokens, {example.num_targets:,} supervised"
         numbers = numbers_of(example, view.recipe.objective)
         title = visible("   ".join(filter(None, (f"{example.path}:{example.row}", tokens, numbers))))
-        texts = [render_rich(one, view.tokenizer, look, example.shared_tokens) for one in example.sequences]
+        texts = [render_rich(one, view.renderer.tokenizer, look, example.shared_tokens) for one in example.sequences]
         named = zip(sequence_names(view.recipe.objective.name, len(texts)), example.sequences, strict=True)
         titles = [f"{name}, {len(one.input_ids):,} tokens, {example.shared_tokens:,} shared" for name, one in named]
         content: Text | Table | Group = texts[0]
@@ -82,7 +82,7 @@ def print_packed_rows(console: Console, view: DatasetView, numbers: Iterable[int
             label = f"document {n}  {example.path}:{example.row}  tokens {start:,} to {end - 1:,}, positions from 0"
             parts += [
                 Rule(Text(visible(label)), align="left", style="cyan"),
-                render_rich(sequence, view.tokenizer, look),
+                render_rich(sequence, view.renderer.tokenizer, look),
             ]
             start = end
         work = f"attention work {sum(len(sequence.input_ids) ** 2 for _, sequence in documents):,}"

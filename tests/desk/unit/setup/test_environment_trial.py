@@ -14,7 +14,7 @@ from finetune.data.dataset import Dataset, build_training
 from finetune.desk.setup.environment_rows import check_environment
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.models.tokenizer import load_tokenizer
+from finetune.models.base_model import Base
 
 Write = Callable[..., Path]
 
@@ -47,7 +47,8 @@ def test_check_tries_the_environment(online: dict[str, Any], write_recipe: Write
 
 def tried(online: dict[str, Any], write_recipe: Write) -> list[str]:
     recipe = load_recipe(write_recipe(online))
-    tokenizer = load_tokenizer(recipe.model)
-    data = build_training(recipe, tokenizer)
+    base = Base.of(recipe)
+    renderer = base.renderer(recipe.objective)
+    data = build_training(recipe, renderer)
     assert isinstance(data, Dataset)
-    return check_environment(recipe, data, tokenizer)
+    return check_environment(recipe, data, base.tokenizer, renderer)

@@ -13,6 +13,7 @@ from finetune.data.dataset import Dataset, build_training, on_disk
 from finetune.desk.setup.reward_rows import check_rewards, reference_answers
 from finetune.errors import UserError
 from finetune.features import load_recipe
+from finetune.models.base_model import Base
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
 from finetune.rl.rewards.completion import Completion
@@ -113,7 +114,7 @@ def loaded(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> Recipe:
 
 @pytest.fixture
 def data(loaded: Recipe) -> Dataset:
-    return on_disk(build_training(loaded, load_tokenizer(loaded.model)))
+    return on_disk(build_training(loaded, Base.of(loaded).renderer(loaded.objective)))
 
 
 def test_the_first_rows_of_a_recipe_s_sources(loaded: Recipe, data: Dataset) -> None:

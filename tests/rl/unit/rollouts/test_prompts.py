@@ -14,6 +14,7 @@ from finetune.data.dataset import Dataset, build_held_out, build_training
 from finetune.data.samples import Conversation, Message, PromptCompletion, PromptOnly
 from finetune.errors import UserError
 from finetune.features import load_recipe
+from finetune.models.base_model import Base
 from finetune.models.tokenizer import load_tokenizer
 from finetune.rl.rollouts.prompts import PromptContent, RunPrompts
 
@@ -39,7 +40,7 @@ def path(recipe: dict[str, Any], write_recipe: Callable[..., Path], tmp_path: Pa
 
 def prompts_of(path: Path, *overrides: str) -> RunPrompts:
     recipe = load_recipe(path, overrides)
-    data = build_training(recipe, load_tokenizer(recipe.model))
+    data = build_training(recipe, Base.of(recipe).renderer(recipe.objective))
     assert isinstance(data, Dataset)
     return RunPrompts(recipe, data)
 
@@ -66,7 +67,7 @@ def test_prompts_without_room_are_dropped_and_counted_or_refused(path: Path) -> 
 
 def test_prompts_of_held_out_rows_are_read_and_named_alike(path: Path) -> None:
     recipe = load_recipe(path, [f"data.eval={path.parent / 'sums.jsonl'}"])
-    data = build_held_out(recipe, load_tokenizer(recipe.model))
+    data = build_held_out(recipe, Base.of(recipe).renderer(recipe.objective))
     assert data is not None
     prompts = RunPrompts(recipe, data, "eval")
     assert [prompt.row for prompt in prompts.prompts] == [1, 2, 3]

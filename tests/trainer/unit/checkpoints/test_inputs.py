@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoTokenizer
 
 from finetune.data.dataset import build_training
 from finetune.data.examples import prepare_examples
 from finetune.data.streaming import Stream
+from finetune.models.base_model import Base
 from finetune.models.fingerprint import READ_WHOLE, base_content, base_enters_steps
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Model
@@ -40,7 +40,7 @@ def recipe_of(model: Path, path: Path, format: str, objective: dict[str, Any] | 
 
 def content_of(recipe: Recipe) -> dict[str, Any]:
     assert recipe.model.name is not None
-    examples = prepare_examples(recipe, recipe.data.train, AutoTokenizer.from_pretrained(recipe.model.name))
+    examples = prepare_examples(recipe, recipe.data.train, Base.of(recipe).renderer(recipe.objective))
     return examples.content("train")["train[0]"]
 
 
@@ -88,7 +88,7 @@ def test_a_stream_by_what_was_consumed(made: Path, tmp_path: Path) -> None:
 
     def stream() -> Stream:
         recipe = recipe_of(made / "llama", path, "messages", streaming=True, window=16)
-        data = build_training(recipe, AutoTokenizer.from_pretrained(made / "llama"))
+        data = build_training(recipe, Base.of(recipe).renderer(recipe.objective))
         assert isinstance(data, Stream)
         return data
 

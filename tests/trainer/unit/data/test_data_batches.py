@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from data_helpers import document, labelled, prepare, recipe, text_tokenizer, write_jsonl
+from data_helpers import document, labelled, prepare, recipe, renderer_of, write_jsonl
 
 from finetune.data.batch import Batch, TokenShare, collate, dummy_batch, token_shard
 from finetune.data.dataset import Dataset, build_dataset
@@ -439,10 +439,10 @@ def test_the_recipe_s_order_does_not_depend_on_micro_batches(tmp_path):
     orders = []
     for batch in ({"batch__rows_per_device": 1}, {"batch__rows_per_device": 4}, {"batch__tokens_per_device": 64}):
         made = recipe(path, data__packing=False, **batch)
-        orders.append(build_dataset(made, made.data.train, text_tokenizer()).in_order(made).order.epoch(0).tolist())
+        orders.append(build_dataset(made, made.data.train, renderer_of(made)).in_order(made).order.epoch(0).tolist())
     assert orders[0] == orders[1] == orders[2]
     made = recipe(path, data__packing=False, data__balance=1)
-    plain = build_dataset(made, made.data.train, text_tokenizer()).in_order(made).order
+    plain = build_dataset(made, made.data.train, renderer_of(made)).in_order(made).order
     assert plain.epoch(0).tolist() == RowOrder(30, made.run.seed).epoch(0).tolist() != orders[0]
 
 

@@ -19,14 +19,23 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from data_helpers import byte_level, conversation, ids, labels, prepare, recipe, text_tokenizer, write_jsonl
+from data_helpers import (
+    byte_level,
+    conversation,
+    ids,
+    labels,
+    prepare,
+    recipe,
+    renderer_of,
+    text_tokenizer,
+    write_jsonl,
+)
 from forks import start_forkserver
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.building import CHUNK_ROWS, EntryBuild, OpenedSources, build_source
 from finetune.data.cache_entries import age_in_seconds, list_entries, lock_of, not_used_for, remove
 from finetune.data.chat.renderer import Rendered, Renderer, build_renderer
-from finetune.data.chat.template_choice import resolve_template
 from finetune.data.examples import prepare_examples
 from finetune.data.token_cache import ARRAYS, CacheEntry, EntryWriter, find_or_build, load
 from finetune.data.tokenizing import ChunkResult, Item, RowSettings, tokenize_chunk, tokenize_chunks
@@ -38,10 +47,6 @@ WORDS = ["hello", "world", "the", "quick", "brown", "fox", "lazy", "dog", "two",
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     return byte_level(("<|im_start|>", "<|im_end|>"), eos_token="<|im_end|>")
-
-
-def renderer_of(made: Recipe, tokenizer: PreTrainedTokenizerFast) -> Renderer:
-    return build_renderer(tokenizer, resolve_template(made.model.chat_template, tokenizer), made.objective.train_on)
 
 
 def build_with(workers: int, made: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> CacheEntry:
@@ -184,7 +189,9 @@ def prepare_in_process(
         path, source={"weight": weight}, data__max_length=64, data__eval=[{"path": str(eval_path), "format": "text"}]
     )
     barrier.wait()
-    found = [prepare_examples(made, sources, loaded) for sources in (made.data.train, made.data.eval)]
+    found = [
+        prepare_examples(made, sources, renderer_of(made, loaded)) for sources in (made.data.train, made.data.eval)
+    ]
     results.put([(examples.build_s[0] is not None, len(examples)) for examples in found])
 
 
@@ -313,7 +320,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_cached(tmp_path, cache_fold
             file.write('{"text": "world"}\n')
 
     with pytest.raises(UserError, match=r"rows\.jsonl: was changed while it was read"):
-        prepare_examples(made, made.data.train, text_tokenizer(), change)
+        prepare_examples(made, made.data.train, renderer_of(made), change)
     assert list_entries() == []
 
 
@@ -327,7 +334,7 @@ def test_nothing_is_tokenized_before_every_source_was_looked_at(tmp_path, cache_
     ):
         made = recipe(good, data__eval=[{"format": "text", **last}])
         with pytest.raises(UserError, match=message):
-            prepare_examples(made, made.data.train, text_tokenizer())
+            prepare_examples(made, made.data.train, renderer_of(made))
     assert list_entries() == []
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_helpers import text_tokenizer, write_jsonl
+from data_helpers import renderer_of, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +63,7 @@ def training(folder: Path, *names: str, train: dict[str, Any], **data: Any) -> t
             "optimizer": {"lr": 1e-3},
         }
     )
-    built = build_training(recipe, text_tokenizer())
+    built = build_training(recipe, renderer_of(recipe))
     assert isinstance(built, Dataset)
     return recipe, built
 
@@ -71,7 +71,7 @@ def training(folder: Path, *names: str, train: dict[str, Any], **data: Any) -> t
 def order_of(recipe: Recipe, data: Dataset) -> list[list[tuple[int, int]]]:
     """(source, row) of the examples in each packed sequence of the run, in its order."""
     size, rows = data.size(recipe.data.max_length), data.in_order(recipe)
-    _, total_rows = run_length(recipe, size.rows, size.run_rows)
+    _, total_rows = run_length(recipe.train, recipe.batch.rows, size.rows, size.run_rows)
     return [[(one.source, one.row) for one in rows.row(position)] for position in range(total_rows)]
 
 
@@ -211,7 +211,7 @@ def test_a_mixture_shows_rows_evenly_and_none_beyond_its_cap(sources, mixture):
 
 def test_held_out_rows_are_never_shown_and_the_others_evenly(sources):
     recipe, data = training(sources, "b weight=0.4", train={"epochs": 5}, eval={"share": 0.2})
-    held_out = build_held_out(recipe, text_tokenizer())
+    held_out = build_held_out(recipe, renderer_of(recipe))
     assert held_out is not None
     held = {one.row for one in held_out.examples}
     counts = exposure(order_of(recipe, data), 0, 33)
@@ -287,7 +287,7 @@ def test_a_stream_shows_every_row_as_often_as_its_passes(sources):
             "optimizer": {"lr": 1e-3},
         }
     )
-    data = build_training(recipe, text_tokenizer())
+    data = build_training(recipe, renderer_of(recipe))
     assert isinstance(data, Stream)
     rows, order = data.in_order(recipe), []
     with contextlib.suppress(UserError):  # at its end

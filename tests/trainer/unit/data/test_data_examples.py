@@ -14,6 +14,7 @@ from data_helpers import (
     labels,
     prepare,
     recipe,
+    renderer_of,
     text_tokenizer,
     trained_ids,
     write_jsonl,
@@ -206,7 +207,7 @@ def test_several_sources(texts, tmp_path):
         data__train=[{"path": str(p), "format": "text", "weight": 2} for p in (texts, other)],
         data__max_length=64,
     )
-    examples = prepare_examples(made, made.data.train, text_tokenizer())
+    examples = prepare_examples(made, made.data.train, renderer_of(made))
     assert [Path(e.path).name for e in examples] == ["texts.jsonl"] * 8 + ["other.jsonl"] * 6
     assert examples.lengths.tolist() == [e.num_tokens for e in examples]
     assert examples.num_targets.tolist() == [len(trained_ids(e)) for e in examples]
@@ -223,9 +224,9 @@ def entries(cache: Path) -> dict[str, int]:
 def test_the_second_time_reads_the_cache(texts, cache_folder):
     calls: list[int] = []
     made, tokenizer = recipe(texts), text_tokenizer()
-    first = prepare_examples(made, made.data.train, tokenizer, calls.append)
+    first = prepare_examples(made, made.data.train, renderer_of(made, tokenizer), calls.append)
     before = entries(cache_folder)
-    second = prepare_examples(made, made.data.train, text_tokenizer(), calls.append)
+    second = prepare_examples(made, made.data.train, renderer_of(made), calls.append)
     assert calls == [4]
     assert len(before) == len(ARRAYS)
     assert entries(cache_folder) == before

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_helpers import recipe, text_tokenizer, write_jsonl
+from data_helpers import recipe, renderer_of, write_jsonl
 
 from finetune.data import predictions as predictions_module
 from finetune.data import token_cache
@@ -237,12 +237,12 @@ def test_a_run_starts_on_a_damaged_cache(tmp_path, caplog):
     """By the way that a run takes, with one line and the same tokens."""
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"hello world {i}"} for i in range(30)])
     made = recipe(path)
-    before = [plain(example) for example in build_training(made, text_tokenizer()).examples]
+    before = [plain(example) for example in build_training(made, renderer_of(made)).examples]
     (report,) = (tmp_path / "cache" / "data").rglob("report.json")
     for name in ("input_ids.npy", "loss_mask.npy"):
         flip(report.with_name(name), 8 * 140 + 3)
         caplog.clear()
-        assert [plain(example) for example in build_training(made, text_tokenizer()).examples] == before
+        assert [plain(example) for example in build_training(made, renderer_of(made)).examples] == before
         assert [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()] == [
             f"{report.parent}: damaged on the disk ({name}: its checksum differs); it is made again"
         ]

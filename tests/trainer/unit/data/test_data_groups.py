@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_helpers import prepare, recipe, text_tokenizer, write_jsonl
+from data_helpers import prepare, recipe, renderer_of, text_tokenizer, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -172,7 +172,7 @@ def test_weights_mixtures_and_limits_take_pairs(tmp_path, weight, mixture):
         {"path": str(second), "format": "preference", "weight": weight},
     ]
     made = recipe(first, "preference", data__train=sources, data__mixture=mixture, data__max_length=100)
-    examples = prepare_examples(made, made.data.train, text_tokenizer())
+    examples = prepare_examples(made, made.data.train, renderer_of(made))
     assert len(answers(examples)) <= 31 + 20
     assert max(row for path, row in answers(examples) if path == str(first)) <= 31
     counts = Counter((one.path, one.row) for one in examples)
@@ -204,7 +204,7 @@ def streaming(*paths: Path, window: int) -> Recipe:
 def test_a_stream_emits_pairs(tmp_path, window):
     first, second = write_pairs(tmp_path / "a.jsonl", 20), write_pairs(tmp_path / "b.jsonl", 10, seed=1)
     made = streaming(first, second, window=window)
-    rows = open_stream(made, text_tokenizer())
+    rows = open_stream(made, renderer_of(made))
     expected = answers(
         [
             *prepare(first, "preference", tokenizer=text_tokenizer(), data__max_length=100),

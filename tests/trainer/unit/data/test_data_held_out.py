@@ -11,7 +11,7 @@ import pytest
 from finetune.data.dataset import Dataset, build_held_out, build_training
 from finetune.data.sources.source import read_rows
 from finetune.errors import UserError
-from finetune.models.tokenizer import load_tokenizer
+from finetune.models.base_model import Base
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Source
 
@@ -19,8 +19,8 @@ from finetune.recipe.schema import Source
 def parts(path: Path, *overrides: str) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """(trained, held out) as (file, row) of every example."""
     recipe = load_recipe(path, overrides)
-    tokenizer = load_tokenizer(recipe.model)
-    training, held_out = build_training(recipe, tokenizer), build_held_out(recipe, tokenizer)
+    renderer = Base.of(recipe).renderer(recipe.objective)
+    training, held_out = build_training(recipe, renderer), build_held_out(recipe, renderer)
     assert isinstance(training, Dataset)
     assert held_out is not None
     trained, held = ([(one.path, one.row) for one in data.examples] for data in (training, held_out))

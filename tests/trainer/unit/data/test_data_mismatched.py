@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import prepare, recipe, text_tokenizer, write_jsonl
+from data_helpers import prepare, recipe, renderer_of, text_tokenizer, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +67,7 @@ def test_a_pair_gives_a_good_and_a_bad_answer_each_next_to_its_like(tmp_path: Pa
 def test_a_stream_pairs_within_its_window(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{**ROWS[0], "completion": f"answer {i}"} for i in range(4)])
     made = recipe(path, "unpaired", data__streaming=True, data__window=2)
-    rows = open_stream(made, text_tokenizer())
+    rows = open_stream(made, renderer_of(made))
     found = {tuple(text.split()[-1] for text in texts(one)) for i in range(4) for one in rows.row(i)}
     assert found == {("0", "1"), ("1", "0"), ("2", "3"), ("3", "2")}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from data_helpers import byte_level, conversation, prepare, recipe, write_jsonl
+from data_helpers import byte_level, conversation, prepare, recipe, renderer_of, write_jsonl
 
 from finetune.data.dataset import build_held_out, check_questions, questions, until_end
 from finetune.errors import UserError
@@ -54,7 +54,7 @@ def test_rows_without_a_prompt_give_no_question(tmp_path: Path) -> None:
     made = recipe(text)
     sources = [made.data.train[0], made.data.train[0].model_copy(update={"path": str(chats), "format": "messages"})]
     made = made.model_copy(update={"data": made.data.model_copy(update={"eval": tuple(sources)})})
-    held_out = build_held_out(made, TOKENIZER)
+    held_out = build_held_out(made, renderer_of(made, TOKENIZER))
     assert held_out is not None
     assert [TOKENIZER.decode(question.reference) for question in questions(held_out.examples, {END})] == ["fine"]
     assert check_questions(Evaluate(exact_match=2), held_out.examples, TOKENIZER) == []

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from data_helpers import text_tokenizer, write_jsonl
+from data_helpers import renderer_of, write_jsonl
 
 from finetune.data.dataset import build_training
 from finetune.data.loader import Loader
@@ -45,7 +45,7 @@ def streaming(*sources: dict, seed: int = 1, max_steps: int = 30, **data: object
 
 
 def rows_of(recipe: Recipe) -> Stream:
-    return open_stream(recipe, text_tokenizer())
+    return open_stream(recipe, renderer_of(recipe))
 
 
 def seen(rows: Stream, positions: range) -> list[list[tuple[str, int]]]:
@@ -181,7 +181,7 @@ def test_every_rank_knows_what_all_ranks_count_in_a_step(texts, others):
 
 def test_what_tells_a_stream_from_another(texts, others):
     facts = [
-        build_training(recipe, text_tokenizer()).summary()["stream"]
+        build_training(recipe, renderer_of(recipe)).summary()["stream"]
         for recipe in (
             streaming({"path": str(texts), "format": "text"}),
             streaming({"path": str(texts), "format": "text", "weight": 2.0}),

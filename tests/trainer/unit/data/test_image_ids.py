@@ -17,12 +17,12 @@ import pytest
 import tiny
 import torch
 from PIL import Image
-from transformers import AutoTokenizer, ProcessorMixin
+from transformers import ProcessorMixin
 from transformers.image_transforms import convert_to_rgb
 
 from finetune.data.batch import collate
 from finetune.data.examples import Examples, image_reader, prepare_examples
-from finetune.models.vision import processor_settings
+from finetune.models.base_model import Base, processor_settings
 from finetune.recipe import Recipe
 
 # name of `tiny.SEEING`: (module, class) of the processor
@@ -133,9 +133,10 @@ def test_ids_masks_and_pixels_are_the_processors(
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     rows = chats(count, seed=1)
     recipe = recipe_of(seeing, name, rows)
-    tokenizer: Any = AutoTokenizer.from_pretrained(seeing / f"{name}_sees")
-    reader: Any = image_reader(recipe, tokenizer)
-    examples = prepare_examples(recipe, recipe.data.train, tokenizer)
+    base = Base.of(recipe)
+    tokenizer, renderer = base.tokenizer, base.renderer(recipe.objective)
+    reader: Any = image_reader(base.images)
+    examples = prepare_examples(recipe, recipe.data.train, renderer)
     assert len(examples) == count
     processor = processor_of(name, tokenizer, reader.family.processor, monkeypatch)
     seen = 0
@@ -168,9 +169,9 @@ def test_images_of_a_row_are_those_of_its_documents(
     """Two documents in one row: the places are those of their tokens, the pixels one document's after the other's."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     recipe = recipe_of(seeing, name, [row for row in chats(20, seed=2) if "image" in json.dumps(row)])
-    tokenizer: Any = AutoTokenizer.from_pretrained(seeing / f"{name}_sees")
-    reader: Any = image_reader(recipe, tokenizer)
-    several = [one for one in prepare_examples(recipe, recipe.data.train, tokenizer) if len(one.sequences[0].images)]
+    renderer = Base.of(recipe).renderer(recipe.objective)
+    reader: Any = image_reader(renderer.images)
+    several = [one for one in prepare_examples(recipe, recipe.data.train, renderer) if len(one.sequences[0].images)]
     both = collate(several[:2], image_inputs=reader)
     alone = [collate([one], image_inputs=reader) for one in several[:2]]
     assert len(both.images) == sum(len(one.images) for one in alone)
@@ -194,9 +195,9 @@ def test_max_pixels_bounds_what_is_seen(
     tokens: list[int] = []
     for most in (None, 3136):
         recipe = recipe_of(seeing, name, rows, image={"max_pixels": most})
-        tokenizer: Any = AutoTokenizer.from_pretrained(seeing / f"{name}_sees")
-        reader: Any = image_reader(recipe, tokenizer)
-        examples: Examples = prepare_examples(recipe, recipe.data.train, tokenizer)
+        renderer = Base.of(recipe).renderer(recipe.objective)
+        reader: Any = image_reader(renderer.images)
+        examples: Examples = prepare_examples(recipe, recipe.data.train, renderer)
         tokens.append(sum(image.end - image.begin for one in examples for image in one.sequences[0].images))
         batch = collate(list(examples), image_inputs=reader)  # as many pixels as tokens
         if most and "image_sizes" in batch.inputs:
@@ -207,11 +208,11 @@ def test_max_pixels_bounds_what_is_seen(
     assert tokens[1] < tokens[0]
     result = tmp_path / "result"
     shutil.copytree(seeing / f"{name}_sees", result)
-    for file, content in processor_settings(recipe.model, recipe.data.image).items():
+    for file, content in processor_settings(Base.of(recipe)).items():
         (result / file).write_bytes(content)
     of_result = recipe_of(seeing, name, rows)
     of_result = of_result.model_copy(update={"model": of_result.model.model_copy(update={"name": str(result)})})
-    of_result_reader: Any = image_reader(of_result, tokenizer)
+    of_result_reader: Any = image_reader(Base.of(of_result).images)
     assert of_result_reader.family.settings == reader.family.settings  # who loads it sees what was trained on
 
 
@@ -223,9 +224,9 @@ def test_a_changed_image_is_an_error(seeing: Path, monkeypatch: pytest.MonkeyPat
     part = {"type": "image", "image": "pictures/other.png"}
     rows = [{"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "yes"}]}]
     recipe = recipe_of(seeing, "qwen3_vl", rows)
-    tokenizer: Any = AutoTokenizer.from_pretrained(seeing / "qwen3_vl_sees")
-    (example,) = prepare_examples(recipe, recipe.data.train, tokenizer)
-    reader: Any = image_reader(recipe, tokenizer)
+    renderer = Base.of(recipe).renderer(recipe.objective)
+    (example,) = prepare_examples(recipe, recipe.data.train, renderer)
+    reader: Any = image_reader(renderer.images)
     Image.new("RGB", (61, 70)).save(seeing / "pictures" / "other.png")
     with pytest.raises(UserError, match="61 x 70 pixels, but it had 60 x 70"):
         collate([example], image_inputs=reader)

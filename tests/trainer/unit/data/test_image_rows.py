@@ -25,7 +25,7 @@ from finetune.data.examples import Examples, prepare_examples
 from finetune.data.images.image_files import decode, find_image
 from finetune.data.samples import BadRow
 from finetune.errors import UserError
-from finetune.models.vision import processor_settings
+from finetune.models.base_model import Base, processor_settings
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Images, Model
 
@@ -57,7 +57,7 @@ def examples_of(model: Path, path: Path, format: str = "auto", **data: Any) -> E
             "optimizer": {"lr": 1e-3},
         }
     )
-    return prepare_examples(recipe, recipe.data.train, AutoTokenizer.from_pretrained(model))
+    return prepare_examples(recipe, recipe.data.train, Base.of(recipe).renderer(recipe.objective))
 
 
 def asked(*content: Any) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def test_a_processor_may_be_in_another_place(model: Path, folder: Path, tmp_path
     )
     assert one.sequences[0].input_ids.tolist() == other.sequences[0].input_ids.tolist()
     names = ("preprocessor_config.json", "processor_config.json")
-    kept = processor_settings(Model(name=str(bare)), Images(processor=str(model)))
+    kept = processor_settings(Base(Model(name=str(bare)), image=Images(processor=str(model))))
     assert kept == {name: (model / name).read_bytes() for name in names}
 
 

@@ -137,11 +137,11 @@ def test_steps_in_the_backward_of_offloaded_shards_need_a_torch_that_waits(
     loaded = load_recipe(write_recipe(recipe))
     for torch_version in ("2.11.0+cu128", "2.12.1"):
         with pytest.raises(UserError, match=rf"torch {torch_version[:4]}.* steps offloaded.*use torch 2.13 or newer"):
-            check_in_backward(loaded, shipped("fsdp2_offload"), torch_version)
-        check_in_backward(loaded, shipped("fsdp2"), torch_version)
-    check_in_backward(loaded, shipped("fsdp2_offload"), "2.13.0+cu130")
+            check_in_backward(loaded.optimizer, shipped("fsdp2_offload"), torch_version)
+        check_in_backward(loaded.optimizer, shipped("fsdp2"), torch_version)
+    check_in_backward(loaded.optimizer, shipped("fsdp2_offload"), "2.13.0+cu130")
     recipe["optimizer"]["in_backward"] = False
-    check_in_backward(load_recipe(write_recipe(recipe)), shipped("fsdp2_offload"), "2.11.0")
+    check_in_backward(load_recipe(write_recipe(recipe)).optimizer, shipped("fsdp2_offload"), "2.11.0")
 
 
 # --- its threads

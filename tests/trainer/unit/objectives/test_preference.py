@@ -22,11 +22,11 @@ from finetune.data.dataset import Dataset, build_training
 from finetune.data.loader import Loader
 from finetune.data.samples import Example, Sequence
 from finetune.models.attention import attention_for
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.head.chunked import HeadTask, matrix_losses
 from finetune.models.head.token_loss import LogitMap
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import Placement, load_model
 from finetune.models.wrapped import Outputs
 from finetune.objectives import make_objective
@@ -48,9 +48,11 @@ def test_a_pair_equals_its_reference_before_the_first_step(
     loaded = load_recipe(write_recipe(recipe))
     config = model_config(loaded.model)
     attention = attention_for(loaded, config, "cpu")
-    model = CausalLMWithLoss(load_model(loaded, config, attention, Placement("load", torch.device("cpu"))))
+    model = CausalLMWithLoss(
+        load_model(loaded, Base.of(loaded, config), attention, Placement("load", torch.device("cpu")))
+    )
     plain = AutoModelForCausalLM.from_pretrained(made / "llama")
-    data = build_training(loaded, load_tokenizer(loaded.model))
+    data = build_training(loaded, Base.of(loaded).renderer(loaded.objective))
     assert isinstance(data, Dataset)
     objective = make_objective(loaded.objective)
     forward, found = ForwardPass(attention, objective), []

@@ -124,7 +124,7 @@ def test_wandb_offline_and_tensorboard_get_config_metrics_table_and_summary(
     Image.new("RGB", (7, 5), (200, 30, 40)).save(folder / "pictures" / "a.png")
     ids: dict[str, str] = {}
     for attempt in range(2):  # the second goes on with the first one's id
-        started = Trackers(loaded, folder, {"recipe": loaded.model_dump(mode="json")}, ids)
+        started = Trackers(loaded.tracking, loaded.run.name, folder, {"recipe": loaded.model_dump(mode="json")}, ids)
         ids = started.run_ids()
         started.log({"loss": 1.0, "memory/weights_gib": 2.0, "words": "dropped"}, 1 + attempt)
         with (folder / "metrics.jsonl").open("a") as lines:

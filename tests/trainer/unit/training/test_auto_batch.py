@@ -25,10 +25,10 @@ from finetune.engine.launch import Launch
 from finetune.engine.start import start_engine
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, attention_for
+from finetune.models.base_model import Base
 from finetune.models.config import model_config
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.parameter_roles import parameter_roles
-from finetune.models.tokenizer import load_tokenizer
 from finetune.models.weights import load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
@@ -127,10 +127,10 @@ class Started:
 
     def __init__(self, recipe: Recipe):
         self.recipe, self.config = recipe, model_config(recipe.model)
-        self.data: Dataset = build_dataset(recipe, recipe.data.train, load_tokenizer(recipe.model))
-        self.engine: Engine = start_engine(recipe, Launch("replicated", 1))
+        self.data: Dataset = build_dataset(recipe, recipe.data.train, Base.of(recipe).renderer(recipe.objective))
+        self.engine: Engine = start_engine(recipe, Launch("replicated", 1), self.config)
         self.attention: AttentionChoice = attention_for(recipe, self.config, "cpu")
-        model = load_model(recipe, self.config, self.attention, self.engine.placement(recipe))
+        model = load_model(recipe, Base.of(recipe, self.config), self.attention, self.engine.placement(recipe))
         self.build = partial(build_optimizers, recipe.optimizer, parameter_roles(model))
         self.forward = ForwardPass(self.attention, make_objective(recipe.objective))
         self.engine.wrap(CausalLMWithLoss(model, recipe.model.cross_entropy), self.build, 1)
@@ -193,7 +193,7 @@ def rows_of_a_wide_model(_rank: int, recipe: Path) -> None:
     assert 60 * MIB < each < 110 * MIB
     assert needs[1] - needs[0] == pytest.approx(each, rel=0.4)
     engine.drop_gradients()
-    state = optimizer_bytes(engine, wide.recipe)
+    state = optimizer_bytes(engine, wide.recipe.optimizer)
     assert state == pytest.approx(8 * sum(p.numel() for p in engine.unwrapped.parameters()), rel=0.01)
 
     limit = int(needs[4] + 2 * each + state)
@@ -225,7 +225,7 @@ def test_optimizer_state_is_foreseen(automatic: dict[str, Any], write_recipe: An
     """In bytes, against a step that is really made."""
     automatic["optimizer"]["name"] = name
     once = Started(load_recipe(write_recipe(automatic)))
-    foreseen = optimizer_bytes(once.engine, once.recipe)
+    foreseen = optimizer_bytes(once.engine, once.recipe.optimizer)
     for parameter in once.engine.unwrapped.parameters():
         parameter.grad = torch.ones_like(parameter)
     once.engine.step()

@@ -90,4 +90,4 @@ def test_a_result_is_used_by_the_command_for_its_objective(
     if "objective" in changes:
         recipe["data"] = {"train": [{"path": "x.jsonl", "format": "preference"}], "max_length": 64}
     loaded = load_recipe(write_recipe({**recipe, **changes}))
-    assert next_command(loaded, Path("runs/x")) == f"python -m finetune {command}"
+    assert next_command(loaded.objective, loaded.data, Path("runs/x")) == f"python -m finetune {command}"

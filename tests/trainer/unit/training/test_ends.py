@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import tiny
-from data_helpers import byte_level, recipe, write_jsonl
+from data_helpers import byte_level, recipe, renderer_of, write_jsonl
 from transformers import GenerationConfig
 
 from finetune.data.dataset import build_training
@@ -61,7 +61,7 @@ def test_the_ends_do_not_depend_on_the_first_row(
     tmp_path: Path, sources: list[dict[str, Any]], ends: set[int], streaming: bool
 ) -> None:
     one = made(tmp_path, sources, streaming=streaming)
-    assert end_ids(one, TOKENIZER, [build_training(one, TOKENIZER), None]) == ends
+    assert end_ids(one.model, TOKENIZER, [build_training(one, renderer_of(one, TOKENIZER)), None]) == ends
 
 
 def test_the_ends_of_the_base_stay(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_ends_of_the_base_stay(tmp_path: Path) -> None:
         "no such file": {"name": str(tmp_path / "other"), "tokenizer": None, "config": None},
     }.items():
         one = made(tmp_path, [CHATS], model)
-        found[name] = end_ids(one, TOKENIZER, [build_training(one, TOKENIZER)])
+        found[name] = end_ids(one.model, TOKENIZER, [build_training(one, renderer_of(one, TOKENIZER))])
     assert found == {
         "its own tokenizer": {EOS, EOT, EOM},
         "another tokenizer": {EOS, EOT},

@@ -1,0 +1,146 @@
+"""The base of a run: the model that it starts from, without the weights.
+
+A recipe names its base in several sections (`model`, `tokens`, `data.image`). Here, and only here, a run reads the
+config, the tokenizer and the image processor that these name; then they are handed on as one `Base`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME
+
+from finetune.data.chat.renderer import Renderer
+from finetune.data.examples import recipe_renderer, row_images
+from finetune.errors import UserError
+from finetune.models.added_tokens import add_tokens
+from finetune.models.base_checkpoint import BaseCheckpoint, base_checkpoint
+from finetune.models.checkpoint_files import PROCESSORS, checkpoint_file
+from finetune.models.config import model_config, without_dropout
+from finetune.models.tokenizer import load_tokenizer
+from finetune.recipe import Recipe
+from finetune.recipe.schema import Images, Model, ObjectiveSettings, Tokens
+
+if TYPE_CHECKING:
+    from finetune.data.images.expansion import RowImages
+
+
+@dataclass(frozen=True)
+class Base:
+    """Each part is read once, when it is first needed: a plan needs the config alone. Parts raise UserError."""
+
+    model: Model
+    tokens: Tokens | None = None  # that the tokenizer gets in addition
+    image: Images | None = None
+    drops_nothing: bool = False  # see `Recipe.drops_nothing`
+    given: PretrainedConfig | None = None  # in place of `config`, for a plan of a model that is not here
+
+    @classmethod
+    def of(cls, recipe: Recipe, given: PretrainedConfig | None = None) -> Base:
+        """Returns the base of a recipe; reads nothing yet."""
+        return cls(recipe.model, recipe.tokens, recipe.data.image, recipe.drops_nothing, given)
+
+    @cached_property
+    def published(self) -> PretrainedConfig:
+        """The config as its files have it, of a multimodal model see `model_config`."""
+        return model_config(self.model)
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """The config as the objective trains it, see `objective.dropout`."""
+        if self.given is not None:
+            return self.given
+        return without_dropout(self.published) if self.drops_nothing else self.published
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The tokenizer, with the tokens that are added."""
+        return self._read_tokenizer[0]
+
+    @property
+    def pieces(self) -> list[list[int]]:
+        """Of each added token, the ids that its text had before, see `add_tokens`."""
+        return self._read_tokenizer[1]
+
+    @cached_property
+    def _read_tokenizer(self) -> tuple[PreTrainedTokenizerFast, list[list[int]]]:
+        tokenizer = load_tokenizer(self.model)
+        return tokenizer, add_tokens(tokenizer, self.tokens) if self.tokens is not None else []
+
+    @cached_property
+    def images(self) -> RowImages | None:
+        """How the model sees the images of rows; None without `data.image`."""
+        return row_images(self.model, self.image, self.tokenizer)
+
+    def renderer(self, objective: ObjectiveSettings) -> Renderer:
+        """Returns the renderer of rows for an objective, by the chat template that the tokenizer has now."""
+        return recipe_renderer(self.model, objective, self.tokenizer, self.images)
+
+    @cached_property
+    def files(self) -> BaseCheckpoint | None:
+        """The files of a multimodal model whose text part is trained; None for others."""
+        return base_checkpoint(self.model)
+
+    def other(self, name: str) -> Base:
+        """Returns the base of another model that is read in the same run, such as a reference."""
+        changes = {"name": name, "config": None, "tokenizer": None, "revision": None}
+        return Base(self.model.model_copy(update=changes), image=self.image)
+
+
+def check_same_vocabulary(key: str, name: str | None, base: Base) -> None:
+    """Raises UserError if the tokenizer of another model, `key: name`, has other tokens or ids than the recipe's.
+
+    name: None if there is no other model.
+    """
+    if name is None:
+        return
+    ours, theirs = base.tokenizer.get_vocab(), base.other(name).tokenizer.get_vocab()
+    if ours != theirs:
+        token = min(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
+        raise UserError(
+            f"{key}: {name!r} has another vocabulary than the model that is trained, so their log-probabilities cannot "
+            f"be compared: {token!r} is id {theirs.get(token)} there and {ours.get(token)} here"
+        )
+
+
+def check_same_images(key: str, name: str | None, base: Base) -> None:
+    """Raises UserError if another model, `key: name`, sees images as other tokens than the recipe's.
+
+    name: None if there is no other model.
+    """
+    if name is None or base.images is None:
+        return
+    other = row_images(base.other(name).model, base.image, base.tokenizer)
+    if other is None or base.images.family.settings != other.family.settings:
+        raise UserError(
+            f"{key}: {name!r} sees images as other tokens, or by other settings of its processor: name a model whose "
+            "processor has the same settings, such as a larger one of the same family"
+        )
+
+
+def processor_settings(base: Base) -> dict[str, bytes]:
+    """Returns the files with the settings of the base's processors, with the recipe's bounds of an image's size."""
+    from finetune.data.images.families import processor_place
+
+    model, rules = base.model, base.image
+    name, revision = (model.name, model.revision) if rules is None else processor_place(model, rules)
+    place = Model(name=name, revision=revision)
+    files = {file: path.read_bytes() for file in PROCESSORS if (path := checkpoint_file(place, file))}
+    if rules is None or not (rules.max_pixels or rules.min_pixels) or base.images is None:
+        return files
+    size = dict(base.images.family.processor.size)
+    for file in {FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME} & {*files}:
+        settings = json.loads(files[file])
+        part = settings if file == FEATURE_EXTRACTOR_NAME else settings.get("image_processor")
+        if part is None:
+            continue
+        part["size"] = size
+        for bound, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            if part.get(bound) is not None:  # Qwen's older names, which come first
+                part[bound] = size[edge]
+        files[file] = json.dumps(settings, indent=2).encode() + b"\n"
+    return files
