@@ -23,9 +23,8 @@ import parity
 import pytest
 import tiny
 import yaml
+from repository import ROOT
 from rich.console import Console
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # Before any library is imported: nothing reaches for a hub, and forked tokenizers do not warn.
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true")
@@ -54,6 +53,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Files with launches first, so that the many short ones fill what is left at the end.
+    items.sort(key=lambda item: not {"distributed", "e2e"} & {*item.path.parts})
     if not config.getoption("--all"):
         for item in items:
             if item.get_closest_marker("long"):

@@ -59,6 +59,14 @@ def partial_folder(root: Path, step: int) -> Path:
     return root / f"{_PARTIAL}step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """Returns the step that ends the name of a checkpoint or of a step's file: `step-00000200`, `eval-00000200.jsonl`.
+
+    Raises ValueError if there is none.
+    """
+    return int(path.stem.rpartition("-")[2])
+
+
 def list_checkpoints(root: Path) -> list[Path]:
     """Returns complete checkpoints, newest first; not yet verified."""
     return sorted((path for path in root.glob("step-*") if path.is_dir()), reverse=True)

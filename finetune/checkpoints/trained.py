@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from finetune.checkpoints.folder import best_checkpoint, find_problem, list_checkpoints, step_folder
+from finetune.checkpoints.folder import best_checkpoint, find_problem, list_checkpoints, step_folder, step_of
 from finetune.checkpoints.reading import Held, hold
 from finetune.checkpoints.shards import WeightReader
 from finetune.checkpoints.weight_files import TensorFiles
@@ -157,7 +157,7 @@ def _mean(parts: list[Trained], count: int) -> Trained:
 
 def _chosen(run_dir: Path, best: str | None, step: str) -> Path:
     root = run_dir / "checkpoints"
-    present = ", ".join(str(int(path.name.removeprefix("step-"))) for path in list_checkpoints(root))
+    present = ", ".join(str(step_of(path)) for path in list_checkpoints(root))
     if step == "best":
         if (folder := best_checkpoint(root, best)) is not None:
             return folder

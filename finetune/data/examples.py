@@ -49,7 +49,7 @@ from finetune.recipe.schema import Data, HeldOut, Images, Mixture, Model, Object
 if TYPE_CHECKING:
     from finetune.data.images.expansion import RowImages
 
-CODE_VERSION = 9  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
+CODE_VERSION = 10  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
 # Keys of a source that choose among its examples, or name them.
 _NOT_IN_AN_ENTRY = {"weight", "name", "max_epochs"}
 

@@ -34,7 +34,7 @@ from finetune.engine.sharding import (
     shared_by_units,
     take_weights,
 )
-from finetune.engine.split_trial import why_not_split
+from finetune.engine.split_trial import token_split_problem
 from finetune.engine.state_shards import ShardPart
 from finetune.engine.tensor_group import ShardedParameters, TensorGroup, all_gathered
 from finetune.engine.tensor_packed import shard_scales
@@ -104,7 +104,7 @@ class Fsdp2(Engine):
         if (mesh := self._meshes.tensor) is not None:
             self._tensor_group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
             # All ranks do the same, whatever the machines of a trial are.
-            reasons = [why for why in self.ranks.gather(why_not_split(causal_lm.config)) if why is not None]
+            reasons = [why for why in self.ranks.gather(token_split_problem(causal_lm.config)) if why is not None]
             if reasons and self.is_main:
                 log.warning("tensor parallel: norms are computed for all tokens on each rank: %s", reasons[0])
             self._sharded = parallelize(causal_lm, self._tensor_group, here, splits_tokens=not reasons)

@@ -13,8 +13,8 @@ from typing import Any
 
 from finetune.engine.launch import Launch
 from finetune.engine.parallelism import Parallelism, dimension_key
-from finetune.engine.split_trial import why_not_divided
-from finetune.engine.stage_trial import why_not_in_stages
+from finetune.engine.split_trial import tensor_split_problem
+from finetune.engine.stage_trial import stage_problem
 from finetune.engine.stages import SINGLE_STAGE_SCHEDULES, schedulable_micro_batches
 from finetune.errors import UserError
 from finetune.models.base_config import layer_configs
@@ -73,8 +73,8 @@ class Architecture:
             experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
             model_type=config.model_type,
             attention=tuple(sorted(attention - {"full_attention"})),
-            not_in_stages=why_not_in_stages(config) if in_stages else None,
-            not_divided=why_not_divided(config) if divided else None,
+            not_in_stages=stage_problem(config) if in_stages else None,
+            not_divided=tensor_split_problem(config) if divided else None,
             soft_capped=getattr(text, "attn_logit_softcapping", None) is not None,
             dropouts=dict(active_dropouts(text)),
             rope_types=tuple(length_dependent_rope(config)),

@@ -28,7 +28,7 @@ from finetune.models.config import EXPERTS_STYLE, active_dropouts, tensor_plan
 from finetune.models.remote_code import from_config
 from finetune.models.text_part import name_body
 from finetune.models.tiny_config import VOCABULARY, WINDOW, tiny_config
-from finetune.models.trials import FAILURES, cached, not_tried, randomize, why_tiny_differs
+from finetune.models.trials import FAILURES, cached, not_tried, randomize, tiny_problem
 
 log = logging.getLogger(__name__)
 _TOLERANCE = 1e-5  # of the largest element
@@ -36,14 +36,14 @@ _RANKS, _TOKENS = 2, 2 * WINDOW + 1  # which they cannot divide evenly
 _TIMEOUT_S = 60.0  # for the other thread
 
 
-def why_not_split(config: PretrainedConfig) -> str | None:
+def token_split_problem(config: PretrainedConfig) -> str | None:
     """Returns why each rank has all tokens between the matrices of a model; None if it has some."""
     text = config.get_text_config()
     if EXPERTS_STYLE in tensor_plan(config).values():
         return "its experts take all tokens of a row"
     for name, _ in active_dropouts(text):
         return f"the model's `{name}` would draw for other tokens than one process does"
-    return why_tiny_differs(text, tiny_config, f"tokens {_version()}", _differ_or_refused)
+    return tiny_problem(text, tiny_config, f"tokens {_version()}", _differ_or_refused)
 
 
 def _differ_or_refused(tiny: Any) -> str | None:
@@ -53,10 +53,10 @@ def _differ_or_refused(tiny: Any) -> str | None:
         return f"a tiny copy could not be divided ({error})"
 
 
-def why_not_divided(config: PretrainedConfig) -> str | None:
+def tensor_split_problem(config: PretrainedConfig) -> str | None:
     """Returns what tensor parallel ranks would compute otherwise than one process; None if nothing, or if a copy cannot
     tell: it cannot be made, or is refused, as the run then is by its own sizes."""
-    if not tensor_plan(config) or why_not_split(config) is None:
+    if not tensor_plan(config) or token_split_problem(config) is None:
         return None
     try:
         tiny = tiny_config(config.get_text_config())

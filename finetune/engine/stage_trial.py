@@ -22,16 +22,16 @@ from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.remote_code import from_config
 from finetune.models.text_part import name_body
 from finetune.models.tiny_config import VOCABULARY, WINDOW, tiny_config
-from finetune.models.trials import FAILURES, randomize, why_tiny_differs
+from finetune.models.trials import FAILURES, randomize, tiny_problem
 
 _TOLERANCE = 1e-5  # of the largest element
 _ROWS, _TOKENS = 2, 2 * WINDOW
 
 
-def why_not_in_stages(config: PretrainedConfig) -> str | None:
+def stage_problem(config: PretrainedConfig) -> str | None:
     """Returns why a model cannot be divided into stages; None if it can."""
     code = b"".join(Path(str(file)).read_bytes() for file in (__file__, stages.__file__))
-    return why_tiny_differs(config, tiny_config, f"stages {hashlib.sha256(code).hexdigest()}", differ)
+    return tiny_problem(config, tiny_config, f"stages {hashlib.sha256(code).hexdigest()}", differ)
 
 
 def differ(tiny: Any) -> str | None:

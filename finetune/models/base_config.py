@@ -75,7 +75,7 @@ def is_missing_folder(name: str) -> bool:
     return (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().is_dir()
 
 
-def why_not_found(name: str | None, error: BaseException) -> str | None:
+def not_found_reason(name: str | None, error: BaseException) -> str | None:
     """Returns why no model was found under a name; None if the failure has another cause."""
     if name is not None and is_missing_folder(name):
         return NO_FOLDER
@@ -108,7 +108,7 @@ class Parsing(contextlib.AbstractContextManager[None]):
             if (file := folder / "tokenizer.json").is_file():
                 read_object(file)
             check_settings(folder)
-        raise UserError(f"{self._what}: {why_not_found(self._name, error) or short(error)}") from error
+        raise UserError(f"{self._what}: {not_found_reason(self._name, error) or short(error)}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from finetune.data.images.family_table import family_of
 from finetune.errors import UserError
 from finetune.models.base_config import base_config, depends_on_length, rope_types, without_weights
 from finetune.models.checkpoint_files import tensor_names
 from finetune.models.damage import check_weights, short
 from finetune.models.text_part import check_text_part, is_multimodal, text_part_of
-from finetune.models.vision import family_of
 from finetune.recipe.schema import Model
 
 

@@ -105,7 +105,7 @@ def check_tensors(file: Path) -> None:
         raise UserError(f"{file}: damaged or incomplete ({size}; {reason[:200]}); {_RESTORE}") from None
 
 
-def why_no_weights(error: BaseException) -> str:
+def weights_problem(error: BaseException) -> str:
     """Returns the first line of a library's message, which advises to load pickles if there are no safetensors."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     pickled = "it has no safetensors files; pickles can run any program and are not read"

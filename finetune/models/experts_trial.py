@@ -51,7 +51,7 @@ def choose_experts(
     groups = adapted and may_group_adapters
     trained = any(weight.requires_grad for weight in experts.parameters()) or (adapted and not groups)
     try:
-        if device_type == "cuda" and (why := why_not_aligned(experts, dtype)) is not None:
+        if device_type == "cuda" and (why := alignment_problem(experts, dtype)) is not None:
             why_not_adapted = why
         else:
             why, why_not_adapted = verdict(experts, device, dtype, trained, groups)
@@ -68,7 +68,7 @@ def choose_experts(
     return "experts and their adapters as grouped products (as one by one, in a trial)"
 
 
-def why_not_aligned(experts: nn.Module, dtype: torch.dtype) -> str | None:
+def alignment_problem(experts: nn.Module, dtype: torch.dtype) -> str | None:
     """Returns why torch's grouped products do not take the sizes of these weights on a GPU; None if they do."""
     sizes = [size for weight in experts.parameters(recurse=False) for size in full_shape(weight)[1:]]
     if all(size * dtype.itemsize % _ALIGNMENT == 0 for size in sizes):
@@ -82,8 +82,8 @@ def verdict(
     """Returns why grouped products are not the same, and those of adapters; None if they are. trained: weights have
     gradients. Raises the error of one expert after the other, if that fails."""
     trial = _TinyExperts(experts, device, dtype)
-    why = trial.why_not("grouped_mm", trained, False)
-    return why, trial.why_not("adapters", False, True) if adapted and why is None else None
+    why = trial.problem("grouped_mm", trained, False)
+    return why, trial.problem("adapters", False, True) if adapted and why is None else None
 
 
 class _TinyExperts:
@@ -113,7 +113,7 @@ class _TinyExperts:
             _, width, height = self.weights[name].shape if experts.is_transposed else self.weights[name].mT.shape
             self.halves |= {f"{name} A": random(_EXPERTS * _RANK, width), f"{name} B": random(height, _RANK * _EXPERTS)}
 
-    def why_not(self, implementation: str, trained: bool, adapted: bool) -> str | None:
+    def problem(self, implementation: str, trained: bool, adapted: bool) -> str | None:
         exact = self._results("eager", trained, adapted, torch.device("cpu"), torch.float64)
         plain = self._results("eager", trained, adapted, self.device, self.dtype)
         try:

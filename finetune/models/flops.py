@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
+from finetune.data.images.family_table import family_of
 from finetune.models.attention import DOCUMENTS
 from finetune.models.base_config import head_sizes, layer_configs
-from finetune.models.vision import family_of, image_modules, part_of, patches_in, patches_per_token
+from finetune.models.vision import image_modules, part_of, patches_in, patches_per_token
 from finetune.models.wrapped import has_scores, output_head
 from finetune.utils import full_shape, unwrap_peft
 

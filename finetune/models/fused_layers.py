@@ -8,7 +8,7 @@ In 16 bit an eager norm takes six passes over the hidden states, in fp32, and mo
 more activation than its inputs. Which module computes which formula is found by running its own forward on small
 tensors, to the last bit, not by names; a module that computes another keeps its forward. That a model whose modules
 are replaced computes the same is tried on a tiny copy in fp32, with plain functions in place of kernels; the kernels
-themselves are proved in tests/kernels. Liger: https://github.com/linkedin/Liger-Kernel, Hsu et al. 2024,
+themselves are proved in tests/trainer/kernels. Liger: https://github.com/linkedin/Liger-Kernel, Hsu et al. 2024,
 https://arxiv.org/abs/2410.10989.
 """
 
@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from finetune.errors import UserError
-from finetune.models.attention.isolation import Trial, compare, why_not
-from finetune.models.head.chunked import why_not_liger
+from finetune.models.attention.isolation import Trial, compare, trial_problem
+from finetune.models.head.chunked import liger_problem
 from finetune.models.patches import replace_forward
 from finetune.models.tiny_config import tiny_config
-from finetune.models.trials import FAILURES, why_tiny_differs
+from finetune.models.trials import FAILURES, tiny_problem
 
 
 class Norm(NamedTuple):
@@ -84,7 +84,7 @@ def choose_kernels(
     none = partial(KernelChoice, None, frozenset())
     if requested == "plain":
         return none("asked for in the recipe")
-    no_liger = why_not_liger(device)
+    no_liger = liger_problem(device)
     if requested == "liger" and (why := no_liger or ("torch.compile fuses by itself" if compiled else None)):
         raise UserError(f"model.kernels: `liger` is not possible: {why}; use `auto`")
     if compiled:
@@ -106,7 +106,7 @@ def fuse_layers(model: nn.Module, config: PretrainedConfig, choice: KernelChoice
     functions = choice.functions()
     if not any(functions):
         return f"plain ({choice.reason})"
-    if (why := why_not_same(config, choice)) is not None:
+    if (why := kernel_problem(config, choice)) is not None:
         if choice.norm == "liger":
             raise UserError(f"model.kernels: `liger` does not fit {type(model).__name__}: {why}; use `auto`")
         return f"plain ({why})"
@@ -137,7 +137,7 @@ def replace_formulas(model: nn.Module, functions: Functions) -> Counter[str]:
     return replaced
 
 
-def why_not_same(config: PretrainedConfig, choice: KernelChoice) -> str | None:
+def kernel_problem(config: PretrainedConfig, choice: KernelChoice) -> str | None:
     """Returns why a tiny copy of the model is another with the formulas that are replaced; None if it is the same."""
     real = choice.functions()
     plain_ones = Functions(
@@ -150,10 +150,10 @@ def why_not_same(config: PretrainedConfig, choice: KernelChoice) -> str | None:
         plain = Trial(tiny, "eager")  # the config of a loaded model has its own, which may need documents
         reference, replaced = plain.alone(), Trial(tiny, "eager", plain)
         replace_formulas(replaced.model, plain_ones)
-        return why_not(lambda: compare(reference, replaced.alone()))
+        return trial_problem(lambda: compare(reference, replaced.alone()))
 
     names = [name for name, function in plain_ones._asdict().items() if function]
-    return why_tiny_differs(config.get_text_config(), tiny_config, f"kernels {names}", differ)
+    return tiny_problem(config.get_text_config(), tiny_config, f"kernels {names}", differ)
 
 
 # --- formulas

@@ -17,9 +17,9 @@ from finetune.models.head.chunked import (
     HeadDevice,
     HeadTask,
     liger_losses,
+    liger_problem,
     matrix_losses,
     module_losses,
-    why_not_liger,
 )
 from finetune.models.head.token_loss import (
     HeadLosses,
@@ -168,7 +168,7 @@ def choose_cross_entropy(
             return CrossEntropyChoice("plain", str(mapping))
         raise UserError(f"model.cross_entropy: `{requested}` is not possible: {mapping}; use `auto`")
     if requested == "liger":
-        obstacle = why_not_liger(device.type)
+        obstacle = liger_problem(device.type)
         if not matrix:
             obstacle = "it takes a head that is one matrix, and this one has adapters or quantized weights"
         if not only_sums:
@@ -177,7 +177,7 @@ def choose_cross_entropy(
             raise UserError(f"model.cross_entropy: `{requested}` is not possible: {obstacle}; use `auto`")
         return CrossEntropyChoice(requested, "asked for in the recipe")
     fits_liger = matrix and only_sums and device.ranks == 1
-    if requested == "auto" and device.liger and fits_liger and why_not_liger(device.type) is None:
+    if requested == "auto" and device.liger and fits_liger and liger_problem(device.type) is None:
         return CrossEntropyChoice("liger", "liger-kernel is installed")
     rows = device.rows(vocabulary)
     size = f"logits of {rows:,} tokens at a time, {rows * vocabulary * 4 / device.ranks / 2**20:,.0f} MiB"

@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from finetune.data.images.family_table import family_of
 from finetune.models.base_config import rope_types
-from finetune.models.vision import family_of
 
 VOCABULARY = 128
 HEAD_SIZE = 16

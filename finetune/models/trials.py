@@ -77,7 +77,7 @@ def not_tried(error: BaseException) -> str:
     return f"a tiny copy of the model could not be tried: {failure_text(error)}"
 
 
-def why_tiny_differs(
+def tiny_problem(
     config: PretrainedConfig, shrink: Callable[[Any], Any], name: str, differ: Callable[[Any], str | None]
 ) -> str | None:
     """Returns why a tiny copy of a model is not the same in two ways, or could not be tried; None if it is the same.

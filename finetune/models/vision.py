@@ -5,8 +5,7 @@
     projector   connector              visual.merger, visual.deepstack_merger_list      multi_modal_projector
     vision      vision_model           the rest of visual                               vision_tower
 
-The model is transformers' own class with its own forward. Families that are not in the table are refused: if their
-forward mixes the images of a row, or sees them by another attention, they would be trained wrongly in silence.
+The model is transformers' own class with its own forward; its family is a row of data/images/family_table.py.
 
 Letters: T tokens of the flat row, N images, P patches, D hidden size.
 """
@@ -17,7 +16,7 @@ import contextlib
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from finetune.data.batch import Batch
+from finetune.data.images.family_table import FAMILIES, Family, family_of
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import check_names_kept
 from finetune.models.lora_targets import AdapterTargets, find_targets
@@ -34,103 +34,6 @@ from finetune.recipe.schema import Lora
 from finetune.utils import full_shape, unwrap_peft
 
 PARTS = ("language", "projector", "vision")
-
-# (config, cells) -> the tower's inputs for images of so many tokens each, if a family has images of any size.
-Pictures = Callable[[Any, Sequence[int]], dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class Family:
-    """Traits of the models of a `model_type`."""
-
-    language: str  # path of the text model in the base model
-    tower: str
-    projector: tuple[str, ...]
-    pictures: Pictures
-    tokens: Callable[[Any], int] | None = None  # of an image by the config, if all have as many
-    sees_whole_images: bool = False  # an image's tokens see each other, also those that follow
-    joins_images: bool = False  # its tower computes attention over all images of a row, under a mask
-    as_weights: bool = False  # its forward casts the tower's output to the weights' type, and needs such embeddings
-    unused: str | None = None  # a module of the tower whose output is unused: it stays frozen, or DDP would wait
-
-
-def _of_patches(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
-    """Qwen: patches in a row, `merge` x `merge` of them a token; an image is one token high."""
-    vision = config.vision_config
-    merge, channels = vision.spatial_merge_size, getattr(vision, "in_channels", None) or vision.in_chans
-    size = channels * vision.temporal_patch_size * vision.patch_size**2
-    grid = torch.tensor([[1, merge, merge * count] for count in cells])
-    return {"pixel_values": _values(int(grid.prod(1).sum()), size), "image_grid_thw": grid}
-
-
-def _of_sizes(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
-    """Pixtral: images as large as the largest, and the size of each."""
-    side = config.vision_config.patch_size * config.spatial_merge_size
-    sizes = torch.tensor([[side, side * count] for count in cells])
-    return {"pixel_values": _values(len(cells), 3, side, side * max(cells)), "image_sizes": sizes}
-
-
-def _of_crops(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
-    """Idefics 3: all crops of all images, of one size. Crops of zeros would be taken for padding."""
-    side = config.vision_config.image_size
-    shape = (1, len(cells), side, side)
-    return {
-        "pixel_values": _values(1, len(cells), 3, side, side) + 2.0,
-        "pixel_attention_mask": torch.ones(shape, dtype=torch.int64),
-    }
-
-
-def _of_squares(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
-    """Gemma 3: squares of one size."""
-    side = config.vision_config.image_size
-    return {"pixel_values": _values(len(cells), 3, side, side)}
-
-
-def _values(*shape: int) -> Tensor:
-    """Returns numbers between -1 and 1, different in neighbouring places."""
-    return torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) * 0.7311).reshape(shape)
-
-
-_CROPS = Family(
-    "text_model",
-    "vision_model",
-    ("connector",),
-    _of_crops,
-    lambda config: (config.vision_config.image_size // config.vision_config.patch_size) ** 2 // config.scale_factor**2,
-    as_weights=True,
-)
-FAMILIES: dict[str, Family] = {
-    "smolvlm": _CROPS,
-    "idefics3": _CROPS,
-    "qwen2_5_vl": Family("language_model", "visual", ("visual.merger",), _of_patches),
-    "qwen3_vl": Family("language_model", "visual", ("visual.merger", "visual.deepstack_merger_list"), _of_patches),
-    "gemma3": Family(
-        "language_model",
-        "vision_tower",
-        ("multi_modal_projector",),
-        _of_squares,
-        lambda config: config.mm_tokens_per_image,
-        sees_whole_images=True,
-        unused="vision_tower.head",
-    ),
-    "mistral3": Family("language_model", "vision_tower", ("multi_modal_projector",), _of_sizes, joins_images=True),
-}
-_WHY_NOT = {
-    # transformers' `_prepare_cross_attention_mask`: rows of its mask that are all closed become all open.
-    "mllama": "in its cross attention a token that stands before its document's images looks at those of all others",
-    "llava_next": "its images end their lines with a token that is trained, which a row of several images would mix",
-}
-
-
-def family_of(config: PretrainedConfig) -> Family:
-    """Returns the family of a multimodal config. Raises UserError for those that are not verified."""
-    if (family := FAMILIES.get(config.model_type)) is None:
-        families, why = ", ".join(sorted(FAMILIES)), _WHY_NOT.get(config.model_type)
-        raise UserError(
-            f"images: {config.model_type!r} is not among the models that are trained on images here ({families})"
-            f"{f': {why}' if why else ''}; without `data.image` and `model.train` its text part is trained"
-        )
-    return family
 
 
 def image_tokens(config: Any, cells: Sequence[int]) -> list[int]:

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.utils.quantization_config import Mxfp4Config
 
+from finetune.data.images.family_table import Family, family_of
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
 from finetune.models.added_tokens import start_rows, train_rows
@@ -30,11 +31,11 @@ from finetune.models.attention import AttentionChoice
 from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import check_loaded_again
-from finetune.models.base_config import dtypes, first_line, why_not_found, without_weights
+from finetune.models.base_config import dtypes, first_line, not_found_reason, without_weights
 from finetune.models.base_model import Base, processor_settings
 from finetune.models.checkpoint_files import check_names_kept, unloaded_tensors
 from finetune.models.compiled import compile_layers
-from finetune.models.damage import check_weights, mismatched_sizes, why_no_weights
+from finetune.models.damage import check_weights, mismatched_sizes, weights_problem
 from finetune.models.lora_targets import (
     AdapterTargets,
     adapted_paths,
@@ -55,13 +56,7 @@ from finetune.models.packed_linear import (
 from finetune.models.patches import replace_class, set_attribute
 from finetune.models.remote_code import from_config
 from finetune.models.score_model import labelled, score_head, start_score_head
-from finetune.models.vision import (
-    Family,
-    attention_of_parts,
-    family_of,
-    freeze_parts,
-    targets_in_parts,
-)
+from finetune.models.vision import attention_of_parts, freeze_parts, targets_in_parts
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Mode, Model, Quantization, Recipe, Tokens
 from finetune.utils import full_shape, pattern_of, unwrap_peft
@@ -247,7 +242,7 @@ def _base_model(
             **common,
         )
     except (OSError, ValueError, SafetensorError) as error:
-        reason = why_not_found(name, error) or why_no_weights(error)
+        reason = not_found_reason(name, error) or weights_problem(error)
         raise UserError(f"model.name: {settings.name!r} cannot be loaded: {reason}") from error
     except RuntimeError as error:
         if not mismatched_sizes(error):

@@ -21,13 +21,13 @@ def with_shared_prompts(objective: ObjectiveSettings, samples: bool, attention: 
     samples: whether the run trains on samples of its model. Raises UserError if the recipe requests it and it is not
     possible.
     """
-    why_not = _why_not(objective, samples, attention)
-    if objective.share_prompts is True and why_not is not None:
+    reason = _unsupported_reason(objective, samples, attention)
+    if objective.share_prompts is True and reason is not None:
         raise UserError(
-            f"objective.share_prompts: true does not fit `{attention.implementation}` here: {why_not}; use `auto`, "
+            f"objective.share_prompts: true does not fit `{attention.implementation}` here: {reason}; use `auto`, "
             "which computes the prompt for each answer, with the same numbers"
         )
-    return replace(attention, shares_prompts=why_not is None)
+    return replace(attention, shares_prompts=reason is None)
 
 
 def sharing_summary(
@@ -40,7 +40,7 @@ def sharing_summary(
     if not _may_share(objective, samples):
         return None
     if not attention.shares_prompts:
-        return f"computed for each answer: {_why_not(objective, samples, attention)}"
+        return f"computed for each answer: {_unsupported_reason(objective, samples, attention)}"
     if samples:
         return "computed once for the samples of a prompt in one micro-batch"
     saved = "what a pair has in common" if share is None else f"{share:.1%} of the tokens"
@@ -53,7 +53,7 @@ def _may_share(objective: ObjectiveSettings, samples: bool) -> bool:
     return "share_prompts" in OBJECTIVE_KEYS[objective.name]
 
 
-def _why_not(objective: ObjectiveSettings, samples: bool, attention: AttentionChoice) -> str | None:
+def _unsupported_reason(objective: ObjectiveSettings, samples: bool, attention: AttentionChoice) -> str | None:
     if not _may_share(objective, samples):
         return f"{objective.name} has no pairs"
     if objective.share_prompts is False:

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves  # as this function
 from transformers import PretrainedConfig
 
 from finetune.data.batch import Batch, ImagePlace
-from finetune.models.vision import family_of, image_tokens, patches_per_token, row_positions
+from finetune.data.images.family_table import family_of
+from finetune.models.vision import image_tokens, patches_per_token, row_positions
 from finetune.recipe.schema import Data
 
 _MARKS = 2  # tokens around an image

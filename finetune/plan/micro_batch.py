@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as TokenSequence
 from finetune.engine import tensor_packed, tensor_parallel
-from finetune.engine.split_trial import why_not_split
+from finetune.engine.split_trial import token_split_problem
 from finetune.errors import UserError
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice, Kernels, attention_for, kernels, per_document
@@ -147,7 +147,7 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
         for module in model.modules():
             module.register_forward_pre_hook(lambda *_: None)
     if how.tensor > 1:
-        group, splits = tensor_parallel.TensorGroup(None, 0, how.tensor), why_not_split(config) is None
+        group, splits = tensor_parallel.TensorGroup(None, 0, how.tensor), token_split_problem(config) is None
         shards = tensor_parallel.parallelize(model, group, splits_tokens=splits).shards
         tensor_packed.shard_scales(model, shards)
     if how.expert > 1:  # a rank keeps its experts, and tokens travel, as in `engine/expert_parallel.py`

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from finetune.engine.costs import Costs, Shapes, Weight, costs_of
 from finetune.engine.launch import Launch
 from finetune.engine.sharding import final_norm
-from finetune.engine.split_trial import why_not_split
+from finetune.engine.split_trial import token_split_problem
 from finetune.engine.tensor_group import ShardedParameters, TensorGroup
 from finetune.engine.tensor_packed import PackedShard, shard_scales
 from finetune.engine.tensor_parallel import parallelize
@@ -72,7 +72,7 @@ def shapes_of(recipe: Recipe, config: PretrainedConfig, tensor: int = 1) -> Shap
 def _shapes(key: CacheKey) -> Shapes:
     short, kinds = shortened(key.config)
     model, (tensor,) = skeleton(key.recipe, short), key.others
-    splits, divided = tensor > 1 and why_not_split(key.config) is None, ShardedParameters({}, frozenset())
+    splits, divided = tensor > 1 and token_split_problem(key.config) is None, ShardedParameters({}, frozenset())
     if tensor > 1:
         divided = parallelize(model, TensorGroup(None, 0, tensor), splits_tokens=splits)
         shard_scales(model, divided.shards)

@@ -2,7 +2,7 @@
 
     rank-00000.json.gz    PyTorch's trace of this rank, for https://ui.perfetto.dev or chrome://tracing
     memory-00000.pickle   CUDA: the allocator's history, for https://pytorch.org/memory_viz; never read back
-    summary.json, .md     of the main process: top operators, shares, one sentence of advice
+    summary.json, .md     of the main process: shares, one sentence of advice; .md also PyTorch's table of operators
 
 The maths stays the same; steps take longer while they are traced.
 """
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -27,7 +26,7 @@ from finetune.errors import UserError
 from finetune.recipe.schema import Profile
 from finetune.utils import print_line
 
-TOP = 15  # operators in the summary
+TOP = 20  # operators in the table
 FEW_PRODUCTS = 0.5  # share of the operators' time
 _MEMORY_EVENTS = 100_000  # latest ones of the allocator
 _ADVICE = (  # (share of the time, its limit, sentence): beyond it, reducing the share gains more than faster compute
@@ -58,45 +57,31 @@ Interval = tuple[float, float]  # microseconds
 
 
 @dataclass(frozen=True)
-class Operator:
-    name: str
-    calls: int
-    self_s: float  # on the device if there is one, else on the CPU
-    share: float  # fraction of all operators' self time
-    allocated_gib: float  # excluding callees, less memory freed; 0 if memory was not recorded
-
-
-@dataclass(frozen=True)
 class Summary:
     steps: tuple[int, int]
     seconds: float  # duration of these steps, while traced
     shares: dict[str, float]  # fractions of these seconds
     products: float  # share of matrix products and attention in the operators' self time
-    operators: list[Operator]  # the longest ones
     advice: str
 
 
-def summarize(steps: tuple[int, int], lines: Sequence[dict[str, float]], tracer: Any, on_device: bool) -> Summary:
-    """Returns shares of the time, the longest operators and advice.
+def summarize(
+    steps: tuple[int, int], lines: Sequence[dict[str, float]], tracer: Any, operators: Any, on_device: bool
+) -> Summary:
+    """Returns shares of the time and advice.
+
+    operators: `tracer.key_averages()`.
 
     lines: metrics.jsonl for these steps. Shares are `compute`, `communication` not hidden by compute, `data`
     wait, `optimizer`, and `idle`: no running operator, on the device if there is one.
     """
-    which = "device" if on_device else "cpu"
-    events = [
-        event
-        for event in tracer.key_averages()
+    times = [
+        (event.key, event.self_device_time_total if on_device else event.self_cpu_time_total)
+        for event in operators
         if event.device_type == DeviceType.CPU and not event.key.startswith((*_NO_OPERATOR, "[memory]"))
     ]
-    times = [getattr(event, f"self_{which}_time_total") / 1e6 for event in events]
-    total = sum(times) or 1.0
-    operators = [
-        Operator(event.key, event.count, time, time / total, getattr(event, f"self_{which}_memory_usage") / 2**30)
-        for event, time in zip(events, times, strict=True)
-        if time
-    ]
-    operators.sort(key=lambda operator: -operator.self_s)
-    products = sum(operator.share for operator in operators if _PRODUCT.search(operator.name))
+    total = sum(time for _, time in times) or 1.0
+    products = sum(time for name, time in times if _PRODUCT.search(name)) / total
     seconds = sum(line["step_s"] for line in lines)
     # Intervals of kernels, or of operators on the CPU.
     device_type = DeviceType.CUDA if on_device else DeviceType.CPU
@@ -117,7 +102,7 @@ def summarize(steps: tuple[int, int], lines: Sequence[dict[str, float]], tracer:
     }
     shares["idle"] = max(0.0, 1 - busy / seconds - shares["data"])
     shares = {"compute": max(0.0, 1 - sum(shares.values())), **shares}
-    return Summary(steps, seconds, shares, products, operators[:TOP], advice(shares, products))
+    return Summary(steps, seconds, shares, products, advice(shares, products))
 
 
 def advice(shares: dict[str, float], products: float) -> str:
@@ -145,33 +130,21 @@ def _length(intervals: Iterable[Interval]) -> float:
     return total / 1e6
 
 
-def as_markdown(summary: Summary) -> str:
-    rows = [f"| `{o.name}` | {o.calls:,} | {o.self_s * 1e3:,.2f} | {o.share:.1%} |" for o in summary.operators]
-    lines = [
-        f"# Steps {summary.steps[0]} to {summary.steps[1]}: {summary.seconds:.3f} s, traced",
-        "",
-        _shares(summary),
-        "",
-        summary.advice,
-        "",
-        "| operator | calls | self, ms | share |",
-        "| --- | ---: | ---: | ---: |",
-    ]
-    return "\n".join([*lines, *rows]) + "\n"
+def _title(summary: Summary) -> str:
+    return f"profile of steps {summary.steps[0]} to {summary.steps[1]}: {summary.seconds:.3f} s, traced"
 
 
 def _shares(summary: Summary) -> str:
     return ", ".join(f"{name} {share:.1%}" for name, share in summary.shares.items())
 
 
-def show_profile(console: Console, summary: Summary) -> None:
-    title = f"profile of steps {summary.steps[0]} to {summary.steps[1]}"
-    table = Table("operator", "calls", "self, ms", "share", title=title)
-    for operator in summary.operators:
-        table.add_row(operator.name, f"{operator.calls:,}", f"{operator.self_s * 1e3:,.2f}", f"{operator.share:.1%}")
-    console.print(table)
-    print_line(console, _shares(summary), highlight=False)
-    print_line(console, summary.advice, highlight=False)
+def _as_markdown(summary: Summary, table: str) -> str:
+    return f"# {_title(summary)}\n\n{_shares(summary)}\n\n{summary.advice}\n\n```text\n{table}\n```\n"
+
+
+def show_profile(console: Console, summary: Summary, folder: Path) -> None:
+    for line in (_title(summary), _shares(summary), summary.advice, f"operators: {folder / 'summary.md'}"):
+        print_line(console, line, highlight=False)
 
 
 class Profiler:
@@ -182,7 +155,7 @@ class Profiler:
         self.first, self.last = settings.steps
         if self.last > steps:
             raise UserError(f"profile.steps: {list(settings.steps)}, but the run has {steps:,} steps")
-        self._engine, self._folder = engine, run_dir / "profile"
+        self._engine, self.folder = engine, run_dir / "profile"
         self._on_device, self._memory = engine.device.type == "cuda", settings.memory
         self._tracer: Any = None
         self._lines: list[dict[str, float]] = []
@@ -193,7 +166,7 @@ class Profiler:
         step: optimizer steps done; line: the last one's of metrics.jsonl.
         """
         if step == self.first - 1:
-            self._folder.mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             if self._on_device and self._memory:
                 # torch documents snapshots of memory under these names alone.
                 torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
@@ -208,14 +181,17 @@ class Profiler:
             return None
         tracer, self._tracer, rank = self._tracer, None, f"{self._engine.rank:05d}"
         tracer.stop()
-        tracer.export_chrome_trace(str(self._folder / f"rank-{rank}.json.gz"))
+        tracer.export_chrome_trace(str(self.folder / f"rank-{rank}.json.gz"))
         if self._on_device and self._memory:
             # Documented under this name, too.
-            torch.cuda.memory._dump_snapshot(str(self._folder / f"memory-{rank}.pickle"))
+            torch.cuda.memory._dump_snapshot(str(self.folder / f"memory-{rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         if not self._engine.is_main:
             return None
-        summary = summarize((self.first, self.last), self._lines, tracer, self._on_device)
-        (self._folder / "summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
-        (self._folder / "summary.md").write_text(as_markdown(summary), encoding="utf-8")
+        operators = tracer.key_averages()
+        summary = summarize((self.first, self.last), self._lines, tracer, operators, self._on_device)
+        device = "cuda" if self._on_device else "cpu"
+        table = operators.table(sort_by=f"self_{device}_time_total", row_limit=TOP)
+        (self.folder / "summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
+        (self.folder / "summary.md").write_text(_as_markdown(summary, table), encoding="utf-8")
         return summary

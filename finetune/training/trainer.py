@@ -495,7 +495,7 @@ class Trainer:
         with self.engine.stopwatch.stall("profile") if due else contextlib.nullcontext():
             summary = self.profiler.after(self.state.step, line)
         if summary:
-            show_profile(self.console, summary)
+            show_profile(self.console, summary, self.profiler.folder)
 
     # --- files
 

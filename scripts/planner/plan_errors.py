@@ -437,5 +437,5 @@ CELLS = _PROCESSES + _DEVICES + list(_drawn()) + _EXPERTS + _IMAGES
 
 
 if __name__ == "__main__":
-    sys.path[1:1] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "distributed")]
+    sys.path[1:1] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "trainer" / "distributed")]
     main()

@@ -246,5 +246,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path[1:1] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "distributed")]
+    sys.path[1:1] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "trainer" / "distributed")]
     sys.exit(main())

@@ -296,5 +296,5 @@ def report(compared: dict[str, dict[str, Any]], speeds: dict[str, Any], out: Pat
 
 
 if __name__ == "__main__":
-    sys.path[1:1] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "distributed")]
+    sys.path[1:1] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "trainer" / "distributed")]
     main()

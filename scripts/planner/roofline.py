@@ -84,7 +84,7 @@ def measure(name: str, overrides: list[str]) -> dict[str, Any]:
     full: Any = shipped_config(str(recipe.model.name))
     assert full is not None
     enable()
-    fused_layers.why_not_liger = loss_model.why_not_liger = lambda _device: None
+    fused_layers.liger_problem = loss_model.liger_problem = lambda _device: None
     attention = attention_for(recipe, full, "cuda", kernels_at("cuda", (9, 0)))
     packed_linear.unpacked_weight = unpacked
     silu = torch.nn.functional.silu

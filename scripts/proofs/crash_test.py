@@ -39,6 +39,8 @@ import killable
 import parity
 from killable import Failed
 
+from finetune.checkpoints.folder import step_of
+
 CONFIGS = ("ddp", "fsdp2", "zero3")  # by default
 STEPS = 16
 RECIPE = (
@@ -102,7 +104,7 @@ class View:
 
     def __init__(self, run: Path):
         self.run, self.checkpoints, self._metrics = run, run / "checkpoints", run / "metrics.jsonl"
-        self.done = max(map(_number, self.checkpoints.glob("step-*")), default=0)
+        self.done = max(map(step_of, self.checkpoints.glob("step-*")), default=0)
         self._left = {_identity(path) for path in (self._metrics, *self.checkpoints.glob(".partial-*"))}
         self._seen: set[str] = set()
 
@@ -136,10 +138,6 @@ class View:
     def _is_new(self, path: Path) -> bool:
         identity = _identity(path)
         return identity[1] is not None and identity not in self._left
-
-
-def _number(checkpoint: Path) -> int:
-    return int(checkpoint.name.split("-")[1])
 
 
 def _identity(path: Path) -> tuple[str, tuple[int, int] | None]:

@@ -3,7 +3,7 @@
     python scripts/proofs/fuzz.py --recipes 20000 --files 5000 --templates 2000
 
 prints how many were accepted and refused, and the slowest; exit status 1 with the smallest input that does something
-else. tests/unit/test_fuzz.py tries a few of each.
+else. tests/desk/unit/test_fuzz.py tries a few of each.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from gguf_files import write_gguf
 
 from finetune.release.export.formats import GGUF_TYPES
 from finetune.release.export.loading import auto_class
-from finetune.release.export.verify_models import as_llama
+from finetune.release.export.verify_answers import as_llama
 
 PACKAGE = "llama-cpp-python==0.3.36"
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "tie_word_embeddings": True}

@@ -45,15 +45,16 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-_PREFERENCE, _FORMULAS = "finetune/objectives/preference.py", "tests/unit/objectives/test_preference.py"
+_PREFERENCE, _FORMULAS = "finetune/objectives/preference.py", "tests/trainer/unit/objectives/test_preference.py"
 _PARITY = "scripts/proofs/parity_matrix.py"
-_HEAD, _LOSS = "tests/numerics/test_head.py", "finetune/models/head/token_loss.py"
-_BATCHES, _ORDER = "tests/unit/data/test_data_batches.py", "tests/unit/data/test_data_order_properties.py"
-_TEMPLATES, _SPANS = "tests/unit/data/test_data_templates.py", "finetune/data/chat/trained_spans.py"
-_OPTIM, _OPTIMIZERS = "finetune/training/optim.py", "tests/numerics/test_optimizers_and_schedules.py"
+_HEAD, _LOSS = "tests/trainer/numerics/test_head.py", "finetune/models/head/token_loss.py"
+_BATCHES = "tests/trainer/unit/data/test_data_batches.py"
+_ORDER = "tests/trainer/unit/data/test_data_order_properties.py"
+_TEMPLATES, _SPANS = "tests/trainer/unit/data/test_data_templates.py", "finetune/data/chat/trained_spans.py"
+_OPTIM, _OPTIMIZERS = "finetune/training/optim.py", "tests/trainer/numerics/test_optimizers_and_schedules.py"
 _LOADER = "finetune/data/loader.py"
-_ATTENTION = "tests/numerics/test_attention.py::test_packed_equals_one_document_at_a_time"
-_PLAIN = "tests/numerics/test_plain_loop.py"
+_ATTENTION = "tests/trainer/numerics/test_attention.py::test_packed_equals_one_document_at_a_time"
+_PLAIN = "tests/trainer/numerics/test_plain_loop.py"
 MUTANTS = (
     Mutant(
         "rollouts",
@@ -61,7 +62,7 @@ MUTANTS = (
         "finetune/rl/policy.py",
         "Term(outputs.total, loss.unit, 1.0)",
         "Term(outputs.total / max(1, len(batch.sequence_tokens)), loss.unit, 1.0)",
-        ("tests/numerics/test_policy_losses.py", "-k", "dapo"),
+        ("tests/rl/numerics/test_policy_losses.py", "-k", "dapo"),
     ),
     Mutant(
         "rollouts",
@@ -69,7 +70,7 @@ MUTANTS = (
         "finetune/rl/policy.py",
         "away = kept(batch.target_columns[INITIAL] - log_probs, batch)",
         "away = batch.target_columns[INITIAL] - log_probs",
-        ("tests/unit/objectives/test_policy.py", "-k", "masked"),
+        ("tests/rl/unit/test_policy.py", "-k", "masked"),
     ),
     Mutant(
         "objectives",
@@ -77,7 +78,7 @@ MUTANTS = (
         "finetune/objectives/ranking.py",
         "tolerance.clamp(min=smallest)[:, None]",
         "smallest",
-        ("tests/unit/objectives/test_ranking.py",),
+        ("tests/trainer/unit/objectives/test_ranking.py",),
     ),
     Mutant(
         "training",
@@ -85,7 +86,7 @@ MUTANTS = (
         "finetune/recipe/schema.py",
         "return ahead > LEAST_DIFFERENCE * max(1.0, abs(value), abs(best))",
         "return ahead > 0",
-        ("tests/unit/objectives/test_ranking.py", "-k", "improvement"),
+        ("tests/trainer/unit/objectives/test_ranking.py", "-k", "improvement"),
     ),
     Mutant(
         "objectives",
@@ -101,7 +102,7 @@ MUTANTS = (
         "finetune/training/trainer.py",
         "objective.loss(terms, self.counts)",
         "objective.loss(terms, batch.counts)",
-        ("tests/unit/training/test_auto_batch.py::test_the_maths_does_not_change",),
+        ("tests/trainer/unit/training/test_auto_batch.py::test_the_maths_does_not_change",),
     ),
     Mutant(
         "objectives",
@@ -125,7 +126,7 @@ MUTANTS = (
         "finetune/engine/base.py",
         "self.model.eval()",
         "pass",
-        ("tests/e2e/test_reference_runs.py::test_dropout_only_where_asked",),
+        ("tests/trainer/e2e/test_reference_runs.py::test_dropout_only_where_asked",),
     ),
     Mutant(
         "objectives",
@@ -214,7 +215,7 @@ MUTANTS = (
         "finetune/models/attention/pieces.py",
         "dtype=torch.bool).triu(1)",
         "dtype=torch.bool).triu(0)",
-        ("tests/numerics/test_pieces.py",),
+        ("tests/trainer/numerics/test_pieces.py",),
     ),
     Mutant(
         "attention",
@@ -222,7 +223,7 @@ MUTANTS = (
         "finetune/models/attention/per_document.py",
         "starts = (positions == 0).nonzero()[:, 0].tolist()",
         "starts = [0]",
-        ("tests/numerics/test_rope.py",),
+        ("tests/trainer/numerics/test_rope.py",),
     ),
     Mutant(
         "attention",
@@ -230,7 +231,7 @@ MUTANTS = (
         "finetune/models/attention/isolation.py",
         "return self.loss <= LOSS_TOLERANCE and self.gradient <= GRADIENT_TOLERANCE",
         "return True",
-        ("tests/numerics/test_isolation.py",),
+        ("tests/trainer/numerics/test_isolation.py",),
     ),
     Mutant(
         "head",
@@ -262,7 +263,7 @@ MUTANTS = (
         "finetune/models/grouped_experts.py",
         "right=True, out_int32=True)  # (E,), of the rows of each",
         "right=True, out_int32=True).sub(1).clamp_min(0)",
-        ("tests/numerics/test_grouped_experts.py", "-k", "as_peft"),
+        ("tests/trainer/numerics/test_grouped_experts.py", "-k", "as_peft"),
     ),
     Mutant(
         "adapters",
@@ -270,7 +271,7 @@ MUTANTS = (
         "finetune/models/weights.py",
         "lora_alpha=lora.alpha,",
         "lora_alpha=2 * lora.alpha,",
-        ("tests/numerics/test_loading.py", "-k", "scaled"),
+        ("tests/trainer/numerics/test_loading.py", "-k", "scaled"),
     ),
     Mutant(
         "adapters",
@@ -278,7 +279,7 @@ MUTANTS = (
         "finetune/release/export/merging.py",
         "read(b).float() * scale, read(a)",
         "read(b).float(), read(a)",
-        ("tests/numerics/test_added_tokens.py", "-k", "alike and llama-added"),
+        ("tests/release/numerics/test_added_tokens.py", "-k", "alike and llama-added"),
     ),
     Mutant(
         "optimizer",
@@ -318,7 +319,7 @@ MUTANTS = (
         "finetune/engine/optimizer_step.py",
         "cpu_total += torch.dot(wide, wide)",
         "cpu_total = torch.dot(wide, wide)",
-        ("tests/numerics/test_norms.py",),
+        ("tests/trainer/numerics/test_norms.py",),
     ),
     Mutant(
         "backends",
@@ -358,7 +359,7 @@ MUTANTS = (
         "finetune/training/state.py",
         "state = TrainingState(**resumed.progress)",
         'state = TrainingState(**{**resumed.progress, "step": resumed.progress["step"] - 1})',
-        ("tests/e2e/test_resume.py::test_resumed_on_one_process_is_bitwise_the_run_never_stopped",),
+        ("tests/trainer/e2e/test_resume.py::test_resumed_on_one_process_is_bitwise_the_run_never_stopped",),
     ),
 )
 

@@ -2,6 +2,7 @@
 
     python scripts/proofs/parity_matrix.py                      # everything that fits this machine
     python scripts/proofs/parity_matrix.py --only zero3 lora    # configs or cases whose names contain one of the words
+    python scripts/proofs/parity_matrix.py --covering 7         # a third that covers, as `./scripts/test.sh --all` runs
 
 The cases are in `tests/support/parity.py`. Each accelerate config is launched once and runs all its cases in that one
 group. Exit status 1 if a difference exceeds its tolerance.
@@ -24,6 +25,7 @@ import parity
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of configs, cases, or sizes such as x4")
+    parser.add_argument("--covering", type=int, metavar="SEED", help="cells that `parity.covering` draws")
     parser.add_argument("--json", type=Path, help="write the matrix there")
     parser.add_argument("--folder", type=Path, help="work there and keep everything")
     arguments = parser.parse_args()
@@ -34,7 +36,7 @@ def main() -> int:
     os.environ["FINETUNE_CACHE"] = str(folder / "cache")
     os.environ["HF_HUB_OFFLINE"] = "1"
     parity.prepare(folder)
-    launches = parity.selected(arguments.only)
+    launches = parity.selected(arguments.only) if arguments.covering is None else parity.covering(arguments.covering)
     needed = [case.name for case in parity.CASES if any(case in cases for _, _, cases in launches)]
     parity.launch(folder, "single", 1, needed)
     differences = []

@@ -116,11 +116,12 @@ def rewrite(folder: Path, copy: Path, rounds: bool) -> None:
     import numpy as np
     import torch
 
+    from finetune.checkpoints.folder import step_of
     from finetune.rl.rollouts.records import read_record, write_record
 
     random = np.random.Generator(np.random.PCG64(2))
     for file in sorted(folder.glob("step-*.jsonl")):
-        step = int(file.stem.removeprefix("step-"))
+        step = step_of(file)
         found = read_record(folder, step)
         assert found is not None
         samples = [one.rewarded(replace(one.reward, total=-float(one.log_probs.sum()))) for one in found[0]]

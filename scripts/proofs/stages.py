@@ -13,7 +13,7 @@ from collections import Counter
 from architectures import NO_MODEL, tiny
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from finetune.engine.stage_trial import why_not_in_stages
+from finetune.engine.stage_trial import stage_problem
 from finetune.models.trials import FAILURES, failure_text
 
 
@@ -23,7 +23,7 @@ def main(names: list[str]) -> None:
         if name in NO_MODEL:
             continue
         try:
-            reason = why_not_in_stages(tiny(name))
+            reason = stage_problem(tiny(name))
         except FAILURES as error:
             reason = f"no tiny config ({failure_text(error)})"
         counts[reason is None] += 1

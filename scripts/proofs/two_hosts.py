@@ -37,6 +37,8 @@ import bitwise
 import parity
 from parity import ROOT, train_lines
 
+from finetune.checkpoints.folder import step_of
+
 SKIPPED = 77  # automake's status of a test that could not be run
 RANKS = 2  # of each host
 STEPS = 400
@@ -259,7 +261,7 @@ class Job:
             size = json.loads(path.read_text(encoding="utf-8"))["written"]["world_size"]
             if found and found[-1][0] == size:
                 found.pop()
-            found.append((size, int(path.parent.name[5:])))
+            found.append((size, step_of(path.parent)))
         return found
 
 

@@ -18,7 +18,7 @@ import pytest
 import tiny
 import yaml
 from conftest import ROOT
-from fake_devices import why_not
+from fake_devices import unsupported_reason
 
 from finetune.engine.launch import read_config_file
 from finetune.features import load_recipe
@@ -26,7 +26,7 @@ from finetune.models.base_model import Base
 from finetune.plan.memory import HeaviestBatch, Place, estimate_memory
 
 pytestmark = [
-    pytest.mark.skipif(bool(why_not()), reason=f"NOTHING CHECKED ON FAKE CUDA: {why_not()}"),
+    pytest.mark.skipif(bool(unsupported_reason()), reason=f"NOTHING CHECKED ON FAKE CUDA: {unsupported_reason()}"),
     pytest.mark.timeout(3600),  # one process measures all cells that a run asks for
 ]
 

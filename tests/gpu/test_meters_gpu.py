@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,4 +47,5 @@ def test_a_run_and_its_profile(recipe: dict[str, Any], write_recipe: Any, tmp_pa
         "summary.json",
         "summary.md",
     }
-    assert json.loads((run / "profile" / "summary.json").read_text())["operators"]
+    assert json.loads((run / "profile" / "summary.json").read_text())["products"] > 0
+    assert re.search(r"^ +aten::mm +\S+%", (run / "profile" / "summary.md").read_text(), re.MULTILINE)

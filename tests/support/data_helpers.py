@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from repository import ROOT
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -76,7 +77,7 @@ def family_template(name: str, *, tags: bool = False) -> str:
     if name.startswith("given "):
         plain = Template(family_template(name.removeprefix("given "), tags=tags), name)
         return with_empty_thought(plain, {"bos_token": "", "eos_token": ""}).text
-    folder = TEMPLATES if name.startswith("built-in ") else Path(__file__).parents[1] / "unit" / "data" / "templates"
+    folder = TEMPLATES if name.startswith("built-in ") else ROOT / "tests/trainer/unit/data/templates"
     text = (folder / f"{name.removeprefix('built-in ')}.jinja").read_text(encoding="utf-8").removesuffix("\n")
     if tags:
         return text

@@ -45,7 +45,7 @@ class FakeDevice:
 H100 = FakeDevice("NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB - 5 * 10**8)
 
 
-def why_not() -> str | None:
+def unsupported_reason() -> str | None:
     """Returns the reason why this process cannot have fake devices; None where it can."""
     if not str(torch.__version__).startswith(f"{KNOWN_TORCH}."):
         return f"the offsets in libtorch are those of torch {KNOWN_TORCH}, this is {torch.__version__}"
@@ -58,8 +58,8 @@ def why_not() -> str | None:
 
 def enable(device: FakeDevice = H100, count: int = 8) -> None:
     """Give this process CUDA devices for fake tensors, for good. It must end by `os._exit`: libtorch's own teardown
-    would call into the changed tables. Raises RuntimeError where `why_not` has a reason."""
-    if reason := why_not():
+    would call into the changed tables. Raises RuntimeError where `unsupported_reason` has a reason."""
+    if reason := unsupported_reason():
         raise RuntimeError(f"no fake devices: {reason}")
     _change_tables()
     _add_kernels()
@@ -254,7 +254,7 @@ def _compute_with_real_numbers() -> None:
     from finetune.plan import stand_ins
 
     loss_model.logit_map = real(loss_model.logit_map)
-    for name in ("_formula_of", "_gates", "_turns_halves", "_has_equal_halves", "why_not_same"):
+    for name in ("_formula_of", "_gates", "_turns_halves", "_has_equal_halves", "kernel_problem"):
         setattr(fused_layers, name, real(getattr(fused_layers, name)))
     verdict = experts_trial.verdict
     experts_trial.verdict = real(lambda experts, _device, *others: verdict(experts, torch.device("cpu"), *others))

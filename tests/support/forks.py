@@ -34,10 +34,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-DISTRIBUTED = ROOT / "tests" / "distributed"
+DISTRIBUTED = ROOT / "tests" / "trainer" / "distributed"
 PRELOADED = ("context_worker", "expert_ranks")  # programs of the ranks that `forkserver` starts
+WINGS = {"rl": "finetune.rl.rollouts.run_rows", "desk": "finetune.desk.setup.check"}
 TIMEOUT_S = 600.0
 GRACE_S = 5.0  # between a rank's SIGTERM, after another failed, and its SIGKILL
 ROOM_FOR_COMMAND_LINE = 4096  # bytes; the process that stands for the launcher writes its own there
@@ -191,7 +192,7 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the imports say is no answer
     sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "support")]
-    import_everything("finetune.desk.setup.check")
+    import_everything()
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork() or _stand_for_launcher(request)
@@ -200,14 +201,15 @@ def serve() -> None:
         answers.flush()
 
 
-def import_everything(*more: str) -> None:
-    """Imports what a run imports, and the modules `more`. Raises RuntimeError if that started a thread: a fork would
-    not have it."""
+def import_everything() -> None:
+    """Imports what a run and `check` import. Raises RuntimeError if that started a thread: a fork would not have it."""
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's allocator would start one
     from finetune.startup import quiet_libraries
 
     quiet_libraries()
-    for name in ("bitsandbytes", "deepspeed", "peft", "finetune.training.run", "finetune.rl.rollouts.run_rows", *more):
+    names = ["bitsandbytes", "deepspeed", "peft", "finetune.training.run"]
+    names += [name for wing, name in WINGS.items() if (ROOT / "finetune" / wing).is_dir()]
+    for name in names:
         importlib.import_module(name)
     threads = psutil.Process().num_threads()
     if threads != 1:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # Seconds that a test may take, an estimate. Of the first test of an 8B model most is making weights.
 LONGEST = {"test_resume": 150, "test_speed": 400, "test_benchmark": 400}
 USUALLY = 120

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import random
+import runpy
 import signal
 import socket
 import subprocess
@@ -23,8 +24,8 @@ from pathlib import Path
 
 import psutil
 from forks import leave_fork
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 EIGHT = ("pp_fsdp2_tp",)  # configs of eight processes; others have two
 LAUNCHER_NOTICES_S = 0.2  # at most, until it ends the ranks that are left
 NOTICED_S = 60.0  # at most, until the processes that were left by a kill have ended
@@ -162,10 +163,9 @@ def _become_rank(environment: Environment, arguments: list[str], log: Path) -> i
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["finetune", *arguments]
-    from finetune.desk.cli import main
 
     try:
-        main()
+        runpy.run_module("finetune", run_name="__main__")
         status = 0
     except SystemExit as done:
         status = done.code if isinstance(done.code, int) else int(done.code is not None)

@@ -13,14 +13,16 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import tiny
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20
 ROWS = 8  # a step
 LOSS_RELATIVE = 5e-6  # fp32: reordering the micro-batches of one process moves the loss by 2e-7 over 60 steps
@@ -308,7 +310,7 @@ CASES = (
     Case("full paged_adamw", ("optimizer.name=paged_adamw",)),
     # Muon makes all directions of a gradient equally long, those of bf16's rounding too: at a rate of 1e-3, one process
     # with two rows in a forward moves weights by 1.8e-4 from those with one. This rate's steps are in the bound.
-    # That parts are stepped as whole matrices to the last bit is in tests/distributed/test_muon.py.
+    # That parts are stepped as whole matrices to the last bit is in tests/trainer/distributed/test_muon.py.
     Case("full muon", ("optimizer={name: muon, lr: 3e-5, weight_decay: 0.1}",)),
     Case("full sgd no clip", ("optimizer={name: sgd, lr: 0.1, max_grad_norm: null}",)),
     Case("qlora", QLORA),
@@ -620,8 +622,8 @@ def write_seeing_teacher(folder: Path) -> None:
 def write_teachers(folder: Path) -> None:
     """What qwen3 predicts of the training rows, for llama to learn, at two temperatures."""
     from finetune.data.dataset import Dataset, build_training
-    from finetune.features import load_recipe
     from finetune.models.base_model import Base
+    from finetune.recipe import load_recipe
 
     recipe = load_recipe(folder / "recipe.yaml", ())
     data = build_training(recipe, Base.of(recipe).renderer(recipe.objective))
@@ -644,8 +646,8 @@ def work(folder: Path, jobs: Path) -> None:
     from finetune.data.teacher_file import is_teacher_file
     from finetune.engine import optimizer_step
     from finetune.engine.start import leave_group
-    from finetune.features import all_features, load_recipe
     from finetune.models.head import chunked
+    from finetune.recipe import load_recipe
     from finetune.training.run import compute_reference, train
     from finetune.training.signals import StopRequest
 
@@ -664,7 +666,7 @@ def work(folder: Path, jobs: Path) -> None:
             # A cache of its own: else it would find what the launch on one process has computed.
             os.environ["FINETUNE_CACHE"] = str(folder / f"cache-{recipe.run.name}")
             compute_reference(recipe, "recipe.yaml", StopRequest(), quiet)
-        train(recipe, "recipe.yaml", StopRequest(), quiet, features=all_features())
+        train(recipe, "recipe.yaml", StopRequest(), quiet)
         print(f"done {overrides}", flush=True)
     leave_group()
 
@@ -797,6 +799,69 @@ def tensors(folder: Path) -> dict[str, Any]:
     for file in sorted(folder.glob("*.safetensors")):
         tensors.update(load_file(file))
     return tensors
+
+
+def same_tensors(ours: Path, theirs: Path) -> bool:
+    """The same names, types and values, to the last bit, in two folders."""
+    import torch
+
+    a, b = tensors(ours), tensors(theirs)
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in b)
+
+
+KINDS = {
+    "pp": "pp",
+    "ep": "ep",
+    "tp": "tp",
+    "cp": "cp",
+    "ulysses": "cp",
+    "zero2": "zero",
+    "zero3": "zero",
+    "ddp": "ddp",
+}
+
+
+def kind(config: str) -> str:
+    """What decides how a config trains: the first of `KINDS` in its name or that of the config that it varies."""
+    words = {*config.split("_"), *VARIANTS.get(config, (config,))[0].split("_")}
+    return next((name for word, name in KINDS.items() if word in words), "fsdp2")
+
+
+def covering(seed: int) -> list[tuple[str, int, list[Case]]]:
+    """A selection of all launches and their cases that covers
+
+    - every case, twice where two launches have it;
+    - every launch, by two cases if it has them; of those of eight processes one for each config that they vary, and
+      those that alone have a case;
+    - every word of a case's name with every kind of config that has it.
+
+    Greedy: next is what covers most that is not covered yet, for the number of its processes; the seed decides ties.
+    """
+    random = Random(seed)
+    offered = [((config, processes), case) for config, processes, cases in selected([]) for case in cases]
+    counts = Counter(case.name for _, case in offered)
+    alike: dict[str, set[tuple[str, int]]] = {}
+    for place, _ in offered:
+        if place[1] == 8 and not any(counts[case.name] == 1 for other, case in offered if other == place):
+            alike.setdefault(VARIANTS.get(place[0], (place[0],))[0], set()).add(place)
+    left_out = {place for places in alike.values() for place in places - {random.choice(sorted(places))}}
+    cells = [(place, case) for place, case in offered if place not in left_out]
+    random.shuffle(cells)
+
+    def covers(place: tuple[str, int], case: Case) -> list[object]:
+        return [case.name, place, *((word, kind(place[0])) for word in case.name.split())]
+
+    wanted = Counter({covered: 1 for cell in cells for covered in covers(*cell)})
+    wanted.update(name for name in counts if counts[name] > 1)
+    launches = Counter(place for place, _ in cells)
+    wanted.update(place for place in launches if launches[place] > 1)
+    chosen: dict[tuple[str, int], list[Case]] = {}
+    while any(number > 0 for number in wanted.values()):
+        place, case = max(cells, key=lambda cell: sum(wanted[one] > 0 for one in covers(*cell)) / cell[0][1])
+        cells.remove((place, case))
+        chosen.setdefault(place, []).append(case)
+        wanted.subtract(covers(place, case))
+    return [(*place, cases) for place, cases in sorted(chosen.items(), key=lambda one: (one[0][1], one[0][0]))]
 
 
 def selected(only: list[str]) -> list[tuple[str, int, list[Case]]]:

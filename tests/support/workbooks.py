@@ -1,37 +1,68 @@
-"""Spreadsheets as Excel writes them, cell by cell."""
+"""Spreadsheets as Excel writes them, and parts of them changed."""
 
 from __future__ import annotations
 
+import re
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
-from xml.sax.saxutils import escape
+from typing import Any
 
-MAIN = 'xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main"'
-RELATIONS = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
-Line = list[str]  # cells as XML
+import openpyxl
 
-
-def shared(number: int) -> str:
-    return f't="s"><v>{number}</v>'
+SHARED = "xl/sharedStrings.xml"
+MAIN = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
+Line = Sequence[Any]  # values of cells; None: no cell
 
 
-def inline(text: str) -> str:
-    return f't="inlineStr"><is><t xml:space="preserve">{escape(text)}</t></is>'
-
-
-def workbook(path: Path, sheets: dict[str, list[Line]], texts: tuple[str, ...] = ()) -> Path:
-    """Writes a workbook; texts: its shared strings, as the XML inside of an item."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as book:
-        listed = "".join(f'<sheet name="{name}" r:id="rId{i}"/>' for i, name in enumerate(sheets))
-        book.writestr("xl/workbook.xml", f'<workbook {MAIN} xmlns:r="{RELATIONS}"><sheets>{listed}</sheets></workbook>')
-        related = "".join(f'<Relationship Id="rId{i}" Target="worksheets/s{i}.xml"/>' for i in range(len(sheets)))
-        book.writestr("xl/_rels/workbook.xml.rels", f"<Relationships>{related}</Relationships>")
-        for i, lines in enumerate(sheets.values()):
-            rows = ""
-            for number, line in enumerate(lines, start=1):
-                cells = "".join(f'<c r="{chr(65 + at)}{number}" {cell}</c>' for at, cell in enumerate(line) if cell)
-                rows += f'<row r="{number}">{cells}</row>'
-            book.writestr(f"xl/worksheets/s{i}.xml", f"<worksheet {MAIN}><sheetData>{rows}</sheetData></worksheet>")
-        items = "".join(f"<si>{text}</si>" for text in texts)
-        book.writestr("xl/sharedStrings.xml", f"<sst {MAIN}>{items}</sst>")
+def workbook(path: Path, sheets: dict[str, list[Line]], hidden: Sequence[str] = ()) -> Path:
+    book = openpyxl.Workbook()
+    book.remove(book.worksheets[0])
+    for name, lines in sheets.items():
+        sheet = book.create_sheet(name)
+        sheet.sheet_state = "hidden" if name in hidden else "visible"
+        for row, line in enumerate(lines, start=1):
+            for column, value in enumerate(line, start=1):
+                sheet.cell(row, column, value)
+    book.save(path)
+    _share_texts(path)
     return path
+
+
+def replace_in(path: Path, part: str, old: str, new: str) -> None:
+    """Replaces text in a part of a workbook, such as `xl/sharedStrings.xml`."""
+    parts = _parts(path)
+    assert old in parts[part], parts[part]
+    parts[part] = parts[part].replace(old, new)
+    _write(path, parts)
+
+
+def _share_texts(path: Path) -> None:
+    """Puts texts of cells into a part of their own, which the cells refer to by number; openpyxl may not."""
+    parts, texts = _parts(path), list[str]()
+    if SHARED in parts:
+        return
+
+    def refer(cell: re.Match[str]) -> str:
+        texts.append(cell[1])
+        return f't="s"><v>{len(texts) - 1}</v></c>'
+
+    for name in parts:
+        if name.startswith("xl/worksheets/"):
+            parts[name] = re.sub(r't="inlineStr"><is>(.*?)</is></c>', refer, parts[name])
+    parts[SHARED] = f'<sst xmlns="{MAIN}">{"".join(f"<si>{text}</si>" for text in texts)}</sst>'
+    kind = "application/vnd.openxmlformats-officedocument.spreadsheetml.sharedStrings+xml"
+    types = "[Content_Types].xml"
+    parts[types] = parts[types].replace("</Types>", f'<Override PartName="/{SHARED}" ContentType="{kind}"/></Types>')
+    _write(path, parts)
+
+
+def _parts(path: Path) -> dict[str, str]:
+    with zipfile.ZipFile(path) as book:
+        return {name: book.read(name).decode() for name in book.namelist()}
+
+
+def _write(path: Path, parts: dict[str, str]) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as book:
+        for name, content in parts.items():
+            book.writestr(name, content)

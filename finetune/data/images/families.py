@@ -9,7 +9,7 @@
 Both follow from an image's size alone, so that packing, cache and plan never decode one. The processors are
 transformers' own ones for Pillow; their text is written here, as some of their classes need torchvision or num2words.
 
-A new family is a subclass of `ImageFamily` and a row in `FAMILIES` here, and a row in `FAMILIES` of models/vision.py.
+A new family is a row of `family_table.py` and, if none of these writes its images, a subclass of `ImageFamily` here.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.image_utils import ChannelDimension
 
+from finetune.data.images.family_table import family_of
 from finetune.errors import UserError
 from finetune.recipe.schema import Images, Model
 
@@ -256,13 +257,11 @@ class _Idefics(ImageFamily):
         return {name: _joined(pixels, name, axis=1) for name in ("pixel_values", "pixel_attention_mask")}
 
 
-FAMILIES: dict[str, Callable[[_Settings], ImageFamily]] = {
-    "qwen2_5_vl": _Qwen,
-    "qwen3_vl": _Qwen,
-    "mistral3": _Mistral,
-    "gemma3": _Gemma,
-    "smolvlm": _Idefics,
-    "idefics3": _Idefics,
+_HANDLING: dict[str, Callable[[_Settings], ImageFamily]] = {
+    "qwen": _Qwen,
+    "mistral": _Mistral,
+    "gemma": _Gemma,
+    "idefics": _Idefics,
 }
 
 
@@ -273,8 +272,7 @@ def processor_place(model: Model, images: Images) -> tuple[str, str]:
 
 
 def image_family(model: Model, images: Images, tokenizer: PreTrainedTokenizerBase) -> ImageFamily:
-    """Returns the image handling of the recipe's model. Raises UserError if it takes no images, or its family is not
-    in `FAMILIES`."""
+    """Returns the image handling of the recipe's model. Raises UserError if its family is not in the table."""
     assert model.name is not None  # a rule of the recipe
     try:
         config: Any = AutoConfig.from_pretrained(
@@ -285,12 +283,7 @@ def image_family(model: Model, images: Images, tokenizer: PreTrainedTokenizerBas
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"data.image: {model.name!r} cannot be read: {reason}") from None
-    kind = config.model_type
-    if kind not in FAMILIES:
-        raise UserError(
-            f"data.image: {kind!r} is not among the models that are trained on images here ({', '.join(FAMILIES)}); "
-            "without `data.image` its text part is trained"
-        )
-    if images.min_pixels and FAMILIES[kind] is not _Qwen:
+    kind, handling = config.model_type, family_of(config).handling
+    if images.min_pixels and handling != "qwen":
         raise UserError(f"data.image.min_pixels: only Qwen's processors scale up, {kind!r} has none: remove it")
-    return FAMILIES[kind](_Settings(model, kind, config.image_token_id, images, tokenizer, processor))
+    return _HANDLING[handling](_Settings(model, kind, config.image_token_id, images, tokenizer, processor))

@@ -97,7 +97,7 @@ def measure_links(group: LaunchGroup) -> Links | None:
     nodes = group.gather(group.node)
     pairs = []
     for ranks in chosen_pairs(nodes):
-        latency, seconds = (_there_and_back(group, ranks, size) / 2 for size in (_SMALL, large))
+        latency, seconds = (_round_trip(group, ranks, size) / 2 for size in (_SMALL, large))
         pairs.append(Pair(ranks, nodes[ranks[0]] != nodes[ranks[1]], latency, large / seconds))
     # Skew of each node against the first: as in NTP, from the fastest of several round trips (RFC 5905, section 8).
     leaders = {node: nodes.index(node) for node in sorted(set(nodes)) if node != nodes[0]}
@@ -137,7 +137,7 @@ def _seconds(group: LaunchGroup, run: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _there_and_back(group: LaunchGroup, ranks: tuple[int, int], size: int) -> float:
+def _round_trip(group: LaunchGroup, ranks: tuple[int, int], size: int) -> float:
     """Returns the median round trip in seconds, on every rank; the other ranks wait."""
     first, second = ranks
     tensor = torch.zeros(size // 4, device=group.device)

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from finetune.checkpoints.folder import best_checkpoint
+from finetune.checkpoints.folder import best_checkpoint, step_of
 from finetune.data.visible_text import Token, visible
 from finetune.desk.view import web_page
 from finetune.desk.view.rollout_samples import read_samples
@@ -174,7 +174,7 @@ def read_run(folder: Path, price: str | None = None) -> RunData:
         recipe=recipe,
         plan=read("plan.json", _json, {}),
         status=read("status.json", _json, {}),
-        best_step=int(best_folder[0].name.removeprefix("step-")) if any(best_folder) else None,
+        best_step=step_of(best_folder[0]) if any(best_folder) else None,
         verified={name: figures for name, figures in verified.items() if figures},
         evaluated={name: score for name, score in scores.items() if isinstance(score, dict)},
         examples=read(EXAMPLES, _json, []),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from finetune.checkpoints.folder import step_of
 from finetune.rl.rollouts import records
 from finetune.rl.rollouts.records import Sample
 
@@ -31,7 +32,7 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
     tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
     for kind, name in ((records.STEP, "step {}"), (records.EVALUATION, "held-out prompts after step {}")):
         files = (folder / records.FOLDER).glob(f"{kind}-*.jsonl")
-        steps = sorted(int(path.stem.removeprefix(f"{kind}-")) for path in files)
+        steps = sorted(map(step_of, files))
         first = () if kind == records.EVALUATION else (0, len(steps) // 2)
         chosen = sorted({steps[i] for i in (*first, -1)}) if steps else []
         read = [(step, records.read_record(folder / records.FOLDER, step, kind)) for step in chosen]

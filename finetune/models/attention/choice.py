@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from finetune.data.images.family_table import family_of
 from finetune.errors import UserError
 from finetune.models.attention import kernels, per_document
-from finetune.models.attention.isolation import Prepare, Verdict, verdict, why_not_isolated
+from finetune.models.attention.isolation import Prepare, Verdict, isolation_problem, verdict
 from finetune.models.attention.mixers import Mixers
 from finetune.models.base_config import dtypes, head_sizes, layer_configs
 from finetune.models.text_part import text_config
-from finetune.models.vision import family_of
 from finetune.recipe.schema import BatchSettings, Recipe
 
 
@@ -148,7 +148,7 @@ def _with_images(
         requested = "documents"  # the kernels have no mask within a document
     choice = choose_attention(requested, model_class, text, device, half, there)
     why = None if choice.isolates_documents else choice.reason
-    if (why := why or why_not_isolated(config)) is not None:
+    if (why := why or isolation_problem(config)) is not None:
         raise UserError(f"images: {config.model_type} cannot be trained on them here: {why}")
     token = cast(Any, config).image_token_id if family.sees_whole_images else None
     reason = "one call a document, under a mask by which an image's tokens see each other" if token else choice.reason

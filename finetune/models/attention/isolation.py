@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from finetune.data.batch import ImagePlace, collate, row_places
+from finetune.data.images.family_table import family_of
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as Document
 from finetune.models.attention import per_document
@@ -35,8 +36,8 @@ from finetune.models.attention.mixers import (
 from finetune.models.attention.per_document import DOCUMENTS, rotate_per_document, with_whole_images
 from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import CHUNK, IMAGE_TOKEN, PRETRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_whole
-from finetune.models.trials import FAILURES, cached, failure_text, not_tried, randomize, why_tiny_differs
-from finetune.models.vision import attention_of_parts, family_of, image_tokens, row_positions
+from finetune.models.trials import FAILURES, cached, failure_text, not_tried, randomize, tiny_problem
+from finetune.models.vision import attention_of_parts, image_tokens, row_positions
 from finetune.models.wrapped import accepted, accepted_names
 
 # Shorter and longer than windows and chunks, and than the length from which RoPE grows. In ascending order: `dynamic`
@@ -87,14 +88,14 @@ def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepa
 
     def trial() -> dict[str, Any]:
         plain = Trial(tiny, None)
-        reference, causal = plain.alone(), plain.why_not_causal()
-        positions = why_not(lambda: compare(reference, Trial(tiny, None, plain).alone(with_positions=True)))
+        reference, causal = plain.alone(), plain.causality_problem()
+        positions = trial_problem(lambda: compare(reference, Trial(tiny, None, plain).alone(with_positions=True)))
         if implementation is None:
             return asdict(Verdict("documents are not tried together", positions, causal))
-        packed, mixers = _why_not_packed(tiny, implementation, prepare, plain, reference)
+        packed, mixers = _packing_problem(tiny, implementation, prepare, plain, reference)
         shared = f"{', '.join(mixers)} runs along each document whole" if mixers else "no trial"
         if packed is None and not mixers and implementation in WITHIN_DOCUMENTS:
-            shared = why_not(lambda: compare(reference, Trial(tiny, implementation, plain).shared(prepare)))
+            shared = trial_problem(lambda: compare(reference, Trial(tiny, implementation, plain).shared(prepare)))
         return asdict(Verdict(packed, positions, causal, shared, mixers=mixers))
 
     try:
@@ -104,19 +105,19 @@ def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepa
         return Verdict(packed=not_tried(error), positions=not_tried(error), causal=None)
 
 
-def why_not_isolated(config: PretrainedConfig) -> str | None:
+def isolation_problem(config: PretrainedConfig) -> str | None:
     """Returns why packed documents with images differ from each alone; None if they do not."""
 
     def differ(tiny: Any) -> str | None:
-        return why_not(lambda: compare(ImageTrial(tiny, None).alone(), ImageTrial(tiny, DOCUMENTS).packed()))
+        return trial_problem(lambda: compare(ImageTrial(tiny, None).alone(), ImageTrial(tiny, DOCUMENTS).packed()))
 
-    return why_tiny_differs(config, tiny_whole, "images", differ)
+    return tiny_problem(config, tiny_whole, "images", differ)
 
 
 # --- trying
 
 
-def _why_not_packed(
+def _packing_problem(
     tiny: PretrainedConfig, implementation: str, prepare: Prepare, plain: Trial, reference: Computed
 ) -> tuple[str | None, Mixers]:
     """Returns (reason, {}) with the arguments of a run, or (None, mixers that run per document)."""
@@ -125,7 +126,7 @@ def _why_not_packed(
         return with_unread_mask(prepare(lengths), torch.device("cpu"))
 
     def packs(arguments: Prepare, mixers: Mixers) -> str | None:
-        return why_not(lambda: compare(reference, Trial(tiny, implementation, plain, mixers).packed(arguments)))
+        return trial_problem(lambda: compare(reference, Trial(tiny, implementation, plain, mixers).packed(arguments)))
 
     if (reason := packs(as_in_a_run, {})) is None:
         return None, {}
@@ -152,7 +153,7 @@ def batched_where_same(mixers: Mixers, same: Callable[[Mixers], bool]) -> Mixers
     return mixers
 
 
-def why_not(difference: Callable[[], Differences]) -> str | None:
+def trial_problem(difference: Callable[[], Differences]) -> str | None:
     """Returns why a trial's result is not the same to rounding, or could not be computed."""
     try:
         differences = difference()
@@ -253,7 +254,7 @@ class Trial(TinyModel):
         logits = self._logits(row, position_ids=positions, **arguments)
         return self.computed(logits[:, row_places(own, prefixes)].split(LENGTHS, dim=1))
 
-    def why_not_causal(self) -> str | None:
+    def causality_problem(self) -> str | None:
         document = self.documents[-1].clone()
         with torch.no_grad():
             before = self._logits(document)

@@ -466,7 +466,7 @@ def liger_losses(hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Head
     return _losses(hidden, LigerHead(weight, bias), task)
 
 
-def why_not_liger(device: str) -> str | None:
+def liger_problem(device: str) -> str | None:
     """Returns why Liger's kernels cannot be used, or None."""
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "its kernels need a CUDA device"

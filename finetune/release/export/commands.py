@@ -21,7 +21,8 @@ from finetune.release.export.figures import Figures, show_figures
 from finetune.release.export.formats import EXPORTS, ExportOptions, check_options
 from finetune.release.export.hf_folder import check_absent
 from finetune.release.export.loading import model_folder
-from finetune.release.export.verify import ROWS, check_rows, find_against, verify_export
+from finetune.release.export.verify import ROWS, find_against, verify_export
+from finetune.release.export.verify_answers import check_rows
 from finetune.utils import divisors, print_line
 
 # Settings of an adapter that vLLM refuses or does not read (vllm/lora/peft_helper.py).

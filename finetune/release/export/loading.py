@@ -23,7 +23,7 @@ from finetune.models.added_tokens import grow_to
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.base_config import Parsing
 from finetune.models.config import model_config
-from finetune.models.damage import check_settings, check_weights, mismatched_sizes, read_object, why_no_weights
+from finetune.models.damage import check_settings, check_weights, mismatched_sizes, read_object, weights_problem
 from finetune.models.remote_code import load_auto, trusts_code
 from finetune.models.score_model import labelled
 from finetune.models.text_part import is_multimodal
@@ -126,6 +126,6 @@ class _LoadingModel(contextlib.AbstractContextManager[None]):
             raise UserError(f"{self._what}: {error}{self._advice}") from error
         # A name that is neither a folder's nor the hub's is a ValueError.
         if isinstance(error, OSError | ValueError | SafetensorError):
-            raise UserError(f"{self._what}: {why_no_weights(error)}{self._advice}") from error
+            raise UserError(f"{self._what}: {weights_problem(error)}{self._advice}") from error
         if isinstance(error, RuntimeError) and mismatched_sizes(error):
             raise UserError(f"{self._what}: its weights have other shapes than its config.json says") from error

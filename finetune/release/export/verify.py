@@ -1,6 +1,6 @@
 """The gate: whether an export matches the trained model.
 
-    files      tokenizer, templates, settings, as a whole; no other file in the folder    verify_files.py
+    files      tokenizer, templates, settings, as a whole; no other file in the folder    here
     tensors    every one, streamed, next to what peft and transformers make of it         verify_tensors.py
     answers    of models that are small enough to be loaded whole, in figures:            verify_answers.py
 
@@ -19,46 +19,67 @@ import gc
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from transformers import AutoTokenizer, GenerationConfig
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from finetune.checkpoints.trained import Trained, find_trained
-from finetune.checkpoints.weight_files import TensorFiles
-from finetune.data.building import OpenedSources
-from finetune.data.dataset import build_dataset, build_held_out
+from finetune.checkpoints.trained import ADAPTER, LABELS, Trained, find_trained
+from finetune.checkpoints.weight_files import INDEX, TensorFiles, shard_name
 from finetune.data.samples import Example
-from finetune.data.samples import Sequence as Document
-from finetune.data.sources.source import SourceReader
 from finetune.errors import UserError
-from finetune.models.base_config import first_line
-from finetune.models.base_model import Base
-from finetune.models.damage import read_object
+from finetune.models.base_config import base_config, first_line
+from finetune.models.base_model import Base, processor_settings
+from finetune.models.config import model_config
+from finetune.models.damage import ADAPTER_CONFIG, read_object
 from finetune.models.remote_code import load_auto
+from finetune.models.score_model import labelled
 from finetune.models.tokenizer import read_tokenizer
-from finetune.recipe import Recipe
-from finetune.recipe.schema import HeldOut
-from finetune.release.export.eight_bits import other_layers
+from finetune.release.export.eight_bits import other_layers, settings_of
 from finetune.release.export.figures import SECTION, THRESHOLDS, WHOLE_BYTES, Figures, card_section
-from finetune.release.export.formats import FLOATS, GGUF_TYPES
-from finetune.release.export.gguf_file import gguf_of
-from finetune.release.export.gguf_settings import context_length, open_gguf
-from finetune.release.export.gguf_tokenizer import gguf_tokenizer
-from finetune.release.export.hf_folder import METADATA
-from finetune.release.export.streamed import StreamedModel
-from finetune.release.export.verify_answers import AnswerReference, ScoreReference, end_tokens
-from finetune.release.export.verify_files import VERIFY, compare_adapter, compare_files, compare_settings, is_quantized
-from finetune.release.export.verify_models import load_export, load_reference, quiet_loading
+from finetune.release.export.formats import EIGHT_BITS, FLOATS, GGUF_TYPES
+from finetune.release.export.gguf_file import gguf_of, modelfile
+from finetune.release.export.gguf_settings import (
+    context_length,
+    is_written,
+    open_gguf,
+    other_settings,
+    package,
+    rope_of,
+)
+from finetune.release.export.gguf_tokenizer import add_tokenizer, gguf_tokenizer, other_tokens
+from finetune.release.export.hf_folder import COPIED, METADATA, PROGRESS, describe, settings_files
+from finetune.release.export.streamed import StreamedModel, base_model
+from finetune.release.export.verify_answers import (
+    AnswerReference,
+    ScoreReference,
+    compare_prompts,
+    compare_tokens,
+    drop_images,
+    end_tokens,
+    held_out_examples,
+    load_export,
+    load_reference,
+    quiet_loading,
+    replace_settings,
+)
 from finetune.release.export.verify_tensors import compare_tensors
 from finetune.utils import write_atomically
 
 ROWS = 32
-# Text that tokenizers split in different ways: digits, runs of spaces, contractions, letters beyond ASCII.
-_CHAT = [{"role": "user", "content": "How many days has a week?  It's 1234567,\n\n\tI'D say: naïve 日本 🙂 x1"}]
+VERIFY = "verify.json"
+_ALWAYS = {"README.md", METADATA, VERIFY}
+# Keys that do not change how a model or a tokenizer acts.
+_INERT = {"transformers_version", "_name_or_path", "name_or_path", "_from_model_config", "is_local", "local_files_only"}
+# Keys of config.json that are compared with the files of the base, or of the result.
+_OF_BASE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "vocab_size")
+# Keys that do not decide how a model computes, or that are compared by themselves.
+_NOT_COMPUTING = _INERT | {*_OF_BASE, "dtype", "torch_dtype", "use_cache", "architectures", "quantization_config"}
+# Settings that transformers reads from a GGUF file; the others it takes from the class.
+_IN_GGUF = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
 
 
 def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | None = None) -> Figures:
@@ -75,7 +96,7 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
         with _settings_of(export) as settings:
             examples = held_out_examples(recipe, trained.settings, rows, base)
             if gguf_of(export) is not None and recipe.data.image is not None:
-                examples = [_without_images(example) for example in examples]
+                examples = [drop_images(example) for example in examples]
                 # There is no template for rows whose images are taken out, so their tokens alone are compared.
                 tokenizers: list[Any] = [load_auto(AutoTokenizer, folder) for folder in (trained.settings, settings)]
                 for example in examples:
@@ -83,9 +104,9 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
                     if len({str([one(text)["input_ids"] for text in texts]) for one in tokenizers}) > 1:
                         figures.problems.append(f"{example.path}:{example.row} has other tokens: another tokenizer")
                         break
-                _compare_prompts(figures, trained.settings, settings, tokenizers)
+                compare_prompts(figures, trained.settings, settings, tokenizers)
             else:
-                _compare_tokens(figures, recipe, trained.settings, settings, examples, rows)
+                compare_tokens(figures, recipe, trained.settings, settings, examples, rows)
             config = compare_settings(figures, trained, base, export)
             compare_files(figures, trained, written, export)
             compare_tensors(figures, trained, written, export)
@@ -120,7 +141,7 @@ def _compare_models(
         if trained.labels:
             run = ScoreReference.of(model, read_tokenizer(settings).pad_token_id, examples, figures)
         else:
-            recipe, pictures = _with_settings(trained.recipe, trained.settings, base), None
+            recipe, pictures = replace_settings(trained.recipe, trained.settings, base), None
             if not is_gguf and (seen := Base(recipe.model, image=recipe.data.image).images) is not None:
                 from finetune.data.images.pixels import pixel_reader
 
@@ -200,112 +221,247 @@ def _settings_of(export: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-# --- rows
+# --- files: an export has those that were written, and no other; each is the run's or the base's
+#
+# Files that servers read in addition to the weights are compared as a whole: tokenizer, chat templates, generation
+# config, processors, code. config.json may differ in few keys, each with the value that training gave it.
 
 
-def _with_settings(recipe: Recipe, tokenizer: Path, name: str | None) -> Recipe:
-    """Returns the recipe with the tokenizer and template of a folder. name: of the model whose processor prepares its
-    images; None: the recipe's."""
-    changes = {"tokenizer": str(tokenizer), "chat_template": None, "chat_template_arguments": None}
-    if recipe.data.image is not None and name is not None:
-        changes |= {"name": name, "revision": None}
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)})
-
-
-def check_rows(trained: Trained) -> None:
-    """Raises UserError if the rows that an export is compared on are gone: before hours of writing."""
-    if (recipe := trained.recipe) is None:
-        return
-    data = recipe.data
-    for source in data.train if isinstance(data.eval, HeldOut) else data.eval_sources or data.train:
-        try:
-            SourceReader(source)
-        except UserError as error:
-            raise UserError(
-                f"{trained.run_dir}: the run's rows, which an export is compared on, cannot be read: {error}\n"
-                "Fix: put them back, or `export --no-verify`, which compares nothing"
-            ) from None
-
-
-def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int, name: str | None = None) -> list[Example]:
-    """Returns the first rows of `data.eval`, or of `data.train`, as a tokenizer's folder renders them. name: see
-    `_with_settings`. Raises UserError."""
-    recipe = _with_settings(recipe, tokenizer, name)
-    overlong = "drop" if recipe.objective.name in ("dpo", "orpo", "reward") else "truncate"  # answers stay whole
-    data = recipe.data.model_copy(update={"streaming": False, "mixture": None, "overlong": overlong})
-    recipe = recipe.model_copy(update={"data": data})
-    # The folder's tokenizer has the tokens that the recipe adds.
-    base, opened = Base(recipe.model, image=data.image), OpenedSources(recipe)
-    renderer = base.renderer(recipe.objective)
-    if isinstance(data.eval, HeldOut):
-        held_out = build_held_out(recipe, renderer, opened)
+def compare_files(figures: Figures, trained: Trained, written: StreamedModel, export: Path) -> None:
+    """Compare all files of an export but the tensors. Raises UserError if one cannot be read."""
+    about = export / METADATA
+    if about.is_file():
+        ours, theirs = describe(written), read_object(about)
+        for one in (ours, theirs):
+            if isinstance(one.get("base"), dict):  # its place and revision may differ
+                one["base"] = one["base"].get("tensors")
+        figures.problems += other_keys(METADATA, ours, theirs, {"versions", "dtype", "quantised"})
+    if (file := gguf_of(export)) is not None:
+        allowed = {file.name, "Modelfile"}
+        if about.is_file():
+            gguf, fields = package(), open_gguf(file).fields
+            writer = gguf.GGUFWriter(None, "llama")
+            add_tokenizer(writer, gguf, trained.settings, len(fields["tokenizer.ggml.tokens"].data))
+            ours = {key: one.value for key, one in writer.kv_data[0].items() if key.startswith("tokenizer.")}
+            types = "tokenizer.ggml.token_type"
+            ours[types] = [int(one) for one in ours[types]]  # of an enumeration
+            theirs = {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
+            figures.problems += other_keys(file.name, ours, theirs)
     else:
-        sources = tuple(
-            source.model_copy(update={"limit": min(rows, source.limit or rows), "weight": 1.0, "max_epochs": None})
-            for source in data.eval_sources or data.train
-        )
-        held_out = build_dataset(recipe, sources, renderer, opened=opened)
-    assert held_out is not None
-    return [held_out.examples[i] for i in range(min(rows, len(held_out.examples)))]
+        settings = settings_files(trained.settings)
+        compare_each(figures, settings, export)
+        folder = written.base.folder if written.base else None  # its code and settings of processors are copied
+        copied = {path.name: path for pattern in COPIED for path in sorted(folder.glob(pattern))} if folder else {}
+        sees = trained.recipe is not None and trained.recipe.model.train is not None
+        needs = about.is_file() and (trained.is_adapter or written.part is not None) and not written.is_scoring
+        if not sees:  # else they have the run's own bounds, see `compare_settings`
+            compare_each(figures, {n: path for n, path in copied.items() if needs or (export / n).is_file()}, export)
+        weights = _compare_weight_files(figures, export)
+        _compare_config(figures, trained, written, export)
+        allowed = {*settings, *copied, *weights, "config.json", *(COPIED if sees else ())}
+    _compare_names(figures, export, allowed)
 
 
-def _compare_tokens(
-    figures: Figures, recipe: Recipe, settings: Path, export: Path, examples: list[Example], rows: int
-) -> None:
-    """Compare rows as both tokenizers and templates write them."""
-    if (image := recipe.data.image) is not None:  # a model's own processor prepares images, with its own bounds
-        image = image.model_copy(update={"processor": None, "max_pixels": None, "min_pixels": None})
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"image": image})})
-    try:
-        theirs = held_out_examples(recipe, export, rows, str(export))
-        tokenizers: list[Any] = [load_auto(AutoTokenizer, folder) for folder in (settings, export)]
-    except (UserError, OSError, ValueError, KeyError) as error:
-        figures.problems.append(f"the export's tokenizer does not render the run's rows: {first_line(error)}")
+def compare_adapter(figures: Figures, trained: Trained, export: Path) -> None:
+    """Compare a folder of an adapter with the adapter of a run. Raises UserError for another result."""
+    if trained.is_checkpoint or not trained.is_adapter:
+        raise UserError(f"{export}: an adapter, and {trained.run_dir} has no adapter as its result to compare it with")
+    theirs, ours = (read_object(folder / ADAPTER_CONFIG) for folder in (export, trained.folder))
+    place = {"base_model_name_or_path", "revision"}  # of the copy that is on the hub
+    figures.problems += other_keys(ADAPTER_CONFIG, ours, theirs, place)
+    settings = settings_files(trained.settings)
+    if (trained.folder / LABELS).is_file():
+        settings[LABELS] = trained.folder / LABELS
+    compare_each(figures, settings, export)
+    _compare_names(figures, export, {*settings, ADAPTER_CONFIG, ADAPTER})
+    if not (export / ADAPTER).is_file():
+        figures.problems.append(f"{ADAPTER} is missing")
         return
-    for ours, their in zip(examples, theirs, strict=False):
-        pairs = zip(ours.sequences, their.sequences, strict=True)
-        if not all(
-            np.array_equal(a.input_ids, b.input_ids) and np.array_equal(a.loss_mask, b.loss_mask) for a, b in pairs
-        ):
-            figures.problems.append(f"{ours.path}:{ours.row} has other tokens: another tokenizer or chat template")
-            break
-    for one in (one for example in examples for one in example.sequences):
-        if len({tokenizer.decode(one.input_ids, skip_special_tokens=True) for tokenizer in tokenizers}) > 1:
-            figures.problems.append("the same tokens are another text: another decoder, or other special tokens")
-            break
-    if len(theirs) != len(examples):
-        figures.problems.append(f"{len(theirs)} of {len(examples)} rows are rendered: another chat template")
-    _compare_prompts(figures, settings, export, tokenizers)
+    tensors = TensorFiles([export / ADAPTER])
+    for name in sorted({*tensors.names()} ^ {*trained.shapes}):
+        figures.problems.append(f"{ADAPTER}: {name} is {'not in the run' if name in tensors else 'missing'}")
+        return
+    for name in tensors.names():
+        one, other = tensors.read(name), trained.read(name)
+        if one.dtype != other.dtype or one.shape != other.shape or not one.equal(other):
+            figures.problems.append(f"{ADAPTER}: {name} is not the run's")
+            return
+        figures.tensors += 1
 
 
-def _compare_prompts(figures: Figures, settings: Path, export: Path, tokenizers: list[Any]) -> None:
-    """Compare a prompt as a server tokenizes it, with the special tokens that a tokenizer adds itself, and the tokens
-    that end an answer."""
-    chats = [
-        one.apply_chat_template(_CHAT, add_generation_prompt=True, tokenize=False) if one.chat_template else ""
-        for one in tokenizers
-    ]
-    ours, theirs = (one(chat or "How many?")["input_ids"] for one, chat in zip(tokenizers, chats, strict=True))
-    if chats[0] != chats[1]:
-        figures.problems.append("a prompt is rendered otherwise: another chat template")
-    elif ours != theirs:
-        figures.problems.append(
-            f"a prompt has other tokens: it begins with {theirs[:3]} in the export, {ours[:3]} in the run"
-        )
-    ends, other_ends = (end_tokens(folder) for folder in (settings, export))
-    if ends - other_ends:
-        figures.problems.append(f"{sorted(ends - other_ends)} end an answer in the run, and do not in the export")
-    if other_ends - ends:
-        figures.problems.append(f"{sorted(other_ends - ends)} end an answer in the export, and do not in the run")
+def compare_each(figures: Figures, ours: Mapping[str, Path], export: Path) -> None:
+    """Compare files as a whole, by their paths in the export; JSON files key by key."""
+    for name, path in ours.items():
+        if not (export / name).is_file():
+            figures.problems.append(f"{name} is missing")
+        elif path.read_bytes() == (export / name).read_bytes():
+            continue
+        elif not name.endswith(".json"):
+            figures.problems.append(f"{name} is not the run's")
+        else:
+            figures.problems += other_keys(name, _content(path), _content(export / name))
 
 
-def _without_images(example: Example) -> Example:
-    """Returns an example for a GGUF file, which has the language model alone."""
+def _content(file: Path) -> dict[str, Any]:
+    settings = read_object(file)
+    if file.name != "generation_config.json":
+        return settings
+    settings = GenerationConfig(**settings).to_dict()
+    ends = settings["eos_token_id"]
+    return {**settings, "eos_token_id": sorted({*ends}) if isinstance(ends, list) else [ends]}
 
-    def text(one: Document) -> Document:
-        kept = np.ones(len(one.input_ids), np.bool_)
-        for image in one.images:
-            kept[image.begin : image.end] = False
-        return Document(one.input_ids[kept], one.loss_mask[kept])
 
-    return replace(example, sequences=tuple(map(text, example.sequences)))
+def other_keys(file: str, ours: dict[str, Any], theirs: dict[str, Any], free: Set[str] = frozenset()) -> list[str]:
+    """Returns the first three keys that differ, with both values, each cut to what fits a line."""
+    keys = [k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k) and k not in _INERT | free]
+
+    def cut(value: Any) -> str:
+        text = str(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+
+    return [f"{file}: {key} is {cut(theirs.get(key))}, and {cut(ours.get(key))} in the run" for key in keys[:3]]
+
+
+def _compare_weight_files(figures: Figures, export: Path) -> set[str]:
+    """Returns the names of weight files, and of their index, as transformers finds them."""
+    index, held = export / INDEX, sorted(path.name for path in export.glob("*.safetensors"))
+    numbered = [shard_name(number, len(held)) for number in range(1, len(held) + 1)]
+    if held == [shard_name(1, 1)]:
+        if index.is_file():
+            figures.problems.append(f"{INDEX}: unexpected next to {held[0]}, which has all tensors")
+    elif held != numbered or not index.is_file():
+        expected = f"{numbered[0]}, ... and {INDEX}" if numbered else shard_name(1, 1)
+        figures.problems.append(f"weights: {', '.join(held[:3]) or 'no file'}: expected {expected}")
+    else:
+        places = read_object(index).get("weight_map", {})
+        names = {file: TensorFiles([export / file]).names() for file in held}
+        real = {name: file for file in held for name in names[file]}
+        if sum(map(len, names.values())) != len(real):
+            figures.problems.append("weights: two files have a tensor of the same name")
+        if places != real:
+            name = min({*places.items()} ^ {*real.items()})[0]
+            figures.problems.append(
+                f"{INDEX}: {name} is in {places.get(name)}, and the files have it in {real.get(name)}"
+            )
+    return {*held, INDEX}
+
+
+def _compare_names(figures: Figures, export: Path, allowed: set[str]) -> None:
+    """Report files that export does not write, and links."""
+    allowed |= _ALWAYS | ({PROGRESS} if export.name.endswith(".partial") else set())
+    for path in sorted(export.rglob("*")):
+        name = path.relative_to(export).as_posix()
+        if path.is_symlink():
+            figures.problems.append(f"{name}: a link; an export contains only files")
+        elif not path.is_dir() and name not in allowed:
+            figures.problems.append(f"{name}: unexpected file: it was not written by the export; remove it")
+
+
+# --- config.json and other settings
+
+
+def _config_of(folder: Path, trusted: bool | None = None) -> Any:
+    try:
+        return load_auto(AutoConfig, folder, trusted)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        reason = first_line(error)
+        raise UserError(f"{folder / 'config.json'}: transformers cannot build a model from it: {reason}") from None
+
+
+def _compare_config(figures: Figures, trained: Trained, written: StreamedModel, export: Path) -> None:
+    """Compare the keys of config.json that do not change how the model computes: class, special tokens, rows, tying,
+    type."""
+    theirs, base = read_object(export / "config.json"), written.base
+    source = read_object(base.folder / "config.json") if base is not None else {}
+    kinds, kind = theirs.get("architectures") or [], type(written.model).__name__
+    if kinds != [kind] and (base is None or kinds != (source.get("architectures") or [])):
+        figures.problems.append(f"config.json: architectures is {kinds}, and [{kind!r}] in the run")
+    types = {part.get(key) for part in (theirs, theirs.get("text_config") or {}) for key in ("dtype", "torch_dtype")}
+    if other := sorted(str(one) for one in types - {None, figures.dtype}):
+        figures.problems.append(f"config.json: dtype is {other[0]}, and the weights are {figures.dtype}")
+    if "quantization_config" in theirs and figures.format not in EIGHT_BITS:
+        figures.problems.append("config.json: quantization_config is there, and the weights are not quantized")
+    if base is None or (written.is_scoring and trained.is_adapter):
+        return
+    if source.get("model_type") != theirs.get("model_type"):
+        return
+    # With the defaults of its class; code is not run here.
+    ours, others = (
+        read if "auto_map" in read else _config_of(folder, False).to_dict()
+        for read, folder in ((source, base.folder), (theirs, export))
+    )
+    for section in ("", "text_config"):
+        for key in _OF_BASE:
+            one, other = ((config.get(section) or {} if section else config).get(key) for config in (ours, others))
+            if one is not None and key == "vocab_size" and written.added_rows is not None:
+                one = written.added_rows
+            elif one is not None and key == "tie_word_embeddings" and written.unties:
+                one = False
+            if one != other and not (key == "pad_token_id" and written.is_scoring):
+                figures.problems.append(f"config.json: {key} is {other}, and {one} in the run")
+
+
+def compare_settings(figures: Figures, trained: Trained, base: str | None, export: Path) -> Any:
+    """Compare the settings by which an export computes, and by which servers answer, with the run's; returns the config
+    of the run's model, of a GGUF file's that of its text part. Raises UserError for an invalid config."""
+    assert trained.recipe is not None
+    model, file = base_model(trained, base), gguf_of(export)
+    if trained.labels:  # its result is a text model also of a multimodal base
+        config = labelled(model_config(model), trained.labels)
+    elif file is not None:
+        config = model_config(model.model_copy(update={"train": None}))
+    else:
+        config = model_config(model) if model.config is not None else base_config(model)
+    if file is not None:
+        if is_written(config):
+            whole = base_config(model) if model.config is None else None
+            figures.problems += other_settings(config, whole, file)
+        else:  # another tool wrote it
+            read = load_auto(AutoConfig, file.parent, gguf_file=file.name)
+            values = [{key: getattr(one, key, None) for key in _IN_GGUF} for one in (config, read)]
+            for one, found in zip((config, read), values, strict=True):
+                found["rope_theta"] = rope_of(one).get("rope_theta")
+                found["rms_norm_eps"] = found["rms_norm_eps"] and round(found["rms_norm_eps"], 9)  # fp32 in the file
+            figures.problems += other_keys(str(file), values[0], values[1])
+        figures.problems += other_tokens(trained.settings, file)
+        compare_modelfile(figures, trained, export, file)
+        return config
+    ours, theirs = (_computing(one.to_dict()) for one in (config, _config_of(export)))
+    figures.problems += other_keys("config.json", ours, theirs)
+    if is_quantized(export):  # but for the layers that it leaves, see `other_layers`
+        stated = read_object(export / "config.json")["quantization_config"]
+        ours = settings_of(figures.format, stated.get("ignore", []))
+        figures.problems += other_keys("config.json, quantization_config", ours, stated)
+    if (images := trained.recipe.data.image) is not None:
+        for name, content in processor_settings(Base(model, image=images)).items():
+            if not (export / name).is_file():
+                figures.problems.append(f"{name} is missing: images would be seen by other settings")
+            else:
+                figures.problems += other_keys(name, json.loads(content), read_object(export / name))
+    return config
+
+
+def is_quantized(export: Path) -> bool:
+    """Returns whether `--quantize` wrote an export."""
+    return (export / METADATA).is_file() and bool(read_object(export / METADATA).get("quantised"))
+
+
+def _computing(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings that decide how a model computes."""
+    return {
+        key: _computing(value) if key.endswith("_config") and isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key not in _NOT_COMPUTING
+    }
+
+
+def compare_modelfile(figures: Figures, trained: Trained, export: Path, file: Path) -> None:
+    """Compare Ollama's file: the ends of an answer, and nothing that changes one."""
+    if not (path := export / "Modelfile").is_file():
+        return
+    lines = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()}
+    expected = set(modelfile(trained, file.name).splitlines())
+    figures.problems += [f"{path}: has no line {line!r}" for line in sorted(expected - lines)]
+    free = ("#", "LICENSE ", "PARAMETER num_ctx ")
+    others = sorted(line for line in lines - expected if line and not line.startswith(free))
+    figures.problems += [f"{path}: {line!r} is not of the run" for line in others[:1]]

@@ -11,25 +11,280 @@ Letters: T tokens of a document, S of them trained, V vocabulary; d sequences of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
-from finetune.data.dataset import until_end
+from finetune.checkpoints.trained import Trained
+from finetune.data.building import OpenedSources
+from finetune.data.dataset import build_dataset, build_held_out, until_end
+from finetune.data.images.family_table import family_of
 from finetune.data.samples import Example, Image
+from finetune.data.samples import Sequence as Document
+from finetune.data.sources.source import SourceReader
+from finetune.errors import UserError
+from finetune.models.added_tokens import start_rows, train_rows
+from finetune.models.base_config import first_line
+from finetune.models.base_model import Base
+from finetune.models.remote_code import from_config, load_auto
+from finetune.models.score_model import labelled
+from finetune.models.vision import targets_in_parts
+from finetune.models.weights import add_adapters
 from finetune.models.wrapped import output_head
+from finetune.recipe import Recipe
+from finetune.recipe.schema import HeldOut
 from finetune.release.export.figures import Figures
+from finetune.release.export.formats import EIGHT_BITS
+from finetune.release.export.gguf_file import gguf_of, other_tensors
+from finetune.release.export.gguf_settings import UNREAD, is_written, open_gguf
+from finetune.release.export.loading import class_of_result, load_trained
+from finetune.release.export.streamed import StreamedModel, auto_class, base_model
+from finetune.release.export.verify_tensors import stored_tensors
 from finetune.utils import unwrap_peft
 
 _KEPT_BYTES = 2**28  # of the run's log-probabilities, fp32
 _GREEDY_ROWS, _GREEDY_TOKENS = 4, 24
 # Images, ids (1, T) -> inputs of a forward; None without images.
 Pictures = Callable[[Sequence[Image], Tensor], dict[str, Tensor]] | None
+_LOADERS = (
+    "transformers.modeling_utils",
+    "transformers.loading_report",
+    "transformers.distributed.tensor_parallel",  # looks, and warns, only if the first one is this quiet
+)
+# Text that tokenizers split in different ways: digits, runs of spaces, contractions, letters beyond ASCII.
+_CHAT = [{"role": "user", "content": "How many days has a week?  It's 1234567,\n\n\tI'D say: naïve 日本 🙂 x1"}]
+
+
+# --- rows
+
+
+def replace_settings(recipe: Recipe, tokenizer: Path, name: str | None) -> Recipe:
+    """Returns the recipe with the tokenizer and template of a folder. name: of the model whose processor prepares its
+    images; None: the recipe's."""
+    changes = {"tokenizer": str(tokenizer), "chat_template": None, "chat_template_arguments": None}
+    if recipe.data.image is not None and name is not None:
+        changes |= {"name": name, "revision": None}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)})
+
+
+def check_rows(trained: Trained) -> None:
+    """Raises UserError if the rows that an export is compared on are gone: before hours of writing."""
+    if (recipe := trained.recipe) is None:
+        return
+    data = recipe.data
+    for source in data.train if isinstance(data.eval, HeldOut) else data.eval_sources or data.train:
+        try:
+            SourceReader(source)
+        except UserError as error:
+            raise UserError(
+                f"{trained.run_dir}: the run's rows, which an export is compared on, cannot be read: {error}\n"
+                "Fix: put them back, or `export --no-verify`, which compares nothing"
+            ) from None
+
+
+def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int, name: str | None = None) -> list[Example]:
+    """Returns the first rows of `data.eval`, or of `data.train`, as a tokenizer's folder renders them. name: see
+    `replace_settings`. Raises UserError."""
+    recipe = replace_settings(recipe, tokenizer, name)
+    overlong = "drop" if recipe.objective.name in ("dpo", "orpo", "reward") else "truncate"  # answers stay whole
+    data = recipe.data.model_copy(update={"streaming": False, "mixture": None, "overlong": overlong})
+    recipe = recipe.model_copy(update={"data": data})
+    # The folder's tokenizer has the tokens that the recipe adds.
+    base, opened = Base(recipe.model, image=data.image), OpenedSources(recipe)
+    renderer = base.renderer(recipe.objective)
+    if isinstance(data.eval, HeldOut):
+        held_out = build_held_out(recipe, renderer, opened)
+    else:
+        sources = tuple(
+            source.model_copy(update={"limit": min(rows, source.limit or rows), "weight": 1.0, "max_epochs": None})
+            for source in data.eval_sources or data.train
+        )
+        held_out = build_dataset(recipe, sources, renderer, opened=opened)
+    assert held_out is not None
+    return [held_out.examples[i] for i in range(min(rows, len(held_out.examples)))]
+
+
+def compare_tokens(
+    figures: Figures, recipe: Recipe, settings: Path, export: Path, examples: list[Example], rows: int
+) -> None:
+    """Compare rows as both tokenizers and templates write them."""
+    if (image := recipe.data.image) is not None:  # a model's own processor prepares images, with its own bounds
+        image = image.model_copy(update={"processor": None, "max_pixels": None, "min_pixels": None})
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"image": image})})
+    try:
+        theirs = held_out_examples(recipe, export, rows, str(export))
+        tokenizers: list[Any] = [load_auto(AutoTokenizer, folder) for folder in (settings, export)]
+    except (UserError, OSError, ValueError, KeyError) as error:
+        figures.problems.append(f"the export's tokenizer does not render the run's rows: {first_line(error)}")
+        return
+    for ours, their in zip(examples, theirs, strict=False):
+        pairs = zip(ours.sequences, their.sequences, strict=True)
+        if not all(
+            np.array_equal(a.input_ids, b.input_ids) and np.array_equal(a.loss_mask, b.loss_mask) for a, b in pairs
+        ):
+            figures.problems.append(f"{ours.path}:{ours.row} has other tokens: another tokenizer or chat template")
+            break
+    for one in (one for example in examples for one in example.sequences):
+        if len({tokenizer.decode(one.input_ids, skip_special_tokens=True) for tokenizer in tokenizers}) > 1:
+            figures.problems.append("the same tokens are another text: another decoder, or other special tokens")
+            break
+    if len(theirs) != len(examples):
+        figures.problems.append(f"{len(theirs)} of {len(examples)} rows are rendered: another chat template")
+    compare_prompts(figures, settings, export, tokenizers)
+
+
+def compare_prompts(figures: Figures, settings: Path, export: Path, tokenizers: list[Any]) -> None:
+    """Compare a prompt as a server tokenizes it, with the special tokens that a tokenizer adds itself, and the tokens
+    that end an answer."""
+    chats = [
+        one.apply_chat_template(_CHAT, add_generation_prompt=True, tokenize=False) if one.chat_template else ""
+        for one in tokenizers
+    ]
+    ours, theirs = (one(chat or "How many?")["input_ids"] for one, chat in zip(tokenizers, chats, strict=True))
+    if chats[0] != chats[1]:
+        figures.problems.append("a prompt is rendered otherwise: another chat template")
+    elif ours != theirs:
+        figures.problems.append(
+            f"a prompt has other tokens: it begins with {theirs[:3]} in the export, {ours[:3]} in the run"
+        )
+    ends, other_ends = (end_tokens(folder) for folder in (settings, export))
+    if ends - other_ends:
+        figures.problems.append(f"{sorted(ends - other_ends)} end an answer in the run, and do not in the export")
+    if other_ends - ends:
+        figures.problems.append(f"{sorted(other_ends - ends)} end an answer in the export, and do not in the run")
+
+
+def drop_images(example: Example) -> Example:
+    """Returns an example for a GGUF file, which has the language model alone."""
+
+    def text(one: Document) -> Document:
+        kept = np.ones(len(one.input_ids), np.bool_)
+        for image in one.images:
+            kept[image.begin : image.end] = False
+        return Document(one.input_ids[kept], one.loss_mask[kept])
+
+    return replace(example, sequences=tuple(map(text, example.sequences)))
+
+
+# --- the two models: the run's, as training computed with it, and the export's, as anyone loads it
+
+
+def load_reference(trained: Trained, base: str | None = None) -> Any:
+    """Returns the trained model in fp32, with adapters next to their base, as in training. Raises UserError."""
+    if not trained.is_checkpoint:
+        return load_trained(trained.folder, base).float().eval()
+    recipe = trained.recipe
+    assert recipe is not None  # as a checkpoint has
+    about, first_added = base_model(trained, base), 0
+    of_run, auto = Base(about, recipe.tokens), auto_class(about, trained.labels)
+    config = labelled(of_run.config, trained.labels) if trained.labels else of_run.config
+    if about.name is None or about.config is not None:  # the schema wants one of the two
+        model: Any = from_config(auto, config, about.trust_remote_code)
+    else:  # of a multimodal one its text part
+        files = of_run.files
+        more: dict[str, Any] = {"config": config, "key_mapping": files.renames} if files is not None else {}
+        more |= {"config": config} if trained.labels else {}
+        revision = about.revision or "main"
+        try:
+            model = load_auto(
+                *(auto, about.name, about.trust_remote_code), revision=revision, dtype=torch.float32, **more
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"the base model {about.name!r} cannot be loaded: {first_line(error)}; give --base"
+            ) from None
+    if recipe.tokens is not None:
+        first_added = len(of_run.tokenizer) - len(of_run.pieces)
+        start_rows(model, first_added, of_run.pieces)
+    if trained.is_adapter:
+        assert recipe.lora is not None
+        parts = recipe.model.train
+        targets = targets_in_parts(model, family_of(model.config), parts, recipe.lora) if parts else None
+        model = add_adapters(model.float(), recipe.lora, torch.float32, recipe.tokens, targets)
+        if recipe.tokens is not None and recipe.tokens.train != "all":
+            train_rows(model, first_added, len(recipe.tokens.add), torch.float32)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in trained.shapes:
+            parameters[name].copy_(trained.read(name))
+    return model.float().eval()
+
+
+def load_export(export: Path, figures: Figures, config: Any, written: StreamedModel) -> Any | None:
+    """Returns the export in fp32; None if transformers cannot load it. config: of a GGUF file's model, which states
+    only some of it; written: the run's tensors."""
+    file, is_decoded, more = gguf_of(export), False, dict[str, Any]()
+    if file is not None:
+        config = copy.deepcopy(config)
+        config.tie_word_embeddings = not any(one.name == "output.weight" for one in open_gguf(file).tensors)
+        if is_written(config):
+            figures.problems += (others := other_tensors(written, file))
+            is_decoded = config.model_type in UNREAD
+            if is_decoded and others:
+                return None
+        # llama.cpp has no Mistral: without a window it is the same as Llama.
+        config = as_llama(config) if config.model_type == "mistral" else config
+        more = {"gguf_file": file.name, "config": config}
+    elif figures.format in EIGHT_BITS:
+        config = more["config"] = load_auto(AutoConfig, export)
+        is_decoded = find_spec("compressed_tensors") is None
+        if is_decoded:
+            del config.quantization_config
+        else:
+            config.quantization_config["dequantize"] = True
+    try:
+        if is_decoded:  # here, as the format says; auto classes want a folder
+            kind = type(written.text_part.text if file is not None and written.text_part else written.model)
+            state = {name: one.read() for name, one in stored_tensors(export, written).items()}
+            settings: dict[str, Any] = {"config": config, "state_dict": state, "trust_remote_code": False}
+            model, report = kind.from_pretrained(None, dtype=torch.float32, output_loading_info=True, **settings)
+        else:
+            auto = AutoModelForCausalLM if file is not None else class_of_result(export)
+            model, report = load_auto(auto, export, dtype=torch.float32, output_loading_info=True, **more)
+    except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
+        figures.problems.append(f"transformers cannot load it: {first_line(error)}")
+        return None
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, report.get(kind) or ())):
+            figures.problems.append(f"{kind.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
+    return model.eval()
+
+
+def as_llama(config: Any) -> LlamaConfig:
+    """Returns Mistral's config as that of the same Llama."""
+    return LlamaConfig(**{k: v for k, v in config.to_dict().items() if k not in ("model_type", "architectures")})
+
+
+@contextlib.contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Hides the messages of transformers and peft while they load: they are in the figures, or expected (tied heads,
+    experts' patterns)."""
+    loggers = [logging.getLogger(name) for name in _LOADERS]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+# --- answers
 
 
 def end_tokens(folder: Path) -> set[int]:

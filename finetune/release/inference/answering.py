@@ -171,7 +171,8 @@ class Answerer:
     @cached_property
     def _row_images(self) -> RowImages:
         from finetune.data.images.expansion import RowImages
-        from finetune.data.images.families import FAMILIES, image_family
+        from finetune.data.images.families import image_family
+        from finetune.data.images.family_table import FAMILIES
 
         if (kind := self.model.config.model_type) not in FAMILIES or self.processor is None:
             raise UserError(f"this model ({kind}) takes no images: models that do are {', '.join(FAMILIES)}")

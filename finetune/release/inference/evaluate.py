@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig
 
-from finetune.checkpoints.folder import best_checkpoint
+from finetune.checkpoints.folder import best_checkpoint, step_of
 from finetune.checkpoints.trained import Trained, find_trained
 from finetune.errors import RunFailure, UserError
 from finetune.models.added_tokens import grow_to
@@ -31,7 +31,7 @@ from finetune.models.remote_code import load_auto
 from finetune.models.tokenizer import read_tokenizer
 from finetune.recipe import Recipe
 from finetune.release.export.loading import auto_class, default_device, load_result
-from finetune.release.export.verify_models import load_reference
+from finetune.release.export.verify_answers import load_reference
 from finetune.startup import is_verbose
 from finetune.tracking.metrics import add_to_step, read_metrics
 from finetune.tracking.trackers import Trackers
@@ -293,7 +293,7 @@ def _step_of_result(run_dir: Path, recipe: Recipe | None) -> int | None:
     lines = read_metrics(run_dir / "metrics.jsonl").lines
     if recipe is not None and recipe.train.result == "best":
         best = best_checkpoint(run_dir / "checkpoints", recipe.checkpoint.best)
-        return int(best.name.removeprefix("step-")) if best else None
+        return step_of(best) if best else None
     return lines[-1]["step"] if lines else None
 
 

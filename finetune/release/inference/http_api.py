@@ -30,69 +30,48 @@ MAX_BODIES_BYTES = 256 * 2**20  # total of requests being read or waiting
 
 def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL_HOSTS) -> Any:
     """Returns the application. hosts: names allowed in a request's header `Host`."""
-    lane, prompts = Lane(), Prompts(entries)
-    waiting, held = 0, 0  # requests; bytes of bodies
+    api = Api(entries)
+    app = FastAPI(lifespan=api.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    for kind in (Refused, UserError, HTTPException, Exception):
+        app.add_exception_handler(kind, _failed)
+    app.add_api_route("/health", api.health)
+    app.add_api_route("/v1/models", api.models)
+    app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"])
+    app.add_api_route("/v1/completions", api.completions, methods=["POST"])
+    app.add_middleware(HostCheck, hosts=hosts, refusal=_other_name)
+    return app
+
+
+class Api:
+    """The routes, and what their requests hold: a place each of `MAX_WAITING`, and bytes of `MAX_BODIES_BYTES`."""
+
+    def __init__(self, entries: dict[str, Answerer]):
+        self._models = tuple(entries)
+        self._lane, self._prompts = Lane(), Prompts(entries)
+        self._waiting, self._held = 0, 0  # requests, including the one being answered; bytes of their bodies
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: Any) -> AsyncIterator[None]:
+    async def lifespan(self, _: Any) -> AsyncIterator[None]:
         yield
-        prompts.close()
-        lane.close()
+        self._prompts.close()
+        self._lane.close()
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    async def health(self) -> Any:
+        answering = self._lane.answering
+        return {"status": "ok", "answering": answering, "waiting": max(0, self._waiting - answering)}
 
-    @app.exception_handler(Refused)
-    async def refused(_: HttpRequest, error: Refused) -> JSONResponse:
-        return _error(error.status, str(error))
-
-    @app.exception_handler(UserError)
-    async def of_request(_: HttpRequest, error: UserError) -> JSONResponse:  # an image that cannot be decoded
-        return _error(400, str(error))
-
-    @app.exception_handler(HTTPException)
-    async def of_routes(_: HttpRequest, error: HTTPException) -> JSONResponse:
-        return _error(error.status_code, str(error.detail))
-
-    @app.exception_handler(Exception)
-    async def unforeseen(_: HttpRequest, error: Exception) -> JSONResponse:
-        return _error(500, f"{type(error).__name__}: {str(error)[:200]}")
-
-    @app.get("/health")
-    async def health() -> Any:
-        return {"status": "ok", "answering": lane.answering, "waiting": max(0, waiting - lane.answering)}
-
-    @app.get("/v1/models")
-    async def models() -> Any:
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "finetune"} for name in entries]
+    async def models(self) -> Any:
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "finetune"} for name in self._models]
         return {"object": "list", "data": data}
 
-    @app.post("/v1/chat/completions")
-    async def chat(http: HttpRequest) -> Any:
-        return await answered(http, is_chat=True)
+    async def chat(self, http: HttpRequest) -> Any:
+        return await self._respond(http, is_chat=True)
 
-    @app.post("/v1/completions")
-    async def completions(http: HttpRequest) -> Any:
-        return await answered(http, is_chat=False)
+    async def completions(self, http: HttpRequest) -> Any:
+        return await self._respond(http, is_chat=False)
 
-    async def answered(http: HttpRequest, is_chat: bool) -> Any:
-        nonlocal waiting, held
-        body = await whole_body(http)
-        if waiting >= MAX_WAITING:
-            raise Refused(429, f"{MAX_WAITING} requests wait already: try again later")
-        size = len(body)
-        waiting, held = waiting + 1, held + size
-
-        def done(_: Any = None) -> None:
-            nonlocal waiting, held
-            waiting, held = waiting - 1, held - size
-
-        try:
-            fields, request = await prompts.make(body, is_chat)
-        except BaseException:
-            done()
-            raise
-        answer = asyncio.create_task(_answer(lane, request, http))
-        answer.add_done_callback(done)
+    async def _respond(self, http: HttpRequest, is_chat: bool) -> Any:
+        fields, request, answer = await self._start(http, is_chat)
         about = {"id": f"finetune-{uuid.uuid4().hex}", "created": int(time.time()), "model": fields["model"]}
         if not fields.get("stream"):
             return JSONResponse(_whole(request, await answer, about, is_chat))
@@ -104,38 +83,64 @@ def build_app(entries: dict[str, Answerer], hosts: Collection[str] = LOCAL_HOSTS
         usage = bool((fields.get("stream_options") or {}).get("include_usage"))
         return StreamingResponse(_events(answer, request, about, is_chat, usage), media_type="text/event-stream")
 
-    async def whole_body(http: HttpRequest) -> bytes:
+    async def _start(self, http: HttpRequest, is_chat: bool) -> tuple[dict[str, Any], Request, asyncio.Task[Finished]]:
+        """Reads a request and puts it into the lane; it holds its place and its bytes until its answer has ended."""
+        body = await self._read_body(http)
+        if self._waiting >= MAX_WAITING:
+            raise Refused(429, f"{MAX_WAITING} requests wait already: try again later")
+        size = len(body)
+        self._hold(1, size)
+        try:
+            fields, request = await self._prompts.make(body, is_chat)
+        except BaseException:
+            self._hold(-1, -size)
+            raise
+        answer = asyncio.create_task(_answer(self._lane, request, http))
+        answer.add_done_callback(lambda _: self._hold(-1, -size))
+        return fields, request, answer
+
+    def _hold(self, requests: int, size: int) -> None:
+        self._waiting, self._held = self._waiting + requests, self._held + size
+
+    async def _read_body(self, http: HttpRequest) -> bytes:
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "expected a JSON body, with the header Content-Type: application/json")
-        parts: list[bytes] = []
-
-        async def read() -> None:
-            nonlocal held
-            size = 0
-            try:
-                async for part in http.stream():
-                    size, held = size + len(part), held + len(part)
-                    if size > prompts.max_body:
-                        raise Refused(413, f"the body has more than {prompts.max_body:,} bytes")
-                    if held > MAX_BODIES_BYTES:
-                        raise Refused(503, "too many bodies are being sent: try again later")
-                    parts.append(part)
-            finally:
-                held -= size
-
         try:
-            await asyncio.wait_for(read(), BODY_TIMEOUT_S)
+            return await asyncio.wait_for(self._receive(http), BODY_TIMEOUT_S)
         except asyncio.TimeoutError:
             raise Refused(408, f"the body was incomplete after {BODY_TIMEOUT_S:g} s") from None
         except ClientDisconnect:
             raise Refused(400, "the connection was closed within the body") from None
-        return b"".join(parts)
 
-    def other_name(name: str) -> JSONResponse:
-        return _error(403, f"{name!r} is not a name of this server: `serve --allow-host NAME` allows a name")
+    async def _receive(self, http: HttpRequest) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async for part in http.stream():
+                size += len(part)
+                self._hold(0, len(part))
+                if size > self._prompts.max_body:
+                    raise Refused(413, f"the body has more than {self._prompts.max_body:,} bytes")
+                if self._held > MAX_BODIES_BYTES:
+                    raise Refused(503, "too many bodies are being sent: try again later")
+                parts.append(part)
+            return b"".join(parts)
+        finally:
+            self._hold(0, -size)
 
-    app.add_middleware(HostCheck, hosts=hosts, refusal=other_name)
-    return app
+
+async def _failed(_: HttpRequest, error: Exception) -> JSONResponse:
+    if isinstance(error, Refused):
+        return _error(error.status, str(error))
+    if isinstance(error, HTTPException):  # of the routes
+        return _error(error.status_code, str(error.detail))
+    if isinstance(error, UserError):  # such as an image that cannot be decoded
+        return _error(400, str(error))
+    return _error(500, f"{type(error).__name__}: {str(error)[:200]}")
+
+
+def _other_name(name: str) -> JSONResponse:
+    return _error(403, f"{name!r} is not a name of this server: `serve --allow-host NAME` allows a name")
 
 
 async def _answer(lane: Lane, request: Request, http: HttpRequest) -> Finished:

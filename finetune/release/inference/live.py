@@ -28,8 +28,7 @@ from finetune.errors import RunFailure, UserError
 from finetune.models.remote_code import load_auto
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut, Images
-from finetune.release.export.verify_answers import end_tokens
-from finetune.release.export.verify_models import load_reference, quiet_loading
+from finetune.release.export.verify_answers import end_tokens, load_reference, quiet_loading
 from finetune.release.inference.answering import Answerer, Prompt, chat_template
 from finetune.release.inference.chat import image_url_part
 from finetune.release.inference.server_client import Server

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
+from finetune.checkpoints.folder import step_of
 from finetune.checkpoints.inputs import on_main, reward_files, sample_teacher
 from finetune.data.chat.renderer import Renderer
 from finetune.data.chat.turns import TurnRenderer
@@ -175,7 +176,7 @@ class RolloutRows(RunRows):
         if self._recipe.checkpoint.resume == "never":  # or those of the earlier run would be trained on
             for kind in (records.STEP, records.EVALUATION):
                 for file in sorted(self._records.glob(f"{kind}-*.jsonl")):
-                    records.set_record_aside(self._records, int(file.stem.removeprefix(f"{kind}-")), kind)
+                    records.set_record_aside(self._records, step_of(file), kind)
         if self._server is not None:
             self._server.open()
         if self._episodes is not None:

@@ -200,7 +200,7 @@ def find_row(view: DatasetView, address: str) -> list[int]:
     index = bisect_left(ordered, (number, ""))
     nearest = [f"{near}:{row}" for row, near in ordered[max(0, index - 1) : index + 1]]
     nearest = f"{'are' if len(nearest) > 1 else 'is'} {' and '.join(nearest)}"
-    raise UserError(f"--row {address}: {_why_absent(view, path, number)}\nThe nearest {nearest}")
+    raise UserError(f"--row {address}: {_absence_reason(view, path, number)}\nThe nearest {nearest}")
 
 
 def matches_path(label: str, typed: str) -> bool:
@@ -208,20 +208,20 @@ def matches_path(label: str, typed: str) -> bool:
     return label == typed or label.endswith(f"/{typed.removeprefix('./')}")
 
 
-def _why_absent(view: DatasetView, path: str, number: int) -> str:
+def _absence_reason(view: DatasetView, path: str, number: int) -> str:
     """Returns the reason that a row has no example: reads and renders it again, alone."""
     bad: dict[tuple[str, int], str] = {}
     for source, report in zip(view.sources, view.data.examples.report.sources, strict=True):
         for label, n, row in read_rows(source, lambda label, n, message: bad.update({(label, n): message})):
             if n == number and matches_path(label, path):
-                return _why_dropped(view, source, report.format, row, f"{label}:{n}")
+                return _drop_reason(view, source, report.format, row, f"{label}:{n}")
         for (label, n), message in bad.items():
             if n == number and matches_path(label, path):
                 return f"a bad row: {message}"
     return "there is no such row"
 
 
-def _why_dropped(view: DatasetView, source: Source, format: str, row: dict[str, Any], address: str) -> str:
+def _drop_reason(view: DatasetView, source: Source, format: str, row: dict[str, Any], address: str) -> str:
     """Returns the error for a file with only this row if dropping is not allowed."""
     strict = {"overlong": "error", "on_bad_row": "error", "mixture": None, "streaming": False}
     with tempfile.TemporaryDirectory() as folder:
