@@ -16,7 +16,7 @@ from repository import ROOT
 
 from finetune.engine.costs.common import all_reduce, one_way
 from finetune.engine.launch import read_config_file
-from finetune.models.config import training_config
+from finetune.models.base_model import Base
 from finetune.plan.shapes import costs_at, shapes_of
 from finetune.plan.speed import Shape
 from finetune.recipe import load_recipe
@@ -38,7 +38,7 @@ def test_the_formula_says_what_is_sent(
     ranks: list[dict[str, Any]], recipe: dict[str, Any], write_recipe: Callable[..., Path], case: str, splits: bool
 ) -> None:
     loaded = load_recipe(write_recipe(recipe), ["train.activation_checkpointing=false"])
-    config, launch = training_config(loaded), read_config_file(str(ROOT / "accelerate_configs" / "tp.yaml"), 2)
+    config, launch = Base.of(loaded).config, read_config_file(str(ROOT / "accelerate_configs" / "tp.yaml"), 2)
     costs = costs_at(loaded, config, launch, "cpu")
     assert costs.shapes.splits_tokens
     if not splits:
@@ -67,7 +67,7 @@ def test_a_plan_knows_the_experts_of_a_rank(
     recipe: dict[str, Any], write_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     loaded = load_recipe(write_recipe(recipe), [f"model.name={tiny.save_model(tmp_path, 'mixtral')}"])
-    ours, all_of_them = (shapes_of(loaded, training_config(loaded), size).weights for size in (2, 1))
+    ours, all_of_them = (shapes_of(loaded, Base.of(loaded).config, size).weights for size in (2, 1))
     experts = [(one, whole) for one, whole in zip(ours, all_of_them, strict=True) if whole.expert]
     assert [one.shape for one, _ in experts] == [(4, *whole.shape[1:]) for _, whole in experts]
     assert {(one.expert, one.parts) for one, _ in experts} == {(True, 2)}

@@ -83,8 +83,8 @@ def test_parts_of_sources_are_the_same_on_another_launch(mixed, write_recipe, tm
     assert plan["total_rows"] != 2.5 * plan["rows_per_epoch"]
     assert len(whole) == plan["steps"] == -(-plan["total_rows"] // mixed["batch"]["rows"])
     assert whole[-1]["epoch"] == 2.5
-    recipe = load_recipe(path)
-    examples = build_training(recipe, Base.of(recipe).renderer(recipe.objective)).examples
+    loaded = load_recipe(path)
+    examples = build_training(loaded, Base.of(loaded).renderer(loaded.objective)).examples
     assert whole[-1]["tokens/rows"] == examples.lengths[examples.of_source(0)].sum()  # each of its rows once
 
 

@@ -11,7 +11,7 @@ import tiny
 from PIL import Image
 from transformers import AutoTokenizer
 
-from finetune.data.examples import prepare_examples
+from finetune.data.examples import prepare_examples, recipe_renderer
 from finetune.desk.view.inspect.page import tokens_of, with_pictures
 from finetune.recipe import load_recipe
 
@@ -26,7 +26,7 @@ def test_a_page_has_each_image_of_a_row(recipe: dict[str, Any], write_recipe: An
     recipe["data"] = {"train": [{"path": str(rows), "format": "messages"}], "max_length": 512, "image": {}}
     del recipe["evaluate"]
     loaded, tokenizer = load_recipe(write_recipe(recipe)), AutoTokenizer.from_pretrained(model)
-    (example,) = prepare_examples(loaded, loaded.data.train, tokenizer)
+    (example,) = prepare_examples(loaded, loaded.data.train, recipe_renderer(loaded.model, loaded.objective, tokenizer))
     (sequence,) = example.sequences
     page = with_pictures(tokens_of(sequence, tokenizer), sequence)
     assert page.count("<img ") == 1
