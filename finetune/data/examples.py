@@ -44,7 +44,8 @@ from finetune.data.samples import Example, concatenate_sizes
 from finetune.data.token_cache import CacheEntry, DataReport, find_or_build, load
 from finetune.errors import UserError
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Data, HeldOut, Images, Mixture, Model, ObjectiveSettings, Source
+from finetune.recipe.objective_settings import ObjectiveSettings
+from finetune.recipe.schema import Data, HeldOut, Images, Mixture, Model, Source
 
 if TYPE_CHECKING:
     from finetune.data.images.expansion import RowImages

@@ -23,7 +23,8 @@ from finetune.models.checkpoint_files import PROCESSORS, checkpoint_file
 from finetune.models.config import model_config, without_dropout
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Images, Model, ObjectiveSettings, Tokens
+from finetune.recipe.objective_settings import ObjectiveSettings
+from finetune.recipe.schema import Images, Model, Tokens
 
 if TYPE_CHECKING:
     from finetune.data.images.expansion import RowImages

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from finetune.data.token_text import visible
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Data, ObjectiveSettings
+from finetune.recipe.objective_settings import ObjectiveSettings
+from finetune.recipe.schema import Data
 from finetune.startup import is_verbose
 from finetune.tracking.metrics import Totals
 from finetune.training.evaluation import Generation

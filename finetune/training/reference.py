@@ -38,7 +38,7 @@ from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import ONE_RANK, sequence_log_probs
 from finetune.objectives.preference import REFERENCE
 from finetune.recipe import Recipe
-from finetune.recipe.schema import ObjectiveSettings
+from finetune.recipe.objective_settings import ObjectiveSettings
 from finetune.training.reference_files import (
     Dependencies,
     Unfinished,
