@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rich.table import Table
+from transformers import PretrainedConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
@@ -40,13 +41,16 @@ def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides:
     from finetune.engine.launch import read_config_file
     from finetune.errors import UserError
     from finetune.features import all_features, load_recipe
+    from finetune.models.base_model import Base
     from finetune.training.prepare import prepare
     from finetune.training.trainer import Trainer
 
     file = str(ROOT / "accelerate_configs" / f"{where}.yaml")
     try:
-        recipe = load_recipe(recipe_file, [*overrides, "data.eval=[]"])
-        prepared = prepare(recipe, recipe_file, read_config_file(file, processes), all_features())
+        recipe, launch = load_recipe(recipe_file, [*overrides, "data.eval=[]"]), read_config_file(file, processes)
+        if launch.parallelism.tensor > 1:
+            remember_trial(Base.of(recipe).config)
+        prepared = prepare(recipe, recipe_file, launch, all_features())
     except UserError as refusal:
         return {"refused": str(refusal)}
 
@@ -67,6 +71,20 @@ def measure(recipe_file: str, where: str, processes: int, rank: int, *overrides:
         },
         "at_peak": meter.at_peak.most_common(12),
     }
+
+
+def remember_trial(config: PretrainedConfig) -> None:
+    """Leave the outcome of the trial of divided layers in the cache. In a fork: after its backward autograd has counted
+    the devices of a process for good, and its threads cannot share one mode of fake tensors."""
+    from finetune.engine.split_trial import tensor_split_problem
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            tensor_split_problem(config)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
 
 
 def main() -> None:

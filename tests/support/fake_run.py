@@ -32,7 +32,6 @@ from finetune.data.samples import Example, ExampleSizes
 from finetune.engine import zero
 from finetune.engine.base import Engine
 from finetune.engine.launch import CONFIG_VARIABLES, Launch, read_config_file, read_launch
-from finetune.engine.split_trial import tensor_split_problem
 from finetune.engine.start import start_engine
 from finetune.engine.zero import Zero
 from finetune.models import packed_linear
@@ -134,8 +133,6 @@ def fake_run(
     # DDP's reducer is C++ that reads the parameters' memory: replicas run without it.
     engine.accelerator.prepare_model = lambda model, **_: model.to(engine.device)
     attention_for(recipe, config, "cuda")  # a trial on real tensors, which is remembered
-    if launch.parallelism.tensor > 1:
-        tensor_split_problem(config)  # as well as of its tokens; their threads cannot share one mode of fake tensors
     with fake_cuda(block) as meter, _weights_without_values(), _without_agreement(launch):
         meter.begin("load")
         wrap = engine.wrap
