@@ -12,6 +12,7 @@ from finetune.data.sources.hub import check_hub
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.recipe import Recipe
+from finetune.recipe.reward_settings import EnvironmentReward
 from finetune.recipe.schema import BatchSettings
 from finetune.utils import readable_bytes
 
@@ -117,7 +118,7 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
             problems.attempt(find_reference, recipe, prepared.training, prepared.held_out)
         problems.attempt(_check_model, prepared, attention)
     trial = None
-    if any(one.kind() != "environment" for one in recipe.rewards):
+    if not all(isinstance(one, EnvironmentReward) for one in recipe.rewards):
         rows = on_disk(prepared.training)
         trial = problems.attempt(check_rewards, prepared.recipe, rows, prepared.base.tokenizer)
     environment = None

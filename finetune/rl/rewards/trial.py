@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from finetune.recipe.reward_settings import RewardSettings
+from finetune.recipe.reward_settings import JsonSchemaReward, LengthReward, RegexReward, RewardSettings
 from finetune.rl.rewards.completion import Completion, Reward
 from finetune.rl.rewards.scoring import Rewards
 
 TRIED_ROWS, JUDGED_ROWS = 16, 4  # judges cost money
-_FORM = ("regex", "json_schema", "length")  # look at the form alone: garbage of the right form gets the same
+_FORM = (RegexReward, JsonSchemaReward, LengthReward)  # look at the form alone: garbage of the right form gets the same
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _weak(
     won = sum(reference > garbage for reference, garbage in pairs)
     if won == 0:
         text = f"rewards: no reference answer gets more than garbage in its place ({totals})"
-        if all(one.kind in _FORM for one in settings):
+        if all(isinstance(one, _FORM) for one in settings):
             return [], [f"{text}; these rewards look at the form of an answer alone"]
         hint = "do references have the form that the rewards ask for? `python -m finetune inspect` shows them"
         return [f"{text}, so a run would learn nothing, or the opposite: {hint}"], []

@@ -35,6 +35,7 @@ from finetune.data.samples import BadRow, Conversation, Message
 from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.recipe import Recipe
+from finetune.recipe.reward_settings import EnvironmentReward
 from finetune.rl.rewards.completion import Outcome
 from finetune.rl.rollouts.drawing import Beginning, Drawer, Drawn, Talk
 from finetune.rl.rollouts.environment import LOG, EnvironmentCall, Environments
@@ -95,7 +96,7 @@ class Episodes:
         assert recipe.rollouts is not None
         assert recipe.rollouts.environment is not None  # the caller's condition
         self._recipe, self._renderer, self._settings = recipe, renderer, recipe.rollouts.environment
-        self._is_rewarded = any(one.kind == "environment" for one in recipe.rewards)
+        self._is_rewarded = any(isinstance(one, EnvironmentReward) for one in recipe.rewards)
         self._environments, self._folder = Environments(self._settings, self._is_rewarded, folder), folder
         self._room = recipe.data.max_length - recipe.rollouts.max_new_tokens  # of prompts
 

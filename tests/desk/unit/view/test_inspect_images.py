@@ -9,10 +9,10 @@ from typing import Any
 
 import tiny
 from PIL import Image
-from transformers import AutoTokenizer
 
-from finetune.data.examples import prepare_examples, recipe_renderer
+from finetune.data.examples import prepare_examples
 from finetune.desk.view.inspect.page import tokens_of, with_pictures
+from finetune.models.base_model import Base
 from finetune.recipe import load_recipe
 
 
@@ -25,10 +25,11 @@ def test_a_page_has_each_image_of_a_row(recipe: dict[str, Any], write_recipe: An
     recipe["model"] = {"name": str(model)}
     recipe["data"] = {"train": [{"path": str(rows), "format": "messages"}], "max_length": 512, "image": {}}
     del recipe["evaluate"]
-    loaded, tokenizer = load_recipe(write_recipe(recipe)), AutoTokenizer.from_pretrained(model)
-    (example,) = prepare_examples(loaded, loaded.data.train, recipe_renderer(loaded.model, loaded.objective, tokenizer))
+    loaded = load_recipe(write_recipe(recipe))
+    base = Base.of(loaded)
+    (example,) = prepare_examples(loaded, loaded.data.train, base.renderer(loaded.objective))
     (sequence,) = example.sequences
-    page = with_pictures(tokens_of(sequence, tokenizer), sequence)
+    page = with_pictures(tokens_of(sequence, base.tokenizer), sequence)
     assert page.count("<img ") == 1
     assert "<|image_pad|>" not in page
     encoded = str(page).partition("base64,")[2].partition('"')[0]
