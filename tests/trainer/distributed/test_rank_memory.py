@@ -16,7 +16,7 @@ from forks import accelerate_launch
 from test_modes import CONFIGS, became, lines_of
 
 WORKER = Path(__file__).with_name("rank_memory_worker.py")
-LAUNCHES = [("single", 1), ("fsdp2", 2), ("zero3", 2)]
+LAUNCHES = [("single", 1), pytest.param("fsdp2", 2, marks=pytest.mark.long), ("zero3", 2)]
 SHARDS_FROZEN = ("fsdp2", "zero3")
 WAIT_S = 777
 # Matrices above the 1e5 elements that ZeRO-3 leaves whole on every rank.

@@ -18,7 +18,8 @@ from repository import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 WORKER = Path(__file__).with_name("save_worker.py")
-LAUNCHES = [("single", 1), ("fsdp2", 2), ("zero3", 2)]
+ZERO_3 = pytest.param("zero3", 2, marks=pytest.mark.long)  # the parity tests read what it writes
+LAUNCHES = [("single", 1), ("fsdp2", 2), ZERO_3]
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 ONE_FILE, SEVERAL = 10**9, 100_000
 # Its embedding can be written under the file size that `wrong: full` allows, its layers cannot.
@@ -109,7 +110,7 @@ def test_the_same_from_one_process_and_from_two(saved: Saved, name: str, config:
     assert not list(out.glob(f"{name}.*")), "nothing is left beside it"
 
 
-@pytest.mark.parametrize(("config", "at_once"), [("fsdp2", 2 + 1), ("zero3", 0)])
+@pytest.mark.parametrize(("config", "at_once"), [("fsdp2", 2 + 1), pytest.param("zero3", 0, marks=pytest.mark.long)])
 def test_a_generation_gathers_the_weights_once(saved: Saved, config: str, at_once: int) -> None:
     """And not for each of its five tokens; the text is the same, and weights are freed again after it.
 

@@ -53,6 +53,7 @@ def samples(run: Path) -> dict[int, list[str]]:
     return {step: sorted(rows) for step, rows in found.items()}
 
 
+@pytest.mark.long  # test_resume.py has the same of a run whose last checkpoint is gone
 def test_stopped_and_gone_on_is_bitwise_the_run_never_stopped(long_recipe: dict[str, Any], write_recipe: Any) -> None:
     """Stopped by the death of its launcher, which passes no signal on: the run saves and ends by itself."""
     path = write_recipe(long_recipe)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 
 COMMAND = [sys.executable, str(ROOT / "benchmarks" / "balance.py")]
@@ -31,6 +32,7 @@ def test_a_small_set(tmp_path: Path) -> None:
         assert max(cell["balanced"].values()) < 0.02
 
 
+@pytest.mark.long
 def test_lengths_of_one_s_own(tmp_path: Path) -> None:
     """Longer documents than a row holds are left out, as `overlong: drop` does."""
     (tmp_path / "lengths.txt").write_text("\n".join(str(10 + 37 * i % 600) for i in range(2000)))

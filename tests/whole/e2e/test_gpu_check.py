@@ -89,6 +89,7 @@ def check(folder: Path, *arguments: object, **environment: str) -> Checked:
     return run([ROOT / "scripts" / "gpu.sh", "--out", out, *arguments], folder, {"PATH": path, **environment})
 
 
+@pytest.mark.long
 def test_results_stay_and_what_is_not_ok_is_tried_again_last(tmp_path: Path) -> None:
     first = trial(tmp_path, "-k", "not works", BROKEN="1", LACKS="1")
     assert first.status == 1, first.said
