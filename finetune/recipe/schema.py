@@ -375,7 +375,8 @@ class Schedule(Section):
         return self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * steps)
 
 
-# Metrics of an evaluation, and the better direction; `*` stands for the name of a source.
+# Metrics of an evaluation, and the better direction; `*` stands for the name of a source. Objectives, `Evaluator.run`
+# and rollouts compute them; which of them a run has is known at its first evaluation.
 METRICS: dict[str, Literal["lower", "higher"]] = {
     "eval_loss": "lower",
     "eval_loss/*": "lower",

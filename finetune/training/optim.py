@@ -116,6 +116,7 @@ def state_bytes(recipe: OptimizerRecipe, shards: Sequence[Shard], device: str) -
         return sum(size if hidden else 2 * size + 4 for size, hidden in sizes), 0
     if recipe.name == "adamw":
         return sum(2 * numel * weight.size + 4 for numel, weight in steps), 0
+    assert recipe.name in ("adamw_8bit", "paged_adamw", "paged_adamw_8bit"), recipe.name  # bitsandbytes
     here = away = 0
     for numel, _ in steps:
         eighth = "8bit" in recipe.name and numel >= _SMALL

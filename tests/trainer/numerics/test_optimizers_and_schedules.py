@@ -14,7 +14,7 @@ from finetune.models.added_tokens import train_rows
 from finetune.models.parameter_roles import ParameterRoles, parameter_roles
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Lora, Optimizer, Schedule
-from finetune.training.optim import BUILDERS, SHAPES, build_optimizers, decay_groups, lr_factor
+from finetune.training.optim import BUILDERS, SHAPES, build_optimizers, decay_groups, lr_factor, state_bytes
 
 
 def factors(steps: int, **settings: object) -> list[float]:
@@ -25,6 +25,11 @@ def factors(steps: int, **settings: object) -> list[float]:
 def test_every_name_of_the_schema_is_in_the_tables() -> None:
     assert set(get_args(Schedule.model_fields["name"].annotation)) == set(SHAPES)
     assert set(get_args(Optimizer.model_fields["name"].annotation)) == set(BUILDERS)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_state_of_every_optimizer_is_planned(name: str) -> None:
+    assert state_bytes(Optimizer.model_validate({"name": name, "lr": 0.01}), [], "cpu") == (0, 0)
 
 
 def test_warm_up_is_linear_and_never_zero() -> None:
