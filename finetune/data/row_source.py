@@ -1,4 +1,4 @@
-"""The interface of a run's rows: data on the disk, a stream, or samples of the model (`rollouts/step_rows.py`)."""
+"""The interface of a run's rows: data on the disk, a stream, or samples of the model."""
 
 from __future__ import annotations
 

@@ -14,13 +14,12 @@ from finetune.models.moe import Routers
 from finetune.objectives.by_source import by_source
 from finetune.objectives.distill import distill
 from finetune.objectives.kto import kto
-from finetune.objectives.objective import ONE_RANK, Objective, TokenRanks, combined
+from finetune.objectives.objective import KEPT, ONE_RANK, Objective, TokenRanks, combined
 from finetune.objectives.preference import dpo, orpo
 from finetune.objectives.router_balance import balance_coefficient, balance_of_experts
 from finetune.objectives.scores import classify, reward
 from finetune.objectives.sft import focal, sft
 from finetune.objectives.shared_prompts import shared_tokens
-from finetune.recipe.objective_settings import Grpo
 from finetune.recipe.objective_settings import ObjectiveSettings as Settings
 from finetune.recipe.schema import Rollouts
 
@@ -74,8 +73,7 @@ def make_objective(
     if not evaluating:
         coefficient = balance_coefficient(settings, config, routers, divided)
         if routers is not None and divided is None:
-            masks = isinstance(settings, Grpo) and settings.overlong == "mask"
-            others.append(balance_of_experts(coefficient, routers.top_k, masks=masks))
+            others.append(balance_of_experts(coefficient, routers.top_k, masks=KEPT in objective.columns))
     if shares_prompts:
         others.append(shared_tokens())
     if len(source_names) > 1:

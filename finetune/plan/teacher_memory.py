@@ -1,5 +1,5 @@
 """The teacher of a run that distills on its own samples, in a plan: a second model, whole on each process
-(`training/sample_teacher.py`). Its forward, without gradients, is weighed by the run's own code on fake tensors."""
+(`finetune/rl/sample_teacher.py`). Its forward, without gradients, is weighed by the run's own code on fake tensors."""
 
 from __future__ import annotations
 

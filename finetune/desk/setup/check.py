@@ -12,7 +12,6 @@ from finetune.data.sources.hub import check_hub
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.recipe import Recipe
-from finetune.recipe.reward_settings import EnvironmentReward
 from finetune.recipe.schema import BatchSettings
 from finetune.utils import readable_bytes
 
@@ -95,12 +94,9 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     both."""
     import torch
 
-    from finetune.data.dataset import on_disk
-    from finetune.desk.setup.environment_rows import check_environment
-    from finetune.desk.setup.reward_rows import check_rewards
+    from finetune.desk.setup.sampling_trial import try_sampling
     from finetune.engine.compatibility import check_products
     from finetune.features import all_features
-    from finetune.rl.rollouts.vllm_server import VllmServer
     from finetune.training.prepare import Problems, prepare
     from finetune.training.reference import find_reference, reads_columns
     from finetune.training.run_plan import training_length
@@ -117,17 +113,7 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
         if reads_columns(recipe.objective):  # log-probabilities of another model, which must have been computed
             problems.attempt(find_reference, recipe, prepared.training, prepared.held_out)
         problems.attempt(_check_model, prepared, attention)
-    trial = None
-    if not all(isinstance(one, EnvironmentReward) for one in recipe.rewards):
-        rows = on_disk(prepared.training)
-        trial = problems.attempt(check_rewards, prepared.recipe, rows, prepared.base.tokenizer)
-    environment = None
-    if recipe.rollouts is not None and recipe.rollouts.environment is not None:
-        data = on_disk(prepared.training)
-        tokenizer, renderer = prepared.base.tokenizer, prepared.renderer
-        environment = problems.attempt(check_environment, recipe, data, tokenizer, renderer)
-    if (rollouts := recipe.rollouts) is not None and rollouts.engine == "vllm":
-        problems.attempt(lambda: VllmServer(rollouts).base_model(length))
+    facts, notes = try_sampling(prepared, problems) if recipe.rollouts is not None else ({}, ())
     if problems.messages:
         raise problems.error(str(path))
     size = prepared.training.size(length)
@@ -135,12 +121,8 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     report.facts["steps"] = training_length(recipe.train, recipe.batch.rows, size)[0]
     if prepared.held_out is not None:
         report.facts |= prepared.held_out.facts("eval", length)
-    report.notes += prepared.notes
-    if trial is not None:
-        report.facts["rewards"] = "".join(f"\n    {line}" for line in trial.table().splitlines())
-        report.notes += trial.notes
-    if environment is not None:
-        report.facts["environment"] = "".join(f"\n    {line}" for line in environment)
+    report.facts |= facts
+    report.notes += (*prepared.notes, *notes)
     return prepared
 
 

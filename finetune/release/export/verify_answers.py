@@ -98,7 +98,7 @@ def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int, name: str | No
     """Returns the first rows of `data.eval`, or of `data.train`, as a tokenizer's folder renders them. name: see
     `replace_settings`. Raises UserError."""
     recipe = replace_settings(recipe, tokenizer, name)
-    overlong = "drop" if recipe.objective.name in ("dpo", "orpo", "reward") else "truncate"  # answers stay whole
+    overlong = "drop" if recipe.row_kind.sequences else "truncate"  # answers stay whole
     data = recipe.data.model_copy(update={"streaming": False, "mixture": None, "overlong": overlong})
     recipe = recipe.model_copy(update={"data": data})
     # The folder's tokenizer has the tokens that the recipe adds.

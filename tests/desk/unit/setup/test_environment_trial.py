@@ -11,6 +11,7 @@ import pytest
 from turns import BROKEN, ECHO, recipe_with_turns
 
 from finetune.data.dataset import Dataset, build_training
+from finetune.desk.setup.check import check_recipe
 from finetune.desk.setup.environment_rows import check_environment
 from finetune.errors import UserError
 from finetune.features import load_recipe
@@ -43,6 +44,14 @@ def test_check_tries_the_environment(online: dict[str, Any], write_recipe: Write
     (tmp_path / "env.py").write_text(BROKEN.replace("self.turns = 0", "raise OSError('no disk')"))
     with pytest.raises(UserError, match=r"sample 0, reset: raised OSError: no disk. Fix the environment, or take the"):
         tried(online, write_recipe)
+
+
+def test_check_reports_rewards_and_environment(online: dict[str, Any], write_recipe: Write) -> None:
+    online["rewards"][1] = {"name": "exact_match"}
+    facts = check_recipe(write_recipe(online), ()).facts
+    assert facts["rewards"].startswith("\n                   exact_match  total\n    reference            1.000  1.000")
+    assert facts["environment"].startswith("\n    the reference as a turn, of 4 rows: is answered 3, ends it 1; mean ")
+    assert list(facts)[-2:] == ["rewards", "environment"]
 
 
 def tried(online: dict[str, Any], write_recipe: Write) -> list[str]:
