@@ -363,10 +363,10 @@ class Grpo(WithoutDropout, SharesPrompts):
     kl: NonNegative = 0.0
     # For a sampler that rounds otherwise than the trainer: weigh each sampled token's loss by the ratio of the
     # trainer's to the sampler's probability. tis: of each token, truncated; icepop: of each token, 0 outside the
-    # bounds; sequence_mask: of the whole sample, 0 outside the bounds; see rollouts/correction.py. null: none, and to
-    # be chosen under `engine: vllm`
+    # bounds; sequence_mask: of the whole sample, 0 outside the bounds; see rl/rollouts/correction.py. null: none, and
+    # to be chosen under `engine: vllm`
     correction: Literal["none", "tis", "icepop", "sequence_mask"] | None = None
-    correction_bounds: Bounds | None = None  # [low, high] of that ratio; null: see rollouts/correction.py
+    correction_bounds: Bounds | None = None  # [low, high] of that ratio; null: see rl/rollouts/correction.py
 
     @property
     def corrects(self) -> bool:

@@ -11,8 +11,9 @@ time from the 10,000th step on. The rest is unchanged, so a template within its 
 An expression between guards is bounded by its length: each part of it is a constant, of the row, or was stored.
 
 The guards are 4 to 15 % of the time to encode a row. Child processes under limits of time and memory instead were
-measured and rejected: pipes to them are 11 to 25 % of that time, each starts in 2.4 s of a processor (transformers'
-sandbox) and takes 72 MB, and every process that renders would need one: workers, ranks, `check`, `chat` and `serve`.
+measured and rejected: a row takes 11 to 37 % longer than with guards, each child starts in 2.4 s of a processor
+(transformers' sandbox) and takes 72 MB, and every process that renders would need one: workers, ranks, `check`, `chat`
+and `serve`.
 """
 
 from __future__ import annotations
