@@ -16,11 +16,16 @@ import parity
 import pytest
 import torch
 import yaml
-from conftest import finetune, launch
+from conftest import launch
 from peft import PeftModel
 from repository import ROOT
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from finetune.data.dataset import Dataset, build_training
+from finetune.data.token_text import to_json_lines
+from finetune.models.base_model import Base
+from finetune.recipe import load_recipe
 
 CONFIGS = ROOT / "accelerate_configs"
 WORKER = Path(__file__).with_name("worker.py")
@@ -202,14 +207,15 @@ def last_evaluation(run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def held_out(made: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[int], list[int]]]:
-    """(input_ids, labels) of each held-out document, as `inspect` reports them."""
+    """(input_ids, labels) of each held-out document."""
     recipe = parity.base_recipe(made)
     recipe["data"]["train"] = recipe["data"].pop("eval")
     path = tmp_path_factory.mktemp("held_out") / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    done = finetune("inspect", path, "--json", "--rows", "1000")
-    assert done.returncode == 0, done.stderr
-    examples = [json.loads(line) for line in done.stdout.splitlines()]
+    loaded = load_recipe(path, ())
+    documents = build_training(loaded, Base.of(loaded).renderer(loaded.objective))
+    assert isinstance(documents, Dataset)
+    examples = list(to_json_lines(documents.examples))
     assert len(examples) == 16
     return [(example["input_ids"], example["labels"]) for example in examples]
 

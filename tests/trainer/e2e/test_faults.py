@@ -114,9 +114,6 @@ def test_the_newest_that_verifies_is_taken_and_the_others_are_set_aside(
     (root / "step-00000006" / "rank-00000-of-00001.safetensors").unlink()
     manifest = root / "step-00000004" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
-    listed = finetune("checkpoints", run)
-    assert listed.returncode == 2
-    assert "rank-00000-of-00001.safetensors is missing" in listed.stdout
     seen = train_alone(path)
     assert "step-00000006: rank-00000-of-00001.safetensors is missing; kept as aside-step-00000006" in caplog.text
     assert "step-00000004: it is of format 2, this program writes 1" in caplog.text
