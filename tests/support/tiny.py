@@ -332,6 +332,17 @@ def save_model(folder: Path, name: str, **changes: Any) -> Path:
     return folder / name
 
 
+def save_with_exchanged_tokens(folder: Path) -> Path:
+    """Returns the folder of a model whose tokenizer has two ids the other way round."""
+    model = save_model(folder, "llama")
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(content), encoding="utf-8")
+    return model
+
+
 def save_multimodal(folder: Path, name: str, **changes: Any) -> Path:
     """The same of `MULTIMODAL`, written by the multimodal class itself; with settings of an image processor."""
     import torch
