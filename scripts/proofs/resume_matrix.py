@@ -1,6 +1,7 @@
 """Stop on one backend, go on on any other: every pair (saved under, resumed under), against the run never stopped.
 
     python scripts/proofs/resume_matrix.py                           # every config with 1, 2 and 4 processes: hours
+    python scripts/proofs/resume_matrix.py --covering 7              # a fifteenth of it, that covers, by this seed
     python scripts/proofs/resume_matrix.py --only ddp:2 zero3:2 tp   # each of these with each; tp at every size it has
     python scripts/proofs/resume_matrix.py --cases "full images tower" "lora images"   # these, if a config runs them
 
@@ -17,9 +18,11 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
@@ -33,8 +36,9 @@ Place = tuple[str, int]  # accelerate config, processes
 SHARDED = ("ddp", "fsdp2", "fsdp2_offload", "zero2", "zero3", "zero3_offload")
 DIVIDED: tuple[Place, ...] = (("ep", 2), ("ep", 4))  # only for models with experts
 FOUR_STAGES: tuple[Place, ...] = (("pp_interleaved", 2), ("pp_4", 4))  # only for models with as many layers
+SINGLE: Place = ("single", 1)
 PLACES: tuple[Place, ...] = (
-    ("single", 1),
+    SINGLE,
     *((config, size) for size in (1, 2, 4) for config in SHARDED),
     *(("hsdp", 4), ("tp", 2), ("fsdp2_tp", 4)),
     *(("cp", 2), ("ulysses", 2), ("fsdp2_cp", 4)),
@@ -119,6 +123,41 @@ def cases(*places: Place) -> tuple[parity.Case, ...]:
     return (*plain, *few, *experts, *stages, *objectives, *images, *tokens, *muon, *fp16)
 
 
+def covering(seed: int) -> list[Pair]:
+    """A selection of all pairs that covers
+
+    - every place as the one that saves, twice, as the one that resumes, twice, and as both;
+    - every kind of config with every kind;
+    - every word of a case's name with every kind of config that saves it, and that resumes it.
+
+    Greedy: next is what covers most that is not covered yet, for the number of its processes; the seed decides ties.
+    """
+    pairs = [Pair(saved, on, case) for saved in PLACES for on in PLACES for case in cases(saved, on)]
+    Random(seed).shuffle(pairs)
+
+    def covers(pair: Pair) -> list[object]:
+        kinds = kind_of(pair.saved), kind_of(pair.resumed)
+        ends = list(zip(("saved", "resumed"), (pair.saved, pair.resumed), kinds, strict=True))
+        both = ["itself", pair.saved] if pair.saved == pair.resumed else kinds
+        words = [(end, kind, word) for end, _, kind in ends for word in pair.case.name.split()]
+        return [tuple(both), *((end, place) for end, place, _ in ends), *words]
+
+    wanted = Counter({covered: 1 for pair in pairs for covered in covers(pair)})
+    for end in ("saved", "resumed"):
+        wanted.update((end, place) for place in PLACES)
+    chosen: list[Pair] = []
+    while any(number > 0 for number in wanted.values()):
+        best = max(pairs, key=lambda p: sum(wanted[one] > 0 for one in covers(p)) / (p.saved[1] + p.resumed[1]))
+        pairs.remove(best)
+        chosen.append(best)
+        wanted.subtract(covers(best))
+    return chosen
+
+
+def kind_of(place: Place) -> str:
+    return "single" if place[0] == "single" else parity.kind(place[0])
+
+
 def run_name(place: Place, case: parity.Case) -> str:
     return parity.run_name(*place, case.name)
 
@@ -129,12 +168,14 @@ def job(folder: Path, place: Place, case: parity.Case, name: str) -> list[str]:
     return [*parity.job(folder, *place, case), *own, f"run.name={name}"]
 
 
-def prepare(folder: Path, places: Sequence[Place], names: Sequence[str] = ()) -> None:
-    """Models and rows, and a checkpoint of every case under each place, or of those named."""
+def prepare(folder: Path, pairs: Sequence[Pair]) -> None:
+    """Models and rows, and what the pairs go on from and are compared with."""
     parity.prepare(folder)
-    for place in places:
-        print(f"saving under {place[0]} x{place[1]}", file=sys.stderr, flush=True)
-        save(folder, place, names)
+    for place in PLACES:
+        names = {pair.case.name for pair in pairs if place in (pair.saved, SINGLE)}
+        if names:
+            print(f"saving under {place[0]} x{place[1]}", file=sys.stderr, flush=True)
+            save(folder, place, sorted(names))
 
 
 def save(folder: Path, place: Place, names: Sequence[str] = ()) -> None:
@@ -244,11 +285,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="configs, as `ddp` or `ddp:2`; single is always one")
     parser.add_argument("--cases", nargs="+", default=[], help="of scripts/proofs/parity_matrix.py, and no others")
+    parser.add_argument("--covering", type=int, metavar="SEED", help="the pairs that this seed draws (`covering`)")
     parser.add_argument("--json", type=Path, help="write the matrix there")
     parser.add_argument("--folder", type=Path, help="work there, keep everything, do not repeat what is there")
     arguments = parser.parse_args()
     if unknown := set(arguments.only) - {name for place in PLACES for name in (place[0], "{}:{}".format(*place))}:
         parser.error(f"--only {' '.join(sorted(unknown))}: configs are {' '.join(dict(PLACES))}")
+    if arguments.covering is not None and (arguments.only or arguments.cases):
+        parser.error("--covering draws from all pairs: leave out --only and --cases")
     places = selected(arguments.only)
     if unknown := set(arguments.cases) - {case.name for place in places for case in cases(place)}:
         parser.error(f"--cases {' '.join(sorted(unknown))}: none of these places has them")
@@ -260,19 +304,23 @@ def main() -> int:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="finetune-resume-"))
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(FINETUNE_CACHE=str(folder / "cache"), HF_HUB_OFFLINE="1")
-    prepare(folder, places, arguments.cases)
+    pairs = [
+        Pair(saved, place, case)
+        for place in places
+        for saved in places
+        for case in cases(saved, place)
+        if not arguments.cases or case.name in arguments.cases
+    ]
+    if arguments.covering is not None:
+        pairs = covering(arguments.covering)
+    prepare(folder, pairs)
     cells = []
     for place in places:
-        print(f"resuming under {place[0]} x{place[1]}", file=sys.stderr, flush=True)
-        pairs = [
-            Pair(saved, place, case)
-            for saved in places
-            for case in cases(saved, place)
-            if not arguments.cases or case.name in arguments.cases
-        ]
-        if pairs:
-            resume(folder, pairs)
-        cells += [compare(folder, pair) for pair in pairs]
+        here = [pair for pair in pairs if pair.resumed == place]
+        if here:
+            print(f"resuming under {place[0]} x{place[1]}", file=sys.stderr, flush=True)
+            resume(folder, here)
+        cells += [compare(folder, pair) for pair in here]
     show(cells)
     if arguments.json:
         parity.write_json(arguments.json, "scripts/proofs/resume_matrix.py", cells)

@@ -44,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shared")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FINETUNE_CACHE", str(folder / "cache"))
-        resume_matrix.prepare(folder, (ALONE, SHARING), [FULL.name])
+        resume_matrix.prepare(folder, [Pair(ALONE, SHARING, FULL), Pair(SHARING, ALONE, FULL)])
     return folder
 
 
