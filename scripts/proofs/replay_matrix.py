@@ -144,7 +144,7 @@ def replay(folder: Path, config: str, processes: int, micro_batches: Sequence[st
         overrides = [value.format(folder=folder) for value in cases()[case]]
         overrides.append(f"batch.tokens_per_device={BUDGETS[size]}")
         jobs.append([*overrides, f"run.name={run_name(config, processes, case, size)}"])
-    parity.launch_jobs(folder, config, processes, jobs)
+    parity.launch_jobs(folder, config, processes, jobs, (__file__, RANK))
     return [compared(folder, config, processes, case, size) for case, size in places]
 
 
@@ -174,7 +174,15 @@ def matrix(folder: Path, only: Sequence[str]) -> Iterator[list[Cell]]:
             yield replay(folder, config, processes, micro_batches_at(processes))
 
 
+RANK = "--rank"  # this script as a rank of a launch: then FOLDER and JOBS of `parity.work`
+
+
 def main() -> int:
+    if sys.argv[1:2] == [RANK]:
+        from finetune.features import all_features, load_recipe
+
+        parity.work(*map(Path, sys.argv[2:]), load_recipe, features=all_features())
+        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of configs, or sizes such as x4")
     parser.add_argument("--json", type=Path, help="write the matrix there")

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -636,8 +636,9 @@ def run_name(config: str, processes: int, case: str) -> str:
     return f"{config}-{processes}-{case.replace(' ', '_')}"
 
 
-def work(folder: Path, jobs: Path) -> None:
-    """Inside a launch: train recipes one after another in this process group. jobs: a JSON list of override lists."""
+def work(folder: Path, jobs: Path, load: Callable[..., Any] | None = None, **features: Any) -> None:
+    """Inside a launch: train recipes one after another in this process group. jobs: a JSON list of override lists.
+    load, features: of recipes that need a wing; default: of the trainer alone."""
     from finetune.startup import quiet_libraries
 
     quiet_libraries()
@@ -656,7 +657,7 @@ def work(folder: Path, jobs: Path) -> None:
     quiet = Console(file=open(os.devnull, "w"))  # noqa: SIM115 (lives as long as the process)
     shared_cache = os.environ["FINETUNE_CACHE"]
     for overrides in json.loads(jobs.read_text(encoding="utf-8")):
-        recipe = load_recipe(folder / "recipe.yaml", overrides)
+        recipe = (load or load_recipe)(folder / "recipe.yaml", overrides)
         # fp16 skips the first three steps, and then some of those before which the scale was doubled.
         optimizer_step.FIRST_SCALE, optimizer_step.GROWTH_INTERVAL = 2.0**23, 4
         if recipe.run.name.endswith("small_scale"):
@@ -666,7 +667,7 @@ def work(folder: Path, jobs: Path) -> None:
             # A cache of its own: else it would find what the launch on one process has computed.
             os.environ["FINETUNE_CACHE"] = str(folder / f"cache-{recipe.run.name}")
             compute_reference(recipe, "recipe.yaml", StopRequest(), quiet)
-        train(recipe, "recipe.yaml", StopRequest(), quiet)
+        train(recipe, "recipe.yaml", StopRequest(), quiet, **features)
         print(f"done {overrides}", flush=True)
     leave_group()
 
@@ -696,12 +697,18 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
     return [*case.overrides, *start, f"run.name={run_name(config, processes, case.name)}"]
 
 
-def launch_jobs(folder: Path, config: str, processes: int, jobs: list[list[str]]) -> None:
-    """Train under `accelerate launch`, as a user would. Raises CalledProcessError with the output shown."""
+def launch_jobs(
+    folder: Path,
+    config: str,
+    processes: int,
+    jobs: list[list[str]],
+    program: Sequence[object] = (__file__,),
+) -> None:
+    """Train under `accelerate launch`, as a user would. program: what calls `work`. Raises CalledProcessError with the
+    output shown."""
     file = folder / f"{config}-{processes}.json"
     file.write_text(json.dumps(jobs), encoding="utf-8")
-    program = [Path(__file__).resolve(), folder, file]
-    done = start_ranks(config_file(folder, config), processes, *program)
+    done = start_ranks(config_file(folder, config), processes, *program, folder, file)
     output = done.stdout + (done.stderr or "")
     file.with_suffix(".log").write_text(output, encoding="utf-8")
     if done.returncode:
