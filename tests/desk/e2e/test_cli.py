@@ -302,6 +302,7 @@ def test_check_names_file_and_row_of_bad_data(
     assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_bad_data_outside_this_process(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(_GOOD + "{oops\n", encoding="utf-8")

@@ -456,6 +456,7 @@ def test_an_adapter_ends_where_its_own_config_says(lora_run: Path, tmp_path: Pat
     assert model.generation_config.eos_token_id == [1, 2]
 
 
+@pytest.mark.long
 def test_generate_reads_standard_input(full_run: Path, lora_run: Path) -> None:
     typed = "river stone\ngreen\n\nnot asked\n"
     command = [sys.executable, "-m", "finetune", "generate", str(full_run), "--json", "--max-new-tokens", "4"]

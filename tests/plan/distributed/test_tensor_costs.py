@@ -33,6 +33,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((out / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("case", "splits"), [("llama", True), ("llama whole", False)])
 def test_the_formula_says_what_is_sent(
     ranks: list[dict[str, Any]], recipe: dict[str, Any], write_recipe: Callable[..., Path], case: str, splits: bool

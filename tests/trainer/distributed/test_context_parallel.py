@@ -60,6 +60,7 @@ def test_resumes_as_if_never_stopped(saved: Path, monkeypatch: pytest.MonkeyPatc
     assert found["same_rows"]  # each once, though two ranks train on it
 
 
+@pytest.mark.long
 def test_what_is_counted_is_counted_once(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
     """Tokens and FLOPs of a step; padding is what the cut into four chunks needs."""
     path = write_recipe(recipe)

@@ -16,7 +16,7 @@ from forks import start_forkserver
     ("size", "kind", "implementation", "choices", "adapted"),
     [
         (2, "mixtral", "grouped_mm", "uneven", ""),
-        (2, "mixtral", "eager", "uneven", ""),
+        pytest.param(2, "mixtral", "eager", "uneven", "", marks=pytest.mark.long),
         (2, "qwen3_moe", "grouped_mm", "one rank", ""),
         (4, "qwen3_moe", "grouped_mm", "uneven", "grouped"),
         pytest.param(4, "mixtral", "eager", "one rank", "peft", marks=pytest.mark.long),

@@ -15,8 +15,8 @@ import yaml
 
 LN_2 = float(np.float32(math.log(2)))
 PLACES = [
-    *(("fsdp2", 2), ("pp", 2)),
-    *(pytest.param(config, 2, marks=pytest.mark.long) for config in ("ddp", "cp", "tp")),
+    ("fsdp2", 2),
+    *(pytest.param(config, 2, marks=pytest.mark.long) for config in ("ddp", "pp", "cp", "tp")),
 ]
 ADAPTERS = (*parity.LORA, "objective.reference=adapters_off")
 JOBS = {  # name: overrides

@@ -63,6 +63,7 @@ def test_each_source_is_logged_and_a_stop_changes_nothing(mixed, write_recipe, t
     assert {"eval_loss", "eval_loss/first", "eval_loss/few"} <= set(evaluation)
 
 
+@pytest.mark.long
 def test_parts_of_sources_are_the_same_on_another_launch(mixed, write_recipe, tmp_path):
     """Epochs have different examples, and different numbers of packed sequences: stopped in the second of them."""
     mixed["data"]["train"][0] = {**mixed["data"]["train"][0], "weight": 1.0, "max_epochs": 1.0}

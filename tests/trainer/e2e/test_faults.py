@@ -479,6 +479,7 @@ def test_a_lock_of_another_launch_names_it(
     assert json.loads((run / ".launch.json").read_text())["process"] == os.getpid()
 
 
+@pytest.mark.long
 def test_killed_during_an_evaluation(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
     saving["schedule"] = {"name": "constant"}
     saving["evaluate"] = {"every_steps": 2, "exact_match": 16, "max_new_tokens": 100}

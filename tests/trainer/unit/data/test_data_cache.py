@@ -195,6 +195,7 @@ def prepare_in_process(
     results.put([(examples.build_s[0] is not None, len(examples)) for examples in found])
 
 
+@pytest.mark.long
 def test_three_processes_and_two_recipes_build_each_entry_once(tmp_path, cache_folder):
     paths = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": "hello world"}] * 2000) for i in (1, 2)]
     text_tokenizer().save_pretrained(tmp_path / "tokenizer")
