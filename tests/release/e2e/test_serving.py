@@ -417,7 +417,7 @@ def test_a_server_that_answers_nonsense(nonsense: Callable[..., str], taught: Pa
     gone = nonsense("")
     with pytest.raises(RunFailure, match="no `data` in"):
         compared(nonsense("", 200, '{"models": []}'), run)
-    with pytest.raises(UserError, match="expected http://HOST:PORT/v1"):
+    with pytest.raises(UserError, match=r"not an address\. Fix: give http://HOST:PORT/v1"):
         compared(gone.removeprefix("http://"), run)
     with pytest.raises(RunFailure, match="cannot be reached"):
         compared("http://127.0.0.1:1/v1", run)
