@@ -138,8 +138,8 @@ def check_absent(out: Path) -> None:
 def _not_written(out: Path, error: OSError) -> RunFailure:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return RunFailure(
-        f"{out} could not be written: {error}. {partial_path(out)} has the files until then. "
-        f"Fix: {'free space' if full else 'remove the cause'} and run the same command again, which continues from there"
+        f"{out} could not be written: {error}. {partial_path(out)} has the files until then. Fix: "
+        f"{'free space' if full else 'remove the cause'} and run the same command again, which continues from there"
     )
 
 

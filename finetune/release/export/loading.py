@@ -37,8 +37,8 @@ def model_folder(run_dir: Path) -> Path:
     folder = run_dir / "model" if (run_dir / "model").is_dir() else run_dir
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(
-            f"{run_dir}: no result here (no model/config.json or model/adapter_config.json). Fix: give a finished run, "
-            "or run its command again until it ends"
+            f"{run_dir}: no result here (no model/config.json or model/adapter_config.json). Fix: check the path; if "
+            "the run has not finished, run its command again"
         )
     return check_model_folder(folder)
 

@@ -168,7 +168,8 @@ def _rendered_rows(scorer: Scorer, data: Source, reader: SourceReader) -> Iterat
             for drawn in map(scorer.renderer.draw, answers):
                 if len(drawn) > 1:
                     raise BadRow(
-                        "the chat template rewrites history, so this conversation is several texts: give its last turn"
+                        "the chat template rewrites history, so this conversation is several texts. Fix: give its last "
+                        "turn"
                     )
                 sequences += drawn[0]
             yield ScoredRow((path, number), kind, tuple(sequences), label)

@@ -172,7 +172,7 @@ def test_what_is_not_quantised_is_refused_by_name(runs: Path, tmp_path: Path) ->
     cases = {
         "awq": "llm-compressor's AWQModifier",
         "gptq": "GPT-QModel",
-        "int3": "expected one of int8, fp8",
+        "int3": "Fix: give one of int8, fp8",
     }
     for kind, fragment in cases.items():
         with pytest.raises(UserError, match=fragment):

@@ -248,7 +248,7 @@ def test_functions_and_other_files(file: Path, tmp_path: Path) -> None:
         assert isinstance(reply, Outcome)
         assert reply.what.startswith("reset returned int (5); expected a list of messages, (messages, tools), or None")
     with (
-        pytest.raises(UserError, match=r"no such file: .*absent.py; relative paths start at"),
+        pytest.raises(UserError, match=r"no such file: .*absent.py\. Relative paths start at"),
         environment(tmp_path / "absent.py"),
     ):
         pass
