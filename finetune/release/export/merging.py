@@ -232,7 +232,7 @@ def check_shapes(trained: Trained, adapted: Any, base: str | None) -> None:
         grown = id(parameter) in in_tables and name.endswith(".weight") and shape[0] > expected[0]
         if shape[grown:] != expected[grown:]:
             raise UserError(
-                f"{trained.folder / ADAPTER}: {key} has the shape {list(shape)}, and not {list(expected)}, which "
-                f"{ADAPTER_CONFIG} and the base {base} give it. The files are not of one run, or the base is another. "
-                "Fix: restore them"
+                f"{trained.folder / ADAPTER}: {key} has the shape {list(shape)} and not {list(expected)}. "
+                f"{ADAPTER_CONFIG} and the base {base} give it the second. The files are not of one run, or the base "
+                "is another. Fix: restore them"
             )

@@ -89,7 +89,7 @@ def check_rows(trained: Trained) -> None:
             SourceReader(source)
         except UserError as error:
             raise UserError(
-                f"{trained.run_dir}: the run's rows, which an export is compared on, cannot be read: {error}\n"
+                f"{trained.run_dir}: the run's rows to compare the export on cannot be read: {error}\n"
                 "Or use `export --no-verify`, which compares nothing"
             ) from None
 
