@@ -48,21 +48,28 @@ class Merge:
 def combination(method: str, runs: int, weights: str | None, density: float | None, seed: int | None) -> Merge:
     """Returns a checked combination. weights: numbers with commas; None: equal ones with sum 1. Raises UserError."""
     if method not in METHODS:
-        raise UserError(f"--method {method}: expected one of {', '.join(METHODS)}")
+        raise UserError(f"--method {method}: no such method. Fix: give one of {', '.join(METHODS)}")
     try:
         shares = tuple(map(float, weights.split(","))) if weights else (1 / runs,) * runs
     except ValueError:
-        raise UserError(f"--weights {weights}: expected numbers with commas, such as 0.7,0.3") from None
+        raise UserError(f"--weights {weights}: not numbers with commas. Fix: give them as in 0.7,0.3") from None
     if len(shares) != runs or not all(map(math.isfinite, shares)):
-        raise UserError(f"--weights {weights}: expected {runs} finite numbers, one for each run")
+        given = f"--weights {weights}: not {runs} finite numbers"
+        raise UserError(f"{given}. Fix: give one number for each run, such as {','.join(['0.5'] * runs)}")
     if method == "slerp" and (runs != 2 or abs(sum(shares) - 1) > 1e-6 or min(shares) < 0):
-        raise UserError("--method slerp: takes two runs and two weights from 0 to 1 with sum 1, such as 0.7,0.3")
+        raise UserError(
+            "--method slerp: needs two runs, and weights from 0 to 1 with sum 1. Fix: give two runs, and --weights "
+            "such as 0.7,0.3"
+        )
     if method == "ties" and min(shares) <= 0:
-        raise UserError("--method ties: a weighted mean needs weights above 0")
+        raise UserError("--method ties: a weighted mean needs weights above 0. Fix: give such --weights")
     if density is not None and (method not in _DENSITY or not 0 < density <= 1):
-        raise UserError(f"--density {density}: a share above 0 and up to 1, for {' and '.join(_DENSITY)} alone")
+        raise UserError(
+            f"--density {density}: expected a share above 0 and up to 1, for {' or '.join(_DENSITY)}. Fix: give a "
+            "share such as 0.5, and none for other methods"
+        )
     if seed is not None and method != "dare":
-        raise UserError(f"--seed: {method} draws nothing; only dare does")
+        raise UserError(f"--seed: {method} draws nothing; only dare does. Fix: leave it out")
     return Merge(method, shares, density or _DENSITY.get(method), (seed or 0) if method == "dare" else None)
 
 
@@ -129,12 +136,16 @@ def merge_runs(
     models = [StreamedModel(run, torch.float32, base) for run in runs]
     for model in models:
         for name in {*model.shapes} ^ {*models[0].shapes}:
-            raise UserError(f"{model.trained.run_dir}: only one of this run and {runs[0].run_dir} has {name}")
+            raise UserError(
+                f"{model.trained.run_dir}: only one of this run and {runs[0].run_dir} has {name}. Fix: merge runs "
+                "whose models have the same tensors"
+            )
         for name, tensor in model.shapes.items():
             if name not in common.files or common.files.meta(name).shape != tensor.shape:
                 raise UserError(
-                    f"{model.trained.run_dir}: {name} has {list(tensor.shape)} values, and the base no such tensor: "
-                    "what a run adds (tokens, a head of its own, scores) cannot be merged with other runs"
+                    f"{model.trained.run_dir}: {name} has shape {list(tensor.shape)}, and the base no such tensor. "
+                    "What a run adds (tokens, a head of its own, scores) cannot be merged with other runs. Fix: leave "
+                    "this run out"
                 )
     templates = [read_tokenizer(run.settings).chat_template for run in runs]
     if any(one != templates[0] for one in templates):
@@ -167,13 +178,13 @@ def _common_base(runs: Sequence[Trained], base: str | None) -> BaseFolder:
     for run in runs:
         about = base_model(run, base)
         if about.name is None:
-            raise UserError(f"{run.run_dir}: trained from scratch: there is no base that it changed")
+            raise UserError(f"{run.run_dir}: was trained from scratch, so it has no base. Fix: leave this run out")
         one = find_base(about.name, about.revision)
         bases.setdefault(str(one.folder.resolve()), one)
     if len(bases) > 1 and len({tuple(map(sha256_file, one.files.paths())) for one in bases.values()}) > 1:
         names = " and ".join(sorted(one.name for one in bases.values()))
         raise UserError(
-            f"the runs have other bases ({names}): what they changed does not add up. Merge runs of one base, or give "
-            "--base FOLDER if these are the same model"
+            f"the runs have different bases ({names}). What they changed does not add up. Fix: merge runs of one base, "
+            "or give --base FOLDER if these are the same model"
         )
     return next(iter(bases.values()))

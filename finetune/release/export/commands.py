@@ -44,7 +44,10 @@ def merge_adapter(run_dir: Path, out: Path, base: str | None = None) -> Path:
     computed in fp32 and saved in the base's type. Raises UserError.
     """
     if not (model_folder(run_dir) / "adapter_config.json").is_file():
-        raise UserError(f"{run_dir}: no adapter here (no model/adapter_config.json); a full run needs no merging")
+        raise UserError(
+            f"{run_dir}: no adapter here (no model/adapter_config.json). Fix: give the run of an adapter; a full run "
+            "needs no merging"
+        )
     check_absent(out)
     trained = find_trained(run_dir)
     read_tokenizer(trained.settings)
@@ -60,7 +63,7 @@ def merge_several(run_dirs: Sequence[Path], how: Merge, out: Path, base: str | N
     """Write the combination of several runs as one plain model folder. Raises UserError."""
     for run_dir in run_dirs:
         if not run_dir.is_dir():
-            raise UserError(f"{run_dir}: no such run directory")
+            raise UserError(f"{run_dir}: no such run directory. Fix: check the path")
     merge_runs([find_trained(run_dir) for run_dir in run_dirs], how, out, base, console.print)
 
 
@@ -76,7 +79,8 @@ def gate(trained: Trained, export: Path, base: str | None, console: Console, row
     show_figures(console, figures)
     if figures.problems:
         problems = "\n  ".join(figures.problems)
-        raise RunFailure(f"{export} does not match the trained model:\n  {problems}")
+        fix = "Fix: export the run again, with the base and the tokenizer that it was trained with"
+        raise RunFailure(f"{export} does not match the trained model:\n  {problems}\n{fix}")
     return figures
 
 
@@ -84,12 +88,12 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
     """Export a result or a checkpoint; returns its place and figures. Raises UserError."""
     export = check_options(options)
     if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: no such run directory")
+        raise UserError(f"{run_dir}: no such run directory. Fix: check the path")
     trained = find_trained(run_dir, options.step, options.average)
     if trained.recipe is None and not trained.is_adapter:
         raise UserError(
-            f"{run_dir}: a plain model folder without a run has nothing to merge; llama.cpp's convert_hf_to_gguf.py "
-            "makes a GGUF file of it"
+            f"{run_dir}: a plain model folder without a run has nothing to merge. Fix: use it as it is; llama.cpp's "
+            "`convert_hf_to_gguf.py` makes a GGUF file of it"
         )
     read_tokenizer(trained.settings)  # before hours of writing
     if options.verify:
@@ -125,10 +129,12 @@ def verify_run(
     """Compare an export with a run; returns the figures. Raises UserError, and RunFailure as `gate`."""
     for folder in (export, run_dir):
         if not folder.exists():
-            raise UserError(f"{folder}: no such folder")
+            raise UserError(f"{folder}: no such folder. Fix: check the path")
     trained = find_against(run_dir, export, step)
     if trained.recipe is None:
-        raise UserError(f"{run_dir}: no recipe.yaml here, so there are no rows to compare on: give a run directory")
+        raise UserError(
+            f"{run_dir}: no recipe.yaml here, so there are no rows to compare on. Fix: give a run directory"
+        )
     return gate(trained, export, base, console, rows)
 
 

@@ -42,10 +42,10 @@ class QuantizedModel:
         stacked = stacked_experts(model.model)
         own = {name: tensor for name, tensor in model.shapes.items() if name not in model.kept}
         experts = [name for name in own if _EXPERT.fullmatch(name)]
-        elsewhere = "use llm-compressor on the folder that `export --to hf` writes"
+        elsewhere = "run llm-compressor on the folder that `export --to hf` writes"
         if stacked and kind == "fp8":
             raise UserError(
-                f"--quantize fp8: vLLM loads experts ({stacked[0]}) in fp8 only with activations in fp8: give int8, or "
+                f"--quantize fp8: vLLM loads experts ({stacked[0]}) only with activations in fp8. Fix: give int8, or "
                 + elsewhere
             )
         what = "a model of scores" if model.is_scoring else ""
@@ -54,7 +54,7 @@ class QuantizedModel:
         if stacked and any(model.shapes[name].shape[-1] % _PER_INT32 for name in experts):
             what = f"a model with experts ({stacked[0]}) whose rows are no multiple of {_PER_INT32}"
         if what:
-            raise UserError(f"--quantize {kind}: {what} is not quantized here: {elsewhere}")
+            raise UserError(f"--quantize {kind}: {what} is not quantized here. Fix: {elsewhere}")
         chosen = text_layers(model.model)
         others = {name for name, module in model.model.named_modules() if type(module) is torch.nn.Linear}
         # Routers, which are linear layers to vLLM.
@@ -64,7 +64,7 @@ class QuantizedModel:
         self.ignored = sorted((others - chosen.keys()) | routers | kept)
         in_files = {*experts, *(model.name_in_files(f"{name}.weight") for name in chosen)}
         if None in in_files:
-            raise UserError(f"--quantize {kind}: the files do not name layers as transformers does: use llm-compressor")
+            raise UserError(f"--quantize {kind}: the files do not name layers as transformers does. Fix: {elsewhere}")
         self.shapes: dict[str, Tensor] = {}
         self._sources: dict[str, str] = {}  # of a part, the weight
         for name, weight in model.shapes.items():
@@ -129,7 +129,10 @@ def language_path(model: Any) -> str:
     decoder = model.get_decoder()
     name = next((name for name, module in model.named_modules() if module is decoder), "")
     if not name:
-        raise UserError(f"--quantize: {type(model).__name__} does not say which of its parts is the language model")
+        raise UserError(
+            f"--quantize: {type(model).__name__} does not say which of its parts is the language model. Fix: export "
+            "without --quantize, and run llm-compressor on that folder"
+        )
     return f"{name}."
 
 

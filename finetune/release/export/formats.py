@@ -79,21 +79,24 @@ EXPORTS = {
 def check_options(options: ExportOptions) -> Export:
     """Returns the format. Raises UserError for options that do not go together."""
     if (export := EXPORTS.get(options.to)) is None:
-        raise UserError(f"--to {options.to}: expected one of {', '.join(EXPORTS)}")
+        raise UserError(f"--to {options.to}: no such format. Fix: give one of {', '.join(EXPORTS)}")
     if options.dtype is not None and options.dtype not in export.dtypes:
-        raise UserError(f"--dtype {options.dtype}: expected one of {', '.join(export.dtypes)}")
+        expected = ", ".join(export.dtypes)
+        raise UserError(f"--dtype {options.dtype}: no type of `--to {options.to}`. Fix: give one of {expected}")
     if (kind := options.quantized) is not None:
         if not export.quantized:
             names = " or ".join(name for name, one in EXPORTS.items() if one.quantized)
-            raise UserError(f"--quantize {kind}: goes with --to {names}; other formats have --dtype")
+            raise UserError(
+                f"--quantize {kind}: only goes with --to {names}. Fix: give one of these, or --dtype instead"
+            )
         if kind in _CALIBRATED:
             raise UserError(
-                f"--quantize {kind}: needs calibration, which is done by {_CALIBRATED[kind]} on the folder that "
-                "`export --to hf` writes"
+                f"--quantize {kind}: needs calibration, which is not done here. Fix: run {_CALIBRATED[kind]} on the "
+                "folder that `export --to hf` writes"
             )
         if kind not in export.quantized:
-            raise UserError(f"--quantize {kind}: expected one of {', '.join(export.quantized)}")
+            raise UserError(f"--quantize {kind}: no such type. Fix: give one of {', '.join(export.quantized)}")
     if options.gpus is not None and not export.is_served:
         names = " and ".join(f"--to {name}" for name, one in EXPORTS.items() if one.is_served)
-        raise UserError(f"--gpus only applies to {names}")
+        raise UserError(f"--gpus only applies to {names}. Fix: leave it out")
     return export

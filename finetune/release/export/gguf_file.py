@@ -206,7 +206,7 @@ def _entries(gguf: Any, model: TextTensors) -> Iterator[_Entry]:
     for stacked, members in stacks.items():
         stem, _, suffix = stacked.rpartition(".")
         if (short := names.get_name(stem)) is None:
-            raise UserError(f"--to gguf: llama.cpp has no place for {members[0]} in {architecture}; {WAY_OUT}")
+            raise UserError(f"--to gguf: llama.cpp has no place for {members[0]} in {architecture}. {WAY_OUT}")
         shape = tuple(model.shapes[members[0]].shape)
         yield _Entry(
             f"{short}.{suffix}",
@@ -267,7 +267,7 @@ def gguf_of(export: Path) -> Path | None:
     """Returns the GGUF file of an export. Raises UserError if there are several."""
     files = sorted(export.glob("*.gguf"))
     if len(files) > 1:
-        raise UserError(f"{export}: has {len(files)} GGUF files; keep the one to compare in the folder")
+        raise UserError(f"{export}: has {len(files)} GGUF files. Fix: keep the one to compare in the folder")
     return files[0] if files else None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from finetune.errors import UserError
 
-WAY_OUT = "llama.cpp's `convert_hf_to_gguf.py FOLDER` reads the folder that `export --to hf` writes"
+WAY_OUT = "Fix: try llama.cpp's `convert_hf_to_gguf.py FOLDER` on the folder that `export --to hf` writes"
 # transformers' model types and llama.cpp's.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 ARCHITECTURES |= {"mixtral": "llama", "gemma2": "gemma2", "gemma3_text": "gemma3", "ministral3": "mistral3"}
@@ -35,7 +35,7 @@ def package() -> Any:
     try:
         import gguf  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise UserError("`--to gguf` needs the package gguf: pip install 'gguf>=0.19'") from None
+        raise UserError("--to gguf: needs the package gguf. Fix: pip install 'gguf>=0.19'") from None
     return gguf
 
 
@@ -44,7 +44,9 @@ def open_gguf(file: Path) -> Any:
     try:
         return package().GGUFReader(file)
     except (ValueError, IndexError, KeyError) as error:
-        raise UserError(f"{file}: not a GGUF file, or only a part of one: {error}") from None
+        raise UserError(
+            f"{file}: not a GGUF file, or only a part of one: {error}. Fix: copy or export the file again"
+        ) from None
 
 
 def check_architecture(config: Any, is_scoring: bool) -> None:
@@ -53,7 +55,7 @@ def check_architecture(config: Any, is_scoring: bool) -> None:
     kind, rope = config.model_type, rope_of(config)
     if is_scoring or kind not in ARCHITECTURES:
         what = "a model of scores" if is_scoring else kind
-        raise UserError(f"--to gguf: {what} is not written here (only {', '.join(ARCHITECTURES)}); {WAY_OUT}")
+        raise UserError(f"--to gguf: {what} is not written here (only {', '.join(ARCHITECTURES)}). {WAY_OUT}")
     rope_type = rope.get("rope_type", "default")
     scaled = {"llama": "llama3", "gemma3_text": "linear", "ministral3": "yarn"}
     rules = [(rope_type not in ("default", scaled.get(kind)), f"RoPE of type {rope_type} is not written here")]
@@ -78,12 +80,12 @@ def check_architecture(config: Any, is_scoring: bool) -> None:
             ),
             (
                 own != scale or activation != "gelu_pytorch_tanh",
-                f"attention scaled by {own}, or {activation}, is not written here: llama.cpp scales that of {layers} "
+                f"attention scaled by {own}, or {activation}, is not written here. llama.cpp scales that of {layers} "
                 f"layers by {scale}",
             ),
         ]
     else:
-        what = f"{kind} with {config.hidden_act}, or with a part of each head turned, is not written here"
+        what = f"{kind} with {config.hidden_act}, or with a partial rotary embedding, is not written here"
         rules.append((config.hidden_act != "silu" or rope.get("partial_rotary_factor", 1.0) != 1, what))
     if kind == "ministral3":  # llama.cpp's `mistral3` takes mscale for 1
         is_plain = rope_type == "yarn" and rope.get("attention_factor") is None and rope.get("truncate", True)
@@ -94,7 +96,7 @@ def check_architecture(config: Any, is_scoring: bool) -> None:
         ]
     for is_broken, why in rules:
         if is_broken:
-            raise UserError(f"--to gguf: {why}; {WAY_OUT}")
+            raise UserError(f"--to gguf: {why}. {WAY_OUT}")
 
 
 def is_written(config: Any) -> bool:

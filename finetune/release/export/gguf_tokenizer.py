@@ -35,7 +35,7 @@ def add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
     split, prefix = split_name(content), sentencepiece_prefix(content)
     if split is None and prefix is None:
         what = f"{folder}'s tokenizer" + (f", of type {model['type']}," if model["type"] != "BPE" else "")
-        raise UserError(f"--to gguf: llama.cpp may not split text as {what} does; {WAY_OUT}")
+        raise UserError(f"--to gguf: llama.cpp may not split text as {what} does. {WAY_OUT}")
     tokens = {index: token for token, index in tokenizer.get_vocab().items()}
     added = {one["id"]: one for one in content["added_tokens"]}
     texts = [tokens.get(index, f"[PAD{index}]") for index in range(max(rows, max(tokens) + 1))]
@@ -63,8 +63,8 @@ def add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
             ids = tokenizer.apply_chat_template(chat, return_dict=False) if tokenizer.chat_template else [-1]
             if ids[0] not in added:
                 raise UserError(
-                    f"--to gguf: {folder}'s tokenizer writes a space at the beginning of a text alone, and "
-                    f"conversations do not begin with a special token, as llama.cpp needs; {WAY_OUT}"
+                    f"--to gguf: conversations do not begin with a special token, which llama.cpp needs. {folder}'s "
+                    f"tokenizer adds a space at the beginning of a text only. {WAY_OUT}"
                 )
         writer.add_add_space_prefix(prefix == "always")
         # Tokens of users are found in text as it is, before spaces are replaced.
@@ -78,7 +78,7 @@ def add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
     ends = GenerationConfig.from_pretrained(folder).eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     if len(ends) > 3:
-        raise UserError(f"--to gguf: {len(ends)} tokens end an answer, and the format has places for three; {WAY_OUT}")
+        raise UserError(f"--to gguf: {len(ends)} tokens end an answer, and the format holds three. {WAY_OUT}")
     for name, index in (
         *zip(("eos", "eot", "eom"), ends, strict=False),
         *((name, getattr(tokenizer, f"{name}_token_id")) for name in ("bos", "pad", "unk")),
@@ -97,7 +97,7 @@ def _scores(merges: list[Any], texts: list[str], folder: Path) -> list[float]:
     for merge in merges:
         token = "".join(merge.split(" ") if isinstance(merge, str) else merge)
         if token != last and token in ranks:
-            raise UserError(f"--to gguf: the merges of {folder}'s tokenizer are not those of SentencePiece; {WAY_OUT}")
+            raise UserError(f"--to gguf: the merges of {folder}'s tokenizer are not those of SentencePiece. {WAY_OUT}")
         last, ranks[token] = token, ranks.get(token, -float(len(ranks) + 1))
     return [ranks.get(text, -1e4 if _BYTE.fullmatch(text) else 0.0) for text in texts]
 
@@ -138,8 +138,8 @@ def split_name(content: dict[str, Any]) -> str | None:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError:  # 5.17
         raise UserError(
-            "`--to gguf`: this version of transformers does not know by which names llama.cpp splits text: "
-            "pip install -U transformers"
+            "--to gguf: this version of transformers lacks llama.cpp's names of tokenizers. Fix: pip install -U "
+            "transformers"
         ) from None
 
     model, before = content["model"], content["pre_tokenizer"] or {}

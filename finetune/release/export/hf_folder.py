@@ -119,7 +119,7 @@ def whole_or_absent(
         progress.unlink(missing_ok=True)
         partial.rename(kept)
         text = str(failure).replace(str(partial), str(out))
-        raise RunFailure(f"{text}\nit is kept as {kept}, for inspection") from None
+        raise RunFailure(f"{text}; this one is kept as {kept}, for inspection") from None
     try:
         progress.unlink(missing_ok=True)
         for path in (*partial.rglob("*"), partial):
@@ -132,14 +132,14 @@ def whole_or_absent(
 
 def check_absent(out: Path) -> None:
     if out.exists():
-        raise UserError(f"{out} exists already: remove it, or choose another --out")
+        raise UserError(f"{out} exists already. Fix: remove it, or choose another --out")
 
 
 def _not_written(out: Path, error: OSError) -> RunFailure:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return RunFailure(
-        f"{out} could not be written: {error}; {partial_path(out)} has the files until then. "
-        f"{'Free space' if full else 'Fix this'} and run the same command again, which continues from there"
+        f"{out} could not be written: {error}. {partial_path(out)} has the files until then. Fix: "
+        f"{'free space' if full else 'remove the cause'} and run the same command again, which continues from there"
     )
 
 

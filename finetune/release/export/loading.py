@@ -37,7 +37,8 @@ def model_folder(run_dir: Path) -> Path:
     folder = run_dir / "model" if (run_dir / "model").is_dir() else run_dir
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(
-            f"{run_dir}: no result here (no model/config.json or model/adapter_config.json); has the run finished?"
+            f"{run_dir}: no result here (no model/config.json or model/adapter_config.json). Fix: check the path; if "
+            "the run has not finished, run its command again"
         )
     return check_model_folder(folder)
 
@@ -51,7 +52,7 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
     """Returns model and tokenizer of a run directory or a model folder. Raises UserError if there is none."""
     folder = model_folder(run_dir)
     if is_scoring(folder):
-        raise UserError(f"{run_dir}: reward models and classifiers do not generate text; use `finetune score`")
+        raise UserError(f"{run_dir}: reward models and classifiers do not generate text. Fix: use `finetune score`")
     tokenizer = read_tokenizer(folder)
     model = load_trained(folder)
     if (folder / "generation_config.json").is_file():  # an adapter's model has its base's, with other end tokens
@@ -97,7 +98,7 @@ def _load_base(adapter: Path, base: str | None, device_map: str | None) -> Any:
     settings = read_object(adapter / "adapter_config.json")
     name = base or settings["base_model_name_or_path"]
     size, trusted = len(read_tokenizer(adapter)), trusts_code(adapter)
-    advice = "has it moved since this was trained? `base_model_name_or_path` in adapter_config.json names its place"
+    advice = "or name its new place as `base_model_name_or_path` in adapter_config.json"
     with _LoadingModel(f"the adapter's base {name!r} cannot be loaded", Path(name).expanduser(), advice):
         if settings.get("task_type") != "SEQ_CLS":
             model = load_auto(auto_class(name, trusted), name, trusted, dtype="auto", device_map=device_map)
@@ -117,7 +118,7 @@ class _LoadingModel(contextlib.AbstractContextManager[None]):
     """
 
     def __init__(self, what: str, folder: Path, advice: str = ""):
-        self._what, self._folder, self._advice = what, folder, f"; {advice}" if advice else ""
+        self._what, self._folder, self._advice = what, folder, f", {advice}" if advice else ""
         check_settings(folder)
         check_weights(folder)
 
@@ -126,6 +127,8 @@ class _LoadingModel(contextlib.AbstractContextManager[None]):
             raise UserError(f"{self._what}: {error}{self._advice}") from error
         # A name that is neither a folder's nor the hub's is a ValueError.
         if isinstance(error, OSError | ValueError | SafetensorError):
-            raise UserError(f"{self._what}: {weights_problem(error)}{self._advice}") from error
+            problem = f"{weights_problem(error)}. Fix: complete its safetensors files{self._advice}"
+            raise UserError(f"{self._what}: {problem}") from error
         if isinstance(error, RuntimeError) and mismatched_sizes(error):
-            raise UserError(f"{self._what}: its weights have other shapes than its config.json says") from error
+            problem = "its weights have other shapes than its config.json says. Fix: take both from one place"
+            raise UserError(f"{self._what}: {problem}") from error

@@ -97,7 +97,9 @@ def adapter_patches(model: Any, trained: Trained) -> dict[str, Patch]:
         names = (first_names.get(_PREFIX + name, _PREFIX + name), _PREFIX + name)
         keys = [key for key in map(trained.key, names) if key is not None]
         if not keys:
-            raise UserError(f"{trained.folder}: no tensor for {name}: this adapter belongs to another model")
+            raise UserError(
+                f"{trained.folder}: no tensor for {name}. Fix: give --base the model that this adapter belongs to"
+            )
         left.difference_update(keys)
         return keys[0]
 
@@ -128,8 +130,9 @@ def adapter_patches(model: Any, trained: Trained) -> dict[str, Patch]:
             patches[name] = Patch("full", (key,), read)
     if lost:
         raise UserError(
-            f"{trained.folder}: {len(lost)} tensors have no place in the base model, such as {lost[0]}: merging would "
-            "lose them; this adapter belongs to another model, or to another version of peft"
+            f"{trained.folder}: {len(lost)} tensors have no place in the base model, such as {lost[0]}. Merging would "
+            "lose them. Fix: give --base the model that this adapter belongs to, or install the version of peft that "
+            "wrote it"
         )
     return patches
 
@@ -158,8 +161,8 @@ def _lora(path: str, module: Any, take: Callable[[str], str], read: Callable[[st
     variant = module.lora_variant and not dora
     if not is_known or variant or any(module.lora_bias.values()) or (dora and (transposed or is_embedding)):
         raise UserError(
-            f"{name}: an adapter of kind {type(module).__name__}{' with DoRA' if dora else ''} is not merged tensor by "
-            "tensor: merge it in memory by peft's `merge_and_unload`, and give the folder that it saves as model.name"
+            f"{name}: adapters of kind {type(module).__name__}{' with DoRA' if dora else ''} are not merged here. Fix: "
+            "merge it in memory by peft's `merge_and_unload`, and give the folder that it saves as model.name"
         )
     owns = [f"lora_embedding_{part}.default" if is_embedding else f"lora_{part}.default.weight" for part in "AB"]
     owns += ["lora_magnitude_vector.default.weight"] if dora else []
@@ -190,9 +193,13 @@ def read_lora(folder: Path) -> Any:
     with FittingAdapter(folder):
         config: Any = PeftConfig.from_pretrained(str(folder))
     if config.peft_type != "LORA":
-        raise UserError(f"{folder / ADAPTER_CONFIG}: only LoRA is loaded, not {config.peft_type}")
+        raise UserError(
+            f"{folder / ADAPTER_CONFIG}: only LoRA is loaded, not {config.peft_type}. Fix: use peft itself for it"
+        )
     if type(config.r) is not int or config.r < 1 or not isinstance(config.target_modules, str | set):
-        raise UserError(f"{folder / ADAPTER_CONFIG}: `r` is no rank, or `target_modules` no names; restore the file")
+        raise UserError(
+            f"{folder / ADAPTER_CONFIG}: `r` is no rank, or `target_modules` no names. Fix: restore the file"
+        )
     return config
 
 
@@ -205,7 +212,8 @@ class FittingAdapter(contextlib.AbstractContextManager[None]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, _REFUSED) or (isinstance(error, RuntimeError) and "size mismatch" in str(error)):
             raise UserError(
-                f"{self._folder}: the adapter does not fit its settings or its base: {short(error)}; restore its files"
+                f"{self._folder}: the adapter does not fit its settings or its base: {short(error)}. Fix: restore its "
+                "files"
             ) from error
 
 
@@ -224,7 +232,7 @@ def check_shapes(trained: Trained, adapted: Any, base: str | None) -> None:
         grown = id(parameter) in in_tables and name.endswith(".weight") and shape[0] > expected[0]
         if shape[grown:] != expected[grown:]:
             raise UserError(
-                f"{trained.folder / ADAPTER}: {key} has the shape {list(shape)}, but {ADAPTER_CONFIG} and "
-                f"the base {base} give it {list(expected)}: the files are not of one run, or the base is another; "
-                "restore them"
+                f"{trained.folder / ADAPTER}: {key} has the shape {list(shape)} and not {list(expected)}. "
+                f"{ADAPTER_CONFIG} and the base {base} give it the second. The files are not of one run, or the base "
+                "is another. Fix: restore them"
             )

@@ -68,8 +68,8 @@ def find_base(name: str, revision: str | None) -> BaseFolder:
             commit = folder.name
         except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
             raise UserError(
-                f"the base model {name!r} is neither a folder here nor on the hub: {first_line(error)}; put it where "
-                "the run found it, or give --base FOLDER"
+                f"the base model {name!r} is neither a folder here nor on the hub: {first_line(error)}. Fix: put it "
+                "where the run found it, or give --base FOLDER"
             ) from None
     if (folder / INDEX).is_file():
         files = [folder / file for file in sorted(set(weight_map(folder / INDEX, whole=False).values()))]
@@ -77,13 +77,14 @@ def find_base(name: str, revision: str | None) -> BaseFolder:
         files = [folder / "model.safetensors"]
     if missing := [file.name for file in files if not file.is_file()]:
         raise UserError(
-            f"the base model {name!r} has no {missing[0]}: tensors are read from safetensors only; load it in "
+            f"the base model {name!r} has no {missing[0]}. Tensors are read from safetensors only. Fix: load it in "
             "transformers and save it by `save_pretrained`, or download it again"
         )
     if (settings := read_object(folder / "config.json").get("quantization_config")) is not None:
         raise UserError(
-            f"the base model {name!r} is stored in {settings.get('quant_method')}: an update added to quantized "
-            "weights is lost in their rounding. Train and export from the unquantized model, and quantize the export"
+            f"the base model {name!r} is stored in {settings.get('quant_method')}. An update added to quantized "
+            "weights is lost in their rounding. Fix: train and export from the unquantized model, and quantize the "
+            "export"
         )
     return BaseFolder(name, commit, folder, TensorFiles(files))
 
@@ -155,15 +156,15 @@ class StreamedModel:
         names = {name for group in self._groups.values() for name in group.names}
         if unknown := sorted(set(self.patches) - names - set(self._aliases)):
             raise UserError(
-                f"{self.trained.folder}: {unknown[0]} was trained but is not in this base model; is --base the right "
-                "one?"
+                f"{self.trained.folder}: {unknown[0]} was trained but is not in this base model. Fix: give --base the "
+                "model that was trained"
             )
         for group in self._groups.values():
             kinds = {self.patches[name].kind for name in group.names if name in self.patches}
             if not group.is_renaming and not kinds <= {"lora"} and not kinds <= {"full"}:
                 raise UserError(
-                    f"{group.names[0]}: {' and '.join(sorted(kinds))} of a tensor that files hold in another layout "
-                    "than transformers is not merged tensor by tensor: merge it in memory by peft's `merge_and_unload`"
+                    f"{group.names[0]}: {' and '.join(sorted(kinds))} of this tensor cannot be merged here. The files "
+                    "hold it in another layout than transformers. Fix: merge it in memory by peft's `merge_and_unload`"
                 )
 
     @cached_property
@@ -252,7 +253,10 @@ class StreamedModel:
             else:
                 config = read_lora(trained.folder)
                 if getattr(config, "bias", "none") != "none":
-                    raise UserError(f"{trained.folder}: only LoRA without trained biases is merged")
+                    raise UserError(
+                        f"{trained.folder}: only LoRA without trained biases is merged here. Fix: merge it in memory "
+                        "by peft's `merge_and_unload`"
+                    )
                 with FittingAdapter(trained.folder):
                     adapted = get_peft_model(model, config)
                 check_shapes(trained, adapted, self._about.name)
@@ -270,15 +274,17 @@ class StreamedModel:
             shape, own = self._files.meta(source).shape, group.shapes[name]
             if shape[1:] != own[1:] or shape[:1] < own[:1]:  # rows of a vocabulary may be more
                 raise UserError(
-                    f"{folder}: {source} has the shape {list(shape)} in its file, but {list(own)} by config.json: take "
-                    "both from one place"
+                    f"{folder}: {source} has the shape {list(shape)} in its file, but {list(own)} by config.json. Fix: "
+                    "take both from one place"
                 )
             if patch is not None and patch.kind == "rows":
                 shape = (max(shape[0], max(patch.rows) + 1), *shape[1:])
         elif all(one in self.patches and self.patches[one].kind == "full" for one in group.names):
             shape = group.shapes[name]
         else:
-            raise UserError(f"{folder}: has no tensor {source}, which {type(self.model).__name__} needs")
+            raise UserError(
+                f"{folder}: has no tensor {source}, which {type(self.model).__name__} needs. Fix: complete the folder"
+            )
         # A run's own result has one type; a base's tensors keep theirs.
         keeps = in_base and (self.trained.is_adapter or patch is None)
         dtype = self._files.meta(source).dtype if keeps else self.result_dtype
@@ -302,7 +308,7 @@ def _skeleton(trained: Trained, about: Model) -> Any:
     except UserError as error:
         if about.config is not None or (trained.recipe is not None and about.name == trained.recipe.model.name):
             raise
-        raise UserError(f"the base model {about.name!r} cannot be loaded: {error}; give --base FOLDER") from None
+        raise UserError(f"the base model {about.name!r} cannot be loaded: {error}, or give --base FOLDER") from None
     config = labelled(config, trained.labels) if trained.labels else config
     model = without_weights(config, auto_class(about, trained.labels), about.trust_remote_code)
     model.tie_weights()

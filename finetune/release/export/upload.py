@@ -51,9 +51,11 @@ def collect(run_dir: Path, base_model: str | None) -> Upload:
     folder = run_dir / "model" if (run_dir / "model").is_dir() else run_dir
     has_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
     if not has_model and not list(folder.glob("*.gguf")):
-        raise UserError(f"{run_dir}: no model here (no config.json, adapter_config.json or .gguf file): export one")
+        raise UserError(
+            f"{run_dir}: no model here (no config.json, adapter_config.json or .gguf file). Fix: export one"
+        )
     if base_model is not None and not _HUB_ID.fullmatch(base_model):
-        raise UserError(f"--base-model {base_model}: expected a hub id, as org/name")
+        raise UserError(f"--base-model {base_model}: not a hub id. Fix: give one, as org/name")
     files: dict[str, Path | bytes] = {name: folder / name for name in _files(folder)}
     texts = {
         name: (folder / name).read_text(encoding="utf-8")
@@ -67,8 +69,8 @@ def collect(run_dir: Path, base_model: str | None) -> Upload:
     base = base_model or next((name for name in names if name not in local), None)
     if local and base_model is None:
         raise UserError(
-            f"{folder} was trained from {local[0]}, a path that means nothing elsewhere: give --base-model org/name, "
-            "the hub's name of the same model"
+            f"{folder} was trained from {local[0]}, a path that means nothing elsewhere. Fix: give --base-model "
+            "org/name, the hub's name of the same model"
         )
     for name, text in texts.items() if base is not None else ():  # the hub id in place of all local paths
         changed = text
@@ -91,11 +93,16 @@ def _files(folder: Path) -> list[str]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
-            raise UserError(f"{path}: a link: uploads follow none, as its target may not be part of the model")
+            raise UserError(
+                f"{path}: is a link, which uploads do not follow. Its target may not be part of the model. Fix: remove "
+                "it, or put the file itself there"
+            )
         if path.is_dir() or any(part.startswith(".") for part in Path(name).parts):
             continue
         if not any(Path(name).match(pattern) and name.count("/") == pattern.count("/") for pattern in patterns):
-            raise UserError(f"{path}: not a file of a result or an export: remove it, or move it out of the folder")
+            raise UserError(
+                f"{path}: not a file of a result or an export. Fix: remove it, or move it out of the folder"
+            )
         names.append(name)
     return names
 
@@ -138,19 +145,19 @@ def upload(
 
     what = collect(run_dir, base_model)
     if get_token() is None:
-        raise UserError("upload: no token: run `hf auth login`, or set HF_TOKEN to one that may write")
+        raise UserError("upload: no token. Fix: run `hf auth login`, or set HF_TOKEN to one that may write")
     api = HfApi()
     with _explained():
         to = to or f"{api.whoami()['name']}/{run_dir.resolve().name}"
         if "/" not in to:
-            raise UserError(f"--to {to}: expected org/name")
+            raise UserError(f"--to {to}: not the name of a repository. Fix: give org/name")
         try:
             if not api.model_info(to).private and not is_public:
-                raise UserError(f"{to} exists and is public: give --public to add to it, or another --to")
+                raise UserError(f"{to} exists and is public. Fix: give --public to add to it, or another --to")
         except RepositoryNotFoundError:
             pass
         except HFValidationError as error:
-            raise UserError(f"--to {to}: {error}") from None
+            raise UserError(f"--to {to}: not the name of a repository: {error}. Fix: give org/name") from None
     show(console, what, to, is_public)
     agrees()
     additions = [
@@ -167,17 +174,24 @@ def _explained() -> Iterator[None]:
     """Raises RunFailure if the hub refuses, or cannot be reached. Its messages have no token."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 
-    again = "the same command goes on with what the hub lacks"
+    again = "run the same command again, which goes on with what the hub lacks"
     try:
         yield
     except OfflineModeIsEnabled:
-        raise UserError("upload: HF_HUB_OFFLINE is set: unset it to upload") from None
+        raise UserError("upload: HF_HUB_OFFLINE is set. Fix: unset it") from None
     except (HTTPError, OSError, RuntimeError) as error:  # the last: of a file, for a reason that is its cause
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
         if not isinstance(cause, HfHubHTTPError):
-            raise RunFailure(f"upload: the hub cannot be reached: {cause}; {again}") from None
+            raise RunFailure(
+                f"upload: the hub cannot be reached: {cause}. Fix: check the network; then {again}"
+            ) from None
         status = cause.response.status_code  # not the message: addresses of large files are signed
-        why = "the token may not write there" if status in (401, 403) else "try later, or look at its status page"
-        raise RunFailure(f"upload: the hub answers {status}: {why}; {again}") from None
+        refused = status in (401, 403)
+        why = (
+            "The token may not write there. Fix: use one that may"
+            if refused
+            else "Fix: wait, or look at its status page"
+        )
+        raise RunFailure(f"upload: the hub answers {status}. {why}; then {again}") from None
     except (ValueError, KeyError) as error:  # what answers is no hub
-        raise RunFailure(f"upload: what answers is no hub: {error}") from None
+        raise RunFailure(f"upload: what answers is no hub: {error}. Fix: check HF_ENDPOINT and the proxy") from None

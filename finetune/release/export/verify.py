@@ -86,7 +86,7 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
     """Compare an export with its run; write verify.json and the section of the card. Raises UserError if the run's
     rows, its base or the export cannot be read at all."""
     if (recipe := trained.recipe) is None:
-        raise UserError(f"{trained.run_dir}: no recipe.yaml here, so there are no rows to compare on: give a run")
+        raise UserError(f"{trained.run_dir}: no recipe.yaml here, so there are no rows to compare on. Fix: give a run")
     if (export / "adapter_config.json").is_file() and not (export / "config.json").is_file():
         figures = Figures("float32")
         compare_adapter(figures, trained, export)
@@ -164,7 +164,8 @@ def find_against(run_dir: Path, export: Path, step: str | None) -> Trained:
     exported = read_object(about)
     if "runs" in exported:
         raise UserError(
-            f"{export}: merged from several runs, so no run answers like it; `evaluate` says how good it is"
+            f"{export}: merged from several runs, so no run answers like it. Fix: use `evaluate`, which says how good "
+            "it is"
         )
     number = exported.get("step")
     return find_trained(run_dir, None if number is None else str(number), exported.get("averaged"))
@@ -176,21 +177,23 @@ def export_format(export: Path) -> tuple[str, str]:
     if (file := gguf_of(export)) is not None:
         kind = next((t.tensor_type.name for t in open_gguf(file).tensors if "attn_q.weight" in t.name), None)
         if kind is None:
-            raise UserError(f"{file}: no language model's weights here (no attn_q.weight): give the file that has them")
+            raise UserError(
+                f"{file}: no language model's weights here (no attn_q.weight). Fix: give the file that has them"
+            )
         name = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(kind, kind.lower())
         if name not in THRESHOLDS:
             raise UserError(
-                f"{file}: weights of type {kind} have no threshold here: compare one of {', '.join(GGUF_TYPES)}"
+                f"{file}: weights of type {kind} have no threshold here. Fix: compare one of {', '.join(GGUF_TYPES)}"
             )
         return name, "float32"
     if not (export / "config.json").is_file():
-        raise UserError(f"{export}: no model here (no config.json and no .gguf file)")
+        raise UserError(f"{export}: no model here (no config.json and no .gguf file). Fix: give the export's folder")
     about = read_object(export / METADATA) if (export / METADATA).is_file() else {}
     files = TensorFiles(sorted(export.glob("*.safetensors")))
     types = Counter(str(files.meta(name).dtype).removeprefix("torch.") for name in files.names())
     dtype = about.get("dtype", next((one for one, _ in types.most_common() if one in FLOATS), "float32"))
     if dtype not in FLOATS:
-        raise UserError(f"{export / METADATA}: dtype is {dtype}: expected one of {', '.join(FLOATS)}")
+        raise UserError(f"{export / METADATA}: dtype is {dtype}. Fix: set it to one of {', '.join(FLOATS)}")
     quantized = read_object(export / "config.json").get("quantization_config")
     if (kind := about.get("quantised")) is None and quantized is None:
         return dtype, dtype
@@ -200,8 +203,8 @@ def export_format(export: Path) -> tuple[str, str]:
         kind = {("int", 8): "int8", ("float", 8): "fp8"}.get(weights.pop()) if len(weights) == 1 else None
     if kind is None:
         raise UserError(
-            f"{export}: weights quantized by {(quantized or {}).get('quant_method')} in another way than `--quantize` "
-            "writes have no threshold here"
+            f"{export}: weights quantized by {(quantized or {}).get('quant_method')} have no threshold here. Only "
+            "those that `--quantize` writes have one. Fix: compare such an export"
         )
     return kind, dtype
 
@@ -265,7 +268,10 @@ def compare_files(figures: Figures, trained: Trained, written: StreamedModel, ex
 def compare_adapter(figures: Figures, trained: Trained, export: Path) -> None:
     """Compare a folder of an adapter with the adapter of a run. Raises UserError for another result."""
     if trained.is_checkpoint or not trained.is_adapter:
-        raise UserError(f"{export}: an adapter, and {trained.run_dir} has no adapter as its result to compare it with")
+        raise UserError(
+            f"{export}: an adapter, and the result of {trained.run_dir} is none. Fix: give the run that it is the "
+            "result of"
+        )
     theirs, ours = (read_object(folder / ADAPTER_CONFIG) for folder in (export, trained.folder))
     place = {"base_model_name_or_path", "revision"}  # of the copy that is on the hub
     figures.problems += other_keys(ADAPTER_CONFIG, ours, theirs, place)
@@ -365,7 +371,10 @@ def _config_of(folder: Path, trusted: bool | None = None) -> Any:
         return load_auto(AutoConfig, folder, trusted)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         reason = first_line(error)
-        raise UserError(f"{folder / 'config.json'}: transformers cannot build a model from it: {reason}") from None
+        raise UserError(
+            f"{folder / 'config.json'}: transformers cannot build a model from it: {reason}. Fix: restore the file, or "
+            "export again"
+        ) from None
 
 
 def _compare_config(figures: Figures, trained: Trained, written: StreamedModel, export: Path) -> None:

@@ -89,8 +89,8 @@ def check_rows(trained: Trained) -> None:
             SourceReader(source)
         except UserError as error:
             raise UserError(
-                f"{trained.run_dir}: the run's rows, which an export is compared on, cannot be read: {error}\n"
-                "Fix: put them back, or `export --no-verify`, which compares nothing"
+                f"{trained.run_dir}: the run's rows to compare the export on cannot be read: {error}\n"
+                "Or use `export --no-verify`, which compares nothing"
             ) from None
 
 
@@ -203,7 +203,7 @@ def load_reference(trained: Trained, base: str | None = None) -> Any:
             )
         except (OSError, ValueError) as error:
             raise UserError(
-                f"the base model {about.name!r} cannot be loaded: {first_line(error)}; give --base"
+                f"the base model {about.name!r} cannot be loaded: {first_line(error)}. Fix: give --base FOLDER"
             ) from None
     if recipe.tokens is not None:
         first_added = len(of_run.tokenizer) - len(of_run.pieces)

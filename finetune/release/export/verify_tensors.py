@@ -67,7 +67,7 @@ def stored_tensors(export: Path, written: StreamedModel) -> dict[str, Stored]:
         rows, columns = files.meta(f"{name}_packed" if code == "int8" else name).shape
         shape = (rows, columns * 4 if code == "int8" else columns)
         if code == "int8" and tuple(files.read(f"{name}_shape").tolist()) != shape:
-            raise UserError(f"{export}: {name}_shape is not {list(shape)}, which {name}_packed has")
+            raise UserError(f"{export}: {name}_shape is not {list(shape)}, as {name}_packed has. Fix: export it again")
         tensors[name] = Stored(partial(_decoded, files, name), shape, scale, code)
     return tensors
 

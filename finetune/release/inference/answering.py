@@ -151,7 +151,7 @@ class Answerer:
     def _fitting(self, prompt: Prompt) -> Prompt:
         if len(prompt.ids) >= self.context:
             raise UserError(
-                f"the prompt has {len(prompt.ids):,} tokens, and the model takes {self.context:,}: shorten it"
+                f"the prompt has {len(prompt.ids):,} tokens, and the model takes {self.context:,}. Fix: shorten it"
             )
         return prompt
 
@@ -175,7 +175,7 @@ class Answerer:
         from finetune.data.images.family_table import FAMILIES
 
         if (kind := self.model.config.model_type) not in FAMILIES or self.processor is None:
-            raise UserError(f"this model ({kind}) takes no images: models that do are {', '.join(FAMILIES)}")
+            raise UserError(f"this model ({kind}) takes no images. Fix: use one of {', '.join(FAMILIES)}")
         return RowImages(image_family(self.processor, self.rules, self.tokenizer), self.rules)
 
     @cached_property
@@ -253,7 +253,10 @@ def read_request(messages: Any, tools: Any = ()) -> Conversation:
     except BadRow as error:
         raise UserError(str(error)) from None
     if conversation.messages[-1].role not in ("user", "tool"):
-        raise UserError(f"the last message is from {conversation.messages[-1].role}: there is nothing to answer")
+        raise UserError(
+            f"the last message is from {conversation.messages[-1].role}, so there is nothing to answer. Fix: end with "
+            "a message of the user or a tool"
+        )
     return conversation
 
 
@@ -268,7 +271,7 @@ def render_prompt(chat: Chat | None, request: Conversation) -> str:
         first, *others = request.messages
         if others or request.tools or first.images:
             raise UserError(
-                "this model has no chat template: give one text as the prompt, without system, history or images"
+                "this model has no chat template. Fix: give one text as the prompt, without system, history or images"
             )
         return first.content
     try:
@@ -344,7 +347,7 @@ def answer_file(
     """
     sampling.check()
     if output.exists():
-        raise UserError(f"{output} exists already: remove it, or give another --output")
+        raise UserError(f"{output} exists already. Fix: remove it, or give another --output")
     conversations = _read_rows(rows, system)
     answerer = load_answerer(run_dir)
     prompts: list[Prompt] = []
@@ -372,8 +375,8 @@ def answer_file(
         _settings_file(unfinished).unlink()
     except OSError as error:
         raise RunFailure(
-            f"{output} could not be written: {error}; the answers so far are in {unfinished}; run the same "
-            "command again to continue"
+            f"{output} could not be written: {error}. The answers so far are in {unfinished}. Fix: free space, and run "
+            "the same command again to continue"
         ) from None
     return len(prompts)
 
@@ -381,7 +384,7 @@ def answer_file(
 def _read_rows(path: Path, system: str | None) -> list[tuple[Any, dict[str, Any]]]:
     """Returns (messages, row) of each row: its `prompt`, or `messages` up to the last answer. Raises UserError."""
     if not path.is_file():
-        raise UserError(f"{path}: no such file")
+        raise UserError(f"{path}: no such file. Fix: check the path")
     conversations = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # a text may have U+2028
         if not line.strip():
@@ -389,11 +392,13 @@ def _read_rows(path: Path, system: str | None) -> list[tuple[Any, dict[str, Any]
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise UserError(f"{path}:{number}: not JSON: {error}; expected a JSON object a line") from None
+            raise UserError(f"{path}:{number}: not JSON: {error}. Fix: write one JSON object a line") from None
         if not isinstance(row, dict) or not {"prompt", "messages"} & row.keys():
-            raise UserError(f'{path}:{number}: expected {{"prompt": ...}} or {{"messages": [...]}}')
+            raise UserError(f'{path}:{number}: no question. Fix: write {{"prompt": ...}} or {{"messages": [...]}}')
         if taken := [key for key in _RESULTS if key in row]:
-            raise UserError(f"{path}:{number}: has `{taken[0]}` already, which the answer would replace: rename it")
+            raise UserError(
+                f"{path}:{number}: has `{taken[0]}` already, which the answer would replace. Fix: rename it"
+            )
         messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
         if isinstance(messages, list) and messages and dict(messages[-1]).get("role") == "assistant":
             messages = messages[:-1]
@@ -402,7 +407,7 @@ def _read_rows(path: Path, system: str | None) -> list[tuple[Any, dict[str, Any]
             messages = [{"role": "system", "content": system}, *messages]
         conversations.append((messages, row))
     if not conversations:
-        raise UserError(f"{path}: has no rows")
+        raise UserError(f"{path}: has no rows. Fix: give a file with rows")
     return conversations
 
 
@@ -419,7 +424,8 @@ def _begin(unfinished: Path, about: dict[str, Any], batch_size: int) -> int:
     before = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
     if other := sorted(key for key in about if about[key] != before.get(key)):
         raise UserError(
-            f"{unfinished} was begun with other {', '.join(other)}: remove it to begin again, or give another --output"
+            f"{unfinished} was begun with other {', '.join(other)}. Fix: remove it to begin again, or give another "
+            "--output"
         )
     with unfinished.open("r+b") as file:
         ends, size = [0], 0
@@ -441,6 +447,8 @@ def chat_with(run_dir: Path, sampling: Sampling, system: str | None) -> None:
     sampling.check()
     answerer = load_answerer(run_dir)
     if answerer.chat is None:
-        raise UserError(f"{run_dir}: no chat template, so there are no turns: `finetune generate` continues a text")
+        raise UserError(
+            f"{run_dir}: no chat template, so there are no turns. Fix: use `finetune generate`, which continues a text"
+        )
     _seed(sampling)
     converse(lambda messages: answerer.answer([answerer.prompt(messages)], sampling, shown=True)[0].text, system)

@@ -39,7 +39,7 @@ def image_part(path: Path) -> dict[str, Any]:
     try:
         return image_url_part(path.read_bytes(), path.name)
     except OSError as error:
-        raise UserError(f"{path}: this image cannot be read: {error.strerror}") from None
+        raise UserError(f"{path}: this image cannot be read: {error.strerror}. Fix: check the path") from None
 
 
 def image_url_part(content: bytes, name: str) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def _evaluate(
         if not trained.is_checkpoint:
             model, tokenizer = load_result(run_dir)
         elif recipe is not None and recipe.objective.scores_sequences:
-            raise UserError(f"{run_dir}: reward models and classifiers do not generate text; use `finetune score`")
+            raise UserError(f"{run_dir}: reward models and classifiers do not generate text. Fix: use `finetune score`")
         else:  # in fp32
             model, tokenizer = load_reference(trained).to(default_device()), read_tokenizer(trained.settings)
         ends = GenerationConfig.from_pretrained(trained.settings)
@@ -152,7 +152,7 @@ def _evaluate(
                 base = load_auto(auto_class(name, code), name, code, revision=revision, dtype="auto")
             except (OSError, ValueError) as error:
                 reason = f"the base model {name!r} cannot be loaded: {first_line(error)}"
-                raise UserError(f"{reason}; or give --no-base") from None
+                raise UserError(f"{reason}. Fix: put it where the run found it, or give --no-base") from None
             base = grow_to(base, size)
             of_base = bases[key] = measure((base.to(dtype) if trained.is_checkpoint else base).to(device).eval())
         for task, one in of_base.items():
@@ -170,11 +170,11 @@ def _task_manager(options: EvaluateOptions) -> Any:
     try:
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise UserError("`evaluate` needs the package lm_eval: pip install 'lm_eval>=0.4.13'") from None
+        raise UserError("`evaluate` needs the package lm_eval. Fix: pip install 'lm_eval>=0.4.13'") from None
     if not is_verbose():
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if options.folder is not None and not options.folder.is_dir():
-        raise UserError(f"--task-folder {options.folder}: no such folder")
+        raise UserError(f"--task-folder {options.folder}: no such folder. Fix: check the path")
     include = str(options.folder) if options.folder else None
     manager = TaskManager(include_path=include, include_defaults=False) if include else TaskManager()
     own = manager.all_tasks if include else []
@@ -182,11 +182,15 @@ def _task_manager(options: EvaluateOptions) -> Any:
         manager = TaskManager(include_path=include)
     if unknown := [name for name in options.tasks if name not in manager.all_tasks]:
         has = f"{options.folder} has {', '.join(own) or 'none'}" if include else "--task-folder reads tasks in YAML"
-        raise UserError(f"--tasks {unknown[0]}: lm_eval has no such task; {has}; `lm-eval ls tasks` lists its own")
+        fix = "Fix: give a task that `lm-eval ls tasks` lists" + (", or one of the folder" if include else "")
+        raise UserError(f"--tasks {unknown[0]}: lm_eval has no such task; {has}. {fix}")
     try:
         manager.load(list(options.tasks))
     except (OSError, ValueError) as error:
-        raise UserError(f"--tasks {','.join(options.tasks)}: data cannot be read: {first_line(error)}") from None
+        raise UserError(
+            f"--tasks {','.join(options.tasks)}: data cannot be read: {first_line(error)}. Fix: download it while "
+            "online, or correct the task's `dataset_path`"
+        ) from None
     return manager
 
 
@@ -236,7 +240,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise UserError(f"{run_dir}: a launch is training there: evaluate it when it is done") from None
+        raise UserError(f"{run_dir}: a launch is training there. Fix: evaluate it when it is done") from None
     try:
         yield
     finally:
@@ -284,7 +288,7 @@ def write_scores(
         trackers.finish()
     except OSError as error:
         raise RunFailure(
-            f"{run_dir}: the scores above could not be written: {error}; free space and run the command again"
+            f"{run_dir}: the scores above could not be written: {error}. Fix: free space and run the command again"
         ) from None
 
 

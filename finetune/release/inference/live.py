@@ -75,9 +75,12 @@ class Live:
 def verify_url(url: str, trained: Trained, model: str | None, base: str | None, rows: int, console: Console) -> Live:
     """Compare a server with a run. Raises UserError, and RunFailure if its answers are invalid or do not match."""
     if trained.recipe is None:
-        raise UserError(f"{trained.run_dir}: no recipe.yaml here, so there are no rows to compare on: give a run")
+        raise UserError(f"{trained.run_dir}: no recipe.yaml here, so there are no rows to compare on. Fix: give a run")
     if trained.recipe.objective.scores_sequences:
-        raise UserError(f"{trained.run_dir}: reward models and classifiers have no answers to compare")
+        raise UserError(
+            f"{trained.run_dir}: reward models and classifiers have no answers to compare. Fix: verify an export's "
+            "folder in place of a server"
+        )
     from transformers import AutoTokenizer
 
     server = Server(url)
@@ -90,12 +93,18 @@ def verify_url(url: str, trained: Trained, model: str | None, base: str | None, 
         rules = trained.recipe.data.image or Images()
         answerer = Answerer(load_reference(trained, base), tokenizer, chat_template(tokenizer), processor, rules)
         if answerer.chat is None:
-            raise UserError(f"{trained.run_dir}: no chat template, so there is nothing to ask a chat server")
+            raise UserError(
+                f"{trained.run_dir}: no chat template, so there is nothing to ask a chat server. Fix: verify an "
+                "export's folder in place of a server"
+            )
     _compare(server, comparison, answerer, end_tokens(trained.settings), conversations)
     comparison.judge()
     show(console, comparison)
     if comparison.problems:
-        raise RunFailure(f"{url} does not match the trained model:\n  " + "\n  ".join(comparison.problems))
+        problems = "\n  ".join(comparison.problems)
+        raise RunFailure(
+            f"{url} does not match the trained model:\n  {problems}\nFix: serve this run's export with its template"
+        )
     return comparison
 
 
@@ -116,7 +125,9 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
                 count += 1
                 yield messages
     if not count:
-        raise UserError("the run's rows have no questions for a chat server")
+        raise UserError(
+            "the run's rows have no questions for a chat server. Fix: verify an export's folder in place of a server"
+        )
 
 
 def _request_messages(sample: Any, rules: Images, path: str) -> list[dict[str, Any]]:

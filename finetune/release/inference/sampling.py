@@ -23,7 +23,7 @@ class Sampling:
         """Raises UserError for options that would have no effect."""
         drawn = {"--top-p": self.top_p, "--top-k": self.top_k, "--seed": self.seed}
         if not self.temperature and (given := [name for name, value in drawn.items() if value is not None]):
-            raise UserError(f"{given[0]}: greedy answers are not drawn; give --temperature, such as 0.7")
+            raise UserError(f"{given[0]}: greedy answers are not drawn. Fix: give --temperature, such as 0.7")
         if "" in self.stop:
-            raise UserError("--stop: an empty text would end every answer")
+            raise UserError("--stop: an empty text would end every answer. Fix: give a text, or leave it out")
         return self

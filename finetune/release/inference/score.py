@@ -85,7 +85,10 @@ def load_scorer(run_dir: Path) -> Scorer:
     """Returns the model of a run directory or a model folder. Raises UserError if it has no score head."""
     folder = model_folder(run_dir)
     if not is_scoring(folder):
-        raise UserError(f"{run_dir}: this model generates text and has no score head; use `finetune generate`")
+        raise UserError(
+            f"{run_dir}: this model generates text and has no score head. Fix: give a reward model or a classifier, or "
+            "use `finetune generate`"
+        )
     model = load_trained(folder)
     labels = tuple(unwrap_peft(model).config.id2label.values())
     train_on = "all" if len(labels) > 1 else "assistant"
@@ -98,7 +101,7 @@ def source_of(path: str, format: str, limit: int | None) -> Source:
     try:
         return Source.model_validate({"path": path, "format": format, "limit": limit})
     except ValidationError:
-        raise UserError(f"--format: unknown format {format!r}; `auto` detects it") from None
+        raise UserError(f"--format: unknown format {format!r}. Fix: give `auto`, which detects it") from None
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def score_file(run_dir: Path, data: Source, output: Path | None, console: Consol
         if partial and output:
             partial.replace(output)
     except OSError as error:
-        raise RunFailure(f"{output} could not be written: {error}; free space or give another --output") from None
+        raise RunFailure(f"{output} could not be written: {error}. Fix: free space or give another --output") from None
     finally:
         if partial:
             partial.unlink(missing_ok=True)
@@ -148,7 +151,7 @@ def _rendered_rows(scorer: Scorer, data: Source, reader: SourceReader) -> Iterat
     rows = reader.rows()
     head = list(islice(rows, _FORMAT_ROWS))
     if not head:
-        raise UserError(f"{data.path}: has no rows")
+        raise UserError(f"{data.path}: has no rows. Fix: give a file with rows")
     format, columns = data.format, data.columns
     if format == "auto":
         detected = detect_format([row for _, _, row in head], columns, _FORMATS[scorer.is_classifier])
@@ -165,7 +168,8 @@ def _rendered_rows(scorer: Scorer, data: Source, reader: SourceReader) -> Iterat
             for drawn in map(scorer.renderer.draw, answers):
                 if len(drawn) > 1:
                     raise BadRow(
-                        "the chat template rewrites history, so this conversation is several texts: give its last turn"
+                        "the chat template rewrites history, so this conversation is several texts. Fix: give its last "
+                        "turn"
                     )
                 sequences += drawn[0]
             yield ScoredRow((path, number), kind, tuple(sequences), label)

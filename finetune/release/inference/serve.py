@@ -55,9 +55,9 @@ def load_served(runs: Sequence[tuple[str, Path]], device: str) -> dict[str, Answ
     for name, run_dir in runs:
         folder = model_folder(run_dir)
         if is_scoring(folder):
-            raise UserError(f"{run_dir}: reward models and classifiers do not generate text; use `finetune score`")
+            raise UserError(f"{run_dir}: reward models and classifiers do not generate text. Fix: use `finetune score`")
         if name in entries:
-            raise UserError(f"serve: two models are named {name!r}: rename one of them, as NAME={run_dir}")
+            raise UserError(f"serve: two models are named {name!r}. Fix: rename one of them, as NAME={run_dir}")
         tokenizer, adapter = load_auto(AutoTokenizer, folder), f"served_{len(entries)}"
         base, adapter_file = None, folder / "adapter_config.json"
         if adapter_file.is_file():
@@ -78,7 +78,8 @@ def load_served(runs: Sequence[tuple[str, Path]], device: str) -> dict[str, Answ
                         default_device() if device == "auto" else torch.device(device)
                     )
                 except (RuntimeError, AssertionError) as error:
-                    raise UserError(f"--device {device}: {str(error).splitlines()[0]}") from None
+                    problem = f"cannot be used: {str(error).splitlines()[0].rstrip('.')}"
+                    raise UserError(f"--device {device}: {problem}. Fix: give another, such as auto or cpu") from None
             if base is not None:
                 shared[key] = model
         has_settings = (folder / "generation_config.json").is_file()
@@ -99,7 +100,7 @@ def serve(runs: Sequence[tuple[str, Path]], host: str, port: int, device: str, a
     try:
         listening = socket.create_server((host, port))
     except OSError as error:
-        raise UserError(f"serve: cannot listen on {host}:{port}: {error.strerror}; give another --port") from None
+        raise UserError(f"serve: cannot listen on {host}:{port}: {error.strerror}. Fix: give another --port") from None
     with listening:
         app = build_app(load_served(runs, device), hosts_of(host, allowed))
         url = f"http://{host}:{listening.getsockname()[1]}/v1"

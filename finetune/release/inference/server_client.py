@@ -33,7 +33,7 @@ class Server:
 
     def __init__(self, url: str):
         if not url.startswith(("http://", "https://")):
-            raise UserError(f"--url {url}: expected http://HOST:PORT/v1")
+            raise UserError(f"--url {url}: not an address. Fix: give http://HOST:PORT/v1")
         self._url = url.rstrip("/")
 
     def choose(self, requested: str | None, run: str | None = None) -> str:
@@ -45,7 +45,7 @@ class Server:
         name = requested or run
         if name is None or name not in names:
             lacks = f"no model {name!r}; there are" if name else "several models:" if names else "no model:"
-            raise UserError(f"{self._url} has {lacks} {', '.join(names) or 'none'}: give --model")
+            raise UserError(f"{self._url} has {lacks} {', '.join(names) or 'none'}. Fix: give --model")
         return name
 
     def answer(self, model: str, messages: list[dict[str, Any]]) -> Reply:
@@ -123,11 +123,12 @@ class Server:
             text = without_secrets(error.text.replace(os.environ.get(KEY) or "\0", "***"))
             raise self._invalid(path, f"status {error.code}: {' '.join(text.split())[:200]}") from None
         except TimeoutError:
-            raise RunFailure(f"{self._url}{path} gave no answer in {TIMEOUT_S:g} s") from None
+            raise RunFailure(f"{self._url}{path} gave no answer in {TIMEOUT_S:g} s. Fix: look at its log") from None
         except http.client.IncompleteRead:
             raise self._invalid(path, "the answer broke off") from None
         except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out; a line that is not HTTP
-            raise RunFailure(f"{self._url} cannot be reached: {getattr(error, 'reason', None) or error}") from None
+            reason = getattr(error, "reason", None) or error
+            raise RunFailure(f"{self._url} cannot be reached: {reason}. Fix: start it, or correct --url") from None
 
     def _json(self, path: str, text: bytes) -> Any:
         try:
@@ -141,4 +142,7 @@ class Server:
         return reply[key]
 
     def _invalid(self, path: str, what: str) -> RunFailure:
-        return RunFailure(f"{self._url}{path} does not answer as an OpenAI-compatible server: {what}")
+        return RunFailure(
+            f"{self._url}{path} does not answer as an OpenAI-compatible server: {what}. Fix: check --url (up to /v1), "
+            f"--model, and {KEY} if it needs a key"
+        )

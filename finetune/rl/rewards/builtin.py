@@ -113,7 +113,7 @@ def boxed(completion: str, reference: str | None) -> float:
 
 def _with_math_verify(parameters: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     if find_spec("math_verify") is None:
-        raise Unanswerable("`boxed` needs the package math-verify: pip install 'math-verify>=0.8'")
+        raise Unanswerable("`boxed` needs the package math-verify. Fix: pip install 'math-verify>=0.8'")
     import logging
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of limits that are off
@@ -149,7 +149,7 @@ def json_schema(completion: str, validator: Any) -> float:
 def _with_validator(parameters: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     """Reads and checks the schema; references to other files and to the net are not followed."""
     if find_spec("jsonschema") is None:
-        raise Unanswerable("`json_schema` needs the package jsonschema: pip install 'jsonschema>=4.23'")
+        raise Unanswerable("`json_schema` needs the package jsonschema. Fix: pip install 'jsonschema>=4.23'")
     from jsonschema import SchemaError, validators
     from referencing import Registry
 
@@ -159,19 +159,24 @@ def _with_validator(parameters: Mapping[str, Any]) -> tuple[Mapping[str, Any], l
         try:
             schema = json.loads(Path(schema).expanduser().read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise Unanswerable(f"answer_schema: no such file: {where}; relative paths start at {Path.cwd()}") from None
+            raise Unanswerable(
+                f"answer_schema: no such file: {where}. Relative paths start at {Path.cwd()}. Fix: correct the path"
+            ) from None
         except OSError as error:
-            raise Unanswerable(f"answer_schema: {where} cannot be read: {error.strerror}") from None
+            problem = f"{where} cannot be read: {error.strerror}"
+            raise Unanswerable(f"answer_schema: {problem}. Fix: check the path and its permissions") from None
         except (ValueError, RecursionError) as error:
-            raise Unanswerable(f"answer_schema: {where} is not JSON: {error}") from None
+            raise Unanswerable(f"answer_schema: {where} is not JSON: {error}. Fix: correct the file") from None
     if not isinstance(schema, dict | bool):
-        raise Unanswerable(f"{where}: a JSON Schema is an object, not {type(schema).__name__}")
+        raise Unanswerable(f"{where}: a JSON Schema is an object, not {type(schema).__name__}. Fix: correct it")
     kind: Any = validators.validator_for(schema, default=validators.validator_for({}))
     try:
         kind.check_schema(schema)
         validator = kind(schema, registry=Registry())
     except SchemaError as error:
-        raise Unanswerable(f"{where}: not a JSON Schema: {error.json_path}: {error.message[:200]}") from None
+        raise Unanswerable(
+            f"{where}: not a JSON Schema: {error.json_path}: {error.message[:200]}. Fix: correct it"
+        ) from None
     return {"validator": validator}, []
 
 
@@ -206,7 +211,7 @@ def _with_limits(parameters: Mapping[str, Any]) -> tuple[Mapping[str, Any], list
     missing = missing_limits(program)
     if missing is None:
         limits = f"{program.memory_mb} MB and {program.seconds:g} s"
-        raise Unanswerable(f"even an empty program fails within {limits}: raise `memory_mb` or `seconds`")
+        raise Unanswerable(f"even an empty program fails within {limits}. Fix: raise `memory_mb` or `seconds`")
     if NAMESPACES in missing and program.isolation == "required":
         raise Unanswerable(
             "this system forbids namespaces (Docker's default). A program could read this run's environment, tokens "

@@ -90,7 +90,7 @@ def load(settings: Mapping[str, Any]) -> tuple[Callable[..., Any], list[str]]:
     module = run_file(path, settings["source"])
     function = defined(module, name, "function")
     if inspect.iscoroutinefunction(function):
-        raise Unusable(f"{path}: `{name}` is an `async def`, and nothing awaits it: write it with `def`")
+        raise Unusable(f"{path}: `{name}` is an `async def`, and nothing awaits it. Fix: write it with `def`")
     return function, []
 
 
@@ -106,7 +106,7 @@ def run_file(path: str, source: bytes) -> types.ModuleType:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path]
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else lines[-1:] and lines[-1]
-        raise Unusable(f"{path}{f':{line}' if line else ''}: {one_line(error)}") from error
+        raise Unusable(f"{path}{f':{line}' if line else ''}: {one_line(error)}. Fix: correct the file") from error
     return module
 
 
@@ -116,9 +116,11 @@ def defined(module: types.ModuleType, name: str, kind: Literal["function", "clas
     if value is None:
         is_kind = inspect.isfunction if kind == "function" else inspect.isclass
         own = [key for key, one in vars(module).items() if is_kind(one) and one.__module__ == module.__name__]
-        raise Unusable(f"{path} has no {kind} `{name}`; it has {', '.join(own) or 'none'}")
+        raise Unusable(
+            f"{path} has no {kind} `{name}`; it has {', '.join(own) or 'none'}. Fix: name one that it has, or add it"
+        )
     if not callable(value):
-        raise Unusable(f"{path}: `{name}` is {type(value).__name__}, not a {kind}")
+        raise Unusable(f"{path}: `{name}` is {type(value).__name__}, not a {kind}. Fix: name a {kind}")
     return value
 
 
@@ -129,18 +131,20 @@ def accepted(function: Callable[..., Any], arguments: tuple[str, ...] = ARGUMENT
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        raise Unusable(f"`{name}` does not say which arguments it takes: wrap it in a `def`") from None
+        raise Unusable(f"`{name}` does not say which arguments it takes. Fix: wrap it in a `def`") from None
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return arguments
     names = []
     for one in parameters:
         if one.kind is one.POSITIONAL_ONLY:
-            raise Unusable(f"`{name}` takes `{one.name}` by position only; arguments are given by name: remove the `/`")
+            problem = f"`{name}` takes `{one.name}` by position only; arguments are given by name"
+            raise Unusable(f"{problem}. Fix: remove the `/`")
         if one.name in arguments:
             names.append(one.name)
         elif one.default is one.empty and one.kind is not one.VAR_POSITIONAL:
             column = f"; a column of the row is `row[{one.name!r}]`" if "row" in arguments else ""
-            raise Unusable(f"`{name}` asks for `{one.name}`; there are {', '.join(arguments)}{column}")
+            fix = f"Fix: ask only for {', '.join(arguments)}{column}"
+            raise Unusable(f"`{name}` asks for `{one.name}`, which is not given. {fix}")
     return tuple(names)
 
 
@@ -149,7 +153,8 @@ def accepted_by_reward(function: Callable[..., Any]) -> tuple[str, ...]:
     if names := accepted(function):
         return names
     name = getattr(function, "__name__", "the function")
-    raise Unusable(f"`{name}` asks for nothing, so it cannot tell answers apart; there are {', '.join(ARGUMENTS)}")
+    fix = f"Fix: let it ask for some of {', '.join(ARGUMENTS)}"
+    raise Unusable(f"`{name}` asks for nothing, so it cannot tell answers apart. {fix}")
 
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

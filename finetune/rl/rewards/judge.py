@@ -52,7 +52,9 @@ class Judge:
         self._settings, self._url = settings, settings.judge.rstrip("/") + "/chat/completions"
         self._key = os.environ.get(settings.key) if settings.key else None
         if settings.key and not self._key:
-            raise UserError(f"{place}: the environment variable {settings.key} (`key`) is not set")
+            raise UserError(
+                f"{place}: the environment variable {settings.key} (`key`) is not set. Fix: set it, or leave out `key`"
+            )
 
     def outcomes(self, completions: Sequence[Completion]) -> list[Outcome | None]:
         """Returns the outcomes in order; None after a failure that stops the run: no more requests are sent then."""

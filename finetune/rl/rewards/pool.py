@@ -66,8 +66,10 @@ class Child:
             started = self.ask(dict(settings), START_S)
         except NoReply as failure:
             text = self.output.decode("utf-8", "replace").strip()
-            printed = f"; it printed:\n{text}" if text else ""
-            raise UserError(f"{settings['place']}: {failure.args[1]} while it was loaded{printed}") from None
+            printed = f"\nIt printed:\n{text}" if text else ""
+            problem = f"{settings['place']}: {failure.args[1]} while it was loaded"
+            fix = f"Fix: correct it, so that it loads within {START_S:g} s and does not end its process"
+            raise UserError(f"{problem}. {fix}{printed}") from None
         except BaseException:
             self.end()
             raise

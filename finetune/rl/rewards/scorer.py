@@ -29,7 +29,9 @@ class ScoringModel:
             raise UserError(f"{place}: {error}") from None
         if self._scorer.is_classifier:
             labels = ", ".join(self._scorer.labels)
-            raise UserError(f"{place}: {folder} is a classifier ({labels}); use a model of `objective.name: reward`")
+            raise UserError(
+                f"{place}: {folder} is a classifier ({labels}). Fix: use a model of `objective.name: reward`"
+            )
 
     def outcomes(self, completions: Sequence[Completion]) -> list[Outcome]:
         rendered, outcomes = {}, list[Outcome]()

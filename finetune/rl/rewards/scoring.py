@@ -94,10 +94,10 @@ class Rewards:
         """Returns the message for a failure that stops the run."""
         outcome = outcomes[j]
         assert outcome is not None  # those before the first failure are all answered
-        log = f"; traceback and output are in {self._folder / LOG}" if self._folder and outcome.details else ""
+        log = f". Traceback and output are in {self._folder / LOG}" if self._folder and outcome.details else ""
         return (
-            f"rewards[{i}] ({self._settings[i].label}): {_place(completions, j)}: {outcome.what}{log}. Fix the "
-            "reward or the row, or set `on_failure` to the value that such a completion gets"
+            f"rewards[{i}] ({self._settings[i].label}): {_place(completions, j)}: {outcome.what}{log}. Fix: correct "
+            "the reward or the row, or set `on_failure` to the value that such a completion gets"
         )
 
     def _tell(
@@ -128,7 +128,10 @@ def append_to_log(path: Path, text: str) -> None:
         with open(os.open(path, flags, 0o600), "a", encoding="utf-8", errors="replace") as file:
             file.write(text)
     except OSError as error:
-        raise RunFailure(f"{path} could not be written: {error.strerror}") from None
+        raise RunFailure(
+            f"{path} could not be written: {error.strerror}. Fix: free space, or make it a file that can be written, "
+            "and run the same command again"
+        ) from None
 
 
 def _start(settings: RewardSettings, place: str, stack: ExitStack, notes: list[str]) -> Scoring:
@@ -187,6 +190,8 @@ def _source(settings: FileReward, place: str) -> dict[str, Any]:
     try:
         return {"file": str(path), "source": path.read_bytes(), "function": settings.function}
     except FileNotFoundError:
-        raise UserError(f"{place}: no such file: {path}; relative paths start at {Path.cwd()}") from None
+        raise UserError(
+            f"{place}: no such file: {path}. Relative paths start at {Path.cwd()}. Fix: correct the path"
+        ) from None
     except OSError as error:
-        raise UserError(f"{place}: {path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{place}: {path} cannot be read: {error.strerror}. Fix: check its permissions") from None

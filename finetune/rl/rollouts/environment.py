@@ -58,10 +58,11 @@ class Environments:
         try:
             source = path.read_bytes()
         except FileNotFoundError:
-            place = f"{path}; relative paths start at {Path.cwd()}"
-            raise UserError(f"rollouts.environment: no such file: {place}") from None
+            place = f"{path}. Relative paths start at {Path.cwd()}"
+            raise UserError(f"rollouts.environment: no such file: {place}. Fix: correct the path") from None
         except OSError as error:
-            raise UserError(f"rollouts.environment: {path} cannot be read: {error.strerror}") from None
+            problem = f"{path} cannot be read: {error.strerror}"
+            raise UserError(f"rollouts.environment: {problem}. Fix: check its permissions") from None
         self._child = {"place": "rollouts.environment", "file": str(path), "source": source}
         self._child |= {"name": self._settings.name, "is_rewarded": self._is_rewarded}
         self._children[0] = Child(self._child, _MODULE)

@@ -75,15 +75,19 @@ def load(settings: Mapping[str, Any]) -> Callable[[], Any]:
     try:
         environment = make()
     except BaseException as error:  # code of the user's, which may raise anything
-        raise Unusable(f"{path}: `{name}()` raised {one_line(error)}: it is called without arguments") from error
+        raise Unusable(
+            f"{path}: `{name}()` raised {one_line(error)}. It is called without arguments. Fix: correct it"
+        ) from error
     needed = {"reset": OF_RESET, "step": OF_STEP} | ({"reward": ()} if settings["is_rewarded"] else {})
     for method, arguments in needed.items():
         function = getattr(environment, method, None)
         if not callable(function):
             why = ", which `rewards: [{name: environment}]` asks for" if method == "reward" else ""
-            raise Unusable(f"{path}: `{name}` has no method `{method}`{why}")
+            raise Unusable(f"{path}: `{name}` has no method `{method}`{why}. Fix: add it")
         if inspect.iscoroutinefunction(function):
-            raise Unusable(f"{path}: `{name}.{method}` is an `async def`, and nothing awaits it: write it with `def`")
+            raise Unusable(
+                f"{path}: `{name}.{method}` is an `async def`, and nothing awaits it. Fix: write it with `def`"
+            )
         accepted(function, arguments)
     return make
 

@@ -218,9 +218,11 @@ class Episodes:
         """Returns the message of a failure that stops the run."""
         call = f"turn {len(episode.read)}" if episode.read else "reset"
         self._environments.tell(f"{episode.place}, {call}", failure)
-        log = f"; traceback and output are in {self._folder / LOG}" if self._folder and failure.details else ""
+        log = f". Traceback and output are in {self._folder / LOG}" if self._folder and failure.details else ""
         hint = "or set `on_failure: end`, which ends such a sample" if episode.read else "or take the row out"
-        return f"rollouts.environment: {episode.place}, {call}: {failure.what}{log}. Fix the environment, {hint}"
+        return (
+            f"rollouts.environment: {episode.place}, {call}: {failure.what}{log}. Fix: correct the environment, {hint}"
+        )
 
     def end(self, episodes: Sequence[Episode]) -> None:
         """Ends the episodes, and sets their rewards."""

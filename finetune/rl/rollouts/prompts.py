@@ -70,15 +70,17 @@ class RunPrompts:
                 self.prompts.append(prompt)
             elif recipe.data.overlong == "error":
                 raise UserError(
-                    f"{example.path}:{example.row}: its prompt has {len(prompt.ids)} tokens, and rollouts."
-                    f"max_new_tokens leaves {self.room} of data.max_length: raise that, or set data.overlong: drop"
+                    f"{example.path}:{example.row}: its prompt has {len(prompt.ids)} tokens, and there is room for "
+                    f"{self.room}. That is data.max_length less rollouts.max_new_tokens. Fix: raise data.max_length, "
+                    "or set data.overlong: drop"
                 )
             else:
                 self.num_long += 1
         if not self.prompts:
             raise UserError(
-                f"data.{part}: none of {len(data.examples):,} rows has a prompt of at most {self.room} tokens, "
-                "data.max_length less rollouts.max_new_tokens"
+                f"data.{part}: none of {len(data.examples):,} rows has a prompt of at most {self.room} tokens. That is "
+                "data.max_length less rollouts.max_new_tokens. Fix: raise the first, lower the second, or give shorter "
+                "prompts"
             )
         check_references(recipe.rewards, self.prompts)
         self._order = RowOrder(len(self.prompts), recipe.run.seed)
@@ -123,8 +125,8 @@ def check_references(rewards: RewardList, prompts: Iterable[RowPrompt]) -> None:
     if needing and without is not None:
         i, label = needing[0], rewards[needing[0]].label
         raise UserError(
-            f"{without.path}:{without.row}: the row ends without an answer, which rewards[{i}] ({label}) compares "
-            "samples with: give the row its answer, use a reward that reads other columns, or set `on_failure`"
+            f"{without.path}:{without.row}: the row has no answer, which rewards[{i}] ({label}) needs. Fix: give the "
+            "row its answer, use a reward that reads other columns, or set `on_failure`"
         )
 
 

@@ -238,7 +238,7 @@ class _Damage:
 
     def check_digests(self, content: bytes, flat: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
         if metadata.keys() in ({"identity", "lines"}, {"identity", "lines", "teacher"}):
-            raise DamagedRecord(f"{self._lines} has no checksum of its tensors: an older version wrote it")
+            raise DamagedRecord(f"{self._lines} has no checksum of its tensors, as an older version wrote it")
         if metadata.get("tensors") != _tensors_digest(flat, metadata) or "identity" not in metadata:
             self.tell("the checksum of its .safetensors differs")
         if metadata.get("record") != self._lines.stem:
@@ -326,8 +326,8 @@ def check_records(folder: Path, steps: int, reuse: int, rows: int, vocabulary: i
     for step in range(1, steps + 1, reuse):
         if not record_file(folder, step).is_file():
             raise UserError(
-                f"rollouts.replay: {record_file(folder, step)}: no such file, and train.max_steps needs {steps} steps "
-                "of rollouts"
+                f"rollouts.replay: {record_file(folder, step)}: no such file. train.max_steps needs {steps} steps of "
+                "rollouts. Fix: restore it, or lower train.max_steps"
             )
     for step in range(1, steps + 1, reuse):
         replayed(folder, step, rows, vocabulary)
@@ -344,8 +344,8 @@ def replayed(folder: Path, step: int, rows: int, vocabulary: int) -> list[Sample
         raise UserError(f"rollouts.replay: {path}: its .safetensors is missing. Fix: restore it, or record it again")
     if len(found[0]) != rows:
         raise UserError(
-            f"rollouts.replay: {path} has {len(found[0])} samples, and a step of this recipe {rows} "
-            "(rollouts.prompts x rollouts.samples): set them as in the run that recorded it"
+            f"rollouts.replay: {path} has {len(found[0])} samples, and a step of this recipe {rows}. Fix: set "
+            "rollouts.prompts and rollouts.samples as in the run that recorded it"
         )
     return found[0]
 

@@ -133,7 +133,10 @@ class ServerDrawer:
         if is_first:
             self._probe = max(prompts, key=len)[:_SCORED_TOKENS]
             if len(self._probe) < 2:
-                raise UserError("rollouts.engine: vllm is proved to have the weights by a prompt of two tokens or more")
+                raise UserError(
+                    "rollouts.engine: no prompt of this step has two tokens. By such a prompt the server is proved to "
+                    "have the weights. Fix: give longer prompts"
+                )
             if self._is_adapter:
                 with adapters_off(self._engine.unwrapped):
                     self._earlier["the base model, without the adapter"] = self._own_scores()
@@ -146,7 +149,7 @@ class ServerDrawer:
                 if abs(given - at_one) < abs(given - at_one / temperature):
                     raise UserError(
                         "rollouts.temperature: the server gives log-probabilities without the temperature of "
-                        f"{temperature:g}: start it with --logprobs-mode processed_logprobs ({START})"
+                        f"{temperature:g}. Fix: start it with --logprobs-mode processed_logprobs ({START})"
                     )
             return self._mismatch(own, self._server.score(model, self._probe))
 
@@ -183,15 +186,19 @@ class ServerDrawer:
             bound = _QUANTIZED
         elif bound is None:
             bound = _FP32 if train.precision == "fp32" else _HALF
-        place = f"rollouts.url: the server's log-probabilities of a prompt differ by {difference:.2g} nats per token"
+        place = "rollouts.url: the server's log-probabilities of a prompt differ from the trainer's"
+        place += f" by {difference:.2g} nats per token"
         if difference > _LEAST * bound:
             for name, scores in self._earlier.items():
                 if np.abs(theirs - scores).mean() < difference / 2:
-                    raise UserError(f"{place} from the trainer's, and are those of {name}: it has not got the weights")
+                    raise UserError(
+                        f"{place}. They are those of {name}: it did not get the weights. Fix: restart it, so that it "
+                        f"sees {self._folder} under the same path"
+                    )
         if difference > bound:
             raise UserError(
-                f"{place} from the trainer's, and {bound:g} is the most (rollouts.max_mismatch): it has another model, "
-                "other weights or another type of numbers (--dtype)"
+                f"{place}, and {bound:g} is the most (rollouts.max_mismatch). It has another model, other weights or "
+                "another type of numbers. Fix: start it with the recipe's model, and with its type as --dtype"
             )
         return difference
 

@@ -248,10 +248,10 @@ class RolloutRows(RunRows):
             if not may_draw:
                 drawn_after = self._first_step(batch)
                 raise UserError(
-                    f"{problem}, and its samples cannot be drawn again: "
+                    f"{problem}. Its samples cannot be drawn again: "
                     f"they are from the weights after step {drawn_after}, and the run continues after step {step}. "
-                    f"Restore the file and the recipe, or resume from step {drawn_after} if that checkpoint is there "
-                    "(checkpoint.resume), or begin again with checkpoint.resume: never"
+                    f"Fix: restore the file and the recipe, or resume from step {drawn_after} if that checkpoint is "
+                    "there (checkpoint.resume), or begin again with checkpoint.resume: never"
                 )
             records.set_record_aside(self._records, first)
             return None
@@ -265,7 +265,7 @@ class RolloutRows(RunRows):
         if "old" in lacking and not may_draw:
             raise UserError(
                 f"rollouts.replay: {records.record_file(self._records, first)} lacks the log-probabilities of the "
-                "weights that it was drawn from: record it under the `reuse` and `staleness` of this recipe"
+                "weights that drew it. Fix: record it under the `reuse` and `staleness` of this recipe"
             )
         return self._completed(samples, lacking), {}
 

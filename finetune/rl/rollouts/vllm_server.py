@@ -66,7 +66,10 @@ class VllmServer:
         self._url, self._seconds = settings.url.rstrip("/"), settings.value("seconds")
         self._key = os.environ.get(settings.key) if settings.key else None
         if settings.key and not self._key:
-            raise UserError(f"rollouts.key: the environment variable {settings.key} is not set")
+            raise UserError(
+                f"rollouts.key: the environment variable {settings.key} is not set. Fix: set it, or leave out "
+                "rollouts.key"
+            )
 
     def base_model(self, max_length: int) -> str:
         """Returns the name of the model that the server was started with. Raises UserError unless it answers, and takes
@@ -81,8 +84,8 @@ class VllmServer:
             raise self._invalid("/v1/models", f"its `max_model_len` is {str(longest)[:40]!r}, not a number of tokens")
         if longest is not None and longest < max_length:
             raise UserError(
-                f"rollouts.url: {self._url} takes sequences of {longest} tokens, and data.max_length is {max_length}: "
-                "start it with a larger --max-model-len, or lower data.max_length"
+                f"rollouts.url: {self._url} takes sequences of {longest} tokens, and data.max_length is {max_length}. "
+                "Fix: start it with a larger --max-model-len, or lower data.max_length"
             )
         return bases[0]["id"]
 
@@ -138,7 +141,7 @@ class VllmServer:
         choice = self._complete(model, ids, {**body, **ends, "logprobs": 0})
         sampled = choice.get("token_ids")
         if not isinstance(sampled, list) or not sampled or not all(type(one) is int for one in sampled):
-            raise self._invalid("/v1/completions", "it gave no `token_ids`: its version may be too old")
+            raise self._invalid("/v1/completions", "it gave no `token_ids`, as its version may be too old")
         if self._vocabulary is not None and (wrong := [one for one in sampled if not 0 <= one < self._vocabulary]):
             reason = f"it sampled the id {str(wrong[0])[:40]}, and the model has {self._vocabulary:,} tokens"
             raise self._invalid("/v1/completions", reason)
@@ -192,13 +195,14 @@ class VllmServer:
             except StatusError as error:
                 text = self._clean(error.text)
                 switch = _SWITCHES.get(path.partition("?")[0])
-                hint = f"; {switch}" if switch and '{"detail":"Not Found"}' in text else ""
+                fix = switch if switch and '{"detail":"Not Found"}' in text else "look at the server's log"
                 raise UserError(
-                    f"rollouts.url: {self._url}{path} answered with status {error.code}: {text}{hint}"
+                    f"rollouts.url: {self._url}{path} answered with status {error.code}: {text}. Fix: {fix}"
                 ) from None
             except TimeoutError:
                 raise UserError(
-                    f"rollouts.url: {self._url}{path} gave no answer in {self._seconds:g} s (rollouts.seconds)"
+                    f"rollouts.url: {self._url}{path} gave no answer in {self._seconds:g} s. Fix: look at the server's "
+                    "log, or raise rollouts.seconds"
                 ) from None
             except TooLargeError as error:
                 raise self._invalid(path, f"it sent {error}") from None
@@ -207,7 +211,7 @@ class VllmServer:
                 if not pauses:
                     text = self._clean(str(reason)) or type(reason).__name__
                     raise UserError(
-                        f"rollouts.url: {self._url} cannot be reached: {text}; start the server, such as {START}"
+                        f"rollouts.url: {self._url} cannot be reached: {text}. Fix: start the server, such as {START}"
                     ) from None
                 time.sleep(pauses.pop(0))
         return self._parsed(path, answer) if is_json else {}
@@ -222,7 +226,10 @@ class VllmServer:
         return answer
 
     def _invalid(self, path: str, problem: str) -> UserError:
-        return UserError(f"rollouts.url: {self._url}{path} does not answer as a vLLM server: {problem}")
+        return UserError(
+            f"rollouts.url: {self._url}{path} does not answer as a vLLM server: {problem}. Fix: give the address of "
+            f"one, started such as {START}"
+        )
 
     def _clean(self, text: str) -> str:
         """Returns a server's text on one line, without the key, which it may repeat in an error."""

@@ -502,7 +502,7 @@ def refused(*command: object) -> str:
 
 def test_merge_overwrites_nothing(lora_run: Path, merged: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in merged.iterdir()}
-    assert f"error: {merged} exists already: remove it, or choose another --out" in refused("merge", lora_run)
+    assert f"error: {merged} exists already. Fix: remove it, or choose another --out" in refused("merge", lora_run)
     assert {path: path.stat().st_mtime_ns for path in merged.iterdir()} == before
 
 

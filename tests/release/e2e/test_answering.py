@@ -144,7 +144,7 @@ def test_a_file_of_rows_is_answered_and_resumed(taught: Path, tmp_path: Path) ->
     ("row", "message"),
     [
         ("green", "rows.jsonl:2: not JSON"),
-        ('{"text": "green"}', 'rows.jsonl:2: expected {"prompt": ...}'),
+        ('{"text": "green"}', 'rows.jsonl:2: no question. Fix: write {"prompt": ...}'),
         ('{"prompt": "green", "answer": "red"}', "rows.jsonl:2: has `answer` already"),
         ('{"messages": [{"role": "ant", "content": "x"}]}', "rows.jsonl, row 2: messages[0].role is 'ant'"),
         ('{"prompt": 3}', "rows.jsonl, row 2: messages[0].content is a number"),
@@ -169,7 +169,7 @@ def test_what_the_model_cannot_take_is_refused_before_the_work(taught: Path, tmp
     with pytest.raises(UserError, match=r"rows\.jsonl, row 2: the prompt has "):
         answer_file(taught / "lights", rows, tmp_path / "out.jsonl", Sampling(8), None, 2, Console())
     picture = {"type": "image", "image": "a.png"}
-    with pytest.raises(UserError, match=r"this model \(llama\) takes no images: models that do are "):
+    with pytest.raises(UserError, match=r"this model \(llama\) takes no images\. Fix: use one of "):
         answerer.prompt(as_messages("green", None, images=[picture]))
     long = answerer.prompt(as_messages("river " * (answerer.context // 2), None))
     (answer,) = answerer.answer([long], Sampling(10 * answerer.context))

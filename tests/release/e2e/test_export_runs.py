@@ -320,8 +320,8 @@ def test_what_cannot_be_exported_is_said(
         (ExportOptions(step="5"), "has no such checkpoint; there are the steps 6, 4, 2"),
         (ExportOptions(average=4), "--average-checkpoints 4"),
         (ExportOptions(step="five"), "expected a number or `best`"),
-        (ExportOptions(to="onnx"), "--to onnx: expected one of hf"),
-        (ExportOptions(dtype="int8"), "--dtype int8: expected one of float32"),
+        (ExportOptions(to="onnx"), "--to onnx: no such format. Fix: give one of hf"),
+        (ExportOptions(dtype="int8"), "--dtype int8: no type of `--to hf`. Fix: give one of float32"),
     ],
 )
 def test_bad_options(runs: Path, options: ExportOptions, fragment: str) -> None:

@@ -144,4 +144,4 @@ def test_what_cannot_be_scored_is_refused(made: Path, files: Path, tmp_path: Pat
     assert "no result here" in finetune("score", tmp_path, "--data", files / "pairs.jsonl").stderr
     done = finetune("score", made / "llama", "--data", files / "pairs.jsonl")
     assert done.returncode == 2
-    assert "has no score head; use `finetune generate`" in done.stderr
+    assert "has no score head. Fix: give a reward model or a classifier, or use `finetune generate`" in done.stderr

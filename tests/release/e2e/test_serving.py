@@ -112,7 +112,7 @@ def test_a_chat_with_a_server_is_that_in_this_process(
         here = said(f"here-{n}", partial(chat_with, taught / "lights", sampling, "seven"), typed)
         assert there == here
         assert there[1][-1]["role"] == "assistant"
-    with pytest.raises(UserError, match="has several models: stones, lights: give --model"):
+    with pytest.raises(UserError, match=r"has several models: stones, lights\. Fix: give --model"):
         chat_with_server(served[0], None, Sampling(), None)
 
 
@@ -412,12 +412,12 @@ def test_a_server_that_answers_nonsense(nonsense: Callable[..., str], taught: Pa
             compared(nonsense(answer, status), run)
     with pytest.raises(RunFailure, match=r"an answer contains '<.im_end.>'"):
         compared(nonsense(said % '"stone river<|im_end|>"'), run)
-    with pytest.raises(UserError, match="has no model 'stones'; there are a, b: give --model"):
+    with pytest.raises(UserError, match=r"has no model 'stones'; there are a, b\. Fix: give --model"):
         compared(nonsense("", 200, '{"data": [{"id": "a"}, {"id": "b"}]}'), run)
     gone = nonsense("")
     with pytest.raises(RunFailure, match="no `data` in"):
         compared(nonsense("", 200, '{"models": []}'), run)
-    with pytest.raises(UserError, match="expected http://HOST:PORT/v1"):
+    with pytest.raises(UserError, match=r"not an address\. Fix: give http://HOST:PORT/v1"):
         compared(gone.removeprefix("http://"), run)
     with pytest.raises(RunFailure, match="cannot be reached"):
         compared("http://127.0.0.1:1/v1", run)

@@ -182,10 +182,10 @@ def test_a_result_goes_up_private_and_goes_on(hub: Hub, run_dir: Path) -> None:
 def test_what_is_refused(hub: Hub, run_dir: Path, tmp_path: Path) -> None:
     hub.repos["org/open"] = {"private": False, "files": {}}
     for words, status, message in (
-        ([run_dir], 2, "a path that means nothing elsewhere: give --base-model"),
-        ([run_dir, "--base-model", "/x/y/z"], 2, "expected a hub id"),
+        ([run_dir], 2, "a path that means nothing elsewhere. Fix: give --base-model"),
+        ([run_dir, "--base-model", "/x/y/z"], 2, "not a hub id. Fix: give one, as org/name"),
         ([tmp_path], 2, "no model here"),
-        ([run_dir, "--base-model", "o/b", "--to", "org/open", "--yes"], 2, "exists and is public: give --public"),
+        ([run_dir, "--base-model", "o/b", "--to", "org/open", "--yes"], 2, "exists and is public. Fix: give --public"),
     ):
         done = upload(hub, *words)
         assert (done.returncode, message in done.stderr) == (status, True), done.stderr
@@ -201,8 +201,8 @@ def test_a_link_or_a_stray_file_is_not_sent(hub: Hub, run_dir: Path, tmp_path: P
     (tmp_path / "secret").write_text("of the user")
     stray = run_dir / "model" / "merges.txt"
     for make, message in (
-        (lambda: stray.symlink_to(tmp_path / "secret"), f"{stray}: a link: uploads follow none"),
-        (lambda: stray.rename(stray.with_name("notes.txt")), "notes.txt: a link"),
+        (lambda: stray.symlink_to(tmp_path / "secret"), f"{stray}: is a link, which uploads do not follow"),
+        (lambda: stray.rename(stray.with_name("notes.txt")), "notes.txt: is a link"),
     ):
         make()
         done = upload(hub, run_dir, "--base-model", "o/b", "--yes")

@@ -249,7 +249,9 @@ def test_an_environment_that_fails_is_counted_and_told_or_stops_the_run(
     (tmp_path / "env.py").write_text(BROKEN)
     online["rollouts"]["environment"]["file"] = str(tmp_path / "env.py")
     online["train"]["max_steps"], online["evaluate"] = 1, {"at_start": False, "prompts": 0}
-    with pytest.raises(UserError, match=r"rollouts.environment: .*rows.jsonl:\d+, sample \d, turn 1: .*Fix the env"):
+    with pytest.raises(
+        UserError, match=r"rollouts.environment: .*rows.jsonl:\d+, sample \d, turn 1: .*Fix: correct the env"
+    ):
         train_here(write_recipe(online))
     run, online["run"]["name"] = tmp_path / "runs" / "ended", "ended"
     online["rollouts"]["environment"]["on_failure"] = "end"

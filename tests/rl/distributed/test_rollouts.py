@@ -349,7 +349,7 @@ def test_a_replay_that_lacks_a_step_or_has_another_size_is_refused(
     online |= {"run": {**online["run"], "name": "again"}, "rewards": [], "evaluate": {}}
     online["rollouts"]["replay"] = str(records)
     longer = write_recipe(online | {"train": {"max_steps": STEPS + 1, "precision": "fp32"}})
-    with pytest.raises(UserError, match=r"step-00000005\.jsonl: no such file, and train.max_steps needs 5 steps"):
+    with pytest.raises(UserError, match=r"step-00000005\.jsonl: no such file\. train\.max_steps needs 5 steps"):
         train_here(longer)
     smaller = {**online, "batch": {**online["batch"], "rows": 8}, "rollouts": {**online["rollouts"], "prompts": 2}}
     with pytest.raises(UserError, match="has 16 samples, and a step of this recipe 8"):

@@ -165,7 +165,7 @@ def test_a_server_without_the_weights_of_the_step_stops_the_run(
     with pytest.raises(UserError) as error:
         train_here(write_recipe(served))
     where = "the base model, without the adapter" if mode == "lora" else "the weights that this run started with"
-    assert f"and are those of {where}: it has not got the weights" in str(error.value)
+    assert f"They are those of {where}: it did not get the weights" in str(error.value)
     assert len(curve(tmp_path / "runs" / "run")) == 1
 
 
@@ -174,7 +174,7 @@ def test_a_server_with_another_model_stops_the_run_before_a_sample(
 ) -> None:
     with sampling_server(made / "llama_tied") as other:
         served["rollouts"]["url"] = other.url
-        with pytest.raises(UserError, match=r"and 0\.01 is the most \(rollouts\.max_mismatch\): it has another model"):
+        with pytest.raises(UserError, match=r"and 0\.01 is the most \(rollouts\.max_mismatch\)\. It has another model"):
             train_here(write_recipe(served))
         assert samples_of(other) == []
         served["rollouts"]["max_mismatch"] = 100.0
@@ -194,7 +194,7 @@ def test_log_probabilities_without_the_temperature_stop_the_run(
 def test_a_server_that_is_not_there_stops_the_run_before_training(served: dict[str, Any], write_recipe: Write) -> None:
     served["rollouts"]["url"] = "http://127.0.0.1:9"
     path = write_recipe(served)
-    message = r"127\.0\.0\.1:9 cannot be reached: .*; start the server, such as .* vllm serve"
+    message = r"127\.0\.0\.1:9 cannot be reached: .*\. Fix: start the server, such as .* vllm serve"
     with pytest.raises(UserError, match=message):
         train_here(path)
 
@@ -203,7 +203,7 @@ def test_a_server_that_is_not_there_stops_the_run_before_training(served: dict[s
     ("fault", "message"),
     [
         ("error", "/v1/completions answered with status 500: EngineCore encountered an issue"),
-        ("hang", r"/v1/completions gave no answer in 0\.3 s \(rollouts\.seconds\)"),
+        ("hang", r"/v1/completions gave no answer in 0\.3 s\. Fix: .*raise rollouts\.seconds"),
         ("ids", "the `prompt_token_ids` of the answer are not those of the request"),
         ("no_ids", "it gave no `token_ids`"),
         ("no_log_probs", "it gave no `token_logprobs` of the sampled tokens"),

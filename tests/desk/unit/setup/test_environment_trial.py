@@ -42,7 +42,7 @@ def test_check_tries_the_environment(online: dict[str, Any], write_recipe: Write
     online["rollouts"]["environment"]["on_failure"] = "end"
     assert "fails 4 (ended its process" in tried(online, write_recipe)[1]
     (tmp_path / "env.py").write_text(BROKEN.replace("self.turns = 0", "raise OSError('no disk')"))
-    with pytest.raises(UserError, match=r"sample 0, reset: raised OSError: no disk. Fix the environment, or take the"):
+    with pytest.raises(UserError, match=r"sample 0, reset: raised OSError: no disk. Fix: correct the environment, or"):
         tried(online, write_recipe)
 
 

@@ -159,13 +159,16 @@ def test_the_command_writes_a_model_and_overwrites_nothing(folder: Path, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (("mean", 2, None, None, None), "--method mean: expected one of linear, slerp, ties, dare"),
-        (("linear", 2, "0.5", None, None), "--weights 0.5: expected 2 finite numbers"),
-        (("linear", 2, "a,b", None, None), "--weights a,b: expected numbers with commas"),
-        (("slerp", 3, None, None, None), "takes two runs"),
+        (("mean", 2, None, None, None), "--method mean: no such method. Fix: give one of linear, slerp, ties, dare"),
+        (
+            ("linear", 2, "0.5", None, None),
+            "--weights 0.5: not 2 finite numbers. Fix: give one number for each run, such as 0.5,0.5",
+        ),
+        (("linear", 2, "a,b", None, None), "--weights a,b: not numbers with commas"),
+        (("slerp", 3, None, None, None), "needs two runs"),
         (("slerp", 2, "0.5,0.6", None, None), "with sum 1"),
         (("ties", 2, "1,0", None, None), "weights above 0"),
-        (("linear", 2, None, 0.5, None), "for ties and dare alone"),
+        (("linear", 2, None, 0.5, None), "expected a share above 0 and up to 1, for ties or dare"),
         (("dare", 2, None, 0.0, None), "a share above 0 and up to 1"),
         (("ties", 2, None, None, 3), "only dare does"),
     ],
@@ -181,13 +184,13 @@ def test_runs_of_other_bases_and_other_tensors_are_refused(folder: Path, tmp_pat
     state = load_file(other / "model.safetensors")
     save_file({n: t + 1 for n, t in state.items()}, other / "model.safetensors", metadata={"format": "pt"})
     adapter(other, tmp_path / "lora-3", 2)
-    with pytest.raises(UserError, match="the runs have other bases"):
+    with pytest.raises(UserError, match="the runs have different bases"):
         merged(folder, tmp_path / "out", (str(folder / "lora-1"), str(tmp_path / "lora-3")), "linear")
     shutil.copytree(folder / "full", tmp_path / "grown")
     file = tmp_path / "grown" / "model" / "model.safetensors"
     state = load_file(file)
     state["lm_head.weight"] = torch.cat([state["lm_head.weight"], torch.zeros(2, 64)])
     save_file(state, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lm_head.weight has .386, 64. values, and the base no such tensor"):
+    with pytest.raises(UserError, match=r"lm_head.weight has shape .386, 64., and the base no such tensor"):
         merged(folder, tmp_path / "out", (str(folder / "lora-1"), str(tmp_path / "grown")), "linear")
     assert not list(tmp_path.glob("out*"))

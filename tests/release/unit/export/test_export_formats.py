@@ -18,11 +18,17 @@ def test_each_type_of_weights_has_a_threshold():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (ExportOptions("onnx"), f"--to onnx: expected one of {', '.join(EXPORTS)}"),
-        (ExportOptions("gguf", dtype="bfloat16"), "--dtype bfloat16: expected one of f32, bf16, f16, q8_0"),
-        (ExportOptions("vllm", dtype="q8_0"), "--dtype q8_0: expected one of float32, bfloat16, float16"),
-        (ExportOptions("ollama", quantized="int8"), "--quantize int8: goes with --to hf or vllm"),
-        (ExportOptions(quantized="int3"), "--quantize int3: expected one of int8, fp8"),
+        (ExportOptions("onnx"), f"--to onnx: no such format. Fix: give one of {', '.join(EXPORTS)}"),
+        (
+            ExportOptions("gguf", dtype="bfloat16"),
+            "--dtype bfloat16: no type of `--to gguf`. Fix: give one of f32, bf16, f16, q8_0",
+        ),
+        (
+            ExportOptions("vllm", dtype="q8_0"),
+            "--dtype q8_0: no type of `--to vllm`. Fix: give one of float32, bfloat16, float16",
+        ),
+        (ExportOptions("ollama", quantized="int8"), "--quantize int8: only goes with --to hf or vllm"),
+        (ExportOptions(quantized="int3"), "--quantize int3: no such type. Fix: give one of int8, fp8"),
         (ExportOptions("gguf", gpus=8), "--gpus only applies to --to hf and --to vllm"),
     ],
 )

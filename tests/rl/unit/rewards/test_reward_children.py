@@ -260,8 +260,9 @@ def test_the_first_failure_stops_the_run(write: Any, tmp_path: Path) -> None:
     with Rewards((settings,), tmp_path) as rewards, pytest.raises(UserError) as error:
         rewards.score(completions)
     assert str(error.value) == (
-        f"rewards[0] (f): rows.jsonl:1, sample 0: raised ValueError: slow; traceback and output are in "
-        f"{tmp_path / LOG}. Fix the reward or the row, or set `on_failure` to the value that such a completion gets"
+        f"rewards[0] (f): rows.jsonl:1, sample 0: raised ValueError: slow. Traceback and output are in "
+        f"{tmp_path / LOG}. Fix: correct the reward or the row, or set `on_failure` to the value that such a "
+        "completion gets"
     )
     assert len(list(tmp_path.glob("seen-later*"))) < 50
 

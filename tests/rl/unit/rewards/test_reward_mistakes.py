@@ -135,7 +135,7 @@ def test_good_rewards_break_no_rule_but_that_no_objective_takes_them(path: Path)
 # --- what the recipe names
 
 FILES = {  # source of rewards.py, or None: message behind `rewards[0] (f): `
-    "none": (None, "no such file: {path}; relative paths start at {cwd}"),
+    "none": (None, "no such file: {path}. Relative paths start at {cwd}. Fix: correct the path"),
     "folder": ("folder", "{path} cannot be read: Is a directory"),
     "syntax": ("x = 1\ndef f(:\n", "{path}:2: "),
     "import": ("import os\n\nimport nonesuch\n", "{path}:3: ModuleNotFoundError: No module named 'nonesuch'"),
@@ -143,24 +143,28 @@ FILES = {  # source of rewards.py, or None: message behind `rewards[0] (f): `
     "exits": ("import sys\nsys.exit('bye')\n", "{path}:2: SystemExit: bye"),
     "ends": (
         "import os\nprint('before')\nos._exit(3)\n",
-        "ended its process (status 3) while it was loaded; it printed:",
+        "ended its process (status 3) while it was loaded. Fix: correct it, so that it loads within 120 s and does not "
+        "end its process\nIt printed:\nbefore",
     ),
     "null byte": ("x\0", "{path}"),
     "no function": ("def g(completion): return 1\nimport os\n", "{path} has no function `f`; it has g"),
     "empty": ("", "{path} has no function `f`; it has none"),
     "number": ("f = 3\n", "{path}: `f` is int, not a function"),
-    "async": ("async def f(completion): return 1\n", "{path}: `f` is an `async def`, and nothing awaits it: write it"),
+    "async": (
+        "async def f(completion): return 1\n",
+        "{path}: `f` is an `async def`, and nothing awaits it. Fix: write it",
+    ),
     "unknown": (
         "def f(completion, answer): return 1\n",
-        "`f` asks for `answer`; there are completion, reference, row, prompt, messages, num_tokens, is_truncated; a "
-        "column of the row is `row['answer']`",
+        "`f` asks for `answer`, which is not given. Fix: ask only for completion, reference, row, prompt, messages, "
+        "num_tokens, is_truncated; a column of the row is `row['answer']`",
     ),
-    "completions": ("def f(completions): return 1\n", "`f` asks for `completions`; there are completion, "),
-    "nothing": ("def f(): return 1\n", "`f` asks for nothing, so it cannot tell answers apart; there are completion"),
+    "completions": ("def f(completions): return 1\n", "`f` asks for `completions`, which is not given. Fix: ask only"),
+    "nothing": ("def f(): return 1\n", "`f` asks for nothing, so it cannot tell answers apart. Fix: let it"),
     "positional": ("def f(completion, /): return 1\n", "`f` takes `completion` by position only; arguments are given"),
     "no signature": (
         "import builtins\nf = builtins.min\n",
-        "`min` does not say which arguments it takes: wrap it in a",
+        "`min` does not say which arguments it takes. Fix: wrap it in a",
     ),
 }
 
@@ -186,7 +190,7 @@ SCHEMAS: dict[str, tuple[Any, str]] = {
         '{"type": "integre"}',
         "{path}: not a JSON Schema: $.type: 'integre' is not valid under any of the given",
     ),
-    "none": (None, "answer_schema: no such file: {path}; relative paths start at {cwd}"),
+    "none": (None, "answer_schema: no such file: {path}. Relative paths start at {cwd}. Fix: correct the path"),
 }
 
 
@@ -210,10 +214,13 @@ def test_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     kept = [entry for entry in sys.path if "site-packages" not in entry]
     monkeypatch.setattr(sys, "path", [*kept, str(Path(builtin.__file__).parents[2])])
     for keys, package in (
-        ({"name": "boxed", "on_failure": 0.0}, "`boxed` needs the package math-verify: pip install 'math-verify>=0.8'"),
+        (
+            {"name": "boxed", "on_failure": 0.0},
+            "`boxed` needs the package math-verify. Fix: pip install 'math-verify>=0.8'",
+        ),
         (
             {"name": "json_schema", "answer_schema": {}},
-            "`json_schema` needs the package jsonschema: pip install 'jsonschema>=4.23'",
+            "`json_schema` needs the package jsonschema. Fix: pip install 'jsonschema>=4.23'",
         ),
     ):
         with pytest.raises(UserError) as error:

@@ -187,5 +187,6 @@ def test_tests_that_are_none(tests: object) -> None:
 
 
 def test_a_limit_that_no_program_fits() -> None:
-    with pytest.raises(UserError, match=r"\(tests\): even an empty program fails within 1024 MB and 0\.001 s: raise"):
+    message = r"\(tests\): even an empty program fails within 1024 MB and 0\.001 s\. Fix: raise"
+    with pytest.raises(UserError, match=message):
         Rewards((reward(name="tests", seconds=0.001),), None).__enter__()

@@ -231,8 +231,8 @@ def test_replies_do_not_depend_on_processes(file: Path) -> None:
         ("NoStep", "`NoStep` has no method `step`"),
         ("NoReward", r"`NoReward` has no method `reward`, which `rewards: \[{name: environment}\]` asks for"),
         ("Asynchronous", "`Asynchronous.step` is an `async def`, and nothing awaits it"),
-        ("Asks", "`step` asks for `answer`; there are text, calls$"),
-        ("Needs", r"`Needs\(\)` raised TypeError: .*: it is called without arguments"),
+        ("Asks", "`step` asks for `answer`, which is not given. Fix: ask only for text, calls$"),
+        ("Needs", r"`Needs\(\)` raised TypeError: .*\. It is called without arguments"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused_at_the_start(file: Path, name: str, message: str) -> None:
@@ -248,7 +248,7 @@ def test_functions_and_other_files(file: Path, tmp_path: Path) -> None:
         assert isinstance(reply, Outcome)
         assert reply.what.startswith("reset returned int (5); expected a list of messages, (messages, tools), or None")
     with (
-        pytest.raises(UserError, match=r"no such file: .*absent.py; relative paths start at"),
+        pytest.raises(UserError, match=r"no such file: .*absent.py\. Relative paths start at"),
         environment(tmp_path / "absent.py"),
     ):
         pass

@@ -59,7 +59,7 @@ def test_prompts_without_room_are_dropped_and_counted_or_refused(path: Path) -> 
     prompts = prompts_of(path)
     assert [prompt.row for prompt in prompts.prompts] == [1, 2, 3]
     assert prompts.notes == ["1 prompts dropped: with 58 tokens or fewer a sample has room"]
-    with pytest.raises(UserError, match=r"sums\.jsonl:4: its prompt has \d+ tokens, and rollouts\.max_new_tokens"):
+    with pytest.raises(UserError, match=r"sums\.jsonl:4: its prompt has \d+ tokens, and there is room for "):
         prompts_of(path, "data.overlong=error")
     with pytest.raises(UserError, match="none of 4 rows has a prompt of at most 8 tokens"):
         prompts_of(path, "rollouts.max_new_tokens=120")
@@ -137,7 +137,7 @@ def test_rewards_that_need_a_reference_refuse_rows_without_one(path: Path, tmp_p
     rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION]}]
     own = tmp_path / "own.py"
     own.write_text("def reads(completion, reference): ...\ndef may_read(completion, row, reference=None): ...\n")
-    message = r"prompts\.jsonl:2: the row ends without an answer, which rewards\[0\] \({}\) compares"
+    message = r"prompts\.jsonl:2: the row has no answer, which rewards\[0\] \({}\) needs"
     for label, reward in {
         "number": "{name: number}",
         "reads": f"{{file: {own}, function: reads}}",
