@@ -132,7 +132,7 @@ class Renderer:
         tokens in the row's texts."""
         if self.chat is None:
             raise UserError(
-                "the tokenizer has no chat template, so messages cannot be rendered: set model.chat_template to "
+                "the tokenizer has no chat template, so messages cannot be rendered. Fix: set model.chat_template to "
                 f"one of {', '.join(built_in_templates())} or to the path of a .jinja file"
             )
         for place, text in _texts(sample):
@@ -184,7 +184,8 @@ class Renderer:
                     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
                     if eos is None:
                         raise UserError(
-                            "the tokenizer has no end-of-text token (eos_token), so plain text would never end: set it"
+                            "the tokenizer has no end-of-text token (eos_token). Plain text would never end. Fix: set "
+                            "it in the tokenizer's files"
                         )
                     if self.adds_bos and input_ids[:1].tolist() != [bos]:
                         input_ids, trained = np.append(np.int32(bos), input_ids), np.append(False, trained)
@@ -247,8 +248,8 @@ def build_renderer(
     """
     if not tokenizer.is_fast:
         raise UserError(
-            f"{type(tokenizer).__name__} is a slow tokenizer: it cannot say which characters a token stands for, which "
-            "the mask needs. Use a model folder with a tokenizer.json"
+            f"{type(tokenizer).__name__} is a slow tokenizer. It cannot say which characters a token stands for, which "
+            "the mask needs. Fix: use a model folder with a tokenizer.json"
         )
     template = template or own_template(tokenizer)
     plain = tokenizer("a")["input_ids"]

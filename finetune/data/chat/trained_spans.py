@@ -240,13 +240,13 @@ def _in_other_history(
         raise BadRow(f"{chat.name} {_NO_REASONING.format(i)}")
     begin = max(0, shared - 20)
     reason = (
-        f"{chat.name} renders the conversation up to message {i} (assistant) differently once its answer is known: "
+        f"{chat.name} renders what precedes message {i} (assistant) differently once its answer is known: "
         f"{prompt[begin : shared + 30]!r} becomes {text[begin : shared + 30]!r}. What the model would see in use is "
-        "not what it would be trained on. Mark what the assistant writes in the template with {% generation %}, or "
-        "give another model.chat_template"
+        "not what it would be trained on. Fix: mark what the assistant writes in the template with {% generation %}, "
+        "or give another model.chat_template"
     )
     if chat.traits.writes_reasoning and not has_reasoning:
-        raise BadRow(f"{reason}. Or give the message its `reasoning`, which the template prompts for")
+        raise BadRow(f"{reason}, or give the message its `reasoning`, which the template prompts for")
     raise BadRow(reason) if chat.traits.prompt_fits else UserError(reason)  # other rows may fit, or none can
 
 
