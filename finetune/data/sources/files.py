@@ -128,7 +128,10 @@ def content(file: File) -> Iterator[io.BufferedReader]:
             return
         first, decompress = COMPRESSIONS[compression]
         if not head.startswith(first):
-            problem = _other_kind(head, kind) or f"not a {compression} file. Fix: correct its name"
+            other = _other_kind(head, kind)
+            problem = (
+                f"{other}; its name ends in {compression}" if other else f"not a {compression} file. Fix: rename it"
+            )
             raise UserError(f"{file.label}: {problem}")
         with io.BufferedReader(decompress(stored), BUFFER_BYTES) as stream:
             _check_head(file.label, kind, stream.peek(HEAD_BYTES)[:HEAD_BYTES])
