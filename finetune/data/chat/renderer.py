@@ -98,7 +98,9 @@ class Renderer:
             size = len(self.tokenizer)
             wrong = next((i for i in sample.input_ids if not 0 <= i < size), None)
             if wrong is not None:
-                raise BadRow(f"token id {wrong} is beyond this tokenizer's {size} tokens; tokenized with another one?")
+                raise BadRow(
+                    f"token id {wrong} is beyond this tokenizer's {size} tokens. Fix: tokenize the row with this one"
+                )
             return [(Rendered("", ready=sample),)]
         if isinstance(sample, Preference):
             chosen, rejected = sample.chosen, sample.rejected
@@ -122,7 +124,7 @@ class Renderer:
                 text, spans, images = self.images.expand(part.text, part.spans, references, data_file, chat.name)
                 examples.append((Rendered(text, spans, images=images),))
             elif references:
-                raise BadRow("the row has images: `data.image: {}` trains on them, with a model that sees")
+                raise BadRow("the row has images. Fix: set `data.image: {}` to train on them, with a model that sees")
             else:
                 examples.append((Rendered(part.text, part.spans),))
         return examples
@@ -139,8 +141,8 @@ class Renderer:
             # An end-of-turn in mid-answer, an invented turn, or a content that was rendered before.
             if match := self.special_text.search(text):
                 raise BadRow(
-                    f"{place} contains {match.group()!r}, which this tokenizer reads as a special token, not as text: "
-                    "take it out of the row (the template writes such tokens itself)"
+                    f"{place} contains {match.group()!r}, which this tokenizer reads as a special token, not as text. "
+                    "The template writes such tokens itself. Fix: take it out of the row"
                 )
         chat = self.chat.selected(sample)
         return with_arguments(chat, sample.template_arguments) if sample.template_arguments else chat
@@ -149,8 +151,8 @@ class Renderer:
         examples = self.draw(sample, data_file)
         if len(examples) > 1:
             raise BadRow(
-                f"the chat template rewrites history, so {name!r} would become {len(examples)} examples: give the "
-                "earlier turns as the prompt, so that the last answer alone is compared"
+                f"the chat template rewrites history, so {name!r} would become {len(examples)} examples. Fix: give "
+                "the earlier turns as the prompt, so that the last answer alone is compared"
             )
         return examples[0][0]
 
@@ -293,7 +295,7 @@ def _chat(template: Template, special: tuple[tuple[str, str], ...], tokens: tupl
 def with_arguments(chat: Chat, arguments: Mapping[str, Any]) -> Chat:
     """Returns the template as it is under more arguments. Raises BadRow for those it does not know."""
     if problem := unknown_argument(chat.jinja.template, arguments):
-        raise BadRow(f"chat_template_arguments: {problem}")
+        raise BadRow(f"chat_template_arguments: {problem}. Fix: correct the name, or remove it")
     every = json.dumps({**chat.jinja.arguments, **arguments}, sort_keys=True)
     return _chat(chat.jinja.template, tuple(chat.jinja.special.items()), chat.tokens, every)
 
