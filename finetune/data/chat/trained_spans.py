@@ -280,8 +280,8 @@ def _cuts_thought(content: str, written: str) -> bool:
 
 
 _NO_REASONING = (
-    "does not write the `reasoning` of message {} (assistant): take it out of the row, or give a model.chat_template "
-    "that writes it"
+    "does not write the `reasoning` of message {} (assistant). Fix: take it out of the row, or give a "
+    "model.chat_template that writes it"
 )
 
 

@@ -827,7 +827,7 @@ BAD_OTHERS = {
     "another format's bad row": (
         "text",
         turns("user", "user"),
-        ["no column `text`", "Format `messages` comes nearest, but: message 1 (after user)"],
+        ["no column `text`", "format `messages` comes nearest, but: message 1 (after user)"],
     ),
     "ids of text": ("tokens", {"input_ids": "1 2"}, ["`input_ids` is text", "expected a list of token ids"]),
     "no ids": ("tokens", {"input_ids": []}, ["`input_ids` is an empty list"]),
