@@ -263,7 +263,7 @@ class SavedRows:
         )
         if part.name not in named:
             raise UserError(
-                f"{folder}: has no split `{part.name}`, but {', '.join(f'`{name}`' for name in named)}. Fix: name one "
+                f"{folder}: has no split `{part.name}`; it has {', '.join(f'`{name}`' for name in named)}. Fix: name one "
                 "as `split`"
             )
         dataset = named[part.name]

@@ -171,7 +171,7 @@ def test_an_answer_that_is_too_long_takes_its_pair_along(tmp_path: Path) -> None
         (
             "dpo",
             ANSWER,
-            "`prompt_completion` are not for .*dpo`, which takes `preference` or .*`ranked`: set .* sft or",
+            "`prompt_completion` are not for .*dpo`, which takes `preference` or .*`ranked`. Fix: set .* sft or",
         ),
         ("kto", {"text": "a"}, "pairs.jsonl: rows of format `text` are not for `objective.name: kto`"),
     ],

@@ -667,7 +667,7 @@ def test_a_stream_from_a_server_that_sends_full_files_only(server, kind):
     if kind == ".jsonl":
         assert [row for _, _, row in opened.rows()] == ROWS
     else:
-        with pytest.raises(UserError, match=r"sends no parts of files, which streaming \.parquet takes"):
+        with pytest.raises(UserError, match=r"sends no parts of files, which streaming \.parquet needs\. Fix: "):
             list(opened.rows())
 
 
@@ -686,7 +686,11 @@ def test_web_errors(server):
         refused("http://me:secret@127.0.0.1:9/a.jsonl?sig=hidden", "http://127.0.0.1:9/a.jsonl?...: cannot be reached"),
         refused("simplecache::http://me:secret@x/a.jsonl", "chained URLs (`::`) are not read"),
         refused(f"{secret}/short.jsonl", f"http://{address}/short.jsonl: cannot be reached", "Not enough data"),
-        refused("foo://me:secret@x/a.jsonl", "foo://x/a.jsonl: Protocol not known", "https://, s3://"),
+        refused(
+            "foo://me:secret@x/a.jsonl",
+            "foo://x/a.jsonl: not an address that can be read: Protocol not known",
+            "https://, s3://",
+        ),
         refused(f"{secret}/bad.jsonl", "have no `test`", split="test"),
         refused(f"{secret}/bad.jsonl", "`config: main`", config="main"),
     ]
@@ -700,7 +704,7 @@ def test_web_errors(server):
 def test_what_is_not_installed_is_reported(monkeypatch, url, line):
     package = {"s3": "s3fs", "gs": "gcsfs"}[url[:2]]
     monkeypatch.setitem(sys.modules, package, None)  # also where it is installed
-    refused(url, f"reading {url[:2]}:// needs a package that is not installed: {line}", package)
+    refused(url, f"reading {url[:2]}:// needs a package that is not installed. Fix: {line}", package)
 
 
 @pytest.fixture
@@ -840,8 +844,8 @@ def test_saved_datasets(tmp_path):
 MISSING = {
     "a misspelt name": ("trian.jsonl", ["trian.jsonl: no such file", "did you mean", "train.jsonl"]),
     "no such folder": ("nowhere/x/train.jsonl", ["no such file", "there is no folder", "Relative paths start at"]),
-    "a folder of nothing": ("empty", ["empty: no data files in this folder (it has no files)", "expected json"]),
-    "a folder of other things": ("docs", ["(it has README.md)", "expected json, jsonl"]),
+    "a folder of nothing": ("empty", ["empty: no data files in this folder (it has no files)", "Expected json"]),
+    "a folder of other things": ("docs", ["(it has README.md)", "Expected json, jsonl"]),
 }
 
 
