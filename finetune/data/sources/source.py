@@ -262,10 +262,8 @@ class SavedRows:
             dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
         )
         if part.name not in named:
-            raise UserError(
-                f"{folder}: has no split `{part.name}`; it has {', '.join(f'`{name}`' for name in named)}. Fix: name one "
-                "as `split`"
-            )
+            splits = ", ".join(f"`{name}`" for name in named)
+            raise UserError(f"{folder}: has no split `{part.name}`; it has {splits}. Fix: name one as `split`")
         dataset = named[part.name]
         begin, end = part.bounds(lambda: len(dataset))
         end = len(dataset) if end is None else min(end, len(dataset))
