@@ -86,7 +86,7 @@ class OpenedSources:
                     if not isinstance(item[2], str):
                         readable.append(item[2])
             if not readable:
-                raise UserError(f"{name}: no row can be read, so its format is unknown; set `format`")
+                raise UserError(f"{name}: no row can be read, so its format is unknown. Fix: set `format`")
             try:
                 detected = detect_format(readable, source.columns, self._recipe.row_kind.formats)
             except UserError as error:  # its message is about the first row
@@ -170,19 +170,20 @@ def build_source(writer: EntryWriter, build: EntryBuild, digest: str) -> None:
         f"{name}: none of its {report.rows} rows can be trained on: {report.bad} bad, {report.dropped_overlong} longer "
         f"than data.max_length ({build.recipe.data.max_length}), {report.no_supervised_token} without a trained token"
     )
+    fix = "correct these rows"
     if report.no_other_answer:
         message += (
             f", {report.no_other_answer} next to which no other row's answer fits: {build.recipe.objective.name} "
             "compares each answer with one of another row after the same prompt, both together within data.max_length"
         )
     if report.dropped_overlong:
-        message += "; `data.overlong: split` keeps long ones, in pieces"
+        fix += ", raise data.max_length, or set `data.overlong: split`, which keeps long ones in pieces"
     if untrained:
         sequence = next(one for one in untrained.sequences if not one.num_targets)
         label, number = untrained.row_id
         shown = plain_text(sequence, build.renderer.tokenizer)
-        message += f".\n{label}:{number}, with [[ ]] around what is trained:\n{shown}"
-    raise UserError(message)
+        raise UserError(f"{message}.\n{label}:{number}, with [[ ]] around what is trained:\n{shown}\nFix: {fix}")
+    raise UserError(f"{message}. Fix: {fix}")
 
 
 def build_part(
@@ -202,14 +203,15 @@ def build_part(
     else:
         untrained = _write(writer, build, items)
     if digest is not None and build.opened.reader.digest() != digest:
-        raise UserError(f"{build.opened.name}: was changed while it was read; start again when it is complete")
+        raise UserError(f"{build.opened.name}: was changed while it was read. Fix: start again when it is complete")
     report = writer.report
     if report.bad > data.max_bad_share * report.rows:
         enough = math.ceil(1e4 * report.bad / report.rows) / 1e4
         listed = "\n".join(f"  {line}" for line in report.bad_rows)
         raise UserError(
             f"{report.path}: {report.bad} of {report.rows} rows are bad, more than data.max_bad_share "
-            f"({data.max_bad_share:g}) allows; {enough:g} would. The first of them:\n{listed}"
+            f"({data.max_bad_share:g}) allows. The first of them:\n{listed}\nFix: correct them, or set "
+            f"data.max_bad_share to {enough:g}"
         )
     return untrained
 
@@ -252,7 +254,8 @@ def read_items(reader: SourceReader) -> Generator[Item, None, None]:
             yield label, number, str(row) if isinstance(row, BadRow) else row
     except OSError as error:
         name = without_credentials(reader.source.path)
-        raise UserError(f"{name}: cannot be read: {error.strerror or error}") from None
+        reason = error.strerror or error
+        raise UserError(f"{name}: cannot be read: {reason}. Fix: check the path and its permissions") from None
 
 
 def _chunks(items: Iterable[Item]) -> Generator[list[Item | UserError], None, None]:

@@ -63,13 +63,13 @@ def load_or_write(
             write()
     except OSError as error:
         raise UserError(
-            f"{error.filename or folder}: the data cache cannot be written: {error.strerror or error}; "
-            "set FINETUNE_CACHE to a folder with room"
+            f"{error.filename or folder}: the data cache cannot be written: {error.strerror or error}. Fix: set "
+            "FINETUNE_CACHE to a folder with room"
         ) from None
     with contextlib.suppress(Damaged):
         if (entry := load()) is not None:
             return entry, time.monotonic() - begun
-    raise RunFailure(f"{folder}: was written a moment ago and cannot be read; is the disk in order?")
+    raise RunFailure(f"{folder}: was written a moment ago and cannot be read. Fix: check the disk, and start again")
 
 
 def lock_of(folder: Path) -> filelock.BaseFileLock:
@@ -91,7 +91,9 @@ def _locked(folder: Path, what: str) -> Iterator[None]:
         log.warning("waiting for %s, which %s", holder, what)
         lock.acquire()
     except NotImplementedError:
-        raise UserError(f"{folder.parent}: this file system has no locks; set FINETUNE_CACHE to a local disk") from None
+        raise UserError(
+            f"{folder.parent}: this file system has no locks. Fix: set FINETUNE_CACHE to a local disk"
+        ) from None
     try:
         builder.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
         yield
@@ -196,7 +198,7 @@ def age_in_seconds(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+)([mhdw])", text.strip())
     if match is None:
-        raise UserError(f"--older-than {text}: expected a number and a unit (m, h, d, w), such as 12h or 30d")
+        raise UserError(f"--older-than {text}: expected a number and a unit (m, h, d, w). Fix: give one, such as 12h")
     return int(match[1]) * _UNIT_S[match[2]]
 
 
@@ -219,5 +221,8 @@ def remove(entries: list[CachedEntry]) -> list[CachedEntry]:
         except filelock.Timeout:
             kept.append(entry)
         except OSError as error:
-            raise UserError(f"{error.filename or folder}: cannot be removed: {error.strerror or error}") from None
+            raise UserError(
+                f"{error.filename or folder}: cannot be removed: {error.strerror or error}. Fix: check its "
+                "permissions, and start again"
+            ) from None
     return kept

@@ -66,6 +66,9 @@ def _images_content(entry: CacheEntry) -> str:
                     file.seek(0 if size <= _READ_WHOLE else (size - _BLOCK) // 2)
                     content = file.read(_READ_WHOLE if size <= _READ_WHOLE else _BLOCK)
         except OSError as error:
-            raise UserError(f"{source}: an image of the data cannot be read: {error.strerror}") from None
+            raise UserError(
+                f"{source}: an image of the data cannot be read: {error.strerror}. Fix: restore it, or check its "
+                "permissions"
+            ) from None
         whole.update(size.to_bytes(8, "little") + hashlib.sha256(content).digest())
     return whole.hexdigest()[:DIGITS]

@@ -178,7 +178,7 @@ class Dataset(RowSource):
 def on_disk(source: RowSource) -> Dataset:
     """Returns a source whose examples are all on the disk, as it is. Raises UserError for one that is streamed."""
     if not isinstance(source, Dataset):
-        raise UserError("data.streaming: set it to false; every example must be on the disk before the run")
+        raise UserError("data.streaming: every example must be on the disk before the run. Fix: set it to false")
     return source
 
 
@@ -205,11 +205,11 @@ def build_training(
         return Dataset(examples, packed)
     examples, epochs = draw.run(length, recipe.data.max_length if recipe.data.packing else None)
     if not len(epochs):
-        raise UserError("data: the weights of the sources leave no example at all; raise `weight` or `max_epochs`")
+        raise UserError("data: the weights of the sources leave no example at all. Fix: raise `weight` or `max_epochs`")
     if length.epochs is None and len(epochs) < (length.rows or 0):
         raise UserError(
-            f"data.train: after {len(epochs) // recipe.batch.rows} steps every source was read `max_epochs` times: "
-            "lower train.max_steps, or raise `max_epochs`"
+            f"data.train: after {len(epochs) // recipe.batch.rows} steps every source was read `max_epochs` times. "
+            "Fix: lower train.max_steps, or raise `max_epochs`"
         )
     return Dataset(examples, epochs.epoch(0), epochs)
 
@@ -262,7 +262,9 @@ def template_notes(
         opened = opened or OpenedSources(recipe)
         formats = {opened.open(source).source.format for source in (*recipe.data.train, *recipe.data.eval_sources)}
         if formats - {"text", "tokens"}:  # the others are rendered by the chat template
-            raise UserError("model.chat_template: " + "; ".join(problems))
+            listed = "; ".join(problems)  # an error that ended the check has its remedy
+            fix = "" if "Fix: " in listed else ". Fix: correct the template, or give another one"
+            raise UserError(f"model.chat_template: {listed}{fix}")
     notes = [text.removeprefix("note: ") for text in findings if text.startswith("note: ")]
     if template:
         return notes
@@ -398,11 +400,13 @@ def check_questions(recipe: Evaluate, examples: Examples, tokenizer: PreTrainedT
     Raises UserError if no row has an answer, or a prompt, or if none of the references holds an answer.
     """
     if not examples.num_targets.any():
-        raise UserError("data.eval: no row has an answer, and eval_loss is that of answers: give rows that have some")
+        raise UserError("data.eval: no row has an answer, and eval_loss is that of answers. Fix: give rows with one")
     if not max(recipe.exact_match, recipe.generate):
         return []
     if next(questions(examples, ()), None) is None:
-        raise UserError("data.eval: no row has a prompt to answer: set evaluate.generate and evaluate.exact_match to 0")
+        raise UserError(
+            "data.eval: no row has a prompt to answer. Fix: set evaluate.generate and evaluate.exact_match to 0"
+        )
     if not recipe.exact_match or recipe.answer is None:
         return []
     references = [one.reference for one in islice(questions(examples, ()), recipe.exact_match)]
@@ -410,8 +414,8 @@ def check_questions(recipe: Evaluate, examples: Examples, tokenizer: PreTrainedT
     without = [text for text in texts if answer(text, recipe.answer) is None]
     if len(without) == len(texts):
         raise UserError(
-            f"evaluate.answer: {recipe.answer!r} occurs in none of the {len(texts)} references of data.eval, so no "
-            f"answer could match; the first is {without[0][:80]!r}"
+            f"evaluate.answer: {recipe.answer!r} occurs in none of the {len(texts)} references of data.eval. No answer "
+            f"could match; the first reference is {without[0][:80]!r}. Fix: give a regular expression that they match"
         )
     if without:
         return [

@@ -280,7 +280,9 @@ def _choose_from(
         sizes = [int(each.sum()) if by_tokens else len(each) for each in tokens]
         passes = passes_per_epoch(sizes, sources, mixture, recipe.train.epochs if is_training else None)
         if (count := sum(each * len(part) for each, part in zip(passes, present, strict=True))) > MAX_EXAMPLES:
-            raise UserError(f"data: the weights of the sources make an epoch of {count:.3g} examples: lower `weight`")
+            raise UserError(
+                f"data: the weights of the sources make an epoch of {count:.3g} examples. Fix: lower `weight`"
+            )
         shares = [
             SourceShare(
                 source_order(len(lengths), recipe.run.seed, i),
@@ -292,8 +294,8 @@ def _choose_from(
         ]
         chosen = [indices[share.taken(0, 1)] for indices, share in zip(present, shares, strict=True)]
     if not sum(len(indices) for indices in chosen):
-        problem = "data: the weights of the sources leave no example at all; raise `weight`"
-        raise UserError("data.eval.share: it holds out no row at all; raise it" if held_out else problem)
+        problem = "data: the weights of the sources leave no example at all. Fix: raise `weight`"
+        raise UserError("data.eval.share: it holds out no row at all. Fix: raise it" if held_out else problem)
     names = source_names(sources)
     for entry, source, name, each, indices in zip(entries, sources, names, passes, chosen, strict=True):
         entry.report.name, entry.report.weight = name, source.weight
@@ -436,6 +438,6 @@ def check_caps(sources: Sequence[Source], passes: Sequence[float], epochs: float
             fewer = source.max_epochs / each / epochs
             raise UserError(
                 f"data.train[{source_index}] ({source.path}): this run would read it {each * epochs:.2f} times, more "
-                f"than its max_epochs ({source.max_epochs:g}): make the run {1 - fewer:.0%} shorter (train.max_steps), "
-                "lower its `weight`, or raise `max_epochs`"
+                f"than its max_epochs ({source.max_epochs:g}). Fix: make the run {1 - fewer:.0%} shorter "
+                "(train.max_steps), lower its `weight`, or raise `max_epochs`"
             )

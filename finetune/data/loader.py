@@ -73,7 +73,7 @@ class Loader:
     def __post_init__(self) -> None:
         if self.tokens_per_device is None and self.rows_per_step % (self.rows_per_device * self.world_size):
             message = divisibility_message(self.rows_per_step, self.rows_per_device, self.world_size)
-            raise UserError(f"batch.rows: {message}")
+            raise UserError(f"batch.rows: {message}. Fix: set one of these")
 
     def step(self, step: int) -> StepBatches:
         """Returns the batches of optimizer step `step` (0-based)."""

@@ -41,7 +41,7 @@ def write_with_mismatched(writer: EntryWriter, write: Callable[[EntryWriter], T]
         answers.finish({})
     entry = load(folder)
     if entry is None:
-        raise RunFailure(f"{folder}: was written a moment ago and cannot be read; is the disk in order?")
+        raise RunFailure(f"{folder}: was written a moment ago and cannot be read. Fix: check the disk, and start again")
     begins = answer_begins(entry)
     ends = np.diff(entry.sequence_offsets)
     row_ids = (entry.files.astype(np.int64) << 40) + entry.rows

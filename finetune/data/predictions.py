@@ -102,7 +102,7 @@ class Predictions:
         if not self.is_verified and checksum(self.ids[place], self.log_probs[place]) != self.checksums[at]:
             raise RunFailure(
                 f"{removed(self.folder)}: the cached predictions of {example.path}:{example.row} are not what was "
-                "written. Start again: those of a file are read again; a model's are computed again by "
+                "written. Fix: start again; those of a file are read again, and a model's are computed again by "
                 "`python -m finetune reference`"
             )
         return {IDS: self.ids[place].astype(np.int64), LOG_PROBS: np.array(self.log_probs[place])}
@@ -225,7 +225,7 @@ def check_complete(examples: Iterable[Example], predictions: Predictions, origin
     missing = [f"{example.path}:{example.row}" for example in examples if predictions.of(example) is None]
     if missing:
         raise UserError(
-            f"{origin} has no predictions for {len(missing):,} examples, such as {', '.join(missing[:3])}: each needs "
-            "them for the same tokens and the same loss mask (`finetune inspect --json` shows both); were they made "
-            "with another template, max_length or train_on?"
+            f"{origin} has no predictions for {len(missing):,} examples, such as {', '.join(missing[:3])}. Each needs "
+            "them for the same tokens and the same loss mask (`finetune inspect --json` shows both). Fix: make them "
+            "with the recipe's template, max_length and train_on"
         )

@@ -136,7 +136,8 @@ class Stream(RowSource):
 
     def unpacked(self) -> Stream:
         raise UserError(
-            "data.streaming: set it to false; a stream is packed, and this architecture cannot keep documents apart"
+            "data.streaming: a stream is packed, and this architecture cannot keep documents apart. Fix: set it to "
+            "false"
         )
 
     def size(self, max_length: int) -> None:
@@ -262,8 +263,8 @@ class Stream(RowSource):
             if not readable:
                 steps = self._starts[-1][0] // self._recipe.batch.rows
                 raise UserError(
-                    f"the stream ends after {steps:,} steps: every source was read `max_epochs` times; "
-                    "lower train.max_steps, or raise `max_epochs`"
+                    f"the stream ends after {steps:,} steps: every source was read `max_epochs` times. Fix: lower "
+                    "train.max_steps, or raise `max_epochs`"
                 )
             source = min(readable, key=lambda i: positions[i].num_emitted / self._streams[i].source.weight)
             stream, position = self._streams[source], positions[source]
@@ -276,7 +277,10 @@ class Stream(RowSource):
                 position = replace(position, chunk=position.chunk + 1, within=0)
             elif position.within >= len(tokens):
                 if not position.num_emitted:
-                    raise UserError(f"data.train[{source}]: none of its rows can be trained on; see `finetune inspect`")
+                    raise UserError(
+                        f"data.train[{source}]: none of its rows can be trained on. Fix: correct them; `finetune "
+                        "inspect` shows why"
+                    )
                 position = replace(position, chunk=0, within=0, passes=position.passes + 1)
             positions[source] = position
         return taken, tuple(positions)

@@ -72,7 +72,7 @@ class TeacherFile:
                         writer.append(*_row(cells, self.per_target, self.sampled))
                     except (_Bad, pyarrow.ArrowException) as bad:
                         problem = str(bad).splitlines()[0][:300]
-                        raise UserError(f"{self.path}: row {number}: {problem}") from None
+                        raise UserError(f"{self.path}: row {number}: {problem}. Fix: correct the row") from None
 
 
 _ROWS_AT_ONCE = 128
@@ -91,9 +91,13 @@ def _opened(path: Path) -> Iterator[pyarrow.parquet.ParquetFile]:
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, page_checksum_verification=True) as table:
             yield table
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: cannot be read as parquet: {str(error).splitlines()[0][:200]}") from None
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(f"{path}: cannot be read as parquet: {reason}. Fix: write the file again") from None
     except OSError as error:
-        raise UserError(f"objective.teacher: {path}: cannot be read: {error.strerror or error}") from None
+        raise UserError(
+            f"objective.teacher: {path}: cannot be read: {error.strerror or error}. Fix: check the path and its "
+            "permissions"
+        ) from None
 
 
 def read_teacher_file(path: Path) -> TeacherFile:
@@ -103,11 +107,11 @@ def read_teacher_file(path: Path) -> TeacherFile:
         missing = [name for name in _COLUMNS if name not in schema.names]
         if missing:
             raise UserError(
-                f"{path}: no column {', '.join(f'`{name}`' for name in missing)}; a teacher's file has "
-                f"{', '.join(_COLUMNS)}, and this one {', '.join(schema.names)[:200]}"
+                f"{path}: no column {', '.join(f'`{name}`' for name in missing)}. A teacher's file has "
+                f"{', '.join(_COLUMNS)}, and this one {', '.join(schema.names)[:200]}. Fix: write all of these columns"
             )
         if not table.metadata.num_rows:
-            raise UserError(f"{path}: the file has no rows")
+            raise UserError(f"{path}: the file has no rows. Fix: write the teacher's predictions into it")
         first = next(table.iter_batches(batch_size=1, columns=["ids"])).column(0).to_pylist()[0]
     example = '{"vocabulary": "...", "temperature": 1.0, "sampled": false}'
     metadata = None
@@ -115,14 +119,17 @@ def read_teacher_file(path: Path) -> TeacherFile:
         metadata = json.loads((schema.metadata or {}).get(b"finetune", b"null"))
     if not isinstance(metadata, dict) or metadata.keys() != _METADATA.keys():
         has = f"has {json.dumps(metadata)[:200]}" if metadata is not None else "has none"
-        raise UserError(f"{path}: the schema's metadata needs under `finetune` a JSON object like {example}, and {has}")
+        raise UserError(
+            f"{path}: the schema's metadata needs a JSON object under `finetune`, and {has}. Fix: write one like "
+            f"{example}"
+        )
     for name, kind in _METADATA.items():
         value = metadata[name]
         if not isinstance(value, kind) or (name == "temperature" and not 0 < value < float("inf")):
-            raise UserError(f"{path}: metadata: `{name}` is {json.dumps(value)[:100]}, expected as in {example}")
+            raise UserError(f"{path}: metadata: `{name}` is {json.dumps(value)[:100]}. Fix: write it as in {example}")
     per_target = len(first[0]) if isinstance(first, list) and first and isinstance(first[0], list) else 0
     if not per_target:
-        raise UserError(f"{path}: row 1: `ids`: expected a list of ids for every trained token")
+        raise UserError(f"{path}: row 1: `ids`: expected lists of ids. Fix: write one for every trained token")
     return TeacherFile(path, metadata["vocabulary"], float(metadata["temperature"]), metadata["sampled"], per_target)
 
 
@@ -178,7 +185,8 @@ def _row(cells: dict[str, tuple[NDArray[Any], NDArray[np.int64]]], k: int, sampl
     ordered = np.sort(ids, 1)
     repeated = (ordered[:, 1:] == ordered[:, :-1]).any(1)
     if repeated.any():
-        raise _Bad(f"`ids` of trained token {int(np.argmax(repeated)) + 1}: an id occurs twice; are they `sampled`?")
+        at = int(np.argmax(repeated))
+        raise _Bad(f"`ids` of trained token {at + 1}: an id occurs twice, as only `sampled` ones may")
     sums = np.exp(log_probs.astype(np.float64)).sum(1)
     if (sums > 1 + ROUNDING).any():
         at = int(np.argmax(sums > 1 + ROUNDING))
@@ -202,29 +210,33 @@ def file_predictions(settings: Distill, tokenizer: PreTrainedTokenizerBase, voca
     file = read_teacher_file(Path(settings.teacher).expanduser())
     if (expected := vocabulary_digest(tokenizer)) != file.vocabulary:
         raise UserError(
-            f"{file.path}: metadata: `vocabulary` is {file.vocabulary[:80]!r}, and that of this recipe's tokenizer is "
-            f"{expected!r}: ids of the two do not mean the same; a teacher has to have the model's own vocabulary"
+            f"{file.path}: metadata: `vocabulary` is {file.vocabulary[:80]!r}, but the recipe's tokenizer has "
+            f"{expected!r}. Their token ids differ. Fix: use a teacher that has the model's own vocabulary"
         )
     if file.temperature != settings.temperature:
         raise UserError(
             f"objective.temperature: {settings.temperature:g}, but the log-probabilities of {file.path} are "
-            f"at {file.temperature:g}: the tail of stored ones cannot be brought to another; set {file.temperature:g}"
+            f"at {file.temperature:g}. The tail of stored ones cannot be brought to another temperature. Fix: set "
+            f"{file.temperature:g}"
         )
     if file.sampled != (settings.samples is not None):
         instead = f"set `samples: {file.per_target}`" if file.sampled else "remove `samples`"
         kind = "drawn from the teacher (`sampled`)" if file.sampled else "the likeliest, not draws (`sampled`)"
-        raise UserError(f"objective.samples: the ids of {file.path} are {kind}: {instead}")
+        raise UserError(f"objective.samples: the ids of {file.path} are {kind}. Fix: {instead}")
     key = "samples" if file.sampled else "top_k"
     if getattr(settings, key) not in (None, file.per_target):
         raise UserError(
-            f"objective.{key}: {getattr(settings, key)}, but {file.path} has {file.per_target} ids for each token: set "
-            f"{file.per_target}, or remove it"
+            f"objective.{key}: {getattr(settings, key)}, but {file.path} has {file.per_target} ids for each token. "
+            f"Fix: set {file.per_target}, or remove it"
         )
     if not file.sampled and file.per_target >= vocabulary:
         raise UserError(
-            f"{file.path}: {file.per_target} ids for each token of a vocabulary of {vocabulary}: keep fewer"
+            f"{file.path}: {file.per_target} ids for each token of a vocabulary of {vocabulary}. Fix: keep fewer"
         )
     predictions = file.predictions()
     if predictions.largest_id >= vocabulary:
-        raise UserError(f"{file.path}: has id {predictions.largest_id}, the model's vocabulary {vocabulary} tokens")
+        raise UserError(
+            f"{file.path}: has id {predictions.largest_id}, but the model's vocabulary has {vocabulary} tokens. Fix: "
+            "use a teacher that has the model's own vocabulary"
+        )
     return predictions

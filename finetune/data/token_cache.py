@@ -151,7 +151,7 @@ class CacheEntry:
         if not self.is_verified and self.checksum(i) != self.example_checksums[i]:
             raise RunFailure(
                 f"{removed(self.folder)}: the cached tokens of {self.names[self.files[i]]}:{self.rows[i]} are not what "
-                "was written. Start again: they are made again, and the run resumes"
+                "was written. Fix: start again; they are made again, and the run resumes"
             )
         first, end = int(self.example_offsets[i]), int(self.example_offsets[i + 1])
         images: dict[int, list[Image]] = defaultdict(list)  # by sequence

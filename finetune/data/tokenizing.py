@@ -199,7 +199,9 @@ def _sequences(
 
 def bad_row_message(row_id: RowId, error: BadRow) -> str:
     """Returns the error that a bad row ends the build with."""
-    return f"{row_id[0]}:{row_id[1]}: {error}\n(`data.on_bad_row: skip` leaves such rows out and counts them)"
+    begin = "Or" if "Fix: " in str(error) else "Fix: correct the row, or"
+    skip = "`data.on_bad_row: skip`, which leaves such rows out and counts them"
+    return f"{row_id[0]}:{row_id[1]}: {error}\n{begin} set {skip}"
 
 
 def _has_equal_answers(settings: RowSettings, groups: list[tuple[Sequence, ...]]) -> bool:
@@ -220,7 +222,7 @@ def _fit(settings: RowSettings, example: TokenizedExample, counts: Counter[str])
         several = len(example.sequences) > 1
         raise UserError(
             f"{example.row_id[0]}:{example.row_id[1]}: {length} tokens{' in both answers' * several}, but "
-            f"data.max_length is {most}; raise it, or set data.overlong to drop"
+            f"data.max_length is {most}. Fix: raise it, or set data.overlong to drop"
             f"{'' if several else ', truncate or split'}"
         )
     elif any(sequence.images for sequence in example.sequences):
@@ -344,8 +346,9 @@ def tokenize_chunks(
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise RunFailure(
-            f"one of the {workers} processes that tokenize has died; most often the system ended it for want of memory "
-            "(`dmesg` says so). Fewer processes need less: `taskset -c 0-3 python -m finetune prepare ...` starts four"
+            f"one of the {workers} processes that tokenize has died. Most often the system ended it for want of memory "
+            "(`dmesg` says so). Fix: start fewer processes, which need less; `taskset -c 0-3 python -m finetune "
+            "prepare ...` starts four"
         ) from None
     finally:
         gc.unfreeze()

@@ -43,12 +43,12 @@ def balance_coefficient(settings: Settings, config: Any, routers: Routers | None
     if coefficient and routers is None:
         raise UserError(
             f"objective.router_aux_loss_coef: {coefficient}: {type(config).__name__} has no router whose balance loss "
-            "transformers supports: remove it"
+            "transformers supports. Fix: remove it"
         )
     if coefficient and divided is not None:
         raise UserError(
-            "`output_router_logits` in the model's config asks for a balance of experts, and no rank sees all "
-            f"routers of a full row under {divided}: set objective.router_aux_loss_coef: 0"
+            "`output_router_logits` in the model's config asks for a balance of experts. No rank sees all routers of "
+            f"a full row under {divided}. Fix: set objective.router_aux_loss_coef: 0"
         )
     return coefficient
 

@@ -24,7 +24,7 @@ def with_shared_prompts(objective: ObjectiveSettings, samples: bool, attention: 
     reason = _unsupported_reason(objective, samples, attention)
     if isinstance(objective, SharesPrompts) and objective.share_prompts is True and reason is not None:
         raise UserError(
-            f"objective.share_prompts: true does not fit `{attention.implementation}` here: {reason}; use `auto`, "
+            f"objective.share_prompts: true does not fit `{attention.implementation}` here: {reason}. Fix: use `auto`, "
             "which computes the prompt for each answer, with the same numbers"
         )
     return replace(attention, shares_prompts=reason is None)

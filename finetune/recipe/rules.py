@@ -51,7 +51,7 @@ def format_problem(recipe: Recipe, format: str) -> str | None:
         chosen = "`format: prompt_completion` and `columns: {completion: chosen}`"
         instead += f", or train on the chosen answers alone with {chosen}"
     taken = " or ".join(f"`{name}`" for name in kind.formats)
-    return f"rows of format `{format}` are not for `objective.name: {objective}`, which takes {taken}: {instead}"
+    return f"rows of format `{format}` are not for `objective.name: {objective}`, which takes {taken}. Fix: {instead}"
 
 
 def mode(recipe: Recipe) -> Iterator[Finding]:

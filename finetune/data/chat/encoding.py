@@ -92,8 +92,8 @@ class Encoder:
             if not is_from_rust(error):
                 raise
             raise UserError(
-                f"the tokenizer fails{self._first_failing(texts)}: {str(error)[:200]}; its tokenizer.json is damaged, "
-                "or made for another version of `tokenizers`"
+                f"the tokenizer fails{self._first_failing(texts)}: {str(error)[:200]}. Its tokenizer.json is damaged, "
+                "or made for another version of `tokenizers`. Fix: restore the file, or install that version"
             ) from None
 
     def continuation(self, ids: Sequence[int], text: str, begin: int) -> list[int]:

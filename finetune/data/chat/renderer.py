@@ -98,7 +98,9 @@ class Renderer:
             size = len(self.tokenizer)
             wrong = next((i for i in sample.input_ids if not 0 <= i < size), None)
             if wrong is not None:
-                raise BadRow(f"token id {wrong} is beyond this tokenizer's {size} tokens; tokenized with another one?")
+                raise BadRow(
+                    f"token id {wrong} is beyond this tokenizer's {size} tokens. Fix: tokenize the row with this one"
+                )
             return [(Rendered("", ready=sample),)]
         if isinstance(sample, Preference):
             chosen, rejected = sample.chosen, sample.rejected
@@ -122,7 +124,7 @@ class Renderer:
                 text, spans, images = self.images.expand(part.text, part.spans, references, data_file, chat.name)
                 examples.append((Rendered(text, spans, images=images),))
             elif references:
-                raise BadRow("the row has images: `data.image: {}` trains on them, with a model that sees")
+                raise BadRow("the row has images. Fix: set `data.image: {}` to train on them, with a model that sees")
             else:
                 examples.append((Rendered(part.text, part.spans),))
         return examples
@@ -132,15 +134,15 @@ class Renderer:
         tokens in the row's texts."""
         if self.chat is None:
             raise UserError(
-                "the tokenizer has no chat template, so messages cannot be rendered: set model.chat_template to "
+                "the tokenizer has no chat template, so messages cannot be rendered. Fix: set model.chat_template to "
                 f"one of {', '.join(built_in_templates())} or to the path of a .jinja file"
             )
         for place, text in _texts(sample):
             # An end-of-turn in mid-answer, an invented turn, or a content that was rendered before.
             if match := self.special_text.search(text):
                 raise BadRow(
-                    f"{place} contains {match.group()!r}, which this tokenizer reads as a special token, not as text: "
-                    "take it out of the row (the template writes such tokens itself)"
+                    f"{place} contains {match.group()!r}, which this tokenizer reads as a special token, not as text. "
+                    "The template writes such tokens itself. Fix: take it out of the row"
                 )
         chat = self.chat.selected(sample)
         return with_arguments(chat, sample.template_arguments) if sample.template_arguments else chat
@@ -149,8 +151,8 @@ class Renderer:
         examples = self.draw(sample, data_file)
         if len(examples) > 1:
             raise BadRow(
-                f"the chat template rewrites history, so {name!r} would become {len(examples)} examples: give the "
-                "earlier turns as the prompt, so that the last answer alone is compared"
+                f"the chat template rewrites history, so {name!r} would become {len(examples)} examples. Fix: give "
+                "the earlier turns as the prompt, so that the last answer alone is compared"
             )
         return examples[0][0]
 
@@ -184,7 +186,8 @@ class Renderer:
                     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
                     if eos is None:
                         raise UserError(
-                            "the tokenizer has no end-of-text token (eos_token), so plain text would never end: set it"
+                            "the tokenizer has no end-of-text token (eos_token). Plain text would never end. Fix: set "
+                            "it in the tokenizer's files"
                         )
                     if self.adds_bos and input_ids[:1].tolist() != [bos]:
                         input_ids, trained = np.append(np.int32(bos), input_ids), np.append(False, trained)
@@ -247,8 +250,8 @@ def build_renderer(
     """
     if not tokenizer.is_fast:
         raise UserError(
-            f"{type(tokenizer).__name__} is a slow tokenizer: it cannot say which characters a token stands for, which "
-            "the mask needs. Use a model folder with a tokenizer.json"
+            f"{type(tokenizer).__name__} is a slow tokenizer. It cannot say which characters a token stands for, which "
+            "the mask needs. Fix: use a model folder with a tokenizer.json"
         )
     template = template or own_template(tokenizer)
     plain = tokenizer("a")["input_ids"]
@@ -292,7 +295,7 @@ def _chat(template: Template, special: tuple[tuple[str, str], ...], tokens: tupl
 def with_arguments(chat: Chat, arguments: Mapping[str, Any]) -> Chat:
     """Returns the template as it is under more arguments. Raises BadRow for those it does not know."""
     if problem := unknown_argument(chat.jinja.template, arguments):
-        raise BadRow(f"chat_template_arguments: {problem}")
+        raise BadRow(f"chat_template_arguments: {problem}. Fix: correct the name, or remove it")
     every = json.dumps({**chat.jinja.arguments, **arguments}, sort_keys=True)
     return _chat(chat.jinja.template, tuple(chat.jinja.special.items()), chat.tokens, every)
 

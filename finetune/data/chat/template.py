@@ -113,13 +113,16 @@ class Jinja:
         try:
             text, spans = _rendered(self.template, variables, mark and self.template.marks_generation)
         except UserError as error:
-            raise UserError(f"{self.template.name} is not rendered for this row: {error}") from None
+            raise UserError(
+                f"{self.template.name} is not rendered for this row: {error}. Fix: simplify the template, or give "
+                "another one"
+            ) from None
         except jinja2.TemplateSyntaxError as error:
             where = f"{self.template.name}, line {error.lineno}"
-            raise UserError(f"{where}: not a Jinja template: {error.message}") from None
+            raise UserError(f"{where}: not a Jinja template: {error.message}. Fix: correct the template") from None
         except (RecursionError, MemoryError) as error:
             does = "calls itself without end" if isinstance(error, RecursionError) else "fills the memory"
-            raise UserError(f"{self.template.name} {does}") from None
+            raise UserError(f"{self.template.name} {does}. Fix: correct the template, or give another one") from None
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             # A template refuses unsupported input (a system message, an order of roles) by raising.
             raise BadRow(f"{self.template.name} refuses this conversation: {error}") from None

@@ -29,7 +29,8 @@ def check_template(
 
     Empty for a tokenizer without a template: `text` needs none, and messages are refused when they appear.
     """
-    with time_limit(CHECK_S, f"{template.name if template else 'the chat template'} takes more than {CHECK_S} s"):
+    name = template.name if template else "the chat template"
+    with time_limit(CHECK_S, f"{name} takes more than {CHECK_S} s. Fix: simplify the template, or give another one"):
         try:
             renderer = build_renderer(tokenizer, template)  # every answer trained, so that all are looked at
             if renderer.chat is None:

@@ -49,7 +49,7 @@ def resolve_template(
     template = own_template(tokenizer) if chat_template is None else _named_template(chat_template)
     if template is None and (arguments or gives_thought):
         key = "chat_template_arguments" if arguments else "empty_thought"
-        raise UserError(f"model.{key}: the tokenizer has no chat template; give model.chat_template")
+        raise UserError(f"model.{key}: the tokenizer has no chat template. Fix: give model.chat_template")
     if template is None or template.tool_use is None:
         return _changed(template, tokenizer, arguments, gives_thought)
     with_tools = Template(template.tool_use, f"{template.name} `{TOOL_USE}`")
@@ -78,27 +78,32 @@ def _named_template(chat_template: str) -> Template:
         path, name = TEMPLATES / f"{chat_template}.jinja", f"built-in template `{chat_template}`"
     elif re.search(r"[{\n]", chat_template) or len(chat_template) > 255:
         raise UserError(
-            f"model.chat_template: {chat_template[:40]!r}... is a template, not the name of one: save it as a .jinja "
-            "file and give its path"
+            f"model.chat_template: {chat_template[:40]!r}... is a template, not the name of one. Fix: save it as a "
+            ".jinja file and give its path"
         )
     else:
         path = Path(chat_template).expanduser()
         name = str(path)
         if path.suffix not in (".jinja", ".j2") and not path.is_file():
             close = difflib.get_close_matches(chat_template.lower(), built_in, n=1)
+            hint = f"; did you mean `{close[0]}`?" if close else ""
             raise UserError(
-                f"model.chat_template: no template `{chat_template}`{f'; did you mean `{close[0]}`?' if close else ''} "
-                f"(built in: {', '.join(built_in)}; or the path of a .jinja file)"
+                f"model.chat_template: no template `{chat_template}`. Fix: name one that is built in "
+                f"({', '.join(built_in)}), or give the path of a .jinja file{hint}"
             )
     try:
         # Jinja drops one newline at the end of a file; transformers compiles the text as it is.
         return Template(path.read_text(encoding="utf-8").removesuffix("\n"), name)
     except FileNotFoundError:
-        raise UserError(f"model.chat_template: no such file: {path}; relative paths start at {Path.cwd()}") from None
+        raise UserError(
+            f"model.chat_template: no such file: {path}. Relative paths start at {Path.cwd()}. Fix: check the path"
+        ) from None
     except UnicodeDecodeError:
-        raise UserError(f"model.chat_template: {path} is not UTF-8 text") from None
+        raise UserError(f"model.chat_template: {path} is not UTF-8 text. Fix: save it as UTF-8") from None
     except OSError as error:
-        raise UserError(f"model.chat_template: {path} cannot be read: {error.strerror}") from None
+        raise UserError(
+            f"model.chat_template: {path} cannot be read: {error.strerror}. Fix: check the path and its permissions"
+        ) from None
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> Template | None:
@@ -108,8 +113,8 @@ def own_template(tokenizer: PreTrainedTokenizerBase) -> Template | None:
     if isinstance(own, dict):  # several, by name
         if "default" not in own:
             raise UserError(
-                f"the tokenizer has several chat templates ({', '.join(own)}) and none is the default: save the one "
-                "to use in a .jinja file and give its path as model.chat_template"
+                f"the tokenizer has several chat templates ({', '.join(own)}) and none is the default. Fix: save the "
+                "one to use in a .jinja file and give its path as model.chat_template"
             )
         own, tool_use = own["default"], own.get(TOOL_USE)
     return Template(own, "the tokenizer's chat template", tool_use) if own else None
@@ -135,7 +140,7 @@ def with_arguments(template: Template, arguments: Mapping[str, Any]) -> Template
     {{ x }}
     """
     if problem := unknown_argument(template, arguments):
-        raise UserError(f"model.chat_template_arguments: {problem}")
+        raise UserError(f"model.chat_template_arguments: {problem}. Fix: correct the name, or remove it")
     settings = (
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
         for name, value in sorted(arguments.items())
@@ -151,7 +156,7 @@ def unknown_argument(template: Template, arguments: Iterable[str]) -> str:
     for name in arguments:
         if name not in variables:
             close = difflib.get_close_matches(name, variables, n=1)
-            hint = f"; did you mean `{close[0]}`?" if close else ""
+            hint = f" (did you mean `{close[0]}`?)" if close else ""
             return f"{template.name} has no variable `{name}`{hint}"
     return ""
 
@@ -169,7 +174,7 @@ def with_empty_thought(template: Template, special: Mapping[str, str]) -> Templa
     thought = traits_of(jinja, special.values()).empty_thought
     if thought is None:
         raise UserError(
-            f"model.empty_thought: given: {template.name} writes no empty thought before an answer; leave it out"
+            f"model.empty_thought: given: {template.name} writes no empty thought before an answer. Fix: leave it out"
         )
     if not thought.text:  # its generation prompt ends with one
         return template
@@ -179,7 +184,9 @@ def with_empty_thought(template: Template, special: Mapping[str, str]) -> Templa
     question = probe(1)[:1]
     for added, prompt in (("", False), (thought.text, True)):
         if Jinja(given, special).text(question, prompt=prompt) != jinja.text(question, prompt=prompt) + added:
-            raise UserError(f"model.empty_thought: given: {template.name} does not end with its text")
+            raise UserError(
+                f"model.empty_thought: given: {template.name} does not end with its text. Fix: leave it out"
+            )
     return given
 
 

@@ -106,8 +106,8 @@ def parts_of(chat: Chat, conversation: Conversation, train_on: str) -> list[Trai
         if not all(_contains(written.text, text) for text in message.texts):
             raise BadRow(
                 f"{chat.name} changes the content of message {i} (assistant): {message.content[:40]!r} is not in "
-                f"{written.text[:60]!r}, so the model would not learn what the row says; give another "
-                "model.chat_template"
+                f"{written.text[:60]!r}, so the model would not learn what the row says. Fix: give "
+                "another model.chat_template"
             )
         if _cuts_thought(message.content, written.text):
             raise BadRow(
@@ -157,8 +157,8 @@ def _turn(chat: Chat, written: _Written, i: int) -> _Turn:
         else:
             raise BadRow(
                 f"{chat.name} ends message {i} (assistant) with {text[-30:]!r}, not with {traits.tail!r} as after "
-                "other answers, nor with a token of this tokenizer: the model would not learn to stop. Mark what the "
-                "assistant writes in the template with {% generation %}, or give another model.chat_template"
+                "other answers, nor with a token of this tokenizer. The model would not learn to stop. Fix: mark what "
+                "the assistant writes in the template with {% generation %}, or give another model.chat_template"
             )
     if not chat.jinja.template.marks_generation:
         # The model writes all that is not in the prompt, as Mistral's space and an empty thought, but no header.
@@ -167,8 +167,8 @@ def _turn(chat: Chat, written: _Written, i: int) -> _Turn:
             if not text.startswith(traits.header):
                 raise BadRow(
                     f"{chat.name} has no generation prompt, and begins message {i} (assistant) with "
-                    f"{text[:40]!r} but other answers with {traits.header!r}: which text the model would write is "
-                    "unclear. Mark it in the template with {% generation %}, or give another model.chat_template"
+                    f"{text[:40]!r} but other answers with {traits.header!r}. Which text the model would write is "
+                    "unclear. Fix: mark it in the template with {% generation %}, or give another model.chat_template"
                 )
             begin = len(traits.header)
         spans = [(begin, end)]
@@ -240,13 +240,13 @@ def _in_other_history(
         raise BadRow(f"{chat.name} {_NO_REASONING.format(i)}")
     begin = max(0, shared - 20)
     reason = (
-        f"{chat.name} renders the conversation up to message {i} (assistant) differently once its answer is known: "
+        f"{chat.name} renders what precedes message {i} (assistant) differently once its answer is known: "
         f"{prompt[begin : shared + 30]!r} becomes {text[begin : shared + 30]!r}. What the model would see in use is "
-        "not what it would be trained on. Mark what the assistant writes in the template with {% generation %}, or "
-        "give another model.chat_template"
+        "not what it would be trained on. Fix: mark what the assistant writes in the template with {% generation %}, "
+        "or give another model.chat_template"
     )
     if chat.traits.writes_reasoning and not has_reasoning:
-        raise BadRow(f"{reason}. Or give the message its `reasoning`, which the template prompts for")
+        raise BadRow(f"{reason}, or give the message its `reasoning`, which the template prompts for")
     raise BadRow(reason) if chat.traits.prompt_fits else UserError(reason)  # other rows may fit, or none can
 
 
@@ -280,8 +280,8 @@ def _cuts_thought(content: str, written: str) -> bool:
 
 
 _NO_REASONING = (
-    "does not write the `reasoning` of message {} (assistant): take it out of the row, or give a model.chat_template "
-    "that writes it"
+    "does not write the `reasoning` of message {} (assistant). Fix: take it out of the row, or give a "
+    "model.chat_template that writes it"
 )
 
 
@@ -294,8 +294,8 @@ def _check_context(chat: Chat, conversation: Conversation, messages: Messages, f
             without = None
         if without == full_text:
             raise BadRow(
-                f"{chat.name} does not support tools: it leaves the row's `tools` out; give a model.chat_template that "
-                "writes them"
+                f"{chat.name} does not support tools: it leaves the row's `tools` out. Fix: give a model.chat_template "
+                "that writes them"
             )
     for i, message in enumerate(conversation.messages):
         calls = [call["function"]["name"] for call in message.tool_calls]
@@ -303,12 +303,12 @@ def _check_context(chat: Chat, conversation: Conversation, messages: Messages, f
         if missing is not None or (message.tool_calls and chat.traits.calls is None):
             raise BadRow(
                 f"{chat.name} does not support tool calls: it leaves out {missing or calls[0]!r} of message {i} "
-                "(assistant); give a model.chat_template that writes them"
+                "(assistant). Fix: give a model.chat_template that writes them"
             )
         if message.role != "assistant" and not all(_contains(full_text, text) for text in message.texts):
             raise BadRow(
-                f"{chat.name} does not write message {i} ({message.role}), {message.content[:40]!r}: take it out of "
-                "the row, or give a model.chat_template that writes it"
+                f"{chat.name} does not write message {i} ({message.role}), {message.content[:40]!r}. Fix: take it "
+                "out of the row, or give a model.chat_template that writes it"
             )
 
 

@@ -192,8 +192,8 @@ class TurnRenderer:
         if not end_of_turn:
             raise BadRow(
                 f"{chat.name} writes a turn differently once another message follows: "
-                f"{text[at : at + 40]!r} does not begin with its end, so the text after a sampled turn is unclear; "
-                "give another model.chat_template"
+                f"{text[at : at + 40]!r} does not begin with its end, so the text after a sampled turn is unclear. "
+                "Fix: give another model.chat_template"
             )
         # As it follows an end of turn, which is nearly always a token of its own.
         end, following = chat.traits.end_of_turn, text[at + len(end_of_turn) :]

@@ -356,12 +356,12 @@ def check_columns(format: str, columns: Mapping[str, str] | None) -> None:
     for name in columns or {}:
         if name not in fields:
             close = closest(name, fields, cutoff=0.5)
-            hint = f"did you mean `{close}`?" if close else f"its fields are {names(fields)}"
+            fix = f"correct the name; did you mean `{close}`?" if close else f"name one of its fields {names(fields)}"
             raise UserError(
-                f"columns: format `{format}` has no field `{name}`; {hint} (`columns` is written as field: column)"
+                f"columns: format `{format}` has no field `{name}`. `columns` is written as field: column. Fix: {fix}"
             )
     if format not in FORMATS and not any(set(columns or ()) <= set(one.fields) for one in FORMATS.values()):
-        raise UserError(f"columns: no format has all of the fields {names(columns or ())}; set `format`")
+        raise UserError(f"columns: no format has all of the fields {names(columns or ())}. Fix: set `format`")
 
 
 def read(row: Row, format: str, columns: Mapping[str, str] | None = None, prompts: bool = False) -> Sample:

@@ -90,7 +90,7 @@ def detect_format(rows: Sequence[Row], columns: Columns | None = None, formats: 
     check_columns("auto", columns)
     rows = rows[:HEAD_ROWS]
     if not rows:
-        raise UserError("there are no rows to tell the format from")
+        raise UserError("there are no rows to tell the format from. Fix: set `format`")
     present = list(dict.fromkeys(str(name) for row in rows for name in row))
     fits = []
     for format, its_columns in _candidates(present, columns or {}):
@@ -110,7 +110,7 @@ def detect_format(rows: Sequence[Row], columns: Columns | None = None, formats: 
     for other in rivals[1:]:
         if any(best.samples[i] != other.samples[i] for i in best.samples.keys() & other.samples.keys()):
             both = " and ".join(f"`{fit.format}`{_with_columns(fit.columns)} ({fit.content})" for fit in (best, other))
-            raise UserError(f"the rows fit two formats that would train different things: {both}; set `format`")
+            raise UserError(f"the rows fit two formats that would train different things: {both}. Fix: set `format`")
     used = best.used(present)
     also = [name for name in present if name in used and name not in best.required]
     unused = [name for name in present if name not in used]
@@ -244,7 +244,7 @@ def _nothing_fits(row: Row, columns: Columns | None) -> str:
         described.append(f"{names([column])} ({content})")
     more = f" and {len(row) - LISTED} more" if len(row) > LISTED else ""
     return (
-        f"no format fits the first row, which has {', '.join(described) + more if row else 'no columns'}; format "
+        f"no format fits the first row, which has {', '.join(described) + more if row else 'no columns'}. Format "
         f"`{nearest}` comes nearest, but: {why}\n"
-        f"The formats are {names(FORMATS)}; set `format`, and `columns` if fields have other names."
+        f"The formats are {names(FORMATS)}. Fix: set `format`, and `columns` if fields have other names"
     )

@@ -74,8 +74,8 @@ class RowImages:
         ends = np.cumsum([0, *(count for _, count in images)], dtype=np.int64)
         if len(places) != ends[-1]:
             raise UserError(
-                f"{len(places)} tokens {self.family.token!r}, but {len(images)} images have {ends[-1]}; a row's own "
-                "text or ids may not have this token"
+                f"{len(places)} tokens {self.family.token!r}, but {len(images)} images have {ends[-1]}. Fix: take this "
+                "token out of the row's own text or ids"
             )
         if images:
             trained &= ~np.isin(input_ids, self.family.mark_ids)

@@ -60,8 +60,8 @@ class _Settings:
         except (OSError, ValueError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(
-                f"data.image: {path!r} has no image processor that can be loaded: {reason}; `data.image.processor` "
-                "names another place of it"
+                f"data.image: {path!r} has no image processor that can be loaded: {reason}. Fix: name another place of "
+                "it as `data.image.processor`"
             ) from None
 
 
@@ -92,12 +92,13 @@ class ImageFamily:
         number: Any = settings.tokenizer.convert_tokens_to_ids(token)
         if number is None or number == settings.tokenizer.unk_token_id:
             raise UserError(
-                f"data.image: the tokenizer has no token {token!r}, which stands for images: is it the model's?"
+                f"data.image: the tokenizer has no token {token!r}, which stands for images. Fix: use the model's own "
+                "tokenizer"
             )
         if number != settings.image_token_id:
             raise UserError(
-                f"data.image: {token!r} is token {number} of the tokenizer, but the model's config says "
-                f"{settings.image_token_id}: their folders do not belong together"
+                f"data.image: {token!r} is token {number} of the tokenizer, but {settings.image_token_id} of the "
+                "model's config. Fix: use the model's own tokenizer"
             )
         vocabulary: dict[str, int] = settings.tokenizer.get_vocab()
         ids = {int(number), *(vocabulary[mark] for mark in marks if mark in vocabulary)}
@@ -187,13 +188,16 @@ class _Gemma(ImageFamily):
         processor = settings.image_processor("gemma3", "Gemma3ImageProcessorPil")
         name, tokenizer = settings.model.name, cast("Any", settings.tokenizer)
         if settings.images.max_pixels:
-            raise UserError("data.image.max_pixels: Gemma 3 sees every image as a square of one size: remove it")
+            raise UserError("data.image.max_pixels: Gemma 3 sees every image as a square of one size. Fix: remove it")
         if processor.do_pan_and_scan:
-            raise UserError(f"{name}: its image processor cuts out crops (do_pan_and_scan): set that to false")
+            raise UserError(f"{name}: its image processor cuts out crops (do_pan_and_scan). Fix: set that to false")
         try:
             begin, token, end = tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token
         except AttributeError as error:
-            raise UserError(f"{name}: its tokenizer does not name the tokens of an image ({error})") from None
+            raise UserError(
+                f"{name}: its tokenizer does not name the tokens of an image ({error}). Fix: use the model's own "
+                "tokenizer"
+            ) from None
         count = settings.processor.get("image_seq_length", 256)
         self.written = Written(f"\n\n{begin}{token * count}{end}\n\n", count)
         super().__init__(settings, processor, token, (begin, end), placeholder=begin)
@@ -282,8 +286,10 @@ def image_family(model: Model, images: Images, tokenizer: PreTrainedTokenizerBas
         processor = ProcessorMixin.get_processor_dict(path, revision=revision)[0]
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"data.image: {model.name!r} cannot be read: {reason}") from None
+        raise UserError(
+            f"data.image: {model.name!r} cannot be read: {reason}. Fix: check model.name and data.image.processor"
+        ) from None
     kind, handling = config.model_type, family_of(config).handling
     if images.min_pixels and handling != "qwen":
-        raise UserError(f"data.image.min_pixels: only Qwen's processors scale up, {kind!r} has none: remove it")
+        raise UserError(f"data.image.min_pixels: only Qwen's processors scale up, {kind!r} has none. Fix: remove it")
     return _HANDLING[handling](_Settings(model, kind, config.image_token_id, images, tokenizer, processor))

@@ -108,8 +108,8 @@ FAMILIES: dict[str, Family] = {
 }
 _REFUSALS = {
     # transformers' `_prepare_cross_attention_mask`: rows of its mask that are all closed become all open.
-    "mllama": "in its cross attention a token that stands before its document's images looks at those of all others",
-    "llava_next": "its images end their lines with a token that is trained, which a row of several images would mix",
+    "mllama": "In its cross attention a token that stands before its document's images looks at those of all others",
+    "llava_next": "Its images end their lines with a token that is trained, which a row of several images would mix",
 }
 
 
@@ -118,7 +118,7 @@ def family_of(config: PretrainedConfig) -> Family:
     if (family := FAMILIES.get(config.model_type)) is None:
         families, why = ", ".join(sorted(FAMILIES)), _REFUSALS.get(config.model_type)
         raise UserError(
-            f"images: {config.model_type!r} is not among the models that are trained on images here ({families})"
-            f"{f': {why}' if why else ''}; without `data.image` and `model.train` its text part is trained"
+            f"images: {config.model_type!r} is not among the models trained on images here ({families})."
+            f"{f' {why}.' if why else ''} Fix: leave out `data.image` and `model.train`, which trains its text part"
         )
     return family

@@ -47,13 +47,13 @@ class PixelReader:
         except BROKEN as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(
-                f"{name}: cannot be decoded: {reason}; `data.image: {{verify: pixels}}` finds such images before the "
-                "run, and with `data.on_bad_row: skip` leaves their rows out"
+                f"{name}: cannot be decoded: {reason}. Fix: restore it; `data.image: {{verify: pixels}}` finds such "
+                "images before the run, and with `data.on_bad_row: skip` leaves their rows out"
             ) from None
         if decoded.size != (image.width, image.height):
             raise UserError(
                 f"{name}: {decoded.width} x {decoded.height} pixels, but it had {image.width} x {image.height} when "
-                "its row was tokenized: put it back, or `finetune cache clean` and start again"
+                "its row was tokenized. Fix: put it back, or `finetune cache clean` and start again"
             )
         return self.family.call(decoded)
 

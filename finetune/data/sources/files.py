@@ -92,15 +92,15 @@ class File:
 
 # (kind, its first bytes, the problem with a file of another kind that begins so).
 _SIGNATURES: tuple[tuple[str, re.Pattern[bytes], str], ...] = (
-    ("", re.compile(rb"\xff\xfe|\xfe\xff"), "it is UTF-16, not UTF-8; save the file as UTF-8"),
-    (".parquet", re.compile(rb"PAR1[\x00-\x08\x0e-\x1f]"), "it is a parquet file; name it .parquet"),
-    (".arrow", re.compile(rb"ARROW1\0"), "it is an arrow file; name it .arrow"),
-    ("", re.compile(rb"\x1f\x8b"), "it is compressed with gzip; add .gz to its name"),
-    ("", re.compile(rb"BZh[1-9]1AY&SY"), "it is compressed with bzip2; add .bz2 to its name"),
-    ("", re.compile(rb"\xfd7zXZ\0"), "it is compressed with xz; add .xz to its name"),
-    ("", re.compile(rb"\x28\xb5\x2f\xfd"), "it is compressed with zstd; add .zst to its name"),
-    (".xlsx", re.compile(rb"PK\x03\x04"), "it is a zip archive (or a spreadsheet); unpack it, or name it .xlsx"),
-    ("", re.compile(rb"version https://git-lfs"), "it is a pointer of Git LFS, not the data; run `git lfs pull`"),
+    ("", re.compile(rb"\xff\xfe|\xfe\xff"), "it is UTF-16, not UTF-8. Fix: save the file as UTF-8"),
+    (".parquet", re.compile(rb"PAR1[\x00-\x08\x0e-\x1f]"), "it is a parquet file. Fix: name it .parquet"),
+    (".arrow", re.compile(rb"ARROW1\0"), "it is an arrow file. Fix: name it .arrow"),
+    ("", re.compile(rb"\x1f\x8b"), "it is compressed with gzip. Fix: add .gz to its name"),
+    ("", re.compile(rb"BZh[1-9]1AY&SY"), "it is compressed with bzip2. Fix: add .bz2 to its name"),
+    ("", re.compile(rb"\xfd7zXZ\0"), "it is compressed with xz. Fix: add .xz to its name"),
+    ("", re.compile(rb"\x28\xb5\x2f\xfd"), "it is compressed with zstd. Fix: add .zst to its name"),
+    (".xlsx", re.compile(rb"PK\x03\x04"), "it is a zip archive (or a spreadsheet). Fix: unpack it, or name it .xlsx"),
+    ("", re.compile(rb"version https://git-lfs"), "it is a pointer of Git LFS, not the data. Fix: run `git lfs pull`"),
 )
 _WEB_PAGE = re.compile(rb"\s*<(!doctype html|html)", re.IGNORECASE)
 
@@ -128,7 +128,11 @@ def content(file: File) -> Iterator[io.BufferedReader]:
             return
         first, decompress = COMPRESSIONS[compression]
         if not head.startswith(first):
-            raise UserError(f"{file.label}: {_other_kind(head, kind) or f'not a {compression} file'}; check its name")
+            other = _other_kind(head, kind)
+            problem = (
+                f"{other}; its name ends in {compression}" if other else f"not a {compression} file. Fix: rename it"
+            )
+            raise UserError(f"{file.label}: {problem}")
         with io.BufferedReader(decompress(stored), BUFFER_BYTES) as stream:
             _check_head(file.label, kind, stream.peek(HEAD_BYTES)[:HEAD_BYTES])
             yield stream
@@ -150,7 +154,7 @@ def seekable_content(file: File) -> Iterator[IO[bytes]]:
 def _check_head(label: str, kind: str, head: bytes) -> None:
     problem = _other_kind(head, kind)
     if not problem and kind not in (".txt", *BINARY_KINDS) and _WEB_PAGE.match(head):
-        problem = "it is a web page, not data; download the file itself"
+        problem = "it is a web page, not data. Fix: download the file itself"
     if problem:
         raise UserError(f"{label}: {problem}")
 
@@ -163,7 +167,7 @@ def _other_kind(head: bytes, kind: str) -> str | None:
 def check_unique(place: str, names: list[str]) -> None:
     """Raises UserError for a name that two columns have."""
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"{place} `{twice[0][:100]}` twice; rename one of the columns")
+        raise UserError(f"{place} `{twice[0][:100]}` twice. Fix: rename one of the columns")
 
 
 def package_errors() -> tuple[type[BaseException], ...]:
@@ -190,18 +194,18 @@ def file_rows(file: File, read: Callable[[File], NumberedRows]) -> LabelledRows:
         beyond = f" beyond row {number}" if number else ""
         reason = " ".join(scrubbed(str(error) or type(error).__name__).split())[:200]
         if isinstance(error, OSError) and error.errno:
-            problem = f"cannot be read{beyond}: {error.strerror}"
+            problem = f"cannot be read{beyond}: {error.strerror}. Fix: check the path and its permissions"
         elif isinstance(error, package_errors()):
-            problem = f"cannot be read{beyond}: {reason}"
+            problem = f"cannot be read{beyond}: {reason}. Fix: start again when its server answers"
         else:
             kind, compression = kind_of(file.name)
             problem = (
                 f"not a readable {(compression or kind).lstrip('.')} file{beyond}: it is damaged or incomplete "
-                f"({reason}); write, copy or download it again"
+                f"({reason}). Fix: write, copy or download it again"
             )
         raise UserError(f"{file.label}: {problem}") from None
     if not number:
-        raise UserError(f"{file.label}: the file has no rows; put data into it or take it out of the recipe")
+        raise UserError(f"{file.label}: the file has no rows. Fix: put data into it or take it out of the recipe")
 
 
 # --- digests and the cache's folder
@@ -224,7 +228,7 @@ def file_digest(path: Path) -> str:
     try:
         key = _key(path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror}. Fix: check the path and its permissions") from None
     memo = cache_root() / "digests" / f"{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()}.json"
     try:
         if digest := _remembered(memo, key):
@@ -235,8 +239,8 @@ def file_digest(path: Path) -> str:
             return _remembered(memo, key) or _computed(path, key, memo)
     except OSError as error:
         raise UserError(
-            f"{error.filename or memo}: the data cache cannot be written: {error.strerror or error}; "
-            "set FINETUNE_CACHE to a folder with room"
+            f"{error.filename or memo}: the data cache cannot be written: {error.strerror or error}. Fix: set "
+            "FINETUNE_CACHE to a folder with room"
         ) from None
 
 
@@ -258,9 +262,9 @@ def _computed(path: Path, key: list[int], memo: Path) -> str:
     try:
         digest, after = sha256_file(path), _key(path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror}. Fix: check the path and its permissions") from None
     if after != key:
-        raise UserError(f"{path}: the file changes while it is read; start again when it is complete")
+        raise UserError(f"{path}: the file changes while it is read. Fix: start again when it is complete")
     if started_at - max(key[3:]) / 1e9 >= SETTLED_S:
         write_atomically(memo, sealed({"key": key, "sha256": digest}), shared=True)
     return digest

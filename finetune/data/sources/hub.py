@@ -54,10 +54,10 @@ def check_hub(recipe: Recipe) -> None:
             absent.append(f"{key}={name}")
     if absent:
         raise UserError(
-            f"{problem}, and {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} neither a folder nor in its "
-            "cache here. Without a network give folders and files, such as model.name=/folder; docs/reference/"
-            "offline.md says how to fetch them before. `plan` and `check --recipe-only` need none, and with "
-            "HF_HUB_OFFLINE=1 this attempt is left out"
+            f"{problem}. {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} neither a folder nor in its "
+            "cache here. `plan` and `check --recipe-only` need no network, and with HF_HUB_OFFLINE=1 this attempt is "
+            "left out. Fix: without a network give folders and files, such as model.name=/folder; docs/reference/"
+            "offline.md says how to fetch them before"
         )
     log.warning("%s; continuing with what is in its cache here, as with HF_HUB_OFFLINE=1", problem)
 

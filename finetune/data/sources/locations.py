@@ -56,34 +56,38 @@ def local_files(name: str, choose: Choose = lambda names: names) -> list[File]:
         if not files:
             names = ", ".join(str(inner.relative_to(path)) for inner in inside[:5]) or "no files"
             kinds = expected_kinds(inner.name for inner in inside)
-            raise UserError(f"{path}: no data files in this folder (it has {names}); {kinds}")
+            raise UserError(f"{path}: no data files in this folder (it has {names}). {kinds}")
         files = [path / name for name in choose([inner.relative_to(path).as_posix() for inner in files])]
     elif path.is_file():
         if not is_data(path.name) and not is_document(path.name):
             kind = path.suffix or path.name
-            raise UserError(f"{path}: `{kind}` is not a kind of file that is read; {expected_kinds([path.name])}")
+            raise UserError(f"{path}: `{kind}` is not a kind of file that is read. {expected_kinds([path.name])}")
         files = [path]
     elif path.exists():
-        raise UserError(f"{path}: neither a file nor a folder; rows are read more than once, so save them to a file")
+        raise UserError(f"{path}: neither a file nor a folder. Rows are read more than once. Fix: save them to a file")
     elif path.is_symlink():
         files = [path]  # a broken link, below
     elif glob.has_magic(name):
         files = [match for match in map(Path, sorted(glob.glob(str(path), recursive=True))) if not match.is_dir()]
         if not files:
-            raise UserError(f"{path}: no file matches this pattern; relative paths start at {Path.cwd()}")
+            raise UserError(
+                f"{path}: no file matches this pattern. Relative paths start at {Path.cwd()}. Fix: correct the pattern"
+            )
         _check_kinds(str(path), [match.name for match in files])
     elif is_data(path.name) or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        hint = f" (there is no folder {path.parent} either)"
+        hint, fix = f" (there is no folder {path.parent} either)", "check the path"
         if path.parent.is_dir():
             siblings = [child.name for child in path.parent.iterdir()]
             close = difflib.get_close_matches(path.name, siblings, n=3, cutoff=0.6)
-            hint = f"; did you mean {' or '.join(str(path.parent / name) for name in close)}?" if close else ""
-        raise UserError(f"{path}: no such file or folder{hint}; relative paths start at {Path.cwd()}")
+            hint = ""
+            if close:
+                fix += f"; did you mean {' or '.join(str(path.parent / name) for name in close)}?"
+        raise UserError(f"{path}: no such file or folder{hint}. Relative paths start at {Path.cwd()}. Fix: {fix}")
     else:
         return []
     for path in files:
         if path.is_symlink() and not path.exists():
-            raise UserError(f"{path}: a link to {os.readlink(path)}, which does not exist")
+            raise UserError(f"{path}: a link to {os.readlink(path)}, which does not exist. Fix: correct the link")
     return [local_file(path) for path in files]
 
 
@@ -126,7 +130,7 @@ def _walk(folder: Path) -> Iterator[Path]:
         seen.add(identity)
         if here != folder and is_saved_dataset(here):
             raise UserError(
-                f"{here}: a dataset saved with save_to_disk, within {folder}; give it as a source of its own"
+                f"{here}: a dataset saved with save_to_disk, within {folder}. Fix: give it as a source of its own"
             )
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (here / name for name in names if not name.startswith("."))
@@ -142,8 +146,8 @@ def _check_link_inside(link: Path, folder: Path) -> None:
         root = root.parents[root.parts[::-1].index("snapshots")]
     if not target.is_relative_to(root) and (target.is_dir() or is_data(link.name)):
         raise UserError(
-            f"{link}: a link that leads out of {folder}, to {target}: give its target as a source of its own, or copy "
-            "it into the folder"
+            f"{link}: a link that leads out of {folder}, to {target}. Fix: give its target as a source of its own, or "
+            "copy it into the folder"
         )
 
 
@@ -153,8 +157,8 @@ def _check_kinds(pattern: str, names: list[str]) -> None:
         return
     if others := [name for name in names if not is_data(name)]:
         raise UserError(
-            f"{pattern}: matches {', '.join(others[:3])} too, which is not a kind of file that is read; narrow the "
-            f"pattern, as *.jsonl does; {expected_kinds()}"
+            f"{pattern}: matches {', '.join(others[:3])} too, which is not a kind that is read. "
+            + expected_kinds(fix="narrow the pattern, as *.jsonl does")
         )
 
 
@@ -222,8 +226,8 @@ def remote_files(url: str, streaming: bool, choose: Choose = lambda names: names
         protocol = url.partition("://")[0].lower()
         line = INSTALL.get(protocol)
         raise UserError(
-            f"{label}: reading {protocol}:// needs a package that is not installed: "
-            + (f"pip install {line}" if line else str(error))
+            f"{label}: reading {protocol}:// needs a package that is not installed"
+            + (f". Fix: pip install {line}" if line else f": {error}. Fix: install it")
         ) from None
     except (OSError, ValueError, *package_errors()) as error:  # ValueError: an address that its library refuses
         raise UserError(f"{label}: {without_secrets(_reason(error, url))}") from None
@@ -234,15 +238,15 @@ def _reason(error: BaseException, url: str) -> str:
     filename = getattr(error, "filename", None)
     in_cache = isinstance(filename, str) and filename.startswith(str(cache_root()))
     if isinstance(error, OSError) and (error.errno in _NO_ROOM or in_cache):
-        return f"cannot be kept in {cache_root()}: {error.strerror}; set FINETUNE_CACHE to a folder with room"
+        return f"cannot be kept in {cache_root()}: {error.strerror}. Fix: set FINETUNE_CACHE to a folder with room"
     cause = error.__cause__ or error  # of a FileNotFoundError, if a web server could not be reached
     status = getattr(cause, "status", None)
     if status in (401, 403) or isinstance(error, PermissionError):
-        return f"access is refused ({status or 'permission denied'}); check the path and your credentials"
+        return f"access is refused ({status or 'permission denied'}). Fix: check the path and your credentials"
     if isinstance(error, FileNotFoundError) and (status == 404 or cause is error):
-        return "no such file or folder there; check the path and, if it is private, your credentials"
+        return "no such file or folder there. Fix: check the path and, if it is private, your credentials"
     text = " ".join(scrubbed(str(cause), url).split()) or type(cause).__name__
-    return f"cannot be reached: {text[:200]}"
+    return f"cannot be reached: {text[:200]}. Fix: check the address and the network, and start again"
 
 
 def _remotes(url: str, label: str, choose: Choose) -> list[_Remote]:
@@ -250,13 +254,16 @@ def _remotes(url: str, label: str, choose: Choose) -> list[_Remote]:
     import fsspec.core
 
     if "::" in url:
-        raise UserError(f"{label}: chained URLs (`::`) are not read; give the file itself")
+        raise UserError(f"{label}: chained URLs (`::`) are not read. Fix: give the file itself")
     if (scheme := url.partition("://")[0].lower()) in _NO_FILES:
-        raise UserError(f"{label}: {scheme}:// names no files; https://, s3://, gs:// and hf:// are read")
+        raise UserError(f"{label}: {scheme}:// names no files. Fix: give an address of https://, s3://, gs:// or hf://")
     try:
         system, path = fsspec.core.url_to_fs(url)
     except (ValueError, TypeError) as error:  # a protocol that it does not know, or that needs more than an address
-        raise UserError(f"{label}: {scrubbed(str(error), url)}; https://, s3://, gs:// and hf:// are read") from None
+        raise UserError(
+            f"{label}: not an address that can be read: {scrubbed(str(error), url)}. Fix: give one of https://, s3://, "
+            "gs:// or hf://"
+        ) from None
     system.invalidate_cache()  # a listing of before may be out of date
     is_web = "http" in system.protocol
     # On the web `?` begins a query, and folders are only pages with links.
@@ -264,18 +271,18 @@ def _remotes(url: str, label: str, choose: Choose) -> list[_Remote]:
         matches = sorted(match for match in system.glob(path) if is_web or not system.isdir(match))
         paths = _without_hidden(matches, len(path[: min(signs)].rpartition("/")[0]))
         if not paths:
-            raise UserError(f"{label}: no file matches this pattern")
+            raise UserError(f"{label}: no file matches this pattern. Fix: correct the pattern")
         _check_kinds(label, list(map(_name, paths)))
     elif not is_web and system.isdir(path):
         paths = _without_hidden([name for name in sorted(system.find(path)) if is_data(_name(name))], len(path))
         if not paths:
-            raise UserError(f"{label}: no data files in this folder; {expected_kinds()}")
+            raise UserError(f"{label}: no data files in this folder. {expected_kinds()}")
         start = f"{path.rstrip('/')}/"
         paths = [start + name for name in choose([one.removeprefix(start) for one in paths])]
     elif is_data(_name(path)):
         paths = [path]
     else:
-        raise UserError(f"{label}: `{_name(path)}` is not a kind of file that is read; {expected_kinds()}")
+        raise UserError(f"{label}: `{_name(path)}` is not a kind of file that is read. {expected_kinds()}")
     return [_Remote(system, one, without_credentials(system.unstrip_protocol(one)), system.info(one)) for one in paths]
 
 
@@ -303,7 +310,7 @@ def _streamed(remote: _Remote) -> File:
             stream.seek(0)
         except (ValueError, TypeError):  # fsspec raises these if a server cannot send a part of a file
             raise UserError(
-                f"{remote.label}: the server sends no parts of files, which streaming {kind} takes; set "
+                f"{remote.label}: the server sends no parts of files, which streaming {kind} needs. Fix: set "
                 "`data.streaming: false`, or download the file"
             ) from None
         return stream
@@ -352,7 +359,9 @@ def _fetch(remote: _Remote, slot: Path, copy: Path | None) -> Path:
         remote.system.invalidate_cache()
         after = _Remote(remote.system, remote.path, remote.label, remote.system.info(remote.path))
         if after.version != remote.version:
-            raise UserError(f"{remote.label}: the file changes while it is fetched; start again when it is complete")
+            raise UserError(
+                f"{remote.label}: the file changes while it is fetched. Fix: start again when it is complete"
+            )
         copy = copy or slot.with_suffix(f".{file_digest(temporary)}")
         write_checksum(copy, temporary)
         temporary.replace(copy)

@@ -191,7 +191,8 @@ class _Array:
 
     def _problem(self, at: int, problem: str) -> UserError:
         """Returns an error of the file, not of one row: the begin of the next item is unknown."""
-        return UserError(f"{self._label}:{self._line + self._text.count(chr(10), self._at, at)}: {problem}")
+        line = self._line + self._text.count(chr(10), self._at, at)
+        return UserError(f"{self._label}:{line}: {problem}. Fix: correct the file")
 
     def _read(self) -> None:
         # As much again as is there: the work is linear in the length of an item.
@@ -218,7 +219,7 @@ _NUL_SIGN = "\udc00"
 def _raw_lines(label: str, stream: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
     for number, raw in enumerate(iter(lambda: stream.readline(LONGEST_LINE), b""), start=1):
         if len(raw) == LONGEST_LINE:
-            raise UserError(f"{label}:{number}: a line of more than {LONGEST_LINE} bytes; is this a file of lines?")
+            raise UserError(f"{label}:{number}: a line of more than {LONGEST_LINE} bytes. Fix: give a file of lines")
         yield number, raw
 
 
@@ -315,7 +316,7 @@ def csv_file(file: File) -> NumberedRows:
         try:
             header = next(reader, [])
             if any(map(undecodable, header)):
-                raise UserError(f"{file.label}:1: the header is not UTF-8; save the file as UTF-8")
+                raise UserError(f"{file.label}:1: the header is not UTF-8. Fix: save the file as UTF-8")
             check_unique(f"{file.label}:1: the header has", header)
             begins = reader.line_num + 1
             for cells in reader:
@@ -323,13 +324,13 @@ def csv_file(file: File) -> NumberedRows:
                     yield begins, _csv_row(header, cells, delimiter)
                 begins = reader.line_num + 1
         except csv.Error as error:
-            reason = f"{error}; quotes in a quoted cell are doubled"
-            if "new-line character" in str(error):
-                reason = "it has carriage returns that end no line; save the file with \\n as line ends"
-            elif "unexpected end of data" in str(error):
-                reason = "a quote is opened here and never closed; quotes in a quoted cell are doubled"
+            reason, fix = str(error), "double the quotes in a quoted cell"
+            if "new-line character" in reason:
+                reason, fix = "it has carriage returns that end no line", "save the file with \\n as line ends"
+            elif "unexpected end of data" in reason:
+                reason, fix = "a quote is opened here and never closed", f"close it, or {fix}"
             # An error of the file, not of one row: the begin of the next record is unknown.
-            raise UserError(f"{file.label}:{begins}: not valid CSV: {reason}") from None
+            raise UserError(f"{file.label}:{begins}: not valid CSV: {reason}. Fix: {fix}") from None
 
 
 def _csv_row(header: list[str], cells: list[str], delimiter: str) -> dict[str, str] | BadRow:
@@ -437,14 +438,12 @@ def is_text(name: str) -> bool:
     return kind_of(name)[0] in (".txt", *DOCUMENTS)
 
 
-def expected_kinds(names: Iterable[str] = ()) -> str:
-    """Returns the kinds of file that are read, for messages. names: of files that are not, some of which can be
-    converted."""
+def expected_kinds(names: Iterable[str] = (), fix: str = "give files of these kinds") -> str:
+    """Returns the kinds of file that are read, and what to do, for messages. names: of files that are not, some of
+    which can be converted."""
     kinds = ", ".join(kind.lstrip(".") for kind in (*READERS, DOCUMENTS[0]))
     advice = next((advice for name in names if (advice := _CONVERSIONS.get(kind_of(name)[0]))), "")
-    return f"expected {kinds}, or one of them compressed ({', '.join(COMPRESSIONS)})" + (
-        f"; {advice}" if advice else ""
-    )
+    return f"Expected {kinds}, or one of them compressed ({', '.join(COMPRESSIONS)}). Fix: {advice or fix}"
 
 
 def rows_of(file: File, text_unit: str = "line") -> LabelledRows:

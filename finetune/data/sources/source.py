@@ -40,7 +40,7 @@ OnBadRow = Callable[[str, int, str], None]  # label, number, message
 
 def raise_bad_row(label: str, number: int, message: str) -> NoReturn:
     """Raises UserError for a bad row, the default."""
-    raise UserError(f"{label}:{number}: {message}")
+    raise UserError(f"{label}:{number}: {message}. Fix: correct the row")
 
 
 class SourceReader:
@@ -119,7 +119,8 @@ def _content(source: Source, streaming: bool) -> _Files | HubRows | SavedRows:
         else:
             files = local_files(path, choose)
     except OSError as error:
-        raise UserError(f"{error.filename or source.path}: cannot be read: {error.strerror}") from None
+        place = error.filename or source.path
+        raise UserError(f"{place}: cannot be read: {error.strerror}. Fix: check the path and its permissions") from None
     if not files:
         return HubRows(source, streaming)
     if not notes:
@@ -134,16 +135,16 @@ def _check_settings(source: Source) -> None:
     name = parse_split(shown, source.split).name
     if name != "train":
         raise UserError(
-            f"{shown}: files are one split, called `train`, and have no `{name}`; give the files that hold it as "
-            f"`path`, or their folder, or a part of these, such as `split: train[:1000]`"
+            f"{shown}: files are one split, called `train`, and have no `{name}`. Fix: give the files that hold it as "
+            "`path`, or their folder, or a part of these, such as `split: train[:1000]`"
         )
 
 
 def _check_config(source: Source) -> None:
     if source.config is not None:
         raise UserError(
-            f"{without_credentials(source.path)}: `config: {source.config}` names a configuration of a dataset of the "
-            "hub; files have none, so remove it"
+            f"{without_credentials(source.path)}: `config: {source.config}` is for datasets of the hub; files have "
+            "no configurations. Fix: remove it"
         )
 
 
@@ -158,7 +159,7 @@ class _Files:
         self.text_unit = source.text_unit or ("file" if all(is_document(file.name) for file in files) else "line")
         self.has_text = any(is_text(file.name) for file in files)
         if source.text_unit and not self.has_text:
-            raise UserError(f"{self._path}: `text_unit` is for txt files, and there is none; remove it")
+            raise UserError(f"{self._path}: `text_unit` is for txt files, and there is none. Fix: remove it")
         if not counted:
             self._part.check_streamed(self._path, source.split)
 
@@ -177,7 +178,10 @@ class _Files:
             if seen > begin:
                 yield row
         if seen <= begin:
-            raise UserError(f"{self._path}: `split: {self._split}` takes no rows, for there are only {seen}")
+            raise UserError(
+                f"{self._path}: `split: {self._split}` takes no rows, for there are only {seen}. Fix: begin at one of "
+                "these"
+            )
 
     def _all(self) -> LabelledRows:
         return (row for file in self._files for row in rows_of(file, self.text_unit))
@@ -224,10 +228,10 @@ class HubRows:
                 self._digest = self._rows._fingerprint
         except _hub_errors() as error:
             raise UserError(
-                f"{source.path}: no local file or folder of this name in {Path.cwd()}, and as a dataset of the hub it "
-                f"cannot be loaded: {_first_line(error)}\nCheck the name, `config` and `split` ({source.split}), which "
-                f"may be {FORMS}; a gated or private dataset needs `hf auth login`; without a network, give a "
-                "local file."
+                f"{source.path}: no local file or folder of this name in {Path.cwd()}. As a dataset of the hub it "
+                f"cannot be loaded: {_first_line(error)}\nFix: check the name, `config` and `split` ({source.split}), "
+                f"which may be {FORMS}; a gated or private dataset needs `hf auth login`; without a network, give a "
+                "local file"
             ) from None
 
     def digest(self) -> str:
@@ -252,13 +256,14 @@ class SavedRows:
             saved = datasets.load_from_disk(str(folder))
         except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
             raise UserError(
-                f"{folder}: saved with save_to_disk, but it cannot be loaded: {_first_line(error)}; save it again"
+                f"{folder}: saved with save_to_disk, but it cannot be loaded: {_first_line(error)}. Fix: save it again"
             ) from None
         named: dict[Any, datasets.Dataset] = (
             dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
         )
         if part.name not in named:
-            raise UserError(f"{folder}: has no split `{part.name}`; it has {', '.join(f'`{name}`' for name in named)}")
+            splits = ", ".join(f"`{name}`" for name in named)
+            raise UserError(f"{folder}: has no split `{part.name}`; it has {splits}. Fix: name one as `split`")
         dataset = named[part.name]
         begin, end = part.bounds(lambda: len(dataset))
         end = len(dataset) if end is None else min(end, len(dataset))
@@ -291,9 +296,12 @@ def dataset_rows(dataset: Any, label: str, begin: int = 0) -> LabelledRows:
                 number += 1
                 yield label, number, row
     except _hub_errors() as error:
-        raise UserError(f"{label}: cannot be read beyond row {number}: {_first_line(error)}") from None
+        raise UserError(
+            f"{label}: cannot be read beyond row {number}: {_first_line(error)}. Fix: check the network and the disk, "
+            "and start again"
+        ) from None
     if number == begin:
-        raise UserError(f"{label}: the dataset has no rows; check `split`")
+        raise UserError(f"{label}: the dataset has no rows. Fix: check `split`")
 
 
 def _hub_errors() -> tuple[type[BaseException], ...]:
@@ -338,8 +346,8 @@ class Slice:
         """Raises UserError if a stream, which does not know the number of its rows, cannot have these bounds."""
         if self.needs_count:
             raise UserError(
-                f"{path}: `split: {split}` cannot be streamed: the number of its rows is not known; "
-                "give numbers of rows from the start, or set `data.streaming: false`"
+                f"{path}: `split: {split}` cannot be streamed: the number of rows is not known. Fix: give numbers of "
+                "rows from the start, or set `data.streaming: false`"
             )
 
     def bounds(self, count: Callable[[], int]) -> tuple[int, int | None]:
@@ -362,19 +370,24 @@ def parse_split(path: str, split: str) -> Slice:
     """Raises UserError for text that is not a split, or takes no rows. path: for messages."""
     match = _SLICE.fullmatch(split.strip())
     if not match:
-        raise UserError(f"{path}: `split: {split}` is not understood; valid are forms such as {FORMS}")
+        raise UserError(f"{path}: `split: {split}` is not understood. Fix: write it in a form such as {FORMS}")
     name, begin, begin_percent, end, end_percent = match.groups()
     units = {bool(percent) for bound, percent in ((begin, begin_percent), (end, end_percent)) if bound}
     if len(units) == 2:
-        raise UserError(f"{path}: `split: {split}` mixes rows and percent; give both bounds in one of them")
+        raise UserError(f"{path}: `split: {split}` mixes rows and percent. Fix: give both bounds in one of them")
     too_long = any(bound and len(bound) > 30 for bound in (begin, end))  # Python refuses to read thousands of digits
     first, last = (0, None) if too_long else (int(begin or 0), int(end) if end else None)
     if too_long or max(abs(first), abs(last or 0)) > _MOST_ROWS:
-        raise UserError(f"{path}: `split: {split[:80]}` counts more rows than any data has ({_MOST_ROWS:,} at most)")
+        raise UserError(
+            f"{path}: `split: {split[:80]}` counts more rows than any data has ({_MOST_ROWS:,} at most). Fix: lower "
+            "its bounds"
+        )
     if True in units and max(abs(first), abs(last or 0)) > 100:
-        raise UserError(f"{path}: `split: {split}` goes beyond 100 %")
+        raise UserError(f"{path}: `split: {split}` goes beyond 100 %. Fix: give bounds of at most 100 %")
     if last is not None and (first < 0) == (last < 0) and first >= last:
-        raise UserError(f"{path}: `split: {split}` takes no rows, for it ends where it begins or before")
+        raise UserError(
+            f"{path}: `split: {split}` takes no rows: it ends where it begins or before. Fix: give a later end"
+        )
     return Slice(name, first if begin else None, last, True in units)
 
 

@@ -49,8 +49,8 @@ def xlsx(file: File) -> NumberedRows:
     except _BROKEN as error:
         reason = " ".join(str(error).split())[:100]
         raise UserError(
-            f"{file.label}: not a readable spreadsheet ({reason}); is it damaged, or protected by a password? Save the "
-            "sheet as CSV (UTF-8)"
+            f"{file.label}: not a readable spreadsheet ({reason}). It may be damaged, or protected by a password. Fix: "
+            "save the sheet as CSV (UTF-8)"
         ) from None
 
 
@@ -77,7 +77,7 @@ def _filled_sheet(file: File, stream: IO[bytes]) -> Any:
         hidden = {True: "", False: " (hidden)"}
         names = ", ".join(one.title + hidden[one.sheet_state == "visible"] for one in filled) or "none"
         raise UserError(
-            f"{file.label}: expected one sheet with cells, and has {names}: save the one to use as a file of its own"
+            f"{file.label}: expected one sheet with cells, found {names}. Fix: save the one to use as a file of its own"
         )
     return filled[0]
 

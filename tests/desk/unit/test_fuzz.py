@@ -92,7 +92,7 @@ def test_traps_of_templates(text: str, message: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("text", [tiny.CHATML, "x" * 5000, "a\nb"])
 def test_a_template_that_was_pasted(text: str) -> None:
-    with pytest.raises(UserError, match=r"is a template, not the name of one: save it as a \.jinja file"):
+    with pytest.raises(UserError, match=r"is a template, not the name of one. Fix: save it as a \.jinja file"):
         resolve_template(text, tiny.tokenizer())
 
 
@@ -123,7 +123,7 @@ def test_weights_that_make_a_billion_examples(recipe: dict[str, Any], write_reci
     recipe["data"]["train"][0]["weight"] = 1e9
     done = finetune("check", write_recipe(recipe))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "make an epoch of 1.2e+11 examples: lower `weight`" in done.stderr
+    assert "make an epoch of 1.2e+11 examples. Fix: lower `weight`" in done.stderr
 
 
 @pytest.mark.parametrize("has_run", [False, True])

@@ -812,7 +812,7 @@ CASES = [
         "an objective that does not take the format",
         [
             ":4: data.train[0].format: rows of format `messages` are not for `objective.name: dpo`, which takes "
-            "`preference` or `comparison` or `ranked`: set `objective.name` to sft or focal or distill"
+            "`preference` or `comparison` or `ranked`. Fix: set `objective.name` to sft or focal or distill"
         ],
         {8: "objective: {name: dpo}"},
     ),
@@ -820,9 +820,9 @@ CASES = [
         "pairs for an objective on answers",
         [
             ":4: data.eval[0].format: rows of format `preference` are not for `objective.name: sft`, which takes "
-            "`messages` or `sharegpt` or `alpaca` or `prompt_completion` or `text` or `tokens`: set `objective.name` "
-            "to dpo or orpo or reward or kto, or train on the chosen answers alone with `format: prompt_completion` "
-            "and `columns: {completion: chosen}`"
+            "`messages` or `sharegpt` or `alpaca` or `prompt_completion` or `text` or `tokens`. Fix: set "
+            "`objective.name` to dpo or orpo or reward or kto, or train on the chosen answers alone with `format: "
+            "prompt_completion` and `columns: {completion: chosen}`"
         ],
         {4: EVAL.replace("b.jsonl, format: messages", "b.jsonl, format: preference")},
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import tempfile
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -235,6 +236,7 @@ def _drop_reason(view: DatasetView, source: Source, format: str, row: dict[str, 
         try:
             prepare_examples(recipe, [only], view.renderer)
         except UserError as error:
-            why, _, _ = str(error).partition("\n(`data.on_bad_row")  # advice for a run that stops at such a row
+            # Without the advice for a run that stops at such a row.
+            why, *_ = re.split(r"\n(?:Fix: correct the row, or|Or) set `data\.on_bad_row", str(error))
             return f"dropped: {why}".replace(f"{path}:1", address).replace(str(path), address)
     return f"usable, but not sampled: an epoch takes only part of its source (weight {source.weight:g})"

@@ -250,7 +250,7 @@ def test_what_is_given_is_certain() -> None:
     assert choose_columns(rows, "text", {"text": "column1"}).format == "text"
     with pytest.raises(UserError, match="--format txt: expected messages"):
         choose_columns(rows, "txt")
-    with pytest.raises(UserError, match="no field `promt`; did you mean `prompt`"):
+    with pytest.raises(UserError, match=r"no field `promt`\. .* did you mean `prompt`"):
         choose_columns(rows, "prompt_completion", {"promt": "column1"})
     with pytest.raises(UserError, match="`columns` names `column3`"):
         choose_columns(rows, "prompt_completion", {"prompt": "column3", "completion": "column1"})

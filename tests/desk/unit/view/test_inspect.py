@@ -171,7 +171,7 @@ def test_a_split_row_shows_all_its_pieces(looked, capsys):
         ),
         (
             "rows.jsonl:3",
-            r"dropped: \S*rows.jsonl:3: \d+ tokens, but data.max_length is 64; .*\nThe nearest .*jsonl:4$",
+            r"dropped: \S*rows.jsonl:3: \d+ tokens, but data.max_length is 64\. .*\nThe nearest .*jsonl:4$",
         ),
         ("rows.jsonl:6", r"a bad row: not valid JSON: .*\nThe nearest is \S*rows.jsonl:5$"),
     ],

@@ -130,7 +130,8 @@ ROWS: dict[str, tuple[str, Mapping[str, Any], str]] = {
 @pytest.mark.parametrize(("format", "row", "message"), ROWS.values(), ids=ROWS.keys())
 def test_a_bad_row(format: str, row: Mapping[str, Any], message: str, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
-    with pytest.raises(UserError, match=rf"rows\.jsonl:1: (.|\n)*{message}(.|\n)*`data\.on_bad_row: skip` leaves such"):
+    advice = r"Fix: correct the row, or set `data\.on_bad_row: skip`, which leaves such rows out"
+    with pytest.raises(UserError, match=rf"rows\.jsonl:1: (.|\n)*{message}(.|\n)*\n{advice}"):
         prepare(path, format, tokenizer=normalising())
 
 
@@ -170,7 +171,7 @@ def test_an_answer_that_is_too_long_takes_its_pair_along(tmp_path: Path) -> None
         (
             "dpo",
             ANSWER,
-            "`prompt_completion` are not for .*dpo`, which takes `preference` or .*`ranked`: set .* sft or",
+            "`prompt_completion` are not for .*dpo`, which takes `preference` or .*`ranked`. Fix: set .* sft or",
         ),
         ("kto", {"text": "a"}, "pairs.jsonl: rows of format `text` are not for `objective.name: kto`"),
     ],

@@ -261,7 +261,7 @@ def test_a_bad_row(tmp_path, name):
         list(prepared(path, bad.format))
     message = str(caught.value)
     assert message.startswith(f"{path}:{numbers[1]}: ")
-    assert "`data.on_bad_row: skip` leaves such rows out" in message
+    assert "\nFix: correct the row, or set `data.on_bad_row: skip`, which leaves such rows out" in message
     check_message(message, path, bad.parts)
 
     skipped: list[tuple[str, int, str]] = []
@@ -330,7 +330,7 @@ BAD_FILES = {
         "a.json", b'[{"text": "' + b"x" * MEGABYTES + b'"}, oh]', ["a.json:1: not valid JSON", "near"]
     ),
     # tables of text
-    "a quote never closed": Bad("a.csv", b'text\nx\n"y\nz\n', ["a.csv:3:", "never closed", "doubled"]),
+    "a quote never closed": Bad("a.csv", b'text\nx\n"y\nz\n', ["a.csv:3:", "never closed", "double the quotes"]),
     "a quote in the middle": Bad("a.csv", b'text,b\nx,y\n"x" y,z\n', ["a.csv:3:", "not valid CSV"]),
     "a quote in a tsv": Bad("a.tsv", b'text\tb\n"x" y\tz\n', ["a.tsv:2:", "not valid CSV"]),
     "a header that has a name twice": Bad("a.csv", b"text,text\nx,y\n", ["a.csv:1:", "`text` twice", "rename"]),
@@ -340,13 +340,13 @@ BAD_FILES = {
     "UTF-16": Bad("a.jsonl", '{"text": "a"}'.encode("utf-16"), ["a.jsonl: it is UTF-16", "save the file as UTF-8"]),
     "UTF-16, the other way": Bad("a.csv", b"\xfe\xff" + "text\nx".encode("utf-16-be"), ["a.csv: it is UTF-16"]),
     "UTF-32": Bad("a.json", "[]".encode("utf-32"), ["a.json: it is UTF-16"]),
-    "parquet named jsonl": Bad("a.jsonl", PARQUET, ["a.jsonl: it is a parquet file; name it .parquet"]),
+    "parquet named jsonl": Bad("a.jsonl", PARQUET, ["a.jsonl: it is a parquet file. Fix: name it .parquet"]),
     "parquet named csv": Bad("a.csv", PARQUET, ["a.csv: it is a parquet file"]),
-    "arrow named txt": Bad("a.txt", ARROW, ["a.txt: it is an arrow file; name it .arrow"]),
-    "gzip named jsonl": Bad("a.jsonl", gzip.compress(LINES), ["a.jsonl: it is compressed with gzip; add .gz"]),
-    "bzip2 named csv": Bad("a.csv", bz2.compress(LINES), ["a.csv: it is compressed with bzip2; add .bz2"]),
-    "xz named json": Bad("a.json", lzma.compress(LINES), ["a.json: it is compressed with xz; add .xz"]),
-    "zstd named txt": Bad("a.txt", ZSTD, ["a.txt: it is compressed with zstd; add .zst"]),
+    "arrow named txt": Bad("a.txt", ARROW, ["a.txt: it is an arrow file. Fix: name it .arrow"]),
+    "gzip named jsonl": Bad("a.jsonl", gzip.compress(LINES), ["a.jsonl: it is compressed with gzip. Fix: add .gz"]),
+    "bzip2 named csv": Bad("a.csv", bz2.compress(LINES), ["a.csv: it is compressed with bzip2. Fix: add .bz2"]),
+    "xz named json": Bad("a.json", lzma.compress(LINES), ["a.json: it is compressed with xz. Fix: add .xz"]),
+    "zstd named txt": Bad("a.txt", ZSTD, ["a.txt: it is compressed with zstd. Fix: add .zst"]),
     "gzip of gzip": Bad("a.txt.gz", gzip.compress(gzip.compress(LINES)), ["a.txt.gz: it is compressed with gzip"]),
     "zip named csv": Bad("a.csv", b"PK\3\4" + b"\0" * 50, ["a.csv: it is a zip archive (or a spreadsheet)"]),
     "a web page": Bad("a.jsonl", b"\n<!DOCTYPE html><html>", ["a.jsonl: it is a web page"]),
@@ -354,15 +354,17 @@ BAD_FILES = {
         "a.json", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ["pointer of Git LFS", "git lfs pull"]
     ),
     "a pointer named parquet": Bad("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", ["git lfs pull"]),
-    "text named gz": Bad("a.jsonl.gz", LINES, ["a.jsonl.gz: not a .gz file; check its name"]),
-    "zstd named gz": Bad("a.jsonl.gz", ZSTD, ["a.jsonl.gz: it is compressed with zstd; add .zst", "check its name"]),
+    "text named gz": Bad("a.jsonl.gz", LINES, ["a.jsonl.gz: not a .gz file. Fix: rename it"]),
+    "zstd named gz": Bad(
+        "a.jsonl.gz", ZSTD, ["a.jsonl.gz: it is compressed with zstd. Fix: add .zst", "; its name ends in .gz"]
+    ),
     "text named zst": Bad("a.jsonl.zst", LINES, ["a.jsonl.zst: not a .zst file"]),
     "text named parquet": Bad("a.parquet", LINES, ["a.parquet: not a readable parquet file"]),
     "text named arrow": Bad("a.arrow", LINES, ["a.arrow: not a readable arrow file"]),
     "parquet named arrow": Bad("a.arrow", PARQUET, ["a.arrow: it is a parquet file"]),
     "arrow named parquet": Bad("a.parquet", ARROW, ["a.parquet: it is an arrow file"]),
     "a spreadsheet that is none": Bad(
-        "a.xlsx", b"PK\3\4", ["a.xlsx: not a readable spreadsheet", "Save the sheet as CSV"]
+        "a.xlsx", b"PK\3\4", ["a.xlsx: not a readable spreadsheet", "Fix: save the sheet as CSV"]
     ),
     "an old spreadsheet": Bad("a.xls", b"\xd0\xcf", ["`.xls` is not a kind of file", "save it as .xlsx, or as CSV"]),
     "a web page by its name": Bad("a.html", b"<html>", ["`.html` is not a kind of file", "pandoc -f html -t gfm"]),

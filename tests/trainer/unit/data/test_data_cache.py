@@ -304,7 +304,9 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path, cache_folder):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # no file may grow beyond it, as if the disk were full
     try:
-        with pytest.raises(UserError, match="the data cache cannot be written: File too large; set FINETUNE_CACHE"):
+        with pytest.raises(
+            UserError, match=r"the data cache cannot be written: File too large\. Fix: set FINETUNE_CACHE"
+        ):
             prepare(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -941,7 +941,7 @@ def test_a_bad_row_has_its_place(tmp_path):
 
 
 BAD_COLUMNS = {
-    "a field that is none": ({"message": "text"}, ["no field `message`", "its fields are `text`"]),
+    "a field that is none": ({"message": "text"}, ["no field `message`", "Fix: name one of its fields `text`"]),
     "a field misspelt": ({"txt": "text"}, ["no field `txt`", "did you mean `text`?"]),
     "a column that is none": ({"text": "content"}, ["rows.jsonl:1:", "`columns` names `content`", "`text`"]),
 }
@@ -1198,11 +1198,11 @@ def test_detection_with_the_recipes_columns():
     assert detect_format([row], {"prompt": "question", "completion": "answer"}).format == "prompt_completion"
     found = detect_format([{"q": "q", "response": "a"}], {"prompt": "q"})  # the other field by another name
     assert (found.format, found.columns) == ("prompt_completion", {"completion": "response", "prompt": "q"})
-    with pytest.raises(UserError, match="no format has all of the fields `prompt`, `text`; set `format`"):
+    with pytest.raises(UserError, match=r"no format has all of the fields `prompt`, `text`\. Fix: set `format`"):
         detect_format([row], {"prompt": "question", "text": "answer"})
-    with pytest.raises(UserError, match="no field `promt`; did you mean `prompt`"):
+    with pytest.raises(UserError, match=r"no field `promt`\. .* did you mean `prompt`"):
         detect_format([row], {"promt": "question"})
-    with pytest.raises(UserError, match="format `prompt_completion` comes nearest, but: `columns` names `body`"):
+    with pytest.raises(UserError, match="Format `prompt_completion` comes nearest, but: `columns` names `body`"):
         detect_format([row], {"completion": "body"})
 
 
@@ -1293,7 +1293,7 @@ def test_what_fits_nothing_comes_nearest_to_something(row, format, parts):
         detect_format([row])
     message = str(caught.value)
     assert message.startswith("no format fits the first row, which has ")
-    assert f"format `{format}` comes nearest, but: " in message
+    assert f"Format `{format}` comes nearest, but: " in message
     for part in parts:
         assert part in message
     found, why = nearest_format(row)
@@ -1301,5 +1301,5 @@ def test_what_fits_nothing_comes_nearest_to_something(row, format, parts):
 
 
 def test_no_rows():
-    with pytest.raises(UserError, match="no rows to tell the format from"):
+    with pytest.raises(UserError, match=r"no rows to tell the format from\. Fix: set `format`"):
         detect_format([])

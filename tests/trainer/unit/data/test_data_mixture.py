@@ -105,5 +105,7 @@ def test_names_are_distinct():
 
 def test_a_run_longer_than_a_cap_allows_is_refused_with_what_would_do():
     check_caps(sources(1, 1, b=2.0), [1.0, 0.5], 4.0)
-    with pytest.raises(UserError, match=r"data.train\[1\] \(b\): .* 4.00 times, .* max_epochs \(2\): .* 50% shorter"):
+    with pytest.raises(
+        UserError, match=r"data.train\[1\] \(b\): .* 4.00 times, .* max_epochs \(2\)\. Fix: .* 50% shorter"
+    ):
         check_caps(sources(1, 1, b=2.0), [1.0, 1.0], 4.0)

@@ -55,9 +55,9 @@ def test_a_sheet_is_a_table_of_texts(tmp_path: Path) -> None:
     [
         (
             {"a": [HEADER], "b": [HEADER]},
-            r"one sheet with cells, and has a, b \(hidden\): save the one",
+            r"one sheet with cells, found a, b \(hidden\)\. Fix: save the one",
         ),
-        ({"a": []}, "expected one sheet with cells, and has none"),
+        ({"a": []}, "expected one sheet with cells, found none"),
         ({"a": [["x", "x"]]}, "a.xlsx:1: the header has `x` twice"),
         ({"a": [HEADER]}, "the file has no rows"),
         ({"a": [HEADER, ["x", "#REF!"]]}, "a.xlsx:2: cell B: has the error #REF!"),

@@ -181,7 +181,7 @@ BAD_ROWS: dict[str, tuple[Callable[[list[dict[str, Any]]], None], str]] = {
     ),
     "an id twice": (
         lambda rows: cut(rows, 1, "ids", lambda x: [x[0], [7, 8, 7], *x[2:]]),
-        "row 1: `ids` of trained token 2: an id occurs twice; are they `sampled`?",
+        "row 1: `ids` of trained token 2: an id occurs twice, as only `sampled` ones may",
     ),
     "probabilities in place of logarithms": (
         lambda rows: cut(rows, 3, "log_probs", lambda x: [[0.6, 0.2, 0.1], *x[1:]]),
@@ -209,11 +209,11 @@ BAD_ROWS: dict[str, tuple[Callable[[list[dict[str, Any]]], None], str]] = {
     ),
     "an id beyond the vocabulary": (
         lambda rows: cut(rows, 1, "ids", lambda x: [[1, 2, 600], *x[1:]]),
-        "has id 600, the model's vocabulary 600 tokens",
+        "has id 600, but the model's vocabulary has 600 tokens",
     ),
     "no ids at all": (
         lambda rows: cut(rows, 1, "ids", lambda x: []),
-        "row 1: `ids`: expected a list of ids for every trained token",
+        "row 1: `ids`: expected lists of ids. Fix: write one for every trained token",
     ),
 }
 
@@ -230,20 +230,23 @@ def test_bad_rows(name: str, tmp_path: Path) -> None:
 
 
 BAD_METADATA = {
-    "none": (None, "the schema's metadata needs under `finetune` a JSON object like .*, and has none"),
+    "none": (
+        None,
+        r"the schema's metadata needs a JSON object under `finetune`, and has none\. Fix: write one like \{",
+    ),
     "not JSON": ("{vocabulary", "and has none"),
     "a key too few": ({"vocabulary": "a", "temperature": 1.0}, 'and has {"vocabulary": "a", "temperature": 1.0}'),
-    "a temperature of 0": ({**METADATA, "temperature": 0}, "metadata: `temperature` is 0, expected as in"),
+    "a temperature of 0": ({**METADATA, "temperature": 0}, r"metadata: `temperature` is 0\. Fix: write it as in"),
     "sampled as text": ({**METADATA, "sampled": "no"}, 'metadata: `sampled` is "no"'),
     "another vocabulary": (
         {**METADATA, "vocabulary": "1234"},
-        "metadata: `vocabulary` is '1234', and that of this recipe's tokenizer is .*: ids of the two do not mean the",
+        "metadata: `vocabulary` is '1234', but the recipe's tokenizer has .*. Their token ids differ. Fix: use",
     ),
     "another temperature": (
         {**METADATA, "temperature": 2.0},
-        "objective.temperature: 1, but the log-probabilities of .* are at 2: .*; set 2",
+        "objective.temperature: 1, but the log-probabilities of .* are at 2. .* Fix: set 2",
     ),
-    "draws": ({**METADATA, "sampled": True}, "objective.samples: the ids of .* are drawn .*: set `samples: 3`"),
+    "draws": ({**METADATA, "sampled": True}, "objective.samples: the ids of .* are drawn .*Fix: set `samples: 3`"),
 }
 
 
@@ -258,13 +261,13 @@ def test_bad_metadata(name: str, tmp_path: Path) -> None:
 def test_settings_that_the_file_does_not_fit(tmp_path: Path) -> None:
     file = write(tmp_path, rows_of(examples_of(tmp_path)))
     for keys, vocabulary, message in (
-        ({"top_k": 64}, VOCABULARY, "objective.top_k: 64, but .* has 3 ids for each token: set 3, or remove it"),
+        ({"top_k": 64}, VOCABULARY, "objective.top_k: 64, but .* has 3 ids for each token. Fix: set 3, or remove it"),
         (
             {"samples": 3},
             VOCABULARY,
-            "objective.samples: the ids of .* are the likeliest, not draws .*remove `samples`",
+            "objective.samples: the ids of .* are the likeliest, not draws .*Fix: remove `samples`",
         ),
-        ({}, 3, "3 ids for each token of a vocabulary of 3: keep fewer"),
+        ({}, 3, r"3 ids for each token of a vocabulary of 3\. Fix: keep fewer"),
     ):
         with pytest.raises(UserError, match=message):
             file_predictions(settings(file, **keys), text_tokenizer(), vocabulary)
@@ -276,7 +279,9 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("not parquet, but long enough for its head")
     with pytest.raises(UserError, match=r"text.parquet: cannot be read as parquet: "):
         read_teacher_file(tmp_path / "text.parquet")
-    with pytest.raises(UserError, match="no column `ids`; a teacher's file has input_ids, labels, ids, log_probs, and"):
+    with pytest.raises(
+        UserError, match=r"no column `ids`\. A teacher's file has input_ids, labels, ids, log_probs, and"
+    ):
         read_teacher_file(write(tmp_path, [{"input_ids": [1], "labels": [1], "log_probs": [[1.0]]}]))
     empty = pyarrow.table({name: pyarrow.array([]) for name in ("input_ids", "labels", "ids", "log_probs")})
     pyarrow.parquet.write_table(empty, tmp_path / "empty.parquet")
@@ -292,5 +297,5 @@ def test_examples_without_predictions_are_named(tmp_path: Path) -> None:
     rows[2]["ids"], rows[2]["log_probs"] = rows[2]["ids"][1:], rows[2]["log_probs"][1:]
     file = write(tmp_path, [rows[0], rows[2], rows[3]])
     predictions = file_predictions(settings(file), text_tokenizer(), VOCABULARY)
-    with pytest.raises(UserError, match=r"has no predictions for 2 examples, such as .*rows.jsonl:2, .*rows.jsonl:3:"):
+    with pytest.raises(UserError, match=r"has no predictions for 2 examples, such as .*rows.jsonl:2, .*rows.jsonl:3\."):
         check_complete(examples, predictions, str(file))
