@@ -332,5 +332,5 @@ def test_a_launch_smaller_than_requested_is_an_error(recipe: dict[str, Any], wri
     )
     done = forks.accelerate_launch(config, 2, "-m", "finetune", "train", write_recipe(recipe))
     assert done.returncode != 0
-    assert f"error: {config} asks for 2 processes, but 1 is running: each would train alone" in done.stderr
+    assert f"error: {config} asks for 2 processes, but 1 is running. Each would train alone" in done.stderr
     assert not (tmp_path / "runs").exists()
