@@ -245,8 +245,8 @@ class Staging:
             self._memory = torch.empty(size, dtype=torch.uint8)
             if pinned and (error := int(_driver().cudaHostRegister(self._memory.data_ptr(), size, _PORTABLE))):
                 raise RunFailure(
-                    f"{size / 1e9:.1f} GB of CPU memory for the checkpoint's copy cannot be pinned (CUDA error "
-                    f"{error}). Fix: set checkpoint.asynchronous: false, which needs no copy"
+                    f"{size / 1e9:.1f} GB of CPU memory cannot be pinned (CUDA error {error}). It is for the copy of a "
+                    "checkpoint. Fix: set checkpoint.asynchronous: false, which needs no copy"
                 )
             self._pinned = pinned
         copies, end = {}, 0

@@ -189,8 +189,8 @@ class Trials:
         except torch.OutOfMemoryError:
             if self.engine.trial_is_collective:
                 raise RunFailure(
-                    f"batch.rows_per_device: auto: a micro-batch of {rows} was predicted to fit, but ran out of "
-                    f"memory. Fix: set a number below {rows}"
+                    f"batch.rows_per_device: auto: a micro-batch of {rows} ran out of memory. It was predicted to "
+                    f"fit. Fix: set a number below {rows}"
                 ) from None
         # Outside of the handler: the error keeps the forward's tensors alive.
         return max(self.engine.ranks.gather(peak + self.optimizer_bytes))
