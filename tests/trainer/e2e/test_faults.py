@@ -339,7 +339,7 @@ def test_a_file_that_cannot_be_replaced(interrupted: tuple[Path, list[float]], r
     kept = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     RENAMES.refuse(run / name, code)
     try:
-        with pytest.raises(RunFailure, match=rf"{re.escape(str(run / name))}.*: {os.strerror(code)}; .* Fix: "):
+        with pytest.raises(RunFailure, match=rf"{re.escape(str(run / name))}.*: {os.strerror(code)}\. .* Fix: "):
             train_alone(path)
     finally:
         RENAMES.refuse(None, 0)
