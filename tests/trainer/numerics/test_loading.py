@@ -112,7 +112,7 @@ def test_parameters_are_counted_in_full_also_in_4_bit(recipe: dict[str, Any], wr
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(made: Path) -> None:
     config = model_config(Model(name=str(made / "llama")))
-    with pytest.raises(UserError, match="they do not belong together"):
+    with pytest.raises(UserError, match="They do not belong together"):
         check_token_ids(config, config.vocab_size + 1)
 
 
