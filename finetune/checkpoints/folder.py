@@ -115,7 +115,7 @@ def find_problem(folder: Path, read: bool = True) -> str | None:
     except (LookupError, TypeError, AttributeError):
         return "its manifest.json is damaged: it is not a list of files"
     if version != VERSION:
-        return f"it is of format {version}, this program writes {VERSION}: use the program that wrote it"
+        return f"it is of format {version}, this program writes {VERSION} (use the program that wrote it)"
     if absent := _NAMES - {entry.name for entry in entries}:
         return f"its manifest.json is damaged: it does not list {', '.join(sorted(absent))}"
     for entry in entries:
@@ -173,7 +173,10 @@ def set_aside(folder: Path) -> Path:
     try:
         return folder.rename(moved)
     except OSError as error:
-        raise UserError(f"{folder} cannot be set aside as {moved.name}: {error.strerror}; move it yourself") from None
+        raise UserError(
+            f"{folder} cannot be set aside as {moved.name}: {error.strerror}. Fix: make the folder above it writable, "
+            "or move it yourself"
+        ) from None
 
 
 def best_checkpoint(root: Path, metric: str | None) -> Path | None:
@@ -256,7 +259,7 @@ def describe_checkpoints(run_dir: Path, verify: bool) -> list[CheckpointInfo]:
     """Returns a run's checkpoints, newest first, those set aside last; without those that a run deletes
     meanwhile. Raises UserError without a folder."""
     if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: no such run directory")
+        raise UserError(f"{run_dir}: no such run directory. Fix: check the path")
     root, metric = run_dir / "checkpoints", None
     with contextlib.suppress(FileNotFoundError):
         recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text(encoding="utf-8"))

@@ -85,7 +85,7 @@ def reward_files(rewards: RewardList, rollouts: Rollouts | None) -> dict[str, st
             try:
                 digests[key] = digest(Path(file).expanduser().read_bytes())
             except OSError as error:
-                raise UserError(f"{key}: {file} cannot be read: {error.strerror}") from None
+                raise UserError(f"{key}: {file} cannot be read: {error.strerror}. Fix: check the path") from None
     return digests
 
 

@@ -360,8 +360,9 @@ class MainRank:
             codes, text = (errno.ENOSPC, errno.EDQUOT), str(error)  # safetensors has the system's errors as text
             full = getattr(error, "errno", None) in codes or f"(os error {errno.ENOSPC})" in text
             self._failure = (
-                f"{self._folder} could not be written: {text}; an earlier result is untouched and the last checkpoint "
-                f"is intact; {'free space' if full else 'fix this'} and run the same command again"
+                f"{self._folder} could not be written: {text}. An earlier result is untouched and the last checkpoint "
+                f"is intact. Fix: {'free space' if full else 'repair the disk or the path'}, and run the same command "
+                "again"
             )
         except RunFailure as error:
             self._failure = str(error)

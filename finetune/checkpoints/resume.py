@@ -58,8 +58,8 @@ def newest_good(engine: Engine, root: Path) -> Path | None:
     if newest is None and skipped:
         reasons = "\n  ".join(f"{folder}: {reason}" for folder, reason in skipped)
         raise UserError(
-            f"no checkpoint can be trusted:\n  {reasons}\n"
-            "restore a valid one, or start over with `checkpoint.resume=never`"
+            f"no checkpoint can be trusted:\n  {reasons}\nFix: restore a valid one, or start over with "
+            "`checkpoint.resume=never`"
         )
     for folder, reason in skipped if engine.is_main else []:
         log.warning("skipping checkpoint %s: %s; kept as %s", folder, reason, set_aside(folder).name)
@@ -74,9 +74,9 @@ def chosen(engine: Engine, root: Path, name: str) -> Path:
     folder, problem = root / name, None
     if engine.is_main and not folder.is_dir():
         present = ", ".join(path.name for path in (*list_checkpoints(root), *list_set_aside(root))) or "none"
-        problem = f"checkpoint.resume: {root} has no {name}; there are: {present}"
+        problem = f"checkpoint.resume: {root} has no {name}; there are: {present}. Fix: name one of these, or use auto"
     elif engine.is_main and (reason := find_problem(folder)):
-        problem = f"checkpoint.resume: {folder} cannot be trusted: {reason}"
+        problem = f"checkpoint.resume: {folder} cannot be trusted: {reason}. Fix: restore its files, or name another"
     if problem := engine.ranks.gather(problem)[0]:
         raise UserError(problem)
     return folder
@@ -136,10 +136,10 @@ def check_finished(folder: Path, changes: list[str], step: int, steps: int) -> N
     different = [change for change in changes if not change.startswith(_NOT_TRAINED)]
     if step >= steps and different:
         raise UserError(
-            f"{folder.parent.parent} is finished after {step} steps, and this recipe differs from the one it was "
-            "trained by:\n  " + "\n  ".join(different) + "\nnothing would be trained, and nothing was changed: use "
-            "another `run.name` (it may hold values: `run.name=lr-{optimizer.lr}`), or `checkpoint.resume=never` to "
-            "train this one again"
+            f"{folder.parent.parent} is finished after {step} steps, with another recipe than this one:\n  "
+            + "\n  ".join(different)
+            + "\nNothing would be trained, and nothing was changed. Fix: use another `run.name` (it may hold values: "
+            "`run.name=lr-{optimizer.lr}`), or `checkpoint.resume=never` to train this one again"
         )
 
 
@@ -174,12 +174,12 @@ def changes_since(recipe: Recipe, folder: Path, of_inputs: list[InputChange]) ->
     refused = {key: lines for key, lines in refused.items() if lines and key not in accepted}
     if fixed or refused:
         inputs = [name for part, name in _INPUTS.items() if part in refused]
-        restore = f"restore {', '.join(inputs)}; " if inputs else ""
+        restore = f"restore {', '.join(inputs)}, or " if inputs else ""
         accept = f", or `checkpoint.accept_changes=[{','.join(refused)}]` to resume anyway" if not fixed else ""
         raise UserError(
             f"{folder} belongs to another run; these must not change on resume:\n  "
             + "\n  ".join([*fixed, *(line for lines in refused.values() for line in lines)])
-            + f"\n{restore}use another `run.name`, or `checkpoint.resume=never` to start over{accept}"
+            + f"\nFix: {restore}use another `run.name`, or `checkpoint.resume=never` to start over{accept}"
         )
     return [*differences(saved, now), *(change.text for change in of_inputs if change.part is not None)]
 

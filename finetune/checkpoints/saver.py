@@ -165,7 +165,7 @@ class Saver:
             if engine.is_main and self._is_ours():
                 shutil.rmtree(partial, ignore_errors=True)
             remedy = "free space, or clear what is in its way, and run the same command again"
-            return f"{final} could not be written, earlier checkpoints are untouched: {error}. Fix: {remedy}"
+            return f"{final} could not be written: {error}. Earlier checkpoints are untouched. Fix: {remedy}"
         return None
 
     def _if_ours(self, work: Callable[..., Result], *arguments: Any) -> Result:
@@ -245,8 +245,8 @@ class Staging:
             self._memory = torch.empty(size, dtype=torch.uint8)
             if pinned and (error := int(_driver().cudaHostRegister(self._memory.data_ptr(), size, _PORTABLE))):
                 raise RunFailure(
-                    f"{size / 1e9:.1f} GB of CPU memory for the checkpoint's copy cannot be pinned (CUDA error "
-                    f"{error}): set checkpoint.asynchronous: false, which needs no copy"
+                    f"{size / 1e9:.1f} GB of CPU memory cannot be pinned (CUDA error {error}). It is for the copy of a "
+                    "checkpoint. Fix: set checkpoint.asynchronous: false, which needs no copy"
                 )
             self._pinned = pinned
         copies, end = {}, 0

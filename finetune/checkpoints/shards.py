@@ -108,7 +108,8 @@ class PartReader:
             if self.shapes.get(part.name) != str(list(part.shape)):
                 stored = self.shapes.get(part.name, "absent")
                 raise UserError(
-                    f"the checkpoint's {part.name} is {stored}, the model's {list(part.shape)}: another model"
+                    f"the checkpoint's {part.name} is {stored}, the model's {list(part.shape)}. It is of another "
+                    "model. Fix: resume with that model, or use another `run.name`"
                 )
         for group in by_stepped(parts):
             merged = {field: number for part in group for field, number in scalars[part.name].items()}
@@ -164,7 +165,10 @@ class PartReader:
             pieces += [StoredPiece(source, overlap) for overlap in placed]
         filled = sum(piece.overlap.numel for piece in pieces)
         if filled != part.numel:
-            raise UserError(f"the checkpoint holds {filled} of {part.numel} elements of {field} of {part.name}")
+            raise UserError(
+                f"the checkpoint holds {filled} of {part.numel} elements of {field} of {part.name}. Fix: restore its "
+                "files, or resume from another checkpoint"
+            )
         return pieces
 
 
@@ -190,8 +194,8 @@ class WeightReader:
                 self._parts, self._read = PartReader(self._files), 0
             except FileNotFoundError:
                 raise UserError(
-                    f"{self._files[0].parent}: was deleted while it was read, by the run that trains here (its file "
-                    "system has no locks): raise `checkpoint.keep`, or export when the run has ended"
+                    f"{self._files[0].parent}: was deleted while it was read, by the run that trains here. Its file "
+                    "system has no locks. Fix: raise `checkpoint.keep`, or export when the run has ended"
                 ) from None
         weight = torch.empty_like(self.shapes[name], device="cpu")
         self._parts.fill_weight(name, weight)

@@ -69,8 +69,8 @@ class Trained:
             if (folder / "tokenizer_config.json").is_file():
                 return folder
         raise UserError(
-            f"{self.run_dir}: no tokenizer/ and no model/ here, so the chat template of this run is not known: resume "
-            "the run once, which writes tokenizer/ when it starts"
+            f"{self.run_dir}: no tokenizer/ and no model/ here. The chat template of this run is not known. Fix: "
+            "resume the run once, which writes tokenizer/ when it starts"
         )
 
     def key(self, name: str) -> str | None:
@@ -109,8 +109,8 @@ def find_trained(run_dir: Path, step: str | None = None, average: int | None = N
         if not checkpoints or recipe is None:
             what = "no checkpoint either" if step is None else "no checkpoint"
             raise UserError(
-                f"{run_dir}: no result here (no model/config.json or model/adapter_config.json), and {what}; has the "
-                "run saved anything? `checkpoint.every_steps` saves while it trains"
+                f"{run_dir}: no result here (no model/config.json or model/adapter_config.json), and {what}. Fix: let "
+                "the run save first; `checkpoint.every_steps` saves while it trains"
             )
         last = _chosen(run_dir, recipe.checkpoint.best, step) if step else checkpoints[0]
         folders = [path for path in checkpoints if path <= last][: average or 1]
@@ -120,14 +120,16 @@ def find_trained(run_dir: Path, step: str | None = None, average: int | None = N
         parts: list[Trained] = []
         for folder in folders:
             if problem := find_problem(folder, read=False):
-                raise UserError(f"{folder} cannot be trusted: {problem}")
+                raise UserError(
+                    f"{folder} cannot be trusted: {problem}. Fix: restore its files, or choose another checkpoint"
+                )
             reader = WeightReader(sorted(folder.glob("rank-*.safetensors")))
             number = json.loads((folder / "state.json").read_text(encoding="utf-8"))["step"]
             parts.append(Trained(run_dir, recipe, folder, number, reader.shapes, reader.read, held=held))
         return parts[0] if average is None else _mean(parts, average)
     raise UserError(
-        f"{run_dir}: the run that trains here deletes its checkpoints as fast as they are found: raise "
-        "`checkpoint.keep`, or wait for its end"
+        f"{run_dir}: its checkpoints are deleted as fast as they are found. The run that trains here deletes them. "
+        "Fix: raise `checkpoint.keep`, or wait for its end"
     )
 
 
@@ -136,13 +138,13 @@ def _mean(parts: list[Trained], count: int) -> Trained:
     newest = parts[0]
     if newest.is_adapter:
         raise UserError(
-            f"--average-checkpoints: {newest.run_dir} trains adapters, and the product of two means is not the mean of "
-            "the products: average a run of `mode: full`"
+            f"--average-checkpoints: {newest.run_dir} trains adapters. The product of two means is not the mean of the "
+            "products. Fix: average a run of `mode: full`"
         )
     if len(parts) < count:
         raise UserError(
-            f"--average-checkpoints {count}: {newest.run_dir} has {len(parts)} checkpoints up to there; "
-            "`checkpoint.keep` says how many a run keeps"
+            f"--average-checkpoints {count}: {newest.run_dir} has {len(parts)} checkpoints up to there. Fix: average "
+            "no more than these; `checkpoint.keep` says how many a run keeps"
         )
 
     def read(name: str) -> Tensor:
@@ -162,12 +164,12 @@ def _chosen(run_dir: Path, best: str | None, step: str) -> Path:
             return folder
         raise UserError(
             f"--step best: no checkpoint of {run_dir} was measured by checkpoint.best "
-            f"({best or 'the recipe sets none'}); give one of the steps {present}"
+            f"({best or 'the recipe sets none'}). Fix: give one of the steps {present}"
         )
     if not step.isdecimal():
-        raise UserError(f"--step {step}: expected a number or `best`; there are the steps {present}")
+        raise UserError(f"--step {step}: expected a number or `best`. Fix: give one of the steps {present}")
     if not (folder := step_folder(root, int(step))).is_dir():
-        raise UserError(f"--step {step}: {root} has no such checkpoint; there are the steps {present}")
+        raise UserError(f"--step {step}: {root} has no such checkpoint. Fix: give one of the steps {present}")
     return folder
 
 
@@ -175,12 +177,18 @@ def check_model_folder(folder: Path) -> Path:
     """Returns the folder of a model or an adapter. Raises UserError if its files do not have the expected contents."""
     for name, key in (("config.json", "model_type"), (ADAPTER_CONFIG, "base_model_name_or_path")):
         if (file := folder / name).is_file() and not isinstance(read_object(file).get(key), str):
-            raise UserError(f"{file}: not the settings of a model (no `{key}`): is this a folder of another program?")
+            raise UserError(
+                f"{file}: not the settings of a model (no `{key}`). Fix: give the folder of a model, and not of "
+                "another program"
+            )
     check_settings(folder)
     check_weights(folder)
     for kind, patterns in (("weights", ("*.safetensors",)), ("tokenizer", ("tokenizer*", "vocab*"))):
         if not any(path for pattern in patterns for path in folder.glob(pattern)):
-            raise UserError(f"{folder}: no {kind} here ({', '.join(patterns)}), so this is no whole model")
+            raise UserError(
+                f"{folder}: no {kind} here ({', '.join(patterns)}), so this is no whole model. Fix: complete the "
+                "folder, or give another"
+            )
     return folder
 
 
@@ -197,4 +205,7 @@ def read_labels(adapter: Path) -> tuple[str, ...]:
     try:
         return tuple(json.loads((adapter / LABELS).read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise UserError(f"{adapter}: an adapter of a sequence classification model without {LABELS}") from None
+        raise UserError(
+            f"{adapter}: an adapter of a sequence classification model without {LABELS}. Fix: copy this file from the "
+            "run that trained it"
+        ) from None

@@ -269,8 +269,8 @@ class Verification:
 
     def _failure(self, file: str, reason: str) -> RunFailure:
         return RunFailure(
-            f"the saved result is invalid: {self._folder / file}: {reason}. It is kept for inspection; an earlier "
-            "result is untouched, and the same command resumes from the last checkpoint"
+            f"the saved result is invalid: {self._folder / file}: {reason}. It is kept for inspection, and an earlier "
+            "result is untouched. Fix: run the same command again, which resumes from the last checkpoint"
         )
 
 
@@ -305,7 +305,10 @@ class TensorFiles:
                 if name != "__metadata__":
                     dtype = DTYPES.get(entry["dtype"])
                     if dtype is None:
-                        raise UserError(f"{file}: {name} is of type {entry['dtype']}, which is not read here")
+                        raise UserError(
+                            f"{file}: {name} is of type {entry['dtype']}, which is not read here. Fix: convert it to "
+                            "one that is, such as BF16"
+                        )
                     shape, (low, _) = tuple(entry["shape"]), entry["data_offsets"]
                     self._places[name] = _Place(file, dtype, shape, start + low)
         self.identity = digest.hexdigest()  # of names, shapes, types and sizes
@@ -341,7 +344,7 @@ class TensorFiles:
             while done < flat.numel():
                 count = file.readinto(view[done : done + (1 << 26)])
                 if not count:
-                    raise UserError(f"{place.file}: ends within {name}: restore the file")
+                    raise UserError(f"{place.file}: ends within {name}. Fix: restore the file")
                 done += count
         return tensor
 

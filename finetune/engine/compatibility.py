@@ -25,7 +25,10 @@ def check_launch(recipe: Recipe, recipe_file: str, launch: Launch, config: Any |
     unit = rows * launch.parallelism.data
     if recipe.batch.rows % unit and recipe.batch.tokens_per_device is None:
         message = divisibility_message(recipe.batch.rows, rows, launch.parallelism.data)
-        raise UserError(f"{recipe_file} on {launch.name}: batch.rows: {message}")
+        raise UserError(
+            f"{recipe_file} on {launch.name}: batch.rows: {message}. Fix: use one of these, or another number of "
+            "processes"
+        )
     micro_batches = -(-recipe.batch.rows // unit)
     clip, train = recipe.optimizer.max_grad_norm, recipe.train
     problems = [*_contradictions(train, clip, launch, None if automatic else micro_batches)]
@@ -34,7 +37,10 @@ def check_launch(recipe: Recipe, recipe_file: str, launch: Launch, config: Any |
         problems += _not_in_backward(recipe.batch.rows, rows, launch, micro_batches)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise UserError(f"{launch.name} and {recipe_file} do not agree; the recipe owns the maths:\n{lines}")
+        raise UserError(
+            f"{launch.name} and {recipe_file} do not agree; the recipe owns the maths:\n{lines}\nFix: change the "
+            "accelerate config or the recipe as each line says"
+        )
     return micro_batches
 
 
@@ -47,8 +53,8 @@ def check_products(train: Train, quantization: Quantization | None, device: str,
     ):
         if needed and capability < (9, 0):
             raise UserError(
-                f"{key}: {device} has no products of 8 bits with a scale for each row (Hopper and later do): use "
-                f"{other}"
+                f"{key}: {device} has no products of 8 bits with a scale for each row. Hopper and later have them. "
+                f"Fix: use {other}"
             )
 
 

@@ -57,7 +57,7 @@ def divided(choice: AttentionChoice, parallelism: Parallelism) -> AttentionChoic
     """Returns the attention for rows on several ranks, without process groups. Raises UserError."""
     if parallelism.tokens == 1:
         return choice
-    obstacle, alone = None, "so its tokens cannot be sharded: use data parallel only"
+    obstacle, alone = None, "so its tokens cannot be sharded. Fix: use data parallel only"
     if not choice.isolates_documents:
         obstacle = f"{choice.reason}, {alone}"
     elif choice.mixers:
@@ -67,8 +67,8 @@ def divided(choice: AttentionChoice, parallelism: Parallelism) -> AttentionChoic
     ):
         instead = "use data parallel only" if choice.implementation == "eager" else "set model.attention: documents"
         obstacle = (
-            f"its attention is transformers' own `{choice.implementation}` here ({choice.reason}), "
-            f"which does not communicate with other ranks: {instead}"
+            f"transformers' own attention `{choice.implementation}` does not communicate with other ranks "
+            f"({choice.reason}). Fix: {instead}"
         )
     if obstacle is not None:
         raise UserError(f"{parallelism.summary()}: {obstacle}")

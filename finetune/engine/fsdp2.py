@@ -122,8 +122,8 @@ class Fsdp2(Engine):
         units = [unit for unit in sharding_units(causal_lm, plugin) if unit in here]
         if shared := shared_by_units(causal_lm, units):
             raise UserError(
-                f"FSDP2 cannot shard {type(causal_lm).__name__}: {shared} are one weight, in modules that are "
-                "sharded one by one: use ddp, or zero3"
+                f"FSDP2 cannot shard {type(causal_lm).__name__}, whose {shared} are one weight. They are in modules "
+                "that are sharded one by one. Fix: use ddp, or zero3"
             )
         return sharding, units, expert_meshes
 

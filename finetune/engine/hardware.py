@@ -176,9 +176,9 @@ def read_table(path: Path) -> dict[str, Any]:
     try:
         read = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a safe loader
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+        raise UserError(f"{path}: cannot be read: {error}. Fix: correct the path, or the YAML in it") from None
     if not isinstance(read, dict):
-        raise UserError(f"{path}: expected keys and values, as in docs/reference/plan.md")
+        raise UserError(f"{path}: expected keys and values. Fix: write them as in docs/reference/plan.md")
     return read
 
 
@@ -189,7 +189,8 @@ def checked(model: type[Table], values: dict[str, Any], path: Path) -> Table:
         lines = [
             f"{'.'.join(map(str, one['loc']))}: {one['msg'].removeprefix('Value error, ')}" for one in error.errors()
         ]
-        raise UserError(f"{path}: " + "\n  ".join(lines)) from None
+        problems = "\n  ".join(lines)
+        raise UserError(f"{path}: {problems}\nFix: correct these keys, as in docs/reference/plan.md") from None
 
 
 def merged(shipped: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +214,7 @@ def read_hardware(own: Path | None = None) -> Hardware:
     for key, device in hardware.devices.items():
         for link in (device.link, device.network):
             if link not in hardware.links:
-                raise UserError(f"{path}: devices.{key}: no link {link!r}: use one of {', '.join(hardware.links)}")
+                raise UserError(f"{path}: devices.{key}: no link {link!r}. Fix: use one of {', '.join(hardware.links)}")
     return hardware
 
 

@@ -97,7 +97,9 @@ class Launch:
             try:
                 section.update(json.loads(Path(path).read_text(encoding="utf-8")))
             except (OSError, ValueError) as error:
-                raise UserError(f"{path}: the DeepSpeed config cannot be read: {error}") from None
+                raise UserError(
+                    f"{path}: the DeepSpeed config cannot be read: {error}. Fix: correct the path, or the JSON in it"
+                ) from None
         return section
 
     @property
@@ -170,18 +172,19 @@ def check_started(launch: Launch, world_size: int, kind: str) -> None:
     if world_size != launch.processes:
         raise UserError(
             f"{launch.name} asks for {launch.processes} processes, but {world_size} "
-            f"{'is' if world_size == 1 else 'are'} running: each would train alone. "
-            "Use one of accelerate_configs/ and set the size with `accelerate launch --num_processes N`"
+            f"{'is' if world_size == 1 else 'are'} running. Each would train alone. Fix: use one of "
+            "accelerate_configs/ and set the size with `accelerate launch --num_processes N`"
         )
     expected = os.environ.get(PROCESSES_VARIABLE, "")
     if expected and expected != str(world_size):
         raise UserError(
-            f"{PROCESSES_VARIABLE}={expected}, but {world_size} {'is' if world_size == 1 else 'are'} running: the "
-            "launchers of this job did not find each other, or it has other sizes than it was written for"
+            f"{PROCESSES_VARIABLE}={expected}, but {world_size} {'is' if world_size == 1 else 'are'} running. The "
+            "launchers of this job did not find each other, or it has other sizes than it was written for. Fix: check "
+            "that its machines reach each other, or write the job again for these sizes"
         )
     if kind != launch.kind:
         raise UserError(
-            f"{launch.name} asks for {launch.kind}, but accelerate started {kind}: check its `distributed_type`"
+            f"{launch.name} asks for {launch.kind}, but accelerate started {kind}. Fix: check its `distributed_type`"
         )
 
 
@@ -193,11 +196,14 @@ def _load_config(path: str) -> dict[str, Any]:
     try:
         config = yaml.safe_load(here_or_shipped(Path(path)).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror}. Fix: check the path") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not an accelerate config: {error}") from None
+        raise UserError(f"{path}: not an accelerate config: {error}. Fix: correct the YAML") from None
     if not isinstance(config, dict) or "distributed_type" not in config:
-        raise UserError(f"{path}: not an accelerate config: it has no `distributed_type`")
+        raise UserError(
+            f"{path}: not an accelerate config: it has no `distributed_type`. Fix: use one of accelerate_configs/, or "
+            "add it"
+        )
     return config
 
 
@@ -239,17 +245,19 @@ def _option(arguments: list[str] | None, name: str) -> str | None:
 def _torchrun_launch(config_file: str, arguments: list[str] | None) -> Launch:
     """Returns the launch of torchrun, which decides the number of processes; the file decides the rest."""
     if arguments is not None:
-        raise UserError(f"--config-file {config_file}: accelerate launch has an option of its own, --config_file")
+        raise UserError(
+            f"--config-file {config_file}: accelerate launch has an option of its own. Fix: use --config_file"
+        )
     config = _load_config(config_file)
     if _TORCHRUN not in os.environ:
         raise UserError(
-            f"--config-file {config_file} is for processes that torchrun started; under accelerate, "
+            f"--config-file {config_file} is for processes that torchrun started. Fix: under accelerate, use "
             f"`accelerate launch --config_file {config_file} -m finetune train ...`"
         )
     world_size = os.environ["WORLD_SIZE"]
     if str(config["distributed_type"]) == "NO" and world_size != "1":
         raise UserError(
-            f"{config_file} is for one process, and torchrun started {world_size}: use accelerate_configs/ddp.yaml"
+            f"{config_file} is for one process, and torchrun started {world_size}. Fix: use accelerate_configs/ddp.yaml"
         )
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
@@ -284,7 +292,8 @@ def collective_timeout() -> timedelta:
         seconds = 0.0
     if not 0 < seconds < 1e7:
         raise UserError(
-            f"{TIMEOUT_VARIABLE}={text}: seconds that ranks wait for each other, a number above 0, such as 300"
+            f"{TIMEOUT_VARIABLE}={text}: not a number of seconds above 0. Ranks wait for each other that long. Fix: "
+            "set a number of seconds, such as 300"
         )
     return timedelta(seconds=seconds)
 

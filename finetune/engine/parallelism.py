@@ -127,7 +127,8 @@ def read_parallelism(config: dict[str, Any], sharded: bool, processes: int, name
             problems.append(f"`{key}: {value}`: must be an integer of at least 1")
         configured[field] = value
     if problems:
-        raise UserError(f"{name}: parallelism_config:\n" + "\n".join(f"  {problem}" for problem in problems))
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise UserError(f"{name}: parallelism_config:\n{lines}\nFix: correct these keys in the accelerate config")
     sizes, free = Parallelism(**configured), "shard" if sharded else "replicate"
     unit, is_complete = sizes.processes, free in configured
     if not is_complete and processes % unit == 0:
@@ -137,7 +138,7 @@ def read_parallelism(config: dict[str, Any], sharded: bool, processes: int, name
         nearest = f"{unit}" if is_complete else " or ".join(str(n) for n in around if n)
         raise UserError(
             f"{name}: parallelism_config: {sizes.summary()} needs {'' if is_complete else 'a multiple of '}{unit} "
-            f"processes, not {processes}: launch with `--num_processes {nearest}`, or change the sizes"
+            f"processes, not {processes}. Fix: launch with `--num_processes {nearest}`, or change the sizes"
         )
     return sizes
 

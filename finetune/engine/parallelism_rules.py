@@ -117,7 +117,10 @@ def check_combination(recipe: Recipe, recipe_file: str, launch: Launch, config: 
     problems = [problem for rule in RULES for problem in rule(combination)]
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise UserError(f"{launch.name} cannot run {recipe_file}:\n{lines}")
+        raise UserError(
+            f"{launch.name} cannot run {recipe_file}:\n{lines}\nFix: change what each line names, or use another "
+            "accelerate config"
+        )
 
 
 def row_parallel_widths(config: Any) -> dict[str, int]:

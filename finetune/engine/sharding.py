@@ -187,9 +187,9 @@ def take_weights(model: Any, on_this_rank: bool, source: ReadingRank = ReadingRa
         if difference is not None:
             (name, shape, *_), (name_0, shape_0, *_) = difference
             raise UserError(
-                f"FSDP2: the model that rank {rank} created from the config is not the one that another has read: it "
-                f"has `{name}` {list(shape)}, not `{name_0}` {list(shape_0)}. Use ddp or zero3, where every rank reads "
-                "the weights itself"
+                f"FSDP2: rank {rank} created another model from the config than was loaded. It has `{name}` "
+                f"{list(shape)}, not `{name_0}` {list(shape_0)}. Fix: use ddp or zero3, where every rank reads the "
+                "weights itself"
             )
     types = {name: dtype for name, _, dtype, _ in received[0]}  # only the rank that reads knows what is kept in fp32
     in_stages = source.group is not None

@@ -240,8 +240,8 @@ class StageModel(nn.Module):
         if hidden.dtype != self._compute:
             name = type(unwrap_peft(model.causal_lm)).__name__
             raise UserError(
-                f"pipeline: hidden states between the layers of {name} are "
-                f"{hidden.dtype}, not {self._compute}: use train.precision: fp32, or another accelerate config"
+                f"pipeline: hidden states between the layers of {name} are {hidden.dtype}, not {self._compute}. Fix: "
+                "use train.precision: fp32, or another accelerate config"
             )
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()  # no parameter up to here trains, but the schedule sends a gradient

@@ -47,7 +47,7 @@ def start_engine(recipe: Recipe, launch: Launch, config: PretrainedConfig) -> En
     """Join the process group, and return the engine of this process. config: of the base, see `Base`. Raises UserError
     if the group is another one."""
     if launch.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
-        raise UserError("this accelerate config needs DeepSpeed: pip install 'deepspeed>=0.19'")
+        raise UserError("this accelerate config needs DeepSpeed. Fix: pip install 'deepspeed>=0.19'")
     if is_rehearsal():
         prepare_rehearsal(launch)
     # The launcher passes the config file's values; accelerate cannot read its own `auto` here.
@@ -87,7 +87,7 @@ def check_cuda(recipe: Recipe, launch: Launch) -> None:
     """Raises UserError for what this GPU, or this version of torch on any GPU, does not support."""
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     if recipe.train.precision in ("bf16", "bf16_true", "fp8") and not has_bf16:
-        raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16: use fp16 or fp32")
+        raise UserError(f"train.precision: {torch.cuda.get_device_name()} has no bf16. Fix: use fp16 or fp32")
     check_products(recipe.train, recipe.quantization, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     check_in_backward(recipe.optimizer, launch, torch.__version__)
 
@@ -98,8 +98,9 @@ def check_in_backward(optimizer: Optimizer, launch: Launch, torch_version: str) 
     in_backward = optimizer.in_backward and launch.kind == "fsdp2" and launch.offloads_optimizer
     if in_backward and TorchVersion(torch_version) < "2.13":
         raise UserError(
-            f"`optimizer.in_backward` with {launch.name}: torch {torch_version} steps offloaded parameters before "
-            "their gradients have arrived in host memory: use torch 2.13 or newer, `in_backward: false`, or fsdp2"
+            f"`optimizer.in_backward` with {launch.name}: torch {torch_version} steps offloaded parameters too early. "
+            "Their gradients have not arrived in host memory. Fix: use torch 2.13 or newer, `in_backward: false`, or "
+            "fsdp2"
         )
 
 
@@ -132,8 +133,9 @@ def join_group() -> Accelerator:
         if "EADDRINUSE" not in str(error):
             raise
         raise UserError(
-            f"port {os.environ.get('MASTER_PORT')} (MASTER_PORT) of rank 0's machine is taken by another program, or "
-            "by a launch that has not ended: end it, or choose a free port, for accelerate with --main_process_port"
+            f"port {os.environ.get('MASTER_PORT')} (MASTER_PORT) of rank 0's machine is taken. Another program has it, "
+            "or a launch that has not ended. Fix: end it, or choose a free port, for accelerate with "
+            "--main_process_port"
         ) from error
 
 
@@ -209,8 +211,8 @@ def _replace_prepare_backend(sharded: bool) -> None:
         import accelerate
 
         raise UserError(
-            f"rehearsal on CPU processes does not know accelerate {accelerate.__version__} "
-            "(PartialState._prepare_backend has changed): pip install 'accelerate==1.15.*', or run on GPUs"
+            f"rehearsal on CPU processes does not know accelerate {accelerate.__version__}. "
+            "PartialState._prepare_backend has changed. Fix: pip install 'accelerate==1.15.*', or run on GPUs"
         )
     # DDP refuses device_ids on the CPU, so replicas must be MULTI_CPU; accelerate considers FSDP and DeepSpeed on
     # MULTI_GPU only.

@@ -48,8 +48,8 @@ def check_embeddings(model: Any) -> None:
         if type(module).__name__ == "DoraEmbeddingLayer":
             embedding = name.partition(f".{MAGNITUDE}")[0].rpartition(".")[2]
             raise UserError(
-                f"tensor parallel: `lora.dora: true` on the embedding {embedding!r}, whose tokens the ranks share: "
-                "leave it out of lora.targets, or use fsdp2"
+                f"tensor parallel: `lora.dora: true` cannot adapt the embedding {embedding!r}. The ranks share its "
+                "tokens. Fix: leave it out of lora.targets, or use fsdp2"
             )
 
 

@@ -31,8 +31,8 @@ def shard_experts(model: nn.Module, group: TensorGroup) -> ShardedParameters:
         total = experts.num_experts
         if total % group.size:
             raise UserError(
-                f"tensor parallel: the {total} experts of {path} are not divisible by {group.size} ranks: make the "
-                f"tensor size {nearest_divisors(group.size, total)}"
+                f"tensor parallel: the {total} experts of {path} are not divisible by {group.size} ranks. Fix: make "
+                f"the tensor size {nearest_divisors(group.size, total)}"
             )
         shard, adapters = group.shard(0, total), adapters_of(model, path)
         for name, weight in list(experts.named_parameters(recurse=False)):

@@ -53,7 +53,7 @@ def packed_shard(layer: Any, dim: int, group: TensorGroup, path: str) -> PackedS
         fits = nearest_divisors(group.size, total // together) if total % together == 0 else "1"
         raise UserError(
             f"tensor parallel: the {total} {'inputs' if dim else 'outputs'} of {path} are packed in blocks of "
-            f"{together}, which {group.size} ranks would split: make the tensor size {fits}, or use fsdp2"
+            f"{together}. {group.size} ranks would split a block. Fix: make the tensor size {fits}, or use fsdp2"
         )
     return PackedShard(dim, shard.start, shard.size, total, across, per)
 

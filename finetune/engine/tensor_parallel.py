@@ -86,7 +86,7 @@ def parallelize(
                 known = ", ".join([*STYLES, PARTIAL, *sorted(REPLICATED)])
                 raise UserError(
                     f"tensor parallel: the plan of {type(causal).__name__} has `{pattern}: {style}`, which is not "
-                    f"supported here (linear layers of {known} are): use fsdp2"
+                    f"supported. Linear layers of {known} are. Fix: use fsdp2"
                 )
             for module in _linear_layers(planned, STYLES[style], group, path):
                 receiver = names[id(module)] if "lora_" in names[id(module)] else path.rpartition(".")[0]
@@ -138,8 +138,8 @@ def _check_neighbours(base: nn.Module, plan: Mapping[str, str]) -> None:
         weights |= {name for name, _ in module.named_parameters(recurse=False)}
         if missing := sorted(f"{parent}.{name}" for name in weights if f"{parent}.{name}" not in named):
             raise UserError(
-                f"tensor parallel: the plan of {type(base).__name__} does not mention `{missing[0]}`, which is "
-                "next to matrices that it shards: use fsdp2"
+                f"tensor parallel: the plan of {type(base).__name__} does not mention `{missing[0]}`. It is next to "
+                "matrices that the plan shards. Fix: use fsdp2"
             )
 
 
@@ -170,8 +170,8 @@ def _linear_layers(module: nn.Module, style: Style, group: TensorGroup, path: st
             yield from _linear_layers(each, style, group, path)
     else:
         raise UserError(
-            f"tensor parallel: {path} is a {type(module).__name__}; only linear layers, with LoRA or without, can be "
-            "sharded: use fsdp2"
+            f"tensor parallel: {path} is a {type(module).__name__}, which cannot be sharded. Only linear layers can, "
+            "with LoRA or without. Fix: use fsdp2"
         )
 
 
@@ -185,7 +185,7 @@ def _shard_linear(
     if size % group.size:
         raise UserError(
             f"tensor parallel: the {size} {'outputs' if style.dim == 0 else 'inputs'} of {path} are not divisible by "
-            f"{group.size} ranks: make the tensor size {nearest_divisors(group.size, size)}"
+            f"{group.size} ranks. Fix: make the tensor size {nearest_divisors(group.size, size)}"
         )
     shard = group.shard(style.dim, size)
     sharded = {name: shard for name, _ in module.named_parameters() if name == "weight" or style.dim == 0}

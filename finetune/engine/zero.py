@@ -64,8 +64,8 @@ class Zero(Engine):
         dora = recipe.lora is not None and recipe.lora.dora
         if self.is_stage_3 and dora and recipe.mode == "qlora" and self.device.type == "cpu":
             raise UserError(
-                "`lora.dora` with `mode: qlora` cannot be rehearsed under ZeRO-3: on CPUs peft creates new 4-bit "
-                "weights in every forward, which DeepSpeed does not know: use fsdp2, or set `lora.dora: false`"
+                "`lora.dora` with `mode: qlora` cannot be rehearsed under ZeRO-3. On CPUs peft creates new 4-bit "
+                "weights in every forward, which DeepSpeed does not know. Fix: use fsdp2, or set `lora.dora: false`"
             )
         half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtypes(recipe).frozen)
         if recipe.mode == "lora" and half:

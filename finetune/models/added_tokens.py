@@ -38,18 +38,21 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> list[list[
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     if present := [token for token in tokens.add if token in vocabulary]:
         raise UserError(
-            f"tokens.add: {present[0]!r} is a token of this tokenizer already (id {vocabulary[present[0]]}): leave it "
-            "out"
+            f"tokens.add: {present[0]!r} is a token of this tokenizer already (id {vocabulary[present[0]]}). Fix: "
+            "leave it out"
         )
     pieces: list[list[int]] = [tokenizer(token, add_special_tokens=False)["input_ids"] for token in tokens.add]
     if empty := [token for token, ids in zip(tokens.add, pieces, strict=True) if not ids]:
-        raise UserError(f"tokens.add: this tokenizer reads nothing in {empty[0]!r}: give a token with a character")
+        raise UserError(f"tokens.add: this tokenizer reads nothing in {empty[0]!r}. Fix: give a token with a character")
     first = len(tokenizer)
     new: list[Any] = [AddedToken(token, normalized=False) for token in tokens.add]
     tokenizer.add_tokens(new)
     ids: Any = tokenizer.convert_tokens_to_ids(list(tokens.add))
     if ids != list(range(first, first + len(tokens.add))):
-        raise UserError(f"tokens.add: {type(tokenizer).__name__} gives new tokens other ids than the next: {ids}")
+        raise UserError(
+            f"tokens.add: {type(tokenizer).__name__} gives new tokens other ids than the next: {ids}. Fix: leave "
+            "tokens.add out, or use another tokenizer"
+        )
     return pieces
 
 
@@ -63,19 +66,20 @@ def start_rows(model: Any, first: int, pieces: list[list[int]]) -> None:
     text = model.config.get_text_config()
     if getattr(text, "hidden_size_per_layer_input", None) and count > text.vocab_size_per_layer_input:
         raise UserError(
-            f"tokens.add: {type(model).__name__} has a second table of embeddings, which are inputs of its layers, "
-            f"with {text.vocab_size_per_layer_input:,} rows: an added token would have none of its own there (Gemma 3n "
-            "would give all of them that of token 0), and results with a second table that has grown are not written "
-            "here: use some of its unused tokens in your rows"
+            f"tokens.add: {type(model).__name__} has a second table of embeddings, which cannot grow. It has "
+            f"{text.vocab_size_per_layer_input:,} rows, which are inputs of the layers: an added token would have none "
+            "of its own there (Gemma 3n would give all of them that of token 0), and results with a larger table are "
+            "not written here. Fix: use some of its unused tokens in your rows"
         )
     model.has_added_tokens = True
     sizes = [full_shape(module.weight)[0] for module in _tables(model)]
     if min(sizes) < count:
         if min(sizes) < max(sizes):  # Llama 3.2 Vision
             raise UserError(
-                f"tokens.add: {type(model).__name__} has an embedding of {max(sizes):,} rows and a head of "
-                f"{min(sizes):,}, too few for {count:,} tokens; transformers makes the difference of its own accord, "
-                "and would not load a result whose tables have grown: use some of its unused tokens in your rows"
+                f"tokens.add: {count:,} tokens do not fit into the tables of {type(model).__name__}. Its embedding has "
+                f"{max(sizes):,} rows and its head {min(sizes):,}; transformers makes the difference of its own "
+                "accord, and would not load a result whose tables have grown. Fix: use some of its unused tokens in "
+                "your rows"
             )
         model.resize_token_embeddings(count, mean_resizing=False)
     weights = {id(w): w for module in _tables(model) for w in (module.weight, getattr(module, "bias", None))}
@@ -146,8 +150,8 @@ def train_rows(model: Any, first: int, count: int, dtype: torch.dtype) -> None:
         kind: Any = type(module)
         if kind is not nn.Linear and not isinstance(module, nn.Embedding):
             raise UserError(
-                f"tokens.train: `added` trains rows of {kind.__name__}, which has adapters or is trained "
-                "whole: leave it out of lora.targets and lora.modules_to_save, or set `tokens.train: all`"
+                f"tokens.train: `added` trains rows of {kind.__name__}, which has adapters or is trained whole. Fix: "
+                "leave it out of lora.targets and lora.modules_to_save, or set `tokens.train: all`"
             )
         weight = module.weight
         if id(weight) not in shared:

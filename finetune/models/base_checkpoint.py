@@ -43,8 +43,8 @@ def base_checkpoint(model: Model) -> BaseCheckpoint | None:
     tensors = {name: tensor for name, tensor in state.items() if name in loaded & ours}
     if other := sorted({*revert_weight_conversion(part.base, tensors)} - {*part.files}):
         raise UserError(
-            f"model.name: a result could not be written as {model.name!r} is: transformers would write {other[0]!r}, "
-            "which it does not have"
+            f"model.name: a result cannot be stored in the layout of {model.name!r}. transformers would write "
+            f"{other[0]!r}, which it does not have. Fix: name another checkpoint of this model, or another model"
         )
     ends = [name for name, own in part.files.items() if own in (f"{part.head}.weight", f"{part.embedding}.weight")]
     if getattr(part.base.config, "tie_word_embeddings", False) and len(ends) == 2:
@@ -55,9 +55,9 @@ def base_checkpoint(model: Model) -> BaseCheckpoint | None:
             same = torch.equal(first.get_tensor(ends[0]), second.get_tensor(ends[1]))
         if same != part.text.config.tie_word_embeddings:
             raise UserError(
-                f"model.name: {model.name!r} has an embedding and an LM head, which its config ties or does not "
-                "although their values say otherwise: set `tie_word_embeddings` in the `text_config` of its "
-                "config.json to match"
+                f"model.name: {model.name!r} contradicts its own `tie_word_embeddings`. It has an embedding and an LM "
+                "head, which its config ties or does not although their values say otherwise. Fix: set "
+                "`tie_word_embeddings` in the `text_config` of its config.json to match"
             )
     config = checkpoint_file(model, CONFIG_NAME)
     assert config is not None  # it was read

@@ -33,8 +33,9 @@ def base_config(model: Model) -> PretrainedConfig:
             for key in model.config:
                 if key not in keys:
                     close = difflib.get_close_matches(key, keys, n=1)
-                    hint = f"; did you mean `{close[0]}`?" if close else ""
-                    raise UserError(f"model.config.{key}: not a setting of {model.config['model_type']}{hint}")
+                    remedy = f"write `{close[0]}`" if close else "leave it out"
+                    kind = model.config["model_type"]
+                    raise UserError(f"model.config.{key}: not a setting of {kind}. Fix: {remedy}")
             return AutoConfig.for_model(**model.config)
         assert model.name is not None
         folder = Path(model.name).expanduser()
@@ -67,7 +68,7 @@ def depends_on_length(rope_type: str) -> bool:
     return "dynamic" in rope_type or rope_type == "longrope"
 
 
-NO_FOLDER = "no such folder; give one, or the id of a model on the hub, as org/name"
+NO_FOLDER = "no such folder. Fix: give one, or the id of a model on the hub, as org/name"
 
 
 def is_missing_folder(name: str) -> bool:
@@ -76,11 +77,14 @@ def is_missing_folder(name: str) -> bool:
 
 
 def not_found_reason(name: str | None, error: BaseException) -> str | None:
-    """Returns why no model was found under a name; None if the failure has another cause."""
+    """Returns why no model was found under a name, and the fix; None if the failure has another cause."""
     if name is not None and is_missing_folder(name):
         return NO_FOLDER
     if constants.HF_HUB_OFFLINE and isinstance(error.__cause__, LocalEntryNotFoundError):
-        return "it is neither a folder here nor in the hub's cache, and nothing is downloaded offline"
+        return (
+            "it is neither a folder here nor in the hub's cache, and nothing is downloaded offline. Fix: download it "
+            "while online, or give a folder"
+        )
     return None
 
 
@@ -108,7 +112,9 @@ class Parsing(contextlib.AbstractContextManager[None]):
             if (file := folder / "tokenizer.json").is_file():
                 read_object(file)
             check_settings(folder)
-        raise UserError(f"{self._what}: {not_found_reason(self._name, error) or short(error)}") from error
+        remedy = "correct model.config" if self._name is None else "check the name, and that its files are complete"
+        reason = not_found_reason(self._name, error) or f"{short(error)}. Fix: {remedy}"
+        raise UserError(f"{self._what}: {reason}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -103,8 +103,9 @@ def check_same_vocabulary(key: str, name: str | None, base: Base) -> None:
     if ours != theirs:
         token = min(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
         raise UserError(
-            f"{key}: {name!r} has another vocabulary than the model that is trained, so their log-probabilities cannot "
-            f"be compared: {token!r} is id {theirs.get(token)} there and {ours.get(token)} here"
+            f"{key}: {name!r} has another vocabulary than the model that is trained. Their log-probabilities cannot be "
+            f"compared: {token!r} is id {theirs.get(token)} there and {ours.get(token)} here. Fix: name a model with "
+            "the same tokenizer, such as a larger one of the same family"
         )
 
 
@@ -118,8 +119,9 @@ def check_same_images(key: str, name: str | None, base: Base) -> None:
     other = row_images(base.other(name).model, base.image, base.tokenizer)
     if other is None or base.images.family.settings != other.family.settings:
         raise UserError(
-            f"{key}: {name!r} sees images as other tokens, or by other settings of its processor: name a model whose "
-            "processor has the same settings, such as a larger one of the same family"
+            f"{key}: {name!r} reads images in another way than the trained model. It sees them as other tokens, or by "
+            "other settings of its processor. Fix: name a model whose processor has the same settings, such as a "
+            "larger one of the same family"
         )
 
 

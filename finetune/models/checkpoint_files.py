@@ -48,8 +48,8 @@ def tensor_names(model: Model) -> dict[str, str]:
         return weight_map(index, whole=False)
     if (file := checkpoint_file(model, SAFE_WEIGHTS_NAME)) is None:
         raise UserError(
-            f"model.name: {model.name!r} has neither {SAFE_WEIGHTS_INDEX_NAME} nor {SAFE_WEIGHTS_NAME}: the text part "
-            "of a multimodal model is read from safetensors files"
+            f"model.name: {model.name!r} has neither {SAFE_WEIGHTS_INDEX_NAME} nor {SAFE_WEIGHTS_NAME}. The text part "
+            "of a multimodal model is read from safetensors files. Fix: name a copy that has them"
         )
     check_tensors(file)
     with safe_open(file, framework="pt") as tensors:
@@ -61,7 +61,7 @@ def tensor_places(model: Model) -> dict[str, Path]:
     names = tensor_names(model)
     files = {name: checkpoint_file(model, name) for name in sorted({*names.values()})}
     if missing := [name for name, file in files.items() if file is None]:
-        raise UserError(f"model.name: {model.name!r} lacks {missing[0]}")
+        raise UserError(f"model.name: {model.name!r} lacks {missing[0]}. Fix: add this file, or name a complete copy")
     for file in files.values():
         if file is not None:
             check_tensors(file)
@@ -78,8 +78,8 @@ def check_names_kept(model: Any, paths: list[str]) -> None:
             name, _ = renaming.rename_source_key(name)
         if name != f"{path}.weight":
             raise UserError(
-                f"lora.targets: peft would not find the adapter of {path} again on {type(model).__name__}: it takes it "
-                f"for that of {name.removesuffix('.weight')}; name targets without it"
+                f"lora.targets: peft would not find the adapter of {path} again. On {type(model).__name__} it takes it "
+                f"for that of {name.removesuffix('.weight')}. Fix: name targets without it"
             )
 
 

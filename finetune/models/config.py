@@ -37,8 +37,8 @@ def model_config(model: Model) -> PretrainedConfig:
     if is_multimodal(config):
         text = config.get_text_config(decoder=True).model_type
         raise UserError(
-            f"model.config: {config.model_type!r} has other parts than text, which would never be trained: give its "
-            f"text part alone, `model_type: {text}`"
+            f"model.config: {config.model_type!r} has other parts than text, which would never be trained. Fix: give "
+            f"its text part alone, `model_type: {text}`"
         )
     return config
 
@@ -58,11 +58,16 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
         return
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
     if not 1 <= layers <= MAX_LAYERS:
-        raise UserError(f"model.config.num_hidden_layers: expected 1 to {MAX_LAYERS:,}, got {layers:,}")
+        raise UserError(
+            f"model.config.num_hidden_layers: expected 1 to {MAX_LAYERS:,}, got {layers:,}. Fix: set a number of this "
+            "range"
+        )
     try:
         without_weights(config)
     except (RuntimeError, ArithmeticError, AssertionError, AttributeError, LookupError, ValueError, TypeError) as error:
-        raise UserError(f"model.config: no model can be built from these sizes: {short(error)}") from error
+        raise UserError(
+            f"model.config: no model can be built from these sizes: {short(error)}. Fix: correct the sizes"
+        ) from error
 
 
 def length_dependent_rope(config: PretrainedConfig) -> list[str]:
@@ -86,8 +91,8 @@ def check_no_dropout(config: PretrainedConfig) -> None:
     """Raises UserError if a model has dropout, for `batch.rows_per_device: auto`."""
     for name, value in active_dropouts(config):
         raise UserError(
-            "batch.rows_per_device: dropout is drawn for each forward, so under `auto` losses would depend on the "
-            f"hardware (the model's `{name}` is {value}): give a number"
+            f"batch.rows_per_device: `auto` is not possible with dropout (the model's `{name}` is {value}). Dropout is "
+            "drawn for each forward, so losses would depend on the hardware. Fix: give a number"
         )
 
 

@@ -30,16 +30,16 @@ def read_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{file}: cannot be read: {error.strerror}. Fix: check the file and its permissions") from None
     except UnicodeDecodeError:
-        raise UserError(f"{file}: damaged: it is not UTF-8 text; {_RESTORE}") from None
+        raise UserError(f"{file}: damaged: it is not UTF-8 text. Fix: {_RESTORE}") from None
     except json.JSONDecodeError as error:
         problem = "it is empty" if not error.doc.strip() else f"not valid JSON: {error}"
-        raise UserError(f"{file}: damaged: {problem}; {_RESTORE}") from None
+        raise UserError(f"{file}: damaged: {problem}. Fix: {_RESTORE}") from None
     except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
-        raise UserError(f"{file}: damaged: JSON nested too deeply, or numbers too long; {_RESTORE}") from None
+        raise UserError(f"{file}: damaged: JSON nested too deeply, or numbers too long. Fix: {_RESTORE}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{file}: expected a JSON object, got {type(content).__name__}; {_RESTORE}")
+        raise UserError(f"{file}: expected a JSON object, got {type(content).__name__}. Fix: {_RESTORE}")
     return content
 
 
@@ -50,11 +50,16 @@ def check_settings(folder: Path) -> None:
         for key, value in read_object(file).items():
             values = value if isinstance(value, list) else [value]
             if key.endswith("_token_id") and not all(one is None or type(one) is int for one in values):
-                raise UserError(f"{file}: `{key}` is {value!r}; expected a token id, or a list of them")
+                raise UserError(
+                    f"{file}: `{key}` is {value!r}, not a token id or a list of them. Fix: set it to a token id, a "
+                    "list of them, or null"
+                )
             if file.name == "generation_config.json" and key in _REAL and not isinstance(value, int | float | None):
-                raise UserError(f"{file}: `{key}` is {value!r}; expected a number")
+                raise UserError(f"{file}: `{key}` is {value!r}, not a number. Fix: set it to a number")
             if key == "num_hidden_layers" and not (type(value) is int and value > 0):
-                raise UserError(f"{file}: `{key}` is {value!r}; expected the number of layers")
+                raise UserError(
+                    f"{file}: `{key}` is {value!r}, not a number of layers. Fix: set it to the number of layers"
+                )
 
 
 def check_weights(folder: Path) -> None:
@@ -73,8 +78,8 @@ def check_weights(folder: Path) -> None:
     pickles = [name for name in pickles if not name.startswith(others)]
     if not files and pickles:
         raise UserError(
-            f"{folder / pickles[0]}: weights in a pickle, which can run any program: only safetensors are "
-            "read. Take the model's safetensors files, or convert the pickle on a machine that may run it"
+            f"{folder / pickles[0]}: the weights are in a pickle, which can run any program. Only safetensors are "
+            "read. Fix: take the model's safetensors files, or convert the pickle on a machine that may run it"
         )
 
 
@@ -83,12 +88,12 @@ def weight_map(index: Path, whole: bool = True) -> dict[str, str]:
     the hub may be downloaded later."""
     places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
-        raise UserError(f"{index}: has no `weight_map` from tensors to files; {_RESTORE}")
+        raise UserError(f"{index}: has no `weight_map` from tensors to files. Fix: {_RESTORE}")
     for name in sorted(set(places.values())):
         if Path(name).name != name:
-            raise UserError(f"{index}: names {name!r}, which is not a file of this folder; {_RESTORE}")
+            raise UserError(f"{index}: names {name!r}, which is not a file of this folder. Fix: {_RESTORE}")
         if whole and not (index.parent / name).is_file():
-            raise UserError(f"{index}: names {name}, which is missing: is the folder complete? Download it again")
+            raise UserError(f"{index}: names {name}, which is missing. Fix: complete the folder, or download it again")
     return places
 
 
@@ -98,11 +103,13 @@ def check_tensors(file: Path) -> None:
         with safe_open(file, framework="pt"):
             pass
     except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
+        raise UserError(
+            f"{file}: cannot be read: {error.strerror or error}. Fix: check the file and its permissions"
+        ) from None
     except SafetensorError as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
         size = f"{file.stat().st_size:,} bytes"
-        raise UserError(f"{file}: damaged or incomplete ({size}; {reason[:200]}); {_RESTORE}") from None
+        raise UserError(f"{file}: damaged or incomplete ({size}; {reason[:200]}). Fix: {_RESTORE}") from None
 
 
 def weights_problem(error: BaseException) -> str:

@@ -95,7 +95,10 @@ def base_content(model: Model) -> dict[str, Any]:
                     content.update(os.pread(file.fileno(), end - begin, begin))
             files[path.name] = f"{size:,} bytes, {content.hexdigest()[:DIGITS]}"
     except OSError as error:
-        raise UserError(f"model.name: {error.filename or folder} cannot be read: {error.strerror}") from None
+        raise UserError(
+            f"model.name: {error.filename or folder} cannot be read: {error.strerror}. Fix: check the file and its "
+            "permissions"
+        ) from None
     return {**({"commit": commit} if commit else {}), "files": files}
 
 

@@ -86,7 +86,7 @@ def choose_kernels(
         return none("asked for in the recipe")
     no_liger = liger_problem(device)
     if requested == "liger" and (why := no_liger or ("torch.compile fuses by itself" if compiled else None)):
-        raise UserError(f"model.kernels: `liger` is not possible: {why}; use `auto`")
+        raise UserError(f"model.kernels: `liger` is not possible: {why}. Fix: use `auto`")
     if compiled:
         return none("torch.compile fuses by itself")
     if device != "cuda" and requested == "auto":
@@ -108,7 +108,7 @@ def fuse_layers(model: nn.Module, config: PretrainedConfig, choice: KernelChoice
         return f"plain ({choice.reason})"
     if (why := kernel_problem(config, choice)) is not None:
         if choice.norm == "liger":
-            raise UserError(f"model.kernels: `liger` does not fit {type(model).__name__}: {why}; use `auto`")
+            raise UserError(f"model.kernels: `liger` does not fit {type(model).__name__}: {why}. Fix: use `auto`")
         return f"plain ({why})"
     replaced = replace_formulas(model, functions)
     names = {"norm": choice.norm, "gate": "liger", "rotation": "liger"}

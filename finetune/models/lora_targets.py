@@ -97,7 +97,10 @@ def _check_names(paths: Mapping[str, Any], stacked: Mapping[str, list[tuple[str,
             linear = {path.rpartition(".")[2] for path, module in paths.items() if "Linear" in type(module).__name__}
             linear |= {path.rpartition(".")[2] for path in stacked}
             names_here = ", ".join(sorted(linear) or {path.rpartition(".")[2] for path in paths})
-            raise UserError(f"{key}: the model has no module {name!r}; its linear ones are {names_here}")
+            raise UserError(
+                f"{key}: the model has no module {name!r}. Fix: name modules that it has; its linear ones are "
+                f"{names_here}"
+            )
 
 
 def _check_variants(targets: AdapterTargets, lora: Lora, model: Any) -> None:

@@ -166,7 +166,7 @@ def choose_cross_entropy(
     if isinstance(mapping, UnknownHead):
         if requested == "auto":
             return CrossEntropyChoice("plain", str(mapping))
-        raise UserError(f"model.cross_entropy: `{requested}` is not possible: {mapping}; use `auto`")
+        raise UserError(f"model.cross_entropy: `{requested}` is not possible: {mapping}. Fix: use `auto`")
     if requested == "liger":
         obstacle = liger_problem(device.type)
         if not matrix:
@@ -174,7 +174,7 @@ def choose_cross_entropy(
         if not only_sums:
             obstacle = "it gives the sum of the token losses only, and the objective needs more"
         if obstacle:
-            raise UserError(f"model.cross_entropy: `{requested}` is not possible: {obstacle}; use `auto`")
+            raise UserError(f"model.cross_entropy: `{requested}` is not possible: {obstacle}. Fix: use `auto`")
         return CrossEntropyChoice(requested, "asked for in the recipe")
     fits_liger = matrix and only_sums and device.ranks == 1
     if requested == "auto" and device.liger and fits_liger and liger_problem(device.type) is None:

@@ -61,7 +61,8 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     experts = stacked_experts(model)
     if not experts:
         raise UserError(
-            f"{type(model).__name__} has no experts that can be divided over ranks: remove `parallelism_config_ep_size`"
+            f"{type(model).__name__} has no experts that can be divided over ranks. Fix: remove "
+            "`parallelism_config_ep_size`"
         )
     return experts
 

@@ -72,8 +72,8 @@ def pack_linear_layers(
     set_attribute(model, "is_loaded_in_4bit", settings.type != "fp8", "packed model")
     if settings.compute == "scaled" and not any(isinstance(module, ScaledLinear) for module in model.modules()):
         raise UserError(
-            f"quantization.compute: {type(model).__name__} has no linear layers whose sizes are multiples of "
-            f"{MULTIPLE}, which products of 8 bits take: use `dequantised`"
+            f"quantization.compute: {type(model).__name__} has no linear layers that 8-bit products take. Their sizes "
+            f"must be multiples of {MULTIPLE}. Fix: use `dequantised`"
         )
 
 
@@ -140,7 +140,7 @@ def _four_bit_layer(settings: Quantization, weight: Tensor, bias: Tensor | None,
         from bitsandbytes.nn import Linear4bit
     except ImportError:
         raise UserError(
-            f"`quantization.type: {settings.type}` needs bitsandbytes: pip install 'bitsandbytes>=0.49'"
+            f"`quantization.type: {settings.type}` needs bitsandbytes. Fix: pip install 'bitsandbytes>=0.49'"
         ) from None
     if "dynamic" not in functional.name2qmap:  # or the first use creates it on its own device, which may be `meta`
         functional.name2qmap["dynamic"] = functional.create_dynamic_map()

@@ -52,6 +52,6 @@ def _refusal(name: str, error: ValueError) -> Exception:
     if "trust_remote_code" not in str(error):
         return error
     return UserError(
-        f"{name}: this model runs Python code of its own repository, which is not trusted: read that code, then set "
-        "`model.trust_remote_code: true` in the recipe (of a finished run: in its recipe.yaml)"
+        f"{name}: this model runs Python code of its own repository, which is not trusted. Fix: read that code, then "
+        "set `model.trust_remote_code: true` in the recipe (of a finished run: in its recipe.yaml)"
     )

@@ -80,7 +80,7 @@ def labelled(config: PretrainedConfig, labels: tuple[str, ...]) -> PretrainedCon
         same = present == labels or unnamed or len(labels) == 1
         if len(present) != len(labels) or not same:
             raise UserError(
-                f"model.name: its labels are {', '.join(present)}, and this run's are {', '.join(labels)}: set "
+                f"model.name: its labels are {', '.join(present)}, and this run's are {', '.join(labels)}. Fix: set "
                 f"`objective.labels: [{', '.join(present)}]`, or begin with a model that has no labels yet"
             )
     own: Any = copy.deepcopy(config)
@@ -95,7 +95,10 @@ def score_head(model: Any) -> nn.Linear:
     """Returns the head of a model before adapters. Raises UserError if it is not one matrix of this name."""
     head = getattr(model, SCORE, None)
     if not isinstance(head, nn.Linear):
-        raise UserError(f"{type(model).__name__} has no linear head `{SCORE}` over its last hidden state")
+        raise UserError(
+            f"{type(model).__name__} has no linear head `{SCORE}` over its last hidden state. Fix: choose a model that "
+            "has one"
+        )
     return head
 
 

@@ -88,7 +88,7 @@ def _causal_class(text: PretrainedConfig) -> Any:
     try:
         body: Any = MODEL_MAPPING[type(text)]  # which transformers has only within a multimodal model
     except KeyError:
-        raise UserError(f"{type(text).__name__} has no text model in transformers") from None
+        raise UserError(f"{type(text).__name__} has no text model in transformers. Fix: choose another model") from None
     family = next(base for base in body.__mro__ if base.__module__ == body.__module__ and base is not body)
 
     class TextForCausalLM(family, transformers.GenerationMixin):
@@ -182,8 +182,8 @@ def _text_part(name: str, revision: str | None, trust_remote_code: bool) -> Text
         return None
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
-            f"model.name: the weights of {name!r} are stored quantized, and of a multimodal model that cannot be "
-            "trained here: name a copy in 16 bits, as publishers have it for training"
+            f"model.name: the weights of {name!r} are stored quantized. A multimodal model cannot be trained from them "
+            "here. Fix: name a copy in 16 bits, as publishers have it for training"
         )
     with torch.device("meta"), no_init_weights():
         base = _of_base_class(config)
@@ -256,7 +256,9 @@ def check_text_part(model: Model) -> None:
 
 
 def _unclear(config: PretrainedConfig, why: str) -> UserError:
-    return UserError(f"the text part of {type(config).__name__} cannot be trained by itself: {why}")
+    return UserError(
+        f"the text part of {type(config).__name__} cannot be trained by itself: {why}. Fix: choose another model"
+    )
 
 
 def key_mapping(part: TextPart) -> dict[str, str]:

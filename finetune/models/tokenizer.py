@@ -30,11 +30,14 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
             tokenizer("a")  # settings such as `model_max_length` are used here for the first time
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(
-            f"{source!r} has only a slow tokenizer ({type(tokenizer).__name__}); exact masks need character offsets. "
-            "Give `model.tokenizer` a folder with a tokenizer.json"
+            f"{source!r} has only a slow tokenizer ({type(tokenizer).__name__}). Exact masks need character offsets. "
+            "Fix: give `model.tokenizer` a folder with a tokenizer.json"
         )
     if tokenizer.eos_token is None:
-        raise UserError(f"the tokenizer of {source!r} has no end token (eos_token): generation would never stop")
+        raise UserError(
+            f"the tokenizer of {source!r} has no end token (eos_token). Generation would never stop. Fix: set "
+            "`eos_token` in its tokenizer_config.json"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -45,8 +48,8 @@ def check_token_ids(config: PretrainedConfig, tokenizer_size: int, tokens: Token
     rows = config.get_text_config().vocab_size + (len(tokens.add) if tokens else 0)
     if tokenizer_size > rows:
         raise UserError(
-            f"the tokenizer has {tokenizer_size} tokens, the model's embedding {rows} rows: "
-            "they do not belong together; check `model.tokenizer` and `model.name` or `model.config.vocab_size`"
+            f"the tokenizer has {tokenizer_size} tokens, the model's embedding {rows} rows. They do not belong "
+            "together. Fix: check `model.tokenizer` and `model.name` or `model.config.vocab_size`"
         )
 
 

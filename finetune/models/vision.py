@@ -105,7 +105,10 @@ def freeze_parts(model: Any, family: Family, trained: Sequence[str]) -> None:
 def _check_read(model: Any, trained: Sequence[str]) -> None:
     layer = getattr(model.config, "vision_feature_layer", -1)
     if "vision" in trained and layer not in (-1, [-1]):
-        raise UserError(f"model.train: the language model reads layer {layer} of the tower: leave `vision` out")
+        raise UserError(
+            f"model.train: the language model reads layer {layer} of the tower. Those after it would get no gradient. "
+            "Fix: leave `vision` out"
+        )
 
 
 def targets_in_parts(model: Any, family: Family, trained: Sequence[str], lora: Lora) -> AdapterTargets:
@@ -115,8 +118,8 @@ def targets_in_parts(model: Any, family: Family, trained: Sequence[str], lora: L
     paths = [*targets.layers, *targets.stacked]
     if without := [part for part in trained if not any(part_of(family, path) == part for path in paths)]:
         raise UserError(
-            f"lora.targets: nothing of {without[0]!r}, which model.train names, can have an adapter by these targets: "
-            "leave the part out, or train it by `mode: full`"
+            f"lora.targets: no target is in {without[0]!r}, which model.train names. Fix: leave the part out, or train "
+            "it by `mode: full`"
         )
     check_names_kept(model, [*targets.layers, *(path.rpartition(".")[0] for path in targets.stacked)])
     return targets

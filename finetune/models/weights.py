@@ -89,7 +89,10 @@ def load_model(
     if labels:
         auto, config = AutoModelForSequenceClassification, labelled(config, labels)
         if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            raise UserError(f"{type(config).__name__} has no sequence classification model in transformers")
+            raise UserError(
+                f"{type(config).__name__} has no sequence classification model in transformers. Fix: choose another "
+                "model"
+            )
     torch.manual_seed(recipe.run.seed)
     base_dtype = types.trained if recipe.mode == "full" else types.frozen
     model, missing = _base_model(base, config, recipe.mode, attention, base_dtype, placement, auto)
@@ -103,7 +106,7 @@ def load_model(
     else:
         _check_complete(recipe.model, config, missing or set())
         if model.get_output_embeddings() is None:
-            raise UserError(f"{type(config).__name__} has no LM head to train")
+            raise UserError(f"{type(config).__name__} has no LM head to train. Fix: choose a causal language model")
     first_added = 0
     if recipe.tokens is not None:
         first_added = len(base.tokenizer) - len(base.pieces)
@@ -187,8 +190,8 @@ def _check_complete(model: Model, config: PretrainedConfig, missing: set[str]) -
     absent = sorted(name for name in missing if unused is None or f".{unused}." not in f".{name}")
     if absent:
         raise UserError(
-            f"model.name: {model.name!r} lacks {len(absent):,} weights of its model, such as `{absent[0]}`, "
-            "which would begin at random: is the folder complete, and its config.json that of these weights?"
+            f"model.name: {model.name!r} lacks {len(absent):,} weights of its model, such as `{absent[0]}`. They would "
+            "begin at random. Fix: complete the folder, and check that its config.json is that of these weights"
         )
 
 
@@ -208,8 +211,8 @@ def _base_model(
         common["attn_implementation"] = attention_of_parts(config, attention.implementation)
     if (is_mxfp4 := stored_in_mxfp4(config)) and mode != "lora":
         raise UserError(
-            f"mode: {mode}: the experts of {settings.name!r} are stored in MXFP4, for frozen weights: "
-            "use `mode: lora`, which computes with their exact values, or a checkpoint in bfloat16"
+            f"mode: {mode}: the experts of {settings.name!r} are stored in MXFP4, for frozen weights. Fix: use `mode: "
+            "lora`, which computes with their exact values, or a checkpoint in bfloat16"
         )
     if placement.weights == "meta":
         model = without_weights(config, auto, trusted=trusted, **common)
@@ -242,14 +245,15 @@ def _base_model(
             **common,
         )
     except (OSError, ValueError, SafetensorError) as error:
-        reason = not_found_reason(name, error) or weights_problem(error)
+        unreadable = f"{weights_problem(error)}. Fix: name a model whose safetensors files are complete"
+        reason = not_found_reason(name, error) or unreadable
         raise UserError(f"model.name: {settings.name!r} cannot be loaded: {reason}") from error
     except RuntimeError as error:
         if not mismatched_sizes(error):
             raise
         raise UserError(
-            f"model.name: the weights of {settings.name!r} have other shapes than its config.json says (listed "
-            "above): take both from one place"
+            f"model.name: the weights of {settings.name!r} contradict the shapes of its config.json. The differences "
+            "are listed above. Fix: take both from one place"
         ) from error
     if load is not auto:
         replace_class(model, load.__mro__[1], "own class")
@@ -349,7 +353,7 @@ def add_adapters(
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
             adapted: Any = get_peft_model(model, config)
     except ValueError as error:
-        raise UserError(f"lora: {first_line(error)}") from error
+        raise UserError(f"lora: {first_line(error)}. Fix: change the setting of `lora` that this names") from error
     check_adapted(adapted, targets)
     adapted.left_out = describe_left_out(targets.left_out)
     _rename_tied(adapted.get_base_model())
@@ -401,13 +405,13 @@ def compute_in_fp8(model: Any, emulated: bool) -> None:
     Raises UserError if torchao is missing, or no layer has sizes that such products take.
     """
     if importlib.util.find_spec("torchao") is None:
-        raise UserError("`train.precision: fp8` needs torchao: pip install 'torchao>=0.18'")
+        raise UserError("`train.precision: fp8` needs torchao. Fix: pip install 'torchao>=0.18'")
     from finetune.models import fp8_linear
 
     if not fp8_linear.use_fp8(unwrap_peft(model).base_model.layers, emulated=emulated):
         raise UserError(
-            f"train.precision: {type(model).__name__} has no linear layers whose sizes are multiples of "
-            f"{MULTIPLE}, which products of 8 bits take: use bf16"
+            f"train.precision: {type(model).__name__} has no linear layers that 8-bit products take. Their sizes must "
+            f"be multiples of {MULTIPLE}. Fix: use bf16"
         )
 
 
@@ -438,6 +442,7 @@ def _check_magnitudes(model: Any) -> None:
             if zeros := (magnitude.weight.flatten() == 0).nonzero().flatten().tolist():
                 which = ", ".join(map(str, zeros[:5])) + (", ..." if len(zeros) > 5 else "")
                 raise UserError(
-                    f"lora.dora: all weights of {len(zeros):,} outputs of {name} are zero ({which}), and DoRA divides "
-                    f"by their length: leave {name.rpartition('.')[2]!r} out of lora.targets, or set `lora.dora: false`"
+                    f"lora.dora: all weights of {len(zeros):,} outputs of {name} are zero ({which}). DoRA divides by "
+                    f"their length. Fix: leave {name.rpartition('.')[2]!r} out of lora.targets, or set `lora.dora: "
+                    "false`"
                 )

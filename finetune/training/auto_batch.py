@@ -174,7 +174,7 @@ class Trials:
         except torch.OutOfMemoryError:
             raise UserError(
                 f"batch.rows_per_device: auto: one sequence of {self.row.tokens:,} tokens does not fit into "
-                f"{self.memory.name}: train.activation_checkpointing: true, fsdp2, a smaller data.max_length, "
+                f"{self.memory.name}. Fix: use train.activation_checkpointing: true, fsdp2, a smaller data.max_length, "
                 "mode: lora or qlora, or an offload config"
             ) from None
 
@@ -189,8 +189,8 @@ class Trials:
         except torch.OutOfMemoryError:
             if self.engine.trial_is_collective:
                 raise RunFailure(
-                    f"batch.rows_per_device: auto: a micro-batch of {rows} was predicted to fit, but ran out of "
-                    f"memory: set a number below {rows}"
+                    f"batch.rows_per_device: auto: a micro-batch of {rows} ran out of memory. It was predicted to "
+                    f"fit. Fix: set a number below {rows}"
                 ) from None
         # Outside of the handler: the error keeps the forward's tensors alive.
         return max(self.engine.ranks.gather(peak + self.optimizer_bytes))
@@ -231,7 +231,7 @@ def memory_of(engine: Engine) -> CudaMemory | HostMemory:
         return CudaMemory(engine.device)
     if engine.device.type == "cpu":
         return HostMemory(engine.local_processes)
-    raise UserError(f"batch.rows_per_device: auto: cannot measure memory on {engine.device.type}: set a number")
+    raise UserError(f"batch.rows_per_device: auto: cannot measure memory on {engine.device.type}. Fix: set a number")
 
 
 class CudaMemory:
@@ -295,7 +295,7 @@ class HostMemory:
         except OSError:
             raise UserError(
                 "batch.rows_per_device: auto: this system cannot reset the peak memory of a process "
-                "(/proc/self/clear_refs): set a number"
+                "(/proc/self/clear_refs). Fix: set a number"
             ) from None
         work()
         return peak_resident_bytes()

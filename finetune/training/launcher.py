@@ -70,7 +70,7 @@ def launch(
     if program[:1] == ["train"]:
         arguments = [word for word in program[1:] if not word.startswith("-")]
         if not arguments:
-            raise UserError("launch: `train` needs a recipe: `-m finetune train RECIPE`")
+            raise UserError("launch: `train` needs a recipe. Fix: add one, as in `-m finetune train RECIPE`")
         run = load(Path(arguments[0]), arguments[1:]).run
         run_dir = Path(run.dir) / run.name
     if config_file is not None:
@@ -108,7 +108,7 @@ def _split(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
         return module, words[: starts[0]], words[starts[0] + 2 :]
     if module == TORCHRUN or not words or words[0].startswith("-"):
         raise UserError(
-            f"launch: no program. Give a recipe first, or end {words[0] + ' ...' if words else 'the options'} "
+            f"launch: no program. Fix: give a recipe first, or end {words[0] + ' ...' if words else 'the options'} "
             "with `-m finetune train RECIPE`"
         )
     return module, [], ["train", *words]

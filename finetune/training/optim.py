@@ -67,7 +67,7 @@ def _bitsandbytes(name: str) -> Builder:
             import bitsandbytes
         except ImportError:
             raise UserError(
-                f"`optimizer.name: {recipe.name}` needs bitsandbytes: pip install 'bitsandbytes>=0.49'"
+                f"`optimizer.name: {recipe.name}` needs bitsandbytes. Fix: pip install 'bitsandbytes>=0.49'"
             ) from None
         groups = decay_groups(roles, named, recipe.weight_decay)
         return [getattr(bitsandbytes.optim, name)(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)]

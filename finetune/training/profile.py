@@ -154,7 +154,9 @@ class Profiler:
         """steps: length of the run. Raises UserError if it ends before the profile does."""
         self.first, self.last = settings.steps
         if self.last > steps:
-            raise UserError(f"profile.steps: {list(settings.steps)}, but the run has {steps:,} steps")
+            raise UserError(
+                f"profile.steps: {list(settings.steps)}, but the run has {steps:,} steps. Fix: choose earlier ones"
+            )
         self._engine, self.folder = engine, run_dir / "profile"
         self._on_device, self._memory = engine.device.type == "cuda", settings.memory
         self._tracer: Any = None

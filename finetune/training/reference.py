@@ -78,9 +78,9 @@ def find_reference(recipe: Recipe, training: RowSource, held_out: Dataset | None
     resumes = resume != "never" and (resume != "auto" or list_checkpoints(checkpoints))
     if resumes and before["model"] != model["model"]:
         raise UserError(
-            f"the weights of {reference.model.name!r} are not those that this run began with and is "
-            "compared with: restore them, or start over with another `run.name` or `checkpoint.resume=never`; to "
-            f"continue with another reference all the same, remove {own}"
+            f"the weights of {reference.model.name!r} are not those that this run began with. The run is compared with "
+            "them. Fix: restore them, or start over with another `run.name` or `checkpoint.resume=never`; to continue "
+            f"with another reference all the same, remove {own}"
         )
     keys = {part: key_of(model, data) for part, data in parts.items()}
     places: dict[str, Path | None] = {}
@@ -91,9 +91,8 @@ def find_reference(recipe: Recipe, training: RowSource, held_out: Dataset | None
     other = recipe.objective.other_models.get("reference_model")
     if other is not None and None in places.values():
         raise UserError(
-            f"objective.reference_model: {other!r}: its log-probabilities of this data have "
-            "not been computed, or were under other settings; run `python -m finetune reference` with this recipe, on "
-            "any launch, then train again"
+            f"objective.reference_model: {other!r} has no log-probabilities of this data under these settings. Fix: "
+            "run `python -m finetune reference` with this recipe, on any launch, then train again"
         )
     return ReferenceOnDisk(model, keys, places)
 
@@ -146,7 +145,10 @@ class ReferenceColumns:
                 self._sources[part] = f"computed in {seconds:,.1f} s"
             values = load(self._folder / part, self._disk.keys[part], _count(data))
             if values is None:
-                raise RunFailure(f"{self._folder / part}: was written and cannot be read; check the disk")
+                raise RunFailure(
+                    f"{self._folder / part}: was written and cannot be read. Fix: check the disk, and run the same "
+                    "command again"
+                )
             computed[part] = replace(data, examples=data.examples.with_columns({REFERENCE: values}))
         training = replace(self._training, examples=computed["train"].examples)
         return training, computed.get("eval"), self._sources["train"]
@@ -223,7 +225,7 @@ def _not_finite(wrong: NDArray[np.int64], data: Dataset) -> RunFailure:
     examples = [data.examples[int(i)] for i in np.searchsorted(data.examples.sizes.offsets, wrong, "right") - 1]
     shown = ", ".join(dict.fromkeys(f"{example.path}:{example.row}" for example in examples[:20]))
     return RunFailure(
-        f"the reference's log-probabilities are not finite. Rows in question: {shown}. Check these rows with "
+        f"the reference's log-probabilities are not finite. Rows in question: {shown}. Fix: check these rows with "
         "`finetune inspect`, or use train.precision: bf16 instead of fp16"
     )
 

@@ -78,7 +78,10 @@ def image_states(examples: Examples) -> Dependencies:
     try:
         states = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, examples.image_files())]
     except OSError as error:
-        raise UserError(f"{error.filename}: an image of the data cannot be read: {error.strerror}") from None
+        raise UserError(
+            f"{error.filename}: an image of the data cannot be read: {error.strerror}. Fix: restore the image, or "
+            "remove its row"
+        ) from None
     return {"images": states} if states else {}
 
 
@@ -121,7 +124,8 @@ def save(folder: Path, values: NDArray[np.float64], report: dict[str, Any]) -> N
                 fsync(temporary / file)
     except OSError as error:
         raise UserError(
-            f"{error.filename or folder}: reference log-probabilities cannot be written: {error.strerror or error}"
+            f"{error.filename or folder}: reference log-probabilities cannot be written: {error.strerror or error}. "
+            "Fix: free disk space or make the folder writable, and run the same command again"
         ) from None
 
 
@@ -167,7 +171,10 @@ class Unfinished:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._copies = self._opened()
         except OSError as error:
-            raise UserError(f"{self._file}: cannot be written: {error.strerror or error}") from None
+            raise UserError(
+                f"{self._file}: cannot be written: {error.strerror or error}. Fix: free disk space or make the folder "
+                "writable, and run the same command again"
+            ) from None
         return np.isfinite(self._copies[0]) & (self._copies[0] == self._copies[1])
 
     def put(self, places: NDArray[np.int64], values: NDArray[np.float64]) -> None:

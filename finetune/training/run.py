@@ -67,7 +67,9 @@ def compute_reference(
         compute_teacher(recipe, recipe_file, stop, console, config_file)
         return
     if not reads_columns(recipe.objective):
-        raise UserError(f"{recipe_file}: nothing to compute: no reference is read that is `precomputed`")
+        raise UserError(
+            f"{recipe_file}: nothing to compute, as no reference is `precomputed`. Fix: train without this step"
+        )
     base, name = Base.of(recipe), recipe.objective.other_models.get("reference_model")
     check_same_vocabulary("objective.reference_model", name, base)
     check_same_images("objective.reference_model", name, base)
@@ -85,7 +87,8 @@ def compute_teacher(
     exist. Arguments and errors as in `train`."""
     if recipe.rollouts is not None:
         raise UserError(
-            f"{recipe_file}: nothing to compute: the teacher predicts on the samples of each step, during training"
+            f"{recipe_file}: nothing to compute. The teacher predicts on the samples of each step, during training. "
+            "Fix: train without this step"
         )
     base = Base.of(recipe)
     vocabulary = base.config.get_text_config().vocab_size

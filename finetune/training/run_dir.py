@@ -52,7 +52,7 @@ def make_run_folder(run: Run) -> None:
         (folder / ".lock").touch()
     except OSError as error:
         reason = f"run.dir: {folder} cannot be {what}: {error.strerror}"
-        raise UserError(f"{reason}; choose another `run.dir`") from None
+        raise UserError(f"{reason}. Fix: choose another `run.dir`") from None
 
 
 def disk_failure(folder: Path, error: OSError) -> RunFailure:
@@ -67,7 +67,7 @@ def disk_failure(folder: Path, error: OSError) -> RunFailure:
     }
     remedy = next((text for text, codes in remedies.items() if error.errno in codes), "repair the disk or the path")
     return RunFailure(
-        f"{error.filename or folder}: {error.strerror}; the run in {folder} has failed, and its checkpoints are "
+        f"{error.filename or folder}: {error.strerror}. The run in {folder} has failed, and its checkpoints are "
         f"untouched. Fix: {remedy}, and run the same command again"
     )
 

@@ -78,8 +78,8 @@ class RunLock:
     def failure(self) -> RunFailure:
         """Returns the error of a launch that has lost its folder."""
         return RunFailure(
-            f"{self._path} was removed and another launch{self._holder()} has taken {self._folder}: this one stops and "
-            "leaves the folder to it. Stop a launch before another one begins, or use another `run.name`"
+            f"{self._path} was removed and another launch{self._holder()} has taken {self._folder}. This one stops and "
+            "leaves the folder to it. Fix: stop a launch before another one begins, or use another `run.name`"
         )
 
     def release(self) -> None:
@@ -125,14 +125,14 @@ def in_use(engine: Engine, folder: Path) -> Iterator[RunLock]:
     lock = RunLock(folder)
     if holder := engine.ranks.gather(lock.acquire() if engine.is_main else None)[0]:
         raise UserError(
-            f"another launch is training in {folder}{holder}: stop it, or use another `run.name`; "
-            f"if it is gone, remove {folder / '.lock'}"
+            f"another launch is training in {folder}{holder}. Fix: stop it, or use another `run.name`; if it is gone, "
+            f"remove {folder / '.lock'}"
         )
     several_machines = engine.local_processes < engine.world_size
     if several_machines and (hosts := hosts_without_shared_folder(engine.ranks.gather, engine.rank, folder)):
         raise UserError(
-            f"run.dir: {folder.resolve()} is another folder on {', '.join(hosts)} than on rank 0's machine, and a "
-            "checkpoint has a file of every rank: choose a `run.dir` on a file system that all machines share"
+            f"run.dir: {folder.resolve()} is not the same folder on {', '.join(hosts)} and on rank 0's machine. A "
+            "checkpoint has a file of every rank. Fix: choose a `run.dir` on a file system that all machines share"
         )
     try:
         yield lock

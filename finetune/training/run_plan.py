@@ -132,9 +132,10 @@ def length_notes(recipe: Recipe, data: RowSource, processes: int = 1) -> list[st
     if warmup >= steps > 0:
         highest = f"the rate reaches {steps / (warmup + 1):.0%} of optimizer.lr at most"
         if steps != recipe.train.max_steps:
+            longer = f"set {more.removeprefix('More steps: ')}" if more else "train more epochs"
             raise UserError(
                 f"schedule.warmup_steps: the data give {steps} step{'s' * (steps > 1)}, fewer than the {warmup} of "
-                f"warm-up: {highest}. {more or 'Train more epochs'}, or set schedule.warmup_ratio: 0.1 instead"
+                f"warm-up; {highest}. Fix: {longer}, or set schedule.warmup_ratio: 0.1 instead"
             )
         notes.append(f"the warm-up ({warmup} steps) does not end within train.max_steps: {steps}; {highest}")
     if steps < FEW_STEPS and steps != recipe.train.max_steps:

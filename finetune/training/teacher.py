@@ -47,8 +47,8 @@ def with_teacher(recipe: Recipe, training: RowSource, base: Base) -> RowSource:
         predictions = load_predictions(TeacherPass(recipe, data, vocabulary).key)
         if predictions is None:
             raise UserError(
-                f"objective.teacher: {teacher!r}: its predictions of this data have not been computed, or were under "
-                "other settings; run `python -m finetune reference` with this recipe, on any launch, then train again"
+                f"objective.teacher: {teacher!r} has no predictions of this data under these settings. Fix: run "
+                "`python -m finetune reference` with this recipe, on any launch, then train again"
             )
     check_complete(data.examples, predictions, teacher)
     return replace(data, examples=data.examples.with_predictions(predictions))
@@ -61,7 +61,9 @@ def recipe_of_teacher(recipe: Recipe) -> Recipe:
     """
     own, teacher = recipe.model, recipe.objective.other_models.get("teacher")
     if teacher is None or is_teacher_file(teacher):
-        raise UserError(f"objective.teacher: {teacher} is a file: there is nothing to compute, train at once")
+        raise UserError(
+            f"objective.teacher: {teacher} is a file, so there is nothing to compute. Fix: train without this step"
+        )
     tokenizer = own.tokenizer or own.name
     held_out = recipe.data.eval if isinstance(recipe.data.eval, HeldOut) else ()  # rows that a student does not learn
     changes = {"name": teacher, "config": None, "revision": None, "tokenizer": tokenizer, "cross_entropy": "auto"}
@@ -106,7 +108,9 @@ class TeacherPass:
         base = Base.of(recipe_of_teacher(self.recipe))
         common = self.common_ids(base.config)
         if self.settings.samples is None and self.count >= common:
-            raise UserError(f"objective.top_k: {self.count} of a vocabulary of {common}: set a lower one")
+            raise UserError(
+                f"objective.top_k: {self.count} is not below the vocabulary of {common}. Fix: set a lower one"
+            )
         return base
 
     @property

@@ -410,7 +410,7 @@ class Trainer:
         for key, metric in metrics.items():
             if metric is not None and metric not in self.evaluation:
                 measured = ", ".join(self.evaluation)
-                raise UserError(f"{key}: this run's evaluations do not measure {metric!r}: use one of {measured}")
+                raise UserError(f"{key}: this run's evaluations do not measure {metric!r}. Fix: use one of {measured}")
         if stop_when is not None:
             self._note_improvement(self.evaluation[stop_when.metric], stop_when.metric)
         self.compilations.evaluated()
@@ -522,7 +522,9 @@ class Trainer:
         state, loss, evaluation = self.state, self.last_loss, self.evaluation
         if self.recipe.train.result == "best":
             if best is None:
-                raise RunFailure(f"train.result: best: no checkpoint in {root} was measured by {metric}; use `last`")
+                raise RunFailure(
+                    f"train.result: best: no checkpoint in {root} was measured by {metric}. Fix: use `last`"
+                )
             resumed = resume_own(self.engine, best)
             state, evaluation = TrainingState(**resumed.progress), resumed.metrics
             value = resumed.metrics[str(metric)]
@@ -592,9 +594,9 @@ class _MicroBatches:
         rows = row_ids(non_finite or batches) if non_finite or what == "gradient" else []
         all_rows = list(dict.fromkeys(row for ranks_rows in self._engine.ranks.gather(rows) for row in ranks_rows))
         shown = ", ".join(all_rows[:20]) + (f" and {len(all_rows) - 20} more" if len(all_rows) > 20 else "")
-        state = "the weights in memory are invalid, the last checkpoint is not" if stepped else "nothing was stepped"
+        state = "The weights in memory are invalid, the last checkpoint is not" if stepped else "Nothing was stepped"
         return RunFailure(
-            f"the {what} is not finite at step {self._step + 1}; {state}. Rows in question: {shown}. Check these "
+            f"the {what} is not finite at step {self._step + 1}. {state}. Rows in question: {shown}. Fix: check these "
             "rows with `finetune inspect`, lower optimizer.lr, or use train.precision: bf16 instead of fp16"
         )
 

@@ -109,8 +109,9 @@ class _Case:
         outcome = verdict(self.model_config, implementation, prepare)
         if outcome.causal is not None:
             raise UserError(
-                f"{self.model_class.__name__} sees the tokens that it is to predict ({outcome.causal}) and would learn "
-                "to copy them: set `is_decoder: true` in its config if it has that, or choose a causal model"
+                f"{self.model_class.__name__} sees the tokens that it should predict ({outcome.causal}). It would "
+                "learn to copy them. Fix: set `is_decoder: true` in its config if it has that, or choose a causal "
+                "model"
             )
         if outcome.mixers and self.longest is not None:  # they would be compiled again for each document
             why = f"compiled layers cannot run {', '.join(outcome.mixers)} once for each document"
@@ -128,7 +129,10 @@ def attention_for(
     try:
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
-        raise UserError(f"{type(config).__name__} is not a causal language model that transformers knows") from None
+        raise UserError(
+            f"{type(config).__name__} is not a causal language model that transformers knows. Fix: choose a causal "
+            "language model"
+        ) from None
     longest = recipe.data.max_length if recipe.train.compile else None
     return choose_attention(requested, model_class, config, device, half, there, longest)
 
@@ -142,14 +146,18 @@ def _with_images(
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     if requested in ("sdpa", "eager") or (family.sees_whole_images and requested not in ("auto", "documents")):
         raise UserError(
-            f"model.attention: `{requested}`: documents with images are kept apart by our own attention: use `auto`"
+            f"model.attention: `{requested}` cannot be used for documents with images. Our own attention keeps them "
+            "apart. Fix: use `auto`"
         )
     if family.sees_whole_images:
         requested = "documents"  # the kernels have no mask within a document
     choice = choose_attention(requested, model_class, text, device, half, there)
     why = None if choice.isolates_documents else choice.reason
     if (why := why or isolation_problem(config)) is not None:
-        raise UserError(f"images: {config.model_type} cannot be trained on them here: {why}")
+        raise UserError(
+            f"images: {config.model_type} cannot be trained on images here: {why}. Fix: leave out model.train to train "
+            "on text alone, or choose another model"
+        )
     token = cast(Any, config).image_token_id if family.sees_whole_images else None
     reason = "one call a document, under a mask by which an image's tokens see each other" if token else choice.reason
     return replace(choice, reason=reason, not_shared="documents have images", image_token=token)
@@ -160,7 +168,7 @@ def check_rows_per_forward(batch: BatchSettings, attention: AttentionChoice) -> 
     if attention.isolates_documents:
         return
     if batch.rows_per_device not in (1, "auto") or batch.tokens_per_device is not None:
-        raise UserError(f"{attention.reason}: set batch.rows_per_device: 1, and no tokens_per_device")
+        raise UserError(f"{attention.reason}. Fix: set batch.rows_per_device: 1, and no tokens_per_device")
 
 
 def choose_attention(
@@ -185,7 +193,9 @@ def choose_attention(
     if requested == "auto":
         return _fastest(case)
     if (why := _obstacle(requested, case)) is not None:
-        raise UserError(f"model.attention: `{requested}` does not fit {model_class.__name__} here: {why}; use `auto`")
+        raise UserError(
+            f"model.attention: `{requested}` does not fit {model_class.__name__} here: {why}. Fix: use `auto`"
+        )
     if requested in ("sdpa", "eager"):
         return _from_transformers(requested, case, "asked for in the recipe")
     kernel = "FlashAttention-3, " if requested == "flash_attention_3" else ""

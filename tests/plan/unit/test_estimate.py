@@ -190,7 +190,7 @@ def test_fp8_is_weighed_with_its_packed_operands(recipe: Any) -> None:
     """As bf16 it would have the casts and scales of no operand."""
     loaded, how = recipe("train.precision=fp8"), How()
     if find_spec("torchao") is None:
-        with pytest.raises(UserError, match=r"needs torchao: pip install 'torchao"):
+        with pytest.raises(UserError, match=r"needs torchao\. Fix: pip install 'torchao"):
             model_at(loaded, Base.of(loaded).config, attention_at(loaded, Base.of(loaded).config, how), how)
         return
     moved = []

@@ -317,7 +317,7 @@ def test_what_cannot_be_exported_is_said(
 @pytest.mark.parametrize(
     ("options", "fragment"),
     [
-        (ExportOptions(step="5"), "has no such checkpoint; there are the steps 6, 4, 2"),
+        (ExportOptions(step="5"), "has no such checkpoint. Fix: give one of the steps 6, 4, 2"),
         (ExportOptions(average=4), "--average-checkpoints 4"),
         (ExportOptions(step="five"), "expected a number or `best`"),
         (ExportOptions(to="onnx"), "--to onnx: no such format. Fix: give one of hf"),

@@ -111,5 +111,5 @@ def test_they_are_not_trained_nor_quantised_again(
     recipe["model"]["name"] = str(packed[0])
     recipe.update({"mode": mode, **({"lora": {"rank": 4}, "quantization": {}} if mode == "qlora" else {})})
     recipe["train"]["precision"] = "bf16"
-    with pytest.raises(UserError, match="are stored in MXFP4, for frozen weights: use `mode: lora`"):
+    with pytest.raises(UserError, match=r"are stored in MXFP4, for frozen weights\. Fix: use `mode: lora`"):
         load(recipe, write_recipe)

@@ -63,7 +63,7 @@ def test_a_model_teaches(distilling: Path, teacher: Path) -> None:
     """What is computed is what plain transformers says of each document alone; training needs it, and is better for
     it."""
     with pytest.raises(
-        UserError, match=r"predictions of this data have not been computed, .* `python -m finetune refe"
+        UserError, match=r"has no predictions of this data under these settings\. Fix: run `python -m finetune refe"
     ):
         train_alone(distilling)
     assert "computed for 120 examples" in predict_here(distilling)
@@ -81,7 +81,7 @@ def test_a_model_teaches(distilling: Path, teacher: Path) -> None:
     lines = [line for line in metrics(distilling.parent / "runs/run") if "loss" in line]
     assert lines[-1]["divergence"] < 0.8 * lines[0]["divergence"]
     assert lines[0]["loss"] == pytest.approx(4 * lines[0]["divergence"])  # T^2
-    with pytest.raises(UserError, match="have not been computed"):
+    with pytest.raises(UserError, match="has no predictions of this data under these settings"):
         train_alone(distilling, "objective.temperature=1")
 
 
@@ -146,8 +146,11 @@ def test_teachers_that_are_none(distilling: Path, teacher: Path, tmp_path: Path)
 
     for overrides, message in (
         ([f"objective.teacher={other}"], "objective.teacher: .* has another vocabulary .*'<|another|>' is id"),
-        (["objective.top_k=384"], "objective.top_k: 384 of a vocabulary of 384: set a lower one"),
-        (["objective.teacher=none.parquet"], "objective.teacher: none.parquet is a file: there is nothing to compute"),
+        (["objective.top_k=384"], "objective.top_k: 384 is not below the vocabulary of 384. Fix: set a lower one"),
+        (
+            ["objective.teacher=none.parquet"],
+            "objective.teacher: none.parquet is a file, so there is nothing to compute",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             compute_or_train(distilling, *overrides)

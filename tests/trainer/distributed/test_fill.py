@@ -29,7 +29,9 @@ def test_a_filled_model_computes_what_the_unsharded_one_does(ranks: list[dict[st
 
 def test_ranks_with_another_model_are_refused_before_anything_is_sent(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert rank["other model"].startswith("FSDP2: the model that rank 1 created from the config is not the one")
+        assert rank["other model"].startswith(
+            "FSDP2: rank 1 created another model from the config than was loaded. It has `"
+        )
         assert (
             "mlp.gate_proj.weight` [136, 64], not `model.layers.0.mlp.gate_proj.weight` [128, 64]"
             in rank["other model"]

@@ -284,7 +284,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(
     assert len(ranks) == processes
     for rank in ranks:
         assert rank["error"] == "RunFailure"
-        assert f"the gradient is not finite at step {BREAK_AT}; nothing was stepped" in rank["message"]
+        assert f"the gradient is not finite at step {BREAK_AT}. Nothing was stepped" in rank["message"]
         assert f"{made / 'rows.jsonl'}:" in rank["message"]
         assert rank["moved"], "an earlier step changed the parameters"
         assert rank["unchanged"], "this one did not"
@@ -306,7 +306,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     path = write_recipe(recipe)
     done = launch(config, processes, "train", path)
     assert done.returncode == 1
-    message = "error: the loss is not finite at step 2; nothing was stepped. Rows in question: "
+    message = "error: the loss is not finite at step 2. Nothing was stepped. Rows in question: "
     assert f"{message}{made / 'rows.jsonl'}:" in done.stderr
     assert "finetune/training" not in done.stderr, "no traceback of ours"
     run = tmp_path / "runs" / "run"
@@ -332,5 +332,5 @@ def test_a_launch_smaller_than_requested_is_an_error(recipe: dict[str, Any], wri
     )
     done = forks.accelerate_launch(config, 2, "-m", "finetune", "train", write_recipe(recipe))
     assert done.returncode != 0
-    assert f"error: {config} asks for 2 processes, but 1 is running: each would train alone" in done.stderr
+    assert f"error: {config} asks for 2 processes, but 1 is running. Each would train alone" in done.stderr
     assert not (tmp_path / "runs").exists()

@@ -50,7 +50,7 @@ def test_two_hosts_that_do_not_share_a_disk(folder: Path, tmp_path: Path) -> Non
     ends = [_output(this, which, where, "train") for which, where in enumerate((here, there))]
     for output in [end.communicate(timeout=300)[0] for end in ends]:
         assert "run.dir: " in output
-        assert "is another folder on" in output
+        assert "is not the same folder on" in output
         assert "choose a `run.dir` on a file system that all machines share" in output
     ends = [_output(this, which, where, "doctor") for which, where in enumerate((here, there))]
     report, nothing = (end.communicate(timeout=300)[0] for end in ends)

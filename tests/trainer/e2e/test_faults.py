@@ -60,7 +60,7 @@ def full_disk(limit: int = LIMIT) -> Iterator[None]:
 def test_a_full_disk_stops_the_run_and_leaves_nothing_half_written(
     saving: dict[str, Any], write_recipe: Any, run: Path, asynchronous: str
 ) -> None:
-    message = "step-00000002 could not be written, earlier checkpoints are untouched"
+    message = "step-00000002 could not be written: .*Earlier checkpoints are untouched. Fix: free space"
     with full_disk(), pytest.raises(RunFailure, match=message):
         train_alone(write_recipe(saving), f"checkpoint.asynchronous={asynchronous}")
     assert names(run / "checkpoints") == []
@@ -339,7 +339,7 @@ def test_a_file_that_cannot_be_replaced(interrupted: tuple[Path, list[float]], r
     kept = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     RENAMES.refuse(run / name, code)
     try:
-        with pytest.raises(RunFailure, match=rf"{re.escape(str(run / name))}.*: {os.strerror(code)}; .* Fix: "):
+        with pytest.raises(RunFailure, match=rf"{re.escape(str(run / name))}.*: {os.strerror(code)}\. .* Fix: "):
             train_alone(path)
     finally:
         RENAMES.refuse(None, 0)
@@ -462,7 +462,7 @@ def test_a_clock_that_jumped_back(interrupted: tuple[Path, list[float]], run: Pa
 def test_a_run_folder_that_cannot_be_written_to(saving: dict[str, Any], write_recipe: Any, run: Path) -> None:
     run.parent.mkdir()
     read_only(run)
-    with pytest.raises(UserError, match=r"run\.dir: .* cannot be written to.*; choose another `run\.dir`"):
+    with pytest.raises(UserError, match=r"run\.dir: .* cannot be written to.*\. Fix: choose another `run\.dir`"):
         train_alone(write_recipe(saving))
 
 

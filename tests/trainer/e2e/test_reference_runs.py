@@ -276,7 +276,10 @@ def test_another_model(pairs: Values, write_recipe: Write, tmp_path: Path) -> No
     path, runs = write_recipe(pairs), tmp_path / "runs"
     tiny.save_model(tmp_path, "llama_tied")
     another = f"objective.reference_model={tmp_path / 'llama_tied'}"
-    with pytest.raises(UserError, match=r"have not been computed.*run `python -m finetune reference`"):
+    with pytest.raises(
+        UserError,
+        match=r"has no log-probabilities of this data under these settings.*run `python -m finetune reference`",
+    ):
         train_alone(path, another)
     done = finetune("reference", path, another)
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,7 @@ def files(run: Path) -> dict[str, tuple[bytes, int]]:
 def test_a_finished_run_is_finished(path: Path, run: Path) -> None:
     train_alone(path)
     before = files(run)
-    with pytest.raises(UserError, match=r"is finished after 6 steps.*\n  optimizer\.lr: 0\.001 -> 0\.5\nnothing would"):
+    with pytest.raises(UserError, match=r"is finished after 6 steps.*\n  optimizer\.lr: 0\.001 -> 0\.5\nNothing would"):
         train_alone(path, "optimizer.lr=0.5")
     with pytest.raises(UserError, match=r"\n  train\.max_steps: 6 -> 4\n"):
         train_alone(path, "train.max_steps=4")

@@ -209,7 +209,7 @@ def test_logits_of_all_targets_are_never_there_together(loss: Divergence) -> Non
 def test_other_cross_entropies_are_refused() -> None:
     objective = make_objective(Distill())
     assert not objective.only_sums
-    with pytest.raises(Exception, match="the objective needs more; use `auto`"):
+    with pytest.raises(Exception, match=r"the objective needs more\. Fix: use `auto`"):
         choose_cross_entropy("liger", LogitMap(), True, 32_000, HeadDevice("cpu"), objective.only_sums)
 
 

@@ -127,7 +127,7 @@ def test_parts_are_all_of_a_model(name: str) -> None:
         targets = targets_in_parts(model, family, parts, Lora())
         assert {part_of(family, path) for path in targets.layers} == {*parts}
     assert targets_in_parts(model, family, ("language",), Lora(targets=("q_proj",))).layers
-    with pytest.raises(UserError, match=r"lora\.targets: nothing of 'projector'"):
+    with pytest.raises(UserError, match=r"lora\.targets: no target is in 'projector'"):
         targets_in_parts(model, family, ("projector",), Lora(targets=("q_proj",)))
 
 

@@ -83,7 +83,7 @@ def test_a_mask_and_documents_together_raise() -> None:
 
 
 def test_a_model_that_sees_what_it_is_to_predict_is_refused() -> None:
-    with pytest.raises(UserError, match=r"BertLMHeadModel sees the tokens that it is to predict.*`is_decoder: true`"):
+    with pytest.raises(UserError, match=r"BertLMHeadModel sees the tokens that it should predict.*`is_decoder: true`"):
         choose("auto", BertConfig())
     assert choose("auto", BertConfig(is_decoder=True)).isolates_documents
 

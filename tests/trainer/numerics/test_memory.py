@@ -326,7 +326,7 @@ def test_a_gradient_that_is_not_finite_spoils_no_checkpoint(one_forward: dict[st
     one_forward["checkpoint"] = {"every_steps": 1}
     broken = Broken()
     try:
-        with pytest.raises(RunFailure, match="step 2; the weights in memory are invalid, the last checkpoint is not"):
+        with pytest.raises(RunFailure, match=r"step 2\. The weights in memory are invalid, the last checkpoint is not"):
             train_alone(write_recipe(one_forward), IN_BACKWARD)
     finally:
         broken.hook.remove()
@@ -338,7 +338,7 @@ def test_a_gradient_that_is_not_finite_spoils_no_checkpoint(one_forward: dict[st
 
 def test_a_loss_that_is_not_finite_stops_before_the_backward(one_forward: dict[str, Any], write_recipe: Any) -> None:
     one_forward["optimizer"] |= {"name": "sgd", "lr": 1e30, "weight_decay": 0.0}
-    with pytest.raises(RunFailure, match="the loss is not finite at step 2; nothing was stepped"):
+    with pytest.raises(RunFailure, match=r"the loss is not finite at step 2\. Nothing was stepped"):
         train_alone(write_recipe(one_forward), IN_BACKWARD)
 
 

@@ -205,5 +205,5 @@ def test_a_job_that_finds_itself_alone_stops(monkeypatch: pytest.MonkeyPatch) ->
     launch = read_config_file(None, 1)
     check_started(launch, 1, "replicated")
     monkeypatch.setenv(PROCESSES_VARIABLE, "16")
-    with pytest.raises(UserError, match="FINETUNE_PROCESSES=16, but 1 is running: the launchers of this job did not"):
+    with pytest.raises(UserError, match=r"FINETUNE_PROCESSES=16, but 1 is running\. The launchers of this job did not"):
         check_started(launch, 1, "replicated")

@@ -177,7 +177,7 @@ def test_a_gap_and_another_model_are_errors(tmp_path: Path) -> None:
     reader = PartReader([tmp_path / "rank-0.safetensors"])
     with pytest.raises(UserError, match="holds 5 of 12 elements of weight of w"):
         reader.restore([ShardPart("w", (4, 3), 0, 12, parameter, 0)], [optimizer], {"w": {}})
-    with pytest.raises(UserError, match=r"checkpoint's w is \[4, 3\], the model's \[6, 2\]: another model"):
+    with pytest.raises(UserError, match=r"checkpoint's w is \[4, 3\], the model's \[6, 2\]\. It is of another model"):
         reader.restore([ShardPart("w", (6, 2), 0, 12, parameter, 0)], [optimizer], {"w": {}})
     with pytest.raises(UserError, match="checkpoint's v is absent"):
         reader.restore([ShardPart("v", (4, 3), 0, 12, parameter, 0)], [optimizer], {"v": {}})

@@ -175,7 +175,7 @@ def test_every_part_that_changed_is_listed_and_accepted_by_name(load: Any, check
     message = refusal(load("run.seed=7"), checkpoint, now)
     assert all(said in message for said in ("run.seed: 42 -> 7", "data: examples", "config: rms_norm_eps"))
     assert "accept_changes=[run.seed,data,config]" in message
-    assert "restore the rows, the config; use another `run.name`" in message
+    assert "Fix: restore the rows, the config, or use another `run.name`" in message
     only_config = refusal(load("checkpoint.accept_changes=[data,run.seed]"), checkpoint, now)
     assert "config: rms_norm_eps" in only_config
     assert "data: examples" not in only_config

@@ -88,7 +88,7 @@ def test_a_gpu_that_emulates_bf16_has_none(
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     recipe["train"]["precision"] = "bf16"
-    with pytest.raises(UserError, match="Tesla T4 has no bf16: use fp16 or fp32"):
+    with pytest.raises(UserError, match=r"Tesla T4 has no bf16\. Fix: use fp16 or fp32"):
         check_cuda(load_recipe(write_recipe(recipe)), Launch("replicated", 1))
 
 

@@ -251,7 +251,7 @@ def test_what_is_not_an_accelerate_config(tmp_path: Path, text: str, fragment: s
 
 
 def test_a_launch_that_came_out_smaller_is_an_error() -> None:
-    with pytest.raises(UserError, match="asks for 2 processes, but 1 is running: each would train alone"):
+    with pytest.raises(UserError, match=r"asks for 2 processes, but 1 is running\. Each would train alone"):
         check_started(Launch("replicated", 2, "ddp.yaml"), 1, "replicated")
 
 
@@ -341,8 +341,12 @@ def test_torchrun_without_a_config_is_data_parallel(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("environment", "config", "fragment"),
     [
-        ({}, "ddp", "is for processes that torchrun started; under accelerate, `accelerate launch --config_file"),
-        (TORCHRUN, "single", "is for one process, and torchrun started 6: use accelerate_configs/ddp.yaml"),
+        (
+            {},
+            "ddp",
+            "is for processes that torchrun started. Fix: under accelerate, use `accelerate launch --config_file",
+        ),
+        (TORCHRUN, "single", "is for one process, and torchrun started 6. Fix: use accelerate_configs/ddp.yaml"),
         (TORCHRUN, "absent", "cannot be read"),
     ],
 )
@@ -357,7 +361,7 @@ def test_configs_that_torchrun_cannot_have(
 
 def test_a_config_is_not_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_module, "_launcher_arguments", lambda: ["--num_processes", "2"])
-    with pytest.raises(UserError, match="accelerate launch has an option of its own, --config_file"):
+    with pytest.raises(UserError, match=r"accelerate launch has an option of its own\. Fix: use --config_file"):
         read_launch("ddp.yaml")
 
 
@@ -368,5 +372,5 @@ def test_how_long_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> 
     assert collective_timeout() == timedelta(seconds=90)
     for wrong in ("soon", "0", "-1", "nan", "inf"):
         monkeypatch.setenv("FINETUNE_TIMEOUT_S", wrong)
-        with pytest.raises(UserError, match=f"FINETUNE_TIMEOUT_S={wrong}: seconds that ranks wait for each other"):
+        with pytest.raises(UserError, match=f"FINETUNE_TIMEOUT_S={wrong}: not a number of seconds above 0"):
             collective_timeout()

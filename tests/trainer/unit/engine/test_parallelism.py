@@ -44,7 +44,7 @@ def test_ranks_of_the_same_rows_have_one_data_rank() -> None:
     ("config", "processes", "says"),
     [
         (block(tp_size=2), 3, "tensor 2 needs a multiple of 2 processes, not 3.*--num_processes 2 or 4"),
-        (block(tp_size=2), 1, "not 1: launch with `--num_processes 2`"),
+        (block(tp_size=2), 1, "not 1. Fix: launch with `--num_processes 2`"),
         (block(dp_shard_size=2, tp_size=2), 8, "shard 2 x tensor 2 needs 4 processes, not 8.*--num_processes 4"),
         (block(tp_siz=2), 2, "`parallelism_config_tp_siz` is not known; did you mean `parallelism_config_tp_size`"),
         (block(tp_size="two"), 2, "`parallelism_config_tp_size: two`: must be an integer of at least 1"),

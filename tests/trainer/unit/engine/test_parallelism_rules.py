@@ -170,7 +170,7 @@ def test_plan_and_dropout_are_read_from_the_config() -> None:
         ),
         (
             AttentionChoice("eager", "no sdpa", True),
-            "transformers' own `eager` here .no sdpa.*use data parallel only",
+            "transformers' own attention `eager` does not .*no sdpa.*Fix: use data parallel only",
         ),
     ],
 )

@@ -207,7 +207,7 @@ def refused(
         (
             {"pp_size": 2, "tp_size": 3},
             8,
-            "pipeline 2 x tensor 3 needs a multiple of 6 processes, not 8: launch with `--num_processes 6 or 12`",
+            "pipeline 2 x tensor 3 needs a multiple of 6 processes, not 8. Fix: launch with `--num_processes 6 or 12`",
         ),
         (
             {"pp_size": 2, "pp_schedule": "zero_bubble", "cp_size": 2},

@@ -141,7 +141,9 @@ def test_a_loss_that_is_not_finite_names_its_rows_and_steps_nothing(path: Path) 
         broken = next(value for name, value in parameters.items() if "embed" in name)
         broken.data.fill_(math.nan)
         before = {name: value.detach().clone() for name, value in parameters.items() if value is not broken}
-        with pytest.raises(RunFailure, match=r"the loss is not finite at step 1; nothing was stepped.*rows\.jsonl:\d+"):
+        with pytest.raises(
+            RunFailure, match=r"the loss is not finite at step 1\. Nothing was stepped.*rows\.jsonl:\d+"
+        ):
             first_steps(trainer, 1)
         assert trainer.state.step == 0
         assert all(torch.equal(parameters[name], value) for name, value in before.items())
