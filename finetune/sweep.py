@@ -237,9 +237,9 @@ def run_sweep(path: Path, trials: int, overrides: Sequence[str] = (), console: C
                 def say(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
                     values = " ".join(f"{name}={value}" for name, value in trial.params.items())
                     result = trial.user_attrs.get("error", "" if trial.value is None else f"{trial.value:.5g}")
-                    line = f"trial {trial.number}: {trial.state.name.lower()} {result} with {values}"
+                    line = f"trial {trial.number}: {trial.state.name.lower()} with {values}"
                     if console:
-                        console.print(line, markup=False)
+                        console.print(f"{line}: {result}" if result else line, markup=False)
 
                 study.optimize(lambda trial: run_trial(sweep, trial), missing, catch=RunFailure, callbacks=[say])
     except Timeout:
