@@ -205,7 +205,7 @@ def compare_run(folder: Path) -> list[Comparison]:
             f"{folder}: not the folder of a run: {error}. Fix: give a run directory, such as runs/quickstart-full"
         ) from None
     if "launch" not in plan or measured is None:
-        raise UserError(f"{folder}: not a run that made a step, or an older version's. Fix: give another run")
+        raise UserError(f"{folder}: not the folder of a run with steps, or an older version's. Fix: give another run")
     predicted = plan.get("predicted") or {}
     whole = "step_s" in predicted and ("peak" in predicted.get("memory_bytes", {}) or plan["device"] == CPU)
     if not whole:

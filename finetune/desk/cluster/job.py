@@ -183,7 +183,8 @@ def _chosen(
     if one.verdict == "no":
         raise UserError(
             f"{request.path}: does not fit {one.machines.name}. {one.config} comes nearest and needs {-one.free:.1f} "
-            f"GiB more a device. Fix: choose others, see `python -m finetune plan {request.path} --on DEVICES`"
+            f"GiB more a device. Fix: choose others; "
+            f"`python -m finetune plan {request.path} --on DEVICES` shows what fits"
         )
     return one
 

@@ -267,7 +267,7 @@ def _add_files(app: FastAPI, folder: Path) -> None:
             write_atomically(file.resolve(), text)
         except OSError as error:
             raise UserError(
-                f"{path}: cannot be written: {error.strerror}. Fix: check its permissions, or give another path"
+                f"{path}: cannot be written: {error.strerror}. Fix: make room or give another path"
             ) from None
         return {"path": path}
 

@@ -210,7 +210,7 @@ def write_report(folders: Sequence[Path], out: Path, price_of: PriceOf = lambda 
             write_atomically(out, whole)
     except OSError as error:
         raise UserError(
-            f"-o {out}: cannot be written: {error.strerror or error}. Fix: check its permissions, or give another path"
+            f"-o {out}: cannot be written: {error.strerror or error}. Fix: make room or give another path"
         ) from None
 
 

@@ -65,8 +65,7 @@ def write_page(
         path.write_text(page, encoding="utf-8", newline="\n")
     except OSError as error:
         raise UserError(
-            f"--html {path}: cannot be written: {error.strerror or error}. Fix: check its permissions, or give "
-            "another path"
+            f"--html {path}: cannot be written: {error.strerror or error}. Fix: make room or give another path"
         ) from None
 
 
