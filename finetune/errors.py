@@ -13,7 +13,8 @@ from pathlib import Path
 class UserError(Exception):
     """Error that the user can fix, printed without a traceback; exit status 2.
 
-    The message says what is wrong, where (file and line, dataset row, or both) and what to do.
+    The message begins with where (file and line, dataset row, or both) and what is wrong, in at most twelve words, and
+    ends with `Fix: ` and what to do.
     """
 
 

@@ -47,7 +47,10 @@ POLL_S = 0.5  # between two looks at a run's metrics.jsonl
 STARTUP_TRIALS = 4  # drawn at random, and never pruned: before them neither sampler nor pruner has much to compare with
 _KEYS = ("recipe", "metric", "parameters", "overrides")
 _RANGE = ("low", "high", "log", "step")
-_INSTEAD = "expected a list of values, or {low: 1e-5, high: 1e-3, log: true} (`step` in place of `log` for even steps)"
+_INSTEAD = (
+    "neither a list of values nor a range. Fix: write [1e-5, 1e-4], or {low: 1e-5, high: 1e-3, log: true} (`step` in "
+    "place of `log` for even steps)"
+)
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,11 @@ def read_sweep(path: str | Path, *overrides: str) -> Sweep:
     tree = read(Path(path))
     for key in tree.values:
         if key not in _KEYS:
-            raise UserError(f"{tree.place((key,))}: {key}: not a key of a sweep: use {', '.join(_KEYS)}")
+            raise UserError(f"{tree.place((key,))}: {key}: not a key of a sweep. Fix: use {', '.join(_KEYS)}")
     for key, kind in zip(_KEYS, (str, str, dict, list), strict=True):
         if not isinstance(tree.values.get(key, [] if key == "overrides" else None), kind):
             names = {str: "text", dict: "keys of the recipe, each with its values", list: "a list of `key=value`"}
-            raise UserError(f"{tree.place((key,))}: {key}: expected {names[kind]}")
+            raise UserError(f"{tree.place((key,))}: {key}: is missing or of another type. Fix: give {names[kind]}")
     try:
         metric_direction(tree.values["metric"])
     except ValueError as error:
@@ -80,7 +83,7 @@ def read_sweep(path: str | Path, *overrides: str) -> Sweep:
     for name, space in tree.values["parameters"].items():
         place = f"{tree.place(('parameters', name))}: {name}"
         if not key_is_known(name):
-            raise UserError(f"{place}: not a key of a recipe: see docs/reference/recipe-keys.md")
+            raise UserError(f"{place}: not a key of a recipe. Fix: use one of docs/reference/recipe-keys.md")
         if isinstance(space, list) and space and not any(isinstance(choice, list | dict) for choice in space):
             continue
         if not isinstance(space, dict) or set(space) - set(_RANGE) or type(space.get("log", False)) is not bool:
@@ -89,9 +92,14 @@ def read_sweep(path: str | Path, *overrides: str) -> Sweep:
         if any(type(end) not in (int, float) or not math.isfinite(end) for end in (low, high, space.get("step", 1))):
             raise UserError(f"{place}: {_INSTEAD}")
         if low >= high or space.get("step", 1) <= 0:
-            raise UserError(f"{place}: low ({low}) has to be below high ({high}), and `step` above 0")
+            raise UserError(
+                f"{place}: the range or its step is empty. Fix: set low ({low}) below high ({high}), and `step` above 0"
+            )
         if space.get("log") and (low <= 0 or "step" in space):
-            raise UserError(f"{place}: with `log: true`, low has to be above 0, and there is no `step`")
+            raise UserError(
+                f"{place}: `log: true` needs low above 0 and no `step`. Fix: raise low, remove `step`, or leave "
+                "`log` out"
+            )
     given = tuple(str(text) for text in tree.values.get("overrides", []))
     return Sweep(tree.values["recipe"], tree.values["metric"], tree.values["parameters"], (*given, *overrides))
 
@@ -125,7 +133,7 @@ def run_trial(sweep: Sweep, trial: optuna.Trial) -> float:
     name = again or f"{run.name}-{trial.number}"
     folder = Path(run.dir).expanduser() / name
     if folder.exists() and not again:
-        raise UserError(f"{folder}: is of an earlier study: remove it, or use another `run.name` or `run.dir`")
+        raise UserError(f"{folder}: is of an earlier study. Fix: remove it, or use another `run.name` or `run.dir`")
     trial.set_user_attr("run", name)
     process = _start([sweep.recipe, *overrides, f"run.name={name}"], folder.with_name(f"{name}.log"))
     try:
@@ -147,7 +155,8 @@ def run_trial(sweep: Sweep, trial: optuna.Trial) -> float:
         log_lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
         reason = next((line for line in reversed(log_lines) if line.startswith("error: ")), log_lines[-1])
         kind = UserError if status == 2 else RunFailure
-        error = kind(f"{log}: the run ended with status {status}: {reason.removeprefix('error: ')}")
+        fix = "" if "Fix: " in reason else ". Fix: read this log"
+        error = kind(f"{log}: the run ended with status {status}: {reason.removeprefix('error: ')}{fix}")
         trial.set_user_attr("error", str(error))
         raise error
     metrics = folder / "metrics.jsonl"
@@ -157,9 +166,11 @@ def run_trial(sweep: Sweep, trial: optuna.Trial) -> float:
     if values:
         return (min if metric_direction(metric) == "lower" else max)(values)
     if any(metric in line for line in lines):
-        raise RunFailure(f"{metrics}: {metric} overflowed in every evaluation")
+        raise RunFailure(
+            f"{metrics}: {metric} overflowed in every evaluation. Fix: try smaller values, such as of optimizer.lr"
+        )
     raise UserError(
-        f"{metrics}: no evaluation measured {metric!r}: set `data.eval` and `evaluate`, or another `metric`"
+        f"{metrics}: no evaluation measured {metric!r}. Fix: set `data.eval` and `evaluate`, or another `metric`"
     )
 
 
@@ -193,7 +204,7 @@ def run_sweep(path: Path, trials: int, overrides: Sequence[str] = (), console: C
     console: gets a line for each trial.
     """
     if importlib.util.find_spec("optuna") is None:
-        raise UserError("a sweep needs Optuna: pip install optuna")
+        raise UserError("a sweep needs Optuna, which is not installed. Fix: pip install optuna")
     import optuna
 
     sweep = read_sweep(path, *overrides)
@@ -211,8 +222,8 @@ def run_sweep(path: Path, trials: int, overrides: Sequence[str] = (), console: C
             before = study.user_attrs.get("sweep", now)
             if changed := [key for key in now if now[key] != before[key]]:
                 raise UserError(
-                    f"{storage}: its trials are of other {' and '.join(changed)}, and cannot be compared: undo the "
-                    f"change, or give {storage.with_suffix('.yaml').name} another name, which begins a new study"
+                    f"{storage}: its trials are of other {' and '.join(changed)}, and cannot be compared. Fix: undo "
+                    f"the change, or give {storage.with_suffix('.yaml').name} another name, which begins a new study"
                 )
             study.set_user_attr("sweep", now)
             _take_up(study)
@@ -226,13 +237,13 @@ def run_sweep(path: Path, trials: int, overrides: Sequence[str] = (), console: C
                 def say(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
                     values = " ".join(f"{name}={value}" for name, value in trial.params.items())
                     result = trial.user_attrs.get("error", "" if trial.value is None else f"{trial.value:.5g}")
-                    line = f"trial {trial.number}: {trial.state.name.lower()} {result} with {values}"
+                    line = f"trial {trial.number}: {trial.state.name.lower()} with {values}"
                     if console:
-                        console.print(line, markup=False)
+                        console.print(f"{line}: {result}" if result else line, markup=False)
 
                 study.optimize(lambda trial: run_trial(sweep, trial), missing, catch=RunFailure, callbacks=[say])
     except Timeout:
-        raise UserError(f"{storage}: another sweep is running: wait for it, or stop it") from None
+        raise UserError(f"{storage}: another sweep is running. Fix: wait for it, or stop it") from None
     return study
 
 

@@ -86,11 +86,11 @@ def run(
     """The command; returns the choices, the best first; [] for --memory. load: with the rules of all features;
     write_page: for --html. Raises UserError."""
     if not options.on:
-        raise UserError("plan: --on is required, such as --on 8xH100-80, or --on 2xcpu for this machine")
+        raise UserError("plan: --on is required. Fix: add --on 8xH100-80, or --on 2xcpu for this machine")
     if options.by not in ("time", "price"):
-        raise UserError(f"--by {options.by}: expected time or price")
+        raise UserError(f"--by {options.by}: no such order. Fix: use time or price")
     if options.host_memory and all(one.key == CPU for one in machines_of(options)):
-        raise UserError("--host-memory: on processors memory is this machine's: remove it")
+        raise UserError("--host-memory: on processors memory is this machine's. Fix: remove it")
     if options.verbose and (options.as_json or options.memory):
         raise UserError("-v: --json has all places anyway, and --memory shows the best alone. Fix: leave it out")
     if options.memory:
@@ -125,7 +125,8 @@ def plan(
     found = [choice for result in results for choice in result.choices]
     if not found:
         rules = "\n".join(f"  {name}: {rule}" for result in results for name, rule in result.illegal.items())
-        raise UserError(f"{path}: no config can run it on {', '.join(options.on)}:\n{rules}")
+        fix = "Fix: change what the rules name, or choose other devices"
+        raise UserError(f"{path}: no config can run it on {', '.join(options.on)}:\n{rules}\n{fix}")
     ones = [best(result.choices) for result in results if result.choices]
     alone = [result.alone for result in results if result.alone is not None]
     choices = ranked(with_faster(found, [*ones, *alone]), options)
@@ -233,7 +234,7 @@ def size_of(option: str, text: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text.strip())
     if match is None or not float(match[1]):
-        raise UserError(f"{option} {text}: expected a size with its unit, such as 24GB or 22.5GiB")
+        raise UserError(f"{option} {text}: not a size with its unit. Fix: write it like 24GB or 22.5GiB")
     return float(match[1]) * (1e9 / GIB if match[2] == "GB" else 1.0)
 
 

@@ -105,7 +105,7 @@ class Launched:
         recipe, hardware = self.recipe, read_hardware()
         plan = {"device": self.device, "processor": processor()}
         if (key := device_key(plan, hardware)) is None:
-            raise UserError(f"no device {self.device} in hardware.yaml (docs/reference/plan.md)")
+            raise UserError(f"no device {self.device} in hardware.yaml. Fix: add it there (docs/reference/plan.md)")
         device = this_machine() if key == CPU else hardware.devices[key]
         machines = Machines(device, key, self.per_machine, self.launch.processes // self.per_machine)
         speeds = speeds_here(recipe, machines, hardware, Path(recipe.run.dir, recipe.run.name))
@@ -113,7 +113,9 @@ class Launched:
             speeds = processor_speeds(hardware)
         if speeds is None:
             precision = recipe.train.precision
-            raise UserError(f"{self.device} has no peak in {precision} in hardware.yaml (docs/reference/plan.md)")
+            raise UserError(
+                f"{self.device} has no peak in {precision} in hardware.yaml. Fix: add it there (docs/reference/plan.md)"
+            )
         shapes, recomputes = shapes_of(recipe, self.config), recipe.train.activation_checkpointing is True
         shape = Shape.of(shapes.weights, recipe, self.config, key == CPU, recomputes)
         place = (self.launch, machines, hardware, self.rows, heaviest(recipe.batch, self.rows))
@@ -199,9 +201,11 @@ def compare_run(folder: Path) -> list[Comparison]:
     try:
         measured = plan.get("measured") or measure_run(read_metrics(folder / "metrics.jsonl").lines)
     except OSError as error:
-        raise UserError(f"{folder}: not the folder of a run: {error}") from None
+        raise UserError(
+            f"{folder}: not the folder of a run: {error}. Fix: give a run directory, such as runs/quickstart-full"
+        ) from None
     if "launch" not in plan or measured is None:
-        raise UserError(f"{folder}: not the folder of a run that made a step, or an older version made it")
+        raise UserError(f"{folder}: not the folder of a run with steps, or an older version's. Fix: give another run")
     predicted = plan.get("predicted") or {}
     whole = "step_s" in predicted and ("peak" in predicted.get("memory_bytes", {}) or plan["device"] == CPU)
     if not whole:

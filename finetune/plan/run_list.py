@@ -56,7 +56,7 @@ def list_runs(folder: Path) -> list[RunInfo]:
     names = ("status.json", "plan.json", "metrics.jsonl")
     folders = {file.parent for name in names for pattern in (name, f"*/{name}") for file in folder.glob(pattern)}
     if not folders:
-        raise UserError(f"{folder}: no runs here: give the folder that `run.dir` names, or a run")
+        raise UserError(f"{folder}: no runs here. Fix: give the folder that `run.dir` names, or a run")
     prices = read_prices()
     return [read_run(run, prices) for run in sorted(folders, key=_last_written, reverse=True)]
 

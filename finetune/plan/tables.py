@@ -93,19 +93,22 @@ def parse_machines(text: str, machines: int, hardware: Hardware) -> Machines:
     """Reads `8xH100-80`, `4090` or `2xcpu`. machines: with as many devices each. Raises UserError."""
     match = re.fullmatch(r"(?:(\d+) ?[x×*] ?)?(\S+)", text.strip(), re.IGNORECASE)
     if match is None:
-        raise UserError(f"--on {text!r}: expected a number and a device, such as 8xH100-80")
+        raise UserError(f"--on {text!r}: not a number and a device. Fix: write it like 8xH100-80")
     count, name = int(match[1] or 1), match[2]
     if not 1 <= count * machines <= MAX_DEVICES or machines < 1:
-        raise UserError(f"--on {text}: {count} devices on {machines} machines: expected 1 to {MAX_DEVICES:,} in all")
+        raise UserError(
+            f"--on {text}: {count} devices on {machines} machines are out of range. Fix: give 1 to {MAX_DEVICES:,} in "
+            "all"
+        )
     if name.lower() == CPU:
         return Machines(this_machine(), CPU, count, machines)
     keys = {other.lower(): key for key, device in hardware.devices.items() for other in (key, *device.also)}
     if (key := keys.get(name.lower())) is None:
         close = difflib.get_close_matches(name.lower(), keys, n=3)
-        hint = f"did you mean {' or '.join(dict.fromkeys(keys[one] for one in close))}? " if close else ""
+        hint = f" (did you mean {' or '.join(dict.fromkeys(keys[one] for one in close))}?)" if close else ""
         raise UserError(
-            f"--on {text}: no device {name!r}. {hint}Known: {', '.join(hardware.devices)}, {CPU}; others go into "
-            "hardware.yaml (docs/reference/plan.md)"
+            f"--on {text}: no device {name!r}{hint}. Known: {', '.join(hardware.devices)}, {CPU}. Fix: use one of "
+            "them, or add yours to hardware.yaml (docs/reference/plan.md)"
         )
     return Machines(hardware.devices[key], key, count, machines)
 
@@ -142,7 +145,9 @@ def shipped_config(name: str, sees_images: bool = False) -> PretrainedConfig | N
 
     kind = facts["config"]["model_type"]
     if kind not in CONFIG_MAPPING:
-        raise UserError(f"{name}: transformers {transformers.__version__} has no `{kind}`: pip install -U transformers")
+        raise UserError(
+            f"{name}: transformers {transformers.__version__} has no `{kind}`. Fix: pip install -U transformers"
+        )
     config = AutoConfig.for_model(**facts["config"])
     config.name_or_path = name
     return config if sees_images else text_config(config, has_head=not config.tie_word_embeddings)
@@ -158,8 +163,8 @@ def config_and_source(recipe: Recipe) -> tuple[PretrainedConfig, str]:
         config = shipped_config(name, sees_images)
         if config is None:
             raise UserError(
-                f"{error}\n`plan` downloads nothing, and the shipped table does not have this model: give a folder "
-                "with its config.json, or download it once"
+                f"{error}\n`plan` downloads nothing, and the shipped table does not have this model. Fix: give a "
+                "folder with its config.json, or download it once"
             ) from None
         config = without_dropout(config) if recipe.drops_nothing else config
         return config, shapes_source(name, sees_images)

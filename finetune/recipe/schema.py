@@ -403,8 +403,8 @@ def metric_direction(name: str) -> Literal["lower", "higher"]:
         if fnmatchcase(name, pattern):
             return direction
     nearest = difflib.get_close_matches(name, METRICS, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"no evaluation measures {name!r}: use one of {', '.join(METRICS)}{hint}")
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    raise ValueError(f"no evaluation measures {name!r}{hint}. Fix: use one of {', '.join(METRICS)}")
 
 
 # By how much a value has to be better, times the larger of it and 1: sums in another order differ by less.

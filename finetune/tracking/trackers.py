@@ -42,7 +42,9 @@ def check_trackers(tracking: Tracking) -> None:
     """Raises UserError if an enabled tracker is not installed, or W&B has no API key."""
     missing = [name for name in enabled_trackers(tracking) if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"tracking: pip install {' '.join(missing)}, or remove {', '.join(missing)} from the recipe")
+        listed = ", ".join(missing)
+        fix = f"pip install {' '.join(missing)}, or remove {listed} from the recipe"
+        raise UserError(f"tracking: not installed: {listed}. Fix: {fix}")
     if not tracking.wandb or _wandb_mode(tracking.wandb) != "online" or os.environ.get("WANDB_API_KEY"):
         return
     login, host = None, urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -50,7 +52,7 @@ def check_trackers(tracking: Tracking) -> None:
         login = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
     if login is None:
         raise UserError(
-            "tracking.wandb: no API key: run `wandb login`, set WANDB_API_KEY, or use tracking.wandb.mode=offline"
+            "tracking.wandb: no API key. Fix: run `wandb login`, set WANDB_API_KEY, or use tracking.wandb.mode=offline"
         )
 
 

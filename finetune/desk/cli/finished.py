@@ -49,11 +49,17 @@ def generate(
     Example: [bold]python -m finetune generate runs/quickstart-full "the 3rd of March, 2021"[/bold]
     """
     if (rows is None) != (output is None):
-        raise UserError("generate: --input and --output go together: a file of rows, and the file of their answers")
+        raise UserError(
+            "generate: --input and --output go together. Fix: give both, a file of rows and the file of their answers"
+        )
     if rows is not None and prompt:
-        raise UserError("generate: give prompts, or --input with a file of them")
+        raise UserError(
+            "generate: prompts and --input exclude each other. Fix: give prompts, or --input with a file of them"
+        )
     if rows is not None and images:
-        raise UserError("generate: --image is for prompts; rows of --input name their pictures, as rows of data do")
+        raise UserError(
+            "generate: --image is only for prompts. Fix: name the pictures in the rows of --input, as rows of data do"
+        )
     from finetune.release.inference.answering import answer_file, answer_prompts
 
     if rows is None or output is None:
@@ -81,9 +87,11 @@ def chat(
     Example: [bold]python -m finetune chat runs/quickstart-lora --temperature 0.7[/bold]
     """
     if (run_dir is None) == (url is None):
-        raise UserError("chat: give a run directory, or --url of a server")
+        raise UserError(
+            "chat: expected either a run directory or --url. Fix: give a run directory, or --url of a server"
+        )
     if model is not None and url is None:
-        raise UserError("chat: --model requires --url")
+        raise UserError("chat: --model requires --url. Fix: add --url of the server, or leave out --model")
     if url is not None:
         from finetune.release.inference.chat import chat_with_server
 
@@ -120,7 +128,10 @@ def serve(
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
-        raise UserError("serve: pip install 'finetune[serve]' (fastapi, uvicorn and openai), then again")
+        raise UserError(
+            "serve: fastapi, uvicorn or openai is not installed. Fix: pip install 'finetune[serve]', then run the same "
+            "command again"
+        )
     from finetune.release.inference.serve import serve as run_server
 
     with contextlib.suppress(KeyboardInterrupt):
@@ -181,11 +192,16 @@ def merge(
     if len(run_dirs) == 1:
         for name, value in {"method": method, "weights": weights, "density": density, "seed": seed}.items():
             if value is not None:
-                raise UserError(f"--{name} applies only when merging several runs")
+                raise UserError(
+                    f"--{name} applies only when merging several runs. Fix: leave it out, or give several runs"
+                )
         print(f"merged into {merge_adapter(run_dirs[0], out or run_dirs[0] / 'merged', base)}")
         return
     if method is None or out is None:
-        raise UserError("merge: several runs need --method linear, slerp, ties or dare, and a folder by -o")
+        raise UserError(
+            "merge: several runs need --method and -o. Fix: give --method linear, slerp, ties or dare, and "
+            "a folder by -o"
+        )
     how = combination(method, len(run_dirs), weights, density, seed)
     merge_several(run_dirs, how, out, base, Console(stderr=True))
     print(f"merged into {out}")
@@ -264,9 +280,9 @@ def verify(
     Example: [bold]python -m finetune verify my-model --against runs/quickstart-lora[/bold]
     """
     if (export is None) == (url is None):
-        raise UserError("verify: give an exported folder, or --url of a server")
+        raise UserError("verify: expected either a folder or --url. Fix: give an exported folder, or --url of a server")
     if model is not None and url is None:
-        raise UserError("verify: --model requires --url")
+        raise UserError("verify: --model requires --url. Fix: add --url of the server, or leave out --model")
     from finetune.checkpoints.trained import find_trained
     from finetune.release.export.commands import verify_run
     from finetune.release.inference.live import verify_url
@@ -302,7 +318,7 @@ def upload(
     def agrees() -> None:
         if not yes:
             if not sys.stdin.isatty():
-                raise UserError("upload: no terminal to ask for confirmation; give --yes to upload what is listed")
+                raise UserError("upload: no terminal to ask for confirmation. Fix: give --yes to upload what is listed")
             typer.confirm("Upload these files?", abort=True)
 
     print(f"uploaded to {send(run_dir, to, base_model, public, Console(), agrees)}")
@@ -357,7 +373,7 @@ def report(
     from finetune.plan.run_list import price_so_far
 
     if watch and out is not None:
-        raise UserError("report: --watch serves the page and writes none: leave out -o, or --watch")
+        raise UserError("report: --watch serves the page and writes none. Fix: leave out -o, or --watch")
     if watch:
         serve(run_dirs, port, lambda url: print(f"{url} (Ctrl-C ends it)", flush=True), price_so_far)
     else:

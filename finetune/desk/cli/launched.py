@@ -140,14 +140,17 @@ def launch(
 
         if words[0].startswith("-") or words[0] == "torchrun" or devices is None or num_processes is not None:
             raise UserError(
-                f"launch --on {on}: expected RECIPE [KEY=VALUE]... --devices 2x8xH100-80: machines, GPUs of each, and "
-                "their name. The launcher and its sizes follow from them"
+                f"launch --on {on}: expected a recipe and --devices alone. The launcher and its sizes follow from "
+                "them. Fix: give RECIPE [KEY=VALUE]... --devices 2x8xH100-80 (machines, GPUs of each, and their name)"
             )
         options = JobOptions(devices, shared, image, secret, hours, config_file)
         raise SystemExit(launch_on(on, Path(words[0]), words[1:], options, write, submit))
     given = {"--devices": devices, "--shared": shared, "--image": image, "--secret": secret, "--hours": hours}
     if useless := [name for name, value in {**given, "--write": write, "--submit": submit or None}.items() if value]:
-        raise UserError(f"launch: {', '.join(useless)}: only with --on, for a job of a cluster")
+        raise UserError(
+            f"launch: {', '.join(useless)}: only for a job of a cluster. Fix: add --on, such as --on slurm, or leave "
+            "it out"
+        )
     from finetune.features import load_recipe
     from finetune.training.launcher import launch as run
 

@@ -52,13 +52,16 @@ def new(
     if other is not None:
         own = {"model": model, "data": data, "mode": mode, "format": format, "columns": columns}
         if given := [f"--{key}" for key, value in own.items() if value]:
-            raise UserError(f"new: {given[0]} is not used with --from, which has a config of its own")
+            raise UserError(
+                f"new: {given[0]} is not used with --from, which has its own config. Fix: leave it out; "
+                "`section.key=value` changes what is converted"
+            )
         from finetune.desk.setup.other_tools import write_converted
 
         write_converted(other, output, name, devices, tuple(overrides or ()), Console())
         return
     if devices is not None:
-        raise UserError("new: --devices is only for --from")
+        raise UserError("new: --devices is only for --from. Fix: leave it out, or add --from")
     from finetune.recipe.schema import MODES  # light: an answer that is missing costs no imports
 
     model = model or _answer("--model", "Model (hub id or folder)")
@@ -79,7 +82,7 @@ def new(
 def _answer(option: str, question: str, default: str | None = None) -> str:
     """Asks the user. Raises UserError without a terminal."""
     if not sys.stdin.isatty():
-        raise UserError(f"new: no {option}, and no terminal to ask on")
+        raise UserError(f"new: no {option}, and no terminal to ask on. Fix: give {option}")
     return typer.prompt(question, default=default)
 
 
@@ -280,7 +283,9 @@ def clean_cache(
     show_entries(Console(), entries_folder(), entries)
     if not yes:
         if not sys.stdin.isatty():
-            raise UserError("cache clean: no terminal to ask for confirmation; give --yes to remove what is listed")
+            raise UserError(
+                "cache clean: no terminal to ask for confirmation. Fix: give --yes to remove what is listed"
+            )
         typer.confirm("Remove these entries?", abort=True)
     kept = remove(entries)
     removed = [entry for entry in entries if entry not in kept]
@@ -311,7 +316,10 @@ def studio(
     Example: [bold]python -m finetune studio[/bold]
     """
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
-        raise UserError("studio: pip install 'finetune[serve]' (fastapi and uvicorn), then again")
+        raise UserError(
+            "studio: fastapi or uvicorn is not installed. Fix: pip install 'finetune[serve]', then run the same "
+            "command again"
+        )
     from finetune.desk.studio.app import run_studio
 
     run_studio(port, opens, lambda line: print(line, flush=True))

@@ -107,14 +107,14 @@ def plan_job(path: Path, overrides: Sequence[str], target: Target, options: JobO
     machines = devices_of(options.devices)
     gpu = device_name(target, machines)
     if target.alone and machines.machines > 1:
-        raise UserError(f"{target.title}: {target.alone}: expected --devices {machines.per_machine}x{machines.key}")
+        raise UserError(f"{target.title}: {target.alone}. Fix: give --devices {machines.per_machine}x{machines.key}")
     if options.hours is not None and not _LEAST_HOURS <= options.hours <= 24 * 30:
-        raise UserError(f"--hours {options.hours:g}: expected half an hour to 720 hours")
+        raise UserError(f"--hours {options.hours:g}: out of range. Fix: give half an hour to 720 hours")
     recipe, place = load_recipe(path, overrides), _below_here(path, target)
     is_lost = Path(recipe.run.dir).is_absolute() and not str(recipe.run.dir).startswith(f"{SHARED}/")
     if target.has_containers and is_lost:
         raise UserError(
-            f"run.dir: {recipe.run.dir} is lost with the container: write run.dir=runs, which is {SHARED}/runs"
+            f"run.dir: {recipe.run.dir} is lost with the container. Fix: write run.dir=runs, which is {SHARED}/runs"
         )
     on = (f"{machines.per_machine}x{machines.key}",)
     request, choices, results = plan(path, overrides, PlanOptions(on=on, nodes=machines.machines), load_recipe)
@@ -122,8 +122,8 @@ def plan_job(path: Path, overrides: Sequence[str], target: Target, options: JobO
     choice = _chosen(request, choices, options, machines, rules)
     if options.hours is None and choice.hours is None:
         raise UserError(
-            f"{path}: `plan` knows no time on {machines.name}, or not how many rows there are: set the time limit, "
-            "--hours 12"
+            f"{path}: `plan` cannot estimate the hours on {machines.name}. It knows no speed of these devices, or not "
+            "how many rows there are. Fix: set the time limit, such as --hours 12"
         )
     limit = options.hours or max(_LEAST_HOURS, math.ceil(((choice.hours or 0) * MARGIN + _START_HOURS) * 4) / 4)
     config, text = _config(choice, target)
@@ -176,13 +176,15 @@ def _chosen(
         choices = [one for one in choices if one.config == name]
         if not choices:
             why = [rule for place, rule in rules.items() if place.partition(" ")[0] == name]
-            reason = why[0] if why else "`plan` does not know this config; leave it out, or edit the job"
-            raise UserError(f"--config-file {options.config_file}: cannot run it on {machines.name}: {reason}")
+            reason = why[0] if why else "`plan` does not know this config"
+            fix = "" if "Fix: " in reason else ". Fix: leave it out, or edit the job"
+            raise UserError(f"--config-file {options.config_file}: cannot be used on {machines.name}: {reason}{fix}")
     one = choices[0]
     if one.verdict == "no":
         raise UserError(
-            f"{request.path}: does not fit {one.machines.name}: {one.config} comes nearest and needs {-one.free:.1f} "
-            f"GiB more a device. See `python -m finetune plan {request.path} --on DEVICES` for others"
+            f"{request.path}: does not fit {one.machines.name}. {one.config} comes nearest and needs {-one.free:.1f} "
+            f"GiB more a device. Fix: choose others; "
+            f"`python -m finetune plan {request.path} --on DEVICES` shows what fits"
         )
     return one
 
@@ -194,8 +196,8 @@ def _below_here(path: Path, target: Target) -> str:
     relative = os.path.relpath(path)
     if target.has_containers and relative.startswith(".."):
         raise UserError(
-            f"{path}: containers see {SHARED} only, which holds what is in this folder here: start in a folder above "
-            "the recipe"
+            f"{path}: is outside of this folder, and containers see no other. They have it as {SHARED}. Fix: start in "
+            "a folder above the recipe"
         )
     return relative
 

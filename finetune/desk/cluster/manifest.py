@@ -57,7 +57,10 @@ def launch_on(
     secret = ["--secret", job.options.secret] if name == "skypilot" and job.options.secret else []
     command = [*target.submit, *secret, str(write)]
     if shutil.which(command[0]) is None:
-        raise UserError(f"--submit: no `{command[0]}` here. {write} is written: {shlex.join(command)}")
+        raise UserError(
+            f"--submit: `{command[0]}` is not installed here. {write} is written. Fix: run `{shlex.join(command)}` "
+            "where it is installed"
+        )
     print(f"running {shlex.join(command)}", file=sys.stderr, flush=True)
     return subprocess.run(command).returncode
 
@@ -79,18 +82,22 @@ def render(name: str, job: ClusterJob) -> str:
 
 def _check_options(name: str, target: Target, options: JobOptions) -> None:
     if target.has_containers and options.image is None:
-        raise UserError(f"launch --on {name}: --image is required: a container image with finetune (Dockerfile)")
+        raise UserError(
+            f"launch --on {name}: --image is required. Fix: give a container image with finetune (Dockerfile)"
+        )
     if target.has_containers and options.shared is None:
         raise UserError(
-            f"launch --on {name}: --shared is required, {target.shared}: recipe, rows and runs lie there, and it "
-            f"outlives the job. Containers see it as {SHARED}"
+            f"launch --on {name}: --shared is required. Recipe, rows and runs lie there, it outlives the job, and "
+            f"containers see it as {SHARED}. Fix: give --shared the name of {target.shared}"
         )
     if not target.has_containers:
         for option, value in (("--image", options.image), ("--shared", options.shared)):
             if value is not None:
                 raise UserError(
-                    f"launch --on {name}: {option} has no effect there: jobs run in the folder and environment in "
-                    "which they are submitted"
+                    f"launch --on {name}: {option} has no effect there. Jobs run in the folder and environment in "
+                    "which they are submitted. Fix: leave it out"
                 )
     if options.secret is not None and not options.secret.replace("_", "").isalnum():
-        raise UserError(f"--secret {options.secret}: expected the name of a variable, such as HF_TOKEN, not its value")
+        raise UserError(
+            f"--secret {options.secret}: not the name of a variable. Fix: give a name, such as HF_TOKEN, not its value"
+        )

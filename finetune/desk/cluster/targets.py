@@ -82,7 +82,7 @@ TARGETS: dict[str, Target] = {
 
 def target_of(name: str) -> Target:
     if name not in TARGETS:
-        raise UserError(f"--on {name}: expected {', '.join(TARGETS)}")
+        raise UserError(f"--on {name}: not a known target. Fix: use one of {', '.join(TARGETS)}")
     return TARGETS[name]
 
 
@@ -98,5 +98,7 @@ def device_name(target: Target, machines: Machines) -> str | None:
         key = CPU
     if key not in target.devices:
         offers = ", ".join(name for name in target.devices if name != CPU)
-        raise UserError(f"{target.title} offers no {machines.per_machine} x {machines.key} in a machine: {offers}")
+        raise UserError(
+            f"{target.title} offers no {machines.per_machine} x {machines.key} in a machine. Fix: use one of {offers}"
+        )
     return target.devices[key]

@@ -53,7 +53,7 @@ def diagnose(group: LaunchGroup, folders: list[Path]) -> Diagnosis:
         try:
             disks = [measure_disk(folder) for folder in folders]
         except OSError as error:
-            problem = f"{error.filename}: cannot be written: {error.strerror}; name another with --folder"
+            problem = f"{error.filename}: cannot be written: {error.strerror}. Fix: name another with --folder"
     disks, problem = group.gather((disks, problem))[0]
     if problem:
         raise UserError(problem)

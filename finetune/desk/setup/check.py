@@ -51,7 +51,7 @@ def check_folder(
     others = {"base", "tasks"}
     paths = sorted(path for path in folder.rglob("*.yaml") if others.isdisjoint(path.relative_to(folder).parts[:-1]))
     if not paths:
-        raise UserError(f"{folder}: no recipes (*.yaml) in this folder")
+        raise UserError(f"{folder}: no recipes (*.yaml) in this folder. Fix: give a recipe, or a folder of recipes")
     return [check_recipe(path, overrides, config_file, num_processes, recipe_only=True) for path in paths]
 
 

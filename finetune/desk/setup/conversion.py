@@ -101,7 +101,7 @@ class Conversion:
         """Applies `section.key=value` in place of what was converted. Raises UserError for a key of another depth."""
         key, equals, value = text.partition("=")
         if not equals or (key.count(".") != 1 and key != "mode"):
-            raise UserError(f"{text!r}: expected section.key=value, such as optimizer.lr=1e-4")
+            raise UserError(f"{text!r}: not of the form section.key=value. Fix: write it like optimizer.lr=1e-4")
         tree = Tree({}, {(): Location("command line")})
         override(tree, text, _TEXTS.__contains__)
         section, _, name = key.partition(".")

@@ -49,14 +49,19 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
     ask: None without a terminal; a guess is then refused. Raises UserError.
     """
     if options.mode not in MODES:
-        raise UserError(f"--mode {options.mode}: expected {', '.join(MODES)}")
+        raise UserError(f"--mode {options.mode}: no such mode. Fix: use one of {', '.join(MODES)}")
     stem = Path(options.data.rstrip("/")).name.split(".")[0]
     name = options.name or f"{re.sub('[^A-Za-z0-9]+', '-', stem).strip('-') or 'run'}-{options.mode}"
     if not re.fullmatch(RUN_NAME.strip("^$"), name):
-        raise UserError(f"--name {name}: expected letters, digits, `.`, `_` and `-`, and a letter or digit first")
+        raise UserError(
+            f"--name {name}: not a name of a run. Fix: use letters, digits, `.`, `_` and `-`, and begin with a "
+            "letter or digit"
+        )
     path = options.output or Path(f"{name}.yaml")
     if path.exists():
-        raise UserError(f"{path} exists already and is left as it is: give another --output or --name, or remove it")
+        raise UserError(
+            f"{path} exists already and is left as it is. Fix: give another --output or --name, or remove it"
+        )
     # recipes/base of the repository around the recipe or around the current folder, else of the package.
     around = [*path.parent.resolve().parents, path.parent.resolve(), *Path.cwd().parents, Path.cwd()]
     bases = (parent / "recipes" / "base" for parent in (*reversed(around), SHIPPED))
@@ -83,8 +88,8 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
     recipe = NewRecipe(options, name, path, base, rows, lengths, fit, template, parameters)
     if fit.overlong == len(lengths.examples) and fit.overlong and not rows.can_split:
         raise UserError(
-            f"{options.data}: every example is longer than {fit.max_length:,} tokens, the shortest "
-            f"{int(lengths.examples.min()):,}: use a model with a longer context, or shorter rows"
+            f"{options.data}: every example is longer than {fit.max_length:,} tokens. The shortest has "
+            f"{int(lengths.examples.min()):,}. Fix: use a model with a longer context, or shorter rows"
         )
     loaded = _write(recipe)
     _show(recipe, loaded, problem, renderer, console)

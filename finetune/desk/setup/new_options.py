@@ -32,7 +32,9 @@ def parse_columns(text: str) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in re.split(r",\s*(?=\w+=)", text.strip())]
     columns = {field.strip(): column.strip() for field, _, column in pairs}
     if not all(field and equals and column.strip() for field, equals, column in pairs):
-        raise UserError(f"--columns {text}: expected field=column, such as prompt=question,completion=answer")
+        raise UserError(
+            f"--columns {text}: not of the form field=column. Fix: write it like prompt=question,completion=answer"
+        )
     if len(columns) < len(pairs):
-        raise UserError(f"--columns {text}: a field is given twice")
+        raise UserError(f"--columns {text}: a field is given twice. Fix: give each field once")
     return columns

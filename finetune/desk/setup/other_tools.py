@@ -41,7 +41,9 @@ def write_converted(
         conversion.set("run.name", name)
     path = output or Path(f"{conversion.value('run.name')}.yaml")
     if path.exists():
-        raise UserError(f"{path} exists already and is left as it is: give another --output or --name, or remove it")
+        raise UserError(
+            f"{path} exists already and is left as it is. Fix: give another --output or --name, or remove it"
+        )
     for override in overrides:
         conversion.override(override)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,6 +100,6 @@ def _tool_of(origin: str, theirs: dict[str, Any]) -> str:
     if {"model_name_or_path", COMMAND} & theirs.keys():
         return "TRL"
     raise UserError(
-        f"{origin}: not a config of axolotl (`base_model`), LLaMA-Factory (`stage`, `finetuning_type`), TRL "
-        "(`model_name_or_path`) or Unsloth (`model_name`, `random_state`)"
+        f"{origin}: not a config of a tool that is known here. Fix: give one of axolotl (with `base_model`), LLaMA-"
+        "Factory (`stage`, `finetuning_type`), TRL (`model_name_or_path`) or Unsloth (`model_name`, `random_state`)"
     )

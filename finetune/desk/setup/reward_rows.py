@@ -20,7 +20,8 @@ def check_rewards(recipe: Recipe, data: Dataset, tokenizer: PreTrainedTokenizerB
     count = JUDGED_ROWS if any(isinstance(one, JudgeReward) for one in rewards) else TRIED_ROWS
     trial = try_rewards(rewards, reference_answers(recipe, data, tokenizer, count))
     if trial.problems:
-        raise UserError("\n".join([*trial.problems, *(f"    {line}" for line in trial.table().splitlines())]))
+        fix = "Fix: correct the rewards or the rows; the table has the mean reward of each kind of answer"
+        raise UserError("\n".join([*trial.problems, *(f"    {line}" for line in trial.table().splitlines()), fix]))
     return trial
 
 

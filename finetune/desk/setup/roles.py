@@ -64,7 +64,7 @@ def choose_columns(
         guess = _by_roles(rows, table, format) if not columns else None
         if guess is None and (json := [one.name for one in table.values() if one.kind == "json"]):
             raise UserError(
-                f"{names(json)} holds JSON as text, and a format expects its lists: save the rows as JSON lines, with "
+                f"{names(json)} holds JSON as text. A format expects its lists. Fix: save the rows as JSON lines, with "
                 "the lists in them (pandas: `df[column].map(json.loads)`, then `df.to_json(path, orient='records', "
                 "lines=True)`)"
             ) from None
@@ -84,7 +84,7 @@ def choose_columns(
 def _as_told(rows: Sequence[Row], format: str, columns: Mapping[str, str]) -> RoleChoice:
     """Raises UserError if no row is of the format under these columns."""
     if format not in FORMATS:
-        raise UserError(f"--format {format}: expected {', '.join(FORMATS)}")
+        raise UserError(f"--format {format}: no such format. Fix: use one of {', '.join(FORMATS)}")
     check_columns(format, columns)
     problem = ""
     for row in rows:
@@ -94,7 +94,8 @@ def _as_told(rows: Sequence[Row], format: str, columns: Mapping[str, str]) -> Ro
             problem = problem or str(error)
         else:
             return RoleChoice(format, dict(columns) or None, "as the command line says")
-    raise UserError(problem)
+    fix = "" if "Fix: " in problem else ". Fix: give the format and columns that the rows have, or correct the rows"
+    raise UserError(f"{problem}{fix}")
 
 
 def unused_columns(rows: Sequence[Row], chosen: RoleChoice) -> list[str]:
@@ -334,7 +335,7 @@ def refusal(rows: Sequence[Row], choice: RoleChoice) -> str:
     lines = [
         f"which columns to train on is a guess: {'; '.join(choice.doubts)}. The columns:",
         *columns_shown(rows),
-        f"If this is meant, add: {choice.option()}",
+        f"Fix: if this is meant, add: {choice.option()}",
         "Else name the columns that are, such as --columns prompt=COLUMN,completion=COLUMN or --columns text=COLUMN",
     ]
     return "\n".join(lines)

@@ -97,7 +97,9 @@ def token_lengths(rows: RowsFound, renderer: Renderer) -> ExampleLengths:
     if result.failed:
         raise UserError(result.failed)
     if not len(result.arrays.sizes):
-        raise UserError(f"no row can be trained on: {result.bad_rows[0] if result.bad_rows else 'no supervised token'}")
+        reason = result.bad_rows[0] if result.bad_rows else "no supervised token"
+        fix = "" if "Fix: " in reason else ". Fix: give the format and columns that the rows have, or correct the rows"
+        raise UserError(f"no row can be trained on: {reason}{fix}")
     begins = np.concatenate([[0], np.cumsum(result.arrays.sizes)[:-1]])
     examples = np.add.reduceat(result.arrays.lengths, begins)
     answers = np.maximum.reduceat(result.arrays.targets, begins)

@@ -83,8 +83,8 @@ class RowsFound:
         """Raises UserError if a classifier would have a single class."""
         if self.objective == "classify" and len(self.labels) < 2:
             raise UserError(
-                f"{self.items[0][0]}: `label` is {self.labels[0]} in every row, and a classifier needs two labels at "
-                "least; to train on the texts themselves, rename or remove that column"
+                f"{self.items[0][0]}: `label` is {self.labels[0]} in every row. A classifier needs at least two "
+                "labels. Fix: add rows of another label; to train on the texts themselves, rename or remove that column"
             )
 
 
@@ -113,7 +113,8 @@ def read_sample(path: str) -> TableSample:
     count = len(read) if is_all else max(len(read), reader.estimated_rows() or 0)
     sample = TableSample(path, tuple(read), is_all, count, reader.note)
     if not sample.rows:
-        raise UserError(f"{path}: no row can be read" + (f": {read[0][0]}:{read[0][1]}: {read[0][2]}" if read else ""))
+        first = f": {read[0][0]}:{read[0][1]}: {read[0][2]}" if read else ""
+        raise UserError(f"{path}: no row can be read{first}. Fix: correct the file, or give another")
     return sample
 
 

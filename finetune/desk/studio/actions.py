@@ -35,9 +35,9 @@ class Form:
         """Returns a field without spaces around it. what: of a field that must be filled in, for the message."""
         value = self.values.get(name) or ""
         if not isinstance(value, str) or "\0" in value or "\n" in value.strip():
-            raise UserError(f"{name}: expected one line of text")
+            raise UserError(f"{name}: not one line of text. Fix: take out line breaks and NUL characters")
         if what and not value.strip():
-            raise UserError(f"choose {what}")
+            raise UserError(f"{name}: nothing is chosen. Fix: choose {what}")
         return value.strip()
 
     def texts(self, name: str) -> list[str]:
@@ -57,7 +57,7 @@ class Form:
     def number(self, name: str, option: str) -> list[str]:
         value = self.text(name)
         if value and not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", value):
-            raise UserError(f"{name}: expected a number, got {value}")
+            raise UserError(f"{name}: {value} is not a number. Fix: give one in digits, such as 8 or 0.5")
         return [option, value] if value else []
 
     def overrides(self) -> list[str]:
@@ -65,9 +65,11 @@ class Form:
         try:
             words = shlex.split(self.text("overrides"))
         except ValueError as error:
-            raise UserError(f"overrides: {error}") from None
+            raise UserError(f"overrides: {error}. Fix: quote values as in a shell") from None
         if wrong := [word for word in words if not re.match(r"\w[\w.]*=", word)]:
-            raise UserError(f"overrides: expected section.key=value, such as optimizer.lr=1e-4, got {wrong[0]}")
+            raise UserError(
+                f"overrides: {wrong[0]} is not of the form section.key=value. Fix: write it like optimizer.lr=1e-4"
+            )
         return words
 
     def named(self, name: str, what: str, remote: re.Pattern[str]) -> str:
@@ -106,7 +108,7 @@ _INSPECTED, _PLANNED = _page("inspect"), _page("plan")
 def _new(form: Form) -> list[str]:
     mode = form.text("mode")
     if mode not in MODES:
-        raise UserError(f"mode: expected {', '.join(MODES)}")
+        raise UserError(f"mode: no such mode. Fix: choose one of {', '.join(MODES)}")
     model, data = form.named("model", "a model", _MODEL), form.named("data", "data", _DATASET)
     words = [
         "new",
@@ -140,9 +142,12 @@ def _check(form: Form) -> list[str]:
 def _plan(form: Form) -> list[str]:
     recipe, places = form.shipped_path("recipe", "a recipe"), form.texts("on")
     if not places:
-        raise UserError("choose hardware")
+        raise UserError("hardware: nothing is chosen. Fix: choose at least one")
     if wrong := [place for place in places if not re.fullmatch(r"\d{1,5}x[\w.-]+", place)]:
-        raise UserError(f"hardware: expected 8xH100-80, or 2xcpu for this machine, got {wrong[0]}")
+        raise UserError(
+            f"hardware: {wrong[0]} is not a number and a device. Fix: write it like 8xH100-80, or 2xcpu for this "
+            "machine"
+        )
     on = [word for place in places for word in ("--on", place)]
     ranked = ["--by", "price"] if form.text("by") == "price" else []
     return _finetune("plan", recipe, *form.overrides(), *on, *ranked, "--html", _PLANNED(form))
@@ -164,16 +169,16 @@ def run_of(form: Form) -> str:
 def _report(form: Form) -> list[str]:
     runs = [str(inside(run, form.folder)) for run in form.texts("runs")]
     if not runs:
-        raise UserError("choose runs")
+        raise UserError("runs: nothing is chosen. Fix: choose at least one run")
     if not (output := form.path("output", "a file")).endswith(".html"):  # it replaces what is there
-        raise UserError(f"{output}: a page's name ends with .html")
+        raise UserError(f"{output}: not the name of a page. Fix: end it with .html")
     return _finetune("report", *runs, "-o", output)
 
 
 def _export(form: Form) -> list[str]:
     run, to = form.path("run", "a run"), form.text("to")
     if to not in EXPORTS:
-        raise UserError(f"format: expected {', '.join(EXPORTS)}")
+        raise UserError(f"format: no such format. Fix: choose one of {', '.join(EXPORTS)}")
     options = [*form.option("step", "--step"), *form.option("dtype", "--dtype"), *form.option("quantize", "--quantize")]
     out = ["-o", form.path("output", "a folder")] if form.text("output") else []
     return _finetune("export", run, "--to", to, *options, *out)
@@ -183,7 +188,7 @@ def _serve(form: Form) -> list[str]:
     run = form.path("run", "a run")
     base, why = base_of(form.folder / run, form.folder) if form.values.get("beside") else ("", "")
     if why:
-        raise UserError(f"no base model to compare it with: {why}")
+        raise UserError(f"{run}: there is no base model to compare it with: {why}. Fix: load it without its base")
     return _finetune("serve", f"trained={run}", *([f"base={base}"] if base else []), "--port", "0")
 
 

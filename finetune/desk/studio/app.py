@@ -85,13 +85,13 @@ async def _fields(request: Request) -> dict[str, Any]:
     async for part in request.stream():
         body += part
         if len(body) > _MOST_BODY:
-            raise UserError(f"the request has more than {_MOST_BODY:,} bytes")
+            raise UserError(f"the request has more than {_MOST_BODY:,} bytes. Fix: send a shorter text")
     try:
         values = json.loads(bytes(body))
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise UserError("expected a JSON object")
+        raise UserError("the request is not a JSON object. Fix: send fields and their values as JSON")
     return values
 
 
@@ -261,18 +261,20 @@ def _add_files(app: FastAPI, folder: Path) -> None:
         path, text = recipe_of(await _fields(request))
         file = folder / inside(path, folder)
         if file.suffix not in (".yaml", ".yml"):
-            raise UserError(f"{path}: a recipe's name ends with .yaml")
+            raise UserError(f"{path}: not the name of a recipe. Fix: end it with .yaml")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file.resolve(), text)
         except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+            raise UserError(
+                f"{path}: cannot be written: {error.strerror}. Fix: make room or give another path"
+            ) from None
         return {"path": path}
 
     def recipe_of(values: dict[str, Any]) -> tuple[str, str]:
         path, text = values.get("path"), values.get("text")
         if not isinstance(path, str) or not isinstance(text, str):
-            raise UserError("expected path and text of a recipe")
+            raise UserError("the request lacks path or text of a recipe. Fix: send both as text")
         return path, text
 
     @app.get("/schema.json")
@@ -296,7 +298,7 @@ def _add_chat(app: FastAPI, jobs: Jobs) -> None:
         job = _job(jobs, number)
         url = pages.served_url(jobs, job)
         if url is None or jobs.status(job) is not None:
-            raise UserError("this model is not loaded anymore: load it again")
+            raise UserError("this model is not loaded anymore. Fix: load it again")
         return url
 
     @app.get("/chat/{number}")
@@ -311,9 +313,12 @@ def _add_chat(app: FastAPI, jobs: Jobs) -> None:
         model, messages = values.get("model"), values.get("messages")
         temperature, most = values.get("temperature", 0), values.get("max_new_tokens", 256)
         if not isinstance(model, str) or not isinstance(messages, list) or not isinstance(most, int):
-            raise UserError("expected model, messages, temperature and max_new_tokens")
+            raise UserError(
+                "the request lacks model, messages or max_new_tokens, or has other types. Fix: send text, a list and a "
+                "whole number"
+            )
         if not isinstance(temperature, int | float):
-            raise UserError("temperature: expected a number")
+            raise UserError("temperature: not a number. Fix: send a number, such as 0.7")
         sampling = Sampling(max_new_tokens=most, temperature=float(temperature))
         pieces = Server(url).stream(model, messages, sampling)
         return StreamingResponse(pages.as_events(pieces), media_type="application/x-ndjson")
@@ -339,7 +344,9 @@ def run_studio(port: int, opens: bool, say: Callable[[str], object]) -> None:
     try:
         listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        raise UserError(f"studio: cannot listen on 127.0.0.1:{port}: {error.strerror}; give another --port") from None
+        raise UserError(
+            f"studio: cannot listen on 127.0.0.1:{port}: {error.strerror}. Fix: give another --port"
+        ) from None
     with listening, tempfile.TemporaryDirectory(prefix="finetune-studio-") as private:
         number = listening.getsockname()[1]
         address = f"http://127.0.0.1:{number}/?token={token}"

@@ -128,7 +128,8 @@ def recipe_text(path: str, folder: Path) -> str:
     try:
         return here_or_shipped(inside_or_shipped(path, folder)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise UserError(f"{path}: cannot be read: {reason}. Fix: check its permissions, and that it is UTF-8") from None
 
 
 def job_row(jobs: Jobs, job: StartedCommand) -> dict[str, Any]:

@@ -29,13 +29,15 @@ _RECIPE = re.compile(r"^(extends|model|data|mode|optimizer):", re.MULTILINE)
 def inside(text: str, folder: Path) -> Path:
     """Returns a path of a form, relative to the folder. Raises UserError if it leads out of it, also through links."""
     if not text.strip() or "\0" in text or text.startswith("-"):
-        raise UserError(f"{text!r} is not a path in this folder")
+        raise UserError(f"{text!r} is not a path in this folder. Fix: give a path relative to it")
     try:
         whole = (folder / text).resolve()
     except (OSError, RuntimeError) as error:  # a loop of links
-        raise UserError(f"{text}: {error}") from None
+        raise UserError(f"{text}: cannot be followed: {error}. Fix: check the path and its links") from None
     if not whole.is_relative_to(folder.resolve()):
-        raise UserError(f"{text} is outside of {folder}: start the studio in a folder above both, or use a terminal")
+        raise UserError(
+            f"{text} is outside of {folder}. Fix: start the studio in a folder above both, or use a terminal"
+        )
     return Path(os.path.relpath(os.path.normpath(folder / text), folder))
 
 
@@ -44,7 +46,7 @@ def inside_or_shipped(text: str, folder: Path) -> Path:
     path = inside(text, folder)
     is_shipped = path.parts[0] in ("recipes", "accelerate_configs") and (SHIPPED / path).is_file()
     if not (folder / path).is_file() and not is_shipped:
-        raise UserError(f"{text}: no such file")
+        raise UserError(f"{text}: no such file. Fix: check the path")
     return path
 
 

@@ -136,7 +136,9 @@ def _is_number(value: Any) -> bool:
 def read_run(folder: Path, price: str | None = None) -> RunData:
     """Returns the readable files of a run, with notes on the others. Raises UserError if there are none."""
     if not any((folder / name).is_file() for name in _OF_A_RUN):
-        raise UserError(f"{folder}: no run here (no metrics.jsonl); give a run directory, such as runs/quickstart-full")
+        raise UserError(
+            f"{folder}: no run here (no metrics.jsonl). Fix: give a run directory, such as runs/quickstart-full"
+        )
     problems = [f"{name} is missing" for name in _OF_A_RUN if not (folder / name).exists()]
 
     def read(name: str, load: Callable[[Path], Any], empty: Any) -> Any:
@@ -207,7 +209,9 @@ def write_report(folders: Sequence[Path], out: Path, price_of: PriceOf = lambda 
         else:
             write_atomically(out, whole)
     except OSError as error:
-        raise UserError(f"-o {out}: cannot be written: {error.strerror or error}") from None
+        raise UserError(
+            f"-o {out}: cannot be written: {error.strerror or error}. Fix: make room or give another path"
+        ) from None
 
 
 def _bytes(page: str) -> bytes:
@@ -244,7 +248,7 @@ def watch(
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except OSError as error:
-        raise UserError(f"--port {port}: {error.strerror}: give another one") from None
+        raise UserError(f"--port {port}: {error.strerror}. Fix: give another one") from None
     with server:
         ready(f"http://127.0.0.1:{server.server_port}/")
         server.serve_forever()

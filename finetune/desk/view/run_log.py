@@ -22,7 +22,9 @@ def follow(run: Path, last: int | None, goes_on: bool, wait: Callable[[float], N
     """
     file = run / "metrics.jsonl"
     if not file.exists() and read_status(run) is None:
-        raise UserError(f"{run}: no run here (no metrics.jsonl); give a run directory, such as runs/quickstart-full")
+        raise UserError(
+            f"{run}: no run here (no metrics.jsonl). Fix: give a run directory, such as runs/quickstart-full"
+        )
     lines, damage = read_metrics(file)
     seen = len(lines)
     if damage:

@@ -179,7 +179,7 @@ def test_console_script() -> None:
         (["check", "--procs", "2"], "No such option: --procs"),
         (["inspect", "x.yaml", "--rows", "0"], "Invalid value for '--rows'"),
         (["inspect", "recipes/quickstart/full.yaml", "--json", "--html", "a.html"], "--html has no effect with"),
-        (["inspect", "recipes/quickstart/full.yaml", "--html", "a.yaml"], "expected the name of a page to write"),
+        (["inspect", "recipes/quickstart/full.yaml", "--html", "a.yaml"], "not the name of a page to write"),
         (["train", "absent.yaml"], "absent.yaml"),
         (["check", "absent.yaml"], "absent.yaml"),
         (["generate", "runs/absent", "hello"], "runs/absent: no result here"),

@@ -132,7 +132,7 @@ def test_mistakes_are_messages_and_leave_files_alone(made: Path, tmp_path: Path)
         ({"data": numbers}, "no format fits the first row"),
         ({"data": alike}, "`label` is good in every row"),
         ({"data": tmp_path / "empty.jsonl"}, "has no rows|no row can be read"),
-        ({"mode": "qlorra"}, "expected full, lora, qlora"),
+        ({"mode": "qlorra"}, "no such mode. Fix: use one of full, lora, qlora"),
     ]
     for changes, message in wrong:
         with pytest.raises(UserError, match=message):

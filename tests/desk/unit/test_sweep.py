@@ -44,19 +44,27 @@ def test_a_sweep_is_read_with_the_overrides_of_the_command(file: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "changed", "message"),
     [
-        (1, "recipe: 7", "sweep.yaml:1: recipe: expected text"),
+        (1, "recipe: 7", "sweep.yaml:1: recipe: is missing or of another type. Fix: give text"),
         (2, "metric: eval_los", "sweep.yaml:2: metric: no evaluation measures 'eval_los'"),
-        (2, "metrics: eval_loss", "sweep.yaml:2: metrics: not a key of a sweep: use recipe, metric"),
+        (2, "metrics: eval_loss", "sweep.yaml:2: metrics: not a key of a sweep. Fix: use recipe, metric"),
         (4, "  optimizer.rate: [1, 2]", "sweep.yaml:4: optimizer.rate: not a key of a recipe"),
-        (4, "  optimizer.lr: 1e-3", "sweep.yaml:4: optimizer.lr: expected a list of values, or {low"),
-        (4, "  optimizer.lr: {min: 1, max: 2}", "sweep.yaml:4: optimizer.lr: expected a list of values"),
-        (4, "  optimizer.lr: {low: 1e-5}", "sweep.yaml:4: optimizer.lr: expected a list of values"),
-        (4, "  optimizer.lr: {low: 1e-5, high: .inf}", "sweep.yaml:4: optimizer.lr: expected a list of values"),
-        (4, "  optimizer.lr: {low: 1e-3, high: 1e-5}", "low (0.001) has to be below high (1e-05)"),
-        (4, "  optimizer.lr: {low: 0, high: 1, log: true}", "with `log: true`, low has to be above 0"),
-        (5, "  lora.rank: []", "sweep.yaml:5: lora.rank: expected a list of values"),
-        (5, "  lora.targets: [[q_proj], [k_proj]]", "sweep.yaml:5: lora.targets: expected a list of values"),
-        (6, "overrides: train.max_steps=3", "sweep.yaml:6: overrides: expected a list of `key=value`"),
+        (4, "  optimizer.lr: 1e-3", "sweep.yaml:4: optimizer.lr: neither a list of values nor a range. Fix: write ["),
+        (4, "  optimizer.lr: {min: 1, max: 2}", "sweep.yaml:4: optimizer.lr: neither a list of values nor a range"),
+        (4, "  optimizer.lr: {low: 1e-5}", "sweep.yaml:4: optimizer.lr: neither a list of values nor a range"),
+        (
+            4,
+            "  optimizer.lr: {low: 1e-5, high: .inf}",
+            "sweep.yaml:4: optimizer.lr: neither a list of values nor a range",
+        ),
+        (4, "  optimizer.lr: {low: 1e-3, high: 1e-5}", "Fix: set low (0.001) below high (1e-05)"),
+        (4, "  optimizer.lr: {low: 0, high: 1, log: true}", "`log: true` needs low above 0"),
+        (5, "  lora.rank: []", "sweep.yaml:5: lora.rank: neither a list of values nor a range"),
+        (5, "  lora.targets: [[q_proj], [k_proj]]", "sweep.yaml:5: lora.targets: neither a list of values nor a range"),
+        (
+            6,
+            "overrides: train.max_steps=3",
+            "sweep.yaml:6: overrides: is missing or of another type. Fix: give a list of `key",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_line(file: Path, line: int, changed: str, message: str) -> None:

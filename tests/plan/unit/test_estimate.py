@@ -154,7 +154,7 @@ def test_one_layer_of_each_kind_stands_for_a_model_of_many_kinds(name: str) -> N
     """Kinds that the config tells apart: dense and sparse, with rotary positions or without, Mamba, wider heads."""
     loaded = load_recipe(ROOT / "recipes" / name / "lora.yaml", [])
     if name == "mistral-large-4" and "mistral_large4_text" not in CONFIG_MAPPING:
-        with pytest.raises(UserError, match="has no `mistral_large4_text`: pip install -U transformers"):
+        with pytest.raises(UserError, match=r"has no `mistral_large4_text`\. Fix: pip install -U transformers"):
             shipped_config(loaded.model.name or "")
         return
     config = shipped_config(loaded.model.name or "")

@@ -298,11 +298,14 @@ def test_a_device_is_planned_with_the_attention_that_a_run_has_there(recipe: dic
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (PlanOptions(()), "--on is required"),
+        (PlanOptions(()), "--on is required. Fix: add --on 8xH100-80"),
         (PlanOptions(("8xH100-81",)), "did you mean"),
         (PlanOptions(("2xH100",), by="luck"), "time or price"),
-        (PlanOptions(("2xH100",), host_memory="128"), "--host-memory 128: expected a size with its unit"),
-        (PlanOptions(("2xcpu",), host_memory="128GB"), "memory is this machine's"),
+        (
+            PlanOptions(("2xH100",), host_memory="128"),
+            "--host-memory 128: not a size with its unit. Fix: write it like 24GB",
+        ),
+        (PlanOptions(("2xcpu",), host_memory="128GB"), "memory is this machine's. Fix: remove it"),
         (PlanOptions(("2xH100",), as_json=True, verbose=True), "--json has all places anyway"),
     ],
 )

@@ -88,10 +88,10 @@ def test_machines_are_read_by_any_of_their_names() -> None:
     [
         ("8xH100-81", 1, "did you mean H100-80"),
         ("0xH100", 1, "0 devices"),
-        ("9000xH100", 1, "expected 1 to 4,096"),
+        ("9000xH100", 1, "out of range. Fix: give 1 to 4,096"),
         ("2xH100", 0, "on 0 machines"),
-        ("", 1, "expected a number and a device"),
-        ("two H100", 1, "expected a number and a device"),
+        ("", 1, "not a number and a device. Fix: write it like"),
+        ("two H100", 1, "not a number and a device. Fix: write it like"),
     ],
 )
 def test_an_unknown_device_or_an_impossible_size_says_what_to_do(text: str, machines: int, words: str) -> None:

@@ -49,7 +49,7 @@ async function preview(form) {
   command.textContent = said.command;
   button.disabled = !said.command;
   // A form that nobody has touched does not complain of what is not filled in yet.
-  const isEmpty = !form.dataset.touched && said.problem?.startsWith("choose ");
+  const isEmpty = !form.dataset.touched && said.problem?.includes(": nothing is chosen.");
   complain(form, isEmpty ? "" : said.problem || "");
 }
 

@@ -46,9 +46,11 @@ def check_options(options: InspectOptions) -> None:
     ):
         unused = [other for other in others if getattr(options, other)]
         if getattr(options, name) and unused:
-            raise UserError(f"--{unused[0]} has no effect with --{name}: remove one of the two")
+            raise UserError(f"--{unused[0]} has no effect with --{name}. Fix: remove one of the two")
     if options.html and options.html.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--html {options.html}: expected the name of a page to write, such as inspect.html")
+        raise UserError(
+            f"--html {options.html}: not the name of a page to write. Fix: end it with .html, such as inspect.html"
+        )
 
 
 def inspect(recipe: Recipe, recipe_path: Path, options: InspectOptions, console: Console) -> None:
@@ -60,7 +62,7 @@ def inspect(recipe: Recipe, recipe_path: Path, options: InspectOptions, console:
     template, sources = template_of(recipe.model, tokenizer), recipe.data.train
     if options.eval:
         if not recipe.data.eval:
-            raise UserError("--eval: the recipe has no data.eval; add a source there, or remove --eval")
+            raise UserError("--eval: the recipe has no data.eval. Fix: add a source there, or remove --eval")
         sources = recipe.data.eval_sources
     elif recipe.data.streaming:
         window = recipe.data.window  # a stream may be endless

@@ -186,7 +186,7 @@ def find_row(view: DatasetView, address: str) -> list[int]:
     """
     path, _, digits = address.rpartition(":")
     if not path or not digits.isdecimal():
-        raise UserError(f"--row {address}: expected PATH:NUMBER, such as train.jsonl:12")
+        raise UserError(f"--row {address}: not of the form PATH:NUMBER. Fix: write it like train.jsonl:12")
     number, rows, indices = int(digits), set[tuple[int, str]](), []
     for i, example in enumerate(view.data.examples):
         if matches_path(example.path, path):
@@ -197,12 +197,14 @@ def find_row(view: DatasetView, address: str) -> list[int]:
         return indices
     if not rows:
         paths = sorted({example.path for example in view.data.examples})
-        raise UserError(f"--row {address}: no example is from {path}; there are {', '.join(paths)}")
+        raise UserError(f"--row {address}: no example is from {path}. Fix: use one of {', '.join(paths)}")
     ordered = sorted(rows)
     index = bisect_left(ordered, (number, ""))
     nearest = [f"{near}:{row}" for row, near in ordered[max(0, index - 1) : index + 1]]
     nearest = f"{'are' if len(nearest) > 1 else 'is'} {' and '.join(nearest)}"
-    raise UserError(f"--row {address}: {_absence_reason(view, path, number)}\nThe nearest {nearest}")
+    reason = _absence_reason(view, path, number)
+    begin = "Or" if "Fix: " in reason else "Fix:"
+    raise UserError(f"--row {address}: {reason}\n{begin} give a row that has an example; the nearest {nearest}")
 
 
 def matches_path(label: str, typed: str) -> bool:
@@ -236,7 +238,6 @@ def _drop_reason(view: DatasetView, source: Source, format: str, row: dict[str, 
         try:
             prepare_examples(recipe, [only], view.renderer)
         except UserError as error:
-            # Without the advice for a run that stops at such a row.
-            why, *_ = re.split(r"\n(?:Fix: correct the row, or|Or) set `data\.on_bad_row", str(error))
+            why = re.split(r"\n.*`data\.on_bad_row", str(error))[0]  # without the advice for a run that stops there
             return f"dropped: {why}".replace(f"{path}:1", address).replace(str(path), address)
     return f"usable, but not sampled: an epoch takes only part of its source (weight {source.weight:g})"

@@ -64,7 +64,9 @@ def write_page(
     try:
         path.write_text(page, encoding="utf-8", newline="\n")
     except OSError as error:
-        raise UserError(f"--html {path}: cannot be written: {error.strerror or error}") from None
+        raise UserError(
+            f"--html {path}: cannot be written: {error.strerror or error}. Fix: make room or give another path"
+        ) from None
 
 
 def _summary(view: DatasetView) -> dict[str, Any]:

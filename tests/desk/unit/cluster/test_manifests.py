@@ -125,17 +125,17 @@ def test_sizes_that_no_shipped_config_has_are_written_by_the_job(
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("lsf", {}, "expected slurm, kubeflow, skypilot, hf-jobs"),
+        ("lsf", {}, "not a known target. Fix: use one of slurm, kubeflow, skypilot, hf-jobs"),
         ("slurm", {"devices": "8xH1000"}, "no device 'H1000'"),
         ("slurm", {"devices": "2x8"}, "--devices 2x8"),
         ("slurm", {"image": "i"}, "--image has no effect there"),
         ("slurm", {"hours": 0.1}, "half an hour to 720"),
-        ("slurm", {"config_file": Path("accelerate_configs/pp.yaml")}, "pp.yaml: cannot run it on 2 x 2 H100-80: "),
+        ("slurm", {"config_file": Path("accelerate_configs/pp.yaml")}, "pp.yaml: cannot be used on 2 x 2 H100-80: "),
         ("slurm", {"hours": None, "devices": "2xcpu"}, "--hours 12"),
         ("kubeflow", {"image": None}, "--image is required"),
-        ("skypilot", {"shared": None}, "--shared is required, a SkyPilot volume"),
+        ("skypilot", {"shared": None}, "Fix: give --shared the name of a SkyPilot volume"),
         ("skypilot", {"devices": "1xMI250X-64"}, "SkyPilot offers no 1 x MI250X-64"),
-        ("hf-jobs", {"devices": "2x4xA100-80"}, "a job there is one machine: expected --devices 4xA100-80"),
+        ("hf-jobs", {"devices": "2x4xA100-80"}, "a job there is one machine. Fix: give --devices 4xA100-80"),
         ("hf-jobs", {"devices": "3xA100-80"}, "offers no 3 x A100-80 in a machine"),
         ("hf-jobs", {"secret": "hf_abc=d"}, "not its value"),
     ],
@@ -172,7 +172,7 @@ def test_names_stay_texts(run: str, manifest: Callable[..., str]) -> None:
 def test_a_model_that_does_not_fit_and_runs_that_would_be_lost(own: Path, tmp_path: Path) -> None:
     large = ROOT / "recipes" / "llama3.3-70b" / "qlora.yaml"
     alone = JobOptions("1xT4-16", hours=5.0, config_file=Path("accelerate_configs/single.yaml"))
-    with pytest.raises(UserError, match=r"does not fit 1 T4-16: single comes nearest and needs [\d.]+ GiB more"):
+    with pytest.raises(UserError, match=r"does not fit 1 T4-16\. single comes nearest and needs [\d.]+ GiB more"):
         launch_on("slurm", large, (), alone, None, False)
     options = JobOptions(**OF_TARGET["kubeflow"], hours=5.0)
     with pytest.raises(UserError, match=r"run\.dir: /data/runs is lost with the container"):
@@ -190,7 +190,9 @@ def test_it_is_submitted_only_if_asked(
     tools = tmp_path / "tools"
     tools.mkdir()
     monkeypatch.setenv("PATH", str(tools))
-    with pytest.raises(UserError, match=r"no `sbatch` here\. my-run-1\.sbatch is written: sbatch my-run-1\.sbatch"):
+    with pytest.raises(
+        UserError, match=r"`sbatch` is not installed here\. my-run-1\.sbatch is written\. Fix: run `sbatch my"
+    ):
         launch_on("slurm", own, (), options, None, True)
     (tools / "sbatch").write_text('#!/bin/sh\necho "Submitted $1"\nexit 3\n', encoding="utf-8")
     (tools / "sbatch").chmod(0o755)

@@ -175,4 +175,4 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = finetune("doctor", "--folder", tmp_path / "file" / "runs")
     assert done.returncode == 2
-    assert "cannot be written: Not a directory; name another with --folder" in done.stderr
+    assert "cannot be written: Not a directory. Fix: name another with --folder" in done.stderr

@@ -248,7 +248,7 @@ def test_what_is_given_is_certain() -> None:
         choice = choose_columns(rows, format, columns)
         assert (choice.format, choice.columns, choice.doubts) == ("prompt_completion", columns, ())
     assert choose_columns(rows, "text", {"text": "column1"}).format == "text"
-    with pytest.raises(UserError, match="--format txt: expected messages"):
+    with pytest.raises(UserError, match=r"--format txt: no such format\. Fix: use one of messages"):
         choose_columns(rows, "txt")
     with pytest.raises(UserError, match=r"no field `promt`\. .* did you mean `prompt`"):
         choose_columns(rows, "prompt_completion", {"promt": "column1"})

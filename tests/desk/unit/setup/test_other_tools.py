@@ -709,13 +709,13 @@ def test_names_devices_and_overrides_of_the_command_line(convert: Convert) -> No
     assert "lr: 0.0001  # from the command line" in text
     recipe, _, _ = convert(AXOLOTL_LORA, 4, None, "data.train=mine.jsonl", "data.eval=0.2")
     assert (recipe.data.train[0].path, recipe.data.eval.share) == ("mine.jsonl", 0.2)  # type: ignore[union-attr]
-    with pytest.raises(UserError, match=r"expected section.key=value"):
+    with pytest.raises(UserError, match=r"not of the form section.key=value\. Fix: "):
         convert(AXOLOTL_LORA, 4, "mine", "lr")
 
 
 def test_other_files_are_refused(convert: Convert, tmp_path: Path) -> None:
     for text, message in (
-        ("a: 1\nb: 2\n", "not a config of axolotl"),
+        ("a: 1\nb: 2\n", "not a config of a tool that is known here"),
         ("base_model: a\n  b: 2\n", "not valid YAML"),
         ("absent.yaml", "no such file"),
     ):

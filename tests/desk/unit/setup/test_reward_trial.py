@@ -140,8 +140,9 @@ def test_check_refuses_with_the_table(loaded: Recipe, data: Dataset) -> None:
     assert (trial.rows, trial.problems, trial.means["reference"]["total"]) == (16, (), 1)
     with pytest.raises(UserError) as error:
         check_rewards(loaded.model_copy(update={"rewards": (reward(name="number"),)}), data, tokenizer)
-    first, *table = str(error.value).splitlines()
+    first, *table, fix = str(error.value).splitlines()
     assert first.startswith("rewards[0] (number): ")
     assert "chats.jsonl:1: the reference answer: the reference has no number. Such a completion stops the run" in first
     assert table[0] == "                   number  total"
     assert table[-1].split() == ["failures", "32"]
+    assert fix.startswith("Fix: correct the rewards or the rows; ")

@@ -410,19 +410,27 @@ def test_the_command_beside_a_button_is_one_that_the_program_takes(browser: Brow
 @pytest.mark.parametrize(
     ("action", "form", "said"),
     [
-        ("new", {"model": "org/model", "mode": "lora", "output": "x.yaml"}, "choose data"),
-        ("new", {"model": "org/model", "data": "rows.jsonl", "mode": "half", "output": "x.yaml"}, "mode: expected"),
+        (
+            "new",
+            {"model": "org/model", "mode": "lora", "output": "x.yaml"},
+            "data: nothing is chosen. Fix: choose data",
+        ),
+        (
+            "new",
+            {"model": "org/model", "data": "rows.jsonl", "mode": "half", "output": "x.yaml"},
+            "mode: no such mode. Fix: choose one of",
+        ),
         ("inspect", {"recipe": "absent.yaml"}, "no such file"),
-        ("inspect", {"recipe": "recipe.yaml", "rows": "--html"}, "expected a number"),
-        ("check", {"recipe": "recipe.yaml", "overrides": "--json"}, "expected section.key=value"),
+        ("inspect", {"recipe": "recipe.yaml", "rows": "--html"}, "rows: --html is not a number"),
+        ("check", {"recipe": "recipe.yaml", "overrides": "--json"}, "--json is not of the form section.key=value"),
         ("check", {"recipe": "recipe.yaml", "overrides": "'run.name=x"}, "No closing quotation"),
-        ("launch", {"recipe": ["recipe.yaml"]}, "expected one line of text"),
-        ("plan", {"recipe": "recipe.yaml", "on": []}, "choose hardware"),
-        ("plan", {"recipe": "recipe.yaml", "on": ["8x H100"]}, "hardware: expected 8xH100-80"),
-        ("export", {"run": "runs/good", "to": "zip"}, "format: expected hf"),
+        ("launch", {"recipe": ["recipe.yaml"]}, "recipe: not one line of text"),
+        ("plan", {"recipe": "recipe.yaml", "on": []}, "hardware: nothing is chosen"),
+        ("plan", {"recipe": "recipe.yaml", "on": ["8x H100"]}, "hardware: 8x H100 is not a number and"),
+        ("export", {"run": "runs/good", "to": "zip"}, "format: no such format. Fix: choose one of hf"),
         ("serve", {"run": "runs/damaged", "beside": True}, "no base model to compare it with"),
-        ("report", {"runs": [], "output": "page.html"}, "choose runs"),
-        ("report", {"runs": ["runs/good"], "output": "recipe.yaml"}, "ends with .html"),
+        ("report", {"runs": [], "output": "page.html"}, "runs: nothing is chosen"),
+        ("report", {"runs": ["runs/good"], "output": "recipe.yaml"}, "not the name of a page. Fix: end it with .html"),
     ],
 )
 def test_a_form_that_makes_no_command_says_why(browser: Browser, action: str, form: dict[str, Any], said: str) -> None:

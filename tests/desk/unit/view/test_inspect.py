@@ -157,23 +157,26 @@ def test_a_split_row_shows_all_its_pieces(looked, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+NEAREST = "(Fix:|Or) give a row that has an example; the nearest"
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("rows.jsonl", "expected PATH:NUMBER"),
-        ("rows.jsonl:x", "expected PATH:NUMBER"),
-        ("other.jsonl:1", r"no example is from other.jsonl; there are .*rows.jsonl"),
+        ("rows.jsonl", "not of the form PATH:NUMBER. Fix: write it"),
+        ("rows.jsonl:x", "not of the form PATH:NUMBER"),
+        ("other.jsonl:1", r"no example is from other.jsonl. Fix: use one of .*rows.jsonl"),
         ("ows.jsonl:1", "no example is from ows.jsonl"),
-        ("rows.jsonl:9", r"there is no such row\nThe nearest is \S*rows.jsonl:5$"),
+        ("rows.jsonl:9", rf"there is no such row\n{NEAREST} is \S*rows.jsonl:5$"),
         (
             "rows.jsonl:2",
-            r"dropped: .*expected a list of messages\nThe nearest are \S*rows.jsonl:1 and \S*rows.jsonl:4$",
+            rf"dropped: .*expected a list of messages\n{NEAREST} are \S*rows.jsonl:1 and \S*rows.jsonl:4$",
         ),
         (
             "rows.jsonl:3",
-            r"dropped: \S*rows.jsonl:3: \d+ tokens, but data.max_length is 64\. .*\nThe nearest .*jsonl:4$",
+            rf"dropped: \S*rows.jsonl:3: \d+ tokens, but data.max_length is 64\W .*\n{NEAREST} .*jsonl:4$",
         ),
-        ("rows.jsonl:6", r"a bad row: not valid JSON: .*\nThe nearest is \S*rows.jsonl:5$"),
+        ("rows.jsonl:6", rf"a bad row: not valid JSON: .*\n{NEAREST} is \S*rows.jsonl:5$"),
     ],
 )
 def test_a_row_that_is_not_there(looked, row, message):
@@ -221,7 +224,7 @@ def test_options_without_effect_are_refused(asked):
 
 
 def test_a_page_has_the_name_of_a_page():
-    with pytest.raises(UserError, match=r"--html recipe\.yaml: expected the name of a page"):
+    with pytest.raises(UserError, match=r"--html recipe\.yaml: not the name of a page"):
         check_options(InspectOptions(html=Path("recipe.yaml")))
 
 
