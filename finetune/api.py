@@ -19,7 +19,7 @@ from typing import Any
 
 from finetune.features import load_recipe as _load_recipe
 from finetune.recipe import Recipe
-from finetune.startup import quiet_libraries
+from finetune.startup import quiet_libraries, short_spins
 
 
 def load_recipe(path: str | Path, *overrides: str) -> Recipe:
@@ -37,6 +37,7 @@ def train(recipe: Recipe | str | Path, *overrides: str) -> Path:
     Several processes are started by `finetune launch` or `accelerate launch`, of a script that calls this as well.
     """
     quiet_libraries()
+    short_spins()
     from finetune.data.sources.hub import check_hub
 
     name = "the recipe" if isinstance(recipe, Recipe) else str(recipe)
@@ -70,6 +71,7 @@ def generate(
     sampling: top_p, top_k, repetition_penalty, seed, stop, as options of the command line.
     """
     quiet_libraries()
+    short_spins()
     from finetune.release.inference.answering import answers
     from finetune.release.inference.sampling import Sampling
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 OF_IMAGES, IDLE = "of_images", "idle"  # keys of a parameter group: it has image parameters; the next step skips it
 FIRST_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # good steps before the loss scale doubles; as torch.amp.GradScaler
 _CHUNK = 2**18  # elements: 2 MB in fp64, which stays in a core's cache; 2**17 to 2**20 take as long
+_SMALL = 2**14  # elements: their time is that of the operators
 
 
 class NonFinite(Exception):
@@ -75,6 +76,10 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     cpu_total = torch.zeros((), dtype=torch.float64)
     buffer = torch.empty(min(_CHUNK, max(map(len, on_cpu), default=0)), dtype=torch.float64)
     for gradient in on_cpu:
+        if len(gradient) <= _SMALL:
+            wide = gradient.double()
+            cpu_total += torch.dot(wide, wide)
+            continue
         for chunk in gradient.split(_CHUNK):
             wide = buffer[: len(chunk)].copy_(chunk)
             cpu_total += torch.dot(wide, wide)

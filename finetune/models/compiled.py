@@ -10,6 +10,8 @@ import torch
 # torch counts graphs, and keeps why they are compiled again, nowhere else.
 from torch._dynamo.utils import counters, guard_failures
 
+from finetune.errors import RunFailure
+
 
 def compile_layers(model: Any) -> None:
     """Compile each decoder layer by itself: one small graph, reused by all of them. Micro-batches are padded to one
@@ -30,6 +32,13 @@ def compilations() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+def _why_nothing() -> str:
+    if torch._dynamo.config.disable:
+        return "It is disabled (TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set)."
+    breaks = counters["graph_break"].most_common(1)
+    return f"It left the layers: {breaks[0][0].splitlines()[0]}." if breaks else "It gives no reason."
+
+
 class CompilationWatch:
     """Compilations of this launch's training steps. None are expected after the second: the first is reported.
 
@@ -40,10 +49,14 @@ class CompilationWatch:
         self._steps, self._before, self._warned = 0, compilations(), False
 
     def step_done(self) -> str | None:
-        """Returns a warning with torch's reason after a step, or None."""
+        """Returns a warning with torch's reason after a step, or None. Raises RunFailure after the first one if nothing
+        was compiled: the run has given up fused kernels for the compiler, and would be slower than without it."""
         self._steps += 1
         if compilations() == 0 and self._steps == 1:
-            return "train.compile has compiled nothing and has no effect: torch cannot follow what these layers do"
+            raise RunFailure(
+                f"train.compile: torch has compiled nothing. {_why_nothing()} Fix: set train.compile: false, which "
+                "takes fused kernels as well, and run the same command again"
+            )
         count = compilations() - self._before
         self._before += count
         if not count or self._steps <= 2 or self._warned:

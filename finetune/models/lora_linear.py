@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,12 +70,15 @@ class Siblings:
         self.x: Tensor | None = None
         self.outputs: dict[FusedLinear, Tensor] = {}  # not taken yet
 
-    def output(self, layer: FusedLinear, x: Tensor) -> Tensor:
-        if x is not self.x or layer not in self.outputs:
-            self.x = None
-            layers = self.layers if all(other.fuses() for other in self.layers) else [layer]
-            self.outputs = dict(zip(layers, products(x, layers), strict=True))
-            self.x = x
+    def compute(self, layer: FusedLinear, x: Tensor) -> Tensor:
+        """Returns the output of a layer that fuses, and keeps those of its siblings."""
+        self.x = None
+        layers = self.layers if all(other is layer or other.fuses() for other in self.layers) else [layer]
+        self.outputs = dict(zip(layers, products(x, layers), strict=True))
+        self.x = x
+        return self.take(layer)
+
+    def take(self, layer: FusedLinear) -> Tensor:
         output = self.outputs.pop(layer)
         if not self.outputs:
             self.x = None  # or an activation would live until the next forward
@@ -90,12 +94,15 @@ class FusedLinear:
     siblings: Siblings
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        compiles, siblings = torch.compiler.is_compiling(), self.siblings
+        if not compiles and x is siblings.x and self in siblings.outputs and not args and not kwargs:
+            return siblings.take(self)  # computed with those of the sibling that was called first
         if args or kwargs or not self.fuses():
             if not args and not kwargs and x.dtype == torch.float16 and self._is_plain_lora():
                 return self._unfused(x)
             return super().forward(x, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  (of peft's)
-        if not torch.compiler.is_compiling():
-            return self.siblings.output(self, x)
+        if not compiles:
+            return siblings.compute(self, x)
         # Casts are left to the compiler, which has few kernels for all of them; layers of one input, too: those that
         # take another's output would change its state, which recomputation must not.
         layer: Any = self
@@ -130,7 +137,8 @@ class FusedLinear:
             )
             and all(map(is_plain, (down, up)))
             and up.bias is None
-            and not any(parameter.requires_grad for parameter in base.parameters())
+            and not base.weight.requires_grad
+            and (base.bias is None or not base.bias.requires_grad)
         )
 
     def _is_plain_lora(self) -> bool:
@@ -149,7 +157,11 @@ class FusedLinear:
 
 
 def products(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
-    """Returns each layer's output, (..., O) in the type that products have here: autocast's, or the input's."""
+    """Returns each layer's output, (..., O) in the type that products have here: autocast's, or the input's.
+
+    Operators are chosen for the host, which starts them one by one: none that changes nothing, such as a cast to the
+    type that is there, and none of those that only call others (`linear`, `matmul`, `split`).
+    """
     device = x.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     names = [layer.active_adapters[0] for layer in layers]
@@ -159,26 +171,45 @@ def products(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
     down = [layer.lora_A[name].weight for layer, name in zip(layers, names, strict=True)]
     up = [layer.lora_B[name].weight for layer, name in zip(layers, names, strict=True)]
     of_adapters = (*down, *up)
-    with torch.autocast(device, enabled=False), torch.no_grad():
-        # Without a cast they are used at once: FSDP2 has gathered them for this layer, and frees them.
-        shares = any(weight.dtype != compute for weight in of_adapters)
-        cast = partial(_cast, compute=compute)
-        casts = shared_cast(of_adapters, cast) if shares else cast(of_adapters)
-    with torch.autocast(device, enabled=False):
-        outputs: Any = _Products.apply(x, compute, scaling, bases, casts, *frozen, *of_adapters)
+    # Without a cast they are used at once: FSDP2 has gathered them for this layer, and frees them.
+    shares = any(weight.dtype != compute for weight in of_adapters)
+    cast = partial(_cast, compute=compute)
+    casts = shared_cast(of_adapters, cast) if shares else cast(of_adapters)
+    outputs: Any = _Products.apply(x, compute, scaling, bases, casts, *frozen, *of_adapters)
     # A model may add to an output in place (Llama 4), which autograd allows for views that are created outside.
-    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in outputs)  # -1 would not do for no rows
+    rows = x.shape[:-1]
+    return tuple(y.view(*rows, y.shape[-1]) for y in outputs)  # -1 would not do for no rows
 
 
-def _cast(of_adapters: tuple[Tensor, ...], compute: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns all A as one matrix, then each B, in the compute type. of_adapters: n A, n B."""
+class _Casts(NamedTuple):
+    """Weights of the adapters of n layers in the compute type, and transposed, as each micro-batch takes them."""
+
+    down: Tensor  # (sum of r, I), all A
+    up: list[Tensor]  # n times (O, r)
+    down_t: Tensor
+    up_t: list[Tensor]
+
+
+@torch.no_grad()
+def _cast(of_adapters: tuple[Tensor, ...], compute: torch.dtype) -> _Casts:  # of_adapters: n A, n B
     n = len(of_adapters) // 2
-    return torch.cat(of_adapters[:n]).to(compute), *(b.to(compute) for b in of_adapters[n:])
+    down = _typed(of_adapters[0] if n == 1 else torch.cat(of_adapters[:n]), compute)
+    up = [_typed(weight, compute) for weight in of_adapters[n:]]
+    return _Casts(down, up, down.t(), [weight.t() for weight in up])
+
+
+def _typed(tensor: Tensor, compute: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == compute else tensor.to(compute)
+
+
+def _split(tensor: Tensor, ranks: list[int], dim: int) -> Sequence[Tensor]:
+    """Returns the parts of layers that share an input, along a dimension."""
+    return [tensor] if len(ranks) == 1 else tensor.split_with_sizes(ranks, dim)
 
 
 class _Products(torch.autograd.Function):
-    """Outputs (T, O) of n layers. bases: those that are adapted; casts: of `_cast`; weights: n times (W, packed or not,
-    and bias or None), n A, n B."""
+    """Outputs (T, O) of n layers. bases: those that are adapted; weights: n times (W, packed or not, and bias or None),
+    n A, n B."""
 
     @staticmethod
     def forward(
@@ -187,22 +218,22 @@ class _Products(torch.autograd.Function):
         compute: torch.dtype,
         scaling: list[float],
         bases: list[Any],
-        casts: tuple[Tensor, ...],
+        casts: _Casts,
         *weights: Any,
     ) -> tuple[Tensor, ...]:
         n = len(scaling)
         ctx.compute, ctx.scaling, ctx.bases, ctx.shape, ctx.type = compute, scaling, bases, x.shape, x.dtype
-        base, (down, *up) = weights[: 2 * n], casts
+        base = weights[: 2 * n]
         ctx.ranks = [a.shape[0] for a in weights[2 * n : 3 * n]]
-        rows = x.to(compute).reshape(-1, x.shape[-1])  # (T, I)
-        inner = F.linear(rows, down)  # (T, sum of r)
+        rows = _typed(x, compute).reshape(-1, x.shape[-1])  # (T, I)
+        inner = torch.mm(rows, casts.down_t)  # (T, sum of r)
         outputs = []
-        for i, part in enumerate(inner.split(ctx.ranks, 1)):
+        for i, part in enumerate(_split(inner, ctx.ranks, 1)):
             weight, bias = base[2 * i : 2 * i + 2]
-            y = F.linear(rows, _matrix(bases[i], weight, compute), None if bias is None else bias.to(compute))
-            y.addmm_(part, up[i].t(), alpha=scaling[i])
+            y = _product(rows, _matrix(bases[i], weight, compute), bias, compute)
+            y.addmm_(part, casts.up_t[i], alpha=scaling[i])
             outputs.append(y)
-        ctx.save_for_backward(rows, inner, down, *up, *base[::2])  # adapters as they were cast
+        ctx.save_for_backward(rows, inner, casts.down, *casts.up, *base[::2])
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -210,35 +241,45 @@ class _Products(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         rows, inner, down, *weights = ctx.saved_tensors
-        n, compute = len(ctx.scaling), ctx.compute
-        up, base, down = weights[:n], weights[n:], down.split(ctx.ranks)
+        n, compute, ranks = len(ctx.scaling), ctx.compute, ctx.ranks
+        up, base, down = weights[:n], weights[n:], _split(down, ranks, 0)
         of_down: list[Tensor | None] = [None] * n
         of_up: list[Tensor | None] = [None] * n
         of_x: Any = None
-        for i, part in enumerate(inner.split(ctx.ranks, 1)):
+        for i, part in enumerate(_split(inner, ranks, 1)):
             if grads[i] is None:  # an unused output
                 continue
             of_y = grads[i]  # (T, O)
-            of_inner = of_y @ up[i]  # (T, r), without the scaling
-            of_down[i], of_up[i] = _of_adapter(of_y, of_inner, rows, part, ctx.scaling[i])
+            of_inner = torch.mm(of_y, up[i])  # (T, r), without the scaling
+            of_down[i], of_up[i] = _of_adapter(of_y, of_inner, rows, part, down[i], up[i], ctx.scaling[i])
             if ctx.needs_input_grad[0]:
                 weight = _matrix(ctx.bases[i], base[i], compute)
-                of_x = of_y @ weight if of_x is None else of_x.addmm_(of_y, weight)
+                of_x = torch.mm(of_y, weight) if of_x is None else of_x.addmm_(of_y, weight)
                 of_x.addmm_(of_inner, down[i], alpha=ctx.scaling[i])
         if of_x is not None:
-            of_x = of_x.view(ctx.shape).to(ctx.type)
+            of_x = _typed(of_x.view(ctx.shape), ctx.type)
         return of_x, None, None, None, None, *[None] * (2 * n), *of_down, *of_up
 
 
-def _of_adapter(of_y: Tensor, of_inner: Tensor, rows: Tensor, inner: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Tensor:  # (T, O)
+    if bias is None:
+        return torch.mm(rows, weight.t())
+    return torch.addmm(_typed(bias, compute), rows, weight.t())
+
+
+def _of_adapter(
+    of_y: Tensor, of_inner: Tensor, rows: Tensor, inner: Tensor, down: Tensor, up: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
     """Returns the gradients of A and B. of_inner: (T, r), without the scaling."""
     if of_y.dtype == torch.float16:
-        return (of_inner * scaling).t() @ rows, of_y.t() @ (inner * scaling)
-    return (of_inner.t() @ rows).mul_(scaling), (of_y.t() @ inner).mul_(scaling)
+        return torch.mm((of_inner * scaling).t(), rows), torch.mm(of_y.t(), inner * scaling)
+    # beta=0: A and B are not read, they give the shape. The product is scaled before it is rounded.
+    of_down = torch.addmm(down, of_inner.t(), rows, beta=0, alpha=scaling)
+    return of_down, torch.addmm(up, of_y.t(), inner, beta=0, alpha=scaling)
 
 
 def _matrix(base: Any, weight: Tensor, compute: torch.dtype) -> Tensor:  # (O, I)
-    return (weight if type(base) is nn.Linear else packed_linear.unpacked_weight(base, weight)).to(compute)
+    return _typed(weight if type(base) is nn.Linear else packed_linear.unpacked_weight(base, weight), compute)
 
 
 # --- in a compiled layer: an operator that torch.compile calls as it is
@@ -265,7 +306,7 @@ def _adapted_backward(
     """Returns the gradients of rows, A and B."""
     of_inner = of_y @ up
     of_rows = (of_y @ weight).addmm_(of_inner, down, alpha=scaling)
-    return of_rows, *_of_adapter(of_y, of_inner, rows, inner, scaling)
+    return of_rows, *_of_adapter(of_y, of_inner, rows, inner, down, up, scaling)
 
 
 @_adapted_backward.register_fake

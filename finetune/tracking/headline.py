@@ -29,7 +29,6 @@ EVALUATIONS = {
     "eval_accuracy": Headline("accuracy", ".1%"),
     "eval_loss": Headline("loss", ".4f"),
 }
-_WARNS_AFTER = 10  # steps in a row, and twice as many each time
 
 
 def headlines(line: Mapping[str, Any]) -> list[str]:
@@ -50,25 +49,3 @@ def progress_text(line: Mapping[str, Any]) -> str:
     numbers, speed = headlines(line), [f"{line['tokens_per_s']:,.0f} tok/s"]
     speed += [f"MFU {line['mfu']:.1%}"] if "mfu" in line and not numbers else []
     return "  ".join([f"loss {line['loss']:.4f}", *numbers, *speed])
-
-
-class VarianceWatch:
-    """Counts the steps in a row from whose rewards a policy learns nothing."""
-
-    def __init__(self) -> None:
-        self._steps, self._warns_at = 0, _WARNS_AFTER
-
-    def step_done(self, line: Mapping[str, Any]) -> str | None:
-        """Returns a warning after ten such steps, twenty, forty, ... line: of metrics.jsonl."""
-        if line.get("zero_variance") != 1.0:
-            self._steps, self._warns_at = 0, _WARNS_AFTER
-            return None
-        self._steps += 1
-        if self._steps < self._warns_at:
-            return None
-        self._warns_at *= 2
-        return (
-            f"nothing is learnt: in the last {self._steps} steps all samples of each prompt had the same reward (mean "
-            f"{line['reward']:.4g}). Fix: raise rollouts.temperature or rollouts.samples, take prompts that the model "
-            "answers sometimes (easier ones if the reward is low, else harder ones), or a reward with more values"
-        )

@@ -52,9 +52,10 @@ from finetune.objectives.objective import Sums, TermSums
 from finetune.objectives.shared_prompts import with_shared_prompts
 from finetune.recipe import dump_recipe
 from finetune.recipe.schema import is_better
-from finetune.tracking.headline import VarianceWatch, progress_text
+from finetune.tracking.headline import progress_text
 from finetune.tracking.meters import Meters
 from finetune.tracking.metrics import EXAMPLES, Status, Totals, read_metrics, read_status, write_status
+from finetune.tracking.watches import PaceWatch, VarianceWatch
 from finetune.training import parts
 from finetune.training.display import next_command, show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import Evaluator, as_columns, end_ids, sum_terms
@@ -165,7 +166,7 @@ class Trainer:
         self.meters = Meters(engine, facts.flops, peak)
         self.profiler = Profiler(recipe.profile, engine, self.folder, self.plan.steps) if recipe.profile else None
         self.totals, self.expert_load, self.compilations = Totals(), ExpertLoad(), CompilationWatch()
-        self.variance = VarianceWatch()
+        self.watches = VarianceWatch(), PaceWatch()
         self.last_loss: float | None = None
         self.status: Status | None = None
         self.first_step: int | None = None  # of this launch; None before it logs
@@ -262,8 +263,9 @@ class Trainer:
                 self.log.rows(line["step"], row_ids(step_batches.batches))
                 self.totals.add(line)
                 progress.update(int(line["step"]), progress_text(line))
-                if (warning := self.variance.step_done(line)) is not None:
-                    self.say(f"[yellow]{escape(warning)}[/yellow]")
+                for watch in self.watches:
+                    if (warning := watch.step_done(line)) is not None:
+                        self.say(f"[yellow]{escape(warning)}[/yellow]")
                 self._profile(line)
                 self._between_steps(flags)
         if (stop_when := self.recipe.train.stop_when) is not None and self.state.step < self.plan.steps:

@@ -27,6 +27,7 @@ class PhaseCounts:
     cast_bytes: int = 0  # read and written by changes of type on the device
     collectives: Counter[tuple[str, str]] = field(default_factory=Counter)  # by name and device
     collective_bytes: Counter[str] = field(default_factory=Counter)  # of what each is given, by name
+    operators: Counter[str] = field(default_factory=Counter)  # that torch dispatches, views included, by name
 
 
 _ACTIVE: list[DeviceMeter] = []
@@ -60,6 +61,8 @@ class DeviceMeter(Meter):
         if func is torch.ops.aten._to_copy.default and getattr(args[0], "constant", None) is not None:
             args[0].constant = None  # fake tensors that are made of numbers keep them, and would copy these as well
         out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace != "prim":  # properties of a tensor
+            self.counts.operators[func.name().partition(".")[0]] += 1
         if func is torch.ops.aten._to_copy.default or func is torch.ops.aten.copy_.default:
             self._copied(func, args, kwargs or {}, out)
         elif func.namespace in ("c10d", "_c10d_functional"):

@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from finetune.desk.cli import finished, launched, recipes
 from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, unforeseen, without_secrets
-from finetune.startup import is_verbose, quiet_libraries, verbose_libraries
+from finetune.startup import is_verbose, quiet_libraries, short_spins, verbose_libraries
 
 
 def _without_type(params: list[Any]) -> list[Any]:
@@ -69,6 +69,7 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         quiet_libraries()  # before the command imports them
+        short_spins()
         return super().invoke(ctx)
 
 

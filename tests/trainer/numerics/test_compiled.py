@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from conftest import metrics, train_alone
@@ -53,6 +55,28 @@ def test_compiled_layers_give_the_same_losses_and_are_compiled_once(
     assert counts[3] == counts[4] <= 3, "no_grad has its own, with and without a gradient of the first layer's input"
     assert "compilations" not in plain[0]
     assert "train.compile" not in said
+
+
+TRAIN = """
+import sys
+import trainer_alone
+sys.exit(trainer_alone.exit_status(["train", *sys.argv[1:]]))
+"""
+
+
+def test_a_run_of_which_nothing_is_compiled_stops_with_the_reason(
+    recipe: dict[str, Any], write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In a process in which torch's compiler is off, as by TORCHDYNAMO_DISABLE=1."""
+    script = tmp_path / "disabled.py"
+    script.write_text("import torch._dynamo\ntorch._dynamo.config.disable = True\n" + TRAIN, encoding="utf-8")
+    done = forks.python(script, write_recipe(recipe), "train.compile=true")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "train.compile: torch has compiled nothing. It is disabled (TORCHDYNAMO_DISABLE" in done.stderr
+    assert "Fix: set train.compile: false" in done.stderr
+    assert "Traceback" not in done.stderr
+    status = json.loads((tmp_path / "runs" / "run" / "status.json").read_text(encoding="utf-8"))
+    assert status["status"] == "failed"
 
 
 def test_a_recompilation_after_the_second_step_is_reported_once_with_its_reason() -> None:

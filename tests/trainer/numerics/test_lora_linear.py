@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -338,3 +340,28 @@ def test_an_output_that_is_not_used_has_no_gradient() -> None:
     assert attention.q_proj.lora_A["default"].weight.grad is None
     assert attention.k_proj.lora_A["default"].weight.grad is not None
     assert x.grad is not None
+
+
+OPERATORS = {"fp32": (torch.float32, False), "bf16": (torch.float32, True), "bf16 weights": (torch.bfloat16, True)}
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_the_host_starts_fewer_operators_than_peft(kind: str) -> None:
+    """In a step of two layers, those that only call others included: all are time in which a GPU may wait."""
+    frozen, autocast = OPERATORS[kind]
+    theirs = adapted()
+    for name, parameter in theirs.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.to(frozen)
+    ours = fused(theirs)
+
+    def operators(model: Any) -> Counter[str]:
+        step(model, autocast)
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler, cast_once():
+            step(model, autocast)
+        return Counter({event.key: event.count for event in profiler.key_averages() if event.key.startswith("aten::")})
+
+    mine, peft = operators(ours), operators(theirs)
+    assert mine.total() < 0.75 * peft.total()
+    assert mine["aten::to"] < peft["aten::to"] or not autocast
+    assert mine["aten::mm"] + mine["aten::addmm"] + mine["aten::addmm_"] < peft["aten::mm"]

@@ -59,3 +59,24 @@ def test_the_allocator_is_the_user_s(
     growing_segments()
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
     os.environ.pop("PYTORCH_ALLOC_CONF", None)
+
+
+SPINS = "from finetune.startup import short_spins; short_spins(); import torch"
+WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another OpenMP")
+@pytest.mark.parametrize(
+    ("users", "expected"),
+    [
+        ({}, "1000"),
+        pytest.param({"GOMP_SPINCOUNT": "7"}, "7", marks=pytest.mark.long),
+        pytest.param({"OMP_WAIT_POLICY": "PASSIVE"}, "0", marks=pytest.mark.long),
+    ],
+)
+def test_threads_of_torch_spin_shortly(users: dict[str, str], expected: str) -> None:
+    """By what the OpenMP that torch has loaded says itself."""
+    environment = {name: value for name, value in os.environ.items() if name not in WAITS}
+    environment |= {"OMP_DISPLAY_ENV": "verbose", **users}
+    done = subprocess.run([sys.executable, "-c", SPINS], env=environment, capture_output=True, text=True, check=True)
+    assert f"GOMP_SPINCOUNT = '{expected}'" in done.stderr

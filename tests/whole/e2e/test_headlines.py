@@ -16,7 +16,8 @@ from rich.console import Console
 from finetune import utils
 from finetune.desk.view.run_log import follow
 from finetune.plan.run_list import evaluation, list_runs, show_runs
-from finetune.tracking.headline import VarianceWatch, progress_text
+from finetune.tracking.headline import progress_text
+from finetune.tracking.watches import PaceWatch, VarianceWatch
 
 WIDTH = 100
 NUMBER = r"-?\d[\d.,]*(?:e-?\d+)?"
@@ -101,3 +102,20 @@ def test_the_longest_line_has_a_hundred_columns(line: dict[str, float], monkeypa
     assert text in last
     assert "10000/20000" in last
     assert last.endswith("eta -:--:--")
+
+
+def test_a_step_of_ten_times_the_usual_time_says_that_the_machine_is_busy() -> None:
+    """By the token: a step of more tokens may take longer. Said at the first such step, the second and the fourth."""
+    watch = PaceWatch()
+
+    def done(step: int, seconds: float, tokens: int = 1000) -> str | None:
+        return watch.step_done({"step": step, "step_s": seconds, "tokens_per_s": tokens / seconds})
+
+    assert done(1, 900.0) is None  # nothing to compare with
+    assert [done(step, 2.0 + step % 3) for step in range(2, 9)] == [None] * 7
+    assert done(9, 29.0) is None
+    assert done(10, 300.0, tokens=100_000) is None
+    warning = done(11, 36.0)
+    assert warning is not None
+    assert warning.startswith("step 11 took 36.0 s, 10 times its usual time. The machine is busy: ")
+    assert [done(step, 60.0) is not None for step in range(12, 15)] == [True, False, True]
