@@ -238,6 +238,7 @@ def sft(folder: Path, work: Work, packed: bool, **settings: Any) -> Result:
         packing=packed,
         dataset_kwargs={"skip_prepare_dataset": True},
         model_init_kwargs={"dtype": str(weights_dtype(work)).removeprefix("torch."), **flash_attention(work)},
+        use_liger_kernel=uses_liger(work),
         **settings,
     )
     trainer = SFTTrainer(
@@ -391,6 +392,11 @@ def flash_attention(work: Work) -> dict[str, str]:
     """For the peers: flash-attn where it is installed, else transformers' default (sdpa)."""
     usable = work.device == "cuda" and work.precision != "fp32" and importlib.util.find_spec("flash_attn")
     return {"attn_implementation": "flash_attention_2"} if usable else {}
+
+
+def uses_liger(work: Work) -> bool:
+    """For TRL: Liger's kernels where they are installed."""
+    return work.device == "cuda" and importlib.util.find_spec("liger_kernel") is not None
 
 
 def flat_dataset(folder: Path) -> Any:

@@ -1,10 +1,13 @@
-"""Llama shapes on a GPU: tokens/s, MFU and peak memory of ours, the bare loop and TRL at its best.
+"""Llama shapes on a GPU: tokens/s, MFU and peak memory of ours, the bare loop and TRL at its best: with flash-attn and
+Liger where they are installed.
 
     python benchmarks/gpu.py                                # every cell
     python benchmarks/gpu.py --only 8b-lora --budget-s 500  # one; what is there already is not measured again
     python benchmarks/gpu.py --shape tiny --device cpu      # the same code end to end, on any machine
 
-Random weights, the real vocabulary of 128,256, packed rows of 4,096 tokens, bf16. The FLOPs are those that the step
+Random weights, the real vocabulary of 128,256, packed rows of 4,096 tokens, bf16; `8b-lora-rows` has rows of one
+document each, all of it trained, as others publish their speed. Before its figures count, each contender trains a step
+of short documents on a tiny model, whose loss says whether they see each other. The FLOPs are those that the step
 needs (our `tflops_per_device`: real document lengths, LoRA's smaller backward, no recomputation counted); MFU is their
 share of what a large bf16 product reaches on this device, which is measured first. The same FLOPs count for everyone.
 
@@ -42,12 +45,13 @@ from workload import SHAPES, Work
 
 ROOT = Path(__file__).resolve().parent.parent
 Cell = dict[str, Any]
-WARM_UP = 3  # steps that are not measured
+WARM_UP = 7  # steps that are not measured: kernels are chosen, caches filled
 ROW_TOKENS = {"tiny": 256}  # 4,096 elsewhere
 # Activations are recomputed only where they would not fit into 80 GB.
 CELLS: dict[str, tuple[str, dict[str, Any]]] = {
     "1b-full": ("1b", {"mode": "full", "precision": "bf16", "rows_per_step": 4}),
     "8b-lora": ("8b", {"mode": "lora", "precision": "bf16", "rows_per_step": 1}),
+    "8b-lora-rows": ("8b", {"mode": "lora", "precision": "bf16", "rows_per_step": 2, "documents": "whole"}),
     "8b-qlora": ("8b", {"mode": "qlora", "precision": "bf16", "rows_per_step": 2, "checkpointing": True}),
     "8b-full-8bit": (
         "8b",
@@ -62,6 +66,9 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 DEFAULT = ("ours", "bare", "trl")
 SAME_FIRST_LOSS = 2.0**-6  # relative; roundings of bf16, in other places for each
+# Of the check: weights so large that attention decides much of the loss, which moves by 0.9 % if documents see each
+# other, and by 0.03 % in bf16.
+LARGE_WEIGHTS = {**SHAPES["tiny"], "initializer_range": 0.2}
 
 
 def main() -> None:
@@ -80,12 +87,17 @@ def main() -> None:
             if left <= 0:
                 print(f"{name}, {who}: no time left; the same command resumes from here", file=sys.stderr)
                 continue
+            mode = CELLS[name][1]["mode"]
+            if not any((check["contender"], check["mode"]) == (who, mode) for check in result["checks"]):
+                result["checks"].append(check_documents(mode, who, arguments))
+                write(arguments.json, result)
             result["cells"].append(measure(name, who, arguments, left))
             write(arguments.json, result)
     Console(width=140).print(table(result))
-    for problem in problems(result["cells"]):
+    differences = [*problems(result["cells"]), *documents_problems(result["checks"])]
+    for problem in differences:
         print(f"NOT THE SAME WORK: {problem}", file=sys.stderr)
-    raise SystemExit(1 if problems(result["cells"]) else 0)
+    raise SystemExit(1 if differences else 0)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -137,12 +149,42 @@ def measure(name: str, who: str, arguments: argparse.Namespace, left: float) -> 
         return {**cell, "failed": last_line(str(error))}
     rows = workload.read_steps(folder)
     periods = range(WARM_UP - 1, work.steps - 1)
-    cell |= {
-        key: statistics.median(getattr(rows[i + 1], counted) / measured["step_s"][i] for i in periods)
-        for key, counted in (("tokens_per_s", "tokens"), ("supervised_tokens_per_s", "supervised"))
-    }
+    for key, counted in (("tokens_per_s", "tokens"), ("supervised_tokens_per_s", "supervised")):
+        speeds = [getattr(rows[i + 1], counted) / measured["step_s"][i] for i in periods]
+        cell |= {key: statistics.median(speeds), f"{key}_slowest": min(speeds), f"{key}_fastest": max(speeds)}
     print(f"{name}, {contenders.LABELS[who]}: {cell['tokens_per_s']:,.0f} tokens/s", file=sys.stderr, flush=True)
     return {**cell, "expected_supervised": [step.supervised for step in rows], **measured}
+
+
+def check_documents(mode: str, who: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The first loss of a step of short documents, and what it is if they see each other or not."""
+    mode = "lora" if mode == "qlora" else mode  # packed weights are others
+    work = Work(
+        LARGE_WEIGHTS, mode, "bf16", row_tokens=256, steps=1, device=arguments.device, documents="short",
+        threads=arguments.threads, overrides=tuple(arguments.set),
+    )  # fmt: skip
+    folder = arguments.folder / "documents"
+    prepare(folder, work)
+    alone, together = workload.first_losses(folder)
+    check = {"contender": who, "mode": mode, "alone": alone, "together": together}
+    try:
+        return {**check, "loss": contenders.run(who, folder, work, timeout=300.0)["losses"][0]}
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        print(error, file=sys.stderr)
+        return {**check, "failed": last_line(str(error))}
+
+
+def documents_problems(checks: list[dict[str, Any]]) -> list[str]:
+    """Who lets documents see each other, in words: whose loss is more than a quarter of the way from theirs alone."""
+    differences = []
+    for check in checks:
+        who = f"{check['mode']}, {contenders.LABELS[check['contender']]}"
+        if "failed" in check:
+            differences.append(f"{who}: short documents: {check['failed']}")
+        elif not abs(check["loss"] - check["alone"]) < abs(check["together"] - check["alone"]) / 4:
+            numbers = (f"{check[key]:.4f}" for key in ("loss", "alone", "together"))
+            differences.append("{}: loss {} of short documents; alone {}, together {}".format(who, *numbers))
+    return differences
 
 
 def prepare(folder: Path, work: Work) -> None:
@@ -154,7 +196,7 @@ def prepare(folder: Path, work: Work) -> None:
         print(f"{shutil.disk_usage(folder).free / 1e9:,.0f} GB free in {folder}", file=sys.stderr)
         workload.save_weights(work.shape, folder / "model", "bfloat16" if large else "float32", work.device)
     count = 64 + work.steps * work.rows_per_step * work.row_tokens // 150
-    rows = workload.random_documents(count, work.shape["vocab_size"], work.row_tokens)
+    rows = workload.random_documents(count, work.shape["vocab_size"], work.row_tokens, work.documents)
     workload.write_rows(folder / "rows.jsonl", rows)
     workload.write_recipe(folder, work, "tokens")
     os.environ["FINETUNE_CACHE"] = str(folder / "cache")
@@ -166,6 +208,7 @@ def about(device: str) -> dict[str, Any]:
         "device": device_name(device),
         "versions": contenders.versions(),
         "matmul_tflops": products.measured_apart(device, "bf16"),
+        "checks": [],
         "cells": [],
     }
 
@@ -175,7 +218,7 @@ def measured_before(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     saved = json.loads(path.read_text(encoding="utf-8"))
-    return {**saved, "cells": [cell for cell in saved["cells"] if "failed" not in cell]}
+    return {**saved, **{key: [one for one in saved.get(key, ()) if "failed" not in one] for key in ("checks", "cells")}}
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
@@ -202,7 +245,9 @@ def problems(cells: list[Cell]) -> list[str]:
 
 def table(result: dict[str, Any]) -> Table:
     shown = Table(title=f"{result['device']}: bf16 products reach {result['matmul_tflops']:,.1f} TFLOP/s")
-    for i, heading in enumerate(("cell", "", "tokens/s", "MFU", "peak GiB", "ours/it: speed", "peak")):
+    for i, heading in enumerate(
+        ("cell", "", "tokens/s", "slowest, fastest", "MFU", "peak GiB", "ours/it: speed", "peak")
+    ):
         shown.add_column(heading, justify="left" if i < 2 else "right")
     for cell in result["cells"]:
         if "failed" in cell:
@@ -213,6 +258,7 @@ def table(result: dict[str, Any]) -> Table:
             cell["cell"],
             contenders.LABELS[cell["contender"]],
             f"{cell['tokens_per_s']:,.0f}",
+            f"{cell['tokens_per_s_slowest']:,.0f}, {cell['tokens_per_s_fastest']:,.0f}",
             _percent(products.share(cell, ours, result["matmul_tflops"])),
             f"{peak(cell) / 2**30:.2f}",
             f"{ours['tokens_per_s'] / cell['tokens_per_s']:.2f}" if ours else "-",

@@ -73,6 +73,7 @@ class Work:
     checkpointing: bool = False  # activations are recomputed
     row_tokens: int = 2048
     rows_per_step: int = 1  # packed rows, all in one forward
+    documents: Literal["many", "whole", "short"] = "many"  # of random ids in a row: see `random_documents`
     steps: int = 10
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int = 2
@@ -122,13 +123,18 @@ def synthetic_conversations(count: int, seed: int = SEED) -> list[dict[str, Any]
 
 
 def random_documents(
-    count: int, vocabulary: int, longest: int, median: int = 320, seed: int = SEED
+    count: int, vocabulary: int, longest: int, kind: str = "many", median: int = 320, seed: int = SEED
 ) -> Iterator[dict[str, Any]]:
-    """Rows of `format: tokens`: random ids, log-normal lengths, the last 60 % of each trained."""
+    """Rows of `format: tokens`: random ids.
+
+    kind: many: log-normal lengths, the last 60 % of each trained; whole: as long as a row, all trained, as others
+    publish their speed; short: 8 to 15 tokens, whose losses say whether they see each other.
+    """
     rng = np.random.default_rng(seed)
     for _ in range(count):
         length = int(np.clip(rng.lognormal(np.log(median), 0.6), 8, longest))
-        trained = np.arange(length) >= max(1, int(0.4 * length))
+        length = {"many": length, "whole": longest, "short": int(rng.integers(8, 16))}[kind]
+        trained = np.arange(length) >= (max(1, int(0.4 * length)) if kind == "many" else 1)
         yield {
             "input_ids": rng.integers(3, vocabulary, length).tolist(),
             "trained": trained.astype(int).tolist(),
@@ -273,6 +279,26 @@ class StepRows:
     @property
     def supervised(self) -> int:
         return sum(int((labels != UNTRAINED).sum()) for labels in self.labels)
+
+
+def first_losses(folder: Path) -> tuple[float, float]:
+    """Returns the loss of the first step by plain transformers in fp32 on the CPU: of its documents one by one, and if
+    they saw each other."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
+    step = read_steps(folder)[0]
+
+    @torch.no_grad()
+    def losses(ids: NDArray[np.int64], labels: NDArray[np.int64]) -> torch.Tensor:
+        logits = model.eval()(input_ids=torch.from_numpy(ids)[None]).logits[0, :-1]
+        return cross_entropy(logits, torch.from_numpy(labels[1:]), ignore_index=UNTRAINED, reduction="sum")
+
+    alone = torch.stack([losses(*one) for one in zip(step.ids, step.labels, strict=True)]).sum()
+    together = losses(np.concatenate(step.ids), np.concatenate(step.labels))
+    return alone.item() / step.supervised, together.item() / step.supervised
 
 
 def read_steps(folder: Path) -> list[StepRows]:

@@ -119,15 +119,22 @@ def test_a_gpu_cell_on_the_cpu(run: Any, tmp_path: Path) -> None:
     gpu = script("benchmarks/gpu.py")
     found = {"device": "CPU", "versions": {}, "matmul_tflops": products.best_tflops("cpu", "bfloat16"), "cells": []}
     (tmp_path / "gpu.json").write_text(json.dumps(found))
-    arguments = ["--shape", "tiny", "--device", "cpu", "--only", "8b-lora", "--contenders", "ours", "--steps", "2"]
+    arguments = ["--shape", "tiny", "--device", "cpu", "--only", "8b-lora-rows", "--contenders", "ours", "--steps", "2"]
     arguments += ["--json", tmp_path / "gpu.json", "--folder", tmp_path / "work", "--threads", "1"]
     assert run(gpu, *arguments) == 0
-    (cell,) = json.loads((tmp_path / "gpu.json").read_text())["cells"]
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    ((cell,), (check,)) = result["cells"], result["checks"]
+    assert abs(check["together"] / check["alone"] - 1) > 0.005  # or the check could not fail
+    assert gpu.documents_problems([check]) == []
+    (problem,) = gpu.documents_problems([{**check, "loss": check["together"]}])
+    assert problem.startswith("lora, ours: loss ")
+    assert cell["supervised"] == [2 * (256 - 1)] * len(cell["supervised"])
+    assert cell["tokens_per_s_slowest"] <= cell["tokens_per_s"] <= cell["tokens_per_s_fastest"]
     assert cell["supervised"] == cell["expected_supervised"]
     assert cell["work"]["precision"] == "bf16"
     assert cell["tokens_per_s"] > cell["supervised_tokens_per_s"] > 0
     assert run(gpu, *arguments) == 0
-    assert json.loads((tmp_path / "gpu.json").read_text())["cells"] == [cell]
+    assert json.loads((tmp_path / "gpu.json").read_text()) == result
     counted = {**cell, "metrics": {"tflops_per_device": 2.0, "tokens_per_s": 100.0}}
     assert products.share({"tokens_per_s": 50.0}, counted, 4.0) == pytest.approx(0.25)
 
