@@ -1,12 +1,13 @@
-"""The parity matrix under accelerate's own launcher, thinned so that it still covers (`parity.covering`):
+"""The parity matrix, thinned so that it still covers (`parity.covering`):
 
 - every case, under two launches of several processes where two have it;
 - every config and size, by two cases; but of the seven launches of eight processes four;
 - every word of a case's name (its mode, model, objective, precision, head, ...) with every kind of config that has it:
   ddp, fsdp2, zero, pp, tp, cp and ep.
 
-That is a third of all cells, drawn each time. scripts/proofs/parity_matrix.py runs the whole matrix, some hours on two
-cores; with `--covering SEED` what a seed draws here.
+Two ranks of a shipped config are started by accelerate's own launcher. That is a third of all cells, drawn each time.
+scripts/proofs/parity_matrix.py runs the whole matrix, some hours on two cores; with `--covering SEED` what a seed draws
+here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import SystemRandom
 
+import forks
 import parity
 import pytest
 from conftest import run_script
@@ -28,7 +30,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parity")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FINETUNE_CACHE", str(folder / "cache"))
-        patch.setattr(parity, "start_ranks", parity.accelerate_launch)
+        patch.setattr(parity, "start_ranks", forks.launch_in_matrices)
         parity.prepare(folder)
         parity.launch(folder, "single", 1, [case.name for case in parity.CASES])
     return folder
@@ -55,7 +57,7 @@ def test_same_as_one_process(
     processes: int,
 ) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(references / "cache"))
-    monkeypatch.setattr(parity, "start_ranks", parity.accelerate_launch)
+    monkeypatch.setattr(parity, "start_ranks", forks.launch_in_matrices)
     chosen = drawn.get((config, processes), [])
     if not chosen:
         pytest.skip("another launch of eight processes was drawn")

@@ -1,4 +1,4 @@
-"""The resume matrix under accelerate's own launcher, thinned so that it still covers (`resume_matrix.covering`):
+"""The resume matrix, thinned so that it still covers (`resume_matrix.covering`):
 
 - every config and size as the one that saves, twice, as the one that resumes, twice, and as both;
 - every kind of config with every kind;
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import SystemRandom
 
+import forks
 import parity
 import pytest
 import resume_matrix
@@ -37,7 +38,7 @@ def saved(drawn: list[Pair], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FINETUNE_CACHE", str(folder / "cache"))
-        patch.setattr(parity, "start_ranks", parity.accelerate_launch)
+        patch.setattr(parity, "start_ranks", forks.launch_in_matrices)
         resume_matrix.prepare(folder, drawn)
     return folder
 
@@ -47,7 +48,7 @@ def test_resumes_as_if_never_stopped(
     saved: Path, drawn: list[Pair], monkeypatch: pytest.MonkeyPatch, place: Place
 ) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(saved / "cache"))
-    monkeypatch.setattr(parity, "start_ranks", parity.accelerate_launch)
+    monkeypatch.setattr(parity, "start_ranks", forks.launch_in_matrices)
     pairs = [pair for pair in drawn if pair.resumed == place]
     resume_matrix.resume(saved, pairs)
     cells = [resume_matrix.compare(saved, pair) for pair in pairs]

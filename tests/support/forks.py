@@ -59,6 +59,14 @@ def accelerate_launch(config: Path, processes: int, *program: object, **environm
         return _server().run(ranks, list(map(str, program)), command)
 
 
+def launch_in_matrices(config: Path, processes: int, *program: object) -> Done:
+    """By accelerate's own launcher, two ranks of a shipped config; in forks, which import once, variants and others."""
+    if processes != 2 or config.parent != ROOT / "accelerate_configs":
+        return accelerate_launch(config, processes, *program)
+    command = [*_launch_command(config, processes), *map(str, program)]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 def python(*program: object, **environment: str) -> Done:
     """As `python program`, such as `-m finetune ...` or a file with its arguments."""
     words = list(map(str, program))
