@@ -342,7 +342,7 @@ def test_tokenizer_of_another_model(
     code, _, err = here("check", write_recipe(recipe))
     assert code == 2
     assert "the model's embedding 100 rows" in err
-    assert "they do not belong together" in err
+    assert "They do not belong together" in err
 
 
 def test_model_without_a_chat_template(

@@ -371,7 +371,7 @@ def test_preferences_of_pictures_are_what_plain_transformers_computes(
     assert said == (None if objective == "kto" else "computed for each answer: documents have images")
     if another:
         (compared_with / "preprocessor_config.json").write_text(OTHER_SETTINGS)
-        with pytest.raises(UserError, match=r"objective\.reference_model.*sees images as other tokens"):
+        with pytest.raises(UserError, match=r"objective\.reference_model.*reads images in another way"):
             train_here(seeing / f"{objective}-{another}.yaml")
 
 
@@ -405,7 +405,7 @@ def test_a_teacher_that_sees_is_what_plain_transformers_says(seeing: Path, tmp_p
     first = next(line for line in metrics(run) if "loss" in line)
     assert abs(first["divergence"]) < 1e-6
     (teacher / "preprocessor_config.json").write_text(OTHER_SETTINGS)
-    with pytest.raises(UserError, match="sees images as other tokens, or by other settings"):
+    with pytest.raises(UserError, match="reads images in another way than the trained model"):
         train_on_pictures(seeing, "qwen2_5_vl", **{**changes, "model": {}, "run": {"name": "distill-other"}})
 
 
