@@ -76,12 +76,8 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     cpu_total = torch.zeros((), dtype=torch.float64)
     buffer = torch.empty(min(_CHUNK, max(map(len, on_cpu), default=0)), dtype=torch.float64)
     for gradient in on_cpu:
-        if len(gradient) <= _SMALL:
-            wide = gradient.double()
-            cpu_total += torch.dot(wide, wide)
-            continue
-        for chunk in gradient.split(_CHUNK):
-            wide = buffer[: len(chunk)].copy_(chunk)
+        for chunk in gradient.split(_CHUNK) if len(gradient) > _SMALL else (gradient,):
+            wide = buffer[: len(chunk)].copy_(chunk) if len(gradient) > _SMALL else chunk.double()
             cpu_total += torch.dot(wide, wide)
     return total + cpu_total.to(device) if on_cpu else total
 

@@ -119,7 +119,8 @@ class Jinja:
             ) from None
         except jinja2.TemplateSyntaxError as error:
             where = f"{self.template.name}, line {error.lineno}"
-            raise UserError(f"{where}: not a Jinja template: {error.message}. Fix: correct the template") from None
+            why = str(error.message).rstrip(".")
+            raise UserError(f"{where}: not a Jinja template: {why}. Fix: correct the template") from None
         except (RecursionError, MemoryError) as error:
             does = "calls itself without end" if isinstance(error, RecursionError) else "fills the memory"
             raise UserError(f"{self.template.name} {does}. Fix: correct the template, or give another one") from None

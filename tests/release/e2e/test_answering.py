@@ -162,7 +162,7 @@ def test_what_the_model_cannot_take_is_refused_before_the_work(taught: Path, tmp
     """A prompt beyond the context, which positions were never made for; a picture for a model of text."""
     answerer = load_answerer(taught / "lights")
     words = "river " * answerer.context
-    with pytest.raises(UserError, match=rf"the prompt has [\d,]+ tokens, and the model takes {answerer.context}: "):
+    with pytest.raises(UserError, match=rf"[\d,]+ tokens, and the model takes {answerer.context}\. Fix: shorten"):
         answerer.prompt(as_messages(words, None))
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("green", words)), encoding="utf-8")

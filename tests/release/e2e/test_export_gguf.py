@@ -531,5 +531,5 @@ def test_a_unigram_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     pieces = [("<unk>", 0.0), *((chr(i), -float(i)) for i in range(97, 123))]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(pieces, 0)), unk_token="<unk>")
     tokenizer.save_pretrained(folder)
-    with pytest.raises(UserError, match=r"tokenizer, of type Unigram, does; llama\.cpp's"):
+    with pytest.raises(UserError, match=r"tokenizer, of type Unigram, does\. Fix: try llama\.cpp's"):
         write_gguf(folder, tmp_path / "out", "f32")

@@ -134,7 +134,7 @@ def test_the_same_export_has_the_same_bytes_and_goes_on_after_a_stop(
 
     with monkeypatch.context() as patched:
         patched.setattr(weight_files, "write_safetensors", stopping)
-        with pytest.raises(RunFailure, match=r"No space left.*Free space and run the same command again"):
+        with pytest.raises(RunFailure, match=r"No space left.*Fix: free space and run the same command again"):
             export_folder(trained, tmp_path / "b", shard_bytes=shards)
     assert not (tmp_path / "b").exists()
     kept = {name: (tmp_path / "b.partial" / name).stat().st_mtime_ns for name in written}

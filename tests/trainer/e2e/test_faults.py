@@ -271,7 +271,7 @@ def test_no_room_for_a_file_of_the_run(interrupted: tuple[Path, list[float]], ru
     path, before = interrupted
     kept = {one: (run / one).read_bytes() for one in (*WRITTEN, "model/model.safetensors")}
     (run / f"{name}.tmp").symlink_to("/dev/full")  # where it is written before it is renamed
-    with pytest.raises(RunFailure, match=rf"{name}: No space left on device; the run in .* has failed, .* free space"):
+    with pytest.raises(RunFailure, match=rf"{name}: No space left on device\. The run in .* has failed, .* free space"):
         train_alone(path)
     assert (run / name).read_bytes() == kept[name] or name == "status.json"
     assert json.loads((run / "status.json").read_text())["status"] == "failed"

@@ -216,7 +216,7 @@ def test_rows_that_give_no_number_are_named(pairs: Values, write_recipe: Write, 
     ids = torch.tensor(load_tokenizer(load_recipe(path).model)("zzz").input_ids)
     weights = tmp_path / "llama" / "model.safetensors"
     change(weights, "model.embed_tokens.weight", lambda table: table.index_fill(0, ids, math.nan))
-    with pytest.raises(RunFailure, match=r"not finite\. Rows in question: \S*pairs\.jsonl:7\. Check"):
+    with pytest.raises(RunFailure, match=r"not finite\. Rows in question: \S*pairs\.jsonl:7\. Fix: check"):
         train_alone(path)
 
 
@@ -257,7 +257,7 @@ def test_does_not_go_on_with_other_weights(pairs: Values, write_recipe: Write, t
     stopped(path, tmp_path / "runs")
     change(tmp_path / "llama" / "model.safetensors", "model.norm.weight", lambda weight: weight * 2)
     for resume in ("auto", "step-00000003"):
-        with pytest.raises(UserError, match=r"not those that this run began with .*restore them, or start over"):
+        with pytest.raises(UserError, match=r"not those that this run began with\. .*restore them, or start over"):
             train_alone(path, "checkpoint.every_steps=3", f"checkpoint.resume={resume}")
 
 

@@ -76,7 +76,8 @@ def theirs(template: str, messages: Any, tools: Any, *, prompt: bool = False, ma
             **SPECIAL,
         )
     except jinja2.TemplateSyntaxError as error:
-        return UserError, f"it, line {error.lineno}: not a Jinja template: {error.message}"
+        why = str(error.message).rstrip(".")
+        return UserError, f"it, line {error.lineno}: not a Jinja template: {why}. Fix: correct the template"
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         return BadRow, f"it refuses this conversation: {error}"
     return rendered[0], [span for span in (spans[0] if mark else []) if span[0] < span[1]]
