@@ -28,7 +28,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -65,6 +65,7 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 DEFAULT = ("ours", "bare", "trl")
+EXTREMES = ("tokens_per_s_slowest", "tokens_per_s_fastest")
 SAME_FIRST_LOSS = 2.0**-6  # relative; roundings of bf16, in other places for each
 # Of the check: weights so large that attention decides much of the loss, which moves by 0.9 % if documents see each
 # other, and by 0.03 % in bf16.
@@ -87,7 +88,8 @@ def main() -> None:
             if left <= 0:
                 print(f"{name}, {who}: no time left; the same command resumes from here", file=sys.stderr)
                 continue
-            mode = CELLS[name][1]["mode"]
+            # Packed weights are others than those of the check, so qlora's is that of lora.
+            mode = "full" if CELLS[name][1]["mode"] == "full" else "lora"
             if not any((check["contender"], check["mode"]) == (who, mode) for check in result["checks"]):
                 result["checks"].append(check_documents(mode, who, arguments))
                 write(arguments.json, result)
@@ -156,13 +158,19 @@ def measure(name: str, who: str, arguments: argparse.Namespace, left: float) -> 
     return {**cell, "expected_supervised": [step.supervised for step in rows], **measured}
 
 
-def check_documents(mode: str, who: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def check_documents(mode: Literal["full", "lora"], who: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The first loss of a step of short documents, and what it is if they see each other or not."""
-    mode = "lora" if mode == "qlora" else mode  # packed weights are others
     work = Work(
-        LARGE_WEIGHTS, mode, "bf16", row_tokens=256, steps=1, device=arguments.device, documents="short",
-        threads=arguments.threads, overrides=tuple(arguments.set),
-    )  # fmt: skip
+        shape=LARGE_WEIGHTS,
+        mode=mode,
+        precision="bf16",
+        row_tokens=256,
+        documents="short",
+        steps=1,
+        device=arguments.device,
+        threads=arguments.threads,
+        overrides=tuple(arguments.set),
+    )
     folder = arguments.folder / "documents"
     prepare(folder, work)
     alone, together = workload.first_losses(folder)
@@ -258,7 +266,7 @@ def table(result: dict[str, Any]) -> Table:
             cell["cell"],
             contenders.LABELS[cell["contender"]],
             f"{cell['tokens_per_s']:,.0f}",
-            f"{cell['tokens_per_s_slowest']:,.0f}, {cell['tokens_per_s_fastest']:,.0f}",
+            ", ".join(f"{cell[key]:,.0f}" for key in EXTREMES if key in cell) or "-",  # figures of before have none
             _percent(products.share(cell, ours, result["matmul_tflops"])),
             f"{peak(cell) / 2**30:.2f}",
             f"{ours['tokens_per_s'] / cell['tokens_per_s']:.2f}" if ours else "-",

@@ -1,4 +1,4 @@
-"""Warnings of a run while it trains: nothing is learnt, or the machine is busy with something else."""
+"""Warnings of a run while it trains: nothing is learnt, or a step takes far longer than those before."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ class PaceWatch:
 
     def step_done(self, line: Mapping[str, Any]) -> str | None:
         """Returns a warning at the first slow step, the second, fourth, ... line: of metrics.jsonl."""
+        if not line["tokens_per_s"]:
+            return None
         seconds, before = 1.0 / line["tokens_per_s"], list(self._seconds)
         self._seconds.append(seconds)
         if len(before) < _FEWEST or seconds < _SLOW * (usual := statistics.median(before)):
@@ -53,7 +55,8 @@ class PaceWatch:
         if self._slow < self._warns_at:
             return None
         self._warns_at *= 2
-        return (
-            f"step {line['step']} took {line['step_s']:.1f} s, {seconds / usual:.0f} times its usual time. The machine "
-            f"is busy: {os.getloadavg()[0]:.1f} programs want its {os.cpu_count()} cores. Fix: pause other programs"
-        )
+        slow = f"step {line['step']} took {line['step_s']:.1f} s, {seconds / usual:.0f} times its usual time. "
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if load <= cores:
+            return f"{slow}The machine is not busy (load {load:.1f}). Fix: look at its disk, network and device"
+        return f"{slow}The machine is busy: {load:.1f} programs want its {cores} cores. Fix: pause other programs"

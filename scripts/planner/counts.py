@@ -1,4 +1,4 @@
-"""What a step of a config waits for, casts, copies and sends, counted on CUDA devices that are not there.
+"""What a step of a config dispatches, waits for, casts, copies and sends, counted on CUDA devices that are not there.
 
     python scripts/planner/counts.py fsdp2 zero3 --processes 8
     python scripts/planner/counts.py single --processes 1 --set mode=lora lora.rank=8
@@ -121,6 +121,7 @@ def table(config: str, arguments: argparse.Namespace, found: dict[str, Any]) -> 
     shown = Table(title=f"{config}, rank 0 of {arguments.processes}: the second step")
     for heading in (
         "phase",
+        "operators",
         "waits",
         "casts, MiB",
         "host copies",
@@ -137,6 +138,7 @@ def table(config: str, arguments: argparse.Namespace, found: dict[str, Any]) -> 
         ]
         shown.add_row(
             name,
+            f"{sum(counts['operators'].values()):,}",
             "\n".join(f"{number} {wait}" for wait, number in counts["waits"].items()),
             f"{counts['cast_bytes'] / 2**20:.2f}",
             "\n".join(f"{number} {way}" for way, number in counts["host_copies"].items()),

@@ -1,7 +1,7 @@
 """Stop on one backend, go on on any other: every pair (saved under, resumed under), against the run never stopped.
 
     python scripts/proofs/resume_matrix.py                           # every config with 1, 2 and 4 processes: hours
-    python scripts/proofs/resume_matrix.py --covering 7              # a fifteenth of it, that covers, by this seed
+    python scripts/proofs/resume_matrix.py --covering 7              # one of eighteen pairs, drawn to cover the others
     python scripts/proofs/resume_matrix.py --only ddp:2 zero3:2 tp   # each of these with each; tp at every size it has
     python scripts/proofs/resume_matrix.py --cases "full images tower" "lora images"   # these, if a config runs them
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -104,8 +105,14 @@ def test_the_longest_line_has_a_hundred_columns(line: dict[str, float], monkeypa
     assert last.endswith("eta -:--:--")
 
 
-def test_a_step_of_ten_times_the_usual_time_says_that_the_machine_is_busy() -> None:
+@pytest.mark.parametrize(
+    ("load", "said"), [(1e6, "The machine is busy: "), (0.0, "The machine is not busy (load 0.0)")]
+)
+def test_a_step_of_ten_times_the_usual_time_says_whether_the_machine_is_busy(
+    monkeypatch: pytest.MonkeyPatch, load: float, said: str
+) -> None:
     """By the token: a step of more tokens may take longer. Said at the first such step, the second and the fourth."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     watch = PaceWatch()
 
     def done(step: int, seconds: float, tokens: int = 1000) -> str | None:
@@ -117,5 +124,5 @@ def test_a_step_of_ten_times_the_usual_time_says_that_the_machine_is_busy() -> N
     assert done(10, 300.0, tokens=100_000) is None
     warning = done(11, 36.0)
     assert warning is not None
-    assert warning.startswith("step 11 took 36.0 s, 10 times its usual time. The machine is busy: ")
+    assert warning.startswith(f"step 11 took 36.0 s, 10 times its usual time. {said}")
     assert [done(step, 60.0) is not None for step in range(12, 15)] == [True, False, True]
