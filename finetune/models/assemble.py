@@ -33,8 +33,10 @@ from finetune.utils import unwrap_peft
 
 
 def skeleton(recipe: Recipe, base: Base, attention: AttentionChoice, labels: tuple[str, ...] = ()) -> Any:
-    """Returns the model of a run on `meta`: adapters, types and packed weights as they will be. Arguments and errors as
-    of `load_model`."""
+    """Returns the model of a run on `meta`: adapters, types and packed weights as they will be. Its layers are not
+    compiled: once they ran under a dispatch mode (`plan`), torch would leave the code of their forward alone for good.
+    Arguments and errors as of `load_model`."""
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": False})})
     # Adapters would be created with random numbers. Added tokens are counted, and packed weights have tables.
     alone = recipe.tokens is None and recipe.quantization is None
     with torch.device("meta") if alone else contextlib.nullcontext():

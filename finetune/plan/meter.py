@@ -48,7 +48,9 @@ class Meter(TorchDispatchMode):
         self.peaks[phase] = max(self.peaks[phase], self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        named = kwargs or {}
+        # torch 2.11 has no shapes for this operator.
+        out = named["out"] if func is torch.ops.aten.addmm.dtype_out else func(*args, **named)
         if func.namespace != "prim":  # properties of a tensor
             for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
                 # `to_local` would dispatch an operator, and this is called from within one.

@@ -172,13 +172,27 @@ def test_speed(gpu: Runs, record: Any) -> None:
     record(benchmark_cell(gpu, "8b-lora", "ours"))
 
 
-def test_profile(gpu: Runs, record: Any) -> None:
-    """A profile of a step of the 8B model of `test_speed`."""
-    recipe = gpu.out / "benchmark" / ("tiny" if gpu.rehearse else "8b") / "recipe.yaml"
+def benchmark_recipe(runs: Runs) -> Path:
+    recipe = runs.out / "benchmark" / ("tiny" if runs.rehearse else "8b") / "recipe.yaml"
     if not recipe.exists():
         pytest.skip("the recipe and weights of test_speed are not here: run it first")
+    return recipe
+
+
+def test_compiled_speed(gpu: Runs, record: Any) -> None:
+    """Compiled layers beside fused kernels, on the 8B model of `test_speed`: a compiler that is slower is no use."""
+    recipe, overrides = benchmark_recipe(gpu), ("train.max_steps=10", f"run.dir={gpu.out / 'runs'}")
+    eager = gpu.train("eager", *overrides, recipe=recipe)
+    compiled = gpu.train("compiled", *overrides, "train.compile=true", recipe=recipe)
+    record({"compiled step_s": compiled["step_s"], "eager step_s": eager["step_s"]})
+    assert compiled["compilations"], "nothing was compiled"
+    assert gpu.rehearse or compiled["step_s"] <= eager["step_s"], "slower than without the compiler"
+
+
+def test_profile(gpu: Runs, record: Any) -> None:
+    """A profile of a step of the 8B model of `test_speed`."""
     overrides = ("profile={steps: [2, 2]}", "train.max_steps=3", f"run.dir={gpu.out / 'runs'}")
-    run = gpu.train("profiled", *overrides, recipe=recipe)
+    run = gpu.train("profiled", *overrides, recipe=benchmark_recipe(gpu))
     files = sorted(file.name for file in (gpu.out / "runs" / "profiled" / "profile").iterdir())
     record({"step_s": run["step_s"], "peak GiB": run["peak_gib"], "runs/profiled/profile": ", ".join(files)})
 

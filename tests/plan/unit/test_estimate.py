@@ -12,7 +12,7 @@ import torch
 import yaml
 from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from finetune.engine.base import StorageCounter
 from finetune.engine.costs import ModelSize, Shapes, Weight, costs_of
@@ -184,6 +184,28 @@ def test_recomputing_and_fewer_rows_take_less(recipe: Any) -> None:
     recomputes = peak("train.activation_checkpointing=true")
     assert recomputes < peak("train.activation_checkpointing=selective") <= keeps
     assert peak("train.activation_checkpointing=false", rows=2) > keeps
+
+
+# dynamo looks at it, behind a filter of its own that pytest's "error" overrules.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_layers_of_a_run_are_compiled_after_its_memory_was_estimated(recipe: Any, made: Path) -> None:
+    """As a run on a GPU does. torch leaves code alone for good that it met under a dispatch mode first."""
+    place = Place(ALONE, 1, "cuda", (9, 0), 80.0)
+    torch.compiler.reset()
+    estimate_memory(
+        recipe("train.compile=true"), AutoConfig.from_pretrained(made / "llama"), place, HeaviestBatch.of_rows(1, 64), 1
+    )
+    model = AutoModelForCausalLM.from_pretrained(made / "llama")
+    graphs: list[Any] = []
+    forward = torch.compile(
+        model.model.layers[0].forward, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    hidden = torch.zeros(1, 8, model.config.hidden_size)
+    forward(hidden, position_embeddings=model.model.rotary_emb(hidden, torch.arange(8)[None]))
+    torch.compiler.reset()
+    (graph,) = graphs
+    products = [node for node in graph.graph.nodes if node.target is torch.nn.functional.linear]
+    assert len(products) == 7
 
 
 def test_fp8_is_weighed_with_its_packed_operands(recipe: Any) -> None:
