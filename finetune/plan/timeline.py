@@ -71,7 +71,8 @@ class Timeline:
 def timeline_of(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBatch, how: How) -> Timeline:
     """Returns the parts of a micro-batch on one rank. Raises UserError if the model cannot be made."""
     train = {"precision", "activation_checkpointing", "activation_offload"}
-    return _timeline(CacheKey(recipe, config, train, batch, how))
+    one_stage = replace(how, pipeline=1)  # a stage's layers are added up from one timeline of all kinds
+    return _timeline(CacheKey(recipe, config, train, batch, one_stage))
 
 
 @functools.lru_cache(maxsize=256)
