@@ -27,7 +27,8 @@ def run(*arguments: object) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long  # test_cli.py has it of a launch by torchrun
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_mistake_is_one_line_of_each_process(recipe: dict[str, Any], write_recipe: Any, processes: int) -> None:
     """One that only the ranks can see: the launcher has started them, and ends all as soon as the first has left."""
     recipe["data"]["train"][0]["path"] = "absent.jsonl"

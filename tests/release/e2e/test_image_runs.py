@@ -323,7 +323,7 @@ def test_an_openai_client_gets_the_greedy_answers_to_pictures(
     ("objective", "another"),
     [
         ("dpo", False),
-        ("kto", False),
+        pytest.param("kto", False, marks=pytest.mark.long),
         pytest.param("orpo", False, marks=pytest.mark.long),
         pytest.param("dpo", True, marks=pytest.mark.long),
     ],
@@ -448,7 +448,9 @@ def test_adapter_is_merged_for_the_whole_model(seeing: Path, tmp_path: Path) -> 
     assert (figures.greedy, figures.top1) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("broken", ["projector", "size", "missing"])
+@pytest.mark.parametrize(
+    "broken", ["projector", *(pytest.param(one, marks=pytest.mark.long) for one in ("size", "missing"))]
+)
 def test_an_export_that_sees_otherwise_is_found(broken: str, full_run: Path, tmp_path: Path) -> None:
     run = full_run
     out = tmp_path / "copy"

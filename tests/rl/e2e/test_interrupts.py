@@ -120,7 +120,8 @@ def test_an_interrupt_is_answered_during_the_step_and_saves_after_it(slow: Path,
         assert status(slow) == {"status": "stopped", "step": 1, "steps": 6}
 
 
-@pytest.mark.parametrize("command", [TRAIN, *(pytest.param(one, marks=pytest.mark.long) for one in (ONE, TWO))])
+@pytest.mark.long
+@pytest.mark.parametrize("command", [TRAIN, ONE, TWO])
 def test_a_second_interrupt_ends_the_step(slow: Path, command: tuple[str, ...]) -> None:
     with running(slow, command) as process:
         process.send_signal(signal.SIGINT)

@@ -27,6 +27,7 @@ def test_a_seed_draws_the_same_cases_and_others_than_another_does() -> None:
     assert {place[0] for place in parity_random.PLACES} <= {config for config, _, _ in parity.LAUNCHES}
 
 
+@pytest.mark.long
 def test_what_a_rule_refuses_has_its_reason(folder: Path) -> None:
     unknown = Case("dropout", (*LORA, "lora.dropout=0.1", "batch.rows_per_device=auto"))
     assert "dropout is sampled per micro-batch" in (parity_random.refusal(folder, ("ddp", 2), unknown) or "")

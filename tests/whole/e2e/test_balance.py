@@ -13,6 +13,7 @@ from conftest import ROOT
 COMMAND = [sys.executable, str(ROOT / "benchmarks" / "balance.py")]
 
 
+@pytest.mark.long
 def test_a_small_set(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "balance.json"), "--plot", str(tmp_path / "balance.png")]
     sizes = ["--documents", "20000", "--max-length", "2048", "8192", "--ranks", "8", "--rows-per-rank", "1", "2"]

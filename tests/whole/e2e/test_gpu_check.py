@@ -125,6 +125,7 @@ def test_no_test_starts_that_may_take_longer_than_what_is_left(tmp_path: Path) -
     assert "2 tests wait: the same command continues from here" in checked.said
 
 
+@pytest.mark.long
 def test_what_is_missing_is_named_first(tmp_path: Path) -> None:
     checked = check(tmp_path / "out", "-k", "test_devices")
     assert (checked.status, checked.lines) == (2, []), checked.said
