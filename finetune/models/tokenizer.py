@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from finetune.errors import UserError
-from finetune.models.base_config import Parsing
+from finetune.models.base_config import Parsing, check_unpacked
 from finetune.models.remote_code import load_auto
 from finetune.recipe.schema import Model, Tokens
 
@@ -23,7 +23,9 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
     source = model.tokenizer or model.name
     assert source is not None  # the schema wants one of the two
     revision = model.revision if model.tokenizer is None else None
-    where = f"{'model.tokenizer' if model.tokenizer else 'model.name'}: no tokenizer from {source!r}"
+    key = "model.tokenizer" if model.tokenizer else "model.name"
+    check_unpacked(key, Path(source).expanduser())
+    where = f"{key}: no tokenizer from {source!r}"
     with Parsing(where, source):
         tokenizer = load_auto(AutoTokenizer, source, model.trust_remote_code, revision=revision or "main")
         if isinstance(tokenizer, PreTrainedTokenizerFast):
