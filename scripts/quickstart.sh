@@ -34,7 +34,7 @@ if [ "${1:-}" = --smollm2 ]; then
   shift
   run python scripts/make_smollm2.py
   run python -m finetune train recipes/quickstart/smollm2-lora.yaml "$@"
-  printf '\nIts answers before and after are in the two tables above. Ask it:\n  .venv/bin/python -m finetune chat runs/smollm2-lora\n'
+  printf '\nIts answers before and after are in the two tables above. Ask it:\n  .venv/bin/python -m finetune chat runs/quickstart-smollm2-lora\n'
   exit
 fi
 run python scripts/make_quickstart.py

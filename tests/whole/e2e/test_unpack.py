@@ -74,7 +74,7 @@ def test_smollm2_is_trained_alike_and_exported(tmp_path: Path) -> None:
     if not (ROOT / "runs" / "smollm2" / "model").exists():
         pytest.skip("python scripts/make_smollm2.py has not been run")
     recipe, common = ROOT / "recipes/quickstart/smollm2-lora.yaml", ["train.max_steps=4", f"run.dir={tmp_path}"]
-    common += ["evaluate.at_start=false", "evaluate.generate=0", "batch.rows_per_device=2"]
+    common += ["evaluate.at_start=false", "evaluate.generate=0"]
     losses = {}
     for config, processes in (("single", 1), ("fsdp2", 2), ("zero3", 2)):
         launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(processes)]

@@ -37,8 +37,9 @@ every_file = pytest.mark.parametrize("path", FILES, ids=name_of)
 every_recipe = pytest.mark.parametrize("path", COMPLETE, ids=name_of)
 
 
-def test_count():
-    assert (len(COMPLETE), len(SHARED)) == (70, 6)
+def test_recipes_are_found():
+    assert COMPLETE
+    assert SHARED
 
 
 @every_recipe
