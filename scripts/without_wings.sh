@@ -10,7 +10,7 @@ git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --n
 cd "$copy"
 
 rm -r finetune/{rl,release,plan,desk} tests/{rl,release,plan,desk,whole}
-rm finetune/{__main__,api,features,quickstart,sweep}.py
+rm finetune/{__main__,api,features,quickstart,sweep,unpack}.py
 cp tests/support/trainer_alone.py finetune/__main__.py
 
 if [ $# = 0 ]; then
