@@ -4,6 +4,7 @@ const LINE = 20, TOP = 10, LEFT = 12; // pixels, of studio.css
 const editing = find(".editing"), text = find("#text"), paint = find(".paint"), gutter = find(".gutter");
 const list = find(".completion"), save = find(".save"), saved = find(".saved"), problems = find("#problems");
 const path = editing.dataset.path;
+let version = editing.dataset.version; // of the text that was read: a newer one is not replaced
 let onDisk = text.value, marked = new Set(), schema = null, offered = [], chosen = 0;
 
 function escaped(part) {
@@ -69,7 +70,7 @@ async function write() {
   const content = text.value;
   saved.textContent = "saving";
   try {
-    await ask("/recipe/save", { path, text: content });
+    version = (await ask("/recipe/save", { path, text: content, version })).version;
     onDisk = content;
     saved.textContent = "saved";
     draw();
