@@ -27,6 +27,7 @@ from finetune.desk.studio.actions import ACTIONS, PAGES, Action, Form
 from finetune.desk.studio.guard import FRAMED, Guard
 from finetune.desk.studio.jobs import Jobs, StartedCommand, command_line
 from finetune.desk.studio.project_folder import base_of, inside, inside_or_shipped, is_utf8, look
+from finetune.desk.studio.row_table import role_names, row_table
 from finetune.desk.view import report, web_page
 from finetune.errors import UserError
 from finetune.plan.run_list import price_so_far
@@ -135,8 +136,9 @@ def _add_pages(app: FastAPI, jobs: Jobs) -> None:
 
     @app.get("/data")
     def data(path: str = "", recipe: str = "") -> Any:
-        rows = pages.first_rows(path, folder) if path else ""
-        return page("data.html.jinja", "Data", "/data", path=path, recipe=recipe or newest(), rows=rows)
+        table = row_table(path, folder) if path else None
+        values = {"path": path, "recipe": recipe or newest(), "table": table, "roles": role_names()}
+        return page("data.html.jinja", "Data", "/data", **values)
 
     def newest() -> str:
         """Returns the recipe that one works on: not one that comes with the package."""

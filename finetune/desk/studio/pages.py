@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 from finetune.data.formats.converters import FORMATS
 from finetune.desk.studio.actions import Form, run_of
 from finetune.desk.studio.jobs import Jobs, StartedCommand, command_line
-from finetune.desk.studio.project_folder import MOST_RECIPE, OF_A_RUN, Contents, inside, inside_or_shipped
+from finetune.desk.studio.project_folder import MOST_RECIPE, OF_A_RUN, Contents, inside_or_shipped
 from finetune.desk.studio.run_state import STOPPED_EARLY, run_state
 from finetune.desk.view import web_page
 from finetune.desk.view.run_log import follow
@@ -282,19 +282,6 @@ def choices(contents: Contents) -> dict[str, Any]:
         "exports": {name: (one.about, one.dtypes) for name, one in EXPORTS.items()},
         "eight_bits": EIGHT_BITS,
     }
-
-
-def first_rows(path: str, folder: Path) -> str:
-    """Returns the beginning of a file of rows, if it is text. Raises UserError."""
-    try:
-        with (folder / inside(path, folder)).open("rb") as file:
-            content = file.read(4000)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}. Fix: choose a file of rows") from None
-    if b"\0" in content:
-        return ""
-    lines = content.decode("utf-8", "replace").splitlines()
-    return "\n".join(lines[: -1 if len(content) == 4000 and len(lines) > 1 else None][:8])
 
 
 def free_run_name(path: str, folder: Path) -> str:

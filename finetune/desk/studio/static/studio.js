@@ -227,6 +227,25 @@ function redraw(old) {
 wire(document);
 for (const form of all("form.open, form.picked")) form.addEventListener("change", () => form.requestSubmit());
 
+// --- roles of columns
+
+const table = find(".rows-of");
+if (table) {
+  const selects = all("select.role", table), fields = find("form[data-action=new]").elements;
+  const use = () => {
+    fields.columns.value = selects.filter((one) => one.value).map((one) => `${one.value}=${one.dataset.column}`).join(",");
+    fields.data.value = table.dataset.path;
+    fields.columns.dispatchEvent(new Event("input", { bubbles: true }));
+  };
+  for (const select of selects) {
+    select.addEventListener("change", () => {
+      for (const other of selects) if (other !== select && other.value === select.value) other.value = ""; // one column for each
+      use();
+    });
+  }
+  find(".use-roles", table)?.addEventListener("click", use);
+}
+
 // --- chat
 
 const talk = find(".talk");
