@@ -27,6 +27,7 @@ from finetune.desk.studio.actions import ACTIONS, PAGES, Action, Form
 from finetune.desk.studio.guard import FRAMED, Guard
 from finetune.desk.studio.jobs import Jobs, StartedCommand, command_line
 from finetune.desk.studio.project_folder import base_of, inside, inside_or_shipped, is_utf8, look
+from finetune.desk.studio.recipe_form import form_fields, form_values, with_value
 from finetune.desk.studio.row_table import role_names, row_table
 from finetune.desk.view import report, web_page
 from finetune.errors import UserError
@@ -148,7 +149,13 @@ def _add_pages(app: FastAPI, jobs: Jobs) -> None:
     @app.get("/recipe")
     def recipe(path: str = "") -> Any:
         text, version = pages.recipe_text(path, folder) if path else ("", "")
-        values = {"path": path, "text": text, "version": version, "is_here": bool(path) and (folder / path).exists()}
+        values = {
+            "path": path,
+            "text": text,
+            "version": version,
+            "fields": form_fields(),
+            "is_here": bool(path) and (folder / path).exists(),
+        }
         new_name = pages.free_run_name(path, folder) if path else ""
         return page("recipe.html.jinja", path or "Recipe", "/recipe", new_name=new_name, **values)
 
@@ -272,8 +279,24 @@ def _add_files(app: FastAPI, folder: Path) -> None:
     @app.post("/recipe/check")
     async def check(request: Request) -> Any:
         path, text = recipe_of(await _fields(request))
-        problems = await run_in_threadpool(pages.recipe_problems, str(inside_or_shipped(path, folder)), text)
-        return {"problems": problems}
+        return await run_in_threadpool(checked, str(inside_or_shipped(path, folder)), text)
+
+    def checked(path: str, text: str) -> dict[str, Any]:
+        problems = pages.recipe_problems(path, text)
+        try:
+            return {"problems": problems, "values": form_values(path, text)}
+        except UserError:  # no YAML: a form has nothing to show
+            return {"problems": problems, "values": None}
+
+    @app.post("/recipe/set")
+    async def set_value(request: Request) -> Any:
+        values = await _fields(request)
+        path, text = recipe_of(values)
+        key, value = values.get("key"), values.get("value")
+        if not isinstance(key, str) or not isinstance(value, str) or not is_utf8(value) or "\0" in value:
+            raise UserError("the request lacks key or value of a field. Fix: send both as text")
+        pages.check_length(path, text)
+        return {"text": await run_in_threadpool(with_value, text, key, value.strip())}
 
     @app.post("/recipe/save")
     async def save(request: Request) -> Any:

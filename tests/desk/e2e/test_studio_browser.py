@@ -37,6 +37,7 @@ model: {{name: llama}}
 mode: full
 data: {{train: rows.jsonl, max_length: 128}}
 batch: {{rows: 4, rows_per_device: 2}}
+optimizer: {{lr: 1.0e-3}}
 train: {{max_steps: 60, precision: fp32}}
 """
 
@@ -201,6 +202,9 @@ def test_the_older_of_two_tabs_is_refused(studio: tuple[Path, str], tmp_path: Pa
         page.open(address)
         page.open(f"{site}/recipe?path=tabs.yaml")
         (folder / "tabs.yaml").write_text("# of another tab\n" + WATCHED.format(name="tabs"))
+        page.until("return document.querySelector('[data-key=\"train.max_steps\"]').value == '60'")
+        page.type('[data-key="train.max_steps"]', "1\ue007")  # 601: Enter changes it
+        page.until("return document.querySelector('#text').value.includes('max_steps: 601')")
         page.type("#text", "# mine")
         page.click(".save")
         page.until("return document.querySelector('.saved').textContent.includes('was changed elsewhere')")

@@ -274,6 +274,20 @@ def test_problems_of_a_recipe_come_with_their_lines_before_it_is_saved(browser: 
     assert (folder / "recipe.yaml").read_text() == RECIPE
 
 
+def test_a_form_changes_the_text_and_the_text_the_form(browser: Browser, folder: Path) -> None:
+    for key in ("optimizer.lr", "train.precision"):
+        assert f'data-key="{key}"' in browser.get("/recipe?path=recipe.yaml")
+    change = {"path": "recipe.yaml", "text": RECIPE, "key": "optimizer.lr", "value": " 1e-4 "}
+    text = browser.post("/recipe/set", change)["text"]
+    assert text == RECIPE.replace("lr: 1.0e-3", "lr: 1e-4")
+    values = browser.post("/recipe/check", {"path": "recipe.yaml", "text": text})["values"]
+    assert values["optimizer.lr"] == {"written": "1e-4", "holds": "0.0001"}
+    assert browser.post("/recipe/check", {"path": "recipe.yaml", "text": "a: ["})["values"] is None
+    for wrong in ({"key": "data"}, {"value": 3}, {"value": "1, x: 2"}, {"text": "a: ["}, {"text": "x" * 200_000}):
+        assert browser.ask("POST", "/recipe/set", {**change, **wrong})[0] == 400
+    assert (folder / "recipe.yaml").read_text() == RECIPE
+
+
 def test_a_recipe_of_the_package_is_saved_as_a_copy(browser: Browser, folder: Path) -> None:
     path = "recipes/quickstart/lora.yaml"
     assert "saving writes a copy" in browser.get(f"/recipe?path={path}")
