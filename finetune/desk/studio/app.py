@@ -131,7 +131,7 @@ def _add_pages(app: FastAPI, jobs: Jobs) -> None:
 
     def run_values(path: str) -> dict[str, Any]:
         run = str(inside(path, folder))
-        if jobs.last_launch(run) is None and not pages.has_files(folder / run):
+        if run not in jobs.last_launches() and not pages.has_files(folder / run):
             raise HTTPException(404, f"{path}: no run here: nothing has been written yet, or it was removed")
         return pages.run_values(jobs, run)
 

@@ -205,9 +205,9 @@ class Jobs:
     def is_stop_requested(self, job: StartedCommand) -> bool:
         return (self._root / str(job.number) / "stop.txt").exists()
 
-    def last_launch(self, run: str) -> StartedCommand | None:
-        """Returns the newest command that trains a run."""
-        return next((job for job in self.all() if job.action == "launch" and job.about == run), None)
+    def last_launches(self) -> dict[str, StartedCommand]:
+        """Returns for each run the newest command that trains it."""
+        return {job.about: job for job in reversed(self.all()) if job.action == "launch" and job.about}
 
 
 def _is_zombie(pid: int) -> bool:

@@ -26,7 +26,7 @@ from finetune.engine.hardware import read_hardware
 from finetune.errors import RunFailure, UserError
 from finetune.features import load_recipe
 from finetune.plan.run_list import evaluation, evaluation_name, read_run
-from finetune.plan.tables import read_prices
+from finetune.plan.tables import Prices, read_prices
 from finetune.recipe import RecipeError
 from finetune.recipe.schema import MODES
 from finetune.release.export.formats import EIGHT_BITS, EXPORTS
@@ -83,12 +83,14 @@ def fragment(template: str, **values: Any) -> str:
 
 def run_rows(jobs: Jobs, runs: Sequence[str]) -> list[dict[str, Any]]:
     """Returns what `runs` says of each run."""
-    return [run_row(jobs, run) for run in runs]
+    launches, prices = jobs.last_launches(), read_prices()
+    return [run_row(jobs, run, launches.get(run), prices) for run in runs]
 
 
-def run_row(jobs: Jobs, run: str) -> dict[str, Any]:
-    folder, state = jobs.folder / run, run_state(jobs, run)
-    info = read_run(folder, read_prices())
+def run_row(jobs: Jobs, run: str, launch: StartedCommand | None, prices: Prices) -> dict[str, Any]:
+    """launch: the studio's last one of this run."""
+    folder, state = jobs.folder / run, run_state(jobs, run, launch)
+    info = read_run(folder, prices)
     is_silent = info.silent_s is not None and state.launch is None  # no process is known that could say more
     is_live = state.is_live and not is_silent
     has_begun = info.step > 0 or bool(info.evaluation)
@@ -113,7 +115,8 @@ def run_row(jobs: Jobs, run: str) -> dict[str, Any]:
 
 def run_values(jobs: Jobs, run: str) -> dict[str, Any]:
     """Returns what the page of a run shows."""
-    row, job = run_row(jobs, run), jobs.last_launch(run)
+    job = jobs.last_launches().get(run)
+    row = run_row(jobs, run, job, read_prices())
     again = launch_fields(job.words if job else ())
     first_recipe = again["recipe"]
     if (jobs.folder / run / "recipe.yaml").is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -96,12 +97,11 @@ def look(folder: Path) -> Contents:
             written[run] = max(_modified(folder / name), written.get(run, 0))
     found = [name for name in files if str(Path(name).parent) not in owners and _is_recipe(folder / name, name)]
     found.sort(key=lambda name: -_modified(folder / name))  # stable: those of one time stay by name
-    shipped = [name for name in _files(SHIPPED, "recipes") if _is_recipe(SHIPPED / name, name)]
     rows = [name for name in files if is_data(name) and not owners & {*map(str, Path(name).parents)}]
     places = [place / "accelerate_configs" for place in (folder, SHIPPED)]
     configs = {path.name for place in places for path in place.glob("*.yaml") if is_utf8(path.name)}
     return Contents(
-        recipes=found or shipped,
+        recipes=found or [*_shipped_recipes()],
         has_own_recipes=bool(found),
         configs=[f"accelerate_configs/{name}" for name in sorted(configs)],
         data={name: _size(folder / name) for name in rows if Path(name).name not in _SETTINGS},
@@ -109,6 +109,11 @@ def look(folder: Path) -> Contents:
         runs=sorted(written, key=lambda run: (-written[run], run)),
         left_out=left_out,
     )
+
+
+@functools.cache
+def _shipped_recipes() -> tuple[str, ...]:
+    return tuple(name for name in _files(SHIPPED, "recipes") if _is_recipe(SHIPPED / name, name))
 
 
 def _modified(path: Path) -> float:

@@ -32,9 +32,9 @@ class RunState:
         return self.is_live and self.launch is not None
 
 
-def run_state(jobs: Jobs, run: str, job: StartedCommand | None = None) -> RunState:
-    """Returns the state of a run. run: relative to the folder; job: its launch; None: the last one."""
-    job, folder = job or jobs.last_launch(run), jobs.folder / run
+def run_state(jobs: Jobs, run: str, job: StartedCommand | None) -> RunState:
+    """Returns the state of a run. run: relative to the folder; job: the studio's last launch of it."""
+    folder = jobs.folder / run
     if job is None:
         return _by_files(folder)
     exit_status = jobs.status(job)

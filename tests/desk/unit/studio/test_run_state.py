@@ -76,7 +76,7 @@ def begun(jobs: Jobs) -> StartedCommand:
 
 
 def state(jobs: Jobs) -> str:
-    return run_state(jobs, RUN).name
+    return run_state(jobs, RUN, jobs.last_launches().get(RUN)).name
 
 
 def ended(jobs: Jobs, job: StartedCommand) -> int:
