@@ -58,7 +58,7 @@ def read_plan(file: Path) -> dict[str, Any]:
     """Returns {} if the file cannot be read."""
     try:
         plan = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return plan if isinstance(plan, dict) else {}
 

@@ -248,7 +248,7 @@ def read_status(run_dir: Path) -> Status | None:
     """Returns the status of the last launch; None if there was none, or it cannot be read."""
     try:
         status = json.loads((run_dir / "status.json").read_bytes())["status"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return status if status in get_args(Status) else None
 

@@ -5,6 +5,7 @@ The same function writes the command that is shown next to a button and the one 
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -13,11 +14,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from finetune.desk.studio.project_folder import STUDIO, base_of, inside, inside_or_shipped
+from finetune.desk.studio.project_folder import (
+    MOST_RECIPE,
+    STUDIO,
+    as_word,
+    base_of,
+    inside,
+    inside_or_shipped,
+    is_utf8,
+)
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.recipe.schema import MODES
 from finetune.release.export.formats import EXPORTS
+from finetune.shipped import here_or_shipped
 
 PAGES = f"{STUDIO}/pages"
 _MODEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # an id of the hub
@@ -34,8 +44,8 @@ class Form:
     def text(self, name: str, what: str = "") -> str:
         """Returns a field without spaces around it. what: of a field that must be filled in, for the message."""
         value = self.values.get(name) or ""
-        if not isinstance(value, str) or "\0" in value or "\n" in value.strip():
-            raise UserError(f"{name}: not one line of text. Fix: take out line breaks and NUL characters")
+        if not isinstance(value, str) or "\0" in value or "\n" in value.strip() or not is_utf8(value):
+            raise UserError(f"{name}: not one line of text. Fix: take out line breaks and characters that are no text")
         if what and not value.strip():
             raise UserError(f"{name}: nothing is chosen. Fix: choose {what}")
         return value.strip()
@@ -46,10 +56,10 @@ class Form:
         return [Form({name: one}, self.folder).text(name) for one in given if one]
 
     def path(self, name: str, what: str) -> str:
-        return str(inside(self.text(name, what), self.folder))
+        return as_word(inside(self.text(name, what), self.folder))
 
     def shipped_path(self, name: str, what: str) -> str:
-        return str(inside_or_shipped(self.text(name, what), self.folder))
+        return as_word(inside_or_shipped(self.text(name, what), self.folder))
 
     def option(self, name: str, option: str) -> list[str]:
         return [option, value] if (value := self.text(name)) else []
@@ -75,8 +85,8 @@ class Form:
     def named(self, name: str, what: str, remote: re.Pattern[str]) -> str:
         """Returns a path in the folder, or the name of something on the hub."""
         value = self.text(name, what)
-        is_here = (self.folder / value).exists() or value.startswith((".", "/", "~")) or ".." in value.split("/")
-        return value if not is_here and remote.fullmatch(value) else str(inside(value, self.folder))
+        is_local = value.startswith((".", "/", "~")) or ".." in value.split("/") or not remote.fullmatch(value)
+        return as_word(inside(value, self.folder)) if is_local or os.path.exists(self.folder / value) else value
 
 
 @dataclass(frozen=True)
@@ -160,14 +170,21 @@ def _launch(form: Form) -> list[str]:
 def run_of(form: Form) -> str:
     """Returns the run directory of a recipe, relative to the folder; "" if it has problems or is elsewhere."""
     try:
-        run = load_recipe(form.shipped_path("recipe", "a recipe"), form.overrides()).run
+        recipe = form.shipped_path("recipe", "a recipe")
+        if here_or_shipped(Path(recipe)).stat().st_size > MOST_RECIPE:
+            return ""
+        run = load_recipe(recipe, form.overrides()).run
         return str(inside(f"{run.dir}/{run.name}", form.folder))
     except UserError:
         return ""
 
 
+def _run_page(form: Form) -> str:
+    return f"/run?{urlencode({'path': run})}" if (run := run_of(form)) else "/commands"
+
+
 def _report(form: Form) -> list[str]:
-    runs = [str(inside(run, form.folder)) for run in form.texts("runs")]
+    runs = [as_word(inside(run, form.folder)) for run in form.texts("runs")]
     if not runs:
         raise UserError("runs: nothing is chosen. Fix: choose at least one run")
     if not (output := form.path("output", "a file")).endswith(".html"):  # it replaces what is there
@@ -198,7 +215,7 @@ ACTIONS = {
     "inspect": Action(_inspect, page=_INSPECTED),
     "check": Action(_check),
     "plan": Action(_plan, page=_PLANNED),
-    "launch": Action(_launch, about=run_of, then=lambda form: f"/run?{urlencode({'path': run_of(form)})}"),
+    "launch": Action(_launch, about=run_of, then=_run_page),
     "report": Action(_report, page=lambda form: form.path("output", "a file"), about=lambda form: ""),
     "checkpoints": Action(lambda form: _finetune("checkpoints", form.path("run", "a run"), "--verify")),
     "export": Action(_export),

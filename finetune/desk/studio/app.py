@@ -19,13 +19,16 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from finetune.desk.studio import pages
 from finetune.desk.studio.actions import ACTIONS, PAGES, Action, Form
 from finetune.desk.studio.guard import FRAMED, Guard
 from finetune.desk.studio.jobs import Jobs, StartedCommand, command_line
-from finetune.desk.studio.project_folder import OF_A_RUN, base_of, inside, inside_or_shipped, look
+from finetune.desk.studio.project_folder import base_of, inside, inside_or_shipped, is_utf8, look
+from finetune.desk.studio.recipe_form import form_fields, form_values, with_value
+from finetune.desk.studio.row_table import role_names, row_table
 from finetune.desk.view import report, web_page
 from finetune.errors import UserError
 from finetune.plan.run_list import price_so_far
@@ -33,12 +36,10 @@ from finetune.recipe import recipe_json_schema
 from finetune.release.inference.sampling import Sampling
 from finetune.release.inference.server_client import Server
 from finetune.release.local_server import LOCAL_HOSTS, HostCheck
-from finetune.tracking.metrics import read_status
 from finetune.utils import write_atomically
 
 _STATIC = Path(__file__).parent / "static"
 _MOST_BODY = 2 * 2**20  # bytes
-_REFRESH_S = 5  # of a report whose runs go on
 
 
 def build_app(folder: Path, token: str, port: int) -> Any:
@@ -67,6 +68,7 @@ def build_app(folder: Path, token: str, port: int) -> Any:
         return refused(request, error.status_code, str(error.detail))
 
     def refused(request: Request, status: int, message: str) -> Response:
+        message = message.encode(errors="replace").decode()  # it may name a file whose name is no UTF-8
         if request.method != "GET" or "text/html" not in request.headers.get("accept", ""):
             return JSONResponse({"error": message}, status)
         return HTMLResponse(pages.render("refused.html.jinja", "Not here", "/", jobs, message=message), status)
@@ -88,7 +90,7 @@ async def _fields(request: Request) -> dict[str, Any]:
             raise UserError(f"the request has more than {_MOST_BODY:,} bytes. Fix: send a shorter text")
     try:
         values = json.loads(bytes(body))
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise UserError("the request is not a JSON object. Fix: send fields and their values as JSON")
@@ -103,21 +105,20 @@ def _add_pages(app: FastAPI, jobs: Jobs) -> None:
 
     def page(template: str, title: str, place: str, **values: Any) -> HTMLResponse:
         contents = look(folder)
-        shown = {"runs": contents.runs, **pages.choices(contents), **values}
+        shown = {"runs": contents.runs, **pages.choices(contents), "notes": contents.left_out, **values}
         return HTMLResponse(pages.render(template, title, place, jobs, **shown))
 
     @app.get("/")
     def home() -> Any:
-        contents = look(folder)
-        rows = pages.run_rows(folder, contents.runs)
-        running = [pages.job_row(jobs, job) for job in jobs.running()]
-        return page("runs.html.jinja", "Runs", "/", rows=rows, commands=running)
+        return page("runs.html.jinja", "Runs", "/", **runs_values())
 
     @app.get("/parts/runs")
     def runs_part() -> Any:
-        rows = pages.run_rows(folder, look(folder).runs)
-        running = [pages.job_row(jobs, job) for job in jobs.running()]
-        return HTMLResponse(pages.fragment("runs-part.html.jinja", rows=rows, commands=running))
+        return HTMLResponse(pages.fragment("runs-part.html.jinja", **runs_values()))
+
+    def runs_values() -> dict[str, Any]:
+        rows = pages.run_rows(jobs, look(folder).runs)
+        return {"rows": rows, "commands": [pages.job_row(jobs, job) for job in jobs.running()]}
 
     @app.get("/run")
     def run(path: str) -> Any:
@@ -125,68 +126,85 @@ def _add_pages(app: FastAPI, jobs: Jobs) -> None:
 
     @app.get("/parts/run")
     def run_part(path: str) -> Any:
-        return HTMLResponse(pages.fragment("run-part.html.jinja", **run_values(path)))
+        configs = look(folder).configs
+        return HTMLResponse(pages.fragment("run-part.html.jinja", configs=configs, **run_values(path)))
 
     def run_values(path: str) -> dict[str, Any]:
         run = str(inside(path, folder))
-        started = next((job for job in jobs.all() if job.action == "launch" and job.about == run), None)
-        if started is None and not any((folder / run / name).is_file() for name in OF_A_RUN):
+        if run not in jobs.last_launches() and not pages.has_files(folder / run):
             raise HTTPException(404, f"{path}: no run here: nothing has been written yet, or it was removed")
-        return {
-            "row": pages.run_row(folder, run),
-            "log": pages.run_log(folder / run),
-            "job": pages.job_row(jobs, started) if started else None,
-            "is_live": read_status(folder / run) == "running" or bool(started and jobs.status(started) is None),
-            "recipe": f"{run}/recipe.yaml" if (folder / run / "recipe.yaml").is_file() else "",
-        }
+        return pages.run_values(jobs, run)
 
     @app.get("/data")
     def data(path: str = "", recipe: str = "") -> Any:
-        rows = pages.first_rows(folder / inside(path, folder)) if path else ""
-        return page("data.html.jinja", "Data", "/data", path=path, recipe=recipe, rows=rows)
+        table = row_table(path, folder) if path else None
+        values = {"path": path, "recipe": recipe or newest(), "table": table, "roles": role_names()}
+        return page("data.html.jinja", "Data", "/data", **values)
+
+    def newest() -> str:
+        """Returns the recipe that one works on: not one that comes with the package."""
+        contents = look(folder)
+        return contents.recipes[0] if contents.has_own_recipes else ""
 
     @app.get("/recipe")
     def recipe(path: str = "") -> Any:
-        text = pages.recipe_text(path, folder) if path else ""
-        is_here = bool(path) and (folder / path).exists()
-        return page("recipe.html.jinja", path or "Recipe", "/recipe", path=path, text=text, is_here=is_here)
+        text, version = pages.recipe_text(path, folder) if path else ("", "")
+        values = {
+            "path": path,
+            "text": text,
+            "version": version,
+            "fields": form_fields(),
+            "is_here": bool(path) and (folder / path).exists(),
+        }
+        new_name = pages.free_run_name(path, folder) if path else ""
+        return page("recipe.html.jinja", path or "Recipe", "/recipe", new_name=new_name, **values)
 
     @app.get("/plan")
     def plan(recipe: str = "") -> Any:
-        return page("plan-form.html.jinja", "Plan", "/plan", recipe=recipe, devices=pages.devices())
+        chosen = recipe or newest()
+        return page("plan-form.html.jinja", "Plan", "/plan", recipe=chosen, devices=pages.devices())
 
     @app.get("/compare")
     def compare(request: Request) -> Any:
-        chosen = request.query_params.getlist("run")
-        rows = pages.run_rows(folder, look(folder).runs)
-        return page("compare.html.jinja", "Compare", "/compare", chosen=chosen, rows=rows)
+        chosen = [str(inside(run, folder)) for run in request.query_params.getlist("run")]
+        rows = pages.run_rows(jobs, look(folder).runs)
+        begun = [run for run in chosen if pages.has_files(folder / run)]
+        values = {"chosen": begun, "rows": rows, "stamp": pages.stamp(jobs, begun)}
+        return page("compare.html.jinja", "Compare", "/compare", **values)
+
+    @app.get("/parts/compare")
+    def compare_part(request: Request) -> Any:
+        chosen = [str(inside(run, folder)) for run in request.query_params.getlist("run")]
+        return HTMLResponse(pages.fragment("stamp-part.html.jinja", stamp=pages.stamp(jobs, chosen)))
 
     @app.get("/report")
     def of_runs(request: Request) -> Any:
         chosen = [folder / inside(run, folder) for run in request.query_params.getlist("run")]
-        begun = [run for run in chosen if any((run / name).is_file() for name in OF_A_RUN)]
-        goes_on = len(begun) < len(chosen) or any(read_status(run) == "running" for run in begun)
+        begun = [run for run in chosen if pages.has_files(run)]
+        if not begun:
+            raise HTTPException(404, "no run here: nothing has been written yet, or it was removed")
         read = [report.read_run(run, price_so_far(run)) for run in begun]
-        content = report.render(read, _REFRESH_S if goes_on else None).encode("utf-8", "replace")
+        content = report.render(read).encode("utf-8", "replace")
         # Its own policy allows its own script alone.
         return HTMLResponse(content, headers={"Content-Security-Policy": "frame-ancestors 'self'"})
 
     @app.get("/chat")
     def chat(run: str = "") -> Any:
-        rows = [row for row in pages.run_rows(folder, look(folder).runs) if row["has_result"]]
+        rows = [row for row in pages.run_rows(jobs, look(folder).runs) if row["has_result"]]
         bases = {row["path"]: base_of(folder / row["path"], folder) for row in rows}
         serving = [job for job in jobs.running() if job.action == "serve"]
         return page("chat.html.jinja", "Chat", "/chat", run=run, rows=rows, bases=bases, serving=serving)
 
     @app.get("/export")
     def export(run: str = "") -> Any:
-        rows = pages.run_rows(folder, look(folder).runs)
+        rows = pages.run_rows(jobs, look(folder).runs)
         return page("export.html.jinja", "Export", "/export", run=run, rows=rows)
 
     @app.get("/commands")
     def commands() -> Any:
         listed = [pages.job_row(jobs, job) for job in jobs.all()]
-        return page("commands.html.jinja", "Commands", "/commands", commands=listed)
+        damaged = [f"{file}: this command cannot be read. Fix: remove its folder" for file in jobs.damaged()]
+        return page("commands.html.jinja", "Commands", "/commands", commands=listed, notes=damaged)
 
     @app.get("/command/{number}")
     def command(number: int) -> Any:
@@ -214,14 +232,19 @@ def _add_commands(app: FastAPI, jobs: Jobs) -> None:
 
     @app.post("/preview/{action}")
     async def preview(action: str, request: Request) -> Any:
+        one = known(action)
         try:
-            return {"command": command_line(known(action).words(Form(await _fields(request), folder)))}
+            words = await run_in_threadpool(one.words, Form(await _fields(request), folder))
         except UserError as error:  # of a form that is being filled in
-            return {"command": "", "problem": str(error)}
+            return {"command": "", "problem": str(error).encode(errors="replace").decode()}
+        return {"command": command_line(words)}
 
     @app.post("/start/{action}")
     async def start(action: str, request: Request) -> Any:
-        one, form = known(action), Form(await _fields(request), folder)
+        one = known(action)
+        return await run_in_threadpool(started, action, one, Form(await _fields(request), folder))
+
+    def started(action: str, one: Action, form: Form) -> dict[str, Any]:
         words = one.words(form)
         page = one.page(form) if one.page else None
         if page is not None:
@@ -231,7 +254,7 @@ def _add_commands(app: FastAPI, jobs: Jobs) -> None:
 
     @app.get("/jobs/{number}")
     def follow(number: int, start: int = 0) -> Any:
-        return pages.job_answer(jobs, _job(jobs, number), max(0, start))
+        return pages.job_answer(jobs, _job(jobs, number), min(max(0, start), 2**62))
 
     @app.post("/jobs/{number}/stop")
     def stop(number: int) -> Any:
@@ -251,30 +274,66 @@ def _add_commands(app: FastAPI, jobs: Jobs) -> None:
 
 
 def _add_files(app: FastAPI, folder: Path) -> None:
+    saving = threading.Lock()  # a version is compared and replaced as one
+
     @app.post("/recipe/check")
     async def check(request: Request) -> Any:
         path, text = recipe_of(await _fields(request))
-        return {"problems": pages.recipe_problems(str(inside_or_shipped(path, folder)), text)}
+        return await run_in_threadpool(checked, str(inside_or_shipped(path, folder)), text)
+
+    def checked(path: str, text: str) -> dict[str, Any]:
+        problems = pages.recipe_problems(path, text)
+        try:
+            return {"problems": problems, "values": form_values(path, text)}
+        except UserError:  # no YAML: a form has nothing to show
+            return {"problems": problems, "values": None}
+
+    @app.post("/recipe/set")
+    async def set_value(request: Request) -> Any:
+        values = await _fields(request)
+        path, text = recipe_of(values)
+        key, value = values.get("key"), values.get("value")
+        if not isinstance(key, str) or not isinstance(value, str) or not is_utf8(value) or "\0" in value:
+            raise UserError("the request lacks key or value of a field. Fix: send both as text")
+        pages.check_length(path, text)
+        return {"text": await run_in_threadpool(with_value, text, key, value.strip())}
 
     @app.post("/recipe/save")
     async def save(request: Request) -> Any:
-        path, text = recipe_of(await _fields(request))
-        file = folder / inside(path, folder)
+        values = await _fields(request)
+        path, text = recipe_of(values)
+        version = values.get("version")
+        if not isinstance(version, str):
+            raise UserError("the request lacks the version that was edited. Fix: reload the page")
+        return await run_in_threadpool(write, path, text, version)
+
+    def write(path: str, text: str, version: str) -> dict[str, str]:
+        """version: of the text that was edited; "": of a recipe that is not in the folder."""
+        file = (folder / inside(path, folder)).resolve()
         if file.suffix not in (".yaml", ".yml"):
             raise UserError(f"{path}: not the name of a recipe. Fix: end it with .yaml")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file.resolve(), text)
-        except OSError as error:
-            raise UserError(
-                f"{path}: cannot be written: {error.strerror}. Fix: make room or give another path"
-            ) from None
-        return {"path": path}
+        pages.check_length(path, text)
+        with saving:
+            if pages.version(file) != version:
+                raise UserError(
+                    f"{path}: was changed elsewhere after this page had read it, so it is not replaced. Fix: copy what "
+                    "you wrote, reload the page, and put it into the newer text"
+                )
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(file, text)
+            except OSError as error:
+                raise UserError(
+                    f"{path}: cannot be written: {error.strerror}. Fix: make room or give another path"
+                ) from None
+            return {"path": path, "version": pages.version(file)}
 
     def recipe_of(values: dict[str, Any]) -> tuple[str, str]:
         path, text = values.get("path"), values.get("text")
         if not isinstance(path, str) or not isinstance(text, str):
             raise UserError("the request lacks path or text of a recipe. Fix: send both as text")
+        if not is_utf8(text):
+            raise UserError(f"{path}: the text has a character that UTF-8 cannot write. Fix: remove it")
         return path, text
 
     @app.get("/schema.json")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
 import json
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,19 +16,22 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from finetune.data.formats.converters import FORMATS
+from finetune.desk.studio.actions import Form, run_of
 from finetune.desk.studio.jobs import Jobs, StartedCommand, command_line
-from finetune.desk.studio.project_folder import Contents, inside_or_shipped
+from finetune.desk.studio.project_folder import MOST_RECIPE, OF_A_RUN, Contents, inside_or_shipped
+from finetune.desk.studio.run_state import STOPPED_EARLY, run_state
 from finetune.desk.view import web_page
 from finetune.desk.view.run_log import follow
 from finetune.engine.hardware import read_hardware
 from finetune.errors import RunFailure, UserError
 from finetune.features import load_recipe
 from finetune.plan.run_list import evaluation, evaluation_name, read_run
-from finetune.plan.tables import read_prices
+from finetune.plan.tables import Prices, read_prices
 from finetune.recipe import RecipeError
 from finetune.recipe.schema import MODES
 from finetune.release.export.formats import EIGHT_BITS, EXPORTS
 from finetune.shipped import here_or_shipped
+from finetune.tracking.metrics import GENERATIONS
 from finetune.utils import readable_bytes, readable_hours
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -42,7 +48,7 @@ PLACES = {  # the pages of the bar, in the order in which one works
 _LOG_LINES = 14
 _NEEDED = ("metrics.jsonl", "plan.json", "recipe.yaml")  # of a run that has begun
 _KINDS = {0: "finished", 75: "stopped", 130: "stopped"}
-_ENDS = {0: "done", 75: "stopped and saved", 130: "interrupted", -1: "ended with the machine or was killed"}
+_ENDS = {0: "done", 75: "stopped", 130: "interrupted", -1: "ended with the machine or was killed"}
 
 
 @functools.cache
@@ -75,25 +81,90 @@ def fragment(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(**values)
 
 
-def run_rows(folder: Path, runs: Sequence[str]) -> list[dict[str, Any]]:
+def run_rows(jobs: Jobs, runs: Sequence[str]) -> list[dict[str, Any]]:
     """Returns what `runs` says of each run."""
-    return [run_row(folder, run) for run in runs]
+    launches, prices = jobs.last_launches(), read_prices()
+    return [run_row(jobs, run, launches.get(run), prices) for run in runs]
 
 
-def run_row(folder: Path, run: str) -> dict[str, Any]:
-    info = read_run(folder / run, read_prices())
-    share = info.step / info.steps if info.steps else None
+def run_row(jobs: Jobs, run: str, launch: StartedCommand | None, prices: Prices) -> dict[str, Any]:
+    """launch: the studio's last one of this run."""
+    folder, state = jobs.folder / run, run_state(jobs, run, launch)
+    info = read_run(folder, prices)
+    is_silent = info.silent_s is not None and state.launch is None  # no process is known that could say more
+    is_live = state.is_live and not is_silent
+    has_begun = info.step > 0 or bool(info.evaluation)
+    missing = [f"{name} is missing" for name in _NEEDED if not (folder / name).exists()]
     return {
         "path": run,
         "name": Path(run).name,
-        "status": "running?" if info.silent_s is not None else info.status or "starting",
+        "status": "running?" if is_silent else state.name,
+        "kind": state.kind,
+        "state": state,
+        "is_live": is_live,
+        "is_silent": is_silent,
+        "has_begun": has_begun,
         "info": info,
-        "share": share,
+        "share": info.step / info.steps if info.steps else None,
         "evaluation": evaluation(info),
         "evaluation_name": evaluation_name(info),
-        "problems": [f"{name} is missing" for name in _NEEDED if not (folder / run / name).exists()] + [*info.problems],
-        "has_result": any((folder / run / "model" / name).is_file() for name in ("config.json", "adapter_config.json")),
+        "problems": [*(missing if state.has_steps and not is_live else ()), *info.problems],
+        "has_result": any((folder / "model" / name).is_file() for name in ("config.json", "adapter_config.json")),
     }
+
+
+def run_values(jobs: Jobs, run: str) -> dict[str, Any]:
+    """Returns what the page of a run shows."""
+    job = jobs.last_launches().get(run)
+    row = run_row(jobs, run, job, read_prices())
+    again = launch_fields(job.words if job else ())
+    first_recipe = again["recipe"]
+    if (jobs.folder / run / "recipe.yaml").is_file():
+        again |= {"recipe": f"{run}/recipe.yaml", "overrides": ""}  # that of the run has them all
+    return {
+        "row": row,
+        "log": run_log(jobs.folder / run),
+        "job": job_row(jobs, job) if job else None,
+        "again": again,
+        "first_recipe": "" if first_recipe.startswith(f"{run}/") else first_recipe,
+        "is_early": row["state"].name in (STOPPED_EARLY, "failed before its first step", "not begun"),
+        "shows_report": row["has_begun"] or (not row["is_live"] and has_files(jobs.folder / run)),
+        "stamp": stamp(jobs, [run]),
+    }
+
+
+def has_files(run: Path) -> bool:
+    return any((run / name).is_file() for name in OF_A_RUN)
+
+
+def launch_fields(words: Sequence[str]) -> dict[str, str]:
+    """Returns the fields of the form whose command these are; all are "" if it is another.
+
+    >>> launch_fields(["-m", "finetune", "launch", "--num-processes", "2", "my.yaml", "run.seed=7"])
+    {'config': '', 'processes': '2', 'recipe': 'my.yaml', 'overrides': 'run.seed=7'}
+    """
+    fields: dict[str, str] = dict.fromkeys(("config", "processes", "recipe", "overrides"), "")
+    left = list(words[3:])
+    if tuple(words[:3]) != ("-m", "finetune", "launch"):
+        return fields
+    names = {"--config-file": "config", "--num-processes": "processes"}
+    while len(left) > 2 and left[0] in names:
+        fields[names[left[0]]] = left[1]
+        left = left[2:]
+    return {**fields, "recipe": left[0], "overrides": shlex.join(left[1:])} if left else fields
+
+
+def stamp(jobs: Jobs, runs: Sequence[str]) -> str:
+    """Returns a text that changes when the report of runs does."""
+    seen = []
+    for run in runs:
+        for name in (*OF_A_RUN, GENERATIONS, "evaluate.json"):
+            try:
+                status = (jobs.folder / run / name).stat()
+                seen.append(f"{name} {status.st_mtime_ns} {status.st_size}")
+            except OSError:
+                continue
+    return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:16]
 
 
 def run_log(run: Path) -> list[str]:
@@ -105,7 +176,9 @@ def run_log(run: Path) -> list[str]:
 
 
 def recipe_problems(path: str, text: str) -> list[dict[str, Any]]:
-    """Returns the problems of a recipe that may not be saved yet, as `check --recipe-only` does."""
+    """Returns the problems of a recipe that may not be saved yet, as `check --recipe-only` does. Raises UserError if it
+    is too long."""
+    check_length(path, text)
     try:
         load_recipe(path, text=text)
     except RecipeError as error:
@@ -123,13 +196,45 @@ def recipe_problems(path: str, text: str) -> list[dict[str, Any]]:
     return []
 
 
-def recipe_text(path: str, folder: Path) -> str:
-    """Returns the text of a recipe. Raises UserError."""
+def recipe_text(path: str, folder: Path) -> tuple[str, str]:
+    """Returns the text of a recipe and its version. Raises UserError."""
+    file = here_or_shipped(inside_or_shipped(path, folder))
     try:
-        return here_or_shipped(inside_or_shipped(path, folder)).read_text(encoding="utf-8")
+        content = file.read_bytes() if file.stat().st_size <= MOST_RECIPE else b""
+        text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UserError(f"{path}: cannot be read: {reason}. Fix: check its permissions, and that it is UTF-8") from None
+    if not content and file.stat().st_size:
+        raise UserError(_too_long(path))
+    return text, _digest(content) if (folder / path).exists() else ""
+
+
+def version(file: Path) -> str:
+    """Returns what another text of this file does not have; "" if there is no file."""
+    try:
+        return _digest(file.read_bytes())
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise UserError(f"{file.name}: cannot be read: {error.strerror}. Fix: check the path") from None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def check_length(path: str, text: str) -> None:
+    """Raises UserError for a text that is no recipe: YAML of megabytes takes minutes."""
+    if len(text) > MOST_RECIPE:
+        raise UserError(_too_long(path))
+
+
+def _too_long(path: str) -> str:
+    return (
+        f"{path}: longer than the studio reads ({MOST_RECIPE:,} characters). Fix: shorten it; a recipe names its rows "
+        "in files of their own"
+    )
 
 
 def job_row(jobs: Jobs, job: StartedCommand) -> dict[str, Any]:
@@ -148,7 +253,7 @@ def job_answer(jobs: Jobs, job: StartedCommand, start: int) -> dict[str, Any]:
     text, end = jobs.output(job, start)
     page = job.page if row["status"] == 0 and job.page and (jobs.folder / job.page).is_file() else None
     return {"number": job.number, "running": row["status"] is None, "kind": row["kind"], "state": row["state"]} | {
-        "seconds": round(time.time() - job.begun),
+        "seconds": max(0, round(time.time() - job.begun)),  # the clock may have been set
         "text": text,
         "next": end,
         "page": f"/jobs/{job.number}/page" if page else None,
@@ -171,6 +276,7 @@ def choices(contents: Contents) -> dict[str, Any]:
     """Returns what the fields of forms can be filled with."""
     return {
         "recipes": contents.recipes,
+        "has_own_recipes": contents.has_own_recipes,
         "configs": contents.configs,
         "models": contents.models,
         "data": contents.data,
@@ -181,14 +287,13 @@ def choices(contents: Contents) -> dict[str, Any]:
     }
 
 
-def first_rows(path: Path) -> str:
-    """Returns the beginning of a file of rows, if it is text."""
-    with path.open("rb") as file:
-        content = file.read(4000)
-    if b"\0" in content:
+def free_run_name(path: str, folder: Path) -> str:
+    """Returns a name for another run of a recipe, `try-2` after `try`; "" if its own is free, or it has problems."""
+    if not (taken := run_of(Form({"recipe": path}, folder))) or not has_files(folder / taken):
         return ""
-    lines = content.decode("utf-8", "replace").splitlines()
-    return "\n".join(lines[: -1 if len(content) == 4000 and len(lines) > 1 else None][:8])
+    stem = re.sub(r"-\d{1,6}$", "", Path(taken).name)
+    names = (f"{stem}-{number}" for number in itertools.count(2))
+    return next(name for name in names if not (folder / taken).with_name(name).exists())
 
 
 def as_events(pieces: Any) -> Any:

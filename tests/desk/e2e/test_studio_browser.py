@@ -31,6 +31,16 @@ PAGES = (
     "/commands",
 )
 
+WATCHED = """\
+run: {{name: {name}}}
+model: {{name: llama}}
+mode: full
+data: {{train: rows.jsonl, max_length: 128}}
+batch: {{rows: 4, rows_per_device: 2}}
+optimizer: {{lr: 1.0e-3}}
+train: {{max_steps: 60, precision: fp32}}
+"""
+
 
 @pytest.fixture(scope="module")
 def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
@@ -87,6 +97,13 @@ def test_from_rows_to_a_chat(studio: tuple[Path, str], tmp_path: Path) -> None:
         fill(page, new, {"data": "rows.jsonl", "model": "llama", "mode": "full", "output": "my-recipe.yaml"})
         assert "launch my-recipe.yaml" in pressed(page, new)
 
+        page.open(f"{site[0]}/data?path=rows.jsonl")
+        assert page.run("return document.querySelector('select.role').value") == "messages"
+        page.click(".use-roles")
+        page.until(
+            "return document.querySelector('form[data-action=new] .command').textContent.includes('messages=messages')"
+        )
+
         page.open(f"{site[0]}/data?recipe=my-recipe.yaml")
         inspect = "form[data-action=inspect]"
         fill(page, inspect, {"recipe": "my-recipe.yaml", "rows": "3"})
@@ -142,6 +159,57 @@ def test_from_rows_to_a_chat(studio: tuple[Path, str], tmp_path: Path) -> None:
         page.click(f"{serve} .stop")
         page.until("return document.querySelector('.talk').hidden")
         assert page.log() == []
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_a_run_is_watched_from_its_start_to_its_end_without_a_reload(
+    studio: tuple[Path, str], tmp_path: Path, width: int
+) -> None:
+    folder, address = studio
+    site = address.partition("?")[0].rstrip("/")
+    (folder / f"watch-{width}.yaml").write_text(WATCHED.format(name=f"watch-{width}"))
+    words = "return document.querySelector(arguments[0])?.textContent ?? ''"
+    state = "return document.querySelector('.number.state').textContent"
+    with chromium(tmp_path / "profile", width) as page:
+        page.open(address)
+        page.open(f"{site}/recipe?path=watch-{width}.yaml")
+        launch = "form[data-action=launch]"
+        fill(page, launch, {"config": "accelerate_configs/single.yaml"})
+        page.click(f"{launch} .go > button")
+        page.until(f"return document.querySelector('{launch} .then:not([hidden])')?.href")
+        page.click(f"{launch} .then")
+        page.run("window.isTheSamePage = true")
+        assert page.until(state) in ("starting", "running")
+        page.click(".stop-job")  # in its start or its first steps
+        page.until("return !!document.querySelector('form[data-action=launch] .go > button:not(:disabled)')")
+        assert page.run(state) in ("stopped before its first step", "stopped and saved")
+        page.click(f"{launch} .go > button")
+        page.until("return document.querySelector('.told .output').textContent.length > 0")
+        page.until("return !!document.querySelector('iframe.fits')?.contentDocument?.querySelector('polyline')")
+        page.until(f"{state} == 'finished'")
+        assert "saved runs/" in page.until(words, ".told .output")
+        assert page.run("return document.querySelectorAll('.stop-job, form[data-action=launch]').length") == 0
+        assert page.run("return window.isTheSamePage")
+        assert page.run("return document.documentElement.scrollWidth <= window.innerWidth")
+        assert page.log() == []
+
+
+def test_the_older_of_two_tabs_is_refused(studio: tuple[Path, str], tmp_path: Path) -> None:
+    folder, address = studio
+    site = address.partition("?")[0].rstrip("/")
+    (folder / "tabs.yaml").write_text(WATCHED.format(name="tabs"))
+    with chromium(tmp_path / "profile", 1280) as page:
+        page.open(address)
+        page.open(f"{site}/recipe?path=tabs.yaml")
+        (folder / "tabs.yaml").write_text("# of another tab\n" + WATCHED.format(name="tabs"))
+        page.until("return document.querySelector('[data-key=\"train.max_steps\"]').value == '60'")
+        page.type('[data-key="train.max_steps"]', "1\ue007")  # 601: Enter changes it
+        page.until("return document.querySelector('#text').value.includes('max_steps: 601')")
+        page.type("#text", "# mine")
+        page.click(".save")
+        page.until("return document.querySelector('.saved').textContent.includes('was changed elsewhere')")
+        assert "# mine" in page.run("return document.querySelector('#text').value")
+    assert "# mine" not in (folder / "tabs.yaml").read_text()
 
 
 @pytest.mark.parametrize("width", [1280, 420])

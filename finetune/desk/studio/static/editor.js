@@ -4,6 +4,8 @@ const LINE = 20, TOP = 10, LEFT = 12; // pixels, of studio.css
 const editing = find(".editing"), text = find("#text"), paint = find(".paint"), gutter = find(".gutter");
 const list = find(".completion"), save = find(".save"), saved = find(".saved"), problems = find("#problems");
 const path = editing.dataset.path;
+let version = editing.dataset.version; // of the text that was read: a newer one is not replaced
+const formFields = all(".keys-form [data-key]");
 let onDisk = text.value, marked = new Set(), schema = null, offered = [], chosen = 0;
 
 function escaped(part) {
@@ -37,9 +39,10 @@ function scrolled() {
 
 async function check() {
   const checked = text.value;
-  let found;
-  try { found = (await ask("/recipe/check", { path, text: checked })).problems; } catch (error) { found = [{ line: null, text: error.message }]; }
+  let found, values = null;
+  try { ({ problems: found, values } = await ask("/recipe/check", { path, text: checked })); } catch (error) { found = [{ line: null, text: error.message }]; }
   if (checked !== text.value) return;
+  fill(values);
   marked = new Set(found.map((one) => one.line).filter(Boolean));
   draw();
   if (!found.length) {
@@ -57,6 +60,32 @@ async function check() {
   problems.replaceChildren(items);
 }
 
+// --- the form of keys: it shows what the text has, and a change of it is written into the text
+
+function fill(values) {
+  for (const field of formFields) {
+    field.disabled = !values; // no YAML at the moment
+    if (!values || field === document.activeElement) continue;
+    const { written, holds } = values[field.dataset.key];
+    if (field.matches("select")) {
+      field.options[0].textContent = holds && !written ? `(${holds})` : "";
+      if (written && ![...field.options].some((one) => one.value === written)) field.append(new Option(written));
+    } else field.placeholder = holds;
+    field.value = written;
+  }
+}
+
+async function setKey(field) {
+  const before = text.value, problem = find(".keys-form .problem");
+  let said;
+  try { said = await ask("/recipe/set", { path, text: before, key: field.dataset.key, value: field.value }); } catch (error) { said = { error: error.message }; }
+  problem.textContent = said.error || "";
+  problem.hidden = !said.error;
+  if (before !== text.value) return; // someone has typed meanwhile: the check shows which value holds
+  if (!said.error && said.text !== before) { text.value = said.text; draw(); }
+  check();
+}
+
 function goTo(line) {
   const lines = text.value.split("\n"), at = lines.slice(0, line - 1).reduce((sum, one) => sum + one.length + 1, 0);
   text.focus();
@@ -69,7 +98,7 @@ async function write() {
   const content = text.value;
   saved.textContent = "saving";
   try {
-    await ask("/recipe/save", { path, text: content });
+    version = (await ask("/recipe/save", { path, text: content, version })).version;
     onDisk = content;
     saved.textContent = "saved";
     draw();
@@ -186,6 +215,7 @@ let timer;
 text.addEventListener("input", () => { draw(); offer(false); clearTimeout(timer); timer = setTimeout(check, 350); });
 text.addEventListener("scroll", () => { scrolled(); list.hidden = true; });
 text.addEventListener("blur", () => { list.hidden = true; });
+for (const field of formFields) field.addEventListener("change", () => setKey(field));
 save.addEventListener("click", () => write().catch(() => {}));
 // A command reads the file: what is edited is saved first.
 document.addEventListener("before-command", (event) => event.detail.push(write()));

@@ -64,6 +64,7 @@ async function start(event) {
     const { job, then } = await ask(`/start/${form.dataset.action}`, valuesOf(form));
     complain(form, "");
     follow(form, job, then);
+    all("[data-poll]").forEach(refresh);
   } catch (error) { complain(form, error.message); }
 }
 
@@ -90,25 +91,28 @@ async function follow(form, job, then) {
   working.className = "working";
   find(".progress", form).after(working);
   result.hidden = false;
-  after.hidden = alone.hidden = true;
-  stop.onclick = async () => { try { await ask(`/jobs/${job}/stop`, {}); stop.textContent = "stop at once"; } catch (error) { complain(form, error.message); } };
-  stop.textContent = "stop";
+  if (after) after.hidden = alone.hidden = true;
+  if (stop) {
+    stop.onclick = async () => { try { await ask(`/jobs/${job}/stop`, {}); stop.textContent = "stop at once"; } catch (error) { complain(form, error.message); } };
+    stop.textContent = "stop";
+  }
   let at = 0;
   for (;;) {
     let said;
     try { said = await ask(`/jobs/${job}?start=${at}`); } catch (error) { complain(form, error.message); break; }
-    if (turn !== form.follows) return;
+    if (turn !== form.follows || !form.isConnected) return;
     show(form, said.text);
     chip.textContent = said.state;
     chip.className = `chip ${said.kind}`;
-    stop.hidden = working.hidden = !said.running;
+    working.hidden = !said.running;
+    if (stop) stop.hidden = !said.running;
     if (said.running) clock.textContent = said.seconds < 120 ? `${said.seconds} s` : `${Math.round(said.seconds / 60)} min`;
     form.dispatchEvent(new CustomEvent("command", { detail: { job, ...said }, bubbles: true }));
     if (said.text && said.next > at && !said.running) { at = said.next; continue; } // the rest
     at = said.next;
     if (!said.running) {
       working.remove();
-      if (said.page) {
+      if (said.page && alone) {
         if ("frame" in form.dataset) { find(".said", form).open = false; result.append(frame(said.page)); form.querySelector(".progress").scrollIntoView({ block: "center" }); }
         alone.href = said.page;
         alone.hidden = false;
@@ -130,12 +134,15 @@ function frame(address) {
   return made;
 }
 
-for (const form of all("form.action")) {
-  if (form.dataset.job) { follow(form, Number(form.dataset.job)); continue; }
-  form.addEventListener("submit", start);
-  let timer;
-  form.addEventListener("input", () => { form.dataset.touched = "yes"; clearTimeout(timer); timer = setTimeout(() => preview(form), 150); });
-  preview(form);
+function wire(within) {
+  for (const form of all("form.action", within)) {
+    if (form.dataset.job) { follow(form, Number(form.dataset.job)); continue; }
+    form.addEventListener("submit", start);
+    let timer;
+    form.addEventListener("input", () => { form.dataset.touched = "yes"; clearTimeout(timer); timer = setTimeout(() => preview(form), 150); });
+    preview(form);
+  }
+  all("iframe.fits", within).forEach(fits);
 }
 document.addEventListener("click", async (event) => {
   const button = event.target.closest("button");
@@ -147,7 +154,8 @@ document.addEventListener("click", async (event) => {
   }
   if (button.matches(".stop-job")) {
     button.disabled = true;
-    await ask(`/jobs/${button.dataset.job}/stop`, {});
+    try { await ask(`/jobs/${button.dataset.job}/stop`, {}); } catch { button.disabled = false; }
+    all("[data-poll]").forEach(refresh);
   }
   if (button.matches(".add, .remove")) {
     const form = button.closest("form"), rows = all(".place-row", form);
@@ -163,25 +171,80 @@ document.addEventListener("click", async (event) => {
 
 // --- parts of pages that are asked for again
 
-for (const part of all("[data-poll]")) {
-  let before = part.innerHTML;
-  setInterval(async () => {
-    if (document.hidden || part.contains(document.activeElement)) return;
-    try {
-      const answer = await fetch(part.dataset.poll);
-      if (!answer.ok) return;
-      const text = await answer.text();
-      if (text !== before) part.innerHTML = before = text; // made by the studio's own templates
-    } catch { /* it has ended, or will answer again */ }
-  }, PARTS_MS);
+// A polled region has parts, and each is replaced when the studio writes it otherwise: `text` is what it wrote last.
+async function refresh(region) {
+  let answer;
+  try { answer = await fetch(region.dataset.poll); } catch { return; } // it has ended, or will answer again
+  if (!answer.ok) return;
+  const read = document.createElement("template");
+  read.innerHTML = await answer.text(); // made by the studio's own templates
+  for (const part of all("[data-part]", read.content)) {
+    const old = find(`[data-part=${part.dataset.part}]`, region), text = part.outerHTML;
+    if (!old || old.text === text || old.contains(document.activeElement?.closest("input, select, textarea"))) continue;
+    part.text = text;
+    old.replaceWith(part);
+    wire(part);
+    if (part.dataset.part === "stamp") all("iframe.fits").forEach(redraw);
+  }
+}
+
+for (const region of all("[data-poll]")) {
+  for (const part of all("[data-part]", region)) part.text = part.outerHTML;
+  setInterval(() => { if (!document.hidden) refresh(region); }, PARTS_MS);
 }
 
 // A report has the studio's origin, so the frame can be as high as its page.
-for (const one of all("iframe.fits")) {
-  const fit = () => { one.style.height = `${Math.max(320, one.contentDocument.documentElement.scrollHeight + 4)}px`; };
-  one.addEventListener("load", () => { fit(); new ResizeObserver(fit).observe(one.contentDocument.body); });
+function fits(one) {
+  const fit = () => {
+    const page = one.contentDocument?.documentElement;
+    if (page) one.style.height = `${Math.max(320, page.scrollHeight + 4)}px`;
+  };
+  one.addEventListener("load", () => { fit(); if (one.contentDocument) new ResizeObserver(fit).observe(one.contentDocument.body); });
 }
+
+// Reads a report again behind the one that is shown, and shows it as that one was: opened parts, and how curves are drawn.
+function redraw(old) {
+  if (old.nextElementSibling?.matches("iframe.loading")) return;
+  const next = Object.assign(document.createElement("iframe"), { className: "page fits loading", src: old.src, title: old.title });
+  fits(next);
+  next.addEventListener("load", () => {
+    const before = old.contentDocument, after = next.contentDocument;
+    if (before && after) {
+      const opened = all("details", before).map((one) => one.open);
+      all("details", after).forEach((one, at) => { if (at < opened.length) one.open = opened[at]; });
+      const controls = find("#controls", after);
+      for (const field of find("#controls", before)?.elements ?? []) {
+        const same = field.name && controls?.elements[field.name];
+        if (same) { same.value = field.value; same.checked = field.checked; }
+      }
+      controls?.dispatchEvent(new Event("input", { bubbles: true }));
+    }
+    next.classList.remove("loading");
+    old.remove();
+  }, { once: true });
+  old.after(next);
+}
+wire(document);
 for (const form of all("form.open, form.picked")) form.addEventListener("change", () => form.requestSubmit());
+
+// --- roles of columns
+
+const table = find(".rows-of");
+if (table) {
+  const selects = all("select.role", table), fields = find("form[data-action=new]").elements;
+  const use = () => {
+    fields.columns.value = selects.filter((one) => one.value).map((one) => `${one.value}=${one.dataset.column}`).join(",");
+    fields.data.value = table.dataset.path;
+    fields.columns.dispatchEvent(new Event("input", { bubbles: true }));
+  };
+  for (const select of selects) {
+    select.addEventListener("change", () => {
+      for (const other of selects) if (other !== select && other.value === select.value) other.value = ""; // one column for each
+      use();
+    });
+  }
+  find(".use-roles", table)?.addEventListener("click", use);
+}
 
 // --- chat
 

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import typer.main
-import uvicorn
+from studio_server import TOKEN, Browser, ended, served
 
 from finetune.desk.cli import app as cli
 from finetune.desk.studio.actions import ACTIONS
-from finetune.desk.studio.app import build_app, entry_page
+from finetune.desk.studio.app import entry_page
 from finetune.desk.studio.jobs import Jobs
 from finetune.desk.studio.project_folder import inside, look
 from finetune.errors import UserError
 from finetune.shipped import SHIPPED
 
-TOKEN = "a-token-of-these-tests"
 PAGES = ["/", "/data", "/recipe", "/plan", "/compare", "/chat", "/export", "/commands"]
 RECIPE = """\
 run: {name: first}
@@ -45,42 +40,6 @@ batch: {rows: 4, rows_per_device: 2}
 optimizer: {lr: 1.0e-3}
 train: {max_steps: 6}
 """
-
-
-@dataclass(frozen=True)
-class Browser:
-    """What a browser sends; `cookie` as the address with the token has set it."""
-
-    port: int
-    cookie: str = ""
-
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        given = {
-            "Host": f"127.0.0.1:{self.port}",
-            "Accept": "text/html",
-            **({"Cookie": self.cookie} if self.cookie else {}),
-        }
-        if method == "POST":
-            given |= {"Origin": f"http://127.0.0.1:{self.port}", "Content-Type": "application/json"}
-        given |= {name.replace("_", "-"): value for name, value in headers.items()}
-        content = body if body is None or isinstance(body, str) else json.dumps(body)
-        try:
-            connection.request(method, path, content, {name: value for name, value in given.items() if value})
-            answer = connection.getresponse()
-            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read().decode()
-        finally:
-            connection.close()
-
-    def get(self, path: str) -> str:
-        status, _, text = self.ask("GET", path)
-        assert status == 200, text
-        return text
-
-    def post(self, path: str, values: Any) -> Any:
-        status, _, text = self.ask("POST", path, values)
-        assert status == 200, text
-        return json.loads(text)
 
 
 @pytest.fixture(scope="module")
@@ -116,21 +75,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-@contextlib.contextmanager
-def served(folder: Path) -> Iterator[int]:
-    """The studio of a folder, in this process; yields its port."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(build_app(folder, TOKEN, port), log_level="error"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            yield port
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
 @pytest.fixture(scope="module")
 def browser(folder: Path) -> Iterator[Browser]:
     with served(folder) as port:
@@ -139,17 +83,6 @@ def browser(folder: Path) -> Iterator[Browser]:
         cookie, *settings = headers["set-cookie"].split("; ")
         assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(settings)
         yield Browser(port, cookie)
-
-
-def ended(browser: Browser, number: int) -> dict[str, Any]:
-    """Follows a command as a page does; returns its last answer, with all that it has printed as `text`."""
-    text, at = "", 0
-    while True:
-        said = json.loads(browser.get(f"/jobs/{number}?start={at}"))
-        text, at, more = text + said["text"], said["next"], said["next"] > at
-        if not said["running"] and not more:
-            return {**said, "text": text}
-        time.sleep(0.02)
 
 
 # --- who is let in
@@ -265,7 +198,7 @@ def test_a_planted_command_shows_no_file_outside(browser: Browser, folder: Path)
     jobs = Jobs(folder)
     place = folder / ".finetune-studio" / "jobs" / "7000"
     place.mkdir(parents=True)
-    job = {"number": 7000, "action": "inspect", "words": ["x"], "begun": 0, "pid": os.getpid(), "created": 0}
+    job = {"number": 7000, "action": "inspect", "words": ["x"], "begun": 0, "pid": os.getpid(), "process": "x:0"}
     (place / "job.json").write_text(json.dumps({**job, "page": "../outside/secret.yaml"}))
     assert browser.ask("GET", "/jobs/7000/page")[0] == 400
     planted = jobs.read(7000)
@@ -341,17 +274,32 @@ def test_problems_of_a_recipe_come_with_their_lines_before_it_is_saved(browser: 
     assert (folder / "recipe.yaml").read_text() == RECIPE
 
 
+def test_a_form_changes_the_text_and_the_text_the_form(browser: Browser, folder: Path) -> None:
+    for key in ("optimizer.lr", "train.precision"):
+        assert f'data-key="{key}"' in browser.get("/recipe?path=recipe.yaml")
+    change = {"path": "recipe.yaml", "text": RECIPE, "key": "optimizer.lr", "value": " 1e-4 "}
+    text = browser.post("/recipe/set", change)["text"]
+    assert text == RECIPE.replace("lr: 1.0e-3", "lr: 1e-4")
+    values = browser.post("/recipe/check", {"path": "recipe.yaml", "text": text})["values"]
+    assert values["optimizer.lr"] == {"written": "1e-4", "holds": "0.0001"}
+    assert browser.post("/recipe/check", {"path": "recipe.yaml", "text": "a: ["})["values"] is None
+    for wrong in ({"key": "data"}, {"value": 3}, {"value": "1, x: 2"}, {"text": "a: ["}, {"text": "x" * 200_000}):
+        assert browser.ask("POST", "/recipe/set", {**change, **wrong})[0] == 400
+    assert (folder / "recipe.yaml").read_text() == RECIPE
+
+
 def test_a_recipe_of_the_package_is_saved_as_a_copy(browser: Browser, folder: Path) -> None:
     path = "recipes/quickstart/lora.yaml"
     assert "saving writes a copy" in browser.get(f"/recipe?path={path}")
     text = (SHIPPED / path).read_text().replace("rank: 32", "rank: 33")
     assert browser.post("/recipe/check", {"path": path, "text": text})["problems"] == []
-    browser.post("/recipe/save", {"path": path, "text": text})
+    saved = browser.post("/recipe/save", {"path": path, "text": text, "version": ""})
+    assert f'data-version="{saved["version"]}"' in browser.get(f"/recipe?path={path}")
     assert (folder / path).read_text() == text
     assert "rank: 33" in browser.get(f"/recipe?path={path}")
     for wrong in ("rows.jsonl", "recipe", "recipe.yaml/x.yaml"):
-        assert browser.ask("POST", "/recipe/save", {"path": wrong, "text": "x"})[0] == 400
-    assert browser.ask("POST", "/recipe/save", {"path": "big.yaml", "text": "x" * 3_000_000})[0] == 400
+        assert browser.ask("POST", "/recipe/save", {"path": wrong, "text": "x", "version": ""})[0] == 400
+    assert browser.ask("POST", "/recipe/save", {"path": "big.yaml", "text": "x" * 3_000_000, "version": ""})[0] == 400
     assert browser.ask("POST", "/recipe/save", "[1]")[0] == 400
 
 

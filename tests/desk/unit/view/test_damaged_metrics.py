@@ -11,6 +11,7 @@ from rich.console import Console
 from test_report import make_run
 
 from finetune.desk.studio import pages
+from finetune.desk.studio.jobs import Jobs
 from finetune.desk.view.report import write_report
 from finetune.desk.view.run_log import follow
 from finetune.plan.run_list import list_runs, runs_as_json, show_runs
@@ -49,9 +50,9 @@ def shown(folder: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> dict[s
     infos = list_runs(folder)
     show_runs(Console(width=300), folder, infos)
     write_report([run], folder / "page.html")
-    row = pages.run_row(folder, "run")
-    parts = pages.fragment("run-part.html.jinja", row=row, log=pages.run_log(run), job=None, is_live=False)
-    assert "run" in pages.fragment("runs-part.html.jinja", rows=[row], commands=[])
+    values = pages.run_values(Jobs(folder), "run")
+    parts = pages.fragment("run-part.html.jinja", configs=[], **values)
+    assert "run" in pages.fragment("runs-part.html.jinja", rows=[values["row"]], commands=[])
     return {
         "runs": capsys.readouterr().out,
         "runs --json": runs_as_json(infos),

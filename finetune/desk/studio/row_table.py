@@ -1,0 +1,83 @@
+"""The first rows of a file as a table, with the role that `new` would give each column."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from finetune.data.formats.converters import FORMATS
+from finetune.data.formats.values import Row
+from finetune.data.samples import BadRow
+from finetune.desk.studio.project_folder import inside
+from finetune.errors import UserError
+
+_ROWS, _SHOWN_ROWS, _SHOWN_COLUMNS = 200, 6, 40  # read for the roles; shown
+_LONGEST = 240  # characters of a cell
+
+
+def row_table(path: str, folder: Path) -> dict[str, Any]:
+    """Returns columns, cells and roles of a file. A file that cannot be read has no columns, and its problem. Raises
+    UserError for a path that is no file of the folder."""
+    file = inside(path, folder)
+    if not (folder / file).is_file():
+        raise UserError(f"{path}: no such file. Fix: choose a file of rows")
+    table: dict[str, Any] = {"path": str(file), "columns": [], "rows": [], "more": 0}
+    table |= {"problem": "", "doubts": (), "reason": ""}
+    try:
+        rows = _read(str(file))
+    except UserError as error:
+        return {**table, "problem": str(error)}
+    names = list(dict.fromkeys(str(name) for row in rows for name in row))
+    roles, said = _roles(rows)
+    shown = names[:_SHOWN_COLUMNS]
+    cells = [[_cell(row.get(name)) for name in shown] for row in rows[:_SHOWN_ROWS]]
+    columns = [{"name": name, "role": roles.get(name, "")} for name in shown]
+    return {**table, "columns": columns, "rows": cells, "more": len(names) - len(shown), **said}
+
+
+def _read(path: str) -> Sequence[Row]:
+    """Returns the first rows that can be read. Raises UserError if there are none."""
+    from finetune.data.sources.source import SourceReader
+    from finetune.recipe.schema import Source
+
+    reader = SourceReader(Source(path=path))
+    try:
+        read = [row for _, _, row in islice(reader.readable_and_bad(), _ROWS)]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}. Fix: check its permissions") from None
+    if rows := [row for row in read if not isinstance(row, BadRow)]:
+        return rows
+    reason = f": {read[0]}" if read else ""
+    raise UserError(f"{path}: no row can be read{reason}. Fix: correct the file, or choose another")
+
+
+def _roles(rows: Sequence[Row]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns the field of each column that has one; and why this is a guess, or why there is none."""
+    from finetune.desk.setup.roles import choose_columns
+
+    try:
+        choice = choose_columns(rows)
+    except UserError as error:
+        return {}, {"problem": str(error)}
+    given = {column: field for field, column in choice.fields.items()}
+    optional = {name: name for name in FORMATS[choice.format].optional if name in rows[0] and name not in given}
+    return {**optional, **given}, {"reason": choice.reason, "doubts": choice.doubts}
+
+
+def role_names() -> list[str]:
+    """Returns the fields of all formats, those of the common ones first."""
+    common = ("prompt_completion", "messages", "alpaca", "text")
+    ordered = [*common, *(name for name in FORMATS if name not in common)]
+    return list(dict.fromkeys(field for name in ordered for field in FORMATS[name].fields))
+
+
+def _cell(value: Any) -> str:
+    """Returns a value as text: what is no text as JSON."""
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
