@@ -30,6 +30,7 @@ from finetune.desk.setup.row_fit import (
 )
 from finetune.desk.setup.rows import RowsFound, parse_sample, read_sample
 from finetune.desk.setup.template_fit import fitting_template
+from finetune.engine.product_speed import compute_device, native_precision
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.models.base_config import NO_FOLDER, is_missing_folder, without_weights
@@ -85,7 +86,9 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
     given = {key.strip(): value.strip() for key, _, value in (text.partition("=") for text in options.overrides)}
     packs = given.get("data.packing", "true").lower() not in ("false", "off", "no")
     fit = fit_rows(lengths, min(context or LONGEST, LONGEST), packs)
-    recipe = NewRecipe(options, name, path, base, rows, lengths, fit, template, parameters)
+    recipe = NewRecipe(
+        options, name, path, base, rows, lengths, fit, template, parameters, native_precision(compute_device())
+    )
     if fit.overlong == len(lengths.examples) and fit.overlong and not rows.can_split:
         raise UserError(
             f"{options.data}: every example is longer than {fit.max_length:,} tokens. The shortest has "

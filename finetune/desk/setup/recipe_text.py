@@ -19,6 +19,7 @@ from finetune.desk.setup.new_options import NewOptions
 from finetune.desk.setup.row_fit import GOAL_STEPS, LONGEST, SLACK, ExampleLengths, Fit
 from finetune.desk.setup.rows import RowsFound, conversation_of
 from finetune.desk.setup.template_fit import TemplateChoice
+from finetune.engine.product_speed import NativePrecision
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS, AgainstReference
 from finetune.recipe.yaml_tree import flow
@@ -39,6 +40,7 @@ class NewRecipe:
     fit: Fit
     template: TemplateChoice  # for chats, if the tokenizer has none that renders them
     parameters: int | None  # number of the model's parameters; None: unknown
+    precision: NativePrecision  # of this machine
 
 
 def recipe_text(recipe: NewRecipe) -> str:
@@ -51,9 +53,6 @@ def recipe_text(recipe: NewRecipe) -> str:
     about = "about " if lengths.is_estimate or not rows.is_all else ""
     template = recipe.template
     model = {"name": options.model} | ({"chat_template": template.name} if template.name else {})
-    train: dict[str, Any] = {"epochs": fit.epochs}
-    if recipe.parameters is not None and recipe.parameters < 10**9:
-        train["activation_checkpointing"] = False
     few = "; these are few, and more rows would help most" if fit.steps < GOAL_STEPS // 2 else ""
     rate = f"{lr:.1e}".replace("e-0", "e-")  # `1e-4` is text in YAML 1.1
     processes = {1: "1 process", 2: "1 or 2 processes", 4: "1, 2 or 4 processes"}
@@ -82,8 +81,12 @@ def recipe_text(recipe: NewRecipe) -> str:
         + processes.get(fit.rows, "1, 2, 4 or 8 processes"),
         f"optimizer: {{lr: {rate}}}" + (f"  # {reason}" if reason else ""),
         f"schedule: {{warmup_ratio: 0.1}}  # about {round(0.1 * fit.steps)} steps",
-        f"train: {flow(train)}  # about {fit.steps:,} steps{few}",
+        "train:",
+        f"  epochs: {fit.epochs}  # about {fit.steps:,} steps{few}",
+        f"  precision: {recipe.precision.name}  # {recipe.precision.reason}",
     ]
+    if recipe.parameters is not None and recipe.parameters < 10**9:
+        lines.append("  activation_checkpointing: false")
     if fit.held_out:
         asks = question(rows) is not None and rows.objective != "classify"
         evaluate: dict[str, Any] = {"every_steps": fit.interval, "generate": 4 if asks else 0}

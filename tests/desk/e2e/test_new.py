@@ -77,6 +77,7 @@ def test_what_is_written_passes_check(made: Path, tmp_path: Path, kind: str) -> 
     printed = new(made / "llama", files[kind](), "full" if kind == "text" else "lora", output)
     report = check_recipe(output, ())
     assert report.error is None
+    assert not [note for note in report.notes if "emulated" in note]
     assert [note for note in report.notes if "step" in note] == ([] if kind != "few" else report.notes)
     recipe = load_recipe(output)
     assert recipe.objective.name == {"pairs": "dpo", "marked": "kto", "classes": "classify"}.get(kind, "sft")
