@@ -64,8 +64,8 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
             f"{path} exists already and is left as it is. Fix: give another --output or --name, or remove it"
         )
     # recipes/base of the repository around the recipe or around the current folder, else of the package.
-    around = [*path.parent.resolve().parents, path.parent.resolve(), *Path.cwd().parents, Path.cwd()]
-    bases = (parent / "recipes" / "base" for parent in (*reversed(around), SHIPPED))
+    inner, cwd = path.parent.resolve(), Path.cwd()
+    bases = (parent / "recipes" / "base" for parent in (inner, *inner.parents, cwd, *cwd.parents, SHIPPED))
     base = (
         next((base for base in bases if (base / "lora.yaml").is_file()), SHIPPED / "recipes" / "base")
         / f"{options.mode}.yaml"

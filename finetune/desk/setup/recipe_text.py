@@ -23,6 +23,7 @@ from finetune.engine.product_speed import NativePrecision
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS, AgainstReference
 from finetune.recipe.yaml_tree import flow
+from finetune.shipped import SHIPPED
 
 LARGEST_BAD_SHARE = 0.1  # more bad rows are more likely a mistake than a few that can be spared
 
@@ -47,9 +48,7 @@ def recipe_text(recipe: NewRecipe) -> str:
     """Returns the recipe with its reasons as comments."""
     options, rows, lengths, fit = recipe.options, recipe.rows, recipe.lengths, recipe.fit
     lr, reason = _learning_rate(options.mode, rows.objective, recipe.parameters)
-    is_near = recipe.base.parents[2] in recipe.path.resolve().parents  # else it is in another repository, or in none
-    extends = Path(os.path.relpath(recipe.base, recipe.path.parent) if is_near else recipe.base)
-    schema = (extends.parents[1] / "recipe.schema.json").as_posix()
+    extends, schema = base_paths(recipe.base, recipe.path)
     about = "about " if lengths.is_estimate or not rows.is_all else ""
     template = recipe.template
     model = {"name": options.model} | ({"chat_template": template.name} if template.name else {})
@@ -72,7 +71,7 @@ def recipe_text(recipe: NewRecipe) -> str:
         "#",
         f"# Launch:  python -m finetune launch {shlex.quote(str(recipe.path))}",
         f"# Format:  {' '.join(rows.reason.split())}",
-        f"extends: {flow(extends.as_posix())}",
+        f"extends: {flow(extends)}",
         f"run: {flow({'name': recipe.name})}",
         f"model: {flow(model)}" + comment,
         *_data_lines(options, rows, lengths, fit, about),
@@ -95,6 +94,18 @@ def recipe_text(recipe: NewRecipe) -> str:
             evaluate["max_new_tokens"] = min(512, max(32, 1 << (longest_answer - 1).bit_length()))
         lines.append(f"evaluate: {flow(evaluate)}")
     return "\n".join([*lines, f"checkpoint: {{every_steps: {fit.interval}}}"]) + "\n"
+
+
+def base_paths(base: Path, path: Path) -> tuple[str, str]:
+    """Returns `extends` and `$schema`: relative if the recipe is in the base's project, or beside it, so that both can
+    move. Elsewhere `extends` names what ships by its place there; an editor needs the schema's whole path."""
+    project = base.parents[2]
+    near = {folder for folder in (project, project.parent) if folder != Path(folder.anchor)}
+    if near & set(path.resolve().parents):
+        base = Path(os.path.relpath(base, path.parent.resolve()))
+        return base.as_posix(), (base.parents[1] / "recipe.schema.json").as_posix()
+    extends = base.relative_to(project) if project == SHIPPED else base
+    return extends.as_posix(), (base.parents[1] / "recipe.schema.json").as_posix()
 
 
 def _learning_rate(mode: str, objective: str, parameters: int | None) -> tuple[float, str]:

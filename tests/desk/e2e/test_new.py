@@ -17,11 +17,13 @@ import pyarrow.parquet
 import pytest
 import tiny
 import yaml
+from repository import ROOT
 from rich.console import Console
 
 from finetune.desk.setup.check import check_recipe
 from finetune.desk.setup.new import write_new
 from finetune.desk.setup.new_options import NewOptions
+from finetune.desk.setup.recipe_text import base_paths
 from finetune.desk.setup.roles import choose_columns, refusal
 from finetune.desk.setup.row_fit import GOAL_STEPS, ExampleLengths, fit_rows, pieces
 from finetune.desk.setup.rows import read_sample
@@ -224,6 +226,31 @@ def test_overrides_are_written_in_place(made: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"command line, 'optimizer\.lrr=1': optimizer\.lrr: unknown key"):
         new(made / "llama", data, output=tmp_path / "other.yaml", overrides=("optimizer.lrr=1",))
     assert not (tmp_path / "other.yaml").exists()
+
+
+def test_a_recipe_names_its_base_so_that_both_can_move(made: Path, tmp_path: Path) -> None:
+    """A copy of the project, a recipe in it, one beside it, and one elsewhere, whose base is what ships."""
+    project = tmp_path / "work" / "project"
+    shutil.copytree(ROOT / "recipes" / "base", project / "recipes" / "base")
+    shutil.copy(ROOT / "recipes" / "recipe.schema.json", project / "recipes")
+    data = table(tmp_path, ("question", "answer"))
+    inside, beside = project / "recipes" / "mine" / "a.yaml", tmp_path / "work" / "b.yaml"
+    elsewhere = tmp_path / "elsewhere" / "c.yaml"
+    for path, base, schema in (
+        (inside, "../base/lora.yaml", "../recipe.schema.json"),
+        (elsewhere, "recipes/base/lora.yaml", str(ROOT / "recipes" / "recipe.schema.json")),
+    ):
+        new(made / "llama", data, output=path)
+        text = path.read_text(encoding="utf-8")
+        assert text.startswith(f"# yaml-language-server: $schema={schema}\n")
+        assert yaml.safe_load(text)["extends"] == base
+        assert (path.parent / schema).is_file()
+    assert base_paths(project / "recipes" / "base" / "lora.yaml", beside) == (
+        "project/recipes/base/lora.yaml",
+        "project/recipes/recipe.schema.json",
+    )
+    moved = (tmp_path / "work").rename(tmp_path / "moved") / inside.relative_to(tmp_path / "work")
+    assert load_recipe(moved).mode == load_recipe(elsewhere).mode == "lora"
 
 
 def test_what_cannot_be_known_is_marked(tmp_path: Path) -> None:
