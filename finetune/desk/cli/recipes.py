@@ -32,6 +32,15 @@ def new(
         str | None,
         typer.Option(metavar="FIELD=COLUMN,...", help="Read these columns: prompt=question,completion=answer."),
     ] = None,
+    objective: Annotated[
+        str | None, typer.Option(help="Train by this objective: dpo, kto, orpo, grpo, ... Default: by the rows.")
+    ] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME|FILE.py:FUNCTION", help="Reward of --objective grpo, such as number; may be repeated."
+        ),
+    ] = None,
     other: Annotated[
         str | None,
         typer.Option("--from", metavar="CONFIG", help="Convert a config of TRL, axolotl, LLaMA-Factory or Unsloth."),
@@ -47,10 +56,14 @@ def new(
 
     Example: [bold]python -m finetune new --model HuggingFaceTB/SmolLM2-135M --data faq.csv --mode lora[/bold]
 
+    On the model's own answers: [bold]python -m finetune new --model org/model --data sums.jsonl --mode lora
+    --objective grpo --reward number[/bold]
+
     From another tool: [bold]python -m finetune new --from axolotl.yaml --devices 4[/bold]
     """
     if other is not None:
-        own = {"model": model, "data": data, "mode": mode, "format": format, "columns": columns}
+        own: dict[str, object] = {"model": model, "data": data, "mode": mode, "format": format, "columns": columns}
+        own |= {"objective": objective, "reward": reward}
         if given := [f"--{key}" for key, value in own.items() if value]:
             raise UserError(
                 f"new: {given[0]} is not used with --from, which has its own config. Fix: leave it out; "
@@ -76,7 +89,8 @@ def new(
 
     read = parse_columns(columns) if columns else None
     ask = (lambda question, default: typer.prompt(question, default=default)) if sys.stdin.isatty() else None
-    write_new(NewOptions(model, data, mode, name, output, format, read, tuple(overrides or ())), Console(), ask)
+    chosen = (format, read, tuple(overrides or ()), objective, tuple(reward or ()))
+    write_new(NewOptions(model, data, mode, name, output, *chosen), Console(), ask)
 
 
 def _answer(option: str, question: str, default: str | None = None) -> str:

@@ -21,6 +21,8 @@ class NewOptions:
     format: str | None = None  # None: by the rows
     columns: dict[str, str] | None = None  # field: column; None: by the rows
     overrides: tuple[str, ...] = ()  # section.key=value
+    objective: str | None = None  # None: by the rows
+    rewards: tuple[str, ...] = ()  # of an objective on samples, as `new_objective.parse_reward` reads them
 
 
 def parse_columns(text: str) -> dict[str, str]:
