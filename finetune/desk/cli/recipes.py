@@ -8,39 +8,44 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from finetune.desk.cli.options import AsJson, Overrides, RecipePath
+from finetune.desk.cli.options import (
+    AsJson,
+    NewColumns,
+    NewData,
+    NewFormat,
+    NewMode,
+    NewModel,
+    NewName,
+    NewObjective,
+    NewRewards,
+    Overrides,
+    RecipePath,
+)
 from finetune.errors import UserError, without_secrets
+
+if TYPE_CHECKING:
+    from finetune.desk.setup.new_options import NewOptions
 
 
 def new(
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="Train this model: hub id or local folder.")] = None,
-    data: Annotated[str | None, typer.Option(help="Train on this file, folder, URL or dataset of the hub.")] = None,
-    mode: Annotated[str | None, typer.Option(help="Train by full, lora or qlora.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name the run. Default: from data and mode.")] = None,
+    model: NewModel = None,
+    data: NewData = None,
+    mode: NewMode = None,
+    name: NewName = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write this recipe. Default: NAME.yaml in this folder."),
     ] = None,
-    format: Annotated[str | None, typer.Option(help="Read rows of this format. Default: by the rows.")] = None,
-    columns: Annotated[
-        str | None,
-        typer.Option(metavar="FIELD=COLUMN,...", help="Read these columns: prompt=question,completion=answer."),
-    ] = None,
-    objective: Annotated[
-        str | None, typer.Option(help="Train by this objective: dpo, kto, orpo, grpo, ... Default: by the rows.")
-    ] = None,
-    reward: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME|FILE.py:FUNCTION", help="Reward of --objective grpo, such as number; may be repeated."
-        ),
-    ] = None,
+    format: NewFormat = None,
+    columns: NewColumns = None,
+    objective: NewObjective = None,
+    reward: NewRewards = None,
     other: Annotated[
         str | None,
         typer.Option("--from", metavar="CONFIG", help="Convert a config of TRL, axolotl, LLaMA-Factory or Unsloth."),
@@ -80,17 +85,23 @@ def new(
     model = model or _answer("--model", "Model (hub id or folder)")
     data = data or _answer("--data", "Data (file, folder, URL or dataset of the hub)")
     mode = mode or _answer("--mode", f"Mode ({', '.join(MODES)})", "lora")
-    from finetune.data.sources.hub import is_hub_dataset, is_hub_model, offline_without_hub
-
-    if is_hub_model(model) or is_hub_dataset(data):
-        offline_without_hub()
-    from finetune.desk.setup.new import write_new
     from finetune.desk.setup.new_options import NewOptions, parse_columns
 
     read = parse_columns(columns) if columns else None
-    ask = (lambda question, default: typer.prompt(question, default=default)) if sys.stdin.isatty() else None
     chosen = (format, read, tuple(overrides or ()), objective, tuple(reward or ()))
-    write_new(NewOptions(model, data, mode, name, output, *chosen), Console(), ask)
+    write_from_answers(NewOptions(model, data, mode, name, output, *chosen))
+
+
+def write_from_answers(options: NewOptions) -> Path:
+    """Writes a recipe and returns its path; asks on a terminal about what is a guess. Raises UserError."""
+    from finetune.data.sources.hub import is_hub_dataset, is_hub_model, offline_without_hub
+
+    if is_hub_model(options.model) or is_hub_dataset(options.data):
+        offline_without_hub()
+    from finetune.desk.setup.new import write_new
+
+    ask = (lambda question, default: typer.prompt(question, default=default)) if sys.stdin.isatty() else None
+    return write_new(options, Console(), ask)
 
 
 def _answer(option: str, question: str, default: str | None = None) -> str:

@@ -46,7 +46,7 @@ from finetune.models.config import model_config
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS
-from finetune.recipe.schema import MODES, RUN_NAME, Model
+from finetune.recipe.schema import MODES, RUN_NAME, Model, Run
 from finetune.shipped import SHIPPED
 from finetune.utils import write_atomically
 
@@ -72,11 +72,11 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
             f"--name {name}: not a name of a run. Fix: use letters, digits, `.`, `_` and `-`, and begin with a "
             "letter or digit"
         )
-    path = options.output or Path(f"{name}.yaml")
+    path = options.output or _folder(options) / f"{name}.yaml"
     if path.exists():
-        raise UserError(
-            f"{path} exists already and is left as it is. Fix: give another --output or --name, or remove it"
-        )
+        fix = f"python -m finetune launch {shlex.quote(str(path))} trains or resumes it; or give another --name"
+        fix = fix if options.launches else "give another --output or --name, or remove it"
+        raise UserError(f"{path} exists already and is left as it is. Fix: {fix}")
     # recipes/base of the repository around the recipe or around the current folder, else of the package.
     inner, cwd = path.parent.resolve(), Path.cwd()
     bases = (parent / "recipes" / "base" for parent in (inner, *inner.parents, cwd, *cwd.parents, SHIPPED))
@@ -113,6 +113,12 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
     loaded = _write(recipe)
     _show(recipe, loaded, problem, renderer, console)
     return path
+
+
+def _folder(options: NewOptions) -> Path:
+    """Returns where the recipe goes: into this folder, or that of runs if it is launched."""
+    given = {key.strip(): value.strip() for key, _, value in (text.partition("=") for text in options.overrides)}
+    return Path(given.get("run.dir", str(Run.model_fields["dir"].default))) if options.launches else Path()
 
 
 def _rows(options: NewOptions, console: Console, ask: Ask | None) -> RowsFound:
@@ -221,11 +227,17 @@ def _show(recipe: NewRecipe, loaded: Recipe, problem: str, renderer: Renderer | 
     if problem:
         estimate = f"lengths are estimated from characters, {CHARACTERS_PER_TOKEN} a token"
         notes.insert(0, f"{recipe.options.model}: {problem}; {estimate}. `check` counts them once the model is there")
+    for note in notes:
+        console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
+    if recipe.options.launches:
+        text = recipe.path.read_text(encoding="utf-8").rstrip("\n")
+        console.print(f"\nwritten: {recipe.path}\n\n{text}\n", soft_wrap=True, highlight=False, markup=False)
+        return
     path, asked = shlex.quote(str(recipe.path)), question(rows)
     run = shlex.quote(f"{loaded.run.dir}/{loaded.run.name}")
     use = f"generate {run} {shlex.quote(asked or 'Once upon a time')}" + (" --image FILE" if rows.has_images else "")
     if OBJECTIVE_SECTIONS[rows.objective].score_model is not None:
         use = f"score {run} --data {shlex.quote(rows.items[0][0])}"
     commands = [f"  python -m finetune {command}" for command in (f"check {path}", f"launch {path}", use)]
-    for line in (*(f"note: {note}" for note in notes), f"\nwritten: {recipe.path}. Next:\n", *commands):
+    for line in (f"\nwritten: {recipe.path}. Next:\n", *commands):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
