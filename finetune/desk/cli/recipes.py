@@ -48,7 +48,11 @@ def new(
     reward: NewRewards = None,
     other: Annotated[
         str | None,
-        typer.Option("--from", metavar="CONFIG", help="Convert a config of TRL, axolotl, LLaMA-Factory or Unsloth."),
+        typer.Option(
+            "--from",
+            metavar="CONFIG",
+            help="Convert a config of TRL, axolotl, LLaMA-Factory or Unsloth, or a script of Unsloth.",
+        ),
     ] = None,
     devices: Annotated[
         int | None, typer.Option(min=1, help="Devices that the config of --from ran on, for the rows of a step.")
