@@ -19,7 +19,7 @@ import yaml
 
 from finetune.errors import UserError
 from finetune.recipe.shorthands import PLAIN_WORDS, PlainWord, expand
-from finetune.shipped import here_or_shipped
+from finetune.shipped import SHIPPED, here_or_shipped
 
 Key = tuple[str | int, ...]  # path to a value: ("data", "train", 0, "path")
 
@@ -163,10 +163,11 @@ def _read(path: Path, parents: tuple[Path, ...], text: str | None = None) -> Tre
     try:
         base_path.stat()
     except OSError as error:
-        problem = f"no such file: {base_path}"
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            problem = f"{_cut(str(base_path))}: {error.strerror}"
-        raise _error(path, place, ("extends",), problem) from None
+            raise _error(path, place, ("extends",), f"{_cut(str(base_path))}: {error.strerror}") from None
+        if Path(base).is_absolute() or not (SHIPPED / base).is_file():
+            raise _error(path, place, ("extends",), f"no such file: {base_path}") from None
+        base_path = SHIPPED / base  # `extends: recipes/base/lora.yaml` works in any folder, as `launch` does
     parents = (*parents, path.resolve())
     if base_path.resolve() in parents:
         chain = " -> ".join(p.name for p in (*parents, base_path))

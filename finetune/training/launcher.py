@@ -108,8 +108,8 @@ def _split(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
         return module, words[: starts[0]], words[starts[0] + 2 :]
     if module == TORCHRUN or not words or words[0].startswith("-"):
         raise UserError(
-            f"launch: no program. Fix: give a recipe first, or end {words[0] + ' ...' if words else 'the options'} "
-            "with `-m finetune train RECIPE`"
+            f"launch: no program. Fix: give a recipe, or --model and --data for a new one, or end "
+            f"{words[0] + ' ...' if words else 'the options'} with `-m finetune train RECIPE`"
         )
     return module, [], ["train", *words]
 

@@ -38,6 +38,7 @@ from finetune.engine.context_parallel import apply_context_parallel
 from finetune.engine.hardware import peak_tflops
 from finetune.engine.launch import collective_timeout
 from finetune.engine.optimizer_step import NonFinite
+from finetune.engine.product_speed import emulation_note
 from finetune.engine.start import set_group_timeouts
 from finetune.errors import RunFailure, Stopped, UserError
 from finetune.models.base_config import dtypes
@@ -104,6 +105,8 @@ class Trainer:
         prepared, full_rows = prepared.on(engine.device.type)
         for note in prepared.notes:
             self.say(f"note: {escape(note)}")
+        if engine.is_main and (slow := emulation_note(self.recipe.train, self.recipe.quantization, engine.device)):
+            self.say(f"[yellow]warning: {escape(slow)}[/yellow]")
         recipe, training, held_out = prepared.recipe, prepared.training, prepared.held_out
         attention = apply_context_parallel(full_rows, engine.context_shard, engine.parallelism, engine.rank)
         columns = None

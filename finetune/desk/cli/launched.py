@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +13,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from finetune.desk.cli.options import AsJson, ConfigFile, Overrides, RecipePath
+from finetune.desk.cli.options import (
+    AsJson,
+    ConfigFile,
+    NewColumns,
+    NewData,
+    NewFormat,
+    NewMode,
+    NewModel,
+    NewName,
+    NewObjective,
+    NewRewards,
+    Overrides,
+    RecipePath,
+)
+from finetune.desk.cli.recipes import write_from_answers
 from finetune.errors import UserError
 from finetune.startup import growing_segments, large_pages
 
@@ -70,20 +86,48 @@ def reference(recipe: RecipePath, overrides: Overrides = None, config_file: Conf
         compute_reference(loaded, str(recipe), stop, Console(), str(config_file) if config_file else None)
 
 
+def _new_recipe(words: list[str], option: str, model: str | None, data: str | None, yes: bool) -> tuple[str, str]:
+    """Returns model and data of a recipe that is still to be written. Raises UserError, before any work.
+
+    words: of the command line; option: the first one that is given.
+    """
+    if recipes := [word for word in words if "=" not in word]:
+        raise UserError(
+            f"launch {recipes[0]}: {option} is not used with a recipe, which says it. Fix: leave out one of the two; "
+            "`section.key=value` changes the recipe"
+        )
+    if model is None or data is None:
+        raise UserError(f"launch {option}: no recipe, and no {'--data' if model else '--model'}. Fix: give it")
+    if not yes and not sys.stdin.isatty():
+        raise UserError(
+            "launch: no terminal to ask on before the new recipe is trained. Fix: give --yes, or write it with `new`"
+        )
+    return model, data
+
+
 def launch(
     words: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             help="Recipe to train, with overrides; or options of accelerate launch, then -m finetune COMMAND ...",
             metavar="RECIPE",
         ),
-    ],
+    ] = None,
     config_file: Annotated[
         Path | None, typer.Option(help="Use this accelerate config. Default: one process per device.")
     ] = None,
     num_processes: Annotated[
         int | None, typer.Option(min=1, help="Launch this many processes. Default: the config's.")
     ] = None,
+    model: NewModel = None,
+    data: NewData = None,
+    mode: NewMode = None,
+    name: NewName = None,
+    format: NewFormat = None,
+    columns: NewColumns = None,
+    objective: NewObjective = None,
+    reward: NewRewards = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Train the new recipe without asking.")] = False,
     on: Annotated[
         str | None,
         typer.Option(
@@ -131,14 +175,39 @@ def launch(
     Example: [bold]python -m finetune launch --config-file accelerate_configs/ddp.yaml --num-processes 2
     recipes/quickstart/full.yaml[/bold]
 
+    Without a recipe, one that fits is written beside the run, as `new` does, and shown before it is trained:
+    [bold]python -m finetune launch --model HuggingFaceTB/SmolLM2-135M --data faq.csv[/bold]
+
     A job for a cluster, with memory, hours and price from the plan; nothing is submitted without --submit:
     [bold]python -m finetune launch RECIPE --on slurm --devices 2x8xH100-80[/bold]
     """
+    words = words or []
+    new = {"model": model, "data": data, "mode": mode, "name": name, "format": format, "columns": columns}
+    new |= {"objective": objective, "reward": reward, "yes": yes}
+    if given := [f"--{option}" for option, value in new.items() if value]:
+        if on is not None:
+            raise UserError(f"launch --on {on}: {given[0]} is for this machine. Fix: write a recipe with `new` first")
+        model, data = _new_recipe(words, given[0], model, data, yes)
+        from finetune.desk.setup.new_options import NewOptions, parse_columns
+
+        read = parse_columns(columns) if columns else None
+        chosen = (format, read, tuple(words), objective, tuple(reward or ()))
+        path = write_from_answers(NewOptions(model, data, mode or "lora", name, None, *chosen, launches=True))
+        if not yes and not typer.confirm("Train it now?", default=True):
+            print(f"left: python -m finetune launch {shlex.quote(str(path))} trains it")
+            return
+        words = [str(path)]
     if on is not None:
         from finetune.desk.cluster.job import JobOptions
         from finetune.desk.cluster.manifest import launch_on
 
-        if words[0].startswith("-") or words[0] == "torchrun" or devices is None or num_processes is not None:
+        if (
+            not words
+            or words[0].startswith("-")
+            or words[0] == "torchrun"
+            or devices is None
+            or num_processes is not None
+        ):
             raise UserError(
                 f"launch --on {on}: expected a recipe and --devices alone. The launcher and its sizes follow from "
                 "them. Fix: give RECIPE [KEY=VALUE]... --devices 2x8xH100-80 (machines, GPUs of each, and their name)"

@@ -45,6 +45,22 @@ ServedModel = Annotated[
 ]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="Begin with this system prompt.")]
 
+NewModel = Annotated[str | None, typer.Option(help="Train this model: hub id or local folder.")]
+NewData = Annotated[str | None, typer.Option(help="Train on this file, folder, URL or dataset of the hub.")]
+NewMode = Annotated[str | None, typer.Option(help="Train by full, lora or qlora.")]
+NewName = Annotated[str | None, typer.Option(help="Name the run. Default: from data and mode.")]
+NewFormat = Annotated[str | None, typer.Option(help="Read rows of this format. Default: by the rows.")]
+NewColumns = Annotated[
+    str | None, typer.Option(metavar="FIELD=COLUMN,...", help="Read these columns: prompt=question,completion=answer.")
+]
+NewObjective = Annotated[
+    str | None, typer.Option(help="Train by this objective: dpo, kto, orpo, grpo, ... Default: by the rows.")
+]
+NewRewards = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME|FILE.py:FUNCTION", help="Reward of --objective grpo, such as number; may be repeated."),
+]
+
 _SAMPLING = {
     "max_new_tokens": Annotated[int, typer.Option(min=1, help="End answers after this many tokens.")],
     "temperature": Annotated[float, typer.Option(min=0.0, help="Sample at this temperature; 0 is greedy.")],

@@ -8,33 +8,51 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from finetune.desk.cli.options import AsJson, Overrides, RecipePath
+from finetune.desk.cli.options import (
+    AsJson,
+    NewColumns,
+    NewData,
+    NewFormat,
+    NewMode,
+    NewModel,
+    NewName,
+    NewObjective,
+    NewRewards,
+    Overrides,
+    RecipePath,
+)
 from finetune.errors import UserError, without_secrets
+
+if TYPE_CHECKING:
+    from finetune.desk.setup.new_options import NewOptions
 
 
 def new(
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="Train this model: hub id or local folder.")] = None,
-    data: Annotated[str | None, typer.Option(help="Train on this file, folder, URL or dataset of the hub.")] = None,
-    mode: Annotated[str | None, typer.Option(help="Train by full, lora or qlora.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name the run. Default: from data and mode.")] = None,
+    model: NewModel = None,
+    data: NewData = None,
+    mode: NewMode = None,
+    name: NewName = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write this recipe. Default: NAME.yaml in this folder."),
     ] = None,
-    format: Annotated[str | None, typer.Option(help="Read rows of this format. Default: by the rows.")] = None,
-    columns: Annotated[
-        str | None,
-        typer.Option(metavar="FIELD=COLUMN,...", help="Read these columns: prompt=question,completion=answer."),
-    ] = None,
+    format: NewFormat = None,
+    columns: NewColumns = None,
+    objective: NewObjective = None,
+    reward: NewRewards = None,
     other: Annotated[
         str | None,
-        typer.Option("--from", metavar="CONFIG", help="Convert a config of TRL, axolotl, LLaMA-Factory or Unsloth."),
+        typer.Option(
+            "--from",
+            metavar="CONFIG",
+            help="Convert a config of TRL, axolotl, LLaMA-Factory or Unsloth, or a script of Unsloth.",
+        ),
     ] = None,
     devices: Annotated[
         int | None, typer.Option(min=1, help="Devices that the config of --from ran on, for the rows of a step.")
@@ -47,10 +65,14 @@ def new(
 
     Example: [bold]python -m finetune new --model HuggingFaceTB/SmolLM2-135M --data faq.csv --mode lora[/bold]
 
+    On the model's own answers: [bold]python -m finetune new --model org/model --data sums.jsonl --mode lora
+    --objective grpo --reward number[/bold]
+
     From another tool: [bold]python -m finetune new --from axolotl.yaml --devices 4[/bold]
     """
     if other is not None:
-        own = {"model": model, "data": data, "mode": mode, "format": format, "columns": columns}
+        own: dict[str, object] = {"model": model, "data": data, "mode": mode, "format": format, "columns": columns}
+        own |= {"objective": objective, "reward": reward}
         if given := [f"--{key}" for key, value in own.items() if value]:
             raise UserError(
                 f"new: {given[0]} is not used with --from, which has its own config. Fix: leave it out; "
@@ -67,16 +89,23 @@ def new(
     model = model or _answer("--model", "Model (hub id or folder)")
     data = data or _answer("--data", "Data (file, folder, URL or dataset of the hub)")
     mode = mode or _answer("--mode", f"Mode ({', '.join(MODES)})", "lora")
-    from finetune.data.sources.hub import is_hub_dataset, is_hub_model, offline_without_hub
-
-    if is_hub_model(model) or is_hub_dataset(data):
-        offline_without_hub()
-    from finetune.desk.setup.new import write_new
     from finetune.desk.setup.new_options import NewOptions, parse_columns
 
     read = parse_columns(columns) if columns else None
+    chosen = (format, read, tuple(overrides or ()), objective, tuple(reward or ()))
+    write_from_answers(NewOptions(model, data, mode, name, output, *chosen))
+
+
+def write_from_answers(options: NewOptions) -> Path:
+    """Writes a recipe and returns its path; asks on a terminal about what is a guess. Raises UserError."""
+    from finetune.data.sources.hub import is_hub_dataset, is_hub_model, offline_without_hub
+
+    if is_hub_model(options.model) or is_hub_dataset(options.data):
+        offline_without_hub()
+    from finetune.desk.setup.new import write_new
+
     ask = (lambda question, default: typer.prompt(question, default=default)) if sys.stdin.isatty() else None
-    write_new(NewOptions(model, data, mode, name, output, format, read, tuple(overrides or ())), Console(), ask)
+    return write_new(options, Console(), ask)
 
 
 def _answer(option: str, question: str, default: str | None = None) -> str:

@@ -95,7 +95,8 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     import torch
 
     from finetune.desk.setup.sampling_trial import try_sampling
-    from finetune.engine.compatibility import check_products
+    from finetune.engine.product_speed import compute_device, emulation_note
+    from finetune.engine.start import check_cuda
     from finetune.features import all_features
     from finetune.training.prepare import Problems, prepare
     from finetune.training.reference import find_reference, reads_columns
@@ -103,11 +104,10 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
 
     problems, length = Problems(collect=True), recipe.data.max_length
     if torch.cuda.is_available():
-        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-        problems.attempt(check_products, recipe.train, recipe.quantization, name, capability)
+        problems.attempt(check_cuda, recipe, launch)
     prepared = prepare(recipe, str(path), launch, all_features(), problems)
-    device = torch.accelerator.current_accelerator(check_available=True)
-    on_device = problems.attempt(prepared.on, device.type if device else "cpu")
+    device = compute_device()
+    on_device = problems.attempt(prepared.on, device.type)
     if on_device is not None:
         prepared, attention = on_device
         if reads_columns(recipe.objective):  # log-probabilities of another model, which must have been computed
@@ -122,7 +122,8 @@ def _check_run(recipe: Recipe, path: Path, launch: Launch, report: CheckReport) 
     if prepared.held_out is not None:
         report.facts |= prepared.held_out.facts("eval", length)
     report.facts |= facts
-    report.notes += (*prepared.notes, *notes)
+    emulated = emulation_note(recipe.train, recipe.quantization, device)
+    report.notes += (*prepared.notes, *notes, *([emulated] if emulated else []))
     return prepared
 
 

@@ -120,6 +120,18 @@ class Conversion:
         for table in self.others:
             self.theirs.left += [Leftover(one.path, one.value, launch) for one in table.unread()]
 
+    def doubt_computed(self, computed: dict[str, str]) -> None:
+        """Marks what a script computes, which nobody ran. computed: code, by the tool's key."""
+        for name, code in computed.items():
+            row = self.data.keys.get(name)
+            key = row.ours if row is not None else None
+            if key in self.keys:
+                self.doubt(key, f"computed there ({code})")
+            elif key in ("data.train", "data.eval") and (sources := self.sources.get(key.partition(".")[2])):
+                sources[:] = [(source, f"{TODO}computed there ({code})") for source, _ in sources]
+            else:
+                self.theirs.left.append(Leftover(name, code, f"{TODO}computed there, and the script is not run"))
+
     def _reason(self, path: str) -> str:
         """Returns why a key of the tool is not converted: by its place, its name, or the section around it."""
         first, *inner = [part for part in re.findall(r"[^.\[\]]+", path) if not part.isdecimal()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,16 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.chat.renderer import Renderer
 from finetune.data.chat.template_check import joined_texts_note
 from finetune.desk.setup.first_row import show_first_row
+from finetune.desk.setup.new_objective import (
+    BASE_OF_SAMPLES,
+    SAMPLES,
+    check_objective,
+    chosen_rewards,
+    fit_samples,
+)
 from finetune.desk.setup.new_options import NewOptions, parse_columns
-from finetune.desk.setup.recipe_text import NewRecipe, question, recipe_text, with_overrides
-from finetune.desk.setup.roles import RoleChoice, choose_columns, columns_shown, refusal
+from finetune.desk.setup.recipe_text import NewRecipe, not_held_out, question, recipe_text, with_overrides
+from finetune.desk.setup.roles import RoleChoice, as_prompts, choose_columns, columns_shown, refusal
 from finetune.desk.setup.row_fit import (
     CHARACTERS_PER_TOKEN,
     LONGEST,
@@ -30,13 +38,15 @@ from finetune.desk.setup.row_fit import (
 )
 from finetune.desk.setup.rows import RowsFound, parse_sample, read_sample
 from finetune.desk.setup.template_fit import fitting_template
+from finetune.engine.product_speed import compute_device, native_precision
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.models.base_config import NO_FOLDER, is_missing_folder, without_weights
 from finetune.models.config import model_config
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
-from finetune.recipe.schema import MODES, RUN_NAME, Model
+from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS
+from finetune.recipe.schema import MODES, RUN_NAME, Model, Run
 from finetune.shipped import SHIPPED
 from finetune.utils import write_atomically
 
@@ -50,26 +60,30 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
     """
     if options.mode not in MODES:
         raise UserError(f"--mode {options.mode}: no such mode. Fix: use one of {', '.join(MODES)}")
+    if options.objective is not None and options.objective not in OBJECTIVE_SECTIONS:
+        raise UserError(
+            f"--objective {options.objective}: no such objective. Fix: use one of {', '.join(OBJECTIVE_SECTIONS)}"
+        )
     stem = Path(options.data.rstrip("/")).name.split(".")[0]
-    name = options.name or f"{re.sub('[^A-Za-z0-9]+', '-', stem).strip('-') or 'run'}-{options.mode}"
+    parts = (re.sub("[^A-Za-z0-9]+", "-", stem).strip("-") or "run", options.objective, options.mode)
+    name = options.name or "-".join(filter(None, parts))
     if not re.fullmatch(RUN_NAME.strip("^$"), name):
         raise UserError(
             f"--name {name}: not a name of a run. Fix: use letters, digits, `.`, `_` and `-`, and begin with a "
             "letter or digit"
         )
-    path = options.output or Path(f"{name}.yaml")
+    path = options.output or _folder(options) / f"{name}.yaml"
     if path.exists():
-        raise UserError(
-            f"{path} exists already and is left as it is. Fix: give another --output or --name, or remove it"
-        )
+        fix = f"python -m finetune launch {shlex.quote(str(path))} trains or resumes it; or give another --name"
+        fix = fix if options.launches else "give another --output or --name, or remove it"
+        raise UserError(f"{path} exists already and is left as it is. Fix: {fix}")
     # recipes/base of the repository around the recipe or around the current folder, else of the package.
-    around = [*path.parent.resolve().parents, path.parent.resolve(), *Path.cwd().parents, Path.cwd()]
-    bases = (parent / "recipes" / "base" for parent in (*reversed(around), SHIPPED))
-    base = (
-        next((base for base in bases if (base / "lora.yaml").is_file()), SHIPPED / "recipes" / "base")
-        / f"{options.mode}.yaml"
-    )
+    inner, cwd = path.parent.resolve(), Path.cwd()
+    bases = (parent / "recipes" / "base" for parent in (inner, *inner.parents, cwd, *cwd.parents, SHIPPED))
+    folder = next((base for base in bases if (base / "lora.yaml").is_file()), SHIPPED / "recipes" / "base")
     rows = _rows(options, console, ask)
+    rewards = chosen_rewards(rows.objective, options.rewards, ask)
+    base = folder / (BASE_OF_SAMPLES if rewards else f"{options.mode}.yaml")
     rows.check_labels()
     model = Model(name=options.model)
     tokenizer, problem = _tokenizer(model)
@@ -85,7 +99,12 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
     given = {key.strip(): value.strip() for key, _, value in (text.partition("=") for text in options.overrides)}
     packs = given.get("data.packing", "true").lower() not in ("false", "off", "no")
     fit = fit_rows(lengths, min(context or LONGEST, LONGEST), packs)
-    recipe = NewRecipe(options, name, path, base, rows, lengths, fit, template, parameters)
+    sampled = None
+    if rewards:
+        sampled = fit_samples(lengths, rewards, fit.held_out, context)
+        fit = replace(fit, max_length=sampled.max_length, overlong=sampled.overlong, held_out=sampled.held_out)
+    precision = native_precision(compute_device())
+    recipe = NewRecipe(options, name, path, base, rows, lengths, fit, template, parameters, precision, sampled)
     if fit.overlong == len(lengths.examples) and fit.overlong and not rows.can_split:
         raise UserError(
             f"{options.data}: every example is longer than {fit.max_length:,} tokens. The shortest has "
@@ -96,6 +115,12 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
     return path
 
 
+def _folder(options: NewOptions) -> Path:
+    """Returns where the recipe goes: into this folder, or that of runs if it is launched."""
+    given = {key.strip(): value.strip() for key, _, value in (text.partition("=") for text in options.overrides)}
+    return Path(given.get("run.dir", str(Run.model_fields["dir"].default))) if options.launches else Path()
+
+
 def _rows(options: NewOptions, console: Console, ask: Ask | None) -> RowsFound:
     """Reads the rows under the format and columns that are given, certain, or confirmed. Raises UserError."""
     sample = read_sample(options.data)
@@ -103,6 +128,8 @@ def _rows(options: NewOptions, console: Console, ask: Ask | None) -> RowsFound:
         console.print(f"note: {sample.note}", soft_wrap=True, highlight=False, markup=False)
     try:
         choice = choose_columns(sample.rows, options.format, options.columns)
+        if options.objective is not None and OBJECTIVE_SECTIONS[options.objective].takes_rewards:
+            choice = as_prompts(choice)
         if choice.doubts and ask is None:
             raise UserError(refusal(sample.rows, choice))
         if choice.doubts and ask is not None:
@@ -117,7 +144,9 @@ def _rows(options: NewOptions, console: Console, ask: Ask | None) -> RowsFound:
                 choice = choose_columns(sample.rows, None, parse_columns(answer))
     except UserError as error:
         raise UserError(f"{sample.place}: {error}") from None
-    return parse_sample(sample, choice)
+    if options.objective is not None:
+        check_objective(options.objective, choice.format, options.data)
+    return parse_sample(sample, choice, options.objective)
 
 
 def _write(recipe: NewRecipe) -> Recipe:
@@ -158,6 +187,21 @@ def _tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase | None, str]:
 # --- the terminal
 
 
+def _training_shown(recipe: NewRecipe) -> dict[str, str]:
+    fit, run = recipe.fit, recipe.sampled
+    if run is not None:
+        rewards = ", ".join(str(one.get("name") or one.get("function") or next(iter(one))) for one in run.rewards)
+        return {
+            "rewards": rewards,
+            "samples": f"{run.prompts} prompts x {SAMPLES} samples of up to {run.max_new_tokens:,} tokens a step",
+            "training": f"{run.steps:,} steps",
+        }
+    return {
+        "sequences": f"about {fit.sequences:,} of up to {fit.max_length:,} tokens",
+        "training": f"{fit.epochs} epochs, about {fit.steps:,} steps x {fit.rows} sequences",
+    }
+
+
 def _show(recipe: NewRecipe, loaded: Recipe, problem: str, renderer: Renderer | None, console: Console) -> None:
     """Prints the reasons, one row, notes and the next commands. problem: why the tokenizer is missing."""
     rows, lengths, fit = recipe.rows, recipe.lengths, recipe.fit
@@ -170,9 +214,8 @@ def _show(recipe: NewRecipe, loaded: Recipe, problem: str, renderer: Renderer | 
         "tokens": f"{about}{lengths.total:,}: an example has {about}{int(np.median(lengths.examples)):,} (median), "
         f"at most {lengths.longest:,}",
         "objective": rows.objective,
-        "sequences": f"about {fit.sequences:,} of up to {fit.max_length:,} tokens",
-        "training": f"{fit.epochs} epochs, about {fit.steps:,} steps x {fit.rows} sequences",
-        "held out": f"{fit.held_out:.0%} of the rows" if fit.held_out else "nothing: too few rows",
+        **_training_shown(recipe),
+        "held out": f"{fit.held_out:.0%} of the rows" if fit.held_out else f"nothing: {not_held_out(lengths)}",
     }.items():
         table.add_row(name, escape(value))
     console.print(table)
@@ -184,11 +227,17 @@ def _show(recipe: NewRecipe, loaded: Recipe, problem: str, renderer: Renderer | 
     if problem:
         estimate = f"lengths are estimated from characters, {CHARACTERS_PER_TOKEN} a token"
         notes.insert(0, f"{recipe.options.model}: {problem}; {estimate}. `check` counts them once the model is there")
+    for note in notes:
+        console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
+    if recipe.options.launches:
+        text = recipe.path.read_text(encoding="utf-8").rstrip("\n")
+        console.print(f"\nwritten: {recipe.path}\n\n{text}\n", soft_wrap=True, highlight=False, markup=False)
+        return
     path, asked = shlex.quote(str(recipe.path)), question(rows)
     run = shlex.quote(f"{loaded.run.dir}/{loaded.run.name}")
     use = f"generate {run} {shlex.quote(asked or 'Once upon a time')}" + (" --image FILE" if rows.has_images else "")
-    if rows.objective == "classify":
+    if OBJECTIVE_SECTIONS[rows.objective].score_model is not None:
         use = f"score {run} --data {shlex.quote(rows.items[0][0])}"
     commands = [f"  python -m finetune {command}" for command in (f"check {path}", f"launch {path}", use)]
-    for line in (*(f"note: {note}" for note in notes), f"\nwritten: {recipe.path}. Next:\n", *commands):
+    for line in (f"\nwritten: {recipe.path}. Next:\n", *commands):
         console.print(line, soft_wrap=True, highlight=False, markup=False)

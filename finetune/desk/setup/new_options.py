@@ -21,6 +21,9 @@ class NewOptions:
     format: str | None = None  # None: by the rows
     columns: dict[str, str] | None = None  # field: column; None: by the rows
     overrides: tuple[str, ...] = ()  # section.key=value
+    objective: str | None = None  # None: by the rows
+    rewards: tuple[str, ...] = ()  # of an objective on samples, as `new_objective.parse_reward` reads them
+    launches: bool = False  # the run begins next: the recipe is beside its folder, and is shown
 
 
 def parse_columns(text: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ from finetune.desk.setup.conversion import Conversion
 from finetune.desk.setup.foreign_axolotl import convert_axolotl
 from finetune.desk.setup.foreign_command import COMMAND, command_values, is_command
 from finetune.desk.setup.foreign_llama_factory import convert_llama_factory
+from finetune.desk.setup.foreign_script import SUFFIXES, script_values
 from finetune.desk.setup.foreign_trl import convert_trl
 from finetune.desk.setup.foreign_unsloth import convert_unsloth, flattened
 from finetune.desk.setup.foreign_values import ForeignTable, one_line, read_config
@@ -56,10 +57,17 @@ def write_converted(
 
 def convert(source: str, devices: int | None = None) -> tuple[str, Conversion]:
     """Returns a short name of the source, and its conversion. Raises UserError."""
-    origin, theirs = _values(source)
-    conversion = Conversion(_tool_of(origin, theirs), ForeignTable(theirs), devices)
+    path = Path(source)
+    if path.suffix in SUFFIXES and not is_command(source):
+        script = script_values(path)
+        origin, tool, theirs, computed = one_line(path.name, 60), "Unsloth", script.values, script.computed
+    else:
+        origin, theirs = _values(source)
+        tool, computed = _tool_of(origin, theirs), {}
+    conversion = Conversion(tool, ForeignTable(theirs), devices)
     _CONVERTERS[conversion.tool](conversion)
     conversion.leave_the_rest()
+    conversion.doubt_computed(computed)
     return origin, conversion
 
 

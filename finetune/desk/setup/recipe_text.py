@@ -15,13 +15,16 @@ import yaml
 
 from finetune.data.chat.template_choice import built_in_templates
 from finetune.data.samples import IMAGE, Conversation, Labelled, Preference, PromptCompletion, Ranked, Sample
+from finetune.desk.setup.new_objective import SampledRun, sampled_lines
 from finetune.desk.setup.new_options import NewOptions
 from finetune.desk.setup.row_fit import GOAL_STEPS, LONGEST, SLACK, ExampleLengths, Fit
 from finetune.desk.setup.rows import RowsFound, conversation_of
 from finetune.desk.setup.template_fit import TemplateChoice
+from finetune.engine.product_speed import NativePrecision
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS, AgainstReference
 from finetune.recipe.yaml_tree import flow
+from finetune.shipped import SHIPPED
 
 LARGEST_BAD_SHARE = 0.1  # more bad rows are more likely a mistake than a few that can be spared
 
@@ -39,24 +42,17 @@ class NewRecipe:
     fit: Fit
     template: TemplateChoice  # for chats, if the tokenizer has none that renders them
     parameters: int | None  # number of the model's parameters; None: unknown
+    precision: NativePrecision  # of this machine
+    sampled: SampledRun | None = None  # of an objective on samples of the model
 
 
 def recipe_text(recipe: NewRecipe) -> str:
     """Returns the recipe with its reasons as comments."""
     options, rows, lengths, fit = recipe.options, recipe.rows, recipe.lengths, recipe.fit
-    lr, reason = _learning_rate(options.mode, rows.objective, recipe.parameters)
-    is_near = recipe.base.parents[2] in recipe.path.resolve().parents  # else it is in another repository, or in none
-    extends = Path(os.path.relpath(recipe.base, recipe.path.parent) if is_near else recipe.base)
-    schema = (extends.parents[1] / "recipe.schema.json").as_posix()
+    extends, schema = base_paths(recipe.base, recipe.path)
     about = "about " if lengths.is_estimate or not rows.is_all else ""
     template = recipe.template
     model = {"name": options.model} | ({"chat_template": template.name} if template.name else {})
-    train: dict[str, Any] = {"epochs": fit.epochs}
-    if recipe.parameters is not None and recipe.parameters < 10**9:
-        train["activation_checkpointing"] = False
-    few = "; these are few, and more rows would help most" if fit.steps < GOAL_STEPS // 2 else ""
-    rate = f"{lr:.1e}".replace("e-0", "e-")  # `1e-4` is text in YAML 1.1
-    processes = {1: "1 process", 2: "1 or 2 processes", 4: "1, 2 or 4 processes"}
     if recipe.template.name:
         comment = f"  # {recipe.template.reason}"
     elif recipe.lengths.is_estimate and any(conversation_of(sample) for sample in recipe.rows.samples[:100]):
@@ -73,30 +69,83 @@ def recipe_text(recipe: NewRecipe) -> str:
         "#",
         f"# Launch:  python -m finetune launch {shlex.quote(str(recipe.path))}",
         f"# Format:  {' '.join(rows.reason.split())}",
-        f"extends: {flow(extends.as_posix())}",
+        f"extends: {flow(extends)}",
         f"run: {flow({'name': recipe.name})}",
         f"model: {flow(model)}" + comment,
         *_data_lines(options, rows, lengths, fit, about),
+        *(_step_lines(recipe) if recipe.sampled is None else _sampled_step_lines(recipe, recipe.sampled)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _step_lines(recipe: NewRecipe) -> list[str]:
+    """Returns the sections from the objective on, for a run on the rows themselves."""
+    options, rows, lengths, fit = recipe.options, recipe.rows, recipe.lengths, recipe.fit
+    few = "; these are few, and more rows would help most" if fit.steps < GOAL_STEPS // 2 else ""
+    processes = {1: "1 process", 2: "1 or 2 processes", 4: "1, 2 or 4 processes"}
+    lines = [
         *_objective_lines(rows, options.mode),
         f"batch: {{rows: {fit.rows}, rows_per_device: 1}}  # of about {fit.sequences:,} sequences; for "
         + processes.get(fit.rows, "1, 2, 4 or 8 processes"),
-        f"optimizer: {{lr: {rate}}}" + (f"  # {reason}" if reason else ""),
+        _optimizer_line(recipe),
         f"schedule: {{warmup_ratio: 0.1}}  # about {round(0.1 * fit.steps)} steps",
-        f"train: {flow(train)}  # about {fit.steps:,} steps{few}",
+        *_train_lines(recipe, f"epochs: {fit.epochs}  # about {fit.steps:,} steps{few}"),
     ]
     if fit.held_out:
-        asks = question(rows) is not None and rows.objective != "classify"
+        asks = question(rows) is not None and OBJECTIVE_SECTIONS[rows.objective].score_model is None
         evaluate: dict[str, Any] = {"every_steps": fit.interval, "generate": 4 if asks else 0}
         if asks:
             longest_answer = int(np.percentile(lengths.answers, 99))
             evaluate["max_new_tokens"] = min(512, max(32, 1 << (longest_answer - 1).bit_length()))
         lines.append(f"evaluate: {flow(evaluate)}")
-    return "\n".join([*lines, f"checkpoint: {{every_steps: {fit.interval}}}"]) + "\n"
+    return [*lines, f"checkpoint: {{every_steps: {fit.interval}}}"]
+
+
+def _sampled_step_lines(recipe: NewRecipe, run: SampledRun) -> list[str]:
+    """Returns the sections from the mode on, for a run on samples of the model."""
+    lines = [
+        *sampled_lines(recipe.rows.objective, recipe.options.mode, run),
+        _optimizer_line(recipe),
+        f"schedule: {{warmup_steps: {run.steps // 10}}}",
+        *_train_lines(recipe, f"max_steps: {run.steps}  # of {run.prompts} prompts"),
+    ]
+    if not run.held_out:
+        return [*lines, "evaluate: {prompts: null}", f"checkpoint: {{every_steps: {run.interval}, best: null}}"]
+    evaluate = {"every_steps": run.interval, "generate": 4, "max_new_tokens": run.max_new_tokens, "prompts": 64}
+    return [*lines, f"evaluate: {flow(evaluate)}", f"checkpoint: {{every_steps: {run.interval}}}"]
+
+
+def _optimizer_line(recipe: NewRecipe) -> str:
+    lr, reason = _learning_rate(recipe.options.mode, recipe.rows.objective, recipe.parameters)
+    rate = f"{lr:.1e}".replace("e-0", "e-")  # `1e-4` is text in YAML 1.1
+    return f"optimizer: {{lr: {rate}}}" + (f"  # {reason}" if reason else "")
+
+
+def _train_lines(recipe: NewRecipe, length: str) -> list[str]:
+    """length: the line that ends the run."""
+    lines = ["train:", f"  {length}", f"  precision: {recipe.precision.name}  # {recipe.precision.reason}"]
+    if recipe.parameters is not None and recipe.parameters < 10**9:
+        lines.append("  activation_checkpointing: false")
+    return lines
+
+
+def base_paths(base: Path, path: Path) -> tuple[str, str]:
+    """Returns `extends` and `$schema`: relative if the recipe is in the base's project, or beside it, so that both can
+    move. Elsewhere `extends` names what ships by its place there; an editor needs the schema's whole path."""
+    project = base.parents[2]
+    near = {folder for folder in (project, project.parent) if folder != Path(folder.anchor)}
+    if near & set(path.resolve().parents):
+        base = Path(os.path.relpath(base, path.parent.resolve()))
+        return base.as_posix(), (base.parents[1] / "recipe.schema.json").as_posix()
+    extends = base.relative_to(project) if project == SHIPPED else base
+    return extends.as_posix(), (base.parents[1] / "recipe.schema.json").as_posix()
 
 
 def _learning_rate(mode: str, objective: str, parameters: int | None) -> tuple[float, str]:
     """Returns the rate and its source."""
     adapters = mode != "full"
+    if OBJECTIVE_SECTIONS[objective].takes_rewards:
+        return (1e-5, "of recipes/llama3.2-1b/grpo-lora.yaml") if adapters else (1e-6, "of its grpo-full.yaml")
     if issubclass(OBJECTIVE_SECTIONS[objective], AgainstReference):
         return (5e-6, "of recipes/mistral-7b-v0.3/dpo-lora.yaml") if adapters else (5e-7, "of its dpo-full.yaml")
     if parameters is not None and parameters < 10**9:
@@ -109,10 +158,15 @@ def _learning_rate(mode: str, objective: str, parameters: int | None) -> tuple[f
     return 2e-5, "Llama 2, section 3.1, https://arxiv.org/abs/2307.09288"
 
 
+def not_held_out(lengths: ExampleLengths) -> str:
+    """Returns why a recipe holds no rows out."""
+    return "too few rows to hold some out" if lengths.answers.any() else "no row has an answer to evaluate"
+
+
 def _data_lines(options: NewOptions, rows: RowsFound, lengths: ExampleLengths, fit: Fit, about: str) -> list[str]:
     source: dict[str, Any] = {"path": options.data, "format": rows.format}
     source |= {"columns": rows.columns} if rows.columns else {}
-    held_out = "  eval: []  # too few rows to hold some out"
+    held_out = f"  eval: []  # {not_held_out(lengths)}"
     if fit.held_out:
         count = f"{'' if rows.is_all else 'about '}{round(fit.held_out * rows.count):,} of {rows.count:,} rows"
         held_out = f"  eval: {{share: {fit.held_out:g}}}  # {count}: evaluated, never trained on"
@@ -154,6 +208,8 @@ def _objective_lines(rows: RowsFound, mode: str) -> list[str]:
         return []
     if rows.objective == "classify":
         return [f"objective: {flow({**objective, 'labels': rows.labels})}  # those that occur"]
+    if not issubclass(OBJECTIVE_SECTIONS[rows.objective], AgainstReference):
+        return [f"objective: {flow(objective)}"]
     if mode == "full":
         return [f"objective: {flow({**objective, 'beta': 0.1})}"]
     adapters = {**objective, "beta": 0.1, "reference": "adapters_off"}

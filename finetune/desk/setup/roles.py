@@ -81,6 +81,16 @@ def choose_columns(
     return RoleChoice(chosen.format, chosen.columns, chosen.reason, doubts)
 
 
+def as_prompts(choice: RoleChoice) -> RoleChoice:
+    """Returns the choice for an objective that samples its answers: the only text of rows is the prompt."""
+    if choice.format != "text":
+        return choice
+    column = (choice.columns or {}).get("text", "text")
+    columns = None if column == "prompt" else {"prompt": column}
+    doubts = () if score(column, "prompt") >= 2 else choice.doubts
+    return RoleChoice("prompt", columns, f"`{column}` is the prompt, and answers are sampled", doubts)
+
+
 def _as_told(rows: Sequence[Row], format: str, columns: Mapping[str, str]) -> RoleChoice:
     """Raises UserError if no row is of the format under these columns."""
     if format not in FORMATS:

@@ -90,9 +90,8 @@ def _objective(rows: RowsFound) -> ObjectiveSection:
 def token_lengths(rows: RowsFound, renderer: Renderer) -> ExampleLengths:
     """Tokenizes the rows as a run would. Raises UserError."""
     objective = _objective(rows)
-    settings = RowSettings(
-        renderer, rows.format, rows.columns, 10**9, "drop", skips_bad=True, objective=objective_rows(objective)
-    )
+    reads = objective_rows(objective, objective.takes_rewards)
+    settings = RowSettings(renderer, rows.format, rows.columns, 10**9, "drop", skips_bad=True, objective=reads)
     result = tokenize_chunk(settings, rows.items)
     if result.failed:
         raise UserError(result.failed)

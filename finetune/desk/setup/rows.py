@@ -15,7 +15,7 @@ from finetune.data.sources.source import SourceReader
 from finetune.data.tokenizing import Item
 from finetune.desk.setup.roles import RoleChoice, unused_columns
 from finetune.errors import UserError
-from finetune.recipe.objective_settings import objective_of_rows
+from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS, objective_of_rows
 from finetune.recipe.schema import Source
 
 # Rows and characters read; the rest of a larger source is assumed to be similar.
@@ -56,10 +56,11 @@ class RowsFound:
     samples: tuple[Sample, ...]
     items: tuple[Item, ...]
     unused: tuple[str, ...] = ()  # columns
+    given_objective: str | None = None  # by the user
 
     @property
     def objective(self) -> str:
-        return objective_of_rows(self.format)
+        return self.given_objective or objective_of_rows(self.format)
 
     @property
     def can_split(self) -> bool:
@@ -118,16 +119,17 @@ def read_sample(path: str) -> TableSample:
     return sample
 
 
-def parse_sample(sample: TableSample, choice: RoleChoice) -> RowsFound:
-    """Reads the rows as a format."""
+def parse_sample(sample: TableSample, choice: RoleChoice, objective: str | None = None) -> RowsFound:
+    """Reads the rows as a format. objective: given by the user."""
+    is_prompt = OBJECTIVE_SECTIONS[objective or objective_of_rows(choice.format)].takes_rewards
     samples, bad = [], []
     for label, number, row in sample.items:
         try:
             if isinstance(row, str):
                 raise BadRow(row)
-            samples.append(parse_row(row, choice.format, choice.columns))
+            samples.append(parse_row(row, choice.format, choice.columns, is_prompt))
         except BadRow as error:
             bad.append(f"{label}:{number}: {error}")
     read = (tuple(bad), sample.is_all, tuple(samples), sample.items)
     unused = tuple(unused_columns(sample.rows, choice))
-    return RowsFound(choice.format, choice.columns, choice.reason, sample.count, *read, unused)
+    return RowsFound(choice.format, choice.columns, choice.reason, sample.count, *read, unused, objective)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import socket
 import subprocess
@@ -12,9 +13,12 @@ from typing import Any
 import forks
 import psutil
 import pytest
+import tiny
 from conftest import ROOT
 
+from finetune.desk.cli import main
 from finetune.errors import UserError
+from finetune.features import load_recipe
 from finetune.training.launcher import _split, _status, launch
 
 CONFIGS = ROOT / "accelerate_configs"
@@ -55,6 +59,51 @@ def test_what_is_wrong_with_the_command_starts_nothing(recipe: dict[str, Any], w
         with pytest.raises(UserError, match=fragment):
             launch(words, config)
     assert psutil.Process().children() == before
+
+
+def _questions(folder: Path) -> Path:
+    rows = [{"question": f"What is {i}?", "answer": f"It is {i}."} for i in range(40)]
+    return tiny.write_rows(folder / "faq.jsonl", rows)
+
+
+def test_a_launch_without_a_recipe(made: Path, tmp_path: Path) -> None:
+    """The recipe lies beside the run, is shown, and trains; a second time it is left alone."""
+    runs = tmp_path / "runs"
+    words = ["--model", made / "llama", "--data", _questions(tmp_path), "--yes"]
+    words += [f"run.dir={runs}", "train.max_steps=2", "schedule.warmup_steps=0"]
+    status, output = run(*words)
+    assert status == 0, output
+    recipe = runs / "faq-lora.yaml"
+    assert recipe.read_text(encoding="utf-8").rstrip() in output
+    assert (load_recipe(recipe).mode, load_recipe(recipe).train.max_steps) == ("lora", 2)
+    assert (runs / "faq-lora" / "status.json").is_file()
+    status, output = run(*words)
+    assert status == 2
+    assert f"{recipe} exists already and is left as it is. Fix: python -m finetune launch {recipe} trains" in output
+
+
+def test_a_new_recipe_is_trained_if_it_is_wanted(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    given = ["--model", str(made / "llama"), "--data", str(_questions(tmp_path)), f"run.dir={tmp_path / 'runs'}"]
+    for words, stdin, status, message in (
+        (given, io.StringIO(), 2, "no terminal to ask on before the new recipe is trained. Fix: give --yes"),
+        (["a.yaml", *given], Terminal(), 2, "launch a.yaml: --model is not used with a recipe"),
+        (given[:2], Terminal(), 2, "launch --model: no recipe, and no --data. Fix: give it"),
+        ([*given, "--on", "slurm"], Terminal(), 2, "launch --on slurm: --model is for this machine"),
+        (given, Terminal("n\n"), 0, "faq-lora.yaml trains it"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["finetune", "launch", *words])
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(SystemExit) as stop:
+            main()
+        shown = capsys.readouterr()
+        assert (stop.value.code or 0, message in shown.out + shown.err) == (status, True), shown
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["faq-lora.yaml"]
 
 
 def test_a_taken_port_is_named(recipe: dict[str, Any], write_recipe: Any) -> None:

@@ -17,11 +17,13 @@ import pyarrow.parquet
 import pytest
 import tiny
 import yaml
+from repository import ROOT
 from rich.console import Console
 
 from finetune.desk.setup.check import check_recipe
 from finetune.desk.setup.new import write_new
 from finetune.desk.setup.new_options import NewOptions
+from finetune.desk.setup.recipe_text import base_paths
 from finetune.desk.setup.roles import choose_columns, refusal
 from finetune.desk.setup.row_fit import GOAL_STEPS, ExampleLengths, fit_rows, pieces
 from finetune.desk.setup.rows import read_sample
@@ -77,6 +79,7 @@ def test_what_is_written_passes_check(made: Path, tmp_path: Path, kind: str) -> 
     printed = new(made / "llama", files[kind](), "full" if kind == "text" else "lora", output)
     report = check_recipe(output, ())
     assert report.error is None
+    assert not [note for note in report.notes if "emulated" in note]
     assert [note for note in report.notes if "step" in note] == ([] if kind != "few" else report.notes)
     recipe = load_recipe(output)
     assert recipe.objective.name == {"pairs": "dpo", "marked": "kto", "classes": "classify"}.get(kind, "sft")
@@ -90,6 +93,73 @@ def test_what_is_written_passes_check(made: Path, tmp_path: Path, kind: str) -> 
     commands = [line.strip() for line in printed.splitlines() if line.startswith("  python -m finetune ")]
     assert commands[:2] == [f"python -m finetune {name} {output}" for name in ("check", "launch")]
     assert len(commands) == 3
+
+
+NUMBERS = [{"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}."} for i in range(60)]
+PROMPTS = [{"prompt": f"Count to {i}."} for i in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "mode", "options", "rewards"),
+    [
+        (NUMBERS, "lora", {"objective": "grpo", "rewards": ("number",)}, ["number"]),
+        (
+            NUMBERS,
+            "full",
+            {"objective": "grpo", "rewards": ("{name: length, target: 8}", "number")},
+            ["length", "number"],
+        ),
+        (NUMBERS, "qlora", {"objective": "grpo", "rewards": ("number",)}, ["number"]),
+        (PROMPTS, "lora", {"objective": "grpo", "rewards": ("REWARDS:words",)}, ["words"]),  # rows that have no answers
+    ],
+)
+def test_a_recipe_on_samples(
+    made: Path, tmp_path: Path, rows: list[dict[str, Any]], mode: str, options: dict[str, Any], rewards: list[str]
+) -> None:
+    code = tmp_path / "rewards.py"
+    code.write_text("def words(completion):\n    return float(len(completion.split()))\n", encoding="utf-8")
+    options["rewards"] = tuple(one.replace("REWARDS", str(code)) for one in options["rewards"])
+    output, data = tmp_path / "recipe.yaml", tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    printed = new(made / "llama", data, mode, output, **options)
+    recipe = load_recipe(output)
+    assert (recipe.objective.name, recipe.mode) == ("grpo", mode)
+    assert [one.label for one in recipe.rewards] == rewards
+    assert recipe.train.max_steps is not None
+    assert recipe.train.max_steps >= GOAL_STEPS
+    assert "16 prompts x 8 samples" in printed
+    assert ("no row has an answer" in printed) == (rows is PROMPTS)
+    report = check_recipe(output, ())
+    assert report.error is None
+    assert not [note for note in report.notes if "emulated" in note or "dropped" in note]
+
+
+def test_rewards_are_asked_for_or_refused(made: Path, tmp_path: Path) -> None:
+    output, data = tmp_path / "recipe.yaml", tiny.write_rows(tmp_path / "rows.jsonl", NUMBERS)
+    for options, message in (
+        ({"objective": "grpo"}, "`grpo` needs a reward, and there is no terminal to ask on. Fix: add --reward"),
+        (
+            {"objective": "grpo", "rewards": ("nomber",)},
+            "--reward nomber: no such reward. Fix: use exact_match, number",
+        ),
+        ({"objective": "grpo", "rewards": ("regex",)}, "pattern"),
+        ({"rewards": ("number",)}, "`sft` trains on rows, not on rewards. Fix: leave it out, or add --objective grpo"),
+        ({"objective": "dpo"}, "not for rows of prompt_completion.*Fix: use --objective sft"),
+        ({"objective": "dop"}, "no such objective. Fix: use one of sft"),
+    ):
+        with pytest.raises(UserError, match=message):
+            new(made / "llama", data, output=output, **options)
+        assert not output.exists()
+    new(made / "llama", data, output=output, objective="grpo", ask=lambda _question, default: default)
+    assert [one.label for one in load_recipe(output).rewards] == ["exact_match"]
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo", "reward"])
+def test_an_objective_of_the_same_rows(made: Path, tmp_path: Path, objective: str) -> None:
+    output, data = tmp_path / "recipe.yaml", tiny.write_rows(tmp_path / "pairs.jsonl", tiny.preferences(60))
+    new(made / "llama", data, output=output, objective=objective)
+    recipe = load_recipe(output)
+    assert (recipe.objective.name, recipe.run.name) == (objective, f"pairs-{objective}-lora")
+    assert check_recipe(output, ()).error is None
 
 
 def test_a_template_for_a_tokenizer_without_one(made: Path, tmp_path: Path) -> None:
@@ -223,6 +293,31 @@ def test_overrides_are_written_in_place(made: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"command line, 'optimizer\.lrr=1': optimizer\.lrr: unknown key"):
         new(made / "llama", data, output=tmp_path / "other.yaml", overrides=("optimizer.lrr=1",))
     assert not (tmp_path / "other.yaml").exists()
+
+
+def test_a_recipe_names_its_base_so_that_both_can_move(made: Path, tmp_path: Path) -> None:
+    """A copy of the project, a recipe in it, one beside it, and one elsewhere, whose base is what ships."""
+    project = tmp_path / "work" / "project"
+    shutil.copytree(ROOT / "recipes" / "base", project / "recipes" / "base")
+    shutil.copy(ROOT / "recipes" / "recipe.schema.json", project / "recipes")
+    data = table(tmp_path, ("question", "answer"))
+    inside, beside = project / "recipes" / "mine" / "a.yaml", tmp_path / "work" / "b.yaml"
+    elsewhere = tmp_path / "elsewhere" / "c.yaml"
+    for path, base, schema in (
+        (inside, "../base/lora.yaml", "../recipe.schema.json"),
+        (elsewhere, "recipes/base/lora.yaml", str(ROOT / "recipes" / "recipe.schema.json")),
+    ):
+        new(made / "llama", data, output=path)
+        text = path.read_text(encoding="utf-8")
+        assert text.startswith(f"# yaml-language-server: $schema={schema}\n")
+        assert yaml.safe_load(text)["extends"] == base
+        assert (path.parent / schema).is_file()
+    assert base_paths(project / "recipes" / "base" / "lora.yaml", beside) == (
+        "project/recipes/base/lora.yaml",
+        "project/recipes/recipe.schema.json",
+    )
+    moved = (tmp_path / "work").rename(tmp_path / "moved") / inside.relative_to(tmp_path / "work")
+    assert load_recipe(moved).mode == load_recipe(elsewhere).mode == "lora"
 
 
 def test_what_cannot_be_known_is_marked(tmp_path: Path) -> None:

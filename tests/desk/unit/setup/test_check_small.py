@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
+from conftest import train_here
 from repository import ROOT
 
 from finetune.desk.setup.check import check_recipe
+from finetune.engine.product_speed import EMULATED, compute_device, times_slower
 
 QUIET = ("train.max_steps=1", "schedule.warmup_steps=0")
 
@@ -141,3 +144,13 @@ def test_check_looks_into_the_first_window_of_a_stream(recipe: dict[str, Any], w
     assert report.error is None
     assert report.facts["train_data"] == "a stream; its first window has 30 examples"
     assert report.facts["steps"] == 6
+
+
+def test_precision_that_this_machine_emulates(path: Path) -> None:
+    """Both commands say what bf16 costs here, or neither; the recipe's maths stays."""
+    emulated = times_slower(torch.bfloat16, compute_device()) >= EMULATED
+    for precision, expected in (("bf16", emulated), ("fp32", False)):
+        given = (*QUIET, f"train.precision={precision}")
+        report = check_recipe(path, given)
+        for said in ("".join(report.notes), train_here(path, *given)):
+            assert ("bf16 is emulated here" in said and "Fix: train.precision=fp32" in said) == expected

@@ -624,6 +624,72 @@ def test_unsloth_defaults_and_full_training(convert: Convert) -> None:
     assert values(recipe, "mode", "lora", "train.precision") == ["full", None, "bf16_true"]
 
 
+UNSLOTH_SCRIPT = """
+from unsloth import FastLanguageModel
+max_seq_length = 1024  # a literal, once
+rank = 8
+rank = 32  # twice: only a run would tell
+model, tokenizer = FastLanguageModel.from_pretrained(
+    "unsloth/Qwen3-4B", max_seq_length=max_seq_length, load_in_4bit=False, load_in_16bit=True, dtype=None
+)
+model = FastLanguageModel.get_peft_model(
+    model, r=rank, lora_alpha=64, target_modules=["q_proj", "v_proj"], lora_dropout=0, random_state=7
+)
+from datasets import load_dataset
+dataset = load_dataset("json", data_files="rows.jsonl", split="train")
+dataset = dataset.map(lambda row: open("/written/by/the/script", "w"))
+trainer = SFTTrainer(
+    model=model, tokenizer=tokenizer, train_dataset=dataset, formatting_func=to_text,
+    args=SFTConfig(
+        per_device_train_batch_size=2, gradient_accumulation_steps=4, num_train_epochs=3, learning_rate=base_lr * 2,
+        warmup_steps=5, bf16=is_bf16_supported(), optim="adamw_torch", lr_scheduler_type="cosine", output_dir="outputs",
+        dataset_text_field="body",
+    ),
+)
+trainer = train_on_responses_only(trainer, instruction_part="a", response_part="b")
+"""
+
+
+@pytest.mark.parametrize("is_notebook", [False, True])
+def test_unsloth_scripts_and_notebooks(convert: Convert, is_notebook: bool, tmp_path: Path) -> None:
+    text, name = UNSLOTH_SCRIPT, "train.py"
+    if is_notebook:
+        lines = ["%%capture\n", "!pip install unsloth\n", "if True:\n", "    !pip install trl\n"]
+        cells = [{"cell_type": "code", "source": lines}, {"cell_type": "markdown", "source": ["# Train"]}]
+        cells.append({"cell_type": "code", "source": UNSLOTH_SCRIPT.splitlines(keepends=True)})
+        text, name = json.dumps({"cells": cells}), "train.ipynb"
+    Path(name).write_text(text, encoding="utf-8")
+    recipe, printed, _ = convert(name)
+    assert (recipe.model.name, recipe.mode, recipe.data.max_length) == ("unsloth/Qwen3-4B", "lora", 1024)
+    assert recipe.lora is not None
+    assert (recipe.lora.alpha, recipe.lora.targets) == (64, ("q_proj", "v_proj"))
+    assert (recipe.data.train[0].path, recipe.data.train[0].columns) == ("rows.jsonl", {"text": "body"})
+    assert (recipe.train.epochs, recipe.batch.rows, recipe.schedule.warmup_steps) == (3, 8, 5)
+    assert (recipe.objective.train_on, recipe.run.seed, recipe.run.name) == ("assistant", 7, "outputs")
+    todo = printed.partition("To do, marked in the recipe:")[2]
+    assert re.search(r"lora\.rank: computed there \(line \d+: rank\)", todo)
+    assert re.search(r"optimizer\.lr: computed there \(line \d+: base_lr \* 2\)", todo)
+    assert "formatting_func=" in printed
+    assert re.search(r"bf16.*is_bf16_supported\(\)", printed)
+    assert not (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.py", "print(1)", "no call of Unsloth's FastLanguageModel"),
+        ("a.py", "x = = 1", r"a\.py:1: not valid Python: invalid syntax. Fix: "),
+        ("a.py", "(" * 5000, "not valid Python|cannot be read"),
+        ("a.ipynb", "{}", "not a notebook. Fix: save it again"),
+        ("a.ipynb", '{"cells": [{"cell_type": "code", "source": ["x = = 1"]}]}', "not valid Python"),
+    ],
+)
+def test_scripts_that_cannot_be_read(convert: Convert, name: str, text: str, message: str) -> None:
+    Path(name).write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        convert(name)
+
+
 UNSLOTH_CONFIG = """
 model: org/m
 data: {local_dataset: [a.jsonl, b.jsonl], format_type: sharegpt}
