@@ -26,8 +26,9 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = (), text: str | Non
 
 
 def all_features() -> Features:
-    """Returns what a run may use: the trainer's own, and samples of the model."""
+    """Returns what a run may use: the trainer's own, samples of the model, and copies on the hub."""
     from finetune.objectives.table import ObjectiveRow
+    from finetune.release.export.push import Pusher, check_push
     from finetune.rl.policy import grpo
     from finetune.rl.rollouts.run_rows import make_rows, prompt_notes
     from finetune.training.prepare import TRAINER, Features
@@ -36,4 +37,6 @@ def all_features() -> Features:
         objectives={**TRAINER.objectives, "grpo": ObjectiveRow(grpo, reads_rollouts=True)},
         prompt_notes=prompt_notes,
         make_rows=make_rows,
+        check_push=check_push,
+        make_push=Pusher,
     )

@@ -124,8 +124,8 @@ def _restore(engine: Engine, folder: Path, state: dict[str, Any], changes: list[
     return Resumed(progress, state["metrics"], changes, notes, state["trackers"], state["steps"])
 
 
-# Location and retention of checkpoints: these may differ from those of a finished run.
-_NOT_TRAINED = ("checkpoint.", "run.dir:")
+# Location, retention and copies of checkpoints: these may differ from those of a finished run.
+_NOT_TRAINED = ("checkpoint.", "run.dir:", "run.push")
 
 
 def check_finished(folder: Path, changes: list[str], step: int, steps: int) -> None:

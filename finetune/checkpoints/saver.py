@@ -65,11 +65,13 @@ class Saver:
         root: Path,
         metadata: dict[str, Any],
         is_ours: Callable[[], bool] = lambda: True,
+        sealed: Callable[[Path], None] = lambda _: None,
     ):
         """metadata: further content of state.json (data, versions, trackers), from the main process. is_ours: whether
-        this launch may still write the folder, checked on the main process. Collective."""
+        this launch may still write the folder, checked on the main process. sealed: receives each complete
+        checkpoint, in the main process's thread, before older ones are deleted. Collective."""
         self._engine, self._recipe, self._root, self._metadata = engine, recipe, root, metadata
-        self._is_ours = is_ours
+        self._is_ours, self._sealed = is_ours, sealed
         self.asynchronous = recipe.checkpoint.asynchronous and engine.copies_state
         self._gather = engine.ranks.side_gather()
         self._staging = Staging()
@@ -207,6 +209,7 @@ class Saver:
         (partial / "recipe.yaml").write_text(text, encoding="utf-8")
         self._if_ours(seal, partial, final, [entry for entry, _ in shares])
         self._retention.trust(final)
+        self._sealed(final)
         self._prune()
 
     def _prune(self) -> None:

@@ -62,6 +62,13 @@ def _trackio(value: Any) -> Any:
     return {True: _PROJECT, False: None}[value] if isinstance(value := _switch(value), bool) else value
 
 
+def _push(value: Any) -> Any:
+    """`false` is no push, and text the repository."""
+    if (value := _switch(value)) is False:
+        return None
+    return {"repo": value} if isinstance(value, str) else value
+
+
 def _environment(value: Any) -> Any:
     """Text is the path of the file."""
     return {"file": value} if isinstance(value, str) and not isinstance(value, PlainWord) else value
@@ -82,6 +89,7 @@ SHORTHANDS: dict[tuple[str, str], Shorthand] = {
     ("data", "eval"): Shorthand(_held_out, "a path or a share", (_PATH, _PATHS, _SHARE)),
     ("tracking", "wandb"): Shorthand(_wandb, "true or a project's name", ({"type": "boolean"}, {"type": "string"})),
     ("tracking", "trackio"): Shorthand(_trackio, "true or false", ({"type": "boolean"},)),
+    ("run", "push"): Shorthand(_push, "a repository, as org/name, or false", (_PATH, {"const": False})),
     ("rollouts", "environment"): Shorthand(_environment, "a path", (_PATH,)),
     ("lora", "targets"): Shorthand(_names, "names with commas", ({"type": "string", "pattern": ","},)),
 }

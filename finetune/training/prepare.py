@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, ParamSpec, Protocol, TypeVar
 
 from transformers import PretrainedConfig
@@ -41,6 +42,7 @@ from finetune.recipe import Recipe
 from finetune.recipe.schema import BatchSettings, Source
 from finetune.tracking.trackers import check_trackers
 from finetune.training.run_plan import length_notes
+from finetune.training.signals import StopRequest
 from finetune.training.target_values import MakeLoader
 from finetune.training.teacher import with_teacher
 
@@ -68,6 +70,30 @@ class MakeRows(Protocol):
         ...
 
 
+class Push(Protocol):
+    """Copies of a run elsewhere, made by a thread of the main process."""
+
+    def checkpoint(self, folder: Path) -> None:
+        """Queues a complete checkpoint in place of one that still waits; returns at once."""
+        ...
+
+    def result(self, folder: Path) -> None:
+        """Queues the result; returns at once."""
+        ...
+
+    def finish(self) -> str | None:
+        """Waits for what is queued, with a last try of what has failed, and says what is there. Returns what is not."""
+        ...
+
+    def abandon(self) -> None:
+        """Says what is there, and drops the rest: the run was asked to stop."""
+        ...
+
+
+class MakePush(Protocol):
+    def __call__(self, recipe: Recipe, stop: StopRequest, say: Callable[[str], None]) -> Push: ...
+
+
 @dataclass(frozen=True)
 class Features:
     """What the wings add to the trainer, which imports none of them; `finetune/features.py` has all of it."""
@@ -75,6 +101,8 @@ class Features:
     objectives: Mapping[str, ObjectiveRow]  # by `objective.name`
     prompt_notes: PromptNotes | None = None  # of `rollouts`, as `make_rows`
     make_rows: MakeRows | None = None
+    check_push: Callable[[Recipe], None] | None = None  # of `run.push`: raises UserError for what can never be sent
+    make_push: MakePush | None = None
 
 
 TRAINER = Features(OBJECTIVES)  # alone
@@ -157,6 +185,8 @@ def prepare(
     config = problems.attempt(_checked_config, base, recipe.batch)
     micro_batches = problems.attempt(check_launch, recipe, recipe_file, launch, config)
     problems.attempt(check_trackers, recipe.tracking)
+    if recipe.run.push is not None and features.check_push is not None:
+        problems.attempt(features.check_push, recipe)
     tokenizer = problems.attempt(lambda: base.tokenizer)
     if config is not None and tokenizer is not None:
         problems.attempt(_check_models, base, recipe.objective.other_models.get("reference_model"))
@@ -194,6 +224,8 @@ def check_features(recipe: Recipe, features: Features) -> None:
     needs_samples = "rollouts" if recipe.rollouts is not None else "rewards" if recipe.rewards else None
     if needs_samples is not None and None in (features.prompt_notes, features.make_rows):
         raise _lacking(f"{needs_samples}: sampling")
+    if recipe.run.push is not None and None in (features.check_push, features.make_push):
+        raise _lacking("run.push")
 
 
 def _lacking(needed: str) -> UserError:

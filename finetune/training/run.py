@@ -19,7 +19,7 @@ from finetune.data.dataset import on_disk
 from finetune.engine.base import Engine
 from finetune.engine.launch import read_launch
 from finetune.engine.start import start_engine
-from finetune.errors import Stopped, UserError
+from finetune.errors import RunFailure, Stopped, UserError
 from finetune.models.base_model import Base, check_same_images, check_same_vocabulary
 from finetune.recipe import Recipe
 from finetune.training.prepare import TRAINER, Features, Prepared, prepare
@@ -119,7 +119,31 @@ def started(
     with in_use(engine, run_folder(recipe.run)) as run_lock:
         predicted = predict(prepared, engine) if predict is not None and engine.is_main else None
         trainer = Trainer(prepared, engine, stop, console, predicted, run_lock)
-        try:
-            yield trainer
-        finally:
-            engine.close()
+        with pushed(trainer, stop):
+            try:
+                yield trainer
+            finally:
+                engine.close()
+
+
+@contextlib.contextmanager
+def pushed(trainer: Trainer, stop: StopRequest) -> Iterator[None]:
+    """Waits at the end for what `run.push` still sends; no rank waits in a collective meanwhile.
+
+    Raises RunFailure if a run that is complete is not all on the hub.
+    """
+    make, recipe = trainer.features.make_push, trainer.recipe
+    if recipe.run.push is None or make is None or not trainer.engine.is_main:
+        yield
+        return
+    trainer.push = push = make(recipe, stop, trainer.say)
+    try:
+        yield
+    except (Stopped, KeyboardInterrupt):  # a scheduler waits for this process
+        push.abandon()
+        raise
+    except BaseException:
+        push.finish()  # it warns; the first error is the run's
+        raise
+    if (missing := push.finish()) is not None:
+        raise RunFailure(missing)

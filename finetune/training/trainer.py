@@ -61,7 +61,7 @@ from finetune.training import parts
 from finetune.training.display import next_command, show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import Evaluator, as_columns, end_ids, sum_terms
 from finetune.training.optim import build_optimizers, lr_factor
-from finetune.training.prepare import Prepared
+from finetune.training.prepare import Prepared, Push
 from finetune.training.profile import Profiler, show_profile
 from finetune.training.reference import AdaptersOff, ReferenceColumns, reads_columns
 from finetune.training.run_dir import ExpertLoad, RunLog, disk_failure, run_folder
@@ -101,6 +101,8 @@ class Trainer:
         predicted: entry of plan.json, on the main rank; run_lock: lock of the run's folder. Raises UserError.
         """
         self.recipe, self.engine, self.stop, self.console = prepared.recipe, engine, stop, console
+        self.features = prepared.features
+        self.push: Push | None = None  # of `run.push`, on the main rank
         self.tokenizer, self.folder, self.run_lock = prepared.base.tokenizer, run_folder(prepared.recipe.run), run_lock
         prepared, full_rows = prepared.on(engine.device.type)
         for note in prepared.notes:
@@ -192,6 +194,8 @@ class Trainer:
                 f"{self.folder} is finished: step {self.state.step} of {self.plan.steps}, nothing to do. Train further "
                 "with more steps (train.max_steps, train.epochs), or start again under another run.name"
             )
+            if self.push is not None:  # the last launch may have failed to
+                self.push.result(self.folder / "model")
             return
         try:
             self._run()
@@ -224,7 +228,9 @@ class Trainer:
             "versions": self.plan.versions,
             "git_commit": self.plan.git_commit,
         }
-        self.saver = Saver(self.engine, self.recipe, self.folder / "checkpoints", metadata, self._holds_folder)
+        sealed = (lambda _: None) if self.push is None else self.push.checkpoint
+        root = self.folder / "checkpoints"
+        self.saver = Saver(self.engine, self.recipe, root, metadata, self._holds_folder, sealed)
         self.saved_at = time.monotonic()
         try:
             with self.loader.rows.opened():
@@ -539,6 +545,8 @@ class Trainer:
         card = model_card(self.recipe, asdict(self.plan), about, loss, evaluation)
         adapter, frozen = self.recipe.mode != "full", dtypes(self.recipe).frozen
         save_result(self.engine, self.tokenizer, self.end_ids, adapter, frozen, card, self.folder / "model")
+        if self.push is not None:
+            self.push.result(self.folder / "model")
         command = next_command(self.recipe.objective, self.recipe.data, self.folder)
         self.say(f"saved [bold]{self.folder / 'model'}[/bold]; try it: {escape(command)}")
         if wandb is None or wandb.log_model == "none":

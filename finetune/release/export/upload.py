@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
@@ -22,8 +22,11 @@ from rich.table import Table
 from finetune.errors import RunFailure, UserError
 from finetune.utils import readable_bytes
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
 _BASE = "base_model_name_or_path"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 # The files of a result or an export; any other file in the folder is refused by name.
@@ -54,7 +57,7 @@ def collect(run_dir: Path, base_model: str | None) -> Upload:
         raise UserError(
             f"{run_dir}: no model here (no config.json, adapter_config.json or .gguf file). Fix: export one"
         )
-    if base_model is not None and not _HUB_ID.fullmatch(base_model):
+    if base_model is not None and not HUB_ID.fullmatch(base_model):
         raise UserError(f"--base-model {base_model}: not a hub id. Fix: give one, as org/name")
     files: dict[str, Path | bytes] = {name: folder / name for name in _files(folder)}
     texts = {
@@ -65,7 +68,7 @@ def collect(run_dir: Path, base_model: str | None) -> Upload:
     card, _ = _metadata(texts.get("README.md", ""))
     settings = json.loads(texts.get("adapter_config.json", "{}"))
     names = [one for one in (settings.get(_BASE), card.get("base_model")) if isinstance(one, str)]
-    local = sorted({name for name in names if not _HUB_ID.fullmatch(name) or Path(name).exists()})
+    local = sorted({name for name in names if not HUB_ID.fullmatch(name) or Path(name).exists()})
     base = base_model or next((name for name in names if name not in local), None)
     if local and base_model is None:
         raise UserError(
@@ -140,50 +143,68 @@ def upload(
 
     Raises UserError, and RunFailure if the hub cannot be reached or refuses.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi, get_token
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HFValidationError
 
     what = collect(run_dir, base_model)
     if get_token() is None:
         raise UserError("upload: no token. Fix: run `hf auth login`, or set HF_TOKEN to one that may write")
     api = HfApi()
-    with _explained():
+    with explained():
         to = to or f"{api.whoami()['name']}/{run_dir.resolve().name}"
         if "/" not in to:
             raise UserError(f"--to {to}: not the name of a repository. Fix: give org/name")
         try:
-            if not api.model_info(to).private and not is_public:
-                raise UserError(f"{to} exists and is public. Fix: give --public to add to it, or another --to")
-        except RepositoryNotFoundError:
-            pass
+            check_privacy(api, to, is_public, "give --public to add to it, or another --to")
         except HFValidationError as error:
             raise UserError(f"--to {to}: not the name of a repository: {error}. Fix: give org/name") from None
     show(console, what, to, is_public)
     agrees()
-    additions = [
-        CommitOperationAdd(name, file if isinstance(file, bytes) else str(file)) for name, file in what.files.items()
-    ]
-    with _explained():
-        api.create_repo(to, private=not is_public, exist_ok=True)
-        api.create_commit(to, additions, commit_message="Upload by finetune")
+    with explained():
+        send(api, to, what.files, is_public)
     return f"{api.endpoint}/{to}"
 
 
+def check_privacy(api: HfApi, to: str, is_public: bool, fix: str) -> list[str]:
+    """Returns the files of a repository, none if it is absent. Raises UserError if it is public and must not be."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        info = api.model_info(to)
+    except RepositoryNotFoundError:
+        return []
+    if not info.private and not is_public:
+        raise UserError(f"{to} exists and is public. Fix: {fix}")
+    return [file.rfilename for file in info.siblings or ()]
+
+
+def send(api: HfApi, to: str, files: dict[str, Path | bytes], is_public: bool, removed: Sequence[str] = ()) -> None:
+    """Add files to a repository in one commit, which creates it if it is absent. Raises errors of the hub."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    additions = [
+        CommitOperationAdd(name, file if isinstance(file, bytes) else str(file)) for name, file in files.items()
+    ]
+    deletions = [CommitOperationDelete(name) for name in removed]
+    api.create_repo(to, private=not is_public, exist_ok=True)
+    api.create_commit(to, [*additions, *deletions], commit_message="Upload by finetune")
+
+
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def explained(what: str = "upload", command: str = "run the same command again") -> Iterator[None]:
     """Raises RunFailure if the hub refuses, or cannot be reached. Its messages have no token."""
     from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 
-    again = "run the same command again, which goes on with what the hub lacks"
+    again = f"{command}, which goes on with what the hub lacks"
     try:
         yield
     except OfflineModeIsEnabled:
-        raise UserError("upload: HF_HUB_OFFLINE is set. Fix: unset it") from None
+        raise UserError(f"{what}: HF_HUB_OFFLINE is set. Fix: unset it") from None
     except (HTTPError, OSError, RuntimeError) as error:  # the last: of a file, for a reason that is its cause
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
         if not isinstance(cause, HfHubHTTPError):
             raise RunFailure(
-                f"upload: the hub cannot be reached: {cause}. Fix: check the network; then {again}"
+                f"{what}: the hub cannot be reached: {cause}. Fix: check the network; then {again}"
             ) from None
         status = cause.response.status_code  # not the message: addresses of large files are signed
         refused = status in (401, 403)
@@ -192,6 +213,6 @@ def _explained() -> Iterator[None]:
             if refused
             else "Fix: wait, or look at its status page"
         )
-        raise RunFailure(f"upload: the hub answers {status}. {why}; then {again}") from None
+        raise RunFailure(f"{what}: the hub answers {status}. {why}; then {again}") from None
     except (ValueError, KeyError) as error:  # what answers is no hub
-        raise RunFailure(f"upload: what answers is no hub: {error}. Fix: check HF_ENDPOINT and the proxy") from None
+        raise RunFailure(f"{what}: what answers is no hub: {error}. Fix: check HF_ENDPOINT and the proxy") from None
