@@ -77,7 +77,8 @@ RUN_NAME_WITH_VALUES = r"^([A-Za-z0-9]|\{[A-Za-z0-9._]+\})([A-Za-z0-9._-]|\{[A-Z
 class Push(Section):
     """Repository of the Hugging Face Hub that gets the last checkpoint while training, and the result at the end."""
 
-    repo: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")]  # its name, as org/name; created if absent
+    # Its name, as org/name; created if absent.
+    repo: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")]
     private: bool = True  # false: public, also one that exists and is
     # The base's name on the hub, if model.name is a local folder: files that name the base are sent with it.
     base_model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")] | None = None
