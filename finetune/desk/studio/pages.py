@@ -118,7 +118,6 @@ def run_values(jobs: Jobs, run: str) -> dict[str, Any]:
     job = jobs.last_launches().get(run)
     row = run_row(jobs, run, job, read_prices())
     again = launch_fields(job.words if job else ())
-    first_recipe = again["recipe"]
     if (jobs.folder / run / "recipe.yaml").is_file():
         again |= {"recipe": f"{run}/recipe.yaml", "overrides": ""}  # that of the run has them all
     return {
@@ -126,11 +125,18 @@ def run_values(jobs: Jobs, run: str) -> dict[str, Any]:
         "log": run_log(jobs.folder / run),
         "job": job_row(jobs, job) if job else None,
         "again": again,
-        "first_recipe": "" if first_recipe.startswith(f"{run}/") else first_recipe,
+        "first_recipe": _first_recipe(jobs, run),
         "is_early": row["state"].name in (STOPPED_EARLY, "failed before its first step", "not begun"),
         "shows_report": row["has_begun"] or (not row["is_live"] and has_files(jobs.folder / run)),
         "stamp": stamp(jobs, [run]),
     }
+
+
+def _first_recipe(jobs: Jobs, run: str) -> str:
+    """Returns the recipe that a run was begun from, by the studio: it is resumed from its own copy. "": not known."""
+    launches = [job for job in jobs.all() if job.action == "launch" and job.about == run]
+    recipes = (launch_fields(job.words)["recipe"] for job in launches)
+    return next((recipe for recipe in recipes if not recipe.startswith(f"{run}/")), "")
 
 
 def has_files(run: Path) -> bool:

@@ -156,6 +156,20 @@ def test_a_run_that_is_stopped_saves_and_is_resumed(jobs: Jobs) -> None:
     assert offered(page(jobs)) == (False, True)
 
 
+def test_a_new_run_begins_from_the_recipe_and_not_from_the_copy_of_a_run(jobs: Jobs) -> None:
+    job = launched(jobs)
+    jobs.stop(job)
+    ended(jobs, job)
+    record = jobs.folder / ".finetune-studio" / "jobs" / str(job.number) / "job.json"
+    for number, recipe in ((job.number, "recipe.yaml"), (job.number + 1, f"{RUN}/recipe.yaml")):  # begun, resumed
+        place = record.parents[1] / str(number)
+        place.mkdir(exist_ok=True)
+        values = {**json.loads(record.read_text()), "number": number, "words": ["-m", "finetune", "launch", recipe]}
+        (place / "job.json").write_text(json.dumps(values))
+        (place / "status.txt").write_text("75\n")
+    assert '<a href="/recipe?path=recipe.yaml">New run</a>' in page(jobs)
+
+
 def test_a_run_that_fails_or_is_killed(jobs: Jobs) -> None:
     job = begun(jobs)
     (jobs.folder / "end").write_text("fail")
