@@ -90,7 +90,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "command": "python benchmarks/prepare_speed.py " + shlex.join(sys.argv[1:]),
         "note": "other work may have loaded the machine: compare within a round; ratios are medians over rounds",
         "cores": cores(),
-        "versions": {name: metadata.version(name) for name in ("finetune", "trl", "datasets", "transformers")},
+        "versions": {name: metadata.version(name) for name in ("finetune-recipes", "trl", "datasets", "transformers")},
         "python": platform.python_version(),
         "repeat": arguments.repeat,
         "cells": cells,

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from finetune import __version__
 from finetune.data.dataset import Dataset, on_disk
 from finetune.data.packing import pack
 from finetune.data.row_source import EpochSize, RowSource
@@ -25,7 +26,7 @@ from finetune.utils import write_atomically
 
 _GIB = 2**30
 STATE = {"weights": "weights", "gradients": "gradients", "optimizer_state": "optimizer state"}  # metrics, formulas
-_PACKAGES = ("finetune", "torch", "transformers", "accelerate", "peft", "datasets", "deepspeed", "bitsandbytes")
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "deepspeed", "bitsandbytes")
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def training_length(train: Train, rows_per_step: int, size: EpochSize | None) ->
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of installed packages that can change numbers."""
-    installed = {"python": platform.python_version()}
+    installed = {"python": platform.python_version(), "finetune": __version__}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)

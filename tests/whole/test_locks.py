@@ -27,7 +27,7 @@ def pins(path: Path) -> dict[str, str]:
 def test_a_lock_has_every_package_within_its_range_at_the_pinned_version(lock: Path) -> None:
     locked, pinned = pins(lock), pins(ROOT / "constraints.txt")
     assert {name: version for name, version in pinned.items() if locked.get(name, version) != version} == {}
-    for text in metadata.requires("finetune") or []:
+    for text in metadata.requires("finetune-recipes") or []:
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate({"extra": "dev"}):
             assert requirement.specifier.contains(locked[requirement.name.lower().replace("_", "-")]), text

@@ -35,8 +35,8 @@ def xlsx(file: File) -> NumberedRows:
     """
     if find_spec("openpyxl") is None:
         raise UserError(
-            f"{file.label}: spreadsheets need the package openpyxl. Fix: pip install 'finetune[tables]', or save the "
-            "sheet as CSV (UTF-8)"
+            f"{file.label}: spreadsheets need the package openpyxl. Fix: pip install 'finetune-recipes[tables]', or "
+            "save the sheet as CSV (UTF-8)"
         )
     try:
         with seekable_content(file) as stream:

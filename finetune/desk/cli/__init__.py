@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from finetune import __version__
 from finetune.desk.cli import finished, launched, recipes
 from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, unforeseen, without_secrets
 from finetune.startup import is_verbose, quiet_libraries, short_spins, verbose_libraries
@@ -75,10 +76,10 @@ class Command(TyperCommand):
 
 def _show_version(show: bool) -> None:
     if show:
-        packages = ("finetune", "torch", "transformers", "accelerate", "peft", "deepspeed")
+        packages = ("torch", "transformers", "accelerate", "peft", "deepspeed")
         installed = {one.metadata["Name"].lower(): one.version for one in metadata.distributions()}
         versions = [f"{name} {installed[name]}" for name in packages if name in installed]
-        print(", ".join([*versions, f"Python {sys.version.split()[0]}"]))
+        print(", ".join([f"finetune {__version__}", *versions, f"Python {sys.version.split()[0]}"]))
         raise typer.Exit
 
 

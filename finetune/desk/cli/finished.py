@@ -129,8 +129,8 @@ def serve(
 
     if not is_serve_available():
         raise UserError(
-            "serve: fastapi, uvicorn or openai is not installed. Fix: pip install 'finetune[serve]', then run the same "
-            "command again"
+            "serve: fastapi, uvicorn or openai is not installed. Fix: pip install 'finetune-recipes[serve]', then run "
+            "the same command again"
         )
     from finetune.release.inference.serve import serve as run_server
 

@@ -346,8 +346,8 @@ def studio(
     """
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
         raise UserError(
-            "studio: fastapi or uvicorn is not installed. Fix: pip install 'finetune[serve]', then run the same "
-            "command again"
+            "studio: fastapi or uvicorn is not installed. Fix: pip install 'finetune-recipes[serve]', then run the "
+            "same command again"
         )
     from finetune.desk.studio.app import run_studio
 

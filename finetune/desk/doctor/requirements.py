@@ -6,6 +6,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+DISTRIBUTION = "finetune-recipes"  # `finetune` on the index is another project
 OPTIONAL = ("bitsandbytes", "deepspeed", "ninja", "wandb")  # only what asks for them needs them
 
 
@@ -16,7 +17,7 @@ def missing_requirements() -> list[str]:
     from packaging.requirements import Requirement
 
     try:
-        lines = metadata.requires("finetune") or []
+        lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text(encoding="utf-8")
         listed = text.partition("\ndependencies = [")[2].partition("\n]")[0]

@@ -23,7 +23,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, ROOT]
     subprocess.run(build, check=True)
     (wheel,) = folder.glob("*.whl")
-    assert wheel.name.startswith(f"finetune-{finetune.__version__}-")
+    assert wheel.name.startswith(f"finetune_recipes-{finetune.__version__}-")
     assert wheel.stat().st_size < 2 * 2**20
     target = folder / "site-packages"
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True)

@@ -99,7 +99,7 @@ def test_damaged_spreadsheets_and_bombs(
 def test_without_openpyxl_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = workbook(tmp_path / "a.xlsx", {"a": [HEADER, ["x", "y", 1]]})
     monkeypatch.setattr(spreadsheets, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"need the package openpyxl\. Fix: pip install 'finetune\[tables\]', or save"):
+    with pytest.raises(UserError, match=r"package openpyxl\. Fix: pip install 'finetune-recipes\[tables\]', or save"):
         rows(path)
 
 
