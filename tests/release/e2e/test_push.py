@@ -72,7 +72,7 @@ def test_a_run_pushes_while_it_trains_and_never_waits(hub: Hub, pushing: Path, t
     kept = {path.relative_to(folder).as_posix() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
     assert there == kept
     assert repo["files"]["model.safetensors"] == (folder / "model" / "model.safetensors").read_bytes()
-    assert b"base_model: org/base" in repo["files"]["README.md"]
+    assert b"base_model: org/base\nbase_model_relation: finetune\n" in repo["files"]["README.md"]
     assert not (folder / "push.partial").exists()
 
     shutil.rmtree(folder)  # the machine is gone: what a download of the checkpoint gives
