@@ -102,6 +102,21 @@ def test_a_failed_push_ends_no_run(hub: Hub, pushing: Path, tmp_path: Path) -> N
     assert hub.repos[REPO]["files"]["model.safetensors"] == (folder / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
+def test_a_run_that_is_stopped_does_not_wait_for_the_hub(hub: Hub, pushing: Path, tmp_path: Path) -> None:
+    """A scheduler gives it seconds, and requeues it by its status."""
+    hub.may_commit.clear()
+    words = command(hub, pushing, "train.max_steps=100000")
+    with subprocess.Popen(**words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while REPO not in hub.repos:  # the first checkpoint is on its way
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        process.terminate()
+        out, err = process.communicate(timeout=200)
+    assert process.returncode == 75, err
+    assert f"on the hub: nothing of this launch, at {hub.url}/{REPO}" in out
+
+
 @pytest.mark.parametrize(
     ("push", "token", "message"),
     [
