@@ -18,6 +18,7 @@ import copy
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,7 @@ from finetune.checkpoints.weight_files import (
     weight_files,
     with_own_class,
 )
+from finetune.data.sources.hub import is_hub_dataset
 from finetune.engine.base import Engine
 from finetune.errors import RunFailure
 from finetune.models.added_tokens import has_added_tokens, split_rows
@@ -416,6 +418,21 @@ def finish_replace(folder: Path) -> None:
 # --- the card
 
 
+def card_metadata(card: str) -> tuple[dict[str, Any], str]:
+    """Returns a card's metadata, and the text after it."""
+    match = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
+    if match is None:
+        return {}, card
+    metadata = yaml.safe_load(match[1])
+    return metadata if isinstance(metadata, dict) else {}, card[match.end() :]
+
+
+def with_metadata(card: str, values: dict[str, Any]) -> str:
+    """Returns the card with other values of these keys; one without metadata as it is."""
+    metadata, text = card_metadata(card)
+    return f"---\n{yaml.safe_dump(metadata | values, sort_keys=False)}---\n{text}" if metadata else card
+
+
 def model_card(
     recipe: Recipe, plan: dict[str, Any], state: dict[str, Any], loss: float | None, evaluation: dict[str, float]
 ) -> str:
@@ -431,6 +448,9 @@ def model_card(
         metadata["pipeline_tag"] = "text-classification"
     if recipe.model.name:
         metadata["base_model"] = recipe.model.name
+        metadata["base_model_relation"] = "finetune" if recipe.mode == "full" else "adapter"
+    if datasets := list(dict.fromkeys(one.path for one in recipe.data.train if is_hub_dataset(one.path))):
+        metadata["datasets"] = datasets
     rows = [
         ("Base", recipe.model.name or f"from scratch ({(recipe.model.config or {}).get('model_type')})"),
         ("Objective", recipe.objective.name),

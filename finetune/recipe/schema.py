@@ -74,11 +74,12 @@ CHECKPOINT_NAME = r"^(aside-)?step-\d{8}(-\d+)?$"
 RUN_NAME_WITH_VALUES = r"^([A-Za-z0-9]|\{[A-Za-z0-9._]+\})([A-Za-z0-9._-]|\{[A-Za-z0-9._]+\})*$"
 
 
-class Push(Section):
+class HubPush(Section):
     """Repository of the Hugging Face Hub that gets the last checkpoint while training, and the result at the end."""
 
-    # Its name, as org/name; created if absent.
-    repo: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")]
+    repo: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+    ]  # its name, as org/name; created if absent
     private: bool = True  # false: public, also one that exists and is
     # The base's name on the hub, if model.name is a local folder: files that name the base are sent with it.
     base_model: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")] | None = None
@@ -91,7 +92,7 @@ class Run(Section):
     name: Annotated[str, Field(min_length=1, pattern=RUN_NAME_WITH_VALUES)]
     dir: str = "runs"
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 42  # of initial weights, adapters, order of samples, dropout
-    push: Push | None = None  # to the hub, in the background; `org/name` is short for `{repo: org/name}`
+    push: HubPush | None = None  # to the hub, in the background; `org/name` is short for `{repo: org/name}`
 
 
 Part = Literal["language", "projector", "vision"]

@@ -1,7 +1,7 @@
 """A hook of mkdocs: pages of the site whose files lie outside docs/, and links that lead out of the site.
 
 README.md is the front page. Links between the pages go on working; one to code, which the site does not have, becomes
-the name of the file.
+the name of the file. For programs that read text, each page lies beside itself as markdown, and llms.txt lists all.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -32,6 +32,38 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=text))
     return files
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Writes a page's markdown beside it."""
+    beside = Path(config.site_dir, page.file.dest_uri).with_suffix(".md")
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    beside.write_text(page.markdown or "", encoding="utf-8")
+    return output
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Writes llms.txt (llmstxt.org): the pages in the order of the site, by section."""
+    text = f"# {config.site_name}\n\n> {config.site_description}\n" + _listed(config.nav or [], Path(config.site_dir))
+    Path(config.site_dir, "llms.txt").write_text(text, encoding="utf-8")
+
+
+def _listed(entries: list[Any], site: Path, section: str = "") -> str:
+    """Returns the pages of a part of `nav` with their titles: its own ahead of those of its sections."""
+    own = [entry for entry in entries if isinstance(entry, str)]
+    lines = [f"- [{_title(site / page)}]({page})" for page in own]
+    text = f"\n## {section}\n\n" + "\n".join(lines) + "\n" if lines else ""
+    for entry in entries:
+        for name, inner in entry.items() if isinstance(entry, dict) else ():
+            text += _listed(inner, site, f"{section}: {name}" if section else name)
+    return text
+
+
+def _title(page: Path) -> str:
+    """Returns the first heading of a page."""
+    return next(line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("# ")).removeprefix(
+        "# "
+    )
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -44,8 +44,9 @@ class Asked(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, text in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), text)
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(BrokenPipeError):  # the process that asked has ended
+            self.end_headers()
+            self.wfile.write(body)
 
     def body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -8,9 +8,11 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer.main
+import yaml
 from conftest import script
 from repository import ROOT
 
@@ -26,6 +28,8 @@ FILES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
+NOTEBOOKS = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "docs").rglob("*.ipynb")}
+PAGES |= {name: "\n".join("".join(cell["source"]) for cell in one["cells"]) for name, one in NOTEBOOKS.items()}
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 README, CONTRIBUTING = PAGES["README"], PAGES["CONTRIBUTING"]
 LINKED = [*FILES, ROOT / "benchmarks" / "README.md"]
@@ -70,8 +74,9 @@ def test_commands_and_options_exist(page: str) -> None:
 
 def test_overrides_in_commands_have_keys() -> None:
     for page in PAGES.values():
-        for rest in re.findall(r"-m finetune train ([^\n`]*)", page):
-            assert [word for word in rest.split() if "=" in word and not key_is_known(word.partition("=")[0])] == []
+        for rest in re.findall(r"-m finetune (?:train|launch) (?!.*-m finetune)([^\n`]*)", page):
+            keys = re.findall(r"(?<!\S)([a-z][\w.]*)=", rest)
+            assert [key for key in keys if not key_is_known(key)] == []
 
 
 def commands_of(page: str) -> Iterator[list[str]]:
@@ -114,6 +119,18 @@ def test_guides_show_rows_of_a_format(path: Path) -> None:
     for block in re.findall(r"```json\n(.+?)```", PAGES[path.stem], re.DOTALL):
         for line in block.splitlines():
             assert detect_format([json.loads(line)]).columns is None  # every name is the format's own
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_of_the_format(name: str) -> None:
+    """Version 4.5: each cell has an id of its own, and one of code has outputs, none of them kept."""
+    notebook = NOTEBOOKS[name]
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    for cell in notebook["cells"]:
+        own = {"outputs", "execution_count"} if cell["cell_type"] == "code" else set()
+        assert cell.keys() == {"cell_type", "id", "metadata", "source"} | own
+        assert (cell.get("outputs", []), cell.get("execution_count")) == ([], None)
 
 
 def test_tables_are_where_contributing_says() -> None:
@@ -165,6 +182,20 @@ def test_the_site_has_every_page() -> None:
     pages = script("scripts/docs/docs_pages.py").PAGES.values()
     docs = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(listed) == sorted([*pages, *docs])
+
+
+def test_llms_txt_lists_every_page_by_its_title(tmp_path: Path) -> None:
+    """The hook's part: a page's markdown lies beside it, here as its source."""
+    hook, site = script("scripts/docs/docs_pages.py"), yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    shutil.copytree(ROOT / "docs", tmp_path, dirs_exist_ok=True)
+    for source, page in hook.PAGES.items():
+        shutil.copy(ROOT / source, tmp_path / page)
+    hook.on_post_build(SimpleNamespace(**site | {"site_dir": str(tmp_path)}))
+    text = (tmp_path / "llms.txt").read_text(encoding="utf-8")
+    assert text.startswith("# finetune\n\n> Fine-tune language models")
+    listed = {page: title for title, page in re.findall(r"^- \[(.+)\]\((.+)\)$", text, re.MULTILINE)}
+    assert sorted(listed) == sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.md"))
+    assert listed["reference/recipe-keys.md"] == "Recipe keys"
 
 
 def test_the_site_fetches_nothing_from_elsewhere() -> None:

@@ -44,7 +44,7 @@ from finetune.release.export.gguf_settings import (
     settings_of,
 )
 from finetune.release.export.gguf_tokenizer import add_tokenizer
-from finetune.release.export.hf_folder import Check, Say, card_of, check_absent, describe, whole_or_absent
+from finetune.release.export.hf_folder import Check, Say, check_absent, describe, export_card, whole_or_absent
 from finetune.release.export.streamed import StreamedModel
 from finetune.utils import fsync
 
@@ -91,7 +91,7 @@ def export_gguf(
     model = StreamedModel(trained, None, base)
     about = {**describe(model), "dtype": kind}
     how = {"files": ["Modelfile"]} if ollama else {}
-    with whole_or_absent(out, about, how, card_of(trained), check) as partial:
+    with whole_or_absent(out, about, how, export_card(trained, "quantized"), check) as partial:
         file = partial / f"{about['run']}-{kind}.gguf"
         if not file.exists():
             say(f"writing {file.name}")

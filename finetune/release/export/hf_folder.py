@@ -19,11 +19,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from finetune.checkpoints.result import model_card, partial_path, write_config
+from finetune.checkpoints.result import model_card, partial_path, with_metadata, write_config
 from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import SHARD_BYTES, write_shards
 from finetune.errors import RunFailure, UserError
@@ -69,7 +69,7 @@ def export_folder(
         say(kept_words(model.kept))
     written = QuantizedModel(model, quantized) if quantized else model
     about = {**describe(model), **({"quantised": quantized} if quantized else {})}
-    with whole_or_absent(out, about, {"shard_bytes": shard_bytes}, card_of(trained), check) as partial:
+    with whole_or_absent(out, about, {"shard_bytes": shard_bytes}, export_card(trained, "finetune"), check) as partial:
         write_shards(
             *(partial, written.shapes, written.make, shard_bytes), lambda n, total: say(f"weights: file {n} of {total}")
         )
@@ -199,8 +199,14 @@ def settings_files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in own}
 
 
-def card_of(trained: Trained) -> str:
-    """Returns the card of the result, or one for a checkpoint."""
+def export_card(trained: Trained, relation: Literal["finetune", "quantized"]) -> str:
+    """Returns the card of an export, which is a whole model: the result's, or one for a checkpoint."""
+    card = _card_of(trained)
+    whole = {"library_name": "transformers"}
+    return with_metadata(card, whole | ({"base_model_relation": relation} if "\nbase_model: " in card else {}))
+
+
+def _card_of(trained: Trained) -> str:
     if not trained.is_checkpoint and (trained.folder / "README.md").is_file():
         return (trained.folder / "README.md").read_text(encoding="utf-8")
     plan_file = trained.run_dir / "plan.json"

@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
+from finetune.checkpoints.result import card_metadata, with_metadata
 from finetune.errors import RunFailure, UserError
 from finetune.utils import readable_bytes
 
@@ -65,7 +65,7 @@ def collect(run_dir: Path, base_model: str | None) -> Upload:
         for name in ("README.md", "adapter_config.json")
         if name in files
     }
-    card, _ = _metadata(texts.get("README.md", ""))
+    card, _ = card_metadata(texts.get("README.md", ""))
     settings = json.loads(texts.get("adapter_config.json", "{}"))
     names = [one for one in (settings.get(_BASE), card.get("base_model")) if isinstance(one, str)]
     local = sorted({name for name in names if not HUB_ID.fullmatch(name) or Path(name).exists()})
@@ -81,9 +81,8 @@ def collect(run_dir: Path, base_model: str | None) -> Upload:
             changed = changed.replace(path, str(base))
         if name == "adapter_config.json":
             changed = json.dumps({**json.loads(changed), _BASE: base}, indent=2) + "\n"
-        elif (card := _metadata(changed)[0]).get("base_model") != base:
-            header = yaml.safe_dump({**card, "base_model": base}, sort_keys=False)
-            changed = f"---\n{header}---\n{_metadata(changed)[1]}"
+        elif card_metadata(changed)[0].get("base_model") != base:
+            changed = with_metadata(changed, {"base_model": base})
         files[name] = changed.encode() if changed != text else files[name]
     return Upload(folder, files, base)
 
@@ -108,15 +107,6 @@ def _files(folder: Path) -> list[str]:
             )
         names.append(name)
     return names
-
-
-def _metadata(card: str) -> tuple[dict[str, Any], str]:
-    """Returns the card's metadata, and the text after it."""
-    match = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
-    if match is None:
-        return {}, card
-    metadata = yaml.safe_load(match[1])
-    return metadata if isinstance(metadata, dict) else {}, card[match.end() :]
 
 
 def show(console: Console, what: Upload, to: str, is_public: bool) -> None:

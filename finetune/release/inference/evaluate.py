@@ -23,6 +23,7 @@ from rich.table import Table
 from transformers import GenerationConfig
 
 from finetune.checkpoints.folder import best_checkpoint, step_of
+from finetune.checkpoints.result import with_metadata
 from finetune.checkpoints.trained import Trained, find_trained
 from finetune.errors import RunFailure, UserError
 from finetune.models.added_tokens import grow_to
@@ -270,6 +271,7 @@ def write_scores(
             figures = {field: getattr(score, field) for field in ("rows", *_FIELDS)}
             new[f"{name}{suffix}"] = {"step": step, **figures, **how}
         write_atomically(path, json.dumps({"scores": kept | new}, indent=1) + "\n")
+        _add_to_card(run_dir, kept | new)
         if step is None or recipe is None:
             return
         values = {
@@ -290,6 +292,28 @@ def write_scores(
         raise RunFailure(
             f"{run_dir}: the scores above could not be written: {error}. Fix: free space and run the command again"
         ) from None
+
+
+def _add_to_card(run_dir: Path, scores: dict[str, Any]) -> None:
+    """Write the scores of the result into its card, as the hub shows them. Raises OSError."""
+    path = run_dir / "model" / "README.md"
+    of_result = {name: score["trained"] for name, score in scores.items() if "@" not in name}
+    if not of_result or not path.is_file():
+        return
+    by_task: dict[str, list[tuple[str, float]]] = {}
+    for name, value in of_result.items():
+        task, _, metric = name.partition("/")
+        by_task.setdefault(task, []).append((metric, value))
+    results = [
+        {
+            "task": {"type": "text-generation"},
+            "dataset": {"name": task, "type": task},
+            "metrics": [{"type": metric, "value": value} for metric, value in metrics],
+        }
+        for task, metrics in by_task.items()
+    ]
+    card = path.read_text(encoding="utf-8")
+    write_atomically(path, with_metadata(card, {"model-index": [{"name": run_dir.name, "results": results}]}))
 
 
 def _step_of_result(run_dir: Path, recipe: Recipe | None) -> int | None:

@@ -13,6 +13,7 @@ import tiny
 import torch
 import yaml
 from conftest import ROOT, full_disk, metrics, train_here
+from huggingface_hub import ModelCard
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -214,6 +215,23 @@ def test_a_full_disk_leaves_the_scores_of_before(tmp_path: Path) -> None:
         write_scores(tmp_path, None, {"b/acc": Score(5, 0.5, 0.1)}, how)
     assert [path.name for path in tmp_path.iterdir()] == ["evaluate.json"]
     assert (tmp_path / "evaluate.json").read_bytes() == before
+
+
+def test_scores_of_the_result_are_in_its_card(tmp_path: Path) -> None:
+    """As the hub's own reader finds them; those of a checkpoint, and of an earlier evaluation, are not."""
+    card = tmp_path / "model" / "README.md"
+    card.parent.mkdir()
+    card.write_text("---\nlibrary_name: peft\nbase_model: org/base\n---\n\n# run\n", encoding="utf-8")
+    for scores, step in (
+        ({"gsm8k/acc": 0.1}, None),
+        ({"gsm8k/acc": 0.9}, 4),
+        ({"gsm8k/acc": 0.5, "arc/f1": 1.0}, None),
+    ):
+        write_scores(tmp_path, None, {name: Score(8, value, None) for name, value in scores.items()}, {}, step)
+    read = ModelCard.load(card)
+    assert (read.data.library_name, read.data.base_model, read.text.strip()) == ("peft", "org/base", "# run")
+    found = {(one.dataset_type, one.metric_type): one.metric_value for one in read.data.eval_results}
+    assert found == {("gsm8k", "acc"): 0.5, ("arc", "f1"): 1.0}
 
 
 def test_a_folder_without_a_result_is_refused(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_run_pushes_while_it_trains_and_never_waits(hub: Hub, pushing: Path, t
     kept = {path.relative_to(folder).as_posix() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
     assert there == kept
     assert repo["files"]["model.safetensors"] == (folder / "model" / "model.safetensors").read_bytes()
-    assert b"base_model: org/base" in repo["files"]["README.md"]
+    assert b"base_model: org/base\nbase_model_relation: finetune\n" in repo["files"]["README.md"]
     assert not (folder / "push.partial").exists()
 
     shutil.rmtree(folder)  # the machine is gone: what a download of the checkpoint gives
@@ -100,6 +100,21 @@ def test_a_failed_push_ends_no_run(hub: Hub, pushing: Path, tmp_path: Path) -> N
     assert "nothing to do" in again.stdout
     assert f"on the hub: the result, at {hub.url}/{REPO}" in again.stdout
     assert hub.repos[REPO]["files"]["model.safetensors"] == (folder / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.long
+def test_a_run_that_is_stopped_does_not_wait_for_the_hub(hub: Hub, pushing: Path, tmp_path: Path) -> None:
+    """A scheduler gives it seconds, and requeues it by its status."""
+    hub.may_commit.clear()
+    words = command(hub, pushing, "train.max_steps=100000")
+    with subprocess.Popen(**words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while REPO not in hub.repos:  # the first checkpoint is on its way
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        process.terminate()
+        out, err = process.communicate(timeout=200)
+    assert process.returncode == 75, err
+    assert f"on the hub: nothing of this launch, at {hub.url}/{REPO}" in out
 
 
 @pytest.mark.parametrize(
