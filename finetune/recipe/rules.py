@@ -54,6 +54,15 @@ def format_problem(recipe: Recipe, format: str) -> str | None:
     return f"rows of format `{format}` are not for `objective.name: {objective}`, which takes {taken}. Fix: {instead}"
 
 
+def folder(recipe: Recipe) -> Iterator[Finding]:
+    if re.search(r"\$\{?\w", recipe.run.dir):
+        yield (
+            "run.dir",
+            f"a recipe reads no variables, as in `{recipe.run.dir}`: write the path, or give `run.dir=...` on the "
+            "command line, where the shell reads them",
+        )
+
+
 def mode(recipe: Recipe) -> Iterator[Finding]:
     mode, lora, quantization, precision = recipe.mode, recipe.lora, recipe.quantization, recipe.train.precision
     if mode in ("lora", "qlora") and lora is None:
@@ -374,7 +383,7 @@ def images(recipe: Recipe) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (  # of the trainer's keys; `finetune/features.py` adds those of the wings
-    *(mode, precision, batch, evaluation, steps, learning_rate, in_backward, sources, streaming),
+    *(folder, mode, precision, batch, evaluation, steps, learning_rate, in_backward, sources, streaming),
     *(objective_keys, reference, distillation, answers, added_tokens, tower, images),
 )
 

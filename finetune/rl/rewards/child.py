@@ -28,6 +28,7 @@ from finetune.rl.rewards.builtin import REWARDS, Unanswerable
 
 # Names of the arguments that a function may declare.
 ARGUMENTS = ("completion", "reference", "row", "prompt", "messages", "num_tokens", "is_truncated")
+_LISTS_OF_TRL = ("completions", "prompts", "completion_ids")
 GRACE_S = 5.0  # the parent kills at the limit; if it is gone, the kernel does this much later
 _TRACEBACK_LINES, _CHARACTERS = 20, 4000
 
@@ -132,8 +133,6 @@ def accepted(function: Callable[..., Any], arguments: tuple[str, ...] = ARGUMENT
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise Unusable(f"`{name}` does not say which arguments it takes. Fix: wrap it in a `def`") from None
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return arguments
     names = []
     for one in parameters:
         if one.kind is one.POSITIONAL_ONLY:
@@ -141,11 +140,12 @@ def accepted(function: Callable[..., Any], arguments: tuple[str, ...] = ARGUMENT
             raise Unusable(f"{problem}. Fix: remove the `/`")
         if one.name in arguments:
             names.append(one.name)
-        elif one.default is one.empty and one.kind is not one.VAR_POSITIONAL:
+        elif one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             column = f"; a column of the row is `row[{one.name!r}]`" if "row" in arguments else ""
+            lists = " It is called for one answer, not for lists as TRL does." if one.name in _LISTS_OF_TRL else ""
             fix = f"Fix: ask only for {', '.join(arguments)}{column}"
-            raise Unusable(f"`{name}` asks for `{one.name}`, which is not given. {fix}")
-    return tuple(names)
+            raise Unusable(f"`{name}` asks for `{one.name}`, which is not given.{lists} {fix}")
+    return arguments if any(one.kind is one.VAR_KEYWORD for one in parameters) else tuple(names)
 
 
 def accepted_by_reward(function: Callable[..., Any]) -> tuple[str, ...]:

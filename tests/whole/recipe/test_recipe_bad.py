@@ -44,6 +44,14 @@ class Bad:
 CASES = [
     # --- keys ---
     Bad("unknown key, near miss", [":1: run.sed: unknown key; did you mean `seed`?"], {1: "run: {name: a, sed: 3}"}),
+    Bad(
+        "variable in a path",
+        [
+            ":1: run.dir: a recipe reads no variables, as in `${SCRATCH}/runs`: write the path, or give `run.dir=...` "
+            "on the command line, where the shell reads them"
+        ],
+        {1: 'run: {name: a, dir: "${SCRATCH}/runs"}'},
+    ),
     Bad("unknown section", [":8: evalute: unknown key; did you mean `evaluate`?"], {8: "evalute: {every_steps: 2}"}),
     Bad(
         "unknown key, three levels down",

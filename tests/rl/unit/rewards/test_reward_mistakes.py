@@ -159,7 +159,14 @@ FILES = {  # source of rewards.py, or None: message behind `rewards[0] (f): `
         "`f` asks for `answer`, which is not given. Fix: ask only for completion, reference, row, prompt, messages, "
         "num_tokens, is_truncated; a column of the row is `row['answer']`",
     ),
-    "completions": ("def f(completions): return 1\n", "`f` asks for `completions`, which is not given. Fix: ask only"),
+    "completions": (
+        "def f(completions): return 1\n",
+        "`f` asks for `completions`, which is not given. It is called for one answer, not for lists as TRL does. Fix: ",
+    ),
+    "TRL's": (
+        "def f(prompts, completions, **kwargs): return [1.0 for _ in completions]\n",
+        "`f` asks for `prompts`, which is not given. It is called for one answer, not for lists as TRL does. Fix: ask",
+    ),
     "nothing": ("def f(): return 1\n", "`f` asks for nothing, so it cannot tell answers apart. Fix: let it"),
     "positional": ("def f(completion, /): return 1\n", "`f` takes `completion` by position only; arguments are given"),
     "no signature": (
