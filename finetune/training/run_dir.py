@@ -123,8 +123,9 @@ class RunLog:
         rows: list[list[str]],
         step: int,
         images: Sequence[tuple[Image, ...]] = (),
+        questions: Sequence[str] = (),
     ) -> None:
-        """Logs a table. images: per row, shown small, side by side."""
+        """Logs a table. images: per row, shown small, side by side; questions: per row, without the chat template."""
         if (trackers := self._trackers) is None:
             return
 
@@ -141,9 +142,15 @@ class RunLog:
                     write_atomically(path, thumbnails(sources))
                 pictures.append(path)
             if self._generations and name == "generations":
-                names = {"pictures": [path and f"{PICTURES}/{path.name}" for path in pictures]} if pictures else {}
+                names: dict[str, Any] = {"questions": list(questions)} if questions else {}
+                if pictures:
+                    names["pictures"] = [path and f"{PICTURES}/{path.name}" for path in pictures]
                 self._generations.write({"step": step, "columns": columns, "rows": rows, **names})
-            trackers.table(name, columns, rows, step, pictures)
+            head, shown = columns, rows
+            if questions:
+                head = ["question", "answer", "expected"]
+                shown = [[question, *row[1:]] for question, row in zip(questions, rows, strict=True)]
+            trackers.table(name, head, shown, step, pictures)
 
         self._thread.do(write)
 

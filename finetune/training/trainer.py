@@ -439,8 +439,9 @@ class Trainer:
             )
         if generations:
             rows = [[g.prompt, g.output, g.reference] for g in generations]
-            images = [g.images for g in generations]
-            self.log.table("generations", ["prompt", "output", "reference"], rows, self.state.step, images)
+            images, questions = [g.images for g in generations], [g.question for g in generations]
+            columns = ["prompt", "output", "reference"]
+            self.log.table("generations", columns, rows, self.state.step, images, questions)
         return self.evaluation
 
     def _catch_up_on_evaluation(self) -> None:

@@ -512,12 +512,16 @@ def _examples(runs: Sequence[RunData]) -> list[Section]:
 def _answers(runs: Sequence[RunData]) -> list[Section]:
     """Returns a table for each prompt that every evaluation answers: its answers over time, for each run."""
     prompts: dict[str, list[list[Any]]] = {}
+    questions: dict[str, str] = {}  # of each prompt, without the chat template
     pictures: dict[str, Path] = {}
     for run in runs:
         every = max(1, -(-len(run.generations) // EVALUATIONS))
         for entry in [*run.generations[:-1:every], *run.generations[-1:]]:
             rows, files = entry["rows"], entry.get("pictures")
             files = files if isinstance(files, list) and len(files) == len(rows) else [None] * len(rows)
+            asked = entry.get("questions")
+            if isinstance(asked, list) and len(asked) == len(rows):
+                questions |= {row[0]: one for row, one in zip(rows, asked, strict=True) if isinstance(one, str)}
             for (prompt, output, expected), file in zip(rows, files, strict=True):
                 answers = prompts.setdefault(prompt, [["expected", expected, ""]])
                 answers.append([f"{run.name}, step {entry['step']}", output, output == expected])
@@ -528,7 +532,7 @@ def _answers(runs: Sequence[RunData]) -> list[Section]:
         path = pictures.get(prompt)
         picture = base64.b64encode(path.read_bytes()).decode() if path is not None and path.is_file() else ""
         table = _table(f"Answers over time {number}", ["", "answer", "equal"], rows)
-        sections.append({**table, "prompt": prompt, "picture": picture})
+        sections.append({**table, "prompt": questions.get(prompt, prompt), "picture": picture})
     return sections
 
 

@@ -159,6 +159,7 @@ def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
         assert trainer.evaluator is not None
         _, generations = trainer.evaluator.run()  # of the checkpoint, which is the result's
     (logged,) = [json.loads(line) for line in (run / "generations.jsonl").read_text().splitlines()]
+    assert logged["questions"] == [generation.question for generation in generations]
     for generation, name, row in zip(generations, logged["pictures"], logged["rows"], strict=True):
         assert row[0] == generation.prompt
         assert row[0].count("pixels, ") == row[0].count("[image ") == len(generation.images)

@@ -114,6 +114,18 @@ def test_answers_stand_below_their_pictures(tmp_path: Path) -> None:
     assert "img-src data:" in text
 
 
+def test_a_heading_is_the_question_without_its_template(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", 0.1)
+    rows = [["<|user|>What?<|end|>", "a cat", "a dog"], ["<|user|>Who?<|end|>", "me", "you"]]
+    entries = [{"step": 20, "rows": rows}, {"step": 30, "rows": rows, "questions": ["What?", "Who?"]}]
+    (run / "generations.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    text = render([read_run(run)])
+    assert [question in text for question in (">What?<", ">Who?<", "|user|")] == [True, True, False]
+    entries[1]["questions"] = ["What?"]  # not one for each row
+    (run / "generations.jsonl").write_text(json.dumps(entries[1]) + "\n")
+    assert "|user|" in render([read_run(run)])
+
+
 def test_two_runs_are_laid_over_each_other(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, lr) for name, lr in (("a", 0.1), ("b", 0.25))]
     text = render([read_run(run) for run in runs]).replace("<wbr>", "")
