@@ -1,7 +1,7 @@
 """Fine-tune language models: the recipe fixes the maths, the accelerate config only decides where it runs.
 
-`load_recipe`, `train` and `generate` (finetune/api.py) are what a notebook or a script needs. They are imported when
-they are used: `import finetune` takes no time.
+`load_recipe`, `train`, `generate`, `evaluate`, `export` and `verify` (finetune/api.py) are what a notebook or a script
+needs. They are imported when they are used: `import finetune` takes no time.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from finetune.api import generate, load_recipe, train
+    from finetune.api import evaluate, export, generate, load_recipe, train, verify
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "generate", "load_recipe", "train"]
+__all__ = ["__version__", "evaluate", "export", "generate", "load_recipe", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:

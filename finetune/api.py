@@ -1,12 +1,15 @@
-"""Three functions for notebooks and scripts; all else is the command line's.
+"""Functions for notebooks and scripts, each as the command of its name; all else is the command line's.
 
-    from finetune import generate, load_recipe, train
+    from finetune.api import evaluate, export, generate, load_recipe, plan, train, verify
 
     recipe = load_recipe("lora.yaml", "optimizer.lr=1e-4")
+    plan(recipe, "8xH100-80")[0]["step_s"]
     run_dir = train(recipe)
     generate(run_dir, ["What are your opening hours?"])
+    export(run_dir, to="gguf")
 
-Each raises UserError (finetune/errors.py) for what the user can fix.
+Each raises UserError (finetune/errors.py) for what the user can fix. All but `plan`, whose name is a package's, can be
+imported from `finetune` as well.
 """
 
 from __future__ import annotations
@@ -15,11 +18,16 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from finetune.errors import UserError
 from finetune.features import load_recipe as _load_recipe
 from finetune.recipe import Recipe
 from finetune.startup import quiet_libraries, short_spins
+
+if TYPE_CHECKING:
+    from finetune.release.export.verify import Figures
+    from finetune.release.inference.evaluate import Score
 
 
 def load_recipe(path: str | Path, *overrides: str) -> Recipe:
@@ -77,3 +85,67 @@ def generate(
 
     chosen = Sampling(max_new_tokens, temperature, **sampling)
     return answers(Path(run_dir), prompts, chosen, system, [Path(image) for image in images])
+
+
+def plan(recipe: Recipe | str | Path, *on: str, nodes: int = 1, by: str = "time") -> list[dict[str, Any]]:
+    """Returns the accelerate configs that can run a recipe on devices such as "8xH100-80" or "2xcpu", the best first,
+    with memory, time and price of each, as `plan --json` (docs/reference/plan.md). by: time or price."""
+    from finetune.plan.answer import as_dicts
+    from finetune.plan.command import PlanOptions
+    from finetune.plan.command import plan as choose
+
+    if not on:
+        raise UserError("plan: no devices. Fix: name some, such as plan(recipe, '8xH100-80')")
+    if by not in ("time", "price"):
+        raise UserError(f"plan: by={by!r} is no such order. Fix: use time or price")
+    loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    name = Path("the recipe") if isinstance(recipe, Recipe) else Path(recipe)
+    request, choices, _ = choose(name, (), PlanOptions(on, nodes, by), lambda _path, _overrides: loaded)
+    return as_dicts(request, choices)
+
+
+def export(run_dir: str | Path, to: str = "hf", out: str | Path | None = None, **options: Any) -> Path:
+    """Writes the result of a run as `to` (hf, vllm, gguf or ollama), compares it with the run, and returns its place.
+    Raises RunFailure if they differ; nothing has its name then.
+
+    options: step, dtype, base, verify, average, quantized, gpus, as those of the command line.
+    """
+    quiet_libraries()
+    short_spins()
+    from rich.console import Console
+
+    from finetune.release.export.commands import ExportOptions, export_run
+
+    chosen = ExportOptions(to, out=None if out is None else Path(out), **options)
+    return Path(export_run(Path(run_dir), chosen, Console())["out"])
+
+
+def verify(
+    exported: str | Path, run_dir: str | Path, step: str | None = None, base: str | None = None
+) -> Figures | None:
+    """Compares an export with its run: tensors, then answers on rows of the run. Returns the figures; None for a
+    format that has no answers. Raises RunFailure if they differ."""
+    quiet_libraries()
+    short_spins()
+    from rich.console import Console
+
+    from finetune.release.export.commands import verify_run
+    from finetune.release.export.verify import ROWS
+
+    return verify_run(Path(exported), Path(run_dir), step, base, ROWS, Console())
+
+
+def evaluate(run_dir: str | Path, *tasks: str, **options: Any) -> dict[str, Score]:
+    """Returns the scores of a run and of its base on tasks of lm-evaluation-harness, by "task/metric", and writes them
+    to evaluate.json of the run.
+
+    options: folder, limit, fewshot, batch_size, base, step, as those of the command line.
+    """
+    quiet_libraries()
+    short_spins()
+    from rich.console import Console
+
+    from finetune.release.inference.evaluate import EvaluateOptions, evaluate_runs
+
+    (scores,) = evaluate_runs([Path(run_dir)], EvaluateOptions(tasks, **options), Console())
+    return scores

@@ -12,6 +12,7 @@ import pytest
 from conftest import ROOT
 
 import finetune
+from finetune.api import plan
 from finetune.errors import UserError
 
 
@@ -26,6 +27,31 @@ def test_a_recipe_is_trained_and_tried(recipe: dict[str, Any], write_recipe: Any
         finetune.generate(run_dir.parent, ["green"])
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         getattr(finetune, "trian")  # noqa: B009
+
+
+def test_a_recipe_is_planned(recipe: dict[str, Any], write_recipe: Any) -> None:
+    loaded = finetune.load_recipe(write_recipe(recipe))
+    choices = plan(loaded, "1xH100-80")
+    assert choices == plan(write_recipe(recipe), "1xH100-80")
+    assert (choices[0]["verdict"], choices[0]["on"]) == ("fits", "1 H100-80")
+    for wrong, said in (((), "no devices"), (("3 apples",), "apples")):
+        with pytest.raises(UserError, match=said):
+            plan(loaded, *wrong)
+    with pytest.raises(UserError, match="no such order"):
+        plan(loaded, "1xH100-80", by="colour")
+
+
+def test_a_result_is_exported_and_compared(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
+    run_dir = finetune.train(write_recipe(recipe), "train.max_steps=2")
+    exported = finetune.export(run_dir, out=tmp_path / "plain", dtype="float32")
+    assert exported == tmp_path / "plain"
+    figures = finetune.verify(exported, run_dir)
+    assert figures is not None
+    assert (figures.top1, figures.greedy) == (1.0, 1.0)
+    with pytest.raises(UserError, match="no such run directory"):
+        finetune.export(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="nowhere"):
+        finetune.evaluate(tmp_path / "nowhere", "maths")
 
 
 def test_importing_the_package_imports_nothing_else() -> None:
