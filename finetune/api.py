@@ -104,11 +104,21 @@ def plan(recipe: Recipe | str | Path, *on: str, nodes: int = 1, by: str = "time"
     return as_dicts(request, choices)
 
 
-def export(run_dir: str | Path, to: str = "hf", out: str | Path | None = None, **options: Any) -> Path:
+def export(
+    run_dir: str | Path,
+    to: str = "hf",
+    out: str | Path | None = None,
+    *,
+    step: str | None = None,
+    dtype: str | None = None,
+    quantized: str | None = None,
+    base: str | None = None,
+) -> Path:
     """Writes the result of a run as `to` (hf, vllm, gguf or ollama), compares it with the run, and returns its place.
     Raises RunFailure if they differ; nothing has its name then.
 
-    options: step, dtype, base, verify, average, quantized, gpus, as those of the command line.
+    step: number of a checkpoint, or best; dtype: such as bfloat16; quantized: int8 or fp8; base: folder or id of the
+    base, if it has moved.
     """
     quiet_libraries()
     short_spins()
@@ -116,7 +126,7 @@ def export(run_dir: str | Path, to: str = "hf", out: str | Path | None = None, *
 
     from finetune.release.export.commands import ExportOptions, export_run
 
-    chosen = ExportOptions(to, out=None if out is None else Path(out), **options)
+    chosen = ExportOptions(to, step, None if out is None else Path(out), dtype, base, quantized=quantized)
     return Path(export_run(Path(run_dir), chosen, Console())["out"])
 
 
@@ -135,11 +145,19 @@ def verify(
     return verify_run(Path(exported), Path(run_dir), step, base, ROWS, Console())
 
 
-def evaluate(run_dir: str | Path, *tasks: str, **options: Any) -> dict[str, Score]:
+def evaluate(
+    run_dir: str | Path,
+    *tasks: str,
+    folder: str | Path | None = None,
+    limit: int | None = None,
+    fewshot: int | None = None,
+    base: bool = True,
+) -> dict[str, Score]:
     """Returns the scores of a run and of its base on tasks of lm-evaluation-harness, by "task/metric", and writes them
     to evaluate.json of the run.
 
-    options: folder, limit, fewshot, batch_size, base, step, as those of the command line.
+    folder: YAML files of own tasks; limit: rows of each; fewshot: examples in each prompt; base: whether the base is
+    scored as well.
     """
     quiet_libraries()
     short_spins()
@@ -147,5 +165,6 @@ def evaluate(run_dir: str | Path, *tasks: str, **options: Any) -> dict[str, Scor
 
     from finetune.release.inference.evaluate import EvaluateOptions, evaluate_runs
 
-    (scores,) = evaluate_runs([Path(run_dir)], EvaluateOptions(tasks, **options), Console())
+    options = EvaluateOptions(tasks, None if folder is None else Path(folder), limit, fewshot, base=base)
+    (scores,) = evaluate_runs([Path(run_dir)], options, Console())
     return scores
