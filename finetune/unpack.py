@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import UserError
 
@@ -34,15 +35,19 @@ def unpack(file: Path, folder: Path) -> None:
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    named = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    from finetune.models.remote_code import from_config, load_auto
+
+    def read_auto(auto: Any, **arguments: Any) -> Any:
+        return load_auto(auto, file.parent, trusted=False, gguf_file=file.name, **arguments)
+
     # Newer versions can leave the weights of some architectures packed.
     packed = getattr(transformers, "GgufConfig", None)
     dense = {} if packed is None else {"quantization_config": packed(dequantize=True)}
     try:
         with warnings.catch_warnings():  # numpy's, of the memory that gguf maps read-only
             warnings.simplefilter("ignore", UserWarning)
-            config, tokenizer = AutoConfig.from_pretrained(**named), AutoTokenizer.from_pretrained(**named)
-            read = AutoModelForCausalLM.from_pretrained(**named, **dense, dtype=torch.float32)
+            config, tokenizer = read_auto(AutoConfig), read_auto(AutoTokenizer)
+            model = read_auto(AutoModelForCausalLM, **dense, dtype=torch.float32)
     except _UNREADABLE as error:
         line = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(
@@ -50,10 +55,10 @@ def unpack(file: Path, folder: Path) -> None:
         ) from error
     # The model that was read is marked as one of GGUF, which transformers does not write.
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    plain.load_state_dict(read.state_dict(), assign=True)
+        plain = from_config(AutoModelForCausalLM, config, trusted=False, dtype=torch.float32)
+    plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
-    plain.generation_config = read.generation_config
+    plain.generation_config = model.generation_config
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     plain.save_pretrained(part)

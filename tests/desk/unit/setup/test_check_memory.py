@@ -30,5 +30,6 @@ def test_products_of_8_bits_are_refused_where_the_device_has_none(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     error = (check_recipe(write_recipe(recipe), (*SHORT, *words)).error or "").replace("\n", " ")
     assert re.search(f"NVIDIA L4 has no products of 8 bits with a scale for each row.*: use {other}", error)
