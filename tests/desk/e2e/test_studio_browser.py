@@ -99,6 +99,7 @@ def test_from_rows_to_a_chat(studio: tuple[Path, str], tmp_path: Path) -> None:
 
         page.open(f"{site[0]}/data?path=rows.jsonl")
         assert page.run("return document.querySelector('select.role').value") == "messages"
+        fill(page, new, {"model": "llama"})  # a command is shown once it is complete
         page.click(".use-roles")
         page.until(
             "return document.querySelector('form[data-action=new] .command').textContent.includes('messages=messages')"
