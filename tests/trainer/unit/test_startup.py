@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from finetune.startup import growing_segments
+from finetune.startup import growing_segments, short_spins
 
 LARGE_PAGES = """
 from finetune.startup import large_pages
@@ -65,7 +66,18 @@ SPINS = "from finetune.startup import short_spins; short_spins(); import torch"
 WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
+@pytest.fixture
+def busy_cores() -> Iterator[None]:
+    """Every core has a program that never sleeps."""
+    programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    yield
+    for program in programs:
+        program.kill()
+        program.wait()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="another OpenMP")
+@pytest.mark.usefixtures("busy_cores")
 @pytest.mark.parametrize(
     ("users", "expected"),
     [
@@ -74,9 +86,17 @@ WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
         pytest.param({"OMP_WAIT_POLICY": "PASSIVE"}, "0", marks=pytest.mark.long),
     ],
 )
-def test_threads_of_torch_spin_shortly(users: dict[str, str], expected: str) -> None:
+def test_threads_of_torch_spin_shortly_beside_other_programs(users: dict[str, str], expected: str) -> None:
     """By what the OpenMP that torch has loaded says itself."""
     environment = {name: value for name, value in os.environ.items() if name not in WAITS}
     environment |= {"OMP_DISPLAY_ENV": "verbose", **users}
     done = subprocess.run([sys.executable, "-c", SPINS], env=environment, capture_output=True, text=True, check=True)
     assert f"GOMP_SPINCOUNT = '{expected}'" in done.stderr
+
+
+def test_threads_spin_as_they_do_where_nobody_wants_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in WAITS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 10_000)  # more than there are programs
+    short_spins()
+    assert "GOMP_SPINCOUNT" not in os.environ
