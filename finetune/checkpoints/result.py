@@ -47,7 +47,7 @@ from finetune.checkpoints.weight_files import (
 )
 from finetune.data.sources.hub import is_hub_dataset
 from finetune.engine.base import Engine
-from finetune.errors import RunFailure
+from finetune.errors import RunFailure, UserError
 from finetune.models.added_tokens import has_added_tokens, split_rows
 from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.checkpoint_files import kept_tensors
@@ -419,11 +419,16 @@ def finish_replace(folder: Path) -> None:
 
 
 def card_metadata(card: str) -> tuple[dict[str, Any], str]:
-    """Returns a card's metadata, and the text after it."""
+    """Returns a card's metadata, and the text after it. Raises UserError if the metadata is no YAML."""
     match = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
     if match is None:
         return {}, card
-    metadata = yaml.safe_load(match[1])
+    try:
+        metadata = yaml.safe_load(match[1])
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" (line {mark.line + 2})" if mark is not None else ""
+        raise UserError(f"README.md of the model: its metadata is no YAML{line}. Fix: correct it") from None
     return metadata if isinstance(metadata, dict) else {}, card[match.end() :]
 
 

@@ -313,6 +313,8 @@ def _add_files(app: FastAPI, folder: Path) -> None:
         if file.suffix not in (".yaml", ".yml"):
             raise UserError(f"{path}: not the name of a recipe. Fix: end it with .yaml")
         pages.check_length(path, text)
+        if file.name == "recipe.yaml" and pages.has_files(file.parent):
+            raise UserError(f"{path}: the record of what this run trained. Fix: save it under another name")
         with saving:
             if pages.version(file) != version:
                 raise UserError(

@@ -271,27 +271,31 @@ def write_scores(
             figures = {field: getattr(score, field) for field in ("rows", *_FIELDS)}
             new[f"{name}{suffix}"] = {"step": step, **figures, **how}
         write_atomically(path, json.dumps({"scores": kept | new}, indent=1) + "\n")
-        _add_to_card(run_dir, kept | new)
-        if step is None or recipe is None:
-            return
-        values = {
-            f"eval_tasks/{name}" + ("" if field == "trained" else f"/{field}"): value
-            for name, score in scores.items()
-            for field in _FIELDS
-            if (value := getattr(score, field)) is not None
-        }
-        add_to_step(run_dir / "metrics.jsonl", step, values)
-        wandb = run_dir / "wandb.json"
-        ids = {"wandb": json.loads(wandb.read_text(encoding="utf-8"))["id"]} if wandb.is_file() else {}
-        trackers = Trackers(recipe.tracking, recipe.run.name, run_dir, {}, ids)
-        trackers.log(values, step)
-        if checkpoint is None:
-            trackers.summary(values)
-        trackers.finish()
+        if step is not None and recipe is not None:
+            _log_scores(run_dir, recipe, scores, step, is_result=checkpoint is None)
+        _add_to_card(run_dir, kept | new)  # the last, as people edit cards and may have damaged this one
     except OSError as error:
         raise RunFailure(
             f"{run_dir}: the scores above could not be written: {error}. Fix: free space and run the command again"
         ) from None
+
+
+def _log_scores(run_dir: Path, recipe: Recipe, scores: dict[str, Score], step: int, *, is_result: bool) -> None:
+    """Add scores to the line of a step, and to the trackers. Raises OSError."""
+    values = {
+        f"eval_tasks/{name}" + ("" if field == "trained" else f"/{field}"): value
+        for name, score in scores.items()
+        for field in _FIELDS
+        if (value := getattr(score, field)) is not None
+    }
+    add_to_step(run_dir / "metrics.jsonl", step, values)
+    wandb = run_dir / "wandb.json"
+    ids = {"wandb": json.loads(wandb.read_text(encoding="utf-8"))["id"]} if wandb.is_file() else {}
+    trackers = Trackers(recipe.tracking, recipe.run.name, run_dir, {}, ids)
+    trackers.log(values, step)
+    if is_result:
+        trackers.summary(values)
+    trackers.finish()
 
 
 def _add_to_card(run_dir: Path, scores: dict[str, Any]) -> None:

@@ -234,6 +234,17 @@ def test_scores_of_the_result_are_in_its_card(tmp_path: Path) -> None:
     assert found == {("gsm8k", "acc"): 0.5, ("arc", "f1"): 1.0}
 
 
+def test_a_damaged_card_is_told_after_the_scores_are_written(tmp_path: Path) -> None:
+    card = tmp_path / "model" / "README.md"
+    card.parent.mkdir()
+    card.write_text("---\nlicense: [mit\ntags: x: y\n---\n\n# run\n", encoding="utf-8")
+    before = card.read_bytes()
+    with pytest.raises(UserError, match=r"README.md of the model: its metadata is no YAML \(line \d\)"):
+        write_scores(tmp_path, None, {"gsm8k/acc": Score(8, 0.5, None)}, {})
+    assert "gsm8k/acc" in (tmp_path / "evaluate.json").read_text(encoding="utf-8")
+    assert card.read_bytes() == before
+
+
 def test_a_folder_without_a_result_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no result here"):
         evaluate_runs([tmp_path], EvaluateOptions(("gsm8k",)), Console(quiet=True))

@@ -167,6 +167,15 @@ def test_the_older_of_two_texts_is_refused(folder: Path, browser: Browser) -> No
     assert browser.ask("POST", "/recipe/save", {"path": "recipe.yaml", "text": second})[0] == 400
 
 
+def test_the_recipe_in_a_run_is_its_record(folder: Path, browser: Browser) -> None:
+    page = browser.get("/recipe?path=runs/good/recipe.yaml")
+    values = {"path": "runs/good/recipe.yaml", "text": f"{RECIPE}# changed\n"}
+    values["version"] = page.partition('data-version="')[2].partition('"')[0]
+    status, _, text = browser.ask("POST", "/recipe/save", values)
+    assert (status, "save it under another name" in text) == (400, True)
+    assert (folder / "runs" / "good" / "recipe.yaml").read_text() == RECIPE
+
+
 @pytest.mark.parametrize("name", ["--eval", "-h", "--html=x"])
 def test_no_path_is_an_option_of_a_command(folder: Path, browser: Browser, name: str) -> None:
     (folder / f"{name}.yaml").write_text(RECIPE)
