@@ -18,21 +18,18 @@ import copy
 import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import custom_object_save
 
-from finetune.checkpoints.inputs import short
 from finetune.checkpoints.safetensors_writer import save_tensors
 from finetune.checkpoints.trained import LABELS
 from finetune.checkpoints.weight_files import (
@@ -45,9 +42,8 @@ from finetune.checkpoints.weight_files import (
     weight_files,
     with_own_class,
 )
-from finetune.data.sources.hub import is_hub_dataset
 from finetune.engine.base import Engine
-from finetune.errors import RunFailure, UserError
+from finetune.errors import RunFailure
 from finetune.models.added_tokens import has_added_tokens, split_rows
 from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.checkpoint_files import kept_tensors
@@ -56,8 +52,6 @@ from finetune.models.generation_config import valid_generation_config
 from finetune.models.lora_targets import adapted_paths, loadable_targets
 from finetune.models.text_part import TextPart
 from finetune.models.wrapped import has_scores
-from finetune.recipe import Recipe, dump_recipe
-from finetune.recipe.urls import without_credentials
 from finetune.utils import fsync, pattern_of, unwrap_peft, write_atomically
 
 _LIKELY = ("pad", "reserved", "unused", "unk")  # parts of names of tokens that no document ends with, the best first
@@ -413,81 +407,3 @@ def finish_replace(folder: Path) -> None:
         raise
     fsync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)  # else the next save removes it
-
-
-# --- the card
-
-
-def card_metadata(card: str) -> tuple[dict[str, Any], str]:
-    """Returns a card's metadata, and the text after it. Raises UserError if the metadata is no YAML."""
-    match = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
-    if match is None:
-        return {}, card
-    try:
-        metadata = yaml.safe_load(match[1])
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" (line {mark.line + 2})" if mark is not None else ""
-        raise UserError(f"README.md of the model: its metadata is no YAML{line}. Fix: correct it") from None
-    return metadata if isinstance(metadata, dict) else {}, card[match.end() :]
-
-
-def with_metadata(card: str, values: dict[str, Any]) -> str:
-    """Returns the card with other values of these keys; one without metadata as it is."""
-    metadata, text = card_metadata(card)
-    return f"---\n{yaml.safe_dump(metadata | values, sort_keys=False)}---\n{text}" if metadata else card
-
-
-def model_card(
-    recipe: Recipe, plan: dict[str, Any], state: dict[str, Any], loss: float | None, evaluation: dict[str, float]
-) -> str:
-    """Returns Markdown with the hub's metadata block.
-
-    plan: plan.json; state: steps and tokens done, and hashes of the inputs; loss: of the last step.
-    """
-    metadata: dict[str, Any] = {
-        "library_name": "transformers" if recipe.mode == "full" else "peft",
-        "tags": ["finetune", recipe.objective.name],
-    }
-    if recipe.objective.scores_sequences:
-        metadata["pipeline_tag"] = "text-classification"
-    if recipe.model.name:
-        metadata["base_model"] = recipe.model.name
-        metadata["base_model_relation"] = "finetune" if recipe.mode == "full" else "adapter"
-    if datasets := list(dict.fromkeys(one.path for one in recipe.data.train if is_hub_dataset(one.path))):
-        metadata["datasets"] = datasets
-    rows = [
-        ("Base", recipe.model.name or f"from scratch ({(recipe.model.config or {}).get('model_type')})"),
-        ("Objective", recipe.objective.name),
-        ("Method", recipe.mode + (f", rank {recipe.lora.rank}" if recipe.lora else "")),
-        ("Parameters", f"{plan['parameters']:,} ({plan['trainable_parameters']:,} trained)"),
-        ("Training data", ", ".join(without_credentials(source.path) for source in recipe.data.train)),
-        ("Steps", f"{state['step']:,} of {recipe.batch.rows} sequences of up to {recipe.data.max_length:,} tokens"),
-        ("Tokens", f"{state['tokens']:,} ({state['supervised_tokens']:,} supervised)"),
-        ("Precision", recipe.train.precision),
-        *((("Last training loss", f"{loss:.4f}"),) if loss is not None else ()),
-        *((name.replace("_", " ").capitalize(), f"{value:.4f}") for name, value in evaluation.items()),
-        ("Ran on", f"{plan['where']}, {plan['world_size']} x {plan['device']}"),
-        *((("What was read", short(state["inputs"])),) if "inputs" in state else ()),
-        ("Code", plan["git_commit"] or "-"),
-        ("Versions", ", ".join(f"{name} {version}" for name, version in plan["versions"].items())),
-    ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    scores = ""
-    if recipe.objective.scores_sequences:
-        load = 'pipeline("text-classification", model=folder)  # of transformers'
-        if recipe.mode != "full":
-            load = (
-                "AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=...)  # of peft: as many as "
-                f"{LABELS} has\n# or `finetune merge`, for a folder that a pipeline loads"
-            )
-        scores = (
-            f"{recipe.objective.score_model} The score is that of the last token: give the text as it was "
-            "trained, which `finetune score` does. What a chat template wrote is given to a pipeline with "
-            f"`add_special_tokens=False`.\n\n```python\n{load}\n```\n\n"
-        )
-    return (
-        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n# {recipe.run.name}\n\n"
-        f"| | |\n| --- | --- |\n{table}\n\n{scores}"
-        f"<details><summary>Recipe</summary>\n\n```yaml\n{dump_recipe(recipe)}```\n\n</details>\n"
-    )

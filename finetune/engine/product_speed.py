@@ -14,7 +14,7 @@ from finetune.recipe.schema import Quantization, Train
 
 EMULATED = 2.0  # times slower than fp32; native products are faster, so that other load cannot explain it
 _PRODUCTS = {"bf16": torch.bfloat16, "bf16_true": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
-_EDGE, _EDGE_OF_GPU = 512, 2048  # of square matrices: 0.3 GFLOP, 17 on a GPU, below which launches take longer
+_EDGE, _EDGE_OF_GPU = 256, 2048  # of square matrices: 0.03 GFLOP, 17 on a GPU, below which launches take longer
 TimesSlower = Callable[[torch.dtype, torch.device], float]
 _TRIES = 3  # other programs disturb single ones
 
@@ -33,7 +33,8 @@ def compute_device() -> torch.device:
 
 @functools.cache
 def product_seconds(dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the shortest time of a product on a device; about a tenth of a second in all on two slow cores."""
+    """Returns the shortest time of a product on a device; under a fifth of a second in all, where a slow core
+    emulates it."""
     edge = _EDGE if device.type == "cpu" else _EDGE_OF_GPU
     matrix = torch.ones(edge, edge, dtype=dtype, device=device)  # no random numbers, which the run draws
     best = float("inf")

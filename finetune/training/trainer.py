@@ -25,7 +25,8 @@ from torch import Tensor
 
 from finetune.checkpoints.folder import best_checkpoint
 from finetune.checkpoints.inputs import read_inputs
-from finetune.checkpoints.result import model_card, save_result, write_tokenizer
+from finetune.checkpoints.model_card import model_card
+from finetune.checkpoints.result import save_result, write_tokenizer
 from finetune.checkpoints.resume import resume_own
 from finetune.checkpoints.saver import Saver
 from finetune.data.batch import Batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import typing
+from collections import Counter
 from pathlib import Path
 
 import example_path
@@ -22,10 +23,19 @@ from finetune.models.patches import PATCHES
 DOCUMENTED = {"_replace", "_fields", "_asdict", "_exit"}  # of named tuples, and of `os`
 
 
+@functools.cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def package() -> list[Path]:
+    return sorted((ROOT / "finetune").rglob("*.py"))
+
+
 def test_names_of_classes_and_files_are_unique_in_the_package():
-    measured = structure.measure(ROOT)
-    assert measured["class names used more than once"] == []
-    assert measured["file names used more than once"] == []
+    files = Counter(path.name for path in package() if not path.name.startswith("__"))
+    classes = Counter(node.name for path in package() for node in tree(path).body if isinstance(node, ast.ClassDef))
+    assert [name for counts in (files, classes) for name, count in counts.items() if count > 1] == []
 
 
 def backend_tests(source: str) -> list[int]:
@@ -51,7 +61,7 @@ def test_no_room_but_engine_asks_which_backend_runs():
     assert backend_tests(source) == [1, 1, 2]
     found = {
         str(path.relative_to(ROOT)): backend_tests(path.read_text(encoding="utf-8"))
-        for path in sorted((ROOT / "finetune").rglob("*.py"))
+        for path in package()
         if "engine" not in path.parts
     }
     assert not {file: lines for file, lines in found.items() if lines}
@@ -60,8 +70,8 @@ def test_no_room_but_engine_asks_which_backend_runs():
 def test_forwards_and_classes_are_replaced_by_the_table_of_patches_alone():
     """No assignment to an instance's `forward` or `__class__` elsewhere, by `setattr` neither; no row without a use."""
     elsewhere, used = [], set()
-    for path in sorted((ROOT / "finetune").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in package():
+        for node in ast.walk(tree(path)):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             assigned = {target.attr for target in targets if isinstance(target, ast.Attribute)}
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -106,7 +116,7 @@ def test_a_private_name_of_a_library_has_its_reason():
     assert unexplained("# As the public one copies.\nx = torch._one\ny = torch._one") == []
     found = {
         str(path.relative_to(ROOT)): unexplained(path.read_text(encoding="utf-8"))
-        for path in sorted((ROOT / "finetune").rglob("*.py"))
+        for path in package()
         if "engine" not in path.parts and path.name != "patches.py"
     }
     assert not {file: names for file, names in found.items() if names}
@@ -120,7 +130,7 @@ def test_files_import_each_other_one_way():
     imports: dict[str, set[str]] = {}
     for name, path in files.items():
         named = set[str]()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Import):
                 named |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -140,7 +150,7 @@ def names_of(module: str) -> set[str]:
     submodules = {file.stem for file in path.iterdir()} if path.is_dir() else set[str]()
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     names = set[str]()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if file.exists() else ():
+    for node in ast.walk(tree(file)) if file.exists() else ():
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.alias):
@@ -156,7 +166,7 @@ def test_what_scripts_benchmarks_and_tests_import_of_the_package_exists():
         f"{file.relative_to(ROOT)}:{node.lineno}: {node.module}.{name.name}"
         for room in ("scripts", "benchmarks", "tests")
         for file in (ROOT / room).rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(tree(file))
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "finetune"
         for name in node.names
         if name.name not in names_of(str(node.module))

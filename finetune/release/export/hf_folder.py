@@ -23,7 +23,9 @@ from typing import Any, Literal
 
 import torch
 
-from finetune.checkpoints.result import model_card, partial_path, with_metadata, write_config
+from finetune.checkpoints.card_metadata import with_metadata
+from finetune.checkpoints.model_card import model_card
+from finetune.checkpoints.result import partial_path, write_config
 from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import SHARD_BYTES, write_shards
 from finetune.errors import RunFailure, UserError

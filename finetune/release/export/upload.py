@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from finetune.checkpoints.result import card_metadata, with_metadata
+from finetune.checkpoints.card_metadata import card_metadata, with_metadata
 from finetune.errors import RunFailure, UserError
 from finetune.utils import readable_bytes
 

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig
 
+from finetune.checkpoints.card_metadata import with_metadata
 from finetune.checkpoints.folder import best_checkpoint, step_of
-from finetune.checkpoints.result import with_metadata
 from finetune.checkpoints.trained import Trained, find_trained
 from finetune.errors import RunFailure, UserError
 from finetune.models.added_tokens import grow_to

@@ -77,9 +77,11 @@ def test_a_launch_without_a_recipe(made: Path, tmp_path: Path) -> None:
     assert recipe.read_text(encoding="utf-8").rstrip() in output
     assert (load_recipe(recipe).mode, load_recipe(recipe).train.max_steps) == ("lora", 2)
     assert (runs / "faq-lora" / "status.json").is_file()
-    status, output = run(*words)
-    assert status == 2
-    assert f"{recipe} exists already and is left as it is. Fix: python -m finetune launch {recipe} trains" in output
+    done = forks.python("-m", "finetune", "launch", *words)
+    assert done.returncode == 2
+    assert (
+        f"{recipe} exists already and is left as it is. Fix: python -m finetune launch {recipe} trains" in done.stderr
+    )
 
 
 def test_a_new_recipe_is_trained_if_it_is_wanted(

@@ -19,6 +19,7 @@ import tiny
 import yaml
 from repository import ROOT
 from rich.console import Console
+from usual import usual
 
 from finetune.desk.setup.check import check_recipe
 from finetune.desk.setup.new import write_new
@@ -61,7 +62,10 @@ def new(
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["questions", "other names", "chat", "text", "pairs", "marked", "classes", "few"])
+KINDS = ("questions", "other names", "chat", "text", "pairs", "marked", "classes", "few")
+
+
+@pytest.mark.parametrize("kind", usual(KINDS, "other names", "chat", "pairs", "classes"))
 def test_what_is_written_passes_check(made: Path, tmp_path: Path, kind: str) -> None:
     files = {
         "questions": lambda: table(tmp_path, ("question", "answer")),

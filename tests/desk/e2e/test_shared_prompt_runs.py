@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny
 from conftest import metrics, train_here
+from usual import usual
 
 from finetune.desk.setup.check import check_recipe
 from finetune.errors import UserError
@@ -48,7 +49,7 @@ def changed(recipe: dict[str, Any], made: Path, case: dict[str, Any]) -> dict[st
     return recipe | {key: case[key] for key in ("mode", "lora") if key in case}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", usual(CASES, "dpo", "experts", "scores"))
 def test_a_run_is_the_same(name: str, pairs: dict[str, Any], made: Path, tmp_path: Path, write_recipe: Any) -> None:
     path = write_recipe(changed(pairs, made, CASES[name]))
     shown = train_here(path, "run.name=shared")

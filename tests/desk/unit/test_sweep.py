@@ -143,6 +143,7 @@ def test_the_guide_shows_a_sweep_that_is_read(file: Path) -> None:
     assert (recipe.run.name, recipe.batch.rows) == ("rate-0.0003-rows-16", 16)
 
 
+@pytest.mark.long  # imports more of W&B than a run
 def test_wandb_makes_a_launch_of_the_sweep_in_the_guide() -> None:
     """By the functions that its agent calls: none of them is documented, and they may move."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args

@@ -272,6 +272,7 @@ def test_what_is_assumed_has_a_name(found: tuple[PlanRequest, list[Choice]]) -> 
     )
 
 
+@pytest.mark.long
 def test_a_device_is_planned_with_the_attention_that_a_run_has_there(recipe: dict[str, Any], write_recipe: Any) -> None:
     """AMD's cards, and NVIDIA's before Ampere, have none of torch's flash kernels."""
     path, on = write_recipe(recipe), PlanOptions(("1xMI300X", "1xH100-80"))

@@ -260,6 +260,7 @@ def scored(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", ["reward", "classify"])
 def test_a_checkpoint_of_scores_is_exported_as_the_result_is(scored: Path, tmp_path: Path, run: str) -> None:
     shutil.copytree(scored / run, tmp_path / run, ignore=shutil.ignore_patterns("model", "out"))  # as of a stopped run

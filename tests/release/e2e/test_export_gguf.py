@@ -464,6 +464,7 @@ def test_a_run_of_a_multimodal_base_is_compared_by_its_text(made: Path, tmp_path
         assert figures["kl_mean"] < 1e-10 < figures["kl_base"]
 
 
+@pytest.mark.long
 def test_a_run_of_mixtral_is_compared_by_its_tensors(made: Path, tmp_path: Path) -> None:
     lora_run(tmp_path, made / "mixtral", made / "rows.jsonl", 2)
     export_run(tmp_path / "lora", ExportOptions(to="gguf", out=tmp_path / "out", dtype="f32"), Console(quiet=True))

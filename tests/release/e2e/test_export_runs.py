@@ -101,6 +101,7 @@ def test_a_checkpoint_of_the_last_step_gives_the_result_bit_by_bit(runs: Path, t
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 2
 
 
+@pytest.mark.long
 def test_an_adapter_of_a_checkpoint_merges_as_the_result_does(runs: Path, tmp_path: Path) -> None:
     for name, step in {"result": None, "last": "6", "best": "best"}.items():
         export_run(runs / "lora", ExportOptions(step=step, out=tmp_path / name, dtype="float32"), quiet())

@@ -272,6 +272,7 @@ def test_rows_with_pictures_are_answered_as_plain_transformers_does(
         answer_file(full_run, seeing / "bad.jsonl", tmp_path / "bad.jsonl", Sampling(4), None, 8, console())
 
 
+@pytest.mark.long
 def test_an_openai_client_gets_the_greedy_answers_to_pictures(
     full_run: Path, seeing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -376,6 +377,7 @@ def test_preferences_of_pictures_are_what_plain_transformers_computes(
             train_here(seeing / f"{objective}-{another}.yaml")
 
 
+@pytest.mark.long
 def test_a_teacher_that_sees_is_what_plain_transformers_says(seeing: Path, tmp_path: Path) -> None:
     """Of two rows whose pictures differ by colour alone, which are the same tokens, too. Who is taught by himself has
     nothing to learn: the student sees the same pictures."""
@@ -410,6 +412,7 @@ def test_a_teacher_that_sees_is_what_plain_transformers_says(seeing: Path, tmp_p
         train_on_pictures(seeing, "qwen2_5_vl", **{**changes, "model": {}, "run": {"name": "distill-other"}})
 
 
+@pytest.mark.long
 def test_qlora_in_bf16_answers_as_its_adapter_on_the_base(seeing: Path) -> None:
     """To what packing and rounding change: the tower's weights are exact, 4 bits of the language model's are not."""
     run = train_on_pictures(

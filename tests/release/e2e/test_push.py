@@ -84,6 +84,7 @@ def test_a_run_pushes_while_it_trains_and_never_waits(hub: Hub, pushing: Path, t
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [7, 8]
 
 
+@pytest.mark.long
 def test_a_failed_push_ends_no_run(hub: Hub, pushing: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "run"
     hub.refusals = 10**6

@@ -83,6 +83,7 @@ def test_a_reward_model_is_trained_saved_and_used(reward: Path, files: Path, tmp
     assert "use `finetune score`" in refused.stderr
 
 
+@pytest.mark.long
 def test_adapters_of_a_reward_model_load_by_peft_and_merge(reward: Path, files: Path, tmp_path: Path) -> None:
     from peft import AutoPeftModelForSequenceClassification
 

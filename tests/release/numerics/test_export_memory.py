@@ -26,6 +26,7 @@ def measured(folder: Path, layers: int, hidden: int, files: int, *commands: str)
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_a_small_model(tmp_path: Path) -> None:
     """Below its own bytes, of which the comparison used to take four times as many."""
     found = measured(tmp_path / "model", 8, 1024, 4, "merge {run}")

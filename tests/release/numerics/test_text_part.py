@@ -225,6 +225,7 @@ def test_tokens_are_added(recipe: dict[str, Any], write_recipe: Any, bases: Any,
     assert len(model.get_input_embeddings().weight) == len(tokenizer)
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_exported_in_the_base_s_layout(
     recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: Path
 ) -> None:

@@ -93,16 +93,15 @@ def replaying(online: dict[str, Any], records: Path) -> dict[str, Any]:
 
 
 LORA = {"mode": "lora", "lora": {"rank": 4, "alpha": 8}, "optimizer": {"lr": 5e-3}}
-LONG = (
-    *((config, 2, {}) for config in ("fsdp2", "zero2", "zero3", "tp", "cp", "ulysses")),
+PLACES = (
+    *((config, 2, {}) for config in ("ddp", "fsdp2", "zero2", "zero3", "tp", "cp", "ulysses")),
     *((config, 4, {}) for config in ("ddp", "hsdp", "fsdp2_tp")),
     *((config, 2, LORA) for config in ("fsdp2", "zero3")),
 )
 
 
-@pytest.mark.parametrize(
-    ("config", "processes", "mode"), [("ddp", 2, {}), *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
-)
+@pytest.mark.long  # of samples without turns a default test has it: test_rollouts.py
+@pytest.mark.parametrize(("config", "processes", "mode"), PLACES)
 def test_processes_sample_the_same_turns_and_train_on_them_alike(
     config: str,
     processes: int,

@@ -140,6 +140,7 @@ def test_what_is_decoded_together_changes_no_token(online: dict[str, Any], write
     assert ours == theirs
 
 
+@pytest.mark.long
 def test_recorded_rollouts_are_used_after_a_kill_and_none_of_another_recipe(
     online: dict[str, Any], write_recipe: Write, tmp_path: Path
 ) -> None:
@@ -306,6 +307,7 @@ def log_probs_of(model: Any, prompt: list[int], ids: list[int]) -> np.ndarray[An
     return (logits / 0.8).log_softmax(1).gather(1, torch.tensor(ids)[:, None])[:, 0].double().numpy()
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_its_second_step_on_the_same_samples(
     off_policy: dict[str, Any], write_recipe: Write, tmp_path: Path
 ) -> None:

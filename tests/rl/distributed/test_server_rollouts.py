@@ -115,6 +115,7 @@ def test_a_run_samples_each_step_from_its_own_adapter_and_resumes(
     assert server.calls == []
 
 
+@pytest.mark.long
 def test_all_weights_are_replaced_while_the_server_is_paused(
     served: dict[str, Any], server: SamplingServer, write_recipe: Write, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_all_weights_are_replaced_while_the_server_is_paused(
     assert len({line["loss"] for line in lines}) == STEPS
 
 
+@pytest.mark.long
 def test_a_student_is_taught_at_the_samples_of_a_server(
     served: dict[str, Any], server: SamplingServer, made: Path, write_recipe: Write, tmp_path: Path
 ) -> None:

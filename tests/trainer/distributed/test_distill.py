@@ -178,6 +178,7 @@ def test_a_teacher_on_several_processes(distilling: Path, tmp_path: Path, config
             assert (ours[IDS] == theirs[IDS]).mean() > 0.99
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_its_teacher_and_with_no_other(distilling: Path, made: Path, tmp_path: Path) -> None:
     keep = ("checkpoint.every_steps=2", "train.max_steps=4", "checkpoint.keep=2")
     predict_here(distilling)

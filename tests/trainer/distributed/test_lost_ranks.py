@@ -9,13 +9,12 @@ import forks
 import pytest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("victim", "name", "expected"),
     [
         (1, "SIGSTOP", f"rank 1 on {socket.gethostname()} did not arrive: the others waited 6 s. "),
-        pytest.param(
-            0, "SIGSTOP", "rank 0 on 127.0.0.1 did not arrive: the others waited 6 s. ", marks=pytest.mark.long
-        ),
+        (0, "SIGSTOP", "rank 0 on 127.0.0.1 did not arrive: the others waited 6 s. "),
     ],
 )
 def test_a_rank_that_is_missing_is_named_once(

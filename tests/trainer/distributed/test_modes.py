@@ -51,21 +51,16 @@ BREAK_AT, HEAL_AT = 3, 5
 # The last case of a group stops it in the middle of a step.
 CASES: dict[tuple[str, int], tuple[str, ...]] = {
     ("single", 1): tuple(OVERRIDES),
-    ("ddp", 2): ("adamw_8bit", "muon", "fp16", "fp16_skips", "broken"),
-    ("fsdp2", 2): (
-        "full",
-        "lora",
-        "qlora",
-        "qlora_dora",
-        "adamw_8bit",
-        "paged_adamw_8bit",
-        "fp16",
-        "fp16_skips",
-        "bf16_true",
-        "broken",
-    ),
-    ("zero2", 2): ("adamw_8bit", "fp16", "fp16_skips", "broken"),
-    ("zero3", 2): (*("full", "lora", "qlora", "qlora_dora", "adamw_8bit", "fp16", "fp16_skips", "broken"),),
+    ("ddp", 2): ("muon", "fp16_skips", "broken"),
+    ("fsdp2", 2): ("full", "lora", "qlora", "qlora_dora", "adamw_8bit", "bf16_true", "fp16_skips", "broken"),
+    ("zero2", 2): ("adamw_8bit", "fp16_skips", "broken"),
+    ("zero3", 2): ("full", "lora", "qlora", "qlora_dora", "fp16_skips", "broken"),
+}
+WITH_ALL: dict[tuple[str, int], tuple[str, ...]] = {
+    ("ddp", 2): ("adamw_8bit", "fp16"),
+    ("fsdp2", 2): ("paged_adamw_8bit", "fp16"),
+    ("zero2", 2): ("fp16",),
+    ("zero3", 2): ("adamw_8bit", "fp16"),
 }
 # Largest relative difference of any step's loss from one process; behind each the largest that was measured on two
 # cores of a CPU. Of 8 bit: which matrices are large enough for it depends on how they are cut.
@@ -86,7 +81,7 @@ Launched = Callable[[str, int], Path]
 
 
 @pytest.fixture(scope="session")
-def launched(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+def launched(request: pytest.FixtureRequest, made: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """Launch a config with its cases, once; returns the folder with what became of them and their `runs`."""
     folder = tmp_path_factory.mktemp("modes")
     recipe = parity.base_recipe(made)
@@ -94,6 +89,8 @@ def launched(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     recipe["batch"] = {"rows": 4, "rows_per_device": 1}
     recipe["train"]["max_steps"] = STEPS
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+
+    more = WITH_ALL if request.config.getoption("--all") else {}
 
     @cache
     def start(config: str, processes: int) -> Path:
@@ -106,7 +103,7 @@ def launched(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
                 "break_at": BREAK_AT if name in ("fp16_skips", "fp16_broken", "broken") else None,
                 "heal_at": HEAL_AT if name == "fp16_skips" else None,
             }
-            for name in CASES[config, processes]
+            for name in (*more.get((config, processes), ()), *CASES[config, processes])
         ]
         plan = {"recipe": str(folder / "recipe.yaml"), "out": str(out), "cases": cases}
         (out / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
@@ -127,8 +124,9 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 
 COMPARED = [
-    pytest.param(config, processes, name, id=f"{name} {config} x{processes}")
-    for (config, processes), names in CASES.items()
+    pytest.param(config, processes, name, id=f"{name} {config} x{processes}", marks=marks)
+    for cases, marks in ((CASES, ()), (WITH_ALL, pytest.mark.long))
+    for (config, processes), names in cases.items()
     if config != "single"
     for name in names
     if "broken" not in name and (config, name) != ("zero3", "qlora_dora")

@@ -62,6 +62,7 @@ def same(reference: Path, other: Path, after: int) -> None:
     assert parity.parameter_difference(reference / "model", other / "model") < parity.PARAMETER
 
 
+@pytest.mark.long
 def test_stopped_and_going_on_elsewhere(values: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
     path, runs = write_recipe(values), tmp_path / "runs"
     straight = train_alone(path, "run.name=straight")

@@ -116,6 +116,7 @@ def check_results(launched: Launched, config: str, names: tuple[str, ...]) -> li
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "config", ["pp", *(pytest.param(name, marks=pytest.mark.long) for name in ("pp_fsdp2", "pp_tp"))]
 )

@@ -26,6 +26,7 @@ BY_SCRIPT = {
 } - {"full kto"}
 BY_SCRIPT |= {
     "lora fp16",
+    "full bf16",
     "lora dpo adapters off",
     "full qwen3_5",
     "full text part",
@@ -34,7 +35,7 @@ BY_SCRIPT |= {
 }
 EXPERTS = [Pair(("ep", 4), SINGLE, case) for case in resume_matrix.cases(("ep", 4))]
 STOP, STEPS, ROWS = 3, 9, 80  # the matrix: 10, 30, 300; epochs end after the stop in both
-ALONE_ONLY = {"lora dropout rslora", "full bf16", "full dpo"}  # saved on one process; on tensor shards by the script
+ALONE_ONLY = {"lora dropout rslora", "full dpo", "full fp16"}  # saved on one process; on tensor shards by the script
 
 
 @pytest.fixture(scope="module", autouse=True)

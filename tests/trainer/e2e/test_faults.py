@@ -22,6 +22,7 @@ from conftest import finetune, metrics, train_alone
 from filelock import FileLock
 from forks import start_forkserver
 from safetensors.torch import load_file, save_file
+from usual import usual
 
 from finetune.checkpoints.folder import find_problem
 from finetune.errors import RunFailure, UserError
@@ -221,7 +222,7 @@ def flip(path: Path, byte: int, bits: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("bits", [0x80, 0x01, 0x20])
+@pytest.mark.parametrize("bits", usual((0x80, 0x01, 0x20), 0x80))
 def test_a_damaged_log_keeps_no_checkpoint_from_starting(
     interrupted: tuple[Path, list[float]], run: Path, bits: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -266,7 +267,7 @@ def byte_is_idle(manifest: Path, whole: bytes) -> bool:
 WRITTEN = ("recipe.yaml", "plan.json", "status.json")
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", usual(WRITTEN, "status.json", "plan.json"))
 def test_no_room_for_a_file_of_the_run(interrupted: tuple[Path, list[float]], run: Path, name: str) -> None:
     path, before = interrupted
     kept = {one: (run / one).read_bytes() for one in (*WRITTEN, "model/model.safetensors")}
@@ -312,7 +313,10 @@ FILES = (*WRITTEN, ".lock", ".launch.json", "inputs.json", "examples.json", "met
 FOLDERS = ("tokenizer", "tokenizer.partial", "model.partial", "checkpoints", "samples")
 
 
-@pytest.mark.parametrize("name", [*FILES, *(f"{name}.tmp" for name in (".launch.json", "inputs.json")), *FOLDERS])
+NAMES = (*FILES, *(f"{name}.tmp" for name in (".launch.json", "inputs.json")), *FOLDERS)
+
+
+@pytest.mark.parametrize("name", usual(NAMES, ".lock", "metrics.jsonl", "inputs.json.tmp", "model.partial", "samples"))
 def test_something_else_has_the_name_of_a_file(
     saving: dict[str, Any], write_recipe: Any, run: Path, tmp_path: Path, name: str
 ) -> None:
@@ -333,7 +337,7 @@ def test_something_else_has_the_name_of_a_file(
     assert json.loads((run / "status.json").read_text())["status"] == "finished"
 
 
-@pytest.mark.parametrize("code", [errno.EXDEV, errno.EBUSY, errno.EACCES, errno.ENOSPC])
+@pytest.mark.parametrize("code", usual((errno.EXDEV, errno.EBUSY, errno.EACCES, errno.ENOSPC), errno.EXDEV))
 @pytest.mark.parametrize("name", [".launch.json", "tokenizer", "plan.json"])
 def test_a_file_that_cannot_be_replaced(interrupted: tuple[Path, list[float]], run: Path, name: str, code: int) -> None:
     """As one that is mounted alone: what was there before stays."""

@@ -16,6 +16,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 from rich.console import Console
+from usual import usual
 
 from finetune.desk.setup.foreign_command import is_command
 from finetune.desk.setup.foreign_keys import foreign_tool
@@ -754,7 +755,7 @@ def test_what_has_no_equal_is_to_do(convert: Convert) -> None:
     assert "unheard_of=1: no counterpart is known" in printed
 
 
-@pytest.mark.parametrize("tool", ["axolotl", "LLaMA-Factory", "TRL", "Unsloth"])
+@pytest.mark.parametrize("tool", usual(("axolotl", "LLaMA-Factory", "TRL", "Unsloth"), "axolotl", "TRL"))
 def test_values_of_another_kind_are_messages(convert: Convert, tool: str) -> None:
     config = {"axolotl": AXOLOTL_LORA, "LLaMA-Factory": factory(), "TRL": TRL_SFT, "Unsloth": UNSLOTH}[tool]
     values = yaml.safe_load(config)

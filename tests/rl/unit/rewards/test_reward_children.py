@@ -352,7 +352,7 @@ def test_processes_end_with_a_run_that_is_killed(write: Any, tmp_path: Path) -> 
         "    time.sleep(1)\n"
         "    print(*[child.pid for child in children], flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"settings = reward(file={str(write(source))!r}, function='f', processes=2, seconds=10.0)\n"
+        f"settings = reward(file={str(write(source))!r}, function='f', processes=2, seconds=3.0)\n"
         "rewards = Rewards((settings,), None).__enter__()\n"
         "threading.Thread(target=end).start()\n"
         "rewards.score([completion('hang'), completion('')])\n"

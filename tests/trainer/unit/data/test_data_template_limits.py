@@ -121,8 +121,7 @@ ROW = [{"role": "user", "content": "a word, " * 50}]
 QUICK = (
     "nested",
     "loops over filters",
-    "macros",
-    "lists in",
+    "lists in lists, written",
     "a text",
     "center",
     "format",

@@ -289,8 +289,14 @@ def kto_step(objective: Objective, losses: list[Tensor], shift: float) -> tuple[
 # --- through the head
 
 
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("name", [*FORMULAS, "orpo", "kto", "sft", "focal"])
+@pytest.mark.parametrize(
+    ("name", "trained"),
+    [
+        pytest.param(name, trained, marks=() if trained or name in ("sft", "kto") else pytest.mark.long)
+        for name in (*FORMULAS, "orpo", "kto", "sft", "focal")
+        for trained in (True, False)
+    ],
+)
 def test_gradcheck_through_the_chunked_head(name: str, trained: bool) -> None:
     """Of hidden states, and of the head's weight where it is trained: its logits are then computed again in the
     backward. Chunks of 4 targets, so that most sequences are in several. (Distillation: test_divergence.py; scores,

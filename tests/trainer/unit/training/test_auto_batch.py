@@ -173,6 +173,7 @@ def wide(automatic: dict[str, Any], write_recipe: Any, made: Path) -> Path:
     return write_recipe(automatic)
 
 
+@pytest.mark.long
 def test_the_most_rows_that_fit_and_no_trace(wide: Path) -> None:
     """In a process of its own: what earlier tests have freed in this one would be used first, and no trial show it."""
     start_forkserver()
