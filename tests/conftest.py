@@ -61,8 +61,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="takes minutes, or a tool that few machines have: --all"))
 
 
-def pytest_collection_finish() -> None:
-    """Collections of garbage, one at the end of every run, pass over what is imported until now."""
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """Collections of garbage, one at the end of every run, pass over what earlier tests have imported."""
     gc.collect()
     gc.freeze()
 
