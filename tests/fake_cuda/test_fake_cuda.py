@@ -19,6 +19,7 @@ import tiny
 import yaml
 from conftest import ROOT
 from fake_devices import unsupported_reason
+from usual import usual
 
 from finetune.engine.launch import read_config_file
 from finetune.features import load_recipe
@@ -69,10 +70,8 @@ class Cell(NamedTuple):
 
 
 USUAL = [
-    Cell("single", 1, "full"),
     Cell("fsdp2", 2, "full", 1),
     Cell("fsdp2", 2, "qlora"),
-    Cell("fsdp2", 2, "fp8"),
     Cell("fsdp2_tp", 8, "lora"),
     Cell("zero3", 8, "lora"),
 ]
@@ -162,7 +161,9 @@ def test_a_config_on_devices(results: Path, cell: Cell) -> None:
         assert len(ends) <= WAITS_OF_A_STEP + ("offload" in cell.config), ends  # its norm is made in host memory
 
 
-@pytest.mark.parametrize("cell", [Cell("fsdp2", 2, "orpo"), Cell("single", 1, "dpo")], ids=name)
+@pytest.mark.parametrize(
+    "cell", usual((Cell("fsdp2", 2, "orpo"), Cell("single", 1, "dpo")), Cell("single", 1, "dpo")), ids=name
+)
 def test_pairs_that_share_their_prompts_wait_for_nothing(results: Path, cell: Cell) -> None:
     phases = measured(results, cell)["phases"]
     assert {phase: phases[phase]["waits"] for phase in ("forward", "backward")} == {"forward": {}, "backward": {}}
@@ -187,7 +188,9 @@ os._exit(0)
     assert done.stdout.splitlines() == ["{'cpu to cuda': 10} {}", "{'cpu to cuda': 16} {}"], done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("cell", [Cell("single", 1, "full"), Cell("fsdp2", 2, "qlora")], ids=name)
+@pytest.mark.parametrize(
+    "cell", usual((Cell("single", 1, "full"), Cell("fsdp2", 2, "qlora")), Cell("fsdp2", 2, "qlora")), ids=name
+)
 def test_a_checkpoint_waits_for_its_copies_once(results: Path, cell: Cell) -> None:
     """Without the wait the thread would write what has not arrived; one for each tensor would be slow."""
     counts = measured(results, cell)["phases"]["copies of a checkpoint"]
@@ -203,7 +206,10 @@ def test_other_ranks_wait_while_rank_0_writes(results: Path, cell: Cell) -> None
     assert sum(count for wait, count in saving["waits"].items() if "synchronize" in wait) == gathers > 2
 
 
-@pytest.mark.parametrize(("cell", "copies"), [(Cell("fsdp2", 2, "qlora"), 2), (Cell("fsdp2", 2, "fp8"), 6)])
+@pytest.mark.parametrize(
+    ("cell", "copies"),
+    [(Cell("fsdp2", 2, "qlora"), 2), pytest.param(Cell("fsdp2", 2, "fp8"), 6, marks=pytest.mark.long)],
+)
 def test_packing_takes_one_layer_at_a_time(results: Path, cell: Cell, copies: int) -> None:
     """Of rank 0, which packs all of the model: on its device are a layer's values and what packs them, no more."""
     config = Base.of(load_recipe(str(results / "recipe.yaml"), [*MODES[cell.mode]])).config

@@ -18,6 +18,7 @@ import pytest
 import tiny
 from conftest import finetune, metrics
 from PIL import Image
+from usual import usual
 from workbooks import workbook
 
 from finetune.desk.cli import main
@@ -165,7 +166,7 @@ def new_arguments(journey: Journey, model: Path, folder: Path) -> list[str]:
     return ["new", "--model", str(model), "--data", str(data), "--mode", "lora", "-o", str(output), f"run.dir={folder}"]
 
 
-@pytest.mark.parametrize("name", JOURNEYS)
+@pytest.mark.parametrize("name", usual(JOURNEYS, *list(JOURNEYS)[::2]))
 def test_from_file_to_check(
     name: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -235,6 +235,7 @@ def test_wandb_offline_has_config_metrics_and_summary(full_run: Path) -> None:
         assert key in content
 
 
+@pytest.mark.long
 def test_wandb_has_the_best_checkpoint(full_recipe: Path) -> None:
     """Offline, by wandb itself: two artifacts, of which one has the checkpoint's files and the name `best`."""
     changes = (

@@ -9,7 +9,6 @@ import plan_state
 import pytest
 
 LAUNCHES = [(place, list(group)) for place, group in groupby(plan_state.cells(), key=lambda cell: cell[:2])]
-USUAL = ("zero3", 2)
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +16,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("state")
 
 
+@pytest.mark.long  # of rank 0 on simulated devices a default test has it: test_fake_cuda.py
 @pytest.mark.parametrize(
     "cells",
-    [
-        pytest.param(cells, marks=[] if place == USUAL else pytest.mark.long, id=f"{place[0]} x{place[1]}")
-        for place, cells in LAUNCHES
-    ],
+    [pytest.param(cells, id=f"{place[0]} x{place[1]}") for place, cells in LAUNCHES],
 )
 def test_a_rank_keeps_what_is_predicted(folder: Path, cells: list[plan_state.Cell]) -> None:
     for cell, found in plan_state.compare(folder, cells):

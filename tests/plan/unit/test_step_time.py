@@ -59,6 +59,7 @@ def test_counted_operators_are_those_of_a_real_micro_batch(
     assert counted.bytes == pytest.approx(real.bytes, rel=0.05)
 
 
+@pytest.mark.long
 def test_widths_that_differ_between_layers_are_averaged() -> None:
     """Gemma 4: five sliding layers of 32 heads and 16 key-value heads of 256, then a full one of 32 and 4 of 512."""
     loaded = load_recipe(ROOT / "recipes" / "gemma4-31b" / "lora.yaml", [])

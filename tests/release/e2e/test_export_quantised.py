@@ -16,6 +16,7 @@ import yaml
 from conftest import train_here
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from usual import usual
 
 from finetune.errors import RunFailure, UserError
 from finetune.release.export.commands import ExportOptions, export_run, verify_run
@@ -63,7 +64,7 @@ def test_a_weight_is_its_rounding(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+@pytest.mark.parametrize("name", usual(("llama", "llama_tied"), "llama_tied"))
 def test_an_export_is_read_and_answers_like_the_run(runs: Path, tmp_path: Path, name: str, kind: str) -> None:
     out = tmp_path / kind
     export_run(runs / name, ExportOptions(out=out, quantized=kind), QUIET)

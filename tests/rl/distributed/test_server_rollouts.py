@@ -155,6 +155,7 @@ def test_a_student_is_taught_at_the_samples_of_a_server(
     assert server.calls == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "mode"), [("stale", "lora"), ("base", "lora"), ("stale", "full")])
 def test_a_server_without_the_weights_of_the_step_stops_the_run(
     fault: str, mode: str, served: dict[str, Any], server: SamplingServer, write_recipe: Write, tmp_path: Path

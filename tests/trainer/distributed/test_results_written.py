@@ -131,6 +131,7 @@ def test_saved_buffers_of_later_stages_are_in_the_result(launched: Launched, con
         assert not info["unexpected_keys"], type(model)
 
 
+@pytest.mark.long
 def test_zero_3_steps_with_every_gradient_or_not_at_all(launched: Launched) -> None:
     """MVP's positions are integers, which have no gradient. The attention of OpenAI-GPT returns a list, and DeepSpeed
     would leave its gradients out of the step."""

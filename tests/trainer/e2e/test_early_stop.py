@@ -104,7 +104,7 @@ def test_a_metric_that_no_evaluation_measures(stopping: dict[str, Any], write_re
         train_alone(path, "train.stop_when.metric=exact_match")
 
 
-@pytest.mark.parametrize(("config", "processes"), [("single", 1), ("tp", 2)])
+@pytest.mark.parametrize(("config", "processes"), [("single", 1), pytest.param("tp", 2, marks=pytest.mark.long)])
 def test_a_run_on_pairs_ends_at_the_same_step_on_every_config(
     recipe: dict[str, Any], write_recipe: Any, tmp_path: Path, config: str, processes: int
 ) -> None:

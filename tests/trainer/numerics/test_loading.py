@@ -10,6 +10,7 @@ import pytest
 import tiny
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from usual import usual
 
 from finetune.errors import UserError
 from finetune.models.attention import attention_for
@@ -30,7 +31,7 @@ def load(recipe: dict[str, Any], write_recipe: Any, weights: Any = "load") -> An
     return load_model(loaded, Base.of(loaded, config), attention_for(loaded, config, "cpu"), Placement(weights, CPU))
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", usual((False, True), True))
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_shapes_only_holds_no_weight_and_the_same_tensors(
     recipe: dict[str, Any], write_recipe: Any, made: Path, name: str, lora: bool

@@ -293,6 +293,7 @@ def test_one_gradient_at_a_time() -> None:
     assert stepper.take_squared_norm() == 0.0
 
 
+@pytest.mark.long
 def test_resume_with_and_without(one_forward: dict[str, Any], write_recipe: Any) -> None:
     one_forward["checkpoint"] = {"every_steps": 2}
     path, runs = write_recipe(one_forward), Path(one_forward["run"]["dir"])

@@ -41,6 +41,7 @@ def turns(data: Path, path: str) -> list[tuple[str, str]]:
     return [tuple(turn["content"] for turn in json.loads(line)["messages"]) for line in lines]
 
 
+@pytest.mark.long
 def test_no_date_is_both_trained_and_tested(data: Path):
     for recipe in (FULL, WORDS):
         tested = {answer for _, answer in turns(data, recipe.data.eval[0].path)}

@@ -181,6 +181,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 def test_what_is_no_number_is_a_failure(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
     replies = [*REFUSED, "garbage", "break off", "5"]
