@@ -169,6 +169,7 @@ def test_pairs_that_share_their_prompts_wait_for_nothing(results: Path, cell: Ce
     assert {phase: phases[phase]["waits"] for phase in ("forward", "backward")} == {"forward": {}, "backward": {}}
 
 
+@pytest.mark.long
 def test_masks_of_flex_attention_are_copied_without_a_wait() -> None:
     """Of documents, and of documents with shared beginnings: a copy for each tensor of each window's mask."""
     program = """

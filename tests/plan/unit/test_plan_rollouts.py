@@ -142,6 +142,7 @@ def test_plan_names_cohorts_and_their_largest_size(
     assert "rollouts.cohort up to 32 fits" in out.getvalue()
 
 
+@pytest.mark.long
 def test_a_larger_cohort_samples_faster_and_takes_more(recipe_file: Path) -> None:
     """Each token of a cohort costs the host and the weights once."""
 

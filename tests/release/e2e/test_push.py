@@ -48,6 +48,7 @@ def run(hub: Hub, recipe: Path, *overrides: str) -> subprocess.CompletedProcess[
     return done
 
 
+@pytest.mark.long
 def test_a_run_pushes_while_it_trains_and_never_waits(hub: Hub, pushing: Path, tmp_path: Path) -> None:
     """The hub answers no commit until the run has its result. By then the first checkpoint, which is on its way, is
     deleted from the run."""

@@ -196,6 +196,7 @@ def test_lora(recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: P
 
 
 # An untied head, which has rows of its own, and which the config calls tied.
+@pytest.mark.long
 @pytest.mark.parametrize("name", families("mistral3"))
 def test_tokens_are_added(recipe: dict[str, Any], write_recipe: Any, bases: Any, tmp_path: Path, name: str) -> None:
     """The base's own class, grown, with the adapter as peft reads it; the merged folder; a full result."""

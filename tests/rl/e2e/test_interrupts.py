@@ -102,6 +102,7 @@ def status(path: Path) -> dict[str, Any]:
     return json.loads((path.parent / "runs" / "run" / "status.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command", [pytest.param(TRAIN, marks=pytest.mark.long), ONE, pytest.param(TWO, marks=pytest.mark.long)]
 )

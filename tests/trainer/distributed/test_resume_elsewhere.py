@@ -35,7 +35,12 @@ BY_SCRIPT |= {
 }
 EXPERTS = [Pair(("ep", 4), SINGLE, case) for case in resume_matrix.cases(("ep", 4))]
 STOP, STEPS, ROWS = 3, 9, 80  # the matrix: 10, 30, 300; epochs end after the stop in both
-ALONE_ONLY = {"full", "lora dropout rslora", "full dpo", "full fp16"}  # saved on one process; on tensor shards by the script
+ALONE_ONLY = {
+    "full",
+    "lora dropout rslora",
+    "full dpo",
+    "full fp16",
+}  # saved on one process; on tensor shards by the script
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -76,6 +76,7 @@ def busy_cores() -> Iterator[None]:
         program.wait()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="another OpenMP")
 @pytest.mark.usefixtures("busy_cores")
 @pytest.mark.parametrize(

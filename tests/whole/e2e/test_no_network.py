@@ -57,6 +57,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_the_cache_is_used_and_a_dataset_fails_at_once(
     run: Callable[..., Any], recipe: dict[str, Any], write_recipe: Callable[..., Path], made: Path, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_what_the_manifests_say(manifest: Callable[..., str]) -> None:
     assert "amd.com/gpu: 2" in amd
 
 
+@pytest.mark.long
 def test_sizes_that_no_shipped_config_has_are_written_by_the_job(
     manifest: Callable[..., str], made: Path, tmp_path: Path
 ) -> None:

@@ -161,6 +161,7 @@ def build_and_stop(path: Path, tokenizer: Path, folder: Path, processes: Any) ->
     find_or_build(folder, {}, partial(build_source, build=build, digest=opened.reader.digest()))
 
 
+@pytest.mark.long
 def test_a_builder_that_is_killed_leaves_nothing_that_loads_and_no_process(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "hello world"}] * (4 * CHUNK_ROWS))
     text_tokenizer().save_pretrained(tmp_path / "tokenizer")
