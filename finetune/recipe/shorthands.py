@@ -101,3 +101,7 @@ def expand(values: dict[str, Any]) -> None:
         section = values.get(name)
         if isinstance(section, dict) and key in section:
             section[key] = shorthand.full(section[key])
+    objective = values.get("objective")
+    # Before recipes are merged: one that is extended may have a name.
+    if isinstance(objective, dict) and objective.get("file") is not None and "name" not in objective:
+        values["objective"] = {"name": "own", **objective}

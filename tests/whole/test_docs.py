@@ -20,8 +20,10 @@ from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import detect_format, parse_row
 from finetune.desk.cli import app
 from finetune.features import load_recipe
+from finetune.objectives.own import Documents, load_own
 from finetune.recipe import Recipe
 from finetune.recipe.load import key_is_known
+from finetune.recipe.objective_settings import Own
 
 FILES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")),
@@ -119,6 +121,18 @@ def test_guides_show_rows_of_a_format(path: Path) -> None:
     for block in re.findall(r"```json\n(.+?)```", PAGES[path.stem], re.DOTALL):
         for line in block.splitlines():
             assert detect_format([json.loads(line)]).columns is None  # every name is the format's own
+
+
+def test_the_own_objective_that_is_shown_passes_its_trial(tmp_path: Path) -> None:
+    (file, text), *others = re.findall(r"```python\n# (\w+\.py)\n(.+?)```", PAGES["objectives"], re.DOTALL)
+    (shown,) = re.findall(r"```yaml\n(objective: .+?)```", PAGES["objectives"], re.DOTALL)
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    settings = yaml.safe_load(shown)["objective"]
+    assert (settings["file"], others) == (file, [])
+    own = load_own(Own(file=str(tmp_path / file), function=settings["function"]))
+    assert dict(own.units) == {"objective": "sequences"}
+    named = re.findall(r"^\| `(\w+)` \| ", PAGES["objectives"].partition("by name. Each")[2], re.MULTILINE)
+    assert tuple(named[: len(Documents._fields)]) == Documents._fields
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

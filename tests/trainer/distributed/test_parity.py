@@ -21,11 +21,12 @@ STEPS, ROWS = 8, 80  # the matrix: 20, 300; epochs end on the way in both
 # Cells for what each config decides; tests/matrices, with --all, covers every case and every config.
 RUN: dict[Place, set[str]] = {
     # Ranks take rows, whole parameters on each.
-    ("ddp", 2): {"full accumulate 1", "full auto rows", "full token budget", "full kto"},
+    ("ddp", 2): {"full accumulate 1", "full auto rows", "full token budget", "full kto", "full own"},
     # Shards decide more: a tied table and its trained copy, mixed precision, dropout, a group of one.
     ("fsdp2", 2): {
         *("full bf16", "full fp16", "full tied", "full checkpointing selective", "full distill", "full muon"),
         *("lora dropout rslora", "lora tied tokens whole", "lora dpo adapters off", "qlora fp8"),
+        *("full", "full own sft", "full own"),
     },
     ("fsdp2", 1): {"lora"},
     ("fsdp2_offload", 2): {"full"},
@@ -33,7 +34,7 @@ RUN: dict[Place, set[str]] = {
     ("zero3", 2): {"full fp16", "full qwen3_5", "lora dora", "lora dropout offloaded"},
     ("zero3_offload", 2): {"full"},
     # Ranks share rows.
-    ("pp", 2): {"lora", "full fp16", "full orpo"},
+    ("pp", 2): {"lora", "full fp16", "full orpo", "full", "full own sft", "full own"},
     ("pp_fsdp2", 4): {"full tied evaluated"},
     ("tp", 2): {"full tied", "lora dropout rslora"},
     ("ulysses", 2): {"full unpacked", "full mistral window"},
@@ -117,6 +118,9 @@ def test_same_as_one_process(
             timeless(references, config, processes, name) for name in ("full auto rows", "full accumulate 1")
         )
         assert found == said  # to the last bit: looking for them left no trace
+    if {"full", "full own sft"} <= {case.name for case in cases}:
+        for place in ((config, processes), ("single", 1)):
+            assert timeless(references, *place, "full own sft") == timeless(references, *place, "full")
 
 
 def timeless(folder: Path, config: str, processes: int, case: str) -> Lines:
