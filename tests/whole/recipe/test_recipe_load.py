@@ -16,7 +16,7 @@ from repository import ROOT
 from finetune.features import load_recipe
 from finetune.recipe import RecipeError, dump_recipe
 from finetune.recipe.load import key_is_known
-from finetune.recipe.schema import HeldOut, Source, Wandb
+from finetune.recipe.schema import HeldOut, Mlflow, Source, Wandb
 
 GOOD = """\
 run: {name: a}
@@ -262,6 +262,9 @@ def test_short_forms_are_full_ones(recipe: Path):
         (["tracking.wandb=other"], "tracking.wandb", Wandb(project="other")),
         (["tracking.wandb.mode=offline"], "tracking.wandb", Wandb(project="mine", mode="offline")),
         (["tracking.wandb=false"], "tracking.wandb", None),
+        (["tracking.mlflow=true"], "tracking.mlflow", Mlflow()),
+        (["tracking.mlflow=mine"], "tracking.mlflow", Mlflow(experiment="mine")),
+        (["tracking.mlflow=off"], "tracking.mlflow", None),
         (["lora.targets=q_proj,k_proj"], "lora.targets", ("q_proj", "k_proj")),
         (["lora.targets.1=o_proj"], "lora.targets", ("q_proj", "o_proj")),
     ],

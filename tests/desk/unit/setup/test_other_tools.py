@@ -478,7 +478,7 @@ def test_trl_sft(convert: Convert) -> None:
     assert values(recipe, "train.precision", "train.activation_checkpointing") == ["bf16", True]
     assert values(recipe, "optimizer.betas", "optimizer.eps") == [(0.9, 0.999), 1e-8]
     assert "unless assistant_only_loss: `all` is the same" in printed
-    assert "push_to_hub=true: nothing is uploaded while training" in printed
+    assert "push_to_hub=true: set `run.push: org/name`" in printed
     assert "max_length: 1024  # the default of TRL" in text
 
 
@@ -919,6 +919,23 @@ def test_control_characters_stay_in_their_value(convert: Convert, tmp_path: Path
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]", written)
 
 
+@pytest.mark.parametrize(
+    ("written", "experiment", "uri"),
+    [
+        (TRL_SFT.replace("report_to: none", "report_to: [mlflow, tensorboard]"), "huggingface", None),
+        (
+            AXOLOTL_LORA + "\nuse_mlflow: true\nmlflow_experiment_name: a\nmlflow_tracking_uri: http://host\n",
+            "a",
+            "http://host",
+        ),
+    ],
+)
+def test_mlflow(convert: Convert, written: str, experiment: str, uri: str | None) -> None:
+    recipe, printed, _ = convert(written)
+    assert (recipe.tracking.mlflow.experiment, recipe.tracking.mlflow.uri) == (experiment, uri)
+    assert all(word not in printed for word in ("report_to", "use_mlflow", "mlflow_tracking_uri", "mlflow_experiment"))
+
+
 def test_secrets_are_not_shown(convert: Convert) -> None:
     _, printed, text = convert(TRL_SFT + "hub_token: hf_secret\nwandb_api_key: also_secret\n")
     assert "hub_token=...: run `hf auth login`" in printed
@@ -1002,7 +1019,7 @@ def test_every_objective_has_its_mapping(convert: Convert, tool: str, named: str
 def test_objectives_without_a_counterpart_elsewhere() -> None:
     """Every objective is reached from another tool, but for those that no tool has in its configs."""
     reached = {name for _, _, (name, _) in OBJECTIVES}
-    assert set(OBJECTIVE_SECTIONS) - reached == {"focal", "classify"}
+    assert set(OBJECTIVE_SECTIONS) - reached == {"focal", "classify", "own"}
     losses = {(name, loss) for _, _, (name, loss) in OBJECTIVES}
     assert {loss for loss in get_args(PreferenceLoss) if ("dpo", loss) not in losses} == set()
     assert {loss for loss in get_args(PolicyLoss) if ("grpo", loss) not in losses} == {"reinforce_pp"}

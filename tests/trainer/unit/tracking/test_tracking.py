@@ -16,9 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
-from finetune.recipe.schema import Tracking, Wandb
+from finetune.recipe.schema import Mlflow, Tracking, Wandb
 from finetune.tracking import trackers as trackers_module
 from finetune.tracking.metrics import Background, StepLog, read_steps
+from finetune.tracking.mlflow_run import mlflow_problem
 from finetune.tracking.trackers import Trackers, best_values, check_trackers, grouped, redact
 
 
@@ -97,8 +98,41 @@ def test_groups_of_metrics(key: str, name: str) -> None:
 
 def test_a_missing_tracker_names_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install wandb tensorboard"):
-        check_trackers(Tracking(wandb=Wandb(project="x"), tensorboard=True))
+    with pytest.raises(UserError, match="pip install wandb mlflow-skinny tensorboard, or remove wandb, mlflow"):
+        check_trackers(Tracking(wandb=Wandb(project="x"), mlflow=Mlflow(), tensorboard=True))
+
+
+@pytest.mark.parametrize(
+    ("uri", "variables", "problem"),
+    [
+        ("http://127.0.0.1:5000", {}, ""),
+        ("databricks", {}, ""),
+        (None, {"MLFLOW_TRACKING_URI": "https://host"}, ""),
+        ("sqlite:///mlflow.db", {}, ""),
+        (None, {}, ""),
+        ("mlruns", {}, "mlruns is a folder, which mlflow no longer develops. Fix: set tracking.mlflow.uri"),
+        ("file:///tmp/a", {}, "file:///tmp/a is a folder"),
+        ("mlruns", {"MLFLOW_ALLOW_FILE_STORE": "true"}, ""),
+    ],
+)
+def test_stores_of_mlflow(
+    uri: str | None, variables: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = mlflow_problem(Mlflow(uri=uri))
+    assert bool(found) == bool(problem)
+    assert problem in (found or "")
+
+
+@pytest.mark.parametrize("uri", ["https://me:secret@host", "postgresql://me:secret@host/runs"])
+def test_the_address_of_mlflow_holds_no_secret(uri: str, recipe: dict[str, Any], write_recipe: Any) -> None:
+    recipe["tracking"] = {"mlflow": {"uri": uri}}
+    with pytest.raises(UserError, match=r"tracking\.mlflow\.uri: must not hold a user, a password") as error:
+        load_recipe(write_recipe(recipe))
+    assert "secret" not in str(error.value)
 
 
 def test_wandb_without_an_api_key_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
