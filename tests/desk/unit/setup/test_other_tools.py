@@ -677,7 +677,7 @@ def test_unsloth_scripts_and_notebooks(convert: Convert, is_notebook: bool, tmp_
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.py", "print(1)", "no call of Unsloth's FastLanguageModel"),
+        ("a.py", "print(1)", "no call of Unsloth's FastLanguageModel, .*, or of a trainer of TRL"),
         ("a.py", "x = = 1", r"a\.py:1: not valid Python: invalid syntax. Fix: "),
         ("a.py", "(" * 5000, "not valid Python|cannot be read"),
         ("a.ipynb", "{}", "not a notebook. Fix: save it again"),
@@ -688,6 +688,45 @@ def test_scripts_that_cannot_be_read(convert: Convert, name: str, text: str, mes
     Path(name).write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=message):
         convert(name)
+
+
+TRL_SCRIPT = """
+import torch
+name = "org/m"
+model = AutoModelForCausalLM.from_pretrained(
+    name, dtype=torch.bfloat16, attn_implementation="sdpa",
+    quantization_config=BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    ),
+)
+train = load_dataset("org/pairs", split="train_sft")
+test = load_dataset("org/pairs", split="test_sft")
+args = DPOConfig(beta=0.2, output_dir="out/pairs", learning_rate=rate * 2, per_device_train_batch_size=2)
+peft_config = LoraConfig(r=32, task_type="CAUSAL_LM")
+trainer = DPOTrainer(model, args=args, train_dataset=train, eval_dataset=test, peft_config=peft_config)
+"""
+
+
+def test_trl_scripts(convert: Convert) -> None:
+    Path("dpo.py").write_text(TRL_SCRIPT, encoding="utf-8")
+    recipe, printed, text = convert("dpo.py", devices=2)
+    names = ("model.name", "mode", "objective.name", "objective.beta", "batch.rows", "run.name")
+    assert values(recipe, *names) == ["org/m", "qlora", "dpo", 0.2, 4, "pairs"]
+    # What the script leaves out has peft's defaults, which are not those of TRL's command line.
+    assert values(recipe, "lora.rank", "lora.alpha", "lora.dropout") == [32, 8.0, 0.0]
+    assert values(recipe, "quantization.type", "quantization.double_quant") == ["nf4", True]
+    assert (recipe.data.train[0].path, recipe.data.train[0].split) == ("org/pairs", "train_sft")
+    assert re.search(r"optimizer\.lr: computed there \(line \d+: rate \* 2\)", printed)
+    assert re.search(r"eval_dataset.*test", printed)
+    assert "dpo.py of TRL" in text
+    script = """SFTTrainer(
+        model="org/small", args=SFTConfig(max_length=512, packing=True, assistant_only_loss=True),
+        train_dataset=datasets.load_dataset("json", data_files="rows.jsonl", split="train"),
+    )"""
+    Path("sft.py").write_text(script, encoding="utf-8")
+    recipe, _, _ = convert("sft.py")
+    assert values(recipe, "model.name", "mode", "data.max_length", "data.packing") == ["org/small", "full", 512, True]
+    assert (recipe.data.train[0].path, recipe.objective.train_on) == ("rows.jsonl", "assistant")
 
 
 UNSLOTH_CONFIG = """
