@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from finetune.errors import UserError
 from finetune.recipe.schema import METRICS, Tracking, Wandb, metric_direction
-from finetune.tracking.metrics import read_metrics
+from finetune.tracking.metrics import is_shown, read_metrics
 from finetune.tracking.mlflow_run import MlflowRun, mlflow_problem
 
 Metrics = dict[str, Any]
@@ -82,8 +82,10 @@ class Trackers:
         self._run_dir = run_dir
         self._shown: set[tuple[str, int, Path]] = set()
         self._last_step = 0
+        flat = _flatten(redact(config))
+        texts = {key: "null" if value is None else value for key, value in flat.items()}
         for tracker in self._all if config else ():
-            values = _flatten(redact(config))
+            values = flat if tracker.name == "wandb" else texts  # others take no null
             if tracker.name == "tensorboard":  # in the run itself; torch's `add_hparams` makes another, empty run
                 from torch.utils.tensorboard.summary import hparams
 
@@ -98,7 +100,8 @@ class Trackers:
         return self._ids | {tracker.name: tracker.id for tracker in self._all if isinstance(tracker, MlflowRun)}
 
     def log(self, metrics: Metrics, step: int) -> None:
-        numbers = {grouped(key): value for key, value in metrics.items() if isinstance(value, int | float)}
+        shown = {key: value for key, value in metrics.items() if is_shown(key)}
+        numbers = {grouped(key): value for key, value in shown.items() if isinstance(value, int | float)}
         self._last_step = step
         for tracker in self._all:
             tracker.log(numbers, step=step)
@@ -181,16 +184,14 @@ _GROUPS = {
 def grouped(key: str) -> str:
     """Returns a tracker's name for a key of metrics.jsonl: one of train/, eval/, time/, memory/ and data/.
 
-    >>> [grouped(key) for key in ("loss", "eval_loss/chat", "memory_peak_gib", "tokens/chat", "share/data")]
-    ['train/loss', 'eval/loss/chat', 'memory/peak_gib', 'data/tokens/chat', 'time/share/data']
+    >>> [grouped(key) for key in ("loss", "eval_loss/chat", "memory_peak_gib", "tokens/chat", "time/data")]
+    ['train/loss', 'eval/loss/chat', 'memory/peak_gib', 'data/tokens/chat', 'time/data']
     """
     for group in ("eval", "memory"):
         if key.startswith(f"{group}_"):
             return f"{group}/{key.removeprefix(f'{group}_')}"
     if key.startswith(("time/", "memory/")):
         return key
-    if key.startswith("share/"):
-        return f"time/{key}"
     group = next((group for group, names in _GROUPS.items() if key.split("/")[0] in names), "train")
     return f"{group}/{key}"
 
@@ -265,11 +266,11 @@ def redact(value: Any) -> Any:
 
 
 def _flatten(config: Metrics, prefix: str = "") -> Metrics:
-    """Returns one level of dotted keys with values that every tracker accepts."""
+    """Returns one level of dotted keys with numbers, texts and nulls, and the rest as JSON."""
     flat: Metrics = {}
     for key, value in config.items():
         if isinstance(value, dict):
             flat.update(_flatten(value, f"{prefix}{key}."))
         else:
-            flat[prefix + key] = value if isinstance(value, int | float | str | bool) else json.dumps(value)
+            flat[prefix + key] = value if isinstance(value, int | float | str | None) else json.dumps(value)
     return flat
