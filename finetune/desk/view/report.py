@@ -77,6 +77,7 @@ details summary { cursor: pointer; margin-bottom: 0.6rem; }
 polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke; }
 svg line.best { stroke-dasharray: 2 3; }
 #contents { display: flex; flex-wrap: wrap; gap: 0.2rem 1.1rem; margin-top: 0.8rem; font-size: 0.92rem; }
+#contents a { color: inherit; }
 .runs { display: flex; flex-wrap: wrap; gap: 0.3rem 1.2rem; margin-top: 0.8rem; font-size: 0.92rem; }
 .runs i { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 3px; margin-right: 0.4em; }
 article .text { white-space: pre-wrap; overflow-wrap: anywhere; }
