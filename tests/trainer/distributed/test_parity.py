@@ -37,7 +37,7 @@ RUN: dict[Place, set[str]] = {
     ("pp", 2): {"lora", "full fp16", "full orpo", "full", "full own sft", "full own"},
     ("pp_fsdp2", 4): {"full tied evaluated"},
     ("tp", 2): {"full tied", "lora dropout rslora"},
-    ("ulysses", 2): {"full unpacked", "full mistral window"},
+    ("ulysses", 2): {"full unpacked", "full mistral window", "full own"},
     ("ep", 2): {"lora mixtral", "full mixtral balance"},
 }
 LAUNCHES = tuple(
