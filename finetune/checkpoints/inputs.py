@@ -1,8 +1,8 @@
-"""Inputs of a run: rows, tokenizer, config, base and files of rewards. A checkpoint keeps their digests, and a resume
-compares them with those of now, because the same paths may hold something else.
+"""Inputs of a run: rows, tokenizer, config, base, files of rewards and objective. A checkpoint keeps their digests, and
+a resume compares them with those of now, because the same paths may hold something else.
 
     state.json  "inputs": {"data": {...}, "eval": {...}, "tokenizer": {...}, "config": {...}, "rewards": {...},
-                           "base": {...}}
+                           "objective": {...}, "base": {...}}
 
 Rank 0 reads them for all. `checkpoint.accept_changes` allows a part to differ; differences without effect on later
 steps are reported, not refused.
@@ -24,6 +24,7 @@ from finetune.engine.base import Engine
 from finetune.errors import UserError
 from finetune.models.fingerprint import base_content, base_enters_steps, config_content, tokenizer_content
 from finetune.recipe import Recipe
+from finetune.recipe.objective_settings import ObjectiveSettings, Own
 from finetune.recipe.reward_settings import FileReward
 from finetune.recipe.schema import RewardList, Rollouts
 
@@ -63,6 +64,7 @@ def read_inputs(
             "tokenizer": tokenizer_content(tokenizer),
             "config": config_content(config),
             "rewards": {**reward_files(recipe.rewards, recipe.rollouts), **sample_teacher(recipe)},
+            "objective": own_objective(recipe.objective),
             "base": {
                 **base_content(recipe.model),
                 "enters steps": enters,
@@ -79,14 +81,20 @@ def reward_files(rewards: RewardList, rollouts: Rollouts | None) -> dict[str, st
     files = {f"rewards[{i}].file": one.file for i, one in enumerate(rewards) if isinstance(one, FileReward)}
     if rollouts is not None and rollouts.environment is not None:
         files["rollouts.environment.file"] = rollouts.environment.file
-    digests = {}
-    for key, file in files.items():
-        if file is not None:
-            try:
-                digests[key] = digest(Path(file).expanduser().read_bytes())
-            except OSError as error:
-                raise UserError(f"{key}: {file} cannot be read: {error.strerror}. Fix: check the path") from None
-    return digests
+    return {key: _file_digest(key, file) for key, file in files.items() if file is not None}
+
+
+def own_objective(objective: ObjectiveSettings) -> dict[str, str]:
+    """Returns a digest of the Python file of the objective, if it is an own one. Raises UserError."""
+    file = objective.file if isinstance(objective, Own) else None
+    return {} if file is None else {"file": _file_digest("objective.file", file)}
+
+
+def _file_digest(key: str, file: str) -> str:
+    try:
+        return digest(Path(file).expanduser().read_bytes())
+    except OSError as error:
+        raise UserError(f"{key}: {file} cannot be read: {error.strerror}. Fix: check the path") from None
 
 
 def sample_teacher(recipe: Recipe) -> dict[str, str]:
@@ -142,6 +150,7 @@ def input_changes(saved: Inputs, now: Inputs) -> list[InputChange]:
         *_changes("config", _without(config, {"library"}), _without(config_now, {"library"})),
         *_base_changes(saved["base"], now["base"]),
         *_changes("rewards", saved.get("rewards", {}), now.get("rewards", {})),
+        *_changes("objective", saved.get("objective", {}), now.get("objective", {})),
         *(InputChange(None, change.text) for change in _changes("data", saved["eval"], now["eval"])),
     ]
 

@@ -33,7 +33,7 @@ def model_card(
         metadata["datasets"] = datasets
     rows = [
         ("Base", recipe.model.name or f"from scratch ({(recipe.model.config or {}).get('model_type')})"),
-        ("Objective", recipe.objective.name),
+        ("Objective", recipe.objective.label),
         ("Method", recipe.mode + (f", rank {recipe.lora.rank}" if recipe.lora else "")),
         ("Parameters", f"{plan['parameters']:,} ({plan['trainable_parameters']:,} trained)"),
         ("Training data", ", ".join(without_credentials(source.path) for source in recipe.data.train)),

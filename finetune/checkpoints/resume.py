@@ -190,6 +190,7 @@ _INPUTS = {
     "config": "the config",
     "base": "the weights",
     "rewards": "the rewards",
+    "objective": "the objective",
 }
 
 

@@ -29,6 +29,21 @@ class Targets(NamedTuple):
     sequence: Tensor  # (S,) int64: index of the sequence that each is from
 
 
+@dataclass(frozen=True)
+class RowTargets:
+    """The targets of a full row, of which a rank has some: all that a function of whole sequences may read."""
+
+    ids: Tensor  # (N,) int64
+    sequence: Tensor  # (N,) int64
+    here: Tensor  # (S,) int64: index of each target of this rank among them
+    num_targets: tuple[int, ...]  # (D,)
+    num_tokens: tuple[int, ...]  # (D,)
+
+    def map_tensors(self, call: Callable[[Tensor], Tensor]) -> RowTargets:
+        """The same with every tensor as `call` returns it."""
+        return replace(self, ids=call(self.ids), sequence=call(self.sequence), here=call(self.here))
+
+
 class DistinctTargets(NamedTuple):
     """The targets without repetitions: of a beginning that two answers share, each token is predicted once for both."""
 
@@ -89,6 +104,7 @@ class Batch:
     sequence_targets: tuple[int, ...]  # (D,) targets, counted in the same way
     target_columns: dict[str, Tensor] = field(default_factory=dict)  # (S, ...) each, of the targets in their order
     distinct_targets: DistinctTargets | None = None  # None: all targets are
+    row_targets: RowTargets | None = None  # of a part of the row (`token_shard`); None: this rank has all targets
     row_lengths: tuple[int, ...] = ()  # tokens of each row of the recipe in it; empty in a dummy
     index: int = 0  # of this micro-batch within its step, over all processes; seeds dropout
     images: tuple[ImagePlace, ...] = ()  # in the order of their tokens; a sequence's are next to each other
@@ -112,6 +128,7 @@ class Batch:
             ends=Ends(*map(call, self.ends)),
             columns={name: call(tensor) for name, tensor in self.columns.items()},
             target_columns={name: call(tensor) for name, tensor in self.target_columns.items()},
+            row_targets=self.row_targets and self.row_targets.map_tensors(call),
             example_of_sequence=call(self.example_of_sequence),
         )
 
@@ -122,6 +139,8 @@ class Batch:
         yield from self.ends
         yield from self.columns.values()
         yield from self.target_columns.values()
+        if self.row_targets is not None:
+            yield from (self.row_targets.ids, self.row_targets.sequence, self.row_targets.here)
         yield self.example_of_sequence
 
 
@@ -365,10 +384,10 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
         targets.positions, .ids  [1, 2, 5], [12, 2, 2]             [1], [12]             [0, 3], [2, 2]
 
     Targets were shifted on the full row: the token that a place predicts may be another rank's. `target_columns` go
-    with their targets. `Targets.sequence`, `columns`, `example_of_sequence`, `origins` and the counts of sequences and
-    examples stay the row's on every rank, so that sums per sequence can be added up over the ranks. `sequence_lengths`
-    stay the row's, too: attention is over full sequences. Raises ValueError if T cannot be cut, and for shared
-    beginnings.
+    with their targets; `row_targets` has those of all ranks. `Targets.sequence`, `columns`, `example_of_sequence`,
+    `origins` and the counts of sequences and examples stay the row's on every rank, so that sums per sequence can be
+    added up over the ranks. `sequence_lengths` stay the row's, too: attention is over full sequences. Raises ValueError
+    if T cannot be cut, and for shared beginnings.
     """
     if share.context * share.sequence == 1:
         return batch
@@ -401,6 +420,13 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
         targets=targets,
         ends=ends,
         target_columns={name: values[mine] for name, values in batch.target_columns.items()},
+        row_targets=RowTargets(
+            batch.targets.ids,
+            batch.targets.sequence,
+            torch.nonzero(mine)[:, 0],
+            batch.sequence_targets,
+            batch.sequence_tokens,
+        ),
         counts={**batch.counts, **counts},
         sequence_tokens=tuple(tokens_here.tolist()),
         sequence_targets=tuple(targets_here.tolist()),

@@ -57,6 +57,7 @@ class TargetTokens:
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # (S, ...) each, that the loss reads
     # Of more targets than these, each of which is one of them: its index (N,). Losses are of those N.
     of_target: Tensor | None = None
+    scales_last: bool = False  # see `HeadTask`
 
 
 class CausalLMWithLoss(WrappedModel):
@@ -119,6 +120,7 @@ class CausalLMWithLoss(WrappedModel):
                 targets.weights,
                 targets.differentiable,
                 targets.columns,
+                scales_last=targets.scales_last,
             )
             losses: HeadLosses = output_head(self.causal_lm)(hidden, task=task)
         if targets.of_target is None:

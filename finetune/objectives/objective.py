@@ -134,6 +134,7 @@ class Objective:
     token_loss: TargetLoss = NLL  # of each target; -log p(target) unless an objective adds to it
     token_weights: Callable[[Batch], Tensor] | None = None  # (S,) in `Outputs.total`; None: 1 each
     differentiable: bool = False  # `Outputs.token_losses` needs a graph: the loss is not linear in them
+    scales_last: bool = False  # and their gradients are multiplied as those of a sum are, see `HeadTask`
     columns: tuple[str, ...] = ()  # of a batch, that the terms read
     # Terms of a pass without gradient over the whole step: the terms proper read their means, as columns () of a batch.
     statistics: Callable[[Outputs, Batch], Terms] | None = None
@@ -169,9 +170,9 @@ class Objective:
         how = self.token_loss, weights, self.differentiable, batch.target_columns
         each_alone = weights is not None or batch.target_columns or not self.differentiable
         if each_alone or batch.distinct_targets is None:
-            return TargetTokens(batch.targets.positions, batch.targets.ids, *how)
+            return TargetTokens(batch.targets.positions, batch.targets.ids, *how, scales_last=self.scales_last)
         positions, ids, of_target = batch.distinct_targets
-        return TargetTokens(positions, ids, *how, of_target)
+        return TargetTokens(positions, ids, *how, of_target, self.scales_last)
 
     def loss(self, terms: Terms, counts: Counts) -> Tensor:  # ()
         """Returns a micro-batch's part of the step's loss."""

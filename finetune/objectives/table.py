@@ -15,6 +15,7 @@ from finetune.objectives.by_source import by_source
 from finetune.objectives.distill import distill
 from finetune.objectives.kto import kto
 from finetune.objectives.objective import KEPT, ONE_RANK, Objective, TokenRanks, combined
+from finetune.objectives.own import load_own, own
 from finetune.objectives.preference import dpo, orpo
 from finetune.objectives.router_balance import balance_coefficient, balance_of_experts
 from finetune.objectives.scores import classify, reward
@@ -32,6 +33,7 @@ class ObjectiveRow(NamedTuple):
     reads_tokens_alone: bool = False  # and nothing else of a batch is read
     reads_rollouts: bool = False  # how samples are drawn is part of the loss
     compares: bool = False  # a metric compares scores, whose rounding is that of the compute type
+    check: Callable[..., object] | None = None  # (settings) before a run: raises UserError
 
 
 OBJECTIVES: dict[str, ObjectiveRow] = {
@@ -43,6 +45,7 @@ OBJECTIVES: dict[str, ObjectiveRow] = {
     "reward": ObjectiveRow(reward, compares=True),
     "classify": ObjectiveRow(classify, compares=True),
     "distill": ObjectiveRow(distill, averages_tokens=True),
+    "own": ObjectiveRow(own, averages_tokens=True, check=load_own),
 }
 
 

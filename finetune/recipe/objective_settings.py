@@ -76,6 +76,11 @@ class ObjectiveSection(Variant):
         return f"has no effect under `name: {cls.kind()}`, only under {' and '.join(readers)}: remove it"
 
     @property
+    def label(self) -> str:
+        """Returns the name for a model card."""
+        return self.kind()
+
+    @property
     def drops_nothing(self) -> bool:
         """Whether the dropout of config and adapters is off."""
         return False
@@ -373,7 +378,30 @@ class Grpo(WithoutDropout, SharesPrompts):
         return self.correction not in (None, "none")
 
 
-ObjectiveSettings = Sft | Focal | Dpo | Kto | Orpo | RewardObjective | Classify | Distill | Grpo
+# --- functions of the user's
+
+
+class Own(ObjectiveSection):
+    """A function of your own of the targets' losses, such as `{file: my_loss.py, function: my_loss}`."""
+
+    name: Literal["own"] = "own"
+    # Required. A Python file of your own, which is run in every process: only code that you trust
+    file: str | None = None
+    # Required. The function in it, which returns a sum and its unit: docs/reference/objectives.md
+    function: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}: `{self.function}` in {self.file}"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.file is None:
+            yield "file", "`name: own` needs a Python file, such as `file: my_loss.py`"
+        if self.function is None:
+            yield "function", "name the function in `file`, such as `function: my_loss`"
+
+
+ObjectiveSettings = Sft | Focal | Dpo | Kto | Orpo | RewardObjective | Classify | Distill | Grpo | Own
 OBJECTIVE_SECTIONS: dict[str, type[ObjectiveSection]] = {one.kind(): one for one in get_args(ObjectiveSettings)}
 
 

@@ -550,10 +550,28 @@ class Wandb(Section):
     log_model: Literal["none", "result", "best"] = "none"  # artifacts at the end: model/; best: its checkpoint as well
 
 
+def _uri(uri: str) -> str:
+    """Refuses an address with credentials, without showing it."""
+    if without_credentials(uri) != uri:
+        raise ValueError(
+            "must not hold a user, a password or a query: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
+            "or all of it in MLFLOW_TRACKING_URI"
+        )
+    return uri
+
+
+class Mlflow(Section):
+    experiment: Annotated[str, Field(min_length=1)] = "finetune"
+    # Address of a server, or of a database such as sqlite:///mlflow.db. null: that of the variable MLFLOW_TRACKING_URI,
+    # or mlflow's default, a database in the current folder
+    uri: Annotated[str, AfterValidator(_uri)] | None = None
+
+
 class Tracking(Section):
     """Trackers in addition to metrics.jsonl, which is always written."""
 
     wandb: Wandb | None = None  # `true` is short for `{}`, a name for `{project: name}`
+    mlflow: Mlflow | None = None  # `true` is short for `{}`, a name for `{experiment: name}`
     tensorboard: bool = False
     trackio: str | None = None  # project name
     samples: bool = False  # write samples/rank-*.jsonl: the rows of each step and process

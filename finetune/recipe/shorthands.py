@@ -57,6 +57,13 @@ def _wandb(value: Any) -> Any:
     return {"project": value} if isinstance(value, str) else value
 
 
+def _mlflow(value: Any) -> Any:
+    """`true` is an experiment of the default name, `false` no tracking, and text the name of an experiment."""
+    if isinstance(value := _switch(value), bool):
+        return {} if value else None
+    return {"experiment": value} if isinstance(value, str) else value
+
+
 def _trackio(value: Any) -> Any:
     """`true` is a project of the default name, and `false` no tracking."""
     return {True: _PROJECT, False: None}[value] if isinstance(value := _switch(value), bool) else value
@@ -82,12 +89,14 @@ def _names(value: Any) -> Any:
 
 _PATH = {"type": "string", "minLength": 1}
 _PATHS = {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/Source"}, _PATH]}}
+_SWITCH_OR_NAME = ({"type": "boolean"}, {"type": "string"})
 _SHARE = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
 
 SHORTHANDS: dict[tuple[str, str], Shorthand] = {
     ("data", "train"): Shorthand(_sources, "a path", (_PATH, {**_PATHS, "minItems": 1})),
     ("data", "eval"): Shorthand(_held_out, "a path or a share", (_PATH, _PATHS, _SHARE)),
-    ("tracking", "wandb"): Shorthand(_wandb, "true or a project's name", ({"type": "boolean"}, {"type": "string"})),
+    ("tracking", "wandb"): Shorthand(_wandb, "true or a project's name", _SWITCH_OR_NAME),
+    ("tracking", "mlflow"): Shorthand(_mlflow, "true or an experiment's name", _SWITCH_OR_NAME),
     ("tracking", "trackio"): Shorthand(_trackio, "true or false", ({"type": "boolean"},)),
     ("run", "push"): Shorthand(_push, "a repository, as org/name, or false", (_PATH, {"const": False})),
     ("rollouts", "environment"): Shorthand(_environment, "a path", (_PATH,)),
@@ -101,3 +110,7 @@ def expand(values: dict[str, Any]) -> None:
         section = values.get(name)
         if isinstance(section, dict) and key in section:
             section[key] = shorthand.full(section[key])
+    objective = values.get("objective")
+    # Before recipes are merged: one that is extended may have a name.
+    if isinstance(objective, dict) and objective.get("file") is not None and "name" not in objective:
+        values["objective"] = {"name": "own", **objective}

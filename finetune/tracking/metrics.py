@@ -30,6 +30,12 @@ _LARGEST_STEP = 2**53
 log = logging.getLogger(__name__)
 
 
+def is_shown(key: str) -> bool:
+    """Returns whether pages and trackers show a metric: those follow from others that are a share of the time, or a
+    speed over the number of devices."""
+    return not key.startswith("share/") and not key.endswith("tokens_per_s_per_device")
+
+
 class StepLog:
     """Appends JSON lines; drops those of steps that a resumed run repeats."""
 

@@ -1,4 +1,4 @@
-"""W&B, TensorBoard and trackio, through accelerate's trackers, on the main process only."""
+"""W&B, TensorBoard and trackio through accelerate's trackers, and MLflow, on the main process only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 
 from finetune.errors import UserError
 from finetune.recipe.schema import METRICS, Tracking, Wandb, metric_direction
-from finetune.tracking.metrics import read_metrics
+from finetune.tracking.metrics import is_shown, read_metrics
+from finetune.tracking.mlflow_run import MlflowRun, mlflow_problem
 
 Metrics = dict[str, Any]
 # Keys and tokens by their public shapes (Hugging Face, W&B's 40 hex digits, cloud keys) and user:password in a URL.
@@ -32,19 +33,26 @@ def enabled_trackers(tracking: Tracking) -> list[str]:
     """Returns the names of the trackers that a recipe enables."""
     switches = {
         "wandb": tracking.wandb is not None,
+        "mlflow": tracking.mlflow is not None,
         "tensorboard": tracking.tensorboard,
         "trackio": bool(tracking.trackio),
     }
     return [name for name, on in switches.items() if on]
 
 
+_PACKAGES = {"mlflow": "mlflow-skinny"}  # others are called as their module
+
+
 def check_trackers(tracking: Tracking) -> None:
-    """Raises UserError if an enabled tracker is not installed, or W&B has no API key."""
+    """Raises UserError if an enabled tracker is not installed, W&B has no API key, or MLflow no store."""
     missing = [name for name in enabled_trackers(tracking) if importlib.util.find_spec(name) is None]
     if missing:
         listed = ", ".join(missing)
-        fix = f"pip install {' '.join(missing)}, or remove {listed} from the recipe"
+        packages = " ".join(_PACKAGES.get(name, name) for name in missing)
+        fix = f"pip install {packages}, or remove {listed} from the recipe"
         raise UserError(f"tracking: not installed: {listed}. Fix: {fix}")
+    if tracking.mlflow and (problem := mlflow_problem(tracking.mlflow)):
+        raise UserError(problem)
     if not tracking.wandb or _wandb_mode(tracking.wandb) != "online" or os.environ.get("WANDB_API_KEY"):
         return
     login, host = None, urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
@@ -62,18 +70,22 @@ def _wandb_mode(settings: Wandb) -> str:
 
 
 class Trackers:
-    """All trackers of a run. A resumed run keeps its W&B id."""
+    """All trackers of a run. A resumed run keeps its ids at W&B and MLflow."""
 
     def __init__(self, tracking: Tracking, run_name: str, run_dir: Path, config: Metrics, ids: dict[str, str]):
         """config: empty to add to a run that has stored it. ids: run ids by tracker, from the checkpoint; empty for a
         new run."""
-        self._wandb_id = ids.get("wandb") or secrets.token_hex(4)
+        # W&B's may be enabled later; MLflow gives its own.
+        self._ids = {**ids, "wandb": ids.get("wandb") or secrets.token_hex(4)}
         names = enabled_trackers(tracking)
-        self._all = [_START[name](tracking, run_name, run_dir, self._wandb_id) for name in names]
+        self._all = [_START[name](tracking, run_name, run_dir, self._ids) for name in names]
         self._run_dir = run_dir
         self._shown: set[tuple[str, int, Path]] = set()
+        self._last_step = 0
+        flat = _flatten(redact(config))
+        texts = {key: "null" if value is None else value for key, value in flat.items()}
         for tracker in self._all if config else ():
-            values = _flatten(redact(config))
+            values = flat if tracker.name == "wandb" else texts  # others take no null
             if tracker.name == "tensorboard":  # in the run itself; torch's `add_hparams` makes another, empty run
                 from torch.utils.tensorboard.summary import hparams
 
@@ -84,18 +96,20 @@ class Trackers:
                 tracker.store_init_configuration(values)
 
     def run_ids(self) -> dict[str, str]:
-        """Returns the state that a checkpoint stores so that a resumed run keeps its id; W&B may be enabled later."""
-        return {"wandb": self._wandb_id}
+        """Returns the state that a checkpoint stores so that a resumed run keeps its ids."""
+        return self._ids | {tracker.name: tracker.id for tracker in self._all if isinstance(tracker, MlflowRun)}
 
     def log(self, metrics: Metrics, step: int) -> None:
-        numbers = {grouped(key): value for key, value in metrics.items() if isinstance(value, int | float)}
+        shown = {key: value for key, value in metrics.items() if is_shown(key)}
+        numbers = {grouped(key): value for key, value in shown.items() if isinstance(value, int | float)}
+        self._last_step = step
         for tracker in self._all:
             tracker.log(numbers, step=step)
 
     def table(
         self, name: str, columns: list[str], rows: list[list[str]], step: int, pictures: Sequence[Path | None] = ()
     ) -> None:
-        """Logs a table: as a table to W&B, as text to TensorBoard.
+        """Logs a table: as a table to W&B and MLflow, as text to TensorBoard.
 
         pictures: of each row, if any. W&B gets them in a column of their own; TensorBoard once, by the row's number.
         """
@@ -108,6 +122,8 @@ class Trackers:
                     cells = [path and wandb.Image(str(path)) for path in pictures]
                     head, data = [*columns, "pictures"], [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
                 tracker.log_table(name, columns=head, data=data, step=step)
+            elif isinstance(tracker, MlflowRun):
+                tracker.log_table(name, columns, rows, step)
             elif tracker.name == "tensorboard":
                 cells = [[" ↵ ".join(text.replace("|", "\\|").splitlines()) for text in row] for row in rows]
                 lines = [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *cells)]
@@ -127,6 +143,8 @@ class Trackers:
         for tracker in self._all:
             if tracker.name == "wandb":
                 tracker.run.summary.update({**{grouped(name): value for name, value in values.items()}, **best})
+            elif isinstance(tracker, MlflowRun):
+                tracker.log(best, self._last_step)
 
     def artifacts(self, folders: dict[str, Path]) -> None:
         """Gives W&B folders as versions of the run's model, by alias. It reads them in place."""
@@ -150,6 +168,8 @@ class Trackers:
             if tracker.name == "wandb":
                 tracker.run.mark_preempting()
                 tracker.run.finish(exit_code=exit_status)
+            elif isinstance(tracker, MlflowRun):
+                tracker.finish("KILLED")
             else:
                 tracker.finish()
 
@@ -164,16 +184,14 @@ _GROUPS = {
 def grouped(key: str) -> str:
     """Returns a tracker's name for a key of metrics.jsonl: one of train/, eval/, time/, memory/ and data/.
 
-    >>> [grouped(key) for key in ("loss", "eval_loss/chat", "memory_peak_gib", "tokens/chat", "share/data")]
-    ['train/loss', 'eval/loss/chat', 'memory/peak_gib', 'data/tokens/chat', 'time/share/data']
+    >>> [grouped(key) for key in ("loss", "eval_loss/chat", "memory_peak_gib", "tokens/chat", "time/data")]
+    ['train/loss', 'eval/loss/chat', 'memory/peak_gib', 'data/tokens/chat', 'time/data']
     """
     for group in ("eval", "memory"):
         if key.startswith(f"{group}_"):
             return f"{group}/{key.removeprefix(f'{group}_')}"
     if key.startswith(("time/", "memory/")):
         return key
-    if key.startswith("share/"):
-        return f"time/{key}"
     group = next((group for group, names in _GROUPS.items() if key.split("/")[0] in names), "train")
     return f"{group}/{key}"
 
@@ -189,11 +207,12 @@ def best_values(run_dir: Path) -> dict[str, float]:
     return best
 
 
-def _wandb(tracking: Tracking, run_name: str, run_dir: Path, run_id: str) -> Any:
+def _wandb(tracking: Tracking, run_name: str, run_dir: Path, ids: dict[str, str]) -> Any:
     from accelerate.tracking import WandBTracker
 
     settings = tracking.wandb
     assert settings is not None
+    run_id = ids["wandb"]
     (run_dir / "wandb.json").write_text(json.dumps({"id": run_id}), encoding="utf-8")  # for people
     tracker = WandBTracker(
         settings.project,
@@ -212,7 +231,12 @@ def _wandb(tracking: Tracking, run_name: str, run_dir: Path, run_id: str) -> Any
     return tracker
 
 
-def _tensorboard(_tracking: Tracking, _run_name: str, run_dir: Path, _run_id: str) -> Any:
+def _mlflow(tracking: Tracking, run_name: str, _run_dir: Path, ids: dict[str, str]) -> MlflowRun:
+    assert tracking.mlflow is not None
+    return MlflowRun(tracking.mlflow, run_name, ids.get("mlflow"))
+
+
+def _tensorboard(_tracking: Tracking, _run_name: str, run_dir: Path, _ids: dict[str, str]) -> Any:
     from accelerate.tracking import TensorBoardTracker
 
     tracker = TensorBoardTracker("tensorboard", logging_dir=str(run_dir))
@@ -220,7 +244,7 @@ def _tensorboard(_tracking: Tracking, _run_name: str, run_dir: Path, _run_id: st
     return tracker
 
 
-def _trackio(tracking: Tracking, run_name: str, _run_dir: Path, _run_id: str) -> Any:
+def _trackio(tracking: Tracking, run_name: str, _run_dir: Path, _ids: dict[str, str]) -> Any:
     from accelerate.tracking import TrackioTracker
 
     tracker = TrackioTracker(str(tracking.trackio), name=run_name, resume="allow")
@@ -228,7 +252,7 @@ def _trackio(tracking: Tracking, run_name: str, _run_dir: Path, _run_id: str) ->
     return tracker
 
 
-_START = {"wandb": _wandb, "tensorboard": _tensorboard, "trackio": _trackio}
+_START = {"wandb": _wandb, "mlflow": _mlflow, "tensorboard": _tensorboard, "trackio": _trackio}
 
 
 def redact(value: Any) -> Any:
@@ -242,11 +266,11 @@ def redact(value: Any) -> Any:
 
 
 def _flatten(config: Metrics, prefix: str = "") -> Metrics:
-    """Returns one level of dotted keys with values that every tracker accepts."""
+    """Returns one level of dotted keys with numbers, texts and nulls, and the rest as JSON."""
     flat: Metrics = {}
     for key, value in config.items():
         if isinstance(value, dict):
             flat.update(_flatten(value, f"{prefix}{key}."))
         else:
-            flat[prefix + key] = value if isinstance(value, int | float | str | bool) else json.dumps(value)
+            flat[prefix + key] = value if isinstance(value, int | float | str | None) else json.dumps(value)
     return flat

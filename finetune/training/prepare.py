@@ -184,6 +184,8 @@ def prepare(
     base = Base.of(recipe)
     config = problems.attempt(_checked_config, base, recipe.batch)
     micro_batches = problems.attempt(check_launch, recipe, recipe_file, launch, config)
+    if (check := features.objectives[recipe.objective.name].check) is not None:
+        problems.attempt(check, recipe.objective)
     problems.attempt(check_trackers, recipe.tracking)
     if recipe.run.push is not None and features.check_push is not None:
         problems.attempt(features.check_push, recipe)

@@ -57,6 +57,7 @@ DEEP = ("pp_interleaved", "pp_4", "pp_fsdp2_interleaved")  # four stages
 DEEPEST = ("pp_4_fsdp2_interleaved",)  # eight
 HYBRID = ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload")
 ATTENTION = "lora.targets=[q_proj, k_proj, v_proj, o_proj]"
+OWN = f"objective={{{{file: {ROOT / 'tests/support/own_losses.py'}, function: {{}}}}}}"
 CLASSIFY = (f"objective={{name: classify, labels: [{', '.join(tiny.LABELS)}]}}",)
 PAIRS = ("data.max_length=128", "optimizer.lr=3e-4")
 REWARD = (*PAIRS, "objective={name: reward, centering: 0.01}")
@@ -219,6 +220,9 @@ CASES = (
     Case("full chunked head", ("model.cross_entropy=chunked", "objective.z_loss=1e-3")),
     Case("full focal", ("objective.name=focal",)),  # the trained head's logits again in the backward
     Case("lora focal", (*LORA, "objective.name=focal")),  # the frozen head's gradients kept by token
+    Case("full own", (OWN.format("mean_of_answers"),)),
+    Case("lora own", (*LORA, OWN.format("mean_of_answers"))),
+    Case("full own sft", (OWN.format("mean_of_tokens"),)),
     Case("full reward", REWARD, rows="preference"),
     Case("lora reward", (*LORA, *REWARD, "optimizer.lr=1e-3"), rows="preference"),
     Case("full classify", CLASSIFY, rows="classification"),
@@ -374,7 +378,7 @@ SHARED_TOKENS = (
     *("full", "lora", "full accumulate 1", "full auto rows", "full unpacked", "full token budget", "full stream"),
     *PREFERENCES,
     *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16", "full distill", "lora distill"),
-    *("full reward", "full text part", "lora tokens"),
+    *("full reward", "full own", "full text part", "lora tokens"),
     *HALF,
 )
 UNDER_PIPELINES = tuple(
@@ -420,7 +424,7 @@ TENSOR = (
     *("lora tokens", "lora tied tokens", "lora tied and whole head", "lora tied tokens whole", "full muon"),
     *("lora dora", "qlora wide", "qlora fp8"),
     # A vocabulary that ranks share: the losses of its parts.
-    *("full chunked head", "lora chunked head", "full focal", "lora focal", "full distill", "lora distill"),
+    *("full chunked head", "lora chunked head", "full focal", "lora focal", "full own", "full distill", "lora distill"),
     "full classify",
     *("full mixtral", "lora mixtral", "lora mixtral experts", "full mixtral balance", "full mixtral bf16"),
     "lora qwen2_moe experts",

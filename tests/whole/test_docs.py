@@ -15,13 +15,17 @@ import typer.main
 import yaml
 from conftest import script
 from repository import ROOT
+from rich.console import Console
 
 from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import detect_format, parse_row
 from finetune.desk.cli import app
+from finetune.desk.setup.other_tools import write_converted
 from finetune.features import load_recipe
+from finetune.objectives.own import Documents, load_own
 from finetune.recipe import Recipe
 from finetune.recipe.load import key_is_known
+from finetune.recipe.objective_settings import Own
 
 FILES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")),
@@ -119,6 +123,35 @@ def test_guides_show_rows_of_a_format(path: Path) -> None:
     for block in re.findall(r"```json\n(.+?)```", PAGES[path.stem], re.DOTALL):
         for line in block.splitlines():
             assert detect_format([json.loads(line)]).columns is None  # every name is the format's own
+
+
+def test_configs_of_other_tools_that_are_shown_become_the_recipes_that_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    faq = {"file_name": "faq.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": tags}
+    Path("dataset_info.json").write_text(json.dumps({"faq": faq}), encoding="utf-8")
+    page = PAGES["coming-from-other-tools"]
+    shown = dict(re.findall(r"```yaml\n# from (\S+)\n(.+?)```", page, re.DOTALL))
+    theirs = dict(re.findall(r"```(?:yaml|python)\n# (\w+\.(?:yaml|py))\n(.+?)```", page, re.DOTALL))
+    assert len(shown) == 4
+    for name, text in shown.items():
+        Path(name).write_text(theirs[name], encoding="utf-8")
+        ours = write_converted(name, Path(f"ours-{Path(name).stem}.yaml"), None, 1, (), Console(quiet=True))
+        assert text in ours.read_text(encoding="utf-8")
+
+
+def test_the_own_objective_that_is_shown_passes_its_trial(tmp_path: Path) -> None:
+    (file, text), *others = re.findall(r"```python\n# (\w+\.py)\n(.+?)```", PAGES["objectives"], re.DOTALL)
+    (shown,) = re.findall(r"```yaml\n(objective: .+?)```", PAGES["objectives"], re.DOTALL)
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    settings = yaml.safe_load(shown)["objective"]
+    assert (settings["file"], others) == (file, [])
+    own = load_own(Own(file=str(tmp_path / file), function=settings["function"]))
+    assert dict(own.units) == {"objective": "sequences"}
+    named = re.findall(r"^\| `(\w+)` \| ", PAGES["objectives"].partition("by name. Each")[2], re.MULTILINE)
+    assert tuple(named[: len(Documents._fields)]) == Documents._fields
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

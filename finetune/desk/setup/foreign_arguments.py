@@ -327,9 +327,13 @@ def _tracking(c: Conversion) -> None:
         c.set("tracking.wandb", {"project": name or project} | ({"entity": entity} if entity else {}))
     if t.is_on("use_tensorboard", "enable_tensorboard") or trackers & {"tensorboard", "all"}:
         c.set("tracking.tensorboard", True)
+    if t.is_on("use_mlflow") or "mlflow" in trackers:
+        address = t.word("mlflow_tracking_uri")
+        experiment = {"experiment": t.word("mlflow_experiment_name", default=project)}
+        c.set("tracking.mlflow", experiment | ({"uri": address} if address else {}))
     if "trackio" in trackers:
         c.set("tracking.trackio", t.word("project", "trackio_space_id", default=project))
-    if others := trackers - {"wandb", "tensorboard", "trackio", "none", "all"}:
+    if others := trackers - {"wandb", "mlflow", "tensorboard", "trackio", "none", "all"}:
         t.leave("report_to", f"there is no tracker {', '.join(sorted(others))}; metrics.jsonl is always written")
 
 

@@ -1,4 +1,4 @@
-"""Unsloth's scripts and notebooks: the arguments of their calls, read from the syntax tree. Nothing is run.
+"""Scripts and notebooks of Unsloth and TRL: the arguments of their calls, read from the syntax tree. Nothing is run.
 
 Literals are values, and so are names that are assigned one literal, once; all else is named as computed.
 """
@@ -24,13 +24,19 @@ SUFFIXES = (".py", ".ipynb")
 _MODELS = ("FastLanguageModel", "FastModel", "FastVisionModel")
 _FILES_OF = ("json", "csv", "parquet", "text")  # names that `load_dataset` takes with `data_files`
 # Arguments of trainers that are objects of the script; what they were made of is read at the calls that made them.
-_OBJECTS = ("model", "tokenizer", "processing_class", "args", "train_dataset")
+_OBJECTS = ("model", "tokenizer", "processing_class", "args", "train_dataset", "peft_config")
+# TRL's names for arguments of transformers' models and of peft, and the values of peft's that are left out.
+_OF_MODEL = {"attn_implementation", "dtype", "torch_dtype", "revision", "trust_remote_code"}
+_OF_ADAPTERS = {"target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save", "r": "lora_r"}
+_OF_ADAPTERS |= {"task_type": "lora_task_type", "bias": "lora_bias"}
+_PEFT_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 
 
 @dataclass
 class ScriptValues:
     """Arguments by name, and the code of those that only a run would tell."""
 
+    tool: str
     values: dict[str, Any] = field(default_factory=dict)
     computed: dict[str, str] = field(default_factory=dict)
 
@@ -40,22 +46,22 @@ def script_values(path: Path) -> ScriptValues:
     tree = _parsed(_code(path), path)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls.sort(key=lambda call: (call.lineno, call.col_offset))
-    if not any(_owner(call) in _MODELS for call in calls):
+    is_unsloth = any(_owner(call) in _MODELS for call in calls)
+    if not is_unsloth and not any(_trainer(call) for call in calls):
         raise UserError(
-            f"{path}: no call of Unsloth's {', '.join(_MODELS)}. Fix: give a script or notebook of Unsloth; of other "
-            "tools the config, or the command line in quotes"
+            f"{path}: no call of Unsloth's {', '.join(_MODELS)}, or of a trainer of TRL. Fix: give a script or "
+            "notebook of these; of other tools the config, or the command line in quotes"
         )
-    found, constants = ScriptValues(), _constants(tree)
-    for call in calls:
-        for name, node in _arguments(call):
-            code = f"line {node.lineno}: {one_line(ast.unparse(node), 80)}"
-            try:
-                value = constants[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
-            except (KeyError, ValueError, TypeError):
-                found.computed[name] = code
-            else:
-                found.values[name] = value
-                found.computed.pop(name, None)
+    found, constants = ScriptValues("Unsloth" if is_unsloth else "TRL"), _constants(tree)
+    for name, node in _named(calls, is_unsloth):
+        code = f"line {node.lineno}: {one_line(ast.unparse(node), 80)}"
+        try:
+            value = constants[node.id] if isinstance(node, ast.Name) else _literal(node)
+        except (KeyError, ValueError, TypeError):
+            found.computed[name] = code
+        else:
+            found.values[name] = value
+            found.computed.pop(name, None)
     found.values |= {name: True for call in calls if (name := _name(call)) == "train_on_responses_only"}
     _read_datasets(found)
     return found
@@ -108,6 +114,50 @@ def _owner(call: ast.Call) -> str:
     return value.id if isinstance(value, ast.Name) else ""
 
 
+def _trainer(call: ast.Call) -> str | None:
+    """Returns the trainer of TRL that a call makes."""
+    name = _name(call).removesuffix("Trainer").lower()
+    return name if _name(call).endswith("Trainer") and name in trainers() else None
+
+
+def _literal(node: ast.expr) -> Any:
+    """Returns a literal, and of `torch.bfloat16` the name. Raises ValueError or TypeError."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+        return node.attr
+    return ast.literal_eval(node)
+
+
+def _named(calls: list[ast.Call], is_unsloth: bool) -> Iterator[tuple[str, ast.expr]]:
+    """Yields the arguments of all calls, by the names that the tool has."""
+    if is_unsloth:
+        for call in calls:
+            yield from _arguments(call)
+        return
+    datasets = [call for call in calls if _name(call) == "load_dataset"]
+    for call in calls:
+        if call in datasets[1:]:  # for evaluation, by its split
+            continue
+        names = {"split": "dataset_train_split"} if call in datasets else {}
+        yield from ((names.get(name, name), node) for name, node in (*_of_model_and_adapters(call), *_arguments(call)))
+
+
+def _of_model_and_adapters(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
+    """Yields the arguments of calls of transformers and peft, and a trainer's model, by the names that TRL has."""
+    name, named = _name(call), {one.arg: one.value for one in call.keywords if one.arg is not None}
+    if name == "from_pretrained" and _owner(call).startswith("AutoModel"):
+        yield from (("model_name_or_path", node) for node in call.args[:1])
+        yield from ((key, node) for key, node in named.items() if key in _OF_MODEL)
+    elif _trainer(call) and isinstance(named.get("model"), ast.Constant):
+        yield "model_name_or_path", named["model"]
+    elif name == "BitsAndBytesConfig":
+        yield from named.items()
+    elif name == "LoraConfig":
+        adapters = {_OF_ADAPTERS.get(key, key): node for key, node in named.items()}
+        left_out = {"use_peft": True, **{k: value for k, value in _PEFT_DEFAULTS.items() if k not in adapters}}
+        yield from ((key, ast.copy_location(ast.Constant(value), call)) for key, value in left_out.items())
+        yield from adapters.items()
+
+
 def _arguments(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
     """Yields the arguments of a call that decide about the training, by the names that Unsloth and TRL have."""
     name = _name(call)
@@ -122,7 +172,7 @@ def _arguments(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
         yield from ((names.get(one, one), value) for one, value in named)
     elif name == "get_chat_template":
         yield from ((one, value) for one, value in named if one == "chat_template")
-    elif name.endswith("Trainer") and (trainer := name.removesuffix("Trainer").lower()) in trainers():
+    elif (trainer := _trainer(call)) is not None:
         yield COMMAND, ast.copy_location(ast.Constant(trainer), call)
         yield from ((one, value) for one, value in named if one not in _OBJECTS)
     elif name == "TrainingArguments" or name.removesuffix("Config").lower() in trainers():

@@ -60,7 +60,7 @@ def convert(source: str, devices: int | None = None) -> tuple[str, Conversion]:
     path = Path(source)
     if path.suffix in SUFFIXES and not is_command(source):
         script = script_values(path)
-        origin, tool, theirs, computed = one_line(path.name, 60), "Unsloth", script.values, script.computed
+        origin, tool, theirs, computed = one_line(path.name, 60), script.tool, script.values, script.computed
     else:
         origin, theirs = _values(source)
         tool, computed = _tool_of(origin, theirs), {}

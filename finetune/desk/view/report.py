@@ -26,12 +26,13 @@ from finetune.desk.view.rollout_samples import read_samples
 from finetune.desk.view.token_html import sequence_names, tokens_html
 from finetune.errors import UserError
 from finetune.release.local_server import is_allowed_host
-from finetune.tracking.metrics import EXAMPLES, GENERATIONS, read_metrics, read_steps
+from finetune.tracking.headline import EVALUATIONS, HEADLINES
+from finetune.tracking.metrics import EXAMPLES, GENERATIONS, is_shown, read_metrics, read_steps
 from finetune.utils import readable_hours, write_atomically
 
 WIDTH, HEIGHT = 480, 150  # size of a chart, in SVG units
 POINTS = 1000  # points per curve; longer ones show every n-th and the last
-EVALUATIONS = 12  # per run, with their answers
+ANSWERED = 12  # evaluations per run, with their answers
 COLOURS = ("#2f7fc1", "#c9772b", "#3f9a5f", "#a34fa8", "#b8433f", "#6b7280")
 REFRESH_S = 5
 _AXES = {"step", "epoch"}
@@ -75,6 +76,8 @@ polyline.held-out { stroke-dasharray: 7 3; }
 details summary { cursor: pointer; margin-bottom: 0.6rem; }
 polyline { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke; }
 svg line.best { stroke-dasharray: 2 3; }
+#contents { display: flex; flex-wrap: wrap; gap: 0.2rem 1.1rem; margin-top: 0.8rem; font-size: 0.92rem; }
+#contents a { color: inherit; }
 .runs { display: flex; flex-wrap: wrap; gap: 0.3rem 1.2rem; margin-top: 0.8rem; font-size: 0.92rem; }
 .runs i { display: inline-block; width: 0.8em; height: 0.8em; border-radius: 3px; margin-right: 0.4em; }
 article .text { white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -262,13 +265,18 @@ def render(runs: Sequence[RunData], refresh_s: int | None = None) -> str:
         status, best = run.status, f", best step {run.best_step}" if run.best_step is not None else ""
         state = f"{status.get('status', 'unknown')}, step {status.get('step', '?')} of {status.get('steps', '?')}{best}"
         legend.append({"colour": _colour(i), "name": run.name, "state": state})
-    sections: list[Section] = []
+    sections, contents = list[Section](), list[dict[str, str]]()
     for heading, part in _PARTS.items():
         try:
-            sections += part(runs)
+            made = part(runs)
         except _DAMAGE as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            sections.append({"title": heading, "damage": reason})
+            made = [{"title": heading, "damage": reason}]
+        for number, section in enumerate(made):
+            sections.append({**section, "id": f"part-{len(sections)}"})
+            if number == 0 or heading == "Curves":  # of many of a kind the first is enough
+                title = heading if len(made) > 1 and heading != "Curves" else section["title"].partition(":")[0]
+                contents.append({"id": sections[-1]["id"], "title": title})
     title = " / ".join(run.name for run in runs)
     colours = "".join(f".c{i} {{ stroke: {c}; }} i.c{i} {{ background: {c}; }}\n" for i, c in enumerate(COLOURS))
     # Tokens and epoch of the steps of each run, by which a curve can be drawn instead.
@@ -290,6 +298,7 @@ def render(runs: Sequence[RunData], refresh_s: int | None = None) -> str:
         runs=legend,
         problems=[f"{run.name}: {problem}" for run in runs for problem in run.problems],
         sections=sections,
+        contents=contents,
         width=WIDTH,
         height=HEIGHT,
     )
@@ -305,7 +314,7 @@ def _colour(run: int) -> str:
 def _drawn(runs: Sequence[RunData]) -> list[str]:
     """Returns the metrics that are not always 0."""
     keys = list(dict.fromkeys(key for run in runs for line in run.lines for key in line if key not in _AXES))
-    return [key for key in keys if any(value for run in runs for _, value in run.curve(key))]
+    return [key for key in keys if is_shown(key) and any(value for run in runs for _, value in run.curve(key))]
 
 
 def _charts(runs: Sequence[RunData]) -> list[Section]:
@@ -377,6 +386,7 @@ def _summary(runs: Sequence[RunData]) -> list[Section]:
             "steps": f"{losses[-1][0] if losses else 0:,} of {run.status.get('steps', '?')}",
             "best eval_loss": f"{_short(best[1])} at step {best[0]}" if best else None,
             "last loss": _short(losses[-1][1]) if losses else None,
+            **_headline_rows(run),
             "tokens": f"{int(run.curve('tokens')[-1][1]):,}" if run.curve("tokens") else None,
             "tokens per second, median": _short(speeds[len(speeds) // 2]) if speeds else None,
             "time of steps": readable_hours(sum(seconds) / 3600) if seconds else None,
@@ -386,6 +396,16 @@ def _summary(runs: Sequence[RunData]) -> list[Section]:
             rows.setdefault(key, []).append(value)
     kept = [[key, *values] for key, values in rows.items() if any(value is not None for value in values)]
     return [_table("Summary", ["", *(run.name for run in runs)], kept)]
+
+
+def _headline_rows(run: RunData) -> dict[str, str]:
+    """Returns what the objective is about, such as a reward: its last value, and the best one of held-out data."""
+    rows = {f"last {key}": _short(curve[-1][1]) for key in HEADLINES if (curve := run.curve(key))}
+    for key in EVALUATIONS:
+        if key != "eval_loss" and (curve := run.curve(key)):
+            step, value = max(curve, key=lambda point: point[1])
+            rows[f"best {key}"] = f"{_short(value)} at step {step}"
+    return rows
 
 
 def _short(value: float, digits: int = 4) -> str:
@@ -400,7 +420,7 @@ def _last_values(runs: Sequence[RunData]) -> list[Section]:
     rows: list[list[Any]] = []
     for key in _drawn(runs):
         curves = [run.curve(key) for run in runs]
-        rows.append([key, *(float(f"{curve[-1][1]:.4g}") if curve else None for curve in curves)])
+        rows.append([key, *(curve[-1][1] if curve else None for curve in curves)])
     return [_table("Last values", ["", *(run.name for run in runs)], rows)]
 
 
@@ -408,7 +428,7 @@ def _recipes(runs: Sequence[RunData]) -> list[Section]:
     if len(runs) == 1:
         return []
     rows = [row for row in _rows([run.recipe for run in runs]) if any(value != row[1] for value in row[2:])]
-    return [_table("Differences of their recipes", ["key", *(run.name for run in runs)], rows)]
+    return [_table("Differences of their recipes", ["key", *(run.name for run in runs)], rows, exact=True)]
 
 
 def _plans(runs: Sequence[RunData]) -> list[Section]:
@@ -467,11 +487,18 @@ def _rows(columns: Sequence[dict[str, Any]]) -> list[list[Any]]:
     return [[key, *(column.get(key) for column in flat)] for key in dict.fromkeys(key for one in flat for key in one)]
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Section:
-    """Returns a table; the first value of a row is its name."""
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], exact: bool = False) -> Section:
+    """Returns a table; the first value of a row is its name. Numbers that are no integers have four digits, unless
+    exact."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, float) and math.isfinite(value) and not exact:
+            value = float(f"{value:.4g}")
+        return "–" if value is None else value if isinstance(value, str) else json.dumps(value)
+
     shown = []
     for name, *values in rows:
-        texts = ["–" if x is None else x if isinstance(x, str) else json.dumps(x) for x in values]
+        texts = [text(value) for value in values]
         shown.append((name, [(text, isinstance(x, int | float)) for text, x in zip(texts, values, strict=True)]))
     return {"title": title, "columns": columns, "rows": shown}
 
@@ -515,7 +542,7 @@ def _answers(runs: Sequence[RunData]) -> list[Section]:
     questions: dict[str, str] = {}  # of each prompt, without the chat template
     pictures: dict[str, Path] = {}
     for run in runs:
-        every = max(1, -(-len(run.generations) // EVALUATIONS))
+        every = max(1, -(-len(run.generations) // ANSWERED))
         for entry in [*run.generations[:-1:every], *run.generations[-1:]]:
             rows, files = entry["rows"], entry.get("pictures")
             files = files if isinstance(files, list) and len(files) == len(rows) else [None] * len(rows)

@@ -75,6 +75,9 @@ class HeadTask:
     differentiable: bool = False  # each token's loss has a graph, for objectives that are not linear in them
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # (S, ...) each, that the loss reads
     part: VocabularyPart | None = None  # of the head, whose output has this rank's columns alone; None: it has all
+    # The largest of the tokens' gradients multiplies the result, not each token, as in a sum of losses: an objective
+    # that is one has its gradients to the last bit.
+    scales_last: bool = False
 
     def chunks(self) -> Iterator[slice]:
         """Yields slices of like size; at least one, so that a forward without targets has a graph as well."""
@@ -226,12 +229,21 @@ class _EachLoss(torch.autograd.Function):
         if ctx.context is None:  # (S, D) rows of the hidden gradient, each for a loss whose gradient is 1
             return (saved * token_gradients[:, None]).to(saved.dtype), None, None, *[None] * len(ctx.head.parameters)
         needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
+        scale = _largest(token_gradients) if ctx.task.scales_last and len(token_gradients) else None
         with ctx.context.again():
-            _, gradients = ctx.head.gradients(saved, ctx.task, token_gradients, needs)
+            of_tokens = token_gradients if scale is None else token_gradients / scale
+            _, gradients = ctx.head.gradients(saved, ctx.task, of_tokens, needs)
         grad_hidden, *grad_parameters = [
-            None if g is None else g.to(x.dtype) for g, x in zip(gradients, (saved, *ctx.head.parameters), strict=True)
+            None if g is None else (g if scale is None else g.mul_(scale)).to(x.dtype)
+            for g, x in zip(gradients, (saved, *ctx.head.parameters), strict=True)
         ]
         return grad_hidden, None, None, *grad_parameters
+
+
+def _largest(gradients: Tensor) -> Tensor:  # (S,) -> ()
+    """Returns the largest size, or 1 if all are 0; does not wait for the device."""
+    largest = gradients.abs().amax()
+    return torch.where(largest > 0, largest, 1.0)
 
 
 class _Context:

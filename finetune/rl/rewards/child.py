@@ -14,27 +14,21 @@ import pickle
 import random
 import reprlib
 import signal
-import sys
-import traceback
-import types
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
-from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from finetune.rl.rewards.builtin import REWARDS, Unanswerable
+from finetune.user_code import Unusable, accepted, cut, defined, one_line, run_file, shortened
 
 # Names of the arguments that a function may declare.
 ARGUMENTS = ("completion", "reference", "row", "prompt", "messages", "num_tokens", "is_truncated")
-_LISTS_OF_TRL = ("completions", "prompts", "completion_ids")
+_HINTS: dict[str, str] = dict.fromkeys(
+    ("completions", "prompts", "completion_ids"), "It is called for one answer, not for lists as TRL does."
+)
 GRACE_S = 5.0  # the parent kills at the limit; if it is gone, the kernel does this much later
-_TRACEBACK_LINES, _CHARACTERS = 20, 4000
-
-
-class Unusable(Exception):
-    """Reason why a function cannot be loaded, with the line of the file."""
 
 
 def main(requests: int, replies: int) -> None:
@@ -46,7 +40,8 @@ def main(requests: int, replies: int) -> None:
         function, notes = load(settings)
         names = accepted_by_reward(function)
     except Unusable as reason:
-        write_frame(sink, {"problem": str(reason), "details": shortened(reason.__cause__), "id": settings["id"]})
+        details = shortened(reason.__cause__, __file__)
+        write_frame(sink, {"problem": str(reason), "details": details, "id": settings["id"]})
         os._exit(0)
     write_frame(sink, {"notes": notes, "id": settings["id"]})
     while (task := read_frame(source)) is not None:
@@ -95,62 +90,9 @@ def load(settings: Mapping[str, Any]) -> tuple[Callable[..., Any], list[str]]:
     return function, []
 
 
-def run_file(path: str, source: bytes) -> types.ModuleType:
-    """Runs the user's file as it was when the run began. Raises Unusable."""
-    module = types.ModuleType("finetune_reward_file")
-    module.__file__ = path
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    sys.path.insert(0, str(Path(path).resolve().parent))  # its own imports, as for a script
-    try:
-        exec(compile(source, path, "exec"), module.__dict__)
-    except BaseException as error:  # code of the user's, which may raise anything
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == path]
-        line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else lines[-1:] and lines[-1]
-        raise Unusable(f"{path}{f':{line}' if line else ''}: {one_line(error)}. Fix: correct the file") from error
-    return module
-
-
-def defined(module: types.ModuleType, name: str, kind: Literal["function", "class"]) -> Callable[..., Any]:
-    """Returns the function or class of that name in the user's file. Raises Unusable."""
-    path, value = module.__file__, getattr(module, name, None)
-    if value is None:
-        is_kind = inspect.isfunction if kind == "function" else inspect.isclass
-        own = [key for key, one in vars(module).items() if is_kind(one) and one.__module__ == module.__name__]
-        raise Unusable(
-            f"{path} has no {kind} `{name}`; it has {', '.join(own) or 'none'}. Fix: name one that it has, or add it"
-        )
-    if not callable(value):
-        raise Unusable(f"{path}: `{name}` is {type(value).__name__}, not a {kind}. Fix: name a {kind}")
-    return value
-
-
-def accepted(function: Callable[..., Any], arguments: tuple[str, ...] = ARGUMENTS) -> tuple[str, ...]:
-    """Returns the arguments that a function declares, of those that it may; all of them with `**kwargs`. Raises
-    Unusable for others."""
-    name = getattr(function, "__name__", "the function")
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        raise Unusable(f"`{name}` does not say which arguments it takes. Fix: wrap it in a `def`") from None
-    names = []
-    for one in parameters:
-        if one.kind is one.POSITIONAL_ONLY:
-            problem = f"`{name}` takes `{one.name}` by position only; arguments are given by name"
-            raise Unusable(f"{problem}. Fix: remove the `/`")
-        if one.name in arguments:
-            names.append(one.name)
-        elif one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            column = f"; a column of the row is `row[{one.name!r}]`" if "row" in arguments else ""
-            lists = " It is called for one answer, not for lists as TRL does." if one.name in _LISTS_OF_TRL else ""
-            fix = f"Fix: ask only for {', '.join(arguments)}{column}"
-            raise Unusable(f"`{name}` asks for `{one.name}`, which is not given.{lists} {fix}")
-    return arguments if any(one.kind is one.VAR_KEYWORD for one in parameters) else tuple(names)
-
-
 def accepted_by_reward(function: Callable[..., Any]) -> tuple[str, ...]:
     """Returns the arguments that a reward declares. Raises Unusable if there are none."""
-    if names := accepted(function):
+    if names := accepted(function, ARGUMENTS, _HINTS):
         return names
     name = getattr(function, "__name__", "the function")
     fix = f"Fix: let it ask for some of {', '.join(ARGUMENTS)}"
@@ -162,9 +104,9 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str
     try:
         return as_number(function(**arguments))
     except Unanswerable as reason:
-        return {"kind": "unanswerable", "what": _cut(str(reason))}
+        return {"kind": "unanswerable", "what": cut(str(reason))}
     except BaseException as error:  # noqa: BLE001 - code of the user's, which may raise anything
-        return {"kind": "raised", "what": f"raised {one_line(error)}", "details": shortened(error)}
+        return {"kind": "raised", "what": f"raised {one_line(error)}", "details": shortened(error, __file__)}
 
 
 def as_number(value: Any) -> dict[str, Any]:
@@ -184,25 +126,3 @@ def as_number(value: Any) -> dict[str, Any]:
     if not math.isfinite(number):
         return {"kind": "not_a_number", "what": f"returned {number}"}
     return {"value": number}
-
-
-def one_line(error: BaseException) -> str:
-    return _cut(" ".join("".join(traceback.format_exception_only(type(error), error)).split()))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 300 else f"{text[:297]}..."
-
-
-def shortened(error: BaseException | None, file: str = __file__) -> str:
-    """Returns the first lines of a traceback, without those of this file and `file`, which called the user's code."""
-    if error is None:
-        return ""
-    begin = error.__traceback__
-    while begin is not None and begin.tb_frame.f_code.co_filename in (__file__, file):
-        begin = begin.tb_next
-    lines = "".join(traceback.format_exception(type(error), error, begin)).splitlines()
-    left = [f"... {len(lines) - _TRACEBACK_LINES} lines"] if len(lines) > _TRACEBACK_LINES else []
-    # The last line names the error.
-    kept = lines if not left else [*lines[: _TRACEBACK_LINES - 1], *left, lines[-1]]
-    return "\n".join(kept)[:_CHARACTERS]

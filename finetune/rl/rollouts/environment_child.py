@@ -19,19 +19,8 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from finetune.rl.rewards.child import (
-    GRACE_S,
-    Unusable,
-    accepted,
-    as_number,
-    defined,
-    ignore_stop_signals,
-    one_line,
-    read_frame,
-    run_file,
-    shortened,
-    write_frame,
-)
+from finetune.rl.rewards.child import GRACE_S, as_number, ignore_stop_signals, read_frame, write_frame
+from finetune.user_code import Unusable, accepted, defined, one_line, run_file, shortened
 
 # Names of the arguments that the methods may declare.
 OF_RESET = ("row", "messages", "reference", "tools", "seed")

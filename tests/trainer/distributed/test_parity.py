@@ -25,6 +25,7 @@ RUN: dict[Place, set[str]] = {
     # Shards decide more: a tied table, mixed precision, dropout.
     ("fsdp2", 2): {
         *("full bf16", "full tied", "full muon", "lora dropout rslora", "lora dpo adapters off", "qlora fp8"),
+        *("full", "full own sft", "full own"),
     },
     ("fsdp2_offload", 2): {"full"},
     ("zero2", 2): {"qlora"},
@@ -34,7 +35,7 @@ RUN: dict[Place, set[str]] = {
     ("pp", 2): {"lora", "full orpo"},
     ("pp_fsdp2", 4): {"full tied evaluated"},
     ("tp", 2): {"lora dropout rslora"},
-    ("ulysses", 2): {"full mistral window"},
+    ("ulysses", 2): {"full mistral window", "full own"},
     ("ep", 2): {"full mixtral balance"},
 }
 LAUNCHES = tuple(
@@ -115,6 +116,9 @@ def test_same_as_one_process(
             timeless(references, config, processes, name) for name in ("full auto rows", "full accumulate 1")
         )
         assert found == said  # to the last bit: looking for them left no trace
+    if {"full", "full own sft"} <= {case.name for case in cases}:
+        for place in ((config, processes), ("single", 1)):
+            assert timeless(references, *place, "full own sft") == timeless(references, *place, "full")
 
 
 def timeless(folder: Path, config: str, processes: int, case: str) -> Lines:

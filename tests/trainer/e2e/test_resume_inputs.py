@@ -255,6 +255,21 @@ def test_every_change_is_told_on_two_processes(world: World, mode: str, change: 
     check(world, mode, change, done.stdout + done.stderr)
 
 
+def test_another_objective_in_the_same_file_is_told(world: World, tmp_path: Path) -> None:
+    file, recipe = tmp_path / "loss.py", world.recipes["lora"]
+    changes = ("run.name=own", f"objective={{file: {file}, function: f}}")
+    text = 'def f(token_losses):\n    return token_losses.sum(), "target_tokens"\n'
+    file.write_text(text, encoding="utf-8")
+    train_alone(recipe, *changes)
+    file.write_text(text.replace("sum()", "sum() * 2"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"objective: file: .* -> ") as refused:
+        train_alone(recipe, *changes, "train.max_steps=6")
+    assert "Fix: restore the objective, or" in str(refused.value)
+    accepted = "checkpoint.accept_changes=[objective]"
+    assert accepted in str(refused.value)
+    assert "objective: file: " in train_alone(recipe, *changes, "train.max_steps=6", accepted)
+
+
 def test_moved_files_are_the_same_and_accepted_changes_are_said(world: World, tmp_path: Path) -> None:
     """The same rows and weights under other paths differ by the recipe's keys alone."""
     shutil.copytree(world.folder, tmp_path / "moved")

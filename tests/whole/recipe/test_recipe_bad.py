@@ -107,8 +107,8 @@ CASES = [
     Bad(
         "another name for the loss",
         [
-            ":8: objective.name: expected 'sft', 'focal', 'dpo', 'kto', 'orpo', 'reward', 'classify', 'distill' or "
-            "'grpo', got \"simpo\" (text); set `dpo` and `objective.loss: simpo`"
+            ":8: objective.name: expected 'sft', 'focal', 'dpo', 'kto', 'orpo', 'reward', 'classify', 'distill', "
+            "'grpo' or 'own', got \"simpo\" (text); set `dpo` and `objective.loss: simpo`"
         ],
         {8: "objective: {name: simpo}"},
     ),
@@ -820,7 +820,7 @@ CASES = [
         "an objective that does not take the format",
         [
             ":4: data.train[0].format: rows of format `messages` are not for `objective.name: dpo`, which takes "
-            "`preference` or `comparison` or `ranked`. Fix: set `objective.name` to sft or focal or distill"
+            "`preference` or `comparison` or `ranked`. Fix: set `objective.name` to sft or focal or distill or own"
         ],
         {8: "objective: {name: dpo}"},
     ),

@@ -16,7 +16,7 @@ from repository import ROOT
 from finetune.features import load_recipe
 from finetune.recipe import RecipeError, dump_recipe
 from finetune.recipe.load import key_is_known
-from finetune.recipe.schema import HeldOut, Source, Wandb
+from finetune.recipe.schema import HeldOut, Mlflow, Source, Wandb
 
 GOOD = """\
 run: {name: a}
@@ -262,6 +262,9 @@ def test_short_forms_are_full_ones(recipe: Path):
         (["tracking.wandb=other"], "tracking.wandb", Wandb(project="other")),
         (["tracking.wandb.mode=offline"], "tracking.wandb", Wandb(project="mine", mode="offline")),
         (["tracking.wandb=false"], "tracking.wandb", None),
+        (["tracking.mlflow=true"], "tracking.mlflow", Mlflow()),
+        (["tracking.mlflow=mine"], "tracking.mlflow", Mlflow(experiment="mine")),
+        (["tracking.mlflow=off"], "tracking.mlflow", None),
         (["lora.targets=q_proj,k_proj"], "lora.targets", ("q_proj", "k_proj")),
         (["lora.targets.1=o_proj"], "lora.targets", ("q_proj", "o_proj")),
     ],
@@ -338,6 +341,7 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "classify": ({"labels": ["a", "b"]}, {}),
     "distill": ({"teacher": "t"}, {"divergence": "forward_kl", "temperature": 1.0, "jsd_beta": None, "top_k": None}),
     "grpo": ({"kl": 0.1}, {"loss": "dr_grpo", "overlong": "keep", "correction": None}),
+    "own": ({"file": "loss.py", "function": "f"}, {"train_on": "assistant"}),
 }
 SAMPLES = "rollouts: {prompts: 2, samples: 4, max_new_tokens: 8}"
 SAMPLED = GOOD.replace("epochs: 1", "max_steps: 4").replace("max_length", "packing: false, max_length") + SAMPLES
@@ -402,6 +406,10 @@ def test_rewards_of_before_each_had_its_own_keys(tmp_path: Path):
         ("name: [kto]", "objective.name: expected 'sft', 'focal', 'dpo'"),
         ("name: Kto", 'got "Kto" (text); did you mean `kto`?'),
         ("nam: kto", "objective.nam: unknown key; did you mean `name`?"),
+        ("file: loss.py", "objective.function: name the function in `file`, such as `function: my_loss`"),
+        ("name: own, function: f", "objective.file: `name: own` needs a Python file, such as `file: my_loss.py`"),
+        ("name: sft, file: loss.py", "objective.file: has no effect under `name: sft`, only under own: remove it"),
+        ("file: loss.py, function: f, gamma: 2", "objective.gamma: has no effect under `name: own`, only under focal"),
     ],
 )
 def test_a_key_of_another_objective(objective: str, problem: str, recipe: Path):
@@ -409,6 +417,20 @@ def test_a_key_of_another_objective(objective: str, problem: str, recipe: Path):
     with pytest.raises(RecipeError) as error:
         load_recipe(write(recipe, text))
     assert problem in str(error.value)
+
+
+def test_an_objective_with_a_file_needs_no_name(recipe: Path):
+    """Whatever the recipe has that it extends; on the command line, whatever the recipe has."""
+    base = write(recipe.with_name("base.yaml"), GOOD + "objective: {name: focal, train_on: last_assistant}\n")
+    given = write(recipe, "extends: base.yaml\nobjective: {file: loss.py, function: f}\n")
+    wanted = {"name": "own", "file": "loss.py", "function": "f"}
+    for path, overrides, train_on in (
+        (given, (), "last_assistant"),
+        (base, ["objective={file: loss.py, function: f}"], "assistant"),
+        (write(recipe.with_name("plain.yaml"), GOOD), ["objective.file=loss.py", "objective.function=f"], "assistant"),
+    ):
+        objective = load_recipe(path, overrides).objective
+        assert objective.model_dump(exclude_none=True) == {**wanted, "train_on": train_on}
 
 
 def test_a_key_of_another_objective_hides_no_rule(recipe: Path):

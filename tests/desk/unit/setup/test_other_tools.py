@@ -479,7 +479,7 @@ def test_trl_sft(convert: Convert) -> None:
     assert values(recipe, "train.precision", "train.activation_checkpointing") == ["bf16", True]
     assert values(recipe, "optimizer.betas", "optimizer.eps") == [(0.9, 0.999), 1e-8]
     assert "unless assistant_only_loss: `all` is the same" in printed
-    assert "push_to_hub=true: nothing is uploaded while training" in printed
+    assert "push_to_hub=true: set `run.push: org/name`" in printed
     assert "max_length: 1024  # the default of TRL" in text
 
 
@@ -678,7 +678,7 @@ def test_unsloth_scripts_and_notebooks(convert: Convert, is_notebook: bool, tmp_
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.py", "print(1)", "no call of Unsloth's FastLanguageModel"),
+        ("a.py", "print(1)", "no call of Unsloth's FastLanguageModel, .*, or of a trainer of TRL"),
         ("a.py", "x = = 1", r"a\.py:1: not valid Python: invalid syntax. Fix: "),
         ("a.py", "(" * 5000, "not valid Python|cannot be read"),
         ("a.ipynb", "{}", "not a notebook. Fix: save it again"),
@@ -689,6 +689,45 @@ def test_scripts_that_cannot_be_read(convert: Convert, name: str, text: str, mes
     Path(name).write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=message):
         convert(name)
+
+
+TRL_SCRIPT = """
+import torch
+name = "org/m"
+model = AutoModelForCausalLM.from_pretrained(
+    name, dtype=torch.bfloat16, attn_implementation="sdpa",
+    quantization_config=BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    ),
+)
+train = load_dataset("org/pairs", split="train_sft")
+test = load_dataset("org/pairs", split="test_sft")
+args = DPOConfig(beta=0.2, output_dir="out/pairs", learning_rate=rate * 2, per_device_train_batch_size=2)
+peft_config = LoraConfig(r=32, task_type="CAUSAL_LM")
+trainer = DPOTrainer(model, args=args, train_dataset=train, eval_dataset=test, peft_config=peft_config)
+"""
+
+
+def test_trl_scripts(convert: Convert) -> None:
+    Path("dpo.py").write_text(TRL_SCRIPT, encoding="utf-8")
+    recipe, printed, text = convert("dpo.py", devices=2)
+    names = ("model.name", "mode", "objective.name", "objective.beta", "batch.rows", "run.name")
+    assert values(recipe, *names) == ["org/m", "qlora", "dpo", 0.2, 4, "pairs"]
+    # What the script leaves out has peft's defaults, which are not those of TRL's command line.
+    assert values(recipe, "lora.rank", "lora.alpha", "lora.dropout") == [32, 8.0, 0.0]
+    assert values(recipe, "quantization.type", "quantization.double_quant") == ["nf4", True]
+    assert (recipe.data.train[0].path, recipe.data.train[0].split) == ("org/pairs", "train_sft")
+    assert re.search(r"optimizer\.lr: computed there \(line \d+: rate \* 2\)", printed)
+    assert re.search(r"eval_dataset.*test", printed)
+    assert "dpo.py of TRL" in text
+    script = """SFTTrainer(
+        model="org/small", args=SFTConfig(max_length=512, packing=True, assistant_only_loss=True),
+        train_dataset=datasets.load_dataset("json", data_files="rows.jsonl", split="train"),
+    )"""
+    Path("sft.py").write_text(script, encoding="utf-8")
+    recipe, _, _ = convert("sft.py")
+    assert values(recipe, "model.name", "mode", "data.max_length", "data.packing") == ["org/small", "full", 512, True]
+    assert (recipe.data.train[0].path, recipe.objective.train_on) == ("rows.jsonl", "assistant")
 
 
 UNSLOTH_CONFIG = """
@@ -920,6 +959,23 @@ def test_control_characters_stay_in_their_value(convert: Convert, tmp_path: Path
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]", written)
 
 
+@pytest.mark.parametrize(
+    ("written", "experiment", "uri"),
+    [
+        (TRL_SFT.replace("report_to: none", "report_to: [mlflow, tensorboard]"), "huggingface", None),
+        (
+            AXOLOTL_LORA + "\nuse_mlflow: true\nmlflow_experiment_name: a\nmlflow_tracking_uri: http://host\n",
+            "a",
+            "http://host",
+        ),
+    ],
+)
+def test_mlflow(convert: Convert, written: str, experiment: str, uri: str | None) -> None:
+    recipe, printed, _ = convert(written)
+    assert (recipe.tracking.mlflow.experiment, recipe.tracking.mlflow.uri) == (experiment, uri)
+    assert all(word not in printed for word in ("report_to", "use_mlflow", "mlflow_tracking_uri", "mlflow_experiment"))
+
+
 def test_secrets_are_not_shown(convert: Convert) -> None:
     _, printed, text = convert(TRL_SFT + "hub_token: hf_secret\nwandb_api_key: also_secret\n")
     assert "hub_token=...: run `hf auth login`" in printed
@@ -1003,7 +1059,7 @@ def test_every_objective_has_its_mapping(convert: Convert, tool: str, named: str
 def test_objectives_without_a_counterpart_elsewhere() -> None:
     """Every objective is reached from another tool, but for those that no tool has in its configs."""
     reached = {name for _, _, (name, _) in OBJECTIVES}
-    assert set(OBJECTIVE_SECTIONS) - reached == {"focal", "classify"}
+    assert set(OBJECTIVE_SECTIONS) - reached == {"focal", "classify", "own"}
     losses = {(name, loss) for _, _, (name, loss) in OBJECTIVES}
     assert {loss for loss in get_args(PreferenceLoss) if ("dpo", loss) not in losses} == set()
     assert {loss for loss in get_args(PolicyLoss) if ("grpo", loss) not in losses} == {"reinforce_pp"}

@@ -61,7 +61,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         values = dict(attrs)
-        self.addresses += [str(value) for name, value in attrs if name in ("src", "href", "action", "data")]
+        addresses = [str(value) for name, value in attrs if name in ("src", "href", "action", "data")]
+        self.addresses += [one for one in addresses if not one.startswith("#")]  # places on the page itself
         if tag == "polyline":
             self.curves.append(values)
 
@@ -100,6 +101,24 @@ def test_every_number_is_that_of_the_metrics(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
+def test_contents_and_headlines_without_doubles(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", 0.1)
+    more = {"share/data": 0.1, "tokens_per_s_per_device": 5.0, "tflops_per_device": 7.123456, "tokens_per_s": 10.0}
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"reward": line["step"] / 70, **more} if "loss" in line else {"eval_reward": 1 / line["step"]}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = render([read_run(run)]).replace("<wbr>", "")
+    assert row_of(text.partition("<h2>Last values")[0], "last reward") == ["0.4286"]
+    assert row_of(text, "best eval_reward") == ["0.1 at step 10"]
+    assert row_of(text, "tflops_per_device") == ["7.123"]
+    assert not any(name in text for name in ("share/data", "tokens_per_s_per_device"))
+    contents = re.findall(r'<a href="#([\w-]+)">([^<]+)</a>', text)
+    assert [title for _, title in contents][:4] == ["Summary", "Training", "Rollouts", "Speed"]
+    assert all(f'<section id="{place}"' in text for place, _ in contents)
+    assert len({place for place, _ in contents}) == len(contents) >= 9
+
+
 def test_answers_stand_below_their_pictures(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", 0.1)
     (run / "pictures").mkdir()
@@ -132,7 +151,7 @@ def test_two_runs_are_laid_over_each_other(tmp_path: Path) -> None:
     assert "a: best step 20" in text
     assert "b: best step 20" in text
     assert [c["data-run"] for c in Page(text).curves if c["data-key"] == "loss"] == ["a", "b"]
-    differences = text.partition("Differences of their recipes")[2].partition("</section>")[0]
+    differences = text.partition("<h2>Differences of their recipes")[2].partition("</section>")[0]
     rows = re.findall(r'<th scope="row">(.*?)</th><td[^>]*>(.*?)</td><td[^>]*>(.*?)</td>', differences)
     assert rows == [("optimizer.lr", "0.1", "0.25"), ("run.name", "a", "b")]
 

@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Path:
 
 def page_of(run: Path) -> str:
     write_report([run], run.parent / "page.html")
-    return (run.parent / "page.html").read_text(encoding="utf-8").partition("Samples: run")[2]
+    return (run.parent / "page.html").read_text(encoding="utf-8").partition("<h2>Samples: run")[2]
 
 
 def test_first_middle_and_last_step_with_worst_median_and_best_prompt(run: Path) -> None:

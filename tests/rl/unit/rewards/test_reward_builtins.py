@@ -10,8 +10,9 @@ from completions import completion, reward, values
 
 from finetune.recipe.reward_settings import REWARD_SECTIONS
 from finetune.rl.rewards.builtin import REWARDS, last_boxed, last_fenced, last_number, numbers_in
-from finetune.rl.rewards.child import accepted
+from finetune.rl.rewards.child import ARGUMENTS
 from finetune.rl.rewards.scoring import Rewards
+from finetune.user_code import accepted
 
 
 def test_the_table_has_every_name_of_the_schema() -> None:
@@ -136,4 +137,4 @@ def test_built_ins_ask_only_for_what_exists() -> None:
 
     for name, built_in in REWARDS.items():
         prepared = {"json_schema": ("validator",), "tests": ("program",)}.get(name, REWARD_SECTIONS[name].parameters())
-        assert accepted(partial(built_in.function, **dict.fromkeys(prepared)))
+        assert accepted(partial(built_in.function, **dict.fromkeys(prepared)), ARGUMENTS)

@@ -131,7 +131,7 @@ def WRITABLE(fd):
 """
 FAILURES = {  # completion: kind, message
     "value error": ("raised", "raised ValueError: broken in two lines"),
-    "odd error": ("raised", "raised finetune_reward_file.Odd: <exception str() failed>"),
+    "odd error": ("raised", "raised finetune_user_file.Odd: <exception str() failed>"),
     "long error": ("raised", f"raised ValueError: {'x' * 285}..."),
     "system exit": ("raised", "raised SystemExit: 0"),
     "interrupt": ("raised", "raised KeyboardInterrupt"),

@@ -16,9 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
-from finetune.recipe.schema import Tracking, Wandb
+from finetune.recipe.schema import Mlflow, Tracking, Wandb
 from finetune.tracking import trackers as trackers_module
 from finetune.tracking.metrics import Background, StepLog, read_steps
+from finetune.tracking.mlflow_run import mlflow_problem
 from finetune.tracking.trackers import Trackers, best_values, check_trackers, grouped, redact
 
 
@@ -84,7 +85,6 @@ def test_commits_are_no_secrets() -> None:
         ("exact_match", "eval/exact_match"),
         ("step_s", "time/step_s"),
         ("time/data", "time/data"),
-        ("share/forward", "time/share/forward"),
         ("memory_peak_gib", "memory/peak_gib"),
         ("memory/weights_gib", "memory/weights_gib"),
         ("epoch", "data/epoch"),
@@ -97,8 +97,41 @@ def test_groups_of_metrics(key: str, name: str) -> None:
 
 def test_a_missing_tracker_names_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install wandb tensorboard"):
-        check_trackers(Tracking(wandb=Wandb(project="x"), tensorboard=True))
+    with pytest.raises(UserError, match="pip install wandb mlflow-skinny tensorboard, or remove wandb, mlflow"):
+        check_trackers(Tracking(wandb=Wandb(project="x"), mlflow=Mlflow(), tensorboard=True))
+
+
+@pytest.mark.parametrize(
+    ("uri", "variables", "problem"),
+    [
+        ("http://127.0.0.1:5000", {}, ""),
+        ("databricks", {}, ""),
+        (None, {"MLFLOW_TRACKING_URI": "https://host"}, ""),
+        ("sqlite:///mlflow.db", {}, ""),
+        (None, {}, ""),
+        ("mlruns", {}, "mlruns is a folder, which mlflow no longer develops. Fix: set tracking.mlflow.uri"),
+        ("file:///tmp/a", {}, "file:///tmp/a is a folder"),
+        ("mlruns", {"MLFLOW_ALLOW_FILE_STORE": "true"}, ""),
+    ],
+)
+def test_stores_of_mlflow(
+    uri: str | None, variables: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = mlflow_problem(Mlflow(uri=uri))
+    assert bool(found) == bool(problem)
+    assert problem in (found or "")
+
+
+@pytest.mark.parametrize("uri", ["https://me:secret@host", "postgresql://me:secret@host/runs"])
+def test_the_address_of_mlflow_holds_no_secret(uri: str, recipe: dict[str, Any], write_recipe: Any) -> None:
+    recipe["tracking"] = {"mlflow": {"uri": uri}}
+    with pytest.raises(UserError, match=r"tracking\.mlflow\.uri: must not hold a user, a password") as error:
+        load_recipe(write_recipe(recipe))
+    assert "secret" not in str(error.value)
 
 
 def test_wandb_without_an_api_key_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -126,7 +159,8 @@ def test_wandb_offline_and_tensorboard_get_config_metrics_table_and_summary(
     for attempt in range(2):  # the second goes on with the first one's id
         started = Trackers(loaded.tracking, loaded.run.name, folder, {"recipe": loaded.model_dump(mode="json")}, ids)
         ids = started.run_ids()
-        started.log({"loss": 1.0, "memory/weights_gib": 2.0, "words": "dropped"}, 1 + attempt)
+        doubles = {"share/forward": 0.5, "tokens_per_s_per_device": 3.0, "supervised_tokens_per_s_per_device": 2.0}
+        started.log({"loss": 1.0, "memory/weights_gib": 2.0, "words": "dropped", **doubles}, 1 + attempt)
         with (folder / "metrics.jsonl").open("a") as lines:
             lines.write(json.dumps({"step": 1 + attempt, "eval_loss": 0.25 + attempt, "exact_match": attempt}) + "\n")
         shown = [folder / "pictures" / "a.png", None]
@@ -142,6 +176,7 @@ def test_wandb_offline_and_tensorboard_get_config_metrics_table_and_summary(
     assert all(f"-{wandb_id}" in run.name for run in runs)  # wandb numbers those of the same second
     assert any(run.glob("files/media/table/generations*.json") for run in runs)
     logged = b"".join(path.read_bytes() for run in runs for path in run.glob("*.wandb"))
+    assert all(name not in logged for name in (b"tokens_per_s_per_device", b"share/forward", b'"null"'))
     for name in (b"train/loss", b"memory/weights_gib", b"eval/loss/*", b"best/eval/loss", b"best/eval/exact_match"):
         assert name in logged
     digest = base64.b64encode(hashlib.md5(b"trained").digest())
