@@ -27,7 +27,7 @@ from finetune.engine.launch import Launch
 from finetune.errors import RunFailure
 from finetune.models.attention import VARLEN, AttentionChoice
 from finetune.models.attention.kernels import Boundaries
-from finetune.models.base_config import depends_on_length, rope_types
+from finetune.models.base_config import depends_on_length, first_line, rope_types
 from finetune.models.casts import cast_anew
 from finetune.models.dropout import drops
 from finetune.models.moe import find_routers, stacked_experts
@@ -150,9 +150,10 @@ class CudaRecorder:
             raise
         except RuntimeError as error:
             torch.cuda.set_stream(current)  # a capture that fails leaves its own
+            first = error.__context__ or error  # the end of such a capture fails as well
             raise RunFailure(
-                f"train.graphs: the layers could not be captured: {str(error).splitlines()[0]}. Fix: set train.graphs: "
-                "off, and run the same command again"
+                f"train.graphs: the layers could not be captured: {first_line(first)}. Fix: set train.graphs: off, and "
+                "run the same command again"
             ) from error
         return graph.replay, result
 

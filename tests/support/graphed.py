@@ -111,14 +111,14 @@ def trained(
     attention: str = "varlen",
     config_file: str | None = None,
 ) -> Trained:
-    """Runs all steps with the trainer's parts, on this rank.
+    """Runs all steps with the trainer's parts, on this rank; on a GPU with its own graphs and kernels.
 
     padded: rows of training, some: those of every second micro-batch; attention: `documents`, or `varlen`, in whose
     place `varlen_attn` has to be put.
     """
     import trainers
 
-    from finetune.engine.graphs import Graphs
+    from finetune.engine.graphs import CudaRecorder, Graphs
     from finetune.models.attention import Kernels, attention_for
     from finetune.models.attention.kernels import prepare_varlen
     from finetune.models.casts import cast_once
@@ -131,8 +131,9 @@ def trained(
     prepared = trainers.prepared_run(recipe_file, overrides, config_file)
     recipe = prepared.recipe
     engine = trainers.started_engine(prepared)
-    choice = attention_for(recipe, prepared.base.config, "cpu")
-    if attention == "varlen":
+    on_gpu = engine.device.type == "cuda"
+    choice = attention_for(recipe, prepared.base.config, engine.device.type)
+    if attention == "varlen" and not on_gpu:
         kernels = Kernels(H100, flash_kernels=True)
         choice = attention_for(recipe, prepared.base.config, "cuda", kernels)
         choice = replace(choice, prepare=partial(prepare_varlen, device="cpu"))
@@ -143,7 +144,8 @@ def trained(
     rows = RowsPerDevice(recipe.batch.rows_per_device, "")
     loaders = parts.Loaders(recipe, prepared.base, engine, rows, choice, None, pads=bool(padded))
     loader = loaders.training(prepared.training.in_order(recipe), 10**6)
-    forward, recorder = ForwardPass(choice, objective), Again(model)
+    forward, nodes = ForwardPass(choice, objective), Again(model)
+    recorder = CudaRecorder() if on_gpu else nodes
     graphs = Graphs(model, loaders.longest, recipe.data.max_length, recorder, print)
     model.graphs = graphs if graphed else None
     losses, norms, shares = [], [], []
@@ -153,11 +155,12 @@ def trained(
             step.batches[::2] = replace(loader, padded_to=None).step(number).batches[::2]
 
         def loss(outputs: Any, batch: Any, step: Any = step, total: list[Tensor] = total) -> Tensor:
-            recorder.mark_nodes()
+            nodes.mark_nodes()
             value = objective.loss(objective.terms(outputs, batch), step.counts)
             total.append(value.detach())
             return value
 
+        step = step.map_tensors(lambda tensor: tensor.to(engine.device))
         engine.prepare_groups(1.0, False)
         with cast_once():
             engine.accumulate(step.batches, forward, loss)
@@ -166,4 +169,4 @@ def trained(
         shares.append(graphs.share())
     weights = {name: p.detach().clone() for name, p in model.causal_lm.named_parameters() if p.requires_grad}
     engine.close()
-    return Trained(losses, norms, weights, shares, recorder.captures)
+    return Trained(losses, norms, weights, shares, nodes.captures)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 import trainers
 from conftest import ROOT
 
-from finetune.engine.graphs import graph_problem
+from finetune.engine.graphs import CudaRecorder, graph_problem
 from finetune.engine.launch import read_config_file
+from finetune.errors import RunFailure
 from finetune.models.attention import Kernels, attention_for, kernels
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
@@ -188,3 +190,26 @@ def test_a_run_without_a_gpu_says_why_and_is_as_without(file: str) -> None:
     assert trainer.plan.graphs == "off (no GPU)"
     assert (trainer.graphs, trainer.engine.keeps_gradients, trainer.loader.padded_to) == (None, False, None)
     trainer.engine.close()
+
+
+def test_a_capture_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a failed capture fails as well, and leaves its stream."""
+
+    @contextlib.contextmanager
+    def capture(*_: Any, **__: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    streams: list[str] = []
+    stand_ins = {"Stream": str, "CUDAGraph": str, "current_stream": lambda: "own", "set_stream": streams.append}
+    for name, value in (stand_ins | {"graph": capture, "graph_pool_handle": lambda: (0, 0)}).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def waits() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    with pytest.raises(RunFailure, match=r"captured: operation not permitted when stream is capturing\. Fix: set"):
+        CudaRecorder().record(waits)
+    assert streams == ["own"]
