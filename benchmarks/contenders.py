@@ -47,6 +47,11 @@ def ours_frugal(folder: Path, work: Work) -> Result:
     return ours(folder, work, "train.activation_checkpointing=true")
 
 
+def ours_graphs(folder: Path, work: Work) -> Result:
+    """By CUDA graphs, where they are possible."""
+    return ours(folder, work, "train.graphs=auto")
+
+
 def ours(folder: Path, work: Work, *overrides: str) -> Result:
     """`python -m finetune train recipe.yaml`, the whole command."""
     from stopwatch import Stopwatch
@@ -450,6 +455,7 @@ def trained_by(trainer: Any, watch: Any) -> Result:
 CONTENDERS: dict[str, Callable[[Path, Work], Result]] = {
     "ours": ours,
     "ours_frugal": ours_frugal,
+    "ours_graphs": ours_graphs,
     "bare": bare,
     "trl": trl,
     "trl_frugal": trl_frugal,
@@ -461,6 +467,7 @@ CONTENDERS: dict[str, Callable[[Path, Work], Result]] = {
 LABELS = {
     "ours": "ours",
     "ours_frugal": "ours, recomputing",
+    "ours_graphs": "ours, CUDA graphs",
     "bare": "bare loop",
     "trl": "TRL, packed",
     "trl_frugal": "TRL, packed, recomputing",

@@ -64,7 +64,7 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-DEFAULT = ("ours", "bare", "trl")
+DEFAULT = ("ours", "ours_graphs", "bare", "trl")
 EXTREMES = ("tokens_per_s_slowest", "tokens_per_s_fastest")
 SAME_FIRST_LOSS = 2.0**-6  # relative; roundings of bf16, in other places for each
 # Of the check: weights so large that attention decides much of the loss, which moves by 0.9 % if documents see each

@@ -54,6 +54,7 @@ class Engine(abc.ABC):
     # First backwards of a process that differ from later ones, in memory or in the order of sums over ranks. The loop
     # runs these before its first step and drops them, or a resumed run would not be bitwise the same.
     warm_ups = 0
+    keeps_gradients = False  # CUDA graphs add to them at their addresses: zeroed in place, not dropped. Before `wrap`
 
     def __init__(self, accelerator: Accelerator, launch: Launch, recipe: Recipe, config: PretrainedConfig):
         self.accelerator = accelerator
@@ -147,6 +148,8 @@ class Engine(abc.ABC):
                 value = loss(forward(self.model, batch), batch)
                 with self.stopwatch.phase("backward"):
                     self.backward(value)
+            # Nodes of a graph are of a stream: a capture of the next forward must not meet those of this one.
+            del value
 
     def forwards(self, batches: Iterable[T], forward: Forward[T]) -> Iterator[tuple[T, Outputs]]:
         """Yields the outputs of each micro-batch, on the ranks that count them. Collective."""

@@ -26,6 +26,17 @@ def cast_once() -> Iterator[None]:
         _kept = before
 
 
+@contextlib.contextmanager
+def cast_anew() -> Iterator[None]:
+    """Makes each cast, and keeps none, until the context ends: within what is captured for other steps, too."""
+    global _kept
+    before, _kept = _kept, None
+    try:
+        yield
+    finally:
+        _kept = before
+
+
 def shared_cast(weights: tuple[Tensor, ...], cast: Callable[[tuple[Tensor, ...]], T]) -> T:
     """Returns cast(weights), made once within `cast_once`."""
     if _kept is None:

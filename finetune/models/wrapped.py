@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,6 +61,8 @@ class WrappedModel(nn.Module):
         self.causal_lm, self._images = model, images
         self._device_type, self._autocast, self._offload, self._routers = device_type, autocast, offload, routers
         self._base_takes = accepted_names(unwrap_peft(model).base_model)
+        # Runs the base model in training, given it and its inputs: by CUDA graphs; None: it is called.
+        self.graphs: Callable[[Callable[[dict[str, Any]], Tensor], dict[str, Any]], Tensor] | None = None
 
     @property
     def config(self) -> Any:
@@ -91,6 +93,11 @@ class WrappedModel(nn.Module):
         raise NotImplementedError
 
     def _base(self, inputs: dict[str, Any]) -> Tensor:
+        if self.graphs is not None and self.training and torch.is_grad_enabled():
+            return self.graphs(self._called_base, inputs)
+        return self._called_base(inputs)
+
+    def _called_base(self, inputs: dict[str, Any]) -> Tensor:
         return unwrap_peft(self.causal_lm).base_model(**accepted(inputs, self._base_takes))[0]
 
     @contextlib.contextmanager

@@ -462,6 +462,9 @@ class Train(Section):
     activation_checkpointing: Literal["selective"] | bool = False
     activation_offload: bool = False  # keep activations for the backward in host memory
     compile: bool = False  # torch.compile of each decoder layer
+    # auto: CUDA graphs of the decoder layers where shapes can be constant, on one GPU and ddp: packed rows, nothing
+    # recomputed; the plan says whether, or why not. Rows are padded to one length.
+    graphs: Literal["auto", "off"] = "off"
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Train:

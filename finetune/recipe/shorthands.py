@@ -76,6 +76,11 @@ def _push(value: Any) -> Any:
     return {"repo": value} if isinstance(value, str) else value
 
 
+def _off(value: Any) -> Any:
+    """`off`, which YAML 1.1 takes for false, and `false` are text here."""
+    return "off" if _switch(value) is False else value
+
+
 def _environment(value: Any) -> Any:
     """Text is the path of the file."""
     return {"file": value} if isinstance(value, str) and not isinstance(value, PlainWord) else value
@@ -99,6 +104,7 @@ SHORTHANDS: dict[tuple[str, str], Shorthand] = {
     ("tracking", "mlflow"): Shorthand(_mlflow, "true or an experiment's name", _SWITCH_OR_NAME),
     ("tracking", "trackio"): Shorthand(_trackio, "true or false", ({"type": "boolean"},)),
     ("run", "push"): Shorthand(_push, "a repository, as org/name, or false", (_PATH, {"const": False})),
+    ("train", "graphs"): Shorthand(_off, "false", ({"const": False},)),
     ("rollouts", "environment"): Shorthand(_environment, "a path", (_PATH,)),
     ("lora", "targets"): Shorthand(_names, "names with commas", ({"type": "string", "pattern": ","},)),
 }

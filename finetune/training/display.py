@@ -35,6 +35,7 @@ def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
         lines["parts"] = " · ".join(f"{name} {total} ({trained})" for name, (total, trained) in sizes.items())
     lines |= {"precision": plan.precision, "attention": plan.attention, "cross entropy": plan.cross_entropy}
     lines |= {} if plan.kernels.startswith("plain (no GPU") else {"kernels": plan.kernels}
+    lines |= {} if recipe.train.graphs == "off" else {"graphs": plan.graphs}
     if plan.shared_prompts:
         lines["shared prompts"] = plan.shared_prompts
     if plan.reference:

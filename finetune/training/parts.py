@@ -157,8 +157,10 @@ def make_plan(
     attention: AttentionChoice,
     reference: str | None,
     predicted: dict[str, Any],
+    graphless: str | None,
 ) -> Plan:
-    """Returns the plan of the run. reference: source of its log-probabilities; predicted: the entry of plan.json."""
+    """Returns the plan of the run. reference: source of its log-probabilities; predicted: the entry of plan.json;
+    graphless: why nothing runs by CUDA graphs."""
     recipe, training, micro_batches = prepared.recipe, prepared.training, prepared.micro_batches
     size = training.size(recipe.data.max_length)
     shared_share = size.shared_tokens / size.tokens if size else None
@@ -186,6 +188,7 @@ def make_plan(
         attention=f"{attention.implementation} ({attention.reason})",
         cross_entropy=f"{model.cross_entropy.implementation} ({model.cross_entropy.reason})",
         kernels=model.kernels,
+        graphs="of the decoder layers, rows padded" if graphless is None else f"off ({graphless})",
         shared_prompts=sharing_summary(recipe.objective, recipe.rollouts is not None, attention, shared_share),
         shared_token_share=shared_share if attention.shares_prompts else None,
         reference=reference,
@@ -221,16 +224,20 @@ class Loaders(NamedTuple):
     rows_per_device: RowsPerDevice
     attention: AttentionChoice
     images: ImageInputs | None
+    pads: bool = False  # rows of training, for CUDA graphs
+
+    @property
+    def longest(self) -> int:
+        """Returns the tokens that a micro-batch may have."""
+        return self.recipe.batch.tokens_per_device or self.rows_per_device.rows * self.recipe.data.max_length
 
     def each_once(self, data: Dataset) -> Loader:
-        return self.training(data, len(data.rows))
+        return self._replace(pads=False).training(data, len(data.rows))
 
     def training(self, rows: RunRows, total_rows: int) -> Loader:
-        """Returns a loader; under `train.compile` it pads every micro-batch to the length that layers are compiled
-        for."""
+        """Returns a loader. With `train.compile` or CUDA graphs it pads every micro-batch to one length."""
         recipe, engine = self.recipe, self.engine
         budget = recipe.batch.tokens_per_device
-        longest = budget or self.rows_per_device.rows * recipe.data.max_length
         return Loader(
             rows,
             recipe.batch.rows,
@@ -239,7 +246,7 @@ class Loaders(NamedTuple):
             engine.parallelism.data,
             total_rows,
             budget and budget * engine.parallelism.tokens,
-            longest if recipe.train.compile else None,
+            self.longest if recipe.train.compile or self.pads else None,
             engine.context_shard,
             shares_prompts=self.attention.shares_prompts,
             image_inputs=self.images,

@@ -57,6 +57,7 @@ class Plan:
     versions: dict[str, str]
     git_commit: str | None
     kernels: str = "plain"  # of norms, gates and rotations, with the reason
+    graphs: str = "off"  # CUDA graphs, or why there are none
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)  # for a model with its tower: (all, trained)
     processor: str = ""  # model of the first rank's processors
     predicted: dict[str, Any] = field(default_factory=dict)  # calculated before the run (plan/comparison.py)

@@ -36,6 +36,7 @@ from finetune.data.prefetch import Feed, fed_steps
 from finetune.data.token_text import RECORDED, recorded
 from finetune.engine.base import Engine
 from finetune.engine.context_parallel import apply_context_parallel
+from finetune.engine.graphs import CudaRecorder, Graphs, graph_problem
 from finetune.engine.hardware import peak_tflops
 from finetune.engine.launch import collective_timeout
 from finetune.engine.optimizer_step import NonFinite
@@ -120,11 +121,17 @@ class Trainer:
         model, objective = parts.load(prepared, engine, attention, self.say)
         recomputed = recipe.train.activation_checkpointing
         self.forward, facts = ForwardPass(attention, objective), parts.model_facts(model, full_rows, recomputed)
+        size = training.size(recipe.data.max_length)
+        fullness = size.packing_efficiency if size else None
+        graphless = graph_problem(recipe, engine.launch, engine.device.type, model, attention, fullness)
+        engine.keeps_gradients = graphless is None
         build = partial(build_optimizers, recipe.optimizer, parameter_roles(model.causal_lm))
         engine.wrap(model, build, prepared.micro_batches)
         set_group_timeouts(collective_timeout())
         rows = parts.rows_per_device(prepared, engine, self.forward, (predicted or {}).get("rows_per_device"), self.say)
-        loaders = parts.Loaders(recipe, prepared.base, engine, rows, attention, image_reader(prepared.base.images))
+        loaders = parts.Loaders(
+            recipe, prepared.base, engine, rows, attention, image_reader(prepared.base.images), graphless is None
+        )
         reference, self.with_reference = None, None
         if columns is not None:
             training, held_out, reference = columns.columns(self.forward, loaders.each_once)
@@ -132,10 +139,14 @@ class Trainer:
             reference = "the model without its adapters, in each step"
             self.with_reference = AdaptersOff(engine, self.forward).with_column  # adds what is computed in each step
         self.data = training
-        self.plan = parts.make_plan(prepared, engine, facts, rows, attention, reference, predicted or {})
+        self.plan = parts.make_plan(prepared, engine, facts, rows, attention, reference, predicted or {}, graphless)
         self.end_ids = end_ids(recipe.model, self.tokenizer, [training, held_out])
         run_rows = parts.run_rows(prepared, training, engine, self.end_ids, attention, loaders)
         self.loader = loaders.training(run_rows, self.plan.total_rows)
+        self.graphs: Graphs | None = None
+        if graphless is None:  # not before: sizes are tried without
+            self.graphs = Graphs(model, loaders.longest, recipe.data.max_length, CudaRecorder(), self.say)
+            model.graphs = self.graphs
         self.evaluator = None
         if held_out:
             names, shares = held_out.source_names, attention.shares_prompts and recipe.rollouts is None
@@ -269,6 +280,8 @@ class Trainer:
                     line["compilations"] = compilations()
                     if (warning := self.compilations.step_done()) is not None:
                         self.say(f"[yellow]{escape(warning)}[/yellow]")
+                if self.graphs is not None:
+                    line["graphs_share"] = self.graphs.share()
                 self.log.write(line, line["step"])
                 self.log.rows(line["step"], row_ids(step_batches.batches))
                 self.totals.add(line)

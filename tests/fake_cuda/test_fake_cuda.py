@@ -43,6 +43,10 @@ PREFERENCES = {
     "orpo": (*LORA_OF_PAIRS, "objective.name=orpo"),
     "dpo": (*LORA_OF_PAIRS, "objective={name: dpo, reference: adapters_off}"),
 }
+GRAPHS = {
+    name: (*MODES["lora"], "train.activation_checkpointing=false", f"train.graphs={graphs}")
+    for name, graphs in (("graphs", "auto"), ("no-graphs", "off"))
+}
 # Configs that cannot run without values, and where they stop.
 CANNOT = {
     "pp": "torch's schedules exchange shapes of hidden states as tensors and read them (`PipelineStage`)",
@@ -109,7 +113,9 @@ def results(request: pytest.FixtureRequest, made: Path, tmp_path_factory: pytest
     wanted = [item.callspec.params["cell"] for item in request.session.items if _is_here(item)]
     tiny.write_rows(folder / "pairs.jsonl", tiny.preferences(60))
     tiny.save_model(folder, "llama_wide")
-    changes = {mode: [o.replace("{folder}", str(folder)) for o in v] for mode, v in {**MODES, **PREFERENCES}.items()}
+    changes = {
+        mode: [o.replace("{folder}", str(folder)) for o in v] for mode, v in {**MODES, **PREFERENCES, **GRAPHS}.items()
+    }
     cells = {name(cell): [*cell[:2], cell.rank, *changes[cell.mode], *_own(cell, folder)] for cell in wanted}
     program = [sys.executable, str(ROOT / "tests" / "fake_cuda" / "fake_cells.py"), folder / "recipe.yaml", folder]
     environment = {
@@ -167,6 +173,24 @@ def test_a_config_on_devices(results: Path, cell: Cell) -> None:
 def test_pairs_that_share_their_prompts_wait_for_nothing(results: Path, cell: Cell) -> None:
     phases = measured(results, cell)["phases"]
     assert {phase: phases[phase]["waits"] for phase in ("forward", "backward")} == {"forward": {}, "backward": {}}
+
+
+@pytest.mark.parametrize(
+    ("cell", "least", "most", "reductions"),
+    [
+        (Cell("single", 1, "graphs"), 0, 80, []),
+        (Cell("single", 1, "no-graphs"), 400, 2000, []),
+        (Cell("ddp", 2, "graphs"), 0, 140, [["allreduce_", "cuda", 1]]),  # and a view of each gradient
+    ],
+    ids=["single", "single without graphs", "ddp"],
+)
+def test_graphs_leave_a_micro_batch_few_operators(
+    results: Path, cell: Cell, least: int, most: int, reductions: list[Any]
+) -> None:
+    """Copies into buffers, head and loss; on ddp one reduction of all gradients."""
+    forward, backward = (measured(results, cell)["phases"][phase] for phase in ("forward", "backward"))
+    assert (forward["waits"], backward["waits"], backward["collectives"]) == ({}, {}, reductions)
+    assert least <= sum(sum(phase["operators"].values()) for phase in (forward, backward)) <= most
 
 
 @pytest.mark.long

@@ -197,6 +197,41 @@ def test_profile(gpu: Runs, record: Any) -> None:
     record({"step_s": run["step_s"], "peak GiB": run["peak_gib"], "runs/profiled/profile": ", ".join(files)})
 
 
+GRAPHED = {"full": (), "lora": LORA, "qlora": QLORA}
+
+
+@pytest.mark.parametrize("mode", GRAPHED)
+def test_graphs(gpu: Runs, record: Any, mode: str) -> None:
+    """CUDA graphs beside none, on rows that are full: the same products in the same order. To the last bit; to rounding
+    if kernels sum in any order, so that two runs without graphs differ as well."""
+    documents = gpu.out / "full.jsonl"
+    ids = [[3 + (7 * row + place) % 200 for place in range(128)] for row in range(256)]
+    documents.write_text("".join(json.dumps({"input_ids": one}) + "\n" for one in ids), encoding="utf-8")
+    overrides = (*GRAPHED[mode], BF16, "data.max_length=128", "data.eval=[]", "evaluate={}")
+    overrides += (f"data.train=[{{path: {documents}, format: tokens}}]",)
+    without = gpu.train(f"{mode}-no-graphs", *overrides, "train.graphs=off")
+    mine = gpu.train(f"{mode}-graphs", *overrides, "train.graphs=auto")
+    plan = json.loads((gpu.out / "runs" / f"{mode}-graphs" / "plan.json").read_text(encoding="utf-8"))
+    assert gpu.rehearse or not plan["graphs"].startswith("off"), plan["graphs"]
+    if mine["losses"] != without["losses"]:
+        again = gpu.train(f"{mode}-no-graphs-again", *overrides, "train.graphs=off")["losses"]
+        assert again != without["losses"], "otherwise with graphs, though two runs without are equal"
+    record({**same_losses(mine, without, BF16_LOSS), "without graphs step_s": without["step_s"]})
+
+
+def test_graphed_speed(gpu: Runs, record: Any) -> None:
+    """CUDA graphs beside none, on the 8B model of `test_speed`."""
+    recipe, overrides = benchmark_recipe(gpu), ("train.max_steps=12", f"run.dir={gpu.out / 'runs'}")
+    runs = {
+        graphs: gpu.train(f"8b-graphs-{graphs}", *overrides, f"train.graphs={graphs}", recipe=recipe)
+        for graphs in ("off", "auto")
+    }
+    record({f"step_s, graphs {graphs}": run["step_s"] for graphs, run in runs.items()})
+    record({f"peak GiB, graphs {graphs}": run["peak_gib"] for graphs, run in runs.items()})
+    record(same_losses(runs["auto"], runs["off"], BF16_LOSS))
+    assert gpu.rehearse or runs["auto"]["step_s"] <= runs["off"]["step_s"], "slower than without graphs"
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels(gpu: Runs, record: Any, name: str) -> None:
     """Every choice against the plainest one, in bf16."""

@@ -228,8 +228,16 @@ class _Nothing(contextlib.nullcontext):
         super().__init__()
 
 
+class _Graph:
+    """Of a capture that computes, as all does here, shapes alone."""
+
+    def replay(self) -> None:
+        pass
+
+
 def _replace_streams() -> None:
     current = _Stream()
+    torch.cuda.CUDAGraph, torch.cuda.graph, torch.cuda.graph_pool_handle = _Graph, _Nothing, lambda: (0, 0)
     torch.cuda.Stream = torch.Stream = _Stream
     torch.cuda.Event = torch.Event = _Event
     torch.cuda.stream = torch.cuda.device = _Nothing

@@ -389,7 +389,11 @@ class ReplicatedCosts(Costs):
     """Costs of `engine/ddp.py`: every rank has all weights, and gradients are summed in permanent buckets."""
 
     def gradients_there(self, micro_batches: int) -> bool:
-        return not self.recipe.optimizer.in_backward and (self.launch.processes > 1 or micro_batches > 1)
+        # CUDA graphs keep them, if they are possible.
+        train = self.recipe.train
+        graphs = train.graphs == "auto" and self.device == "cuda" and not train.activation_checkpointing
+        several = self.launch.processes > 1 or micro_batches > 1 or graphs
+        return several and not self.recipe.optimizer.in_backward
 
     def begins_with_gradients(self, micro_batches: int) -> bool:
         return self.gradients_there(micro_batches)

@@ -186,6 +186,20 @@ def test_recomputing_and_fewer_rows_take_less(recipe: Any) -> None:
     assert peak("train.activation_checkpointing=false", rows=2) > keeps
 
 
+def test_graphs_keep_gradients_through_the_forward(recipe: Any, made: Path) -> None:
+    """With one micro-batch a step, where they would not be there yet."""
+
+    def estimate(graphs: str, device: str) -> Any:
+        place, config = Place(ALONE, 1, device, (9, 0), 80.0), AutoConfig.from_pretrained(made / "llama")
+        changes = (f"train.graphs={graphs}", "train.activation_checkpointing=false", "train.precision=bf16")
+        return estimate_memory(recipe(*changes), config, place, HeaviestBatch.of_rows(1, 64), 1)
+
+    without = estimate("off", "cuda")
+    more = estimate("auto", "cuda").phases["forward"] - without.phases["forward"]
+    assert more == without.persistent["gradients"] > 0
+    assert estimate("auto", "cpu").phases == estimate("off", "cpu").phases
+
+
 # dynamo looks at it, behind a filter of its own that pytest's "error" overrules.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_layers_of_a_run_are_compiled_after_its_memory_was_estimated(recipe: Any, made: Path) -> None:

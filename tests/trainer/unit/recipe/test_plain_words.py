@@ -74,8 +74,9 @@ def test_a_word_is_understood_or_refused(key: str, word: str, recipe: Path, tmp_
         value = getattr(load_recipe(top).tracking, name)
         assert (value is None) == (word.lower() in ("off", "no"))
         return
-    if key == "run.push" and word.lower() in ("off", "no"):
-        assert load_recipe(top).run.push is None
+    if key in ("run.push", "train.graphs") and word.lower() in ("off", "no"):
+        loaded = load_recipe(top)
+        assert (loaded.run.push, loaded.train.graphs) == (None, "off")
         return
     with pytest.raises(RecipeError) as error:
         load_recipe(top)
