@@ -25,6 +25,7 @@ RUN: dict[Place, set[str]] = {
     # Shards decide more: a tied table and its trained copy, mixed precision, dropout, a group of one.
     ("fsdp2", 2): {
         *("full bf16", "full fp16", "full tied", "full checkpointing selective", "full distill", "full muon"),
+        "full gpt_oss",
         *("lora dropout rslora", "lora tied tokens whole", "lora dpo adapters off", "qlora fp8"),
     },
     ("fsdp2", 1): {"lora"},
