@@ -192,7 +192,6 @@ def varlen_attention(call: AttentionCall, documents: Boundaries) -> Tensor:  # (
         raise ValueError("varlen attention has neither dropout nor soft-capping: set model.attention: auto")
     # Not `tensor[0]`, whose gradient would be a copy in zeros.
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in in_one_type(*call[:3]))  # (T, H or K, D)
-    grouped: dict[str, Any] = {"enable_gqa": True} if _TAKES_GROUPS and q.shape[1] != k.shape[1] else {}
     # (-1, 0) is the kernel's word for causal; (w - 1, 0) for the token itself and w - 1 before it.
     window = (-1, 0) if call.window is None else (call.window - 1, 0)
     ends = key_ends = documents.ends
@@ -200,11 +199,13 @@ def varlen_attention(call: AttentionCall, documents: Boundaries) -> Tensor:  # (
     if documents.keys is not None:  # the kernel takes queries for the last of their keys (flash attention 2.1)
         places, key_ends, longest_keys = documents.keys
         k, v = k[places], v[places]
-    options = {"scale": call.scaling, "window_size": window, **grouped}
     if call.sinks is not None:
-        of_sinks: Any = _VarlenWithSinks.apply(q, k, v, call.sinks, (ends, key_ends, longest, longest_keys), options)
+        # The compiler does not take one tensor twice.
+        bounds = ends, None if key_ends is ends else key_ends, longest, longest_keys
+        of_sinks: Any = _VarlenWithSinks.apply(q, k, v, call.sinks, *bounds, call.scaling, window)
         return of_sinks[None]
-    out = varlen_attn(q, k, v, ends, key_ends, longest, longest_keys, **options)
+    bounds = ends, key_ends, longest, longest_keys
+    out = varlen_attn(q, k, v, *bounds, scale=call.scaling, window_size=window, **_grouped(q, k))
     assert isinstance(out, Tensor)  # a tuple only if the log-sum-exp is requested
     return out[None]
 
@@ -219,41 +220,48 @@ class _VarlenWithSinks(torch.autograd.Function):
         key: Tensor,  # (L, K, D)
         value: Tensor,
         sinks: Tensor,  # (H,)
-        documents: tuple[Tensor, Tensor, int, int],
-        options: dict[str, Any],
+        ends: Tensor,
+        key_ends: Tensor | None,  # None: as `ends`
+        longest: int,
+        longest_keys: int,
+        scale: float | None,
+        window: tuple[int, int],
     ) -> Tensor:  # (T, H, D)
+        bounds = ends, ends if key_ends is None else key_ends, longest, longest_keys
         # torch documents lse as (T, H); its kernels return, and its operator declares, (H, T).
-        out, lse = varlen_attn(query, key, value, *documents, return_aux=VarlenRequest(lse=True), **options)
+        out, lse = varlen_attn(
+            *(query, key, value, *bounds),
+            return_aux=VarlenRequest(True),
+            scale=scale,
+            window_size=window,
+            **_grouped(query, key),
+        )
         if lse.shape != (query.shape[1], query.shape[0]):
             raise ValueError(f"the log-sum-exp of torch {torch.__version__} has another layout: {tuple(lse.shape)}")
         lse = add_sinks(Attended(out.transpose(0, 1), lse), sinks).lse
-        ctx.save_for_backward(query, key, value, sinks, out, lse, *documents[:2])
-        ctx.longest, ctx.options = documents[2:], options
+        ctx.save_for_backward(query, key, value, sinks, out, lse, ends, key_ends)
+        ctx.settings = longest, longest_keys, scale, window
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         query, key, value, sinks, out, lse, ends, key_ends = ctx.saved_tensors
-        (gradient,), window = gradients, ctx.options["window_size"]
-        of_kernel = torch.ops.torch_attn._varlen_attn_backward(
-            gradient,
-            query,
-            key,
-            value,
-            out,
-            lse,
-            ends,
-            key_ends,
-            *ctx.longest,
-            window == (-1, 0),
-            torch.zeros(2, dtype=torch.uint64, device=query.device),  # of dropout's numbers, which there are none of
-            ctx.options["scale"],
-            list(window),
-        )
+        longest, longest_keys, scale, window = ctx.settings
+        (gradient,) = gradients
+        random = torch.zeros(
+            2, dtype=torch.uint64, device=query.device
+        )  # of dropout's numbers, which there are none of
+        bounds = ends, ends if key_ends is None else key_ends, longest, longest_keys
+        inputs = gradient, query, key, value, out, lse, *bounds
+        of_kernel = torch.ops.torch_attn._varlen_attn_backward(*inputs, window == (-1, 0), random, scale, list(window))
         of_sinks = None
         if ctx.needs_input_grad[3]:
             of_sinks = sinks_gradient(gradient.transpose(0, 1), Attended(out.transpose(0, 1), lse), sinks)
-        return (*of_kernel, of_sinks, None, None)
+        return (*of_kernel, of_sinks, *(None,) * 6)
+
+
+def _grouped(query: Tensor, key: Tensor) -> dict[str, Any]:
+    return {"enable_gqa": True} if _TAKES_GROUPS and query.shape[1] != key.shape[1] else {}
 
 
 register(VARLEN, varlen_attention)

@@ -359,6 +359,21 @@ def test_varlen_with_torchs_own_function(folders: dict[str, Path], name: str) ->
     check_equals_the_documents(folders[name], VARLEN, kernels.prepare_varlen(LENGTHS, device="cpu"))
 
 
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # torch's own compiler does
+@pytest.mark.usefixtures("flash_kernels_here")
+def test_compiled_varlen_with_sinks_is_one_graph() -> None:
+    tensors = inputs_of_attention(True)
+    made = kernels.prepare_varlen(LENGTHS, device="cpu", longest=64)["documents"]
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        return kernels.varlen_attention(kernels.AttentionCall(query, key, value, 0.0, 0.3, 8, None, sinks), made)
+
+    outputs = [way(*tensors) for way in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True))]
+    torch.testing.assert_close(*outputs)
+    for a, b in zip(*(torch.autograd.grad(out.square().sum(), tensors) for out in outputs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.usefixtures("flash_kernels_here")
 def test_why_varlen_has_a_backward_of_our_own_for_sinks() -> None:
     """torch's leaves the gradient of the log-sum-exp out, without a word; if this fails, torch has mended it."""
