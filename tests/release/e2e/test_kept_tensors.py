@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,10 @@ def says(text: str, heads: Heads) -> bool:
     return named and (STALE in text) == is_head
 
 
-def exported(run: Path, out: Path) -> str:
+def exported(run: Path, out: Path, **options: str) -> str:
     """Returns what the export of a run says."""
     with (out.parent / f"{out.name}.txt").open("w", encoding="utf-8") as file:
-        export_run(run, ExportOptions(out=out), Console(file=file, width=500))
+        export_run(run, ExportOptions(out=out, **options), Console(file=file, width=500))
     return Path(file.name).read_text(encoding="utf-8")
 
 
@@ -183,6 +184,15 @@ def test_the_text_part_of_a_multimodal_base_keeps_its_head(
     assert says(said, heads)
     assert says(exported(tmp_path / "runs" / "run", tmp_path / "out"), heads)
     check_folder(tmp_path / "out", base, heads, {})
+
+
+def test_a_gguf_file_says_what_it_leaves_out(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:
+    """Of a merged adapter, whose base's files are read as they are."""
+    base, _ = base_with(tmp_path, "llama", UNNAMED["llama"])
+    settings = ("mode=lora", "lora={rank: 4, targets: [q_proj]}")
+    train_here(write_recipe(recipe), f"model.name={base}", "train.max_steps=1", *settings)
+    said = exported(tmp_path / "runs" / "run", tmp_path / "out", to="gguf", dtype="f16")
+    assert re.search(r"f16\.gguf leaves out 2 tensors \([\w.]+, \.\.\.\) of the base", said)
 
 
 def test_a_model_of_scores_says_what_it_leaves_out(recipe: dict[str, Any], write_recipe: Any, tmp_path: Path) -> None:

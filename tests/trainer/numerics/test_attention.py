@@ -316,33 +316,33 @@ def flash_kernels_here() -> Iterator[None]:
     """Flash attention's operators on the CPU, by their published formulas (https://arxiv.org/abs/2307.08691, section
     3.1): the backward makes weights of the lse that it gets, and D = rowsum(gradient * out) of the output."""
 
-    def parts(query: Any, key: Any, ends: Any, scale: float, left: int) -> Iterator[Any]:
+    def parts(query: Any, key: Any, ends: Any, key_ends: Any, scale: float, left: int) -> Iterator[Any]:
         share = query.shape[1] // key.shape[1]
-        for a, b in pairwise(ends.tolist()):
-            q, k = query[a:b].transpose(0, 1), key[a:b].transpose(0, 1).repeat_interleave(share, 0)
-            hidden = ~per_document.seen(b - a, b - a, None if left < 0 else left + 1, q.device)
-            yield slice(a, b), q, k, (q @ k.mT * scale).masked_fill(hidden, -torch.inf)
+        for (a, b), (c, d) in zip(pairwise(ends.tolist()), pairwise(key_ends.tolist()), strict=True):
+            q, k = query[a:b].transpose(0, 1), key[c:d].transpose(0, 1).repeat_interleave(share, 0)
+            hidden = ~per_document.seen(b - a, d - c, None if left < 0 else left + 1, q.device)
+            yield slice(a, b), slice(c, d), q, k, (q @ k.mT * scale).masked_fill(hidden, -torch.inf)
 
-    def forward(query: Any, key: Any, value: Any, ends: Any, *_rest: Any, scale: float, **options: Any) -> Any:
+    def forward(query: Any, key: Any, value: Any, *ends: Any, scale: float, **options: Any) -> Any:
         out, lse = torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0])
-        for at, _, _, scores in parts(query, key, ends, scale, options["window_size_left"]):
-            v = value[at].transpose(0, 1).repeat_interleave(query.shape[1] // key.shape[1], 0)
+        for at, keys, _, _, scores in parts(query, key, *ends[:2], scale, options["window_size_left"]):
+            v = value[keys].transpose(0, 1).repeat_interleave(query.shape[1] // key.shape[1], 0)
             out[at], lse[:, at] = (torch.softmax(scores, -1) @ v).transpose(0, 1), torch.logsumexp(scores, -1)
         unused = query.new_empty(0)
         return out, lse, unused, unused, unused
 
     def backward(
-        gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, ends: Any, *_rest: Any, **options: Any
+        gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *ends: Any, scale: float, **options: Any
     ) -> Any:
-        scale, groups, gradients = options["scale"], key.shape[1], [torch.empty_like(t) for t in (query, key, value)]
-        for at, q, k, scores in parts(query, key, ends, scale, options["window_size_left"]):
+        groups, gradients = key.shape[1], [torch.empty_like(t) for t in (query, key, value)]
+        for at, keys, q, k, scores in parts(query, key, *ends[:2], scale, options["window_size_left"]):
             weights = torch.exp(scores - lse[:, at, None])
-            v, g = (value[at].transpose(0, 1).repeat_interleave(len(q) // groups, 0), gradient[at].transpose(0, 1))
+            v, g = (value[keys].transpose(0, 1).repeat_interleave(len(q) // groups, 0), gradient[at].transpose(0, 1))
             products = (g * out[at].transpose(0, 1)).sum(-1, keepdim=True)
             of_scores = weights * (g @ v.mT - products) * scale
             gradients[0][at] = (of_scores @ k).transpose(0, 1)
             for into, each in ((gradients[1], of_scores.mT @ q), (gradients[2], weights.mT @ g)):
-                into[at] = each.unflatten(0, (groups, -1)).sum(1).transpose(0, 1)
+                into[keys] = each.unflatten(0, (groups, -1)).sum(1).transpose(0, 1)
         return tuple(gradients)
 
     library = torch.library.Library("aten", "IMPL")
@@ -357,6 +357,22 @@ def flash_kernels_here() -> Iterator[None]:
 def test_varlen_with_torchs_own_function(folders: dict[str, Path], name: str) -> None:
     """All of torch's varlen attention but the kernels, forward and backward."""
     check_equals_the_documents(folders[name], VARLEN, kernels.prepare_varlen(LENGTHS, device="cpu"))
+
+
+@pytest.mark.usefixtures("flash_kernels_here")
+@pytest.mark.parametrize("window", [None, 8])
+def test_varlen_with_sinks_of_documents_that_share_their_beginning(window: int | None) -> None:
+    tensors, prefixes = inputs_of_attention(True), (0, 5, 0, 2)
+    query, key, value, sinks = tensors
+    call = kernels.AttentionCall(query, key, value, 0.0, 0.3, window, None, sinks)
+    ways = (
+        (kernels.varlen_attention, kernels.prepare_varlen(LENGTHS, prefixes, device="cpu")),
+        (per_document.per_document_attention, per_document.prepare(LENGTHS, prefixes)),
+    )
+    outputs = [attend(call, made["documents"]) for attend, made in ways]
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+    for a, b in zip(*(torch.autograd.grad(out.square().sum(), tensors) for out in outputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=5e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # torch's own compiler does
