@@ -31,7 +31,8 @@ CONFIGS = {
     "llama": LlamaConfig(**TINY),
     "mistral": MistralConfig(**TINY, sliding_window=70),
     "gemma2": Gemma2Config(**TINY, sliding_window=70, attn_logit_softcapping=0.5, query_pre_attn_scalar=32),
-    "gpt_oss": GptOssConfig(**TINY, sliding_window=70, num_local_experts=4, pad_token_id=0),
+    # Every token takes every expert: rounding would decide between them.
+    "gpt_oss": GptOssConfig(**TINY, sliding_window=70, num_local_experts=4, num_experts_per_tok=4, pad_token_id=0),
 }
 ROWS = ((7, 300, 1, 204), (512,), (128, 128, 256), (3, 130, 200, 100, 79))  # of 512 tokens
 CASES = [("llama", "varlen"), ("mistral", "varlen"), ("llama", "flex"), ("mistral", "flex"), ("gemma2", "flex")]
