@@ -297,10 +297,11 @@ def _obstacles(requested: str, case: _Case) -> Iterator[str]:
         yield "the model's config has no number of attention heads"
     if is_varlen and case.soft_capped:
         yield "the kernel has no soft-capping of attention logits"
-    # The flags by which transformers' models declare it; with sinks they list the kernels that have them.
+    # Models with sinks list the kernels that have them.
     flash_kernels = getattr(case.model_class, "_compatible_flash_implementations", None)
     if requested == "flash_attention_2" and flash_kernels is not None and requested not in flash_kernels:
         yield "flash-attn's kernel has not all of the architecture's attention (sinks, or sizes of heads)"
+    # The flag by which transformers' models declare it.
     if requested == "flash_attention_2" and not getattr(case.model_class, "_supports_flash_attn", False):
         yield "the architecture does not support it"
     if requested == "flash_attention_2" and not here.flash_attn:

@@ -248,11 +248,10 @@ class _VarlenWithSinks(torch.autograd.Function):
         query, key, value, sinks, out, lse, ends, key_ends = ctx.saved_tensors
         longest, longest_keys, scale, window = ctx.settings
         (gradient,) = gradients
-        random = torch.zeros(
-            2, dtype=torch.uint64, device=query.device
-        )  # of dropout's numbers, which there are none of
+        random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
         bounds = ends, ends if key_ends is None else key_ends, longest, longest_keys
         inputs = gradient, query, key, value, out, lse, *bounds
+        # Nothing public takes the log-sum-exp that a backward is to use.
         of_kernel = torch.ops.torch_attn._varlen_attn_backward(*inputs, window == (-1, 0), random, scale, list(window))
         of_sinks = None
         if ctx.needs_input_grad[3]:
