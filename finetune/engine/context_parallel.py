@@ -37,7 +37,8 @@ from finetune.models.attention.kernels import (
     in_one_type,
     register,
 )
-from finetune.models.attention.pieces import Attended, Piece, attend, attend_backward, nothing_seen, pieces
+from finetune.models.attention.pieces import Piece, attend, attend_backward, nothing_seen, pieces
+from finetune.models.attention.sinks import Attended, add_sinks, sinks_gradient
 from finetune.objectives.objective import ONE_RANK, TokenRanks
 
 SHARED_TOKENS = "finetune_shared_tokens"  # in transformers' table of attention functions
@@ -105,7 +106,10 @@ def shared_attention(call: AttentionCall, row: SharedRow) -> Tensor:  # (1, t, H
     if row.sequence_group is None:
         return row.attention(call, row.documents)
     query, key, value = to_heads(row.sequence_group, *call[:3])
-    out = row.attention(call._replace(query=query, key=key, value=value), row.documents)
+    sinks = call.sinks
+    if sinks is not None:  # those of the heads that are here
+        sinks = sinks.chunk(dist.get_world_size(row.sequence_group))[dist.get_rank(row.sequence_group)]
+    out = row.attention(call._replace(query=query, key=key, value=value, sinks=sinks), row.documents)
     exchanged: Any = _HeadExchange.apply(row.sequence_group, False, out.transpose(1, 2))
     return exchanged[0].transpose(1, 2)
 
@@ -162,15 +166,16 @@ def context_attention(call: AttentionCall, row: ContextRow) -> Tensor:  # (1, t,
     if call.dropout or call.window is not None or call.softcap is not None:
         raise ValueError("context parallel attention has no dropout, no sliding window and no soft-capping")
     query, key, value = in_one_type(*call[:3])
-    scale = query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
     with torch.autocast(query.device.type, enabled=False):  # products in fp32 stay in fp32
-        out: Any = _ContextAttention.apply(query, torch.cat([key, value], dim=-1), scale, row)
+        out: Any = _ContextAttention.apply(query, torch.cat([key, value], dim=-1), call.sinks, call.scale, row)
     return out.transpose(1, 2)
 
 
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key_value: Tensor, scale: float, row: ContextRow) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key_value: Tensor, sinks: Tensor | None, scale: float, row: ContextRow
+    ) -> Tensor:
         attended = nothing_seen(query, key_value.shape[-1] - query.shape[-1])
         if row.exchange == "allgather":
             attend(query, _all_gathered_row(key_value, row), row.arrivals[0], scale, attended)
@@ -180,15 +185,17 @@ class _ContextAttention(torch.autograd.Function):
                 coming = _shift(current, row) if step < row.size - 1 else None
                 attend(query, current, arrival, scale, attended)
                 current = coming() if coming else current
+        if sinks is not None:
+            attended = add_sinks(attended, sinks)
         out = attended.out.to(query.dtype)
-        ctx.save_for_backward(query, key_value, out, attended.lse)
+        ctx.save_for_backward(query, key_value, sinks, out, attended.lse)
         ctx.scale, ctx.row = scale, row
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """The ring: the gradient of keys and values follows them one step later, and reaches their rank at the end."""
-        query, key_value, out, lse = ctx.saved_tensors
+        query, key_value, sinks, out, lse = ctx.saved_tensors
         row, scale, attended = ctx.row, ctx.scale, Attended(out, lse)
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
         if row.exchange == "allgather":
@@ -213,7 +220,8 @@ class _ContextAttention(torch.autograd.Function):
                 current = coming() if coming else current
             assert following is not None
             grad_key_value = following()
-        return grad_query.to(query.dtype), grad_key_value.to(key_value.dtype), None, None
+        of_sinks = sinks_gradient(gradients[0], attended, sinks) if ctx.needs_input_grad[2] else None
+        return grad_query.to(query.dtype), grad_key_value.to(key_value.dtype), of_sinks, None, None
 
 
 def _shift(tensor: Tensor, row: ContextRow) -> Arrival:

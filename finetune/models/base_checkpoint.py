@@ -65,6 +65,13 @@ def base_checkpoint(model: Model) -> BaseCheckpoint | None:
     return BaseCheckpoint(part, key_mapping(part), places, config, processors)
 
 
+def lost_to_scores(files: BaseCheckpoint) -> list[str]:
+    """Returns the tensors of a multimodal base that a model of scores on its text part has no use for."""
+    part = files.part
+    own = {part.in_base(name) for name in part.text.state_dict()} - {f"{part.head}.weight"}
+    return [name for name, loaded in part.files.items() if loaded not in own]
+
+
 def check_loaded_again(part: TextPart, paths: list[str]) -> None:
     """Raises UserError if peft could not load an adapter again on the base. paths: of the modules with adapters, in the
     text part."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import (
     FEATURE_EXTRACTOR_NAME,
     PROCESSOR_NAME,
@@ -83,31 +86,81 @@ def check_names_kept(model: Any, paths: list[str]) -> None:
             )
 
 
-def unloaded_tensors(model: Any, about: Model) -> dict[str, Path]:
-    """Returns the file of each tensor of a base that its class leaves out as it is read: heads that predict several
-    tokens (`mtp.*`, or layers behind the last). config.json still declares them, so a result keeps them."""
-    if not (left_out := left_out_pattern(model)) or about.name is None:
+def loaded_names(
+    model: Any, files: Iterable[str], renames: dict[str, str] | None = None
+) -> tuple[dict[str, str | None], list[Any]]:
+    """Returns the model's tensor (the first, if several) that `from_pretrained` makes of each tensor of a checkpoint,
+    None if it is not used; and the conversions by which it does."""
+    names, conversions = renamed(model, files, renames)
+    own = model.state_dict()
+    return {name: loaded if loaded in own else None for name, loaded in names.items()}, conversions
+
+
+def renamed(
+    model: Any, files: Iterable[str], renames: dict[str, str] | None = None
+) -> tuple[dict[str, str], list[Any]]:
+    """Returns the name that `from_pretrained` gives each tensor of a checkpoint, whether the model has it or not; and
+    the conversions by which it does."""
+    conversions = get_model_conversion_mapping(model, renames)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    own, prefix = model.state_dict(), model.base_model_prefix
+    names = {name: rename_source_key(name, renamings, converters, prefix, own)[0] for name in files}
+    return names, [one for one in conversions if one.was_used()]
+
+
+def unread_names(model: Any, files: Iterable[str]) -> list[str]:
+    """Returns the tensors of a checkpoint that become nothing in a model as transformers reads it: heads that predict
+    several tokens (`mtp.*`, or layers behind the last), and buffers of older versions."""
+    names, own = loaded_names(model, files)[0], model.state_dict()
+    return [name for name, loaded in names.items() if loaded is None and name not in own]
+
+
+def unread_tensors(model: Any, about: Model, is_packed: bool = False) -> dict[str, Path]:
+    """Returns the file of each tensor of a base that its class leaves out as it is read. config.json still declares
+    what they are, so a result keeps them. is_packed: names in the files are those of packed weights, and only what the
+    class says that it leaves out is told apart."""
+    if about.name is None:
         return {}
     if not any(checkpoint_file(about, name) for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)):
         return {}
-    return {name: file for name, file in tensor_places(about).items() if left_out.search(name)}
-
-
-def left_out_pattern(model: Any) -> re.Pattern[str] | None:
-    """Returns the pattern of tensors that transformers leaves out as it reads a model; None if it reads all."""
+    places = tensor_places(about)
+    if not is_packed:
+        return {name: places[name] for name in unread_names(model, places)}
     # The attribute by which model classes of transformers declare them.
-    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
+    patterns = [re.compile(one) for one in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    return {name: file for name, file in places.items() if any(one.search(name) for one in patterns)}
 
 
 def kept_tensors(model: Any) -> dict[str, Path]:
-    """Returns what `unloaded_tensors` found as the model was read; {} on a rank that has read no weights."""
+    """Returns what `unread_tensors` found as the model was read; {} on a rank that has read no weights."""
     return getattr(unwrap_peft(model), "kept_tensors", {})
 
 
-def kept_words(names: list[str]) -> str:
+_PREDICTS_AHEAD = re.compile(r"(^|[._])mtp|nextn|eh_proj|[eh]norm\.|shared_head")
+
+
+def lost_tensors(model: Any) -> list[str]:
+    """Returns the base's tensors that a model of scores has no use for, and its result not either."""
+    return getattr(unwrap_peft(model), "lost_tensors", [])
+
+
+def kept_words(names: list[str], config: PretrainedConfig) -> str:
     """Returns the sentence for tensors that a result keeps from its base."""
-    return (
-        f"{len(names)} tensors that transformers does not load ({names[0]}, ...) are kept from the base as they are: "
-        "a head that predicts several tokens is not trained with the model, so fewer of its tokens are accepted"
-    )
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None) or math.inf
+    in_layer = (int(match[1]) for name in names if (match := re.search(r"layers\.(\d+)\.", name)))
+    few = f"{names[0]}, ..." if names[1:] else names[0]
+    kept = f"{len(names):,} tensors that transformers does not load ({few}) are kept from the base as they are"
+    if not any(map(_PREDICTS_AHEAD.search, names)) and max(in_layer, default=0) < layers:
+        return kept
+    stale = "a head that predicts several tokens is not trained with the model, so fewer of its tokens are accepted"
+    return f"{kept}: {stale}"
+
+
+def tensors_text(names: list[str]) -> str:
+    """Returns the number of tensors with the name of the first.
+
+    >>> tensors_text(["mtp.fc.weight", "mtp.norm.weight"]), tensors_text(["pooler.bias"])
+    ('2 tensors (mtp.fc.weight, ...)', '1 tensor (pooler.bias)')
+    """
+    return f"{len(names):,} tensors ({names[0]}, ...)" if names[1:] else f"1 tensor ({names[0]})"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import importlib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -24,9 +23,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    WeightConverter,
     WeightRenaming,
-    rename_source_key,
     revert_weight_conversion,
 )
 from transformers.initialization import no_init_weights
@@ -38,7 +35,7 @@ from transformers.models.auto.modeling_auto import (
 
 from finetune.errors import UserError
 from finetune.models.base_config import base_config
-from finetune.models.checkpoint_files import tensor_names
+from finetune.models.checkpoint_files import loaded_names, tensor_names
 from finetune.models.patches import set_attribute
 from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import PRETRAINED_POSITIONS, VOCABULARY, tiny_config
@@ -310,18 +307,3 @@ def _ends(name: str) -> list[str]:
     """
     pieces = name.split(".")
     return [".".join(pieces[i:]) for i in range(len(pieces))]
-
-
-def loaded_names(
-    model: Any, files: Iterable[str], renames: dict[str, str] | None = None
-) -> tuple[dict[str, str | None], list[Any]]:
-    """Returns the model's tensor (the first, if several) that `from_pretrained` makes of each tensor of a checkpoint,
-    None if it is not used; and the conversions by which it does."""
-    conversions = get_model_conversion_mapping(model, renames)
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    own, names = model.state_dict(), {}
-    for name in files:
-        loaded, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        names[name] = loaded if loaded in own else None
-    return names, [one for one in conversions if one.was_used()]

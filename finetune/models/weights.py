@@ -30,10 +30,10 @@ from finetune.models.added_tokens import start_rows, train_rows
 from finetune.models.attention import AttentionChoice
 from finetune.models.attention.mixers import recomputed_alike, run_per_document
 from finetune.models.attention.per_document import rotate_per_document
-from finetune.models.base_checkpoint import check_loaded_again
+from finetune.models.base_checkpoint import check_loaded_again, lost_to_scores
 from finetune.models.base_config import dtypes, first_line, not_found_reason, without_weights
 from finetune.models.base_model import Base, processor_settings
-from finetune.models.checkpoint_files import check_names_kept, unloaded_tensors
+from finetune.models.checkpoint_files import check_names_kept, unread_names, unread_tensors
 from finetune.models.compiled import compile_layers
 from finetune.models.damage import check_weights, mismatched_sizes, weights_problem
 from finetune.models.lora_targets import (
@@ -272,8 +272,13 @@ def _base_model(
         set_attribute(model, "_weight_conversions", used, "read conversions")
     if files is not None and auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
         model.base_checkpoint = files
-    elif files is None and mode == "full" and auto is not AutoModelForSequenceClassification:
-        model.kept_tensors = unloaded_tensors(model, settings)
+    is_packed = is_stored_quantized(config)
+    if auto is AutoModelForSequenceClassification:
+        model.lost_tensors = lost_to_scores(files) if files else list(unread_tensors(model, settings, is_packed))
+    elif files is not None:
+        model.kept_tensors = {name: files.places[name] for name in unread_names(files.part.base, files.places)}
+    else:
+        model.kept_tensors = unread_tensors(model, settings, is_packed)
     return model, set(report["missing_keys"])
 
 

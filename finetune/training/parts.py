@@ -20,7 +20,7 @@ from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
 from finetune.models.base_config import dtypes
 from finetune.models.base_model import Base
-from finetune.models.checkpoint_files import kept_tensors, kept_words
+from finetune.models.checkpoint_files import kept_tensors, kept_words, lost_tensors, tensors_text
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.generation_config import valid_generation_config
 from finetune.models.moe import adapts_experts, find_routers
@@ -48,7 +48,9 @@ def load(prepared: Prepared, engine: Engine, attention: AttentionChoice, say: Sa
     if recipe.train.activation_offload and engine.device.type == "cpu":
         say("note: activation_offload has no use here: activations are in host memory already, it only copies them")
     if kept := kept_tensors(model):
-        say(f"note: {kept_words(list(kept))}")
+        say(f"note: {kept_words(list(kept), model.config)}")
+    if lost := lost_tensors(model):
+        say(f"note: a model of scores has no use for {tensors_text(lost)} of the base: the result leaves them out")
     if left_out := valid_generation_config(model)[1]:
         say(
             f"note: the result leaves out {', '.join(left_out)} of the base's generation_config.json: transformers "

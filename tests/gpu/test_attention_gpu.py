@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig
 
 from finetune.data.batch import row_places
 from finetune.models.activations import recompute_activations
@@ -31,11 +31,14 @@ CONFIGS = {
     "llama": LlamaConfig(**TINY),
     "mistral": MistralConfig(**TINY, sliding_window=70),
     "gemma2": Gemma2Config(**TINY, sliding_window=70, attn_logit_softcapping=0.5, query_pre_attn_scalar=32),
+    # Every token takes every expert: rounding would decide between them.
+    "gpt_oss": GptOssConfig(**TINY, sliding_window=70, num_local_experts=4, num_experts_per_tok=4, pad_token_id=0),
 }
 ROWS = ((7, 300, 1, 204), (512,), (128, 128, 256), (3, 130, 200, 100, 79))  # of 512 tokens
 CASES = [("llama", "varlen"), ("mistral", "varlen"), ("llama", "flex"), ("mistral", "flex"), ("gemma2", "flex")]
+CASES += [("gpt_oss", "varlen"), ("gpt_oss", "flex")]
 # Last: torch has these kernels from then on.
-CASES += [("llama", "flash_attention_3"), ("mistral", "flash_attention_3")]
+CASES += [(name, "flash_attention_3") for name in ("llama", "mistral", "gpt_oss")]
 
 
 def choose(name: str, asked: str, longest: int | None = None) -> AttentionChoice:
@@ -49,7 +52,11 @@ def choose(name: str, asked: str, longest: int | None = None) -> AttentionChoice
 def model_with(name: str, attention: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     config = deepcopy(CONFIGS[name])  # a model writes its attention into it
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to("cuda", dtype).train()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)  # those of a new model are near 0
+    return model.to("cuda", dtype).train()
 
 
 def row(lengths: tuple[int, ...], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,7 +169,7 @@ def test_compiled_layers_are_one_graph_for_rows_of_other_documents(name: str, as
         ours = relative(outcome(model, lengths, choice), outcome(plain, lengths, choose(name, asked)))
         assert max(ours) < 2e-2  # the compiler fuses, and so rounds to bf16 elsewhere
         counts.append(compilations() - start)
-    kinds = 2 if name == "gemma2" else 1  # of layers
+    kinds = 2 if name in ("gemma2", "gpt_oss") else 1  # of layers
     assert counts[0] >= kinds
     assert counts == counts[:1] * len(ROWS)
 
@@ -170,4 +177,5 @@ def test_compiled_layers_are_one_graph_for_rows_of_other_documents(name: str, as
 def test_varlen_is_what_auto_takes_where_the_device_can() -> None:
     wanted = VARLEN if torch.cuda.get_device_capability() >= (8, 0) else FLEX
     assert choose("llama", "auto").implementation == wanted
+    assert choose("gpt_oss", "auto").implementation == wanted
     assert choose("gemma2", "auto").implementation == FLEX

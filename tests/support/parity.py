@@ -300,6 +300,8 @@ CASES = (
     Case("full qwen3_moe balance unpacked", (BALANCE, "data.packing=false"), model="qwen3_moe"),
     Case("full mixtral offloaded", ("train.activation_offload=true",), model="mixtral", on=("ep",)),
     Case("full mixtral bf16", ("train.precision=bf16",), "mixtral", None, BF16_LOSS_RELATIVE, float("inf")),
+    Case("full gpt_oss", (), model="gpt_oss", on=(*HYBRID, "ulysses")),
+    Case("lora gpt_oss checkpointing", (*LORA, ATTENTION, "train.activation_checkpointing=true"), "gpt_oss", on=HYBRID),
     # Mixers run per document, of which ranks have different numbers.
     Case("full qwen3_5", (), model="qwen3_5", on=(*HYBRID, "pp", "tp")),
     Case("lora qwen3_5", LORA, model="qwen3_5", on=(*HYBRID, "pp", "tp")),
@@ -512,7 +514,7 @@ LAUNCHES = (
     ("cp_ring_of_4", 4, ("full", "lora", *OF_PAIRS)),
     ("fsdp2_cp", 4, (*FEW_SHARED, *HALF, "full muon", *OF_PAIRS)),
     ("zero3_cp", 2, ("full", "lora", *HALF, *OF_PAIRS)),
-    ("ulysses", 2, (*SHARED_TOKENS, "full mistral window", "full compile")),
+    ("ulysses", 2, (*SHARED_TOKENS, "full mistral window", "full gpt_oss", "full compile")),
     ("ulysses_of_4", 4, (*FEW_SHARED, *OF_PAIRS)),
     ("cp_ulysses", 4, ("full", "lora", *HALF, *OF_PAIRS, "full orpo")),
     (

@@ -47,6 +47,9 @@ MODELS: dict[str, dict[str, Any]] = {
     # A dense layer, then shared and routed experts.
     "qwen2_moe": {"model_type": "qwen2_moe", **_SHAPE, **_EXPERTS, "num_experts": 8, "moe_intermediate_size": 32}
     | {"mlp_only_layers": [0], "shared_expert_intermediate_size": 48, "norm_topk_prob": True},
+    # Sinks; the first layer in a window, the second without.
+    "gpt_oss": {"model_type": "gpt_oss", **_SHAPE, **_EXPERTS, "head_dim": 16, "num_local_experts": 4}
+    | {"intermediate_size": 32, "sliding_window": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     # Hybrids: a gated delta net, or Mamba 2, and a layer of attention.
     "qwen3_5": {"model_type": "qwen3_5_text", **_SHAPE, "layer_types": ["linear_attention", "full_attention"]}
     | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}

@@ -297,17 +297,23 @@ def _obstacles(requested: str, case: _Case) -> Iterator[str]:
         yield "the model's config has no number of attention heads"
     if is_varlen and case.soft_capped:
         yield "the kernel has no soft-capping of attention logits"
-    if requested == "flash_attention_2" and not here.flash_attn:
-        yield "flash-attn is not installed: pip install flash-attn --no-build-isolation"
+    # Models with sinks list the kernels that have them.
+    flash_kernels = getattr(case.model_class, "_compatible_flash_implementations", None)
+    if requested == "flash_attention_2" and flash_kernels is not None and requested not in flash_kernels:
+        yield "flash-attn's kernel has not all of the architecture's attention (sinks, or sizes of heads)"
     # The flag by which transformers' models declare it.
     if requested == "flash_attention_2" and not getattr(case.model_class, "_supports_flash_attn", False):
         yield "the architecture does not support it"
+    if requested == "flash_attention_2" and not here.flash_attn:
+        yield "flash-attn is not installed: pip install flash-attn --no-build-isolation"
     if requested == "flex" and case.device != "cuda":
         yield f"FlexAttention has no backward on the device `{case.device}`; it needs CUDA"
     if requested == "flex" and not here.triton:
         yield "FlexAttention compiles with triton, which is not installed (pip install triton)"
-    # Soft-capping, the usual reason not to support sdpa, is something that our own implementations can do.
-    if not case.soft_capped and not getattr(case.model_class, "_supports_sdpa", False):
+    # Soft-capping and sinks, the usual reasons not to support sdpa, are something that our own implementations can do.
+    # Where attention is handed all that it needs (`_supports_attention_backend`), a trial tells.
+    is_handed_all = case.soft_capped or getattr(case.model_class, "_supports_attention_backend", False)
+    if not is_handed_all and not getattr(case.model_class, "_supports_sdpa", False):
         yield "its attention is more than scaled_dot_product_attention can do (it does not support sdpa)"
     if (why := case.verdict(per_document.DOCUMENTS).packed) is not None:
         yield f"it does not compute what each document alone gives ({why})"

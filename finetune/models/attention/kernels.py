@@ -10,14 +10,15 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.varlen import AuxRequest as VarlenRequest
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import dropout as drop
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -25,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from finetune.data.batch import row_places
+from finetune.models.attention.sinks import Attended, add_sinks, sinks_gradient
 from finetune.utils import copied_to
 
 
@@ -66,23 +68,31 @@ class AttentionCall(NamedTuple):
     scaling: float | None = None  # of the scores; None: D ** -0.5
     window: int | None = None  # tokens that each sees, itself included
     softcap: float | None = None
+    sinks: Tensor | None = None  # (H,) a score of each head that takes weight
+
+    @property
+    def scale(self) -> float:
+        return self.query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
 
-def soft_capped(
+def written_out(
     call: AttentionCall,
     seen: Tensor,  # broadcasts to (B, 1, T, L), True if attended to
 ) -> Tensor:  # (B, H, T, D)
-    """Attention whose scores are squashed into +-softcap (Gemma 2, https://arxiv.org/abs/2408.00118, section 2), with
-    the roundings of transformers' eager attention. Heads that share keys are products with one and the same matrix."""
-    query, key, value, dropout, scaling, _, softcap = call
-    assert softcap is not None
+    """Attention by its formula, for what torch's function has no argument for: scores that are squashed into +-softcap
+    (Gemma 2, https://arxiv.org/abs/2408.00118, section 2), and sinks. Softmax in fp32, the rest with the roundings of
+    transformers' eager attention. Heads that share keys are products with one and the same matrix."""
+    query, key, value, softcap = call.query, call.key, call.value, call.softcap
     batch, heads, tokens, size = query.shape
-    shared = (batch, key.shape[1], heads // key.shape[1] * tokens, size)
-    scores = torch.matmul(query.reshape(shared), key.transpose(2, 3)).view(batch, heads, tokens, key.shape[2])
-    scores = softcap * torch.tanh(scores * (size**-0.5 if scaling is None else scaling) / softcap)
+    shared = (batch, key.shape[1], heads // key.shape[1] * tokens)
+    scores = torch.matmul(query.reshape(*shared, size), key.transpose(2, 3)).view(batch, heads, tokens, key.shape[2])
+    scores = scores * call.scale if softcap is None else softcap * torch.tanh(scores * call.scale / softcap)
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    weights = drop(torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), dropout)
-    return torch.matmul(weights.view(*shared[:3], -1), value).view(query.shape)
+    if call.sinks is not None:
+        sinks = call.sinks.to(scores.dtype)[:, None, None].expand(batch, -1, tokens, 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : key.shape[2]].to(query.dtype)
+    return torch.matmul(drop(weights, call.dropout).reshape(*shared, -1), value).view(batch, heads, tokens, -1)
 
 
 # (call, documents) -> (1, T, H, D); documents: the result of the implementation's `prepare`
@@ -103,21 +113,21 @@ def register(name: str, within_documents: WithinDocuments) -> None:
         scaling: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,  # (H,) sinks
         documents: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:  # (B, T, H, D)
-        for name in ("s_aux", "position_bias"):  # would be left out in silence
-            if kwargs.get(name) is not None:
-                raise ValueError(f"this model's attention takes `{name}`: set model.attention: eager")
-        call = AttentionCall(query, key, value, dropout, scaling, sliding_window, softcap)
+        if kwargs.get("position_bias") is not None:  # would be left out in silence
+            raise ValueError("this model's attention takes `position_bias`: set model.attention: eager")
+        call = AttentionCall(query, key, value, dropout, scaling, sliding_window, softcap, s_aux)
         if documents is not None:
             if attention_mask is not None and attention_mask.numel():
                 raise ValueError("this model brings a mask of its own, which attention by documents would leave out")
             return within_documents(call, documents), None
         if attention_mask is None:
             raise ValueError("neither documents nor an attention mask: documents could see each other")
-        if softcap is not None:  # generation, with a mask for its padding
-            return soft_capped(call, attention_mask).transpose(1, 2).contiguous(), None
+        if softcap is not None or s_aux is not None:  # generation, with a mask for its padding
+            return written_out(call, attention_mask).transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal=False)
 
     def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -182,7 +192,6 @@ def varlen_attention(call: AttentionCall, documents: Boundaries) -> Tensor:  # (
         raise ValueError("varlen attention has neither dropout nor soft-capping: set model.attention: auto")
     # Not `tensor[0]`, whose gradient would be a copy in zeros.
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in in_one_type(*call[:3]))  # (T, H or K, D)
-    grouped: dict[str, Any] = {"enable_gqa": True} if _TAKES_GROUPS and q.shape[1] != k.shape[1] else {}
     # (-1, 0) is the kernel's word for causal; (w - 1, 0) for the token itself and w - 1 before it.
     window = (-1, 0) if call.window is None else (call.window - 1, 0)
     ends = key_ends = documents.ends
@@ -190,9 +199,68 @@ def varlen_attention(call: AttentionCall, documents: Boundaries) -> Tensor:  # (
     if documents.keys is not None:  # the kernel takes queries for the last of their keys (flash attention 2.1)
         places, key_ends, longest_keys = documents.keys
         k, v = k[places], v[places]
-    out = varlen_attn(q, k, v, ends, key_ends, longest, longest_keys, scale=call.scaling, window_size=window, **grouped)
+    if call.sinks is not None:
+        # The compiler does not take one tensor twice.
+        bounds = ends, None if key_ends is ends else key_ends, longest, longest_keys
+        of_sinks: Any = _VarlenWithSinks.apply(q, k, v, call.sinks, *bounds, call.scaling, window)
+        return of_sinks[None]
+    bounds = ends, key_ends, longest, longest_keys
+    out = varlen_attn(q, k, v, *bounds, scale=call.scaling, window_size=window, **_grouped(q, k))
     assert isinstance(out, Tensor)  # a tuple only if the log-sum-exp is requested
     return out[None]
+
+
+class _VarlenWithSinks(torch.autograd.Function):
+    """The kernel, then sinks; its backward with the log-sum-exp that includes them (see `sinks`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,  # (T, H, D)
+        key: Tensor,  # (L, K, D)
+        value: Tensor,
+        sinks: Tensor,  # (H,)
+        ends: Tensor,
+        key_ends: Tensor | None,  # None: as `ends`
+        longest: int,
+        longest_keys: int,
+        scale: float | None,
+        window: tuple[int, int],
+    ) -> Tensor:  # (T, H, D)
+        bounds = ends, ends if key_ends is None else key_ends, longest, longest_keys
+        # torch documents lse as (T, H); its kernels return, and its operator declares, (H, T).
+        out, lse = varlen_attn(
+            *(query, key, value, *bounds),
+            return_aux=VarlenRequest(True),
+            scale=scale,
+            window_size=window,
+            **_grouped(query, key),
+        )
+        if lse.shape != (query.shape[1], query.shape[0]):
+            raise ValueError(f"the log-sum-exp of torch {torch.__version__} has another layout: {tuple(lse.shape)}")
+        lse = add_sinks(Attended(out.transpose(0, 1), lse), sinks).lse
+        ctx.save_for_backward(query, key, value, sinks, out, lse, ends, key_ends)
+        ctx.settings = longest, longest_keys, scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, sinks, out, lse, ends, key_ends = ctx.saved_tensors
+        longest, longest_keys, scale, window = ctx.settings
+        (gradient,) = gradients
+        random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+        bounds = ends, ends if key_ends is None else key_ends, longest, longest_keys
+        inputs = gradient, query, key, value, out, lse, *bounds
+        # Nothing public takes the log-sum-exp that a backward is to use.
+        of_kernel = torch.ops.torch_attn._varlen_attn_backward(*inputs, window == (-1, 0), random, scale, list(window))
+        of_sinks = None
+        if ctx.needs_input_grad[3]:
+            of_sinks = sinks_gradient(gradient.transpose(0, 1), Attended(out.transpose(0, 1), lse), sinks)
+        return (*of_kernel, of_sinks, *(None,) * 6)
+
+
+def _grouped(query: Tensor, key: Tensor) -> dict[str, Any]:
+    return {"enable_gqa": True} if _TAKES_GROUPS and query.shape[1] != key.shape[1] else {}
 
 
 register(VARLEN, varlen_attention)
@@ -315,8 +383,8 @@ def flex_documents_attention(call: AttentionCall, documents: BlockMasks) -> Tens
     def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
-    out = attend(
+    attend: Any = partial(
+        flex_attention if torch.compiler.is_compiling() else _compiled(),
         query,
         key,
         value,
@@ -325,7 +393,11 @@ def flex_documents_attention(call: AttentionCall, documents: BlockMasks) -> Tens
         scale=call.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return out.transpose(1, 2).contiguous()
+    if call.sinks is None:
+        return attend().transpose(1, 2).contiguous()
+    out, aux = attend(return_aux=AuxRequest(lse=True))  # its backward takes the gradient of lse, unlike varlen's
+    share = torch.sigmoid(aux.lse - call.sinks.to(aux.lse.dtype)[:, None])  # (1, H, T)
+    return (out * share[..., None]).to(out.dtype).transpose(1, 2).contiguous()
 
 
 @cache

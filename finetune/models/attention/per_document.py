@@ -18,8 +18,10 @@ from finetune.models.attention.kernels import (
     boundaries,
     in_one_type,
     register,
-    soft_capped,
+    written_out,
 )
+from finetune.models.attention.pieces import attend_block, attend_block_backward
+from finetune.models.attention.sinks import Attended, add_sinks, sinks_gradient
 from finetune.models.base_config import depends_on_length
 from finetune.models.patches import replace_forward
 
@@ -86,14 +88,14 @@ def with_whole_images(arguments: dict[str, Any], input_ids: Tensor, image_token:
 def per_document_attention(call: AttentionCall, documents: DocumentLengths) -> Tensor:  # (1, T, H, D)
     if torch.compiler.is_compiling() and documents.ends is not None and not call.dropout:
         q, k, v = in_one_type(*call[:3])
-        scale = q.shape[-1] ** -0.5 if call.scaling is None else call.scaling
-        return torch.ops.finetune.per_document(q, k, v, documents.ends, scale, call.window, call.softcap)
+        settings = documents.ends, call.scale, call.window, call.softcap
+        return torch.ops.finetune.per_document(q, k, v, call.sinks, *settings)
     return one_by_one(call, documents)
 
 
 @torch.compiler.disable()  # a loop over lengths that change with every row: traced, each row would recompile
 def one_by_one(call: AttentionCall, documents: DocumentLengths) -> Tensor:  # (1, T, H, D)
-    query, key, value, dropout, scaling, sliding_window, softcap = call
+    query, key, value, dropout, scaling, sliding_window, softcap, sinks = call
     pieces, before = [], (key[:, :, :0], value[:, :, :0])
     rows = (tensor.split(documents.lengths, dim=2) for tensor in (query, key, value))
     each = zip(documents.lengths, documents.prefixes, *rows, strict=True)
@@ -102,9 +104,12 @@ def one_by_one(call: AttentionCall, documents: DocumentLengths) -> Tensor:  # (1
             k, v = (torch.cat([b[:, :, :prefix], own], dim=2) for b, own in zip(before, (k, v), strict=True))
         before, keys = (k, v), prefix + length
         window = None if sliding_window is None or keys <= sliding_window else sliding_window
-        if softcap is not None:
+        if softcap is not None or (sinks is not None and dropout):
             mask = documents.seen(index, keys, window, q.device)
-            piece = soft_capped(call._replace(query=q, key=k, value=v), mask)
+            piece = written_out(call._replace(query=q, key=k, value=v), mask)
+        elif sinks is not None:
+            of_sinks: Any = _WithSinks.apply(q, k, v, sinks, call.scale, documents.mask(index, keys, window, q.device))
+            piece = of_sinks
         else:
             mask = documents.mask(index, keys, window, q.device)
             piece = scaled_dot_product_attention(
@@ -121,6 +126,35 @@ def one_by_one(call: AttentionCall, documents: DocumentLengths) -> Tensor:  # (1
     return torch.cat(pieces, dim=1)
 
 
+class _WithSinks(torch.autograd.Function):
+    """Attention of one document, with sinks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,  # (1, H, t, D)
+        key: Tensor,  # (1, K, s, D)
+        value: Tensor,
+        sinks: Tensor,  # (H,)
+        scale: float,
+        seen: Tensor | None,  # (t, s); None: each token sees those up to itself
+    ) -> Tensor:  # (1, H, t, D)
+        query, key, value = in_one_type(query, key, value)
+        with torch.autocast(query.device.type, enabled=False):
+            out, lse = add_sinks(attend_block(query, key, value, scale, seen is None, seen), sinks)
+        ctx.save_for_backward(query, key, value, sinks, out, lse, seen)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, sinks, out, lse, seen = ctx.saved_tensors
+        (gradient,), attended = gradients, Attended(out, lse)
+        of_sinks = sinks_gradient(gradient, attended, sinks) if ctx.needs_input_grad[3] else None
+        of_rest = attend_block_backward(gradient, query, key, value, attended, ctx.scale, seen is None, seen)
+        return (*of_rest, of_sinks, None, None)
+
+
 # --- compiled layers
 #
 # One operation that torch.compile does not look into: a compiled layer stays one graph, even if its activations are
@@ -132,18 +166,19 @@ def per_document(
     query: Tensor,  # (1, H, T, D)
     key: Tensor,  # (1, K, T, D)
     value: Tensor,  # (1, K, T, D)
+    sinks: Tensor | None,  # (H,)
     ends: Tensor,  # (N + 1,) on the CPU: 0, then the end of each document
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
 ) -> Tensor:  # (1, T, H, D)
     lengths = DocumentLengths(tuple(ends.diff().tolist()))
-    call = AttentionCall(query, key, value, 0.0, scaling, sliding_window, softcap)
+    call = AttentionCall(query, key, value, 0.0, scaling, sliding_window, softcap, sinks)
     return one_by_one(call, lengths).contiguous()
 
 
 @per_document.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *settings: Any) -> Tensor:
+def _(query: Tensor, *rest: Any) -> Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 
@@ -153,14 +188,17 @@ def per_document_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks: Tensor | None,
     ends: Tensor,
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients by the chain rule, in fp32: weights P = softmax(S), S = scaling Q K', capped or not."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients by the chain rule, in fp32: weights P = softmax(S), S = scaling Q K', capped or not, and
+    next to them the sinks, whose gradients are the last (0 of them without)."""
     heads, size, groups = query.shape[1], query.shape[3], key.shape[1]
     gradients: list[tuple[Tensor, Tensor, Tensor]] = []
+    grad_sinks = query.new_zeros(0 if sinks is None else heads, dtype=torch.float32)
     lengths = ends.diff().tolist()
     pieces = (tensor[0].split(lengths, dim=1) for tensor in (gradient.transpose(1, 2), query, key, value))
     for length, *piece in zip(lengths, *pieces, strict=True):
@@ -170,30 +208,43 @@ def per_document_backward(
         squashed = None if softcap is None else torch.tanh(scores / softcap)
         hidden = ~seen(length, length, sliding_window, query.device).repeat(heads // groups, 1)
         capped = scores if squashed is None or softcap is None else softcap * squashed
-        weights = torch.softmax(capped.masked_fill(hidden, float("-inf")), dim=-1)
+        capped = capped.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            of_rows = sinks.float().repeat_interleave(length).view(groups, -1, 1)
+            capped = torch.cat([capped, of_rows], dim=-1)
+        weights = torch.softmax(capped, dim=-1)
+        weights, of_sinks = weights[..., :length], weights[..., length:]
         grad_weights = g @ v.transpose(1, 2)
-        grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
+        products = (grad_weights * weights).sum(-1, keepdim=True)
+        grad_scores = weights * (grad_weights - products)
+        if sinks is not None:
+            grad_sinks -= (of_sinks * products).view(heads, length).sum(1)
         if squashed is not None:
             grad_scores = grad_scores * (1 - squashed.square())
         grad_query = (grad_scores @ k * scaling).view(heads, length, size)
         gradients.append((grad_query, grad_scores.transpose(1, 2) @ q * scaling, weights.transpose(1, 2) @ g))
     grad_query, grad_key, grad_value = (torch.cat(parts, dim=1)[None] for parts in zip(*gradients, strict=True))
-    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+    if sinks is not None:
+        grad_sinks = grad_sinks.to(sinks.dtype)
+    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks
 
 
 @per_document_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_sinks = query.new_empty(0, dtype=torch.float32) if sinks is None else sinks.new_empty(sinks.shape)
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), of_sinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.settings = inputs[4:]
+    ctx.save_for_backward(*inputs[:5])
+    ctx.settings = inputs[5:]
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = per_document_backward(gradient, *ctx.saved_tensors, *ctx.settings)
-    return (*gradients, None, None, None, None)
+    *gradients, of_sinks = per_document_backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    return (*gradients, of_sinks if of_sinks.numel() else None, None, None, None, None)
 
 
 per_document.register_autograd(_backward, setup_context=_setup_context)

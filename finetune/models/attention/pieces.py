@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from finetune.data.batch import Stretches
+from finetune.models.attention.sinks import Attended
 
 aten = torch.ops.aten
 
@@ -107,49 +108,54 @@ def _split(query: Tensor, key_value: Tensor) -> tuple[Tensor, Tensor]:
 # --- attention of one piece: a stretch of queries to a stretch of keys
 
 
-class Attended(NamedTuple):
-    out: Tensor  # (1, H, t, D)
-    lse: Tensor  # (1, H, t), at least fp32
-
-
 class Gradients(NamedTuple):
     query: Tensor  # (1, H, t, D)
     key: Tensor  # (1, K, s, D)
     value: Tensor  # (1, K, s, D)
 
 
-def attend_block(query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool) -> Attended:
-    """Returns the attention to these keys alone. causal: t equals s, and query i sees keys 0 .. i; else all of them."""
-    kernel = _kernel(query, value)
+def attend_block(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool, seen: Tensor | None = None
+) -> Attended:
+    """Returns the attention to these keys alone. causal: t equals s, and query i sees keys 0 .. i; else all of them, or
+    those that are True in `seen` (t, s)."""
+    kernel = _kernel(query, value, seen)
     if kernel != "cuda":
         key, value = _repeat_groups(query, key), _repeat_groups(query, value)
     if kernel == "cpu":
         # Parts of attention are merged by the logsumexp of their scores, which the public function keeps to itself.
         attend = aten._scaled_dot_product_flash_attention_for_cpu
-        return Attended(*attend(query, key, value, 0.0, causal, scale=scaling))
+        return Attended(*attend(query, key, value, 0.0, causal, attn_mask=_bias(seen, query), scale=scaling))
     if kernel == "cuda":
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))  # (1, t or s, H or K, D): it groups them
         sizes = (None, None, q.shape[1], k.shape[1])
         # The same on a GPU.
         out, lse, *_ = aten._flash_attention_forward(q, k, v, *sizes, 0.0, causal, False, scale=scaling)
         return Attended(out.transpose(1, 2), lse)
-    scores = _scores(query, key, scaling, causal)
+    scores = _scores(query, key, scaling, causal, seen)
     lse = torch.logsumexp(scores, dim=-1)
     return Attended((torch.exp(scores - lse[..., None]) @ value.to(scores.dtype)).to(query.dtype), lse)
 
 
 def attend_block_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, full: Attended, scaling: float, causal: bool
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    full: Attended,
+    scaling: float,
+    causal: bool,
+    seen: Tensor | None = None,
 ) -> Gradients:
     """Returns the gradients of one piece. gradient: (1, H, t, D), of the output; full: attention to all keys."""
-    groups, kernel = key.shape[1], _kernel(query, value)
+    groups, kernel = key.shape[1], _kernel(query, value, seen)
     if kernel != "cuda":
         key, value = _repeat_groups(query, key), _repeat_groups(query, value)
     out, lse = full.out.to(query.dtype), full.lse
     if kernel == "cpu":
         # Autograd would take the part's own logsumexp, not that of all keys; on a GPU, too.
         gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, out, lse, 0.0, causal, scale=scaling
+            gradient, query, key, value, out, lse, 0.0, causal, attn_mask=_bias(seen, query), scale=scaling
         )
     elif kernel == "cuda":
         g, q, k, v, o = (tensor.transpose(1, 2) for tensor in (gradient, query, key, value, out))
@@ -160,7 +166,7 @@ def attend_block_backward(
         )
         gradients = tuple(tensor.transpose(1, 2) for tensor in gradients)
     else:
-        weights = torch.exp(_scores(query, key, scaling, causal) - lse[..., None])
+        weights = torch.exp(_scores(query, key, scaling, causal, seen) - lse[..., None])
         g, q, k, v, o = (tensor.to(weights.dtype) for tensor in (gradient, query, key, value, out))
         grad_scores = weights * (g @ v.transpose(2, 3) - (g * o).sum(-1, keepdim=True)) * scaling
         gradients = grad_scores @ k, grad_scores.transpose(2, 3) @ q, weights.transpose(2, 3) @ g
@@ -174,21 +180,31 @@ def merge(into: Attended, part: Attended) -> None:
     into.lse.copy_(lse)
 
 
-def _kernel(query: Tensor, value: Tensor) -> str | None:
+def _kernel(query: Tensor, value: Tensor, seen: Tensor | None) -> str | None:
     """Returns which fused kernel gives the lse; None if only the formula does, which has all scores in memory."""
     size = query.shape[-1]
     if size != value.shape[-1]:
         return None
     if query.device.type != "cuda":
         return "cpu" if query.device.type == "cpu" else None
-    is_supported = query.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256
+    is_supported = query.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256 and seen is None
     has_kernel = torch.version.hip is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
     return "cuda" if is_supported and has_kernel else None
 
 
-def _scores(query: Tensor, key: Tensor, scaling: float, causal: bool) -> Tensor:  # (1, H, t, s), at least fp32
+def _bias(seen: Tensor | None, query: Tensor) -> Tensor | None:  # (t, s), added to scores
+    if seen is None:
+        return None
+    return torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, float("-inf"))
+
+
+def _scores(
+    query: Tensor, key: Tensor, scaling: float, causal: bool, seen: Tensor | None
+) -> Tensor:  # (1, H, t, s), at least fp32
     exact = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(exact) @ key.to(exact).transpose(2, 3) * scaling
+    if seen is not None:
+        return scores.masked_fill(~seen, float("-inf"))
     if not causal:
         return scores
     return scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), float("-inf"))

@@ -52,9 +52,10 @@ def merge_adapter(run_dir: Path, out: Path, base: str | None = None) -> Path:
     trained = find_trained(run_dir)
     read_tokenizer(trained.settings)
     check_rows(trained)
+    console = Console(stderr=True)
     EXPORTS["hf"].write(
-        *(trained, out, ExportOptions(base=base), lambda text: None),
-        lambda folder: gate(trained, folder, base, Console(stderr=True)),
+        *(trained, out, ExportOptions(base=base), lambda text: print_line(console, text, highlight=False)),
+        lambda folder: gate(trained, folder, base, console),
     )
     return out
 

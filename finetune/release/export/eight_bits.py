@@ -22,8 +22,9 @@ from torch import Tensor
 
 from finetune.checkpoints.weight_files import TensorFiles
 from finetune.errors import UserError
+from finetune.models.checkpoint_files import loaded_names
 from finetune.models.damage import read_object
-from finetune.models.text_part import is_multimodal, loaded_names
+from finetune.models.text_part import is_multimodal
 from finetune.release.export.streamed import StreamedModel
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0}

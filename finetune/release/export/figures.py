@@ -52,6 +52,7 @@ class Figures:
     greedy: float | None = None  # share of equal greedy texts
     tensors: int = 0  # compared one by one
     score_max: float | None = None  # largest difference of a score
+    of_base: str | None = None  # how many of the base's tensors that transformers does not load are there
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -94,6 +95,7 @@ def table_of(figures: Figures) -> list[tuple[str, str]]:
     values = {
         "format": figures.format,
         "tensors compared": f"{figures.tensors:,}",
+        "tensors of the base that transformers does not load": figures.of_base,
         "scored texts" if figures.scored else "trained tokens": f"{count:,}" if count else None,
         f"KL per {unit}, mean (nats)": figures.kl_mean,
         f"KL per {unit}, maximum": figures.kl_max,

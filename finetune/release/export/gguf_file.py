@@ -30,6 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import Stored
 from finetune.errors import UserError
+from finetune.models.checkpoint_files import tensors_text
 from finetune.models.tokenizer import read_tokenizer
 from finetune.release.export.gguf_settings import (
     ARCHITECTURES,
@@ -70,7 +71,8 @@ class TextTensors:
 def text_of(model: StreamedModel) -> TextTensors:
     """Returns the part of a trained model that a file has: the text part of a multimodal one."""
     if (part := model.text_part) is None:
-        return TextTensors(model.model.config, model.shapes, model.make)
+        read = {name: tensor for name, tensor in model.shapes.items() if name not in model.kept}
+        return TextTensors(model.model.config, read, model.make)
     own = {part.in_base(name): name for name in part.text.state_dict()}
     files = {own[loaded]: file for file, loaded in part.files.items() if loaded in own and file in model.shapes}
     shapes = {name: model.shapes[file] for name, file in files.items()}
@@ -99,6 +101,8 @@ def export_gguf(
             config = text_of(model).config
             if (window := context_length(config)) < config.max_position_embeddings:
                 say(f"{file.name} is for texts of up to {window:,} tokens: llama.cpp has no window for such a model")
+            if model.kept:
+                say(f"{file.name} leaves out {tensors_text(model.kept)} of the base, which transformers does not load")
             if model.text_part is not None:
                 say(f"{file.name} has the language model alone: pictures need a second file, {MMPROJ}")
         if ollama:

@@ -68,7 +68,7 @@ def export_folder(
     check_absent(out)
     model = StreamedModel(trained, dtype, base)
     if model.kept:
-        say(kept_words(model.kept))
+        say(kept_words(model.kept, model.model.config))
     written = QuantizedModel(model, quantized) if quantized else model
     about = {**describe(model), **({"quantised": quantized} if quantized else {})}
     with whole_or_absent(out, about, {"shard_bytes": shard_bytes}, export_card(trained, "finetune"), check) as partial:

@@ -32,7 +32,7 @@ from finetune.data.sources.hub import offline_without_hub
 from finetune.errors import UserError
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.base_config import dtypes, first_line, without_weights
-from finetune.models.checkpoint_files import left_out_pattern
+from finetune.models.checkpoint_files import unread_names
 from finetune.models.config import model_config
 from finetune.models.damage import read_object, weight_map
 from finetune.models.score_model import labelled
@@ -118,7 +118,7 @@ class StreamedModel:
 
     def __init__(self, trained: Trained, dtype: torch.dtype | None = None, base: str | None = None):
         self.trained, self._dtype = trained, dtype
-        self._about = about = base_model(trained, base)
+        self.about = about = base_model(trained, base)
         self.is_scoring = bool(trained.labels)
         self.base = _find_files(trained, about)
         self.part = None if self.is_scoring else text_part_of(about)  # a head of scores is on a text model
@@ -147,8 +147,7 @@ class StreamedModel:
             tied = {} if self.unties else {alias: torch.empty(0, device="meta") for alias in self._aliases}
             copies = {name for group in _groups(self.model, tied) for name in group.shapes} if tied else set()
             extra = [name for name in self._files.names() if name not in self._groups and name not in copies]
-            left_out = left_out_pattern(self.model)
-            self.kept = [name for name in extra if left_out and left_out.search(name)]
+            self.kept = unread_names(self.model, extra)
             if not (trained.is_adapter or self.part):  # a class may read others under names of its own
                 extra = self.kept
             self.shapes |= {name: self._cast(self._files.meta(name)) for name in extra}
@@ -172,7 +171,7 @@ class StreamedModel:
         """The text part of a multimodal model, even if other parts were trained; None for a text model."""
         if self.part is not None or self.is_scoring:
             return self.part
-        return text_part_of(self._about.model_copy(update={"train": None}))
+        return text_part_of(self.about.model_copy(update={"train": None}))
 
     def name_in_files(self, parameter: str) -> str | None:
         """Returns the tensor of the result that is a parameter by itself; None if files hold it in another layout."""
@@ -238,7 +237,7 @@ class StreamedModel:
         if part is not None and not trained.is_checkpoint:
             model = part.base_without_weights()
         else:
-            model = _skeleton(trained, self._about)
+            model = _skeleton(trained, self.about)
         from peft import get_peft_model
 
         with warnings.catch_warnings():
@@ -259,7 +258,7 @@ class StreamedModel:
                     )
                 with FittingAdapter(trained.folder):
                     adapted = get_peft_model(model, config)
-                check_shapes(trained, adapted, self._about.name)
+                check_shapes(trained, adapted, self.about.name)
         return {in_base(name): one for name, one in adapter_patches(adapted, trained).items()}
 
     def _shape(self, name: str) -> Tensor:

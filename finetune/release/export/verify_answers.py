@@ -38,6 +38,7 @@ from finetune.errors import UserError
 from finetune.models.added_tokens import start_rows, train_rows
 from finetune.models.base_config import first_line
 from finetune.models.base_model import Base
+from finetune.models.checkpoint_files import renamed
 from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
 from finetune.models.vision import targets_in_parts
@@ -256,8 +257,9 @@ def load_export(export: Path, figures: Figures, config: Any, written: StreamedMo
     except (ImportError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         figures.problems.append(f"transformers cannot load it: {first_line(error)}")
         return None
+    kept = {*written.kept, *renamed(written.model, written.kept)[0].values()}  # of the base, see `compare_tensors`
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted(map(str, report.get(kind) or ())):
+        if names := sorted({*map(str, report.get(kind) or ())} - (kept if kind == "unexpected_keys" else set())):
             figures.problems.append(f"{kind.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
     return model.eval()
 
@@ -363,7 +365,8 @@ class AnswerReference:
         if _lacks_rows(model, [one.ids for one in self.sequences], figures):
             return
         head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-        if model.config.get_text_config().tie_word_embeddings and not torch.equal(head, embeddings):
+        ties = getattr(model.config.get_text_config(), "tie_word_embeddings", False)  # not all have the key
+        if ties and not torch.equal(head, embeddings):
             figures.problems.append("config.json ties the head to the embeddings, and the files hold another head")
         total, worst, same = 0.0, 0.0, 0
         for sequence, ours in zip(self.sequences, self.log_probs, strict=True):

@@ -27,6 +27,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import Stored, TensorFiles
 from finetune.errors import UserError
+from finetune.models.checkpoint_files import tensor_names, unread_names
 from finetune.release.export.figures import Figures
 from finetune.release.export.gguf_file import gguf_of, gguf_tensors
 from finetune.release.export.hf_folder import METADATA
@@ -300,15 +301,33 @@ def compare_tensors(figures: Figures, trained: Trained, written: StreamedModel, 
         file = stored[name]
         if (why := difference(file.read(), Value(tensor, None, tensor.dtype), [file.dtype], file)) is not None:
             differing.append(f"{name}: {why}")
-    extra = expected.base.unused if is_whole and base is not None and expected.base is not None else []
-    if lost := sorted(set(extra) - set(held.unused)):
-        problems.append(f"missing keys: {lost[0]}, which the base's files have ({len(lost)} in all)")
+    _compare_lists(figures, written, set() if is_gguf else set(stored), is_whole and not is_gguf, problems)
     if missing := _missing(model, held, expected, in_base):
         figures.problems.append(f"missing keys: {', '.join(missing[:3])} ({len(missing)} in all)")
     figures.problems += problems[:3]
     if differing:
         more = f" ({len(differing)} tensors in all)" if differing[3:] else ""
         figures.problems.append(f"weights: {'; '.join(differing[:3])}{more}")
+
+
+def _compare_lists(
+    figures: Figures, written: StreamedModel, held: set[str], must_have: bool, problems: list[str]
+) -> None:
+    """Compare the list of the base's tensors that its class does not read with that of an export. They are a problem
+    if an export of ours lacks them; a format or another tool may leave them out, which the figures say."""
+    if written.is_scoring or written.about.name is None:
+        return
+    try:
+        names = tensor_names(written.about)  # of the base itself: a full run's result is compared with it, too
+    except (UserError, OSError):
+        figures.of_base = "not compared, the base is not here"
+        return
+    if not (unread := unread_names(written.model, names)):
+        return
+    lost = sorted(set(unread) - held)
+    figures.of_base = f"{len(unread) - len(lost):,} of {len(unread):,} kept"
+    if lost and must_have:
+        problems.append(f"missing keys: {lost[0]}, which the base's files have ({len(lost)} in all)")
 
 
 def _missing(model: Any, held: InMemory, expected: Expected, in_base: Callable[[str], str]) -> list[str]:

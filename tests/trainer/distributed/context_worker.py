@@ -52,6 +52,9 @@ def exchanges(rank: int, sizes: Any) -> None:
     if sizes.context == 1:
         compared(rank, sizes, (3, 8, 1, 4), 2, torch.float64, 1e-12, window=3)
         compared(rank, sizes, (3, 8, 1, 4), 2, torch.float64, 1e-12, softcap=0.5)
+        compared(rank, sizes, (3, 8, 1, 4), 2, torch.float64, 1e-12, window=3, sinks=True)
+    for lengths in LAYOUTS:
+        compared(rank, sizes, lengths, 2, torch.float64, 1e-12, sinks=True)
 
 
 def sums(rank: int, sizes: Any) -> None:
@@ -83,6 +86,7 @@ def compared(
     close: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> None:
     from finetune.engine.context_parallel import shared_attention
     from finetune.models.attention import per_document
@@ -94,18 +98,25 @@ def compared(
         torch.randn(1, h, tokens, 8, generator=generator, dtype=dtype).requires_grad_() for h in (4, groups, groups)
     ]
     gradient = torch.randn(1, tokens, 4, 8, generator=generator, dtype=dtype)
-    out = per_document.one_by_one(
-        AttentionCall(*whole, window=window, softcap=softcap), per_document.DocumentLengths(lengths)
-    )
-    expected = torch.autograd.grad(out, whole, gradient)
+    scores = torch.randn(4, generator=generator, dtype=dtype).requires_grad_()
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
+        return AttentionCall(query, key, value, window=window, softcap=softcap, sinks=scores if sinks else None)
+
+    out = per_document.one_by_one(call(*whole), per_document.DocumentLengths(lengths))
+    expected = torch.autograd.grad(out, [*whole, scores], gradient, allow_unused=True)
 
     here = torch.from_numpy(share.places(tokens))
     mine = [tensor.detach()[:, :, here].requires_grad_() for tensor in whole]
     row = attention.forward_arguments(lengths)["documents"]
-    found = shared_attention(AttentionCall(*mine, window=window, softcap=softcap), row)
-    gradients = torch.autograd.grad(found, mine, gradient[:, here])
+    found = shared_attention(call(*mine), row)
+    gradients = torch.autograd.grad(found, [*mine, scores], gradient[:, here], allow_unused=True)
     where = f"rank {rank} of {sizes.summary()} {sizes.exchange}, {lengths}, {groups} groups, {dtype}"
-    pairs = [(found, out[:, here]), *((a, b[:, :, here]) for a, b in zip(gradients, expected, strict=True))]
+    pairs = [(found, out[:, here]), *((a, b[:, :, here]) for a, b in zip(gradients[:3], expected[:3], strict=True))]
+    if sinks:  # a parameter of every rank: its gradients are added up
+        total = gradients[3].clone()
+        dist.all_reduce(total)
+        pairs.append((total * sizes.tokens / dist.get_world_size(), expected[3]))
     for a, b in pairs:
         assert a.dtype == dtype
         assert_close(a, b, rtol=close, atol=close, msg=lambda text: f"{where}: {text}")

@@ -25,7 +25,7 @@ RUN: dict[Place, set[str]] = {
     # Shards decide more: a tied table, mixed precision, dropout.
     ("fsdp2", 2): {
         *("full bf16", "full tied", "full muon", "lora dropout rslora", "lora dpo adapters off", "qlora fp8"),
-        *("full", "full own sft", "full own"),
+        *("full", "full own sft", "full own", "full gpt_oss"),
     },
     ("fsdp2_offload", 2): {"full"},
     ("zero2", 2): {"qlora"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from inspect import signature
 from itertools import pairwise
@@ -15,11 +15,13 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     DeepseekV3Config,
     DynamicCache,
     Gemma2Config,
     GPT2Config,
     GptOssConfig,
+    GraniteSWAConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -36,12 +38,16 @@ from finetune.models.attention import (
     choose_attention,
     kernels,
     per_document,
+    pieces,
 )
 
 LENGTHS = (7, 21, 3, 12)
-MODELS = ("llama", "mistral", "gemma2")
-# A path that a model cannot take is refused by the choice: sdpa has no soft-capping.
-PATHS = [(name, path) for name in MODELS for path in (DOCUMENTS, "sdpa", "eager") if (name, path) != ("gemma2", "sdpa")]
+MODELS = ("llama", "mistral", "gemma2", "gpt_oss")
+# A path that a model cannot take is refused by the choice: sdpa has neither soft-capping nor sinks, and transformers'
+# own masks of gpt-oss do not know where documents begin.
+CANNOT = (("gemma2", "sdpa"), ("gpt_oss", "sdpa"), ("gpt_oss", "eager"))
+PATHS = [(name, path) for name in MODELS for path in (DOCUMENTS, "sdpa", "eager") if (name, path) not in CANNOT]
+EAGER = ("gemma2", "gpt_oss")  # what alone says the truth
 TINY = {
     "vocab_size": 384,
     "hidden_size": 32,
@@ -54,14 +60,24 @@ TINY = {
 
 @pytest.fixture(scope="session")
 def folders(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Grouped queries, grouped queries in a window, and soft-capped scores in every second layer in a window."""
-    folder = tmp_path_factory.mktemp("gemma2")
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        **TINY, head_dim=8, sliding_window=8, attn_logit_softcapping=0.05, query_pre_attn_scalar=8, pad_token_id=0
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return {"llama": made / "llama", "mistral": made / "mistral", "gemma2": folder}
+    """Grouped queries, grouped queries in a window; soft-capped scores, and sinks, both in every second layer."""
+    folder = tmp_path_factory.mktemp("attention")
+    configs = {
+        "gemma2": Gemma2Config(
+            **TINY, head_dim=8, sliding_window=8, attn_logit_softcapping=0.05, query_pre_attn_scalar=8, pad_token_id=0
+        ),
+        "gpt_oss": GptOssConfig(
+            **{**TINY, "intermediate_size": 32}, head_dim=8, sliding_window=8, num_local_experts=4, pad_token_id=0
+        ),
+    }
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config)
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("sinks"):
+                torch.nn.init.normal_(parameter)  # those of a new model are near 0
+        model.save_pretrained(folder / name)
+    return {"llama": made / "llama", "mistral": made / "mistral", **{name: folder / name for name in configs}}
 
 
 def load(folder: Path, attention: str) -> Any:
@@ -117,7 +133,7 @@ def test_no_gradient_crosses_a_document(folders: dict[str, Path], name: str, att
 @pytest.mark.parametrize(("name", "attention"), PATHS)
 def test_packed_equals_one_document_at_a_time(folders: dict[str, Path], name: str, attention: str) -> None:
     """Logits, and the gradient of every weight."""
-    model, alone = load(folders[name], attention), load(folders[name], "eager" if name == "gemma2" else "sdpa")
+    model, alone = load(folders[name], attention), load(folders[name], "eager" if name in EAGER else "sdpa")
     ids, positions = row()
     packed = logits(model, ids, positions, attention)
     apart = torch.cat([alone(input_ids=piece, use_cache=False).logits[0] for piece in ids.split(LENGTHS, dim=1)])
@@ -134,6 +150,14 @@ def test_the_soft_cap_of_the_test_matters(folders: dict[str, Path]) -> None:
     model, free = load(folders["gemma2"], DOCUMENTS), load(folders["gemma2"], DOCUMENTS)
     for layer in free.model.layers:
         layer.self_attn.attn_logit_softcapping = None
+    ids, positions = row()
+    assert (logits(model, ids, positions, DOCUMENTS) - logits(free, ids, positions, DOCUMENTS)).abs().max() > 1e-4
+
+
+def test_the_sinks_of_the_test_matter(folders: dict[str, Path]) -> None:
+    model, free = load(folders["gpt_oss"], DOCUMENTS), load(folders["gpt_oss"], DOCUMENTS)
+    for layer in free.model.layers:
+        torch.nn.init.constant_(layer.self_attn.sinks, -torch.inf)
     ids, positions = row()
     assert (logits(model, ids, positions, DOCUMENTS) - logits(free, ids, positions, DOCUMENTS)).abs().max() > 1e-4
 
@@ -168,15 +192,24 @@ def test_generation_with_padding_equals_transformers(folders: dict[str, Path], n
     torch.testing.assert_close(a[:, 6:], b[:, 6:], rtol=0, atol=2e-6)
 
 
+def inputs_of_attention(with_sinks: bool, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Query, key, value and sinks."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, sum(LENGTHS), 8) for heads in (4, 2, 2)] + [(4,)] * with_sinks
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("softcap", [None, 0.5])
-def test_the_opaque_operation_of_compiled_layers(window: int | None, softcap: float | None) -> None:
+def test_the_opaque_operation_of_compiled_layers(window: int | None, softcap: float | None, with_sinks: bool) -> None:
     """Its output, and its gradients against autograd's through the same documents."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, heads, sum(LENGTHS), 8, generator=generator).requires_grad_() for heads in (4, 2, 2)]
+    tensors = inputs_of_attention(with_sinks)
+    generator = torch.Generator().manual_seed(1)
     ends = per_document.prepare(LENGTHS, compiled=True)["documents"].ends
-    ours = per_document.per_document(*tensors, ends, 0.3, window, softcap)
-    call = kernels.AttentionCall(*tensors, scaling=0.3, window=window, softcap=softcap)
+    query, key, value, sinks = (*tensors, None)[:4]
+    ours = per_document.per_document(query, key, value, sinks, ends, 0.3, window, softcap)
+    call = kernels.AttentionCall(query, key, value, 0.0, 0.3, window, softcap, sinks)
     theirs = per_document.one_by_one(call, per_document.DocumentLengths(LENGTHS))
     assert torch.equal(ours, theirs)
     weights = torch.randn(ours.shape, generator=generator)
@@ -186,6 +219,36 @@ def test_the_opaque_operation_of_compiled_layers(window: int | None, softcap: fl
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("way", ["kernel", "formula", "dropout"])
+def test_sinks_of_a_document_are_a_column_of_scores(
+    window: int | None, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output and gradients in fp64; by a kernel that returns the log-sum-exp, by the formula where none does, and as
+    autograd computes it for dropout."""
+    tensors = inputs_of_attention(True, torch.float64)
+    query, key, value, sinks = tensors
+    if way == "formula":
+        monkeypatch.setattr(pieces, "_kernel", lambda *_: None)
+    monkeypatch.setattr(kernels, "drop", lambda weights, _share: weights)
+    call = kernels.AttentionCall(query, key, value, float(way == "dropout"), 0.3, window, None, sinks)
+    ours = per_document.per_document_attention(call, per_document.DocumentLengths(LENGTHS))
+    expected = []
+    for q, k, v in zip(*(tensor[0].split(LENGTHS, dim=1) for tensor in tensors[:3]), strict=True):
+        scores = q @ k.repeat_interleave(2, dim=0).mT * 0.3
+        hidden = ~per_document.seen(q.shape[1], k.shape[1], window, q.device)
+        scores = torch.cat([scores.masked_fill(hidden, -torch.inf), sinks[:, None, None].expand(-1, len(q[0]), 1)], -1)
+        weights = torch.softmax(scores, dim=-1)[..., :-1]
+        expected.append((weights @ v.repeat_interleave(2, dim=0)).transpose(0, 1))
+    theirs = torch.cat(expected)[None]
+    gradient = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    # The softmax of the formula is in fp32.
+    close = 1e-12 if way != "dropout" else 1e-6
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=close)
+    for a, b in zip(*(torch.autograd.grad(out, tensors, gradient) for out in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=close)
 
 
 # --- the ways of a GPU, with torch's kernels replaced by what their documentation says of them
@@ -246,6 +309,100 @@ def test_varlen_says_to_the_kernel_what_it_means(
     monkeypatch.setattr(kernels, "_TAKES_GROUPS", "enable_gqa" in signature(of_torch).parameters)
     assert choose("varlen", LLAMA, "cuda", True).implementation == VARLEN
     check_equals_the_documents(folders[name], VARLEN, kernels.prepare_varlen(LENGTHS, device="cpu"))
+
+
+@pytest.fixture
+def flash_kernels_here() -> Iterator[None]:
+    """Flash attention's operators on the CPU, by their published formulas (https://arxiv.org/abs/2307.08691, section
+    3.1): the backward makes weights of the lse that it gets, and D = rowsum(gradient * out) of the output."""
+
+    def parts(query: Any, key: Any, ends: Any, key_ends: Any, scale: float, left: int) -> Iterator[Any]:
+        share = query.shape[1] // key.shape[1]
+        for (a, b), (c, d) in zip(pairwise(ends.tolist()), pairwise(key_ends.tolist()), strict=True):
+            q, k = query[a:b].transpose(0, 1), key[c:d].transpose(0, 1).repeat_interleave(share, 0)
+            hidden = ~per_document.seen(b - a, d - c, None if left < 0 else left + 1, q.device)
+            yield slice(a, b), slice(c, d), q, k, (q @ k.mT * scale).masked_fill(hidden, -torch.inf)
+
+    def forward(query: Any, key: Any, value: Any, *ends: Any, scale: float, **options: Any) -> Any:
+        out, lse = torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0])
+        for at, keys, _, _, scores in parts(query, key, *ends[:2], scale, options["window_size_left"]):
+            v = value[keys].transpose(0, 1).repeat_interleave(query.shape[1] // key.shape[1], 0)
+            out[at], lse[:, at] = (torch.softmax(scores, -1) @ v).transpose(0, 1), torch.logsumexp(scores, -1)
+        unused = query.new_empty(0)
+        return out, lse, unused, unused, unused
+
+    def backward(
+        gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *ends: Any, scale: float, **options: Any
+    ) -> Any:
+        groups, gradients = key.shape[1], [torch.empty_like(t) for t in (query, key, value)]
+        for at, keys, q, k, scores in parts(query, key, *ends[:2], scale, options["window_size_left"]):
+            weights = torch.exp(scores - lse[:, at, None])
+            v, g = (value[keys].transpose(0, 1).repeat_interleave(len(q) // groups, 0), gradient[at].transpose(0, 1))
+            products = (g * out[at].transpose(0, 1)).sum(-1, keepdim=True)
+            of_scores = weights * (g @ v.mT - products) * scale
+            gradients[0][at] = (of_scores @ k).transpose(0, 1)
+            for into, each in ((gradients[1], of_scores.mT @ q), (gradients[2], weights.mT @ g)):
+                into[keys] = each.unflatten(0, (groups, -1)).sum(1).transpose(0, 1)
+        return tuple(gradients)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("flash_kernels_here")
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_varlen_with_torchs_own_function(folders: dict[str, Path], name: str) -> None:
+    """All of torch's varlen attention but the kernels, forward and backward."""
+    check_equals_the_documents(folders[name], VARLEN, kernels.prepare_varlen(LENGTHS, device="cpu"))
+
+
+@pytest.mark.usefixtures("flash_kernels_here")
+@pytest.mark.parametrize("window", [None, 8])
+def test_varlen_with_sinks_of_documents_that_share_their_beginning(window: int | None) -> None:
+    tensors, prefixes = inputs_of_attention(True), (0, 5, 0, 2)
+    query, key, value, sinks = tensors
+    call = kernels.AttentionCall(query, key, value, 0.0, 0.3, window, None, sinks)
+    ways = (
+        (kernels.varlen_attention, kernels.prepare_varlen(LENGTHS, prefixes, device="cpu")),
+        (per_document.per_document_attention, per_document.prepare(LENGTHS, prefixes)),
+    )
+    outputs = [attend(call, made["documents"]) for attend, made in ways]
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
+    for a, b in zip(*(torch.autograd.grad(out.square().sum(), tensors) for out in outputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=5e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # torch's own compiler does
+@pytest.mark.usefixtures("flash_kernels_here")
+def test_compiled_varlen_with_sinks_is_one_graph() -> None:
+    tensors = inputs_of_attention(True)
+    made = kernels.prepare_varlen(LENGTHS, device="cpu", longest=64)["documents"]
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        return kernels.varlen_attention(kernels.AttentionCall(query, key, value, 0.0, 0.3, 8, None, sinks), made)
+
+    outputs = [way(*tensors) for way in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True))]
+    torch.testing.assert_close(*outputs)
+    for a, b in zip(*(torch.autograd.grad(out.square().sum(), tensors) for out in outputs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.usefixtures("flash_kernels_here")
+def test_why_varlen_has_a_backward_of_our_own_for_sinks() -> None:
+    """torch's leaves the gradient of the log-sum-exp out, without a word; if this fails, torch has mended it."""
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in inputs_of_attention(False))
+    ends = kernels.prepare_varlen(LENGTHS, device="cpu")["documents"].ends
+    _, lse = kernels.varlen_attn(
+        *(query, key, value, ends, ends, max(LENGTHS), max(LENGTHS)),
+        return_aux=kernels.VarlenRequest(lse=True),
+        scale=0.3,
+        window_size=(-1, 0),
+        enable_gqa=True,
+    )
+    assert not torch.autograd.grad(lse.sum(), query)[0].any()
 
 
 @pytest.mark.filterwarnings(
@@ -325,6 +482,12 @@ def choose(asked: str, config: Any, device: str, half: bool, kernels: Kernels = 
         (Gemma2Config(), "cpu", False, HOPPER, DOCUMENTS, "no work across documents"),
         (Gemma2Config(), "cuda", True, HOPPER, FLEX, "no soft-capping"),
         (Gemma2Config(), "cuda", False, HOPPER, DOCUMENTS, "flash kernels compute in 16 bit"),
+        (GptOssConfig(), "cpu", False, HOPPER, DOCUMENTS, "no work across documents"),
+        (GptOssConfig(), "cuda", True, HOPPER, VARLEN, "one kernel for all documents"),
+        (GptOssConfig(), "cuda", True, TURING, FLEX, "compute capability 8.0 or newer"),
+        (GptOssConfig(), "cuda", True, PACKAGE, FLEX, "compute capability 8.0 or newer"),  # flash-attn has no sinks
+        (GptOssConfig(), "cuda", True, BARE, DOCUMENTS, "no work across documents"),
+        (GraniteSWAConfig(), "cuda", True, HOPPER, VARLEN, "one kernel for all documents"),
     ],
 )
 def test_auto_takes_the_fastest_that_can_and_says_why(
@@ -355,7 +518,8 @@ def test_auto_takes_the_fastest_that_can_and_says_why(
         ("flash_attention_3", LLAMA, "cuda", False, "needs a CUDA device and 16-bit precision"),
         ("flash_attention_3", LLAMA, "cuda", True, "FlashAttention-3 is not there"),
         ("sdpa", Gemma2Config(), "cpu", False, "soft-capped"),
-        ("documents", GptOssConfig(), "cpu", False, "more than scaled_dot_product_attention can do"),
+        ("flash_attention_2", GptOssConfig(), "cuda", True, "has not all of the architecture's attention (sinks"),
+        ("documents", BloomConfig(), "cpu", False, "more than scaled_dot_product_attention can do"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(

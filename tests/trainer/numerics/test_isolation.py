@@ -49,8 +49,9 @@ def choose(asked: str, config: Any) -> AttentionChoice:
     [
         ("auto", LlamaConfig(), DOCUMENTS, True, "no work across documents"),
         ("auto", LlamaConfig(vocab_size=30), DOCUMENTS, True, "no work across documents"),
-        # Its masks are not handed the positions that say where documents begin.
-        ("auto", GptOssConfig(), "eager", True, "GptOssAttention once for each document"),
+        # transformers' masks are not handed the positions that say where documents begin.
+        ("eager", GptOssConfig(), "eager", True, "GptOssAttention once for each document"),
+        ("auto", GptOssConfig(), DOCUMENTS, True, "no work across documents"),
         ("auto", OPTConfig(), DOCUMENTS, True, "no work across documents"),
         ("sdpa", OPTConfig(), "sdpa", True, "OPTAttention once for each document"),
         ("eager", OPTConfig(), "eager", True, "OPTAttention once for each document"),
