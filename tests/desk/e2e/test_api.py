@@ -29,6 +29,7 @@ def test_a_recipe_is_trained_and_tried(recipe: dict[str, Any], write_recipe: Any
         getattr(finetune, "trian")  # noqa: B009
 
 
+@pytest.mark.long
 def test_a_recipe_is_planned(recipe: dict[str, Any], write_recipe: Any) -> None:
     loaded = finetune.load_recipe(write_recipe(recipe))
     choices = plan(loaded, "1xH100-80")

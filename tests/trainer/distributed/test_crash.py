@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 SCRIPT = ROOT / "scripts" / "proofs" / "crash_test.py"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("configs", "launched_kills"),
     [

@@ -156,6 +156,7 @@ def test_teachers_that_are_none(distilling: Path, teacher: Path, tmp_path: Path)
             compute_or_train(distilling, *overrides)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "processes"),
     [

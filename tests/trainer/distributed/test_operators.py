@@ -19,7 +19,9 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("engine", ["single", pytest.param("ddp", marks=pytest.mark.long), "fsdp2"])
+@pytest.mark.parametrize(
+    "engine", ["single", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "fsdp2"))]
+)
 def test_a_layer_starts_no_more_operators_than_plain_peft(engine: str, tmp_path: Path) -> None:
     operators = script("benchmarks/operators.py")
     operators.make_work(tmp_path, operators.MODES)

@@ -28,12 +28,9 @@ RUN: dict[Place, set[str]] = {
         *("full", "full own sft", "full own", "full gpt_oss"),
     },
     ("fsdp2_offload", 2): {"full"},
-    ("zero2", 2): {"qlora"},
     ("zero3", 2): {"full qwen3_5", "lora dora"},
-    ("zero3_offload", 2): {"full"},
     # Ranks share rows.
     ("pp", 2): {"lora", "full orpo"},
-    ("pp_fsdp2", 4): {"full tied evaluated"},
     ("tp", 2): {"lora dropout rslora"},
     ("ulysses", 2): {"full mistral window", "full own"},
     ("ep", 2): {"full mixtral balance"},

@@ -14,10 +14,7 @@ import tiny
 import yaml
 
 LN_2 = float(np.float32(math.log(2)))
-PLACES = [
-    ("fsdp2", 2),
-    *(pytest.param(config, 2, marks=pytest.mark.long) for config in ("ddp", "pp", "cp", "tp")),
-]
+PLACES = [pytest.param(config, 2, marks=pytest.mark.long) for config in ("fsdp2", "ddp", "pp", "cp", "tp")]
 ADAPTERS = (*parity.LORA, "objective.reference=adapters_off")
 JOBS = {  # name: overrides
     "full": (),

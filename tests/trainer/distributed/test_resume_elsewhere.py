@@ -27,6 +27,7 @@ BY_SCRIPT = {
 BY_SCRIPT |= {
     "lora fp16",
     "full bf16",
+    "full fp16",
     "lora dpo adapters off",
     "full qwen3_5",
     "full text part",

@@ -340,6 +340,7 @@ def test_secrets_in_urls_are_not_logged_and_long_logs_are_cut(write: Any, tmp_pa
     assert log.count("f: completion ") == 150
 
 
+@pytest.mark.long
 def test_processes_end_with_a_run_that_is_killed(write: Any, tmp_path: Path) -> None:
     """An idle one at once; one within a call at its limit, even if it never releases Python's lock."""
     source = "import ctypes\ndef f(completion): return completion == '' or ctypes.PyDLL(None).sleep(1000)\n"

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from finetune.recipe.load import _annotation_at, _dotted_names, _is_text, load_recipe
-from finetune.recipe.schema import Wandb
+from finetune.recipe.schema import Mlflow, Wandb
 from finetune.recipe.shorthands import PLAIN_WORDS, SHORTHANDS
 from finetune.recipe.yaml_tree import RecipeError, dump
 
@@ -70,7 +70,7 @@ def test_a_word_is_understood_or_refused(key: str, word: str, recipe: Path, tmp_
     else:
         top.write_text(f"extends: recipe.yaml\n{section}: {f'[{yaml}]' if in_list else yaml}\n")
         place = f"rewards[0].{name}" if in_list else key
-    if key in ("tracking.wandb", "tracking.trackio"):
+    if key in ("tracking.wandb", "tracking.mlflow", "tracking.trackio"):
         value = getattr(load_recipe(top).tracking, name)
         assert (value is None) == (word.lower() in ("off", "no"))
         return
@@ -88,12 +88,14 @@ def test_a_word_is_understood_or_refused(key: str, word: str, recipe: Path, tmp_
 def test_a_tracker_is_switched(words: list[str], is_on: bool, as_override: bool, recipe: Path) -> None:
     for word in words:
         if as_override:
-            loaded = load_recipe(recipe, [f"tracking.wandb={word}", f"tracking.trackio={word}"]).tracking
+            loaded = load_recipe(
+                recipe, [f"tracking.{name}={word}" for name in ("wandb", "mlflow", "trackio")]
+            ).tracking
         else:
-            recipe.write_text(f"{GOOD}tracking: {{wandb: {word}, trackio: {word}}}\n")
+            recipe.write_text(f"{GOOD}tracking: {{wandb: {word}, mlflow: {word}, trackio: {word}}}\n")
             loaded = load_recipe(recipe).tracking
-        expected = (Wandb(), "finetune") if is_on else (None, None)
-        assert (loaded.wandb, loaded.trackio) == expected, word
+        expected = (Wandb(), Mlflow(), "finetune") if is_on else (None, None, None)
+        assert (loaded.wandb, loaded.mlflow, loaded.trackio) == expected, word
     assert load_recipe(recipe, ["tracking.wandb=mine"]).tracking.wandb == Wandb(project="mine")
 
 
