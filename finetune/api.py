@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import UserError
 from finetune.features import load_recipe as _load_recipe
 from finetune.recipe import Recipe
-from finetune.startup import quiet_libraries, short_spins
+from finetune.startup import quiet_libraries, sleep_at_barriers
 
 if TYPE_CHECKING:
     from finetune.release.export.verify import Figures
@@ -45,7 +45,7 @@ def train(recipe: Recipe | str | Path, *overrides: str) -> Path:
     Several processes are started by `finetune launch` or `accelerate launch`, of a script that calls this as well.
     """
     quiet_libraries()
-    short_spins()
+    sleep_at_barriers()
     from finetune.data.sources.hub import check_hub
 
     name = "the recipe" if isinstance(recipe, Recipe) else str(recipe)
@@ -79,7 +79,7 @@ def generate(
     sampling: top_p, top_k, repetition_penalty, seed, stop, as options of the command line.
     """
     quiet_libraries()
-    short_spins()
+    sleep_at_barriers()
     from finetune.release.inference.answering import answers
     from finetune.release.inference.sampling import Sampling
 
@@ -121,7 +121,7 @@ def export(
     base, if it has moved.
     """
     quiet_libraries()
-    short_spins()
+    sleep_at_barriers()
     from rich.console import Console
 
     from finetune.release.export.commands import ExportOptions, export_run
@@ -136,7 +136,7 @@ def verify(
     """Compares an export with its run: tensors, then answers on rows of the run. Returns the figures; None for a
     format that has no answers. Raises RunFailure if they differ."""
     quiet_libraries()
-    short_spins()
+    sleep_at_barriers()
     from rich.console import Console
 
     from finetune.release.export.commands import verify_run
@@ -160,7 +160,7 @@ def evaluate(
     scored as well.
     """
     quiet_libraries()
-    short_spins()
+    sleep_at_barriers()
     from rich.console import Console
 
     from finetune.release.inference.evaluate import EvaluateOptions, evaluate_runs

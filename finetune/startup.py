@@ -19,16 +19,16 @@ def large_pages() -> None:
 _SPINS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
-def short_spins() -> None:
-    """Let threads of torch's OpenMP (GNU's) spin shortly at a barrier before they sleep, if other programs want this
+def sleep_at_barriers() -> None:
+    """Let threads of torch's OpenMP (GNU's) sleep at a barrier at once, without a spin, if other programs want this
     process's cores now; before torch is imported, in this process and its children.
 
-    A thread that waits for one without a core takes its core from others: by default a step beside one busy process
-    takes four times as long. On quiet cores a short spin costs up to half of the speed (benchmarks/README.md). The
+    A thread that spins for one without a core takes its core from others: by default a step beside one busy process
+    takes four times as long. On quiet cores the sleep costs up to half of the speed (benchmarks/README.md). The
     threads are the same, so results are. No effect if the user has set how they wait.
     """
     if not any(name in os.environ for name in _SPINS) and cores_are_wanted():
-        os.environ["GOMP_SPINCOUNT"] = "1000"
+        os.environ["GOMP_SPINCOUNT"] = "0"
 
 
 def cores_are_wanted() -> bool:

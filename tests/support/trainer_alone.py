@@ -10,7 +10,7 @@ from pathlib import Path
 
 from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, without_secrets
 from finetune.recipe import load_recipe
-from finetune.startup import growing_segments, large_pages, quiet_libraries, short_spins
+from finetune.startup import growing_segments, large_pages, quiet_libraries, sleep_at_barriers
 from finetune.training.signals import listening
 
 
@@ -34,7 +34,7 @@ def _run(command: str, path: str, overrides: list[str], config: str | None) -> N
     with listening() as stop:
         loaded = load_recipe(path, overrides)
         quiet_libraries()
-        short_spins()
+        sleep_at_barriers()
         large_pages()
         growing_segments()
         from rich.console import Console

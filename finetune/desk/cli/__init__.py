@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from finetune import __version__
 from finetune.desk.cli import finished, launched, recipes
 from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, unforeseen, without_secrets
-from finetune.startup import is_verbose, quiet_libraries, short_spins, verbose_libraries
+from finetune.startup import is_verbose, quiet_libraries, sleep_at_barriers, verbose_libraries
 
 
 def _without_type(params: list[Any]) -> list[Any]:
@@ -70,7 +70,7 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         quiet_libraries()  # before the command imports them
-        short_spins()
+        sleep_at_barriers()
         return super().invoke(ctx)
 
 

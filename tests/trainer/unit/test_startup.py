@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.startup import growing_segments, short_spins
+from finetune.startup import growing_segments, sleep_at_barriers
 
 LARGE_PAGES = """
 from finetune.startup import large_pages
@@ -62,7 +62,7 @@ def test_the_allocator_is_the_user_s(
     os.environ.pop("PYTORCH_ALLOC_CONF", None)
 
 
-SPINS = "from finetune.startup import short_spins; short_spins(); import torch"
+SPINS = "from finetune.startup import sleep_at_barriers; sleep_at_barriers(); import torch"
 WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
@@ -82,12 +82,12 @@ def busy_cores() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("users", "expected"),
     [
-        ({}, "1000"),
+        ({}, "0"),
         pytest.param({"GOMP_SPINCOUNT": "7"}, "7", marks=pytest.mark.long),
         pytest.param({"OMP_WAIT_POLICY": "PASSIVE"}, "0", marks=pytest.mark.long),
     ],
 )
-def test_threads_of_torch_spin_shortly_beside_other_programs(users: dict[str, str], expected: str) -> None:
+def test_threads_of_torch_sleep_at_barriers_beside_other_programs(users: dict[str, str], expected: str) -> None:
     """By what the OpenMP that torch has loaded says itself."""
     environment = {name: value for name, value in os.environ.items() if name not in WAITS}
     environment |= {"OMP_DISPLAY_ENV": "verbose", **users}
@@ -99,5 +99,5 @@ def test_threads_spin_as_they_do_where_nobody_wants_the_cores(monkeypatch: pytes
     for name in WAITS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 10_000)  # more than there are programs
-    short_spins()
+    sleep_at_barriers()
     assert "GOMP_SPINCOUNT" not in os.environ
