@@ -3,10 +3,12 @@
     y = x W' + s (x A') B'        x (T, I), W (O, I), A (r, I), B (O, r), s the scaling
 
 peft makes the adapter's (T, O), multiplies it by s and adds it; each of the three is a pass over the output, and
-autograd has as many in the backward, and adds up gradients of x from W and from A. Here B's product adds into W's, s is
-the product's own factor, and layers of one input (q, k and v; gate and up) have one product with their A, and one
-gradient of x into which all add. The same values to rounding, with fewer roundings. A W that is packed (QLoRA) is
-unpacked for the product, and again in the backward; peft would also copy each output.
+autograd has as many in the backward, and adds up gradients of x from W and from A. Here W's product adds to what B's
+has written: B's is bound by memory and only writes, W's by its FLOPs and reads on the side. s is the product's own
+factor. Layers of one input (q, k and v; gate and up) have one product with their A, one for the gradients of all A, and
+one gradient of x into which all add. The same values to rounding, with fewer roundings: what is rounded twice is the
+adapter's small share. A W that is packed (QLoRA) is unpacked for the product, and again in the backward; peft would
+also copy each output.
 
 Under fp16 s multiplies an (T, r), never a gradient of (T, O) or a product that s makes smaller: these would overflow at
 another loss scale than where layers are fused, and others steps be skipped.
@@ -230,9 +232,8 @@ class _Products(torch.autograd.Function):
         outputs = []
         for i, part in enumerate(_split(inner, ctx.ranks, 1)):
             weight, bias = base[2 * i : 2 * i + 2]
-            y = _product(rows, _matrix(bases[i], weight, compute), bias, compute)
-            y.addmm_(part, casts.up_t[i], alpha=scaling[i])
-            outputs.append(y)
+            y = _scaled_product(part, casts.up_t[i], None if bias is None else _typed(bias, compute), scaling[i])
+            outputs.append(y.addmm_(rows, _matrix(bases[i], weight, compute).t()))
         ctx.save_for_backward(rows, inner, casts.down, *casts.up, *base[::2])
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -242,40 +243,58 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         rows, inner, down, *weights = ctx.saved_tensors
         n, compute, ranks = len(ctx.scaling), ctx.compute, ctx.ranks
-        up, base, down = weights[:n], weights[n:], _split(down, ranks, 0)
-        of_down: list[Tensor | None] = [None] * n
-        of_up: list[Tensor | None] = [None] * n
+        up, base = weights[:n], weights[n:]
+        of_inner = _of_inner(grads, up, ranks, inner)  # (T, sum of r), without the scaling
+        of_up = [
+            None if of_y is None else _of_up(of_y, part, up[i], ctx.scaling[i])
+            for i, (of_y, part) in enumerate(zip(grads, _split(inner, ranks, 1), strict=True))
+        ]
+        scaling = ctx.scaling[0]
+        if compute == torch.float16 or any(other != scaling for other in ctx.scaling):
+            for part, factor in zip(_split(of_inner, ranks, 1), ctx.scaling, strict=True):
+                part.mul_(factor)
+            scaling = 1.0
+        # beta=0: A is not read, it gives the shape. The product is scaled before it is rounded.
+        of_down = _split(torch.addmm(down, of_inner.t(), rows, beta=0, alpha=scaling), ranks, 0)
         of_x: Any = None
-        for i, part in enumerate(_split(inner, ranks, 1)):
-            if grads[i] is None:  # an unused output
-                continue
-            of_y = grads[i]  # (T, O)
-            of_inner = torch.mm(of_y, up[i])  # (T, r), without the scaling
-            of_down[i], of_up[i] = _of_adapter(of_y, of_inner, rows, part, down[i], up[i], ctx.scaling[i])
-            if ctx.needs_input_grad[0]:
-                weight = _matrix(ctx.bases[i], base[i], compute)
-                of_x = torch.mm(of_y, weight) if of_x is None else of_x.addmm_(of_y, weight)
-                of_x.addmm_(of_inner, down[i], alpha=ctx.scaling[i])
-        if of_x is not None:
+        if ctx.needs_input_grad[0]:
+            of_x = _scaled_product(of_inner, down, None, scaling)
+            for i, of_y in enumerate(grads):
+                if of_y is not None:
+                    of_x.addmm_(of_y, _matrix(ctx.bases[i], base[i], compute))
             of_x = _typed(of_x.view(ctx.shape), ctx.type)
+        of_down = [None if of_y is None else one for of_y, one in zip(grads, of_down, strict=True)]
         return of_x, None, None, None, None, *[None] * (2 * n), *of_down, *of_up
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype) -> Tensor:  # (T, O)
-    if bias is None:
-        return torch.mm(rows, weight.t())
-    return torch.addmm(_typed(bias, compute), rows, weight.t())
+def _scaled_product(inner: Tensor, up_t: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
+    """Returns bias + s inner B', of (T, r) and (r, O), for W's product to add to. s is before the rounding."""
+    if bias is not None:
+        return torch.addmm(bias, inner, up_t, alpha=scaling)
+    if scaling == 1:
+        return torch.mm(inner, up_t)
+    y = torch.empty(inner.shape[0], up_t.shape[1], dtype=inner.dtype, device=inner.device)
+    return y.addmm_(inner, up_t, beta=0, alpha=scaling)  # beta=0: what is there is not read
 
 
-def _of_adapter(
-    of_y: Tensor, of_inner: Tensor, rows: Tensor, inner: Tensor, down: Tensor, up: Tensor, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of A and B. of_inner: (T, r), without the scaling."""
+def _of_inner(grads: Sequence[Any], up: list[Tensor], ranks: list[int], inner: Tensor) -> Tensor:
+    """Returns the gradients (T, sum of r) of the layers' inner parts, without the scaling; 0 for an unused output."""
+    if len(ranks) == 1:
+        return torch.mm(grads[0], up[0])
+    of_inner = torch.empty_like(inner)
+    for of_y, weight, part in zip(grads, up, _split(of_inner, ranks, 1), strict=True):
+        if of_y is None:
+            part.zero_()
+        else:
+            torch.mm(of_y, weight, out=part)
+    return of_inner
+
+
+def _of_up(of_y: Tensor, inner: Tensor, up: Tensor, scaling: float) -> Tensor:
+    """Returns the gradient (O, r) of B."""
     if of_y.dtype == torch.float16:
-        return torch.mm((of_inner * scaling).t(), rows), torch.mm(of_y.t(), inner * scaling)
-    # beta=0: A and B are not read, they give the shape. The product is scaled before it is rounded.
-    of_down = torch.addmm(down, of_inner.t(), rows, beta=0, alpha=scaling)
-    return of_down, torch.addmm(up, of_y.t(), inner, beta=0, alpha=scaling)
+        return torch.mm(of_y.t(), inner * scaling)
+    return torch.addmm(up, of_y.t(), inner, beta=0, alpha=scaling)
 
 
 def _matrix(base: Any, weight: Tensor, compute: torch.dtype) -> Tensor:  # (O, I)
@@ -291,7 +310,7 @@ def _adapted(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output (T, O) and rows A' (T, r). All tensors have the compute type."""
     inner = F.linear(rows, down)
-    return F.linear(rows, weight, bias).addmm_(inner, up.t(), alpha=scaling), inner
+    return _scaled_product(inner, up.t(), bias, scaling).addmm_(rows, weight.t()), inner
 
 
 @_adapted.register_fake
@@ -304,9 +323,11 @@ def _adapted_backward(
     of_y: Tensor, rows: Tensor, inner: Tensor, weight: Tensor, down: Tensor, up: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of rows, A and B."""
-    of_inner = of_y @ up
-    of_rows = (of_y @ weight).addmm_(of_inner, down, alpha=scaling)
-    return of_rows, *_of_adapter(of_y, of_inner, rows, inner, down, up, scaling)
+    of_inner, of_up = of_y @ up, _of_up(of_y, inner, up, scaling)
+    if of_y.dtype == torch.float16:
+        of_inner, scaling = of_inner.mul_(scaling), 1.0
+    of_down = torch.addmm(down, of_inner.t(), rows, beta=0, alpha=scaling)
+    return _scaled_product(of_inner, down, None, scaling).addmm_(of_y, weight), of_down, of_up
 
 
 @_adapted_backward.register_fake

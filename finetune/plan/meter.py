@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves  # as this function
 
 BLOCK = 512  # bytes: CUDA's allocator rounds up to a multiple (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
+_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 _PRODUCTS += ("grouped_mm_fallback", "grouped_mm_fallback_backward")  # transformers'
+# FLOPs a byte. Below, as of adapters of low rank, a product waits for memory: each GPU of engine/hardware.yaml has more
+# in 16 bits.
+_FEW_FLOPS = 100
 _ATTENTION = ("scaled_dot_product", "attention", "varlen")
 _FREE = ("detach", "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_unsafe_view", "set_")
 _FREE += ("resize_", "record_stream", "lift_fresh", "sym_size", "is_same_size", "_local_scalar_dense")
@@ -32,7 +36,7 @@ def device_type(tensor: Tensor) -> str:
 class Meter(TorchDispatchMode):
     """Weighs the storages that operators return, until they are freed.
 
-    count: called with each operator, its arguments and its result.
+    count: called with each operator, the arguments that it reads, and its result.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class Meter(TorchDispatchMode):
                     self._sizes[key] = 0
                     weakref.finalize(storage, self._freed, key)
                 self._resized(key, storage.nbytes())
-            self._count(func, args, out)
+            self._count(func, args[1:] if named.get("beta") == 0 else args, out)
         return out
 
     def _resized(self, key: int, size: int) -> None:
@@ -119,7 +123,7 @@ def together(parts: Sequence[Work]) -> Work:
 
 
 class OperatorCounter:
-    """Counts operators by part: those that the host starts, and the bytes of those without a product.
+    """Counts operators by part: those that the host starts, and the bytes of those that wait for memory.
 
     FLOPs of matrix products and of attention are in `models/flops.py`.
     """
@@ -146,9 +150,18 @@ class OperatorCounter:
         if any(word in name for word in _ATTENTION):
             return
         size = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in _tensors((*args, out)))
-        sums = self._sizes[self.part, name in _PRODUCTS].setdefault(int(size).bit_length(), [0.0, 0])
+        is_product = name in _PRODUCTS and _flops(name, args) >= _FEW_FLOPS * size
+        sums = self._sizes[self.part, is_product].setdefault(int(size).bit_length(), [0.0, 0])
         sums[0] += size
         sums[1] += 1
+
+
+def _flops(name: str, args: Any) -> float:
+    """Returns the FLOPs of a product of two matrices, its last tensors; inf for other products."""
+    if name not in ("mm", "addmm", "addmm_"):
+        return math.inf
+    left, right = _tensors(args)[-2:]
+    return 2.0 * left.numel() * right.shape[-1]
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

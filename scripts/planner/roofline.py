@@ -154,7 +154,7 @@ def cost(func: Any, args: Any, out: Any, phase: str) -> tuple[str, float, float,
     if name in PICKS:  # not all of the tensor that they pick from or put into
         size = 2.0 * max(tensor.nbytes for tensor in (*args, out)[PICKS[name]] if hasattr(tensor, "nbytes"))
     if name in MM:
-        left, right = args[-2:] if name.startswith(("mm", "bmm")) else args[1:3]
+        left, right = _tensors(args)[-2:]
         flops = 2.0 * left.numel() * right.shape[-1] / (PRODUCTS * PEAK)
     elif name in GROUPED:
         flops = 2.0 * args[0].numel() * args[1].shape[-1] / (PRODUCTS * PEAK)

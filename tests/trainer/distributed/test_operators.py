@@ -13,9 +13,9 @@ from conftest import ROOT, script
 # Of a Llama's layer with one document, forward and backward, with torch 2.13 and transformers 5.23, by
 # `python benchmarks/operators.py`. One that rises is host time in every layer: `--list` says which operators.
 NUMBERS = {
-    "single": {"full": 789, "lora": 850, "qlora": 1004},
-    "ddp": {"full": 792, "lora": 888, "qlora": 1042},
-    "fsdp2": {"full": 896, "lora": 1189, "qlora": 1343},
+    "single": {"full": 789, "lora": 842, "qlora": 996},
+    "ddp": {"full": 792, "lora": 880, "qlora": 1034},
+    "fsdp2": {"full": 896, "lora": 1181, "qlora": 1335},
 }
 
 

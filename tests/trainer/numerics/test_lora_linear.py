@@ -246,7 +246,7 @@ def test_a_model_may_add_to_an_output_in_place(shape: tuple[int, ...]) -> None:
 
 
 def test_it_makes_no_pass_over_an_output() -> None:
-    """The scaling and the sum are parts of products; q, k and v read their input once for A."""
+    """The scaling and the sum are parts of products; q, k and v read their input once for A, and for its gradient."""
 
     class Calls(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -260,10 +260,11 @@ def test_it_makes_no_pass_over_an_output() -> None:
         outputs = [projection(x) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)]
         forward, names = names, []
         torch.cat(outputs, 2).sum().backward()
-    assert [name for name in forward if "mm" in name] == ["aten::mm", *["aten::mm", "aten::addmm_"] * 3]
+    assert [name for name in forward if "mm" in name] == ["aten::mm", *["aten::addmm_", "aten::addmm_"] * 3]
     assert "aten::add.Tensor" not in forward
     assert not any(name.startswith("aten::mul.") for name in forward)
-    assert names.count("aten::addmm_") == 5  # into the first layer's gradient of x
+    assert names.count("aten::addmm_") == 4  # the adapters' gradient of x, then that of each layer into it
+    assert names.count("aten::addmm") == 1 + 3  # the gradients of all A, and of each B
 
 
 def test_layers_called_with_other_inputs_compute_alone() -> None:
@@ -277,6 +278,33 @@ def test_layers_called_with_other_inputs_compute_alone() -> None:
         return [layer(given) for layer, given in (*calls, (attention.v_proj, y))]
 
     torch.testing.assert_close(outputs(ours), outputs(theirs), rtol=1e-12, atol=1e-12)
+
+
+def test_layers_of_one_input_may_be_scaled_each_its_own_way() -> None:
+    """Their A have one product in the backward, whose factor is one if they have one."""
+    theirs = adapted(alpha_pattern={"k_proj": 4, "up_proj": 20}).double()
+    ours = fused(theirs)
+    feed_forward = ours.base_model.model.model.layers[0].mlp
+    assert feed_forward.gate_proj.scaling != feed_forward.up_proj.scaling
+    assert difference(step(ours), step(theirs)) < 1e-13
+
+
+def test_an_unused_output_leaves_its_adapter_without_a_gradient() -> None:
+    theirs = adapted(1).double()
+    ours = fused(theirs)
+    x = torch.randn(1, 5, 32, dtype=torch.double)
+
+    def gradients(model: Any) -> dict[str, Any]:
+        attention, rows = model.base_model.model.model.layers[0].self_attn, x.clone().requires_grad_()
+        query, _, value = (layer(rows) for layer in (attention.q_proj, attention.k_proj, attention.v_proj))
+        (query.sum() + value.square().sum()).backward()
+        return {"x": rows.grad, **{name: one.grad for name, one in attention.named_parameters() if "lora" in name}}
+
+    some, other = gradients(ours), gradients(theirs)
+    assert [name for name in some if some[name] is None] == [name for name in other if other[name] is None] != []
+    for name in other:
+        if other[name] is not None:
+            torch.testing.assert_close(some[name], other[name], rtol=1e-12, atol=1e-12)
 
 
 def test_no_rows_have_gradients_of_zero() -> None:
