@@ -16,10 +16,10 @@ another loss scale than where layers are fused, and others steps be skipped.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,18 +50,23 @@ def fuse_adapters(model: nn.Module) -> None:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
             if not all(isinstance(layer, FusedLinear) for layer in layers):
                 continue
-            # The forward has to call each of these layers once, with the same variable and at the same depth: not in
-            # a branch of its own, as in models whose layers take over another's keys.
-            calls = [
-                (layer, variable, len(line) - len(line.lstrip()))
-                for line in inspect.getsource(type(parent).forward).splitlines()
-                for layer, variable in re.findall(rf"self\.({'|'.join(names)})\((\w+)\)", line)
-            ]
-            is_alike = len({call[1:] for call in calls}) == 1
-            if is_alike and sorted(layer for layer, _, _ in calls) == sorted(names):
+            if _calls_alike(type(parent), names):
                 shared = Siblings(layers)
                 for layer in layers:
                     layer.siblings = shared
+
+
+@functools.cache
+def _calls_alike(kind: type[nn.Module], names: tuple[str, ...]) -> bool:
+    """Returns whether a forward calls each of these layers once, with the same variable and at the same depth: not in a
+    branch of its own, as in models whose layers take over another's keys."""
+    calls = [
+        (layer, variable, len(line) - len(line.lstrip()))
+        for line in inspect.getsource(kind.forward).splitlines()
+        for layer, variable in re.findall(rf"self\.({'|'.join(names)})\((\w+)\)", line)
+    ]
+    is_alike = len({call[1:] for call in calls}) == 1
+    return is_alike and sorted(layer for layer, _, _ in calls) == sorted(names)
 
 
 class Siblings:
@@ -175,7 +180,7 @@ def products(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
     of_adapters = (*down, *up)
     # Without a cast they are used at once: FSDP2 has gathered them for this layer, and frees them.
     shares = any(weight.dtype != compute for weight in of_adapters)
-    cast = partial(_cast, compute=compute)
+    cast = functools.partial(_cast, compute=compute)
     casts = shared_cast(of_adapters, cast) if shares else cast(of_adapters)
     outputs: Any = _Products.apply(x, compute, scaling, bases, casts, *frozen, *of_adapters)
     # A model may add to an output in place (Llama 4), which autograd allows for views that are created outside.

@@ -14,6 +14,7 @@ these names. So it is given paths, and its reading of names is off meanwhile. Wh
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
@@ -199,17 +200,15 @@ def layers_out_of_reach(model: Any) -> dict[str, str]:
     """Returns the linear layers that no adapter can be on, with the reason: it acts when a layer is called, and adds a
     plain product. Some layers' weights are handed to a kernel by the module around them, as Mamba's are; others are
     linear by their class but compute something else, as DeepSeek-V4's grouped ones do."""
-    read = re.compile(r"self\.(\w+)\.weight\b(?!\[|\.(?:data|dtype|device|shape))")  # not only its type, or a slice
     modules = {
         name: module
         for name, module in model.named_modules()
         if type(module).__module__.startswith("transformers.models.") and not isinstance(module, PreTrainedModel)
     }
-    by_class = {kind: dict.fromkeys(read.findall(inspect.getsource(kind))) for kind in {*map(type, modules.values())}}
     handed_over = {
         f"{name}.{layer}": f"{type(module).__name__} reads its weight itself, for its kernels"
         for name, module in modules.items()
-        for layer in by_class[type(module)]
+        for layer in _weights_read_by(type(module))
         if isinstance(getattr(module, layer, None), nn.Linear)
     }
     special = {
@@ -218,6 +217,13 @@ def layers_out_of_reach(model: Any) -> dict[str, str]:
         if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
     }
     return handed_over | special
+
+
+@functools.cache
+def _weights_read_by(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Returns the layers whose weight a class reads, and not only its type, or a slice. Its source is parsed for it."""
+    read = re.compile(r"self\.(\w+)\.weight\b(?!\[|\.(?:data|dtype|device|shape))")
+    return tuple(dict.fromkeys(read.findall(inspect.getsource(kind))))
 
 
 # --- peft's settings
