@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,34 @@ def test_a_result_is_exported_and_compared(recipe: dict[str, Any], write_recipe:
         finetune.export(tmp_path / "nowhere")
     with pytest.raises(UserError, match="nowhere"):
         finetune.evaluate(tmp_path / "nowhere", "maths")
+
+
+@pytest.mark.long
+def test_the_lines_of_the_docs_run_together_and_each_alone(
+    recipe: dict[str, Any], write_recipe: Any, tmp_path: Path
+) -> None:
+    """Those of docs/start/installation.md in one fresh interpreter; then each function in one of its own, as the first
+    that it imports. Only lm_eval's task is left out: it is on the hub."""
+    write_recipe(recipe | {"mode": "lora", "lora": {"rank": 4, "alpha": 8}}, "lora.yaml")
+    page = (ROOT / "docs" / "start" / "installation.md").read_text(encoding="utf-8")
+    (block,) = [one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "load_recipe(" in one]
+    kept = [line for line in block.splitlines() if "gsm8k" not in line]
+    assert len(kept) == len(block.splitlines()) - 1
+
+    def run(lines: list[str]) -> str:
+        done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    together = run([*kept, "print('run_dir', run_dir)", "print('exported', exported)"])
+    places = {word: repr(rest) for word, _, rest in (line.partition(" ") for line in together.splitlines())}
+    start = [kept[0], f"run_dir, exported = {places['run_dir']}, {places['exported']}", "recipe = 'lora.yaml'"]
+    calls = [line for line in kept if re.search(r"\b(plan|generate|verify)\(", line) and "import" not in line]
+    assert len(calls) == 3
+    for line in calls:
+        said = run([*start, line]).strip().splitlines()[-1]
+        assert said in together, line
+    assert Path(run([kept[0], f"print(export({places['run_dir']}, out='alone'))"]).splitlines()[-1]).name == "alone"
 
 
 def test_importing_the_package_imports_nothing_else() -> None:
