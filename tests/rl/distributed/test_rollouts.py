@@ -81,17 +81,15 @@ LORA = {"mode": "lora", "lora": {"rank": 4, "alpha": 8}, "optimizer": {"lr": 5e-
 QLORA = {**LORA, "mode": "qlora", "quantization": {"type": "nf4"}, "optimizer": {"lr": 1e-3}}  # see parity.QLORA
 MODES: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA, "qlora": QLORA, "distill": {}}
 DEFAULT = (("fsdp2", 2, "full"),)
+# Every config, and every mode on every kind of them: replicas, shards of either library, shared rows and matrices,
+# stages, experts.
 MORE = (
-    ("zero3", 2, "full"),
-    *((config, 2, "full") for config in ("ddp", "zero2", "tp", "cp", "ulysses", "ep")),
+    *((config, 2, "full") for config in ("ddp", "zero3", "tp", "cp", "ep", "pp")),
     *((config, 2, "full") for config in ("fsdp2_offload", "zero2_offload", "zero3_offload")),
-    *((config, 4, "full") for config in ("hsdp", "fsdp2_tp", "fsdp2_cp", "ddp", "ep", "pp_dp")),
-    *(("pp", 2, mode) for mode in ("full", "lora", "qlora", "distill")),
-    *((config, 2, "lora") for config in ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload", "tp", "cp", "ulysses")),
-    *((config, 2, "qlora") for config in ("ddp", "fsdp2", "zero2", "zero3", "cp", "ulysses")),
-    *(("hsdp", 4, mode) for mode in ("lora", "qlora")),
-    ("ep", 2, "lora"),
-    *((config, 2, "distill") for config in ("ddp", "fsdp2", "zero2", "zero3", "zero3_offload", "tp", "cp", "ulysses")),
+    *((config, 4, "full") for config in ("hsdp", "fsdp2_tp", "fsdp2_cp", "pp_dp")),
+    *((config, 2, "lora") for config in ("ddp", "fsdp2", "zero2", "tp", "ulysses", "pp", "ep")),
+    *((config, 2, "qlora") for config in ("ddp", "fsdp2", "zero3", "cp", "pp")),
+    *((config, 2, "distill") for config in ("ddp", "fsdp2", "zero3", "tp", "ulysses", "pp")),
     ("hsdp", 4, "distill"),
 )
 
