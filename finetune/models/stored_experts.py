@@ -49,12 +49,12 @@ def stored_product(
         down = adapter.down.view(count, -1, adapter.down.shape[1])[own]  # (E, r, I)
         up = adapter.up.view(len(adapter.up), -1, count)[..., own].permute(2, 0, 1)  # (E, O, r)
         factors = (down.to(packed.dtype), up.to(packed.dtype))
-    outputs: Any = _Products.apply(rows, packed, matrix, bounds(ends), scaling, *factors)
+    outputs: Any = _Products.apply(rows, packed, matrix, bounds(ends, len(rows)), scaling, *factors)
     return outputs if bias is None else outputs + bias.to(outputs.dtype)
 
 
-def bounds(ends: Tensor) -> list[int]:
-    """Returns the first row of each expert, and the end. Waits for the device."""
+def bounds(ends: Tensor, rows: int) -> list[int]:
+    """Returns the first row of each expert, and the end, `rows`. Waits for the device."""
     return [0, *ends.tolist()]
 
 

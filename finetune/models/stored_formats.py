@@ -22,13 +22,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    from finetune.recipe import Recipe
 
 E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0  # of E4M3
@@ -469,3 +472,28 @@ FORMATS: dict[str, Callable[[dict[str, Any], Any, torch.dtype, str | None], Form
     "gptq": _gptq,
     "awq": _awq,
 }
+
+
+def check_stored(recipe: Recipe, config: PretrainedConfig) -> None:
+    """Raises UserError for a base in a format that is not read, or that the recipe cannot train as it is stored."""
+    if (form := stored_format(config, recipe.model.name)) is None or recipe.model.stored == "unpack":
+        return
+    name = recipe.model.name
+    if recipe.mode != "lora":
+        kept = "trains all weights" if recipe.mode == "full" else "would pack them again"
+        raise UserError(
+            f"mode: {recipe.mode}: {name!r} is stored as {form.name}, for frozen weights. The mode {kept}. Fix: use "
+            "`mode: lora`, which computes with their exact values, or `model.stored: unpack`"
+        )
+    assert recipe.lora is not None
+    if recipe.lora.dora:
+        raise UserError(
+            f"lora.dora: peft cannot unpack {name!r}, which is stored as {form.name}. It divides by the norms of the "
+            "base's rows. Fix: set it to false, or `model.stored: unpack`"
+        )
+    experts = getattr(config.get_text_config(), "num_local_experts", 0) or getattr(config, "num_experts", 0)
+    if recipe.train.compile and (form.of_experts or experts):
+        raise UserError(
+            f"train.compile: the experts of {name!r} are unpacked one by one, by how many tokens chose each. They are "
+            f"stored as {form.name}. Fix: set it to false, or `model.stored: unpack`"
+        )

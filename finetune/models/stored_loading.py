@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,10 +139,11 @@ def _names_in_files(model: Any, named: list[Any], form: Format) -> dict[str, lis
         }
     for i, (name, (_, _, experts, rows, _)) in enumerate(zip(names, named, strict=True)):
         shape = (rows, 1) if experts is None else (experts, rows, 1)
-        numbered[name] = (torch.arange((experts or 1) * rows) + i * _NUMBER).view(shape)
+        count = torch.arange((experts or 1) * rows, device="cpu")  # a plan makes its models on `meta`
+        numbered[name] = (count + i * _NUMBER).view(shape)
     found: dict[str, list[tuple[int, Piece]]] = {name: [] for name in names}
     for name, values in revert_weight_conversion(model, numbered).items():
-        if values.ndim != 2 or not torch.equal(values[:, 0], torch.arange(len(values)) + values[0, 0]):
+        if values.ndim != 2 or not torch.equal(values.diff(dim=0), torch.ones_like(values[1:])):
             continue  # `stored_parameters` finds rows missing
         number, row = divmod(int(values[0, 0]), _NUMBER)
         rows = named[number][3]
@@ -224,7 +225,7 @@ def with_holes(model_class: Any, stored: list[StoredParameter]) -> Any:
                 if one.experts is None:
                     self.set_submodule(one.path, _Hole(module.bias))
                 else:
-                    del module._parameters[one.name]
+                    module.register_parameter(one.name, None)  # the others keep their order
                     module._is_hf_initialized = True  # its own initialization would look for the weight
 
     # transformers finds conversions by the names of class and module.
@@ -238,14 +239,25 @@ def with_holes(model_class: Any, stored: list[StoredParameter]) -> Any:
 class StoredFiles:
     """The stored matrices of a checkpoint's files.
 
-    places: the file of each tensor.
+    places: the file of each tensor; plain: those that the model reads as they are. Raises UserError if the files have
+    other tensors than the config says.
     """
 
-    def __init__(self, form: Format, stored: Iterable[StoredParameter], places: Mapping[str, Path], name: str):
+    def __init__(
+        self,
+        form: Format,
+        stored: Iterable[StoredParameter],
+        places: Mapping[str, Path],
+        name: str,
+        plain: Container[str] = (),
+    ):
         self._form, self._places, self._name = form, places, name
         self._stored = list(stored)
         self.own = {tensor for one in self._stored for tensor in self.tensors_of(one)}  # names of all their tensors
         missing = sorted({tensor for one in self._stored for tensor in self._needed(one)} - {*places})
+        # A weight that is read as a plain one would be cast from its codes.
+        scaled = (name for name in places if name.endswith("weight_scale_inv") and name not in self.own)
+        missing = [f"a plain {one}" for name in scaled if (one := name.removesuffix("_scale_inv")) in plain] or missing
         if missing:
             raise UserError(
                 f"model.name: {name!r} lacks {missing[0]}, though its config says {form.name} ({len(missing):,} in "

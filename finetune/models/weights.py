@@ -32,7 +32,7 @@ from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import check_loaded_again, lost_to_scores
 from finetune.models.base_config import dtypes, first_line, not_found_reason, without_weights
 from finetune.models.base_model import Base, processor_settings
-from finetune.models.checkpoint_files import check_names_kept, tensor_places, unread_names, unread_tensors
+from finetune.models.checkpoint_files import check_names_kept, loaded_names, tensor_places, unread_names, unread_tensors
 from finetune.models.compiled import compile_layers
 from finetune.models.damage import check_weights, mismatched_sizes, weights_problem
 from finetune.models.lora_targets import (
@@ -55,7 +55,7 @@ from finetune.models.packed_linear import (
 from finetune.models.patches import replace_class, set_attribute
 from finetune.models.remote_code import from_config
 from finetune.models.score_model import labelled, score_head, start_score_head
-from finetune.models.stored_formats import Format, stored_format
+from finetune.models.stored_formats import Format, check_stored, stored_format
 from finetune.models.stored_loading import (
     StoredFiles,
     place_stacks,
@@ -280,7 +280,7 @@ def _base_model(
         model.base_checkpoint = files
     is_packed = is_read_packed(config)
     if stored is not None:
-        model.kept_tensors = stored.unread()
+        model.kept_tensors = stored.unread
     elif auto is AutoModelForSequenceClassification:
         model.lost_tensors = lost_to_scores(files) if files else list(unread_tensors(model, settings, is_packed))
     elif files is not None:
@@ -295,33 +295,9 @@ def is_read_packed(config: PretrainedConfig) -> bool:
     return is_stored_quantized(config) and stored_format(config) is None
 
 
-def check_stored(recipe: Recipe, config: PretrainedConfig) -> None:
-    """Raises UserError for a base in a format that is not read, or that the recipe cannot train as it is stored."""
-    if (form := stored_format(config, recipe.model.name)) is None or recipe.model.stored == "unpack":
-        return
-    name = recipe.model.name
-    if recipe.mode != "lora":
-        kept = "trains all weights" if recipe.mode == "full" else "would pack them again"
-        raise UserError(
-            f"mode: {recipe.mode}: {name!r} is stored as {form.name}, for frozen weights. The mode {kept}. Fix: use "
-            "`mode: lora`, which computes with their exact values, or `model.stored: unpack`"
-        )
-    assert recipe.lora is not None
-    if recipe.lora.dora:
-        raise UserError(
-            f"lora.dora: peft cannot unpack {name!r}, which is stored as {form.name}. It divides by the norms of the "
-            "base's rows. Fix: set it to false, or `model.stored: unpack`"
-        )
-    if recipe.train.compile and form.of_experts:
-        raise UserError(
-            f"train.compile: the experts of {name!r} are unpacked one by one, by how many tokens chose each. They are "
-            f"stored as {form.name}. Fix: set it to false, or `model.stored: unpack`"
-        )
-
-
 class _StoredBase:
     """A checkpoint whose weights are stored in a format of `stored_formats`. Raises UserError if its files or sizes are
-    not of the format."""
+    not of the format. unread: the file of each tensor that becomes nothing, see `unread_tensors`."""
 
     def __init__(self, settings: Model, auto: Any, plain: PretrainedConfig, form: Format):
         self._settings, self._plain = settings, plain
@@ -329,17 +305,18 @@ class _StoredBase:
         self.skeleton.tie_weights()
         self._places = tensor_places(settings)
         self._stored = stored_parameters(self.skeleton, form)
-        self._files = StoredFiles(form, self._stored, self._places, settings.name or "")
+        loaded, own = loaded_names(self.skeleton, self._places)[0], {*self.skeleton.state_dict()}
+        stored = {f"{one.path}.{one.name}" for one in self._stored}
+        plain = {name for name, target in loaded.items() if target is not None and target not in stored}
+        name = settings.name or ""
+        self._files = StoredFiles(form, self._stored, self._places, name, plain)
+        unread = (name for name, target in loaded.items() if target is None and name not in own)
+        self.unread = {name: self._places[name] for name in unread if name not in self._files.own}
 
     def read(self, stored_in: torch.dtype, kept_on: torch.device, unpacks: bool, **common: Any) -> tuple[Any, Any]:
         """Returns the model, and transformers' report; arguments as of `read_stored`."""
         how = {"kept_on": kept_on, "unpacks": unpacks, "name": self._settings.name, **common}
         return read_stored(type(self.skeleton), self._plain, self._stored, self._files, stored_in, **how)
-
-    def unread(self) -> dict[str, Path]:
-        """Returns the file of each tensor that becomes nothing, see `unread_tensors`."""
-        plain = [name for name in self._places if name not in self._files.own]
-        return {name: self._places[name] for name in unread_names(self.skeleton, plain)}
 
 
 def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str) -> Any:

@@ -123,7 +123,7 @@ MAKE: dict[str, Callable[[Tensor, torch.Generator], Made]] = {
     "gptq": gptq,
     "awq": awq,
 }
-KEPT = ("lm_head.weight", "embed_tokens.weight", "mlp.gate.weight", "router.weight")
+KEPT = ("lm_head.weight", "embed_tokens.weight", ".gate.weight", "router.weight", "shared_expert_gate.weight")
 
 
 def store(plain: Path, folder: Path, kind: str) -> tuple[Path, Path]:
