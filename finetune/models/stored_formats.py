@@ -66,8 +66,9 @@ class Format(ABC):
         """Returns the values (rows, columns) in fp32."""
 
     @abstractmethod
-    def pack(self, values: Tensor, base: Parts) -> dict[str, Tensor]:
-        """Returns the parts of values (rows, columns), fp32, rounded to nearest. base: those that it had."""
+    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """Returns the parts of values (rows, columns), fp32, rounded to nearest. base: those that it had; kinds: the
+        types of parts in files."""
 
     def file_name(self, weight: str, part: str) -> str:
         """Returns the name in files of a part. weight: the name that the weight has in a plain checkpoint."""
@@ -157,7 +158,7 @@ class Fp8Blocks(Format):
             return blocks.mul_(scale[:, None, :, None]).view(rows, columns)
         return values.mul_(self._each(scale, rows, columns))
 
-    def pack(self, values: Tensor, base: Parts) -> dict[str, Tensor]:
+    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         rows, columns = values.shape
         (high, wide), scale = self.block, base["weight_scale_inv"]
         padded = values.new_zeros(scale.shape[0] * high, scale.shape[1] * wide)
@@ -166,6 +167,8 @@ class Fp8Blocks(Format):
         own = largest / _LARGEST
         if self.powers:
             own = torch.exp2(torch.ceil(torch.log2(own.clamp_min(2.0**-126))))
+        if (kind := kinds["weight_scale_inv"]) in (torch.bfloat16, torch.float16):
+            own = (own * (1 + 2.0**-7)).to(kind).float()  # rounded, it is not below the largest value's
         # E4M3 keeps as many digits at every scale: the base's do until a value is beyond them.
         scale = torch.where(largest <= _LARGEST * scale, scale, own)
         code = (values / self._each(scale.clamp_min(2.0**-126), rows, columns)).clamp_(-_LARGEST, _LARGEST)
@@ -193,7 +196,7 @@ class Mxfp4(Format):
         values = _unpack_e2m1(parts["_blocks"])  # (rows, n, 32)
         return values.mul_(_power_of_two(parts["_scales"])[..., None]).view(rows, columns)
 
-    def pack(self, values: Tensor, base: Parts) -> dict[str, Tensor]:
+    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         exponent = base["_scales"]
         groups = values.view(*exponent.shape, 32)
         near = [(exponent.int() + step).clamp_(0, 254).to(torch.uint8)[..., None] for step in (0, 1, -1)]
@@ -225,7 +228,7 @@ class Nvfp4(Format):
         values = _unpack_e2m1(parts["weight_packed"]).view(rows, -1, 16)
         return values.mul_(self._scale(parts)).view(rows, columns)
 
-    def pack(self, values: Tensor, base: Parts) -> dict[str, Tensor]:
+    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         groups, of_all = values.view(len(values), -1, 16), base["weight_global_scale"]
         own = (groups.abs().amax(-1, keepdim=True) / 6 * of_all).clamp(2.0**-9, _LARGEST).to(E4M3).float()
         first = base["weight_scale"].float().clamp_min(2.0**-9)[..., None]
@@ -295,7 +298,7 @@ class PackedInt(Format):
         groups = codes.view(*scale.shape, -1).sub_(self._zero(parts))
         return groups.mul_(scale[..., None]).view(rows, columns)
 
-    def pack(self, values: Tensor, base: Parts) -> dict[str, Tensor]:
+    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         groups, zero = values.view(*base["weight_scale"].shape, -1), self._zero(base)
         first = _above_zero(base["weight_scale"])[..., None]
         near = [first, _grown(groups, first, zero).to(self.scales).float()]
@@ -333,7 +336,7 @@ class Gptq(Format):
         codes.sub_(zeros.index_select(1, group))
         return codes.mul_(parts["scales"].float().t().index_select(1, group))
 
-    def pack(self, values: Tensor, base: Parts) -> dict[str, Tensor]:
+    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         zeros, group = (_bits(base["qzeros"]) + self.plus).t(), base["g_idx"].long()
         scale, codes = _above_zero(base["scales"]).t().clone(), torch.empty_like(values)
         for i in range(scale.shape[1]):  # with act-order, the inputs of a group are not neighbours
@@ -370,7 +373,7 @@ class Awq(Format):
         groups = _bits(parts["qweight"], _AWQ_ORDER).view(len(scale), -1, rows)
         return groups.sub_(zero[:, None]).mul_(scale[:, None]).view(columns, rows).t()
 
-    def pack(self, values: Tensor, base: Parts) -> dict[str, Tensor]:
+    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         groups = values.view(len(values), len(base["scales"]), -1)  # (out, groups, g)
         zero = _bits(base["qzeros"], _AWQ_ORDER).t()[..., None]
         first = _above_zero(base["scales"]).t()[..., None]

@@ -44,7 +44,7 @@ from finetune.models.lora_targets import (
     names_as_given,
     peft_settings,
 )
-from finetune.models.moe import reach_experts
+from finetune.models.moe import reach_experts, unpack_experts
 from finetune.models.packed_linear import (
     MULTIPLE,
     is_stored_quantized,
@@ -293,6 +293,24 @@ def _base_model(
 def is_read_packed(config: PretrainedConfig) -> bool:
     """Returns whether transformers reads the packed weights of a checkpoint, and keeps them so."""
     return is_stored_quantized(config) and stored_format(config) is None
+
+
+def load_stored(about: Model, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """Returns a causal model, in `dtype`, whose weights stay as they are stored, for adapters that are trained; call
+    `compute_stored` once it has them. Raises UserError as `load_model`."""
+    form = stored_format(config, about.name)
+    assert form is not None
+    plain = without_quantization(config)
+    how = {"use_safetensors": True, "revision": about.revision or "main", "trust_remote_code": about.trust_remote_code}
+    base = _StoredBase(about, AutoModelForCausalLM, plain, form)
+    return base.read(dtype, device, unpacks=False, dtype=dtype, **how)[0].eval()
+
+
+def compute_stored(model: Any) -> Any:
+    """Returns the model of `load_stored`, ready to compute, in place."""
+    place_stacks(model)
+    unpack_experts(model)
+    return model
 
 
 class _StoredBase:
