@@ -12,8 +12,8 @@ for whole models: transformers' `Fp8Dequantize` takes no blocks that are cut at 
 `kv_a_proj_with_mqa` (576 rows) are; compressed-tensors rounds NVFP4 to bfloat16; GPTQ and AWQ are read by packages that
 need their own kernels. Tests compare with each where it can.
 
-`pack` rounds merged values to nearest in the same format. A block keeps the scale of the base wherever that rounds no
-worse than one of its own, so that values which training left alone keep their codes.
+`pack` rounds merged values in the same format. A block keeps the scale of the base wherever that rounds no worse than
+one of its own, so that values which training left alone keep their codes.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Format(ABC):
     """How a weight is stored."""
 
     name: ClassVar[str]
+    codes: ClassVar[tuple[str, ...]]  # parts that have the codes; others are scales and zeros
     unread: ClassVar[tuple[str, ...]] = ()  # parts in files that unpacking does not need
     ignored: tuple[str, ...] | None  # modules that are not stored so; None: the head
     of_experts: ClassVar[bool] = False  # stacked experts alone, which the files have stacked as well
@@ -66,13 +67,58 @@ class Format(ABC):
         """Returns the values (rows, columns) in fp32."""
 
     @abstractmethod
-    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-        """Returns the parts of values (rows, columns), fp32, rounded to nearest. base: those that it had; kinds: the
+    def fit(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> Fitted:
+        """Returns values (rows, columns), fp32, in units of their scales. base: the parts that they had; kinds: the
         types of parts in files."""
+
+    def pack(
+        self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype], inputs: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Returns the parts of values, rounded, see `rounded`; arguments as of `fit`."""
+        fitted = self.fit(values, base, kinds)
+        return fitted.encode(rounded(fitted, inputs))
 
     def file_name(self, weight: str, part: str) -> str:
         """Returns the name in files of a part. weight: the name that the weight has in a plain checkpoint."""
         return weight.removesuffix("weight") + part
+
+
+# --- rounding
+
+
+class Fitted(NamedTuple):
+    """Values (rows, columns) that are to be rounded. encode: returns the parts of numbers that are in the table."""
+
+    units: Tensor  # in which a scale is 1
+    scale: Tensor  # of each value
+    table: Tensor  # numbers that the format has, in order
+    encode: Callable[[Tensor], dict[str, Tensor]]
+
+
+def nearest(units: Tensor, table: Tensor) -> Tensor:
+    return table[torch.bucketize(units, (table[1:] + table[:-1]) / 2)]
+
+
+def rounded(fitted: Fitted, inputs: Tensor | None) -> Tensor:  # (rows, columns)
+    """Returns numbers of the table near to the values. inputs: (r, columns), directions of inputs in which the sum of
+    a row's errors is to be small, as those of an adapter; None: the nearest ones.
+
+    An update W + B A is smaller than half a step of 4 or 8 bits almost everywhere: rounded to nearest it is lost, and
+    with it what training did to inputs along A. So what a column loses along A is added to the next ones, as in GPTQ
+    (https://arxiv.org/abs/2210.17323) with the Hessian 1 + m A'A of orthonormal A: one pass, without data.
+    """
+    units, scale, table, _ = fitted
+    if inputs is None:
+        return nearest(units, table)
+    directions = torch.linalg.qr(inputs.float().t()).Q  # (columns, r)
+    weight = directions.shape[0] / directions.shape[1]  # with which both terms weigh the same
+    factors = weight / (1 + weight * directions.square().sum(1))
+    lost, chosen = units.new_zeros(len(units), directions.shape[1]), torch.empty_like(units)
+    for i, (direction, factor) in enumerate(zip(directions, factors.tolist(), strict=True)):
+        wanted = units[:, i] - torch.mv(lost, direction).mul_(factor) / scale[:, i]
+        chosen[:, i] = nearest(wanted, table)
+        lost.addr_((chosen[:, i] - units[:, i]) * scale[:, i], direction)
+    return chosen
 
 
 # --- a block of values that share a scale
@@ -106,6 +152,10 @@ def _pack_e2m1(values: Tensor) -> Tensor:  # (..., 2 n) -> (..., n) uint8
     return code[..., ::2] | (code[..., 1::2] << 4)
 
 
+def _signed_e2m1(device: torch.device) -> Tensor:  # (15,)
+    return torch.tensor([*(-one for one in reversed(_E2M1)), *_E2M1[1:]], device=device)
+
+
 def _nearest_e2m1(sizes: Tensor) -> Tensor:
     """Returns the indices in the table of E2M1 of the values nearest to sizes >= 0."""
     table = torch.tensor(_E2M1, device=sizes.device)
@@ -132,12 +182,25 @@ def _rounded_least(values: Tensor, scales: list[Tensor], rounded: Callable[[Tens
     return best
 
 
+def _fitted(
+    values: Tensor,
+    groups: Tensor,  # (..., g), the values
+    scale: Tensor,  # (..., 1)
+    table: Tensor,
+    encode: Callable[[Tensor], dict[str, Tensor]],
+    zero: Tensor | float = 0.0,
+) -> Fitted:
+    units = (groups / scale + zero).view(values.shape)
+    return Fitted(units, scale.expand(groups.shape).reshape(values.shape), table, encode)
+
+
 # --- E4M3 in blocks
 
 
 @dataclass(frozen=True)
 class Fp8Blocks(Format):
     name = "fp8 blocks"
+    codes = ("weight",)
     unread = ("activation_scale",)
     block: tuple[int, int]
     powers: bool  # scales are powers of two
@@ -158,7 +221,7 @@ class Fp8Blocks(Format):
             return blocks.mul_(scale[:, None, :, None]).view(rows, columns)
         return values.mul_(self._each(scale, rows, columns))
 
-    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    def fit(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> Fitted:
         rows, columns = values.shape
         (high, wide), scale = self.block, base["weight_scale_inv"]
         padded = values.new_zeros(scale.shape[0] * high, scale.shape[1] * wide)
@@ -171,8 +234,10 @@ class Fp8Blocks(Format):
             own = (own * (1 + 2.0**-7)).to(kind).float()  # rounded, it is not below the largest value's
         # E4M3 keeps as many digits at every scale: the base's do until a value is beyond them.
         scale = torch.where(largest <= _LARGEST * scale, scale, own)
-        code = (values / self._each(scale.clamp_min(2.0**-126), rows, columns)).clamp_(-_LARGEST, _LARGEST)
-        return {"weight": code.to(E4M3), "weight_scale_inv": scale}
+        each = self._each(scale.clamp_min(2.0**-126), rows, columns)
+        table = torch.arange(256, dtype=torch.uint8, device=values.device).view(E4M3).float()
+        table = table[table.isfinite()].unique()
+        return Fitted(values / each, each, table, lambda n: {"weight": n.to(E4M3), "weight_scale_inv": scale})
 
 
 # --- E2M1 with a power of two for 32
@@ -181,6 +246,7 @@ class Fp8Blocks(Format):
 @dataclass(frozen=True)
 class Mxfp4(Format):
     name = "mxfp4"
+    codes = ("_blocks",)
     of_experts = True
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
@@ -196,12 +262,17 @@ class Mxfp4(Format):
         values = _unpack_e2m1(parts["_blocks"])  # (rows, n, 32)
         return values.mul_(_power_of_two(parts["_scales"])[..., None]).view(rows, columns)
 
-    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    def fit(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> Fitted:
         exponent = base["_scales"]
         groups = values.view(*exponent.shape, 32)
         near = [(exponent.int() + step).clamp_(0, 254).to(torch.uint8)[..., None] for step in (0, 1, -1)]
         scale = _rounded_least(groups, [_power_of_two(one) for one in near], _rounded_e2m1)
-        return {"_blocks": _pack_e2m1(groups / scale), "_scales": (scale[..., 0].log2().round() + 127).to(torch.uint8)}
+        scales = (scale[..., 0].log2().round() + 127).to(torch.uint8)
+
+        def encode(numbers: Tensor) -> dict[str, Tensor]:
+            return {"_blocks": _pack_e2m1(numbers.view(groups.shape)), "_scales": scales}
+
+        return _fitted(values, groups, scale, _signed_e2m1(values.device), encode)
 
 
 # --- compressed-tensors
@@ -210,6 +281,7 @@ class Mxfp4(Format):
 @dataclass(frozen=True)
 class Nvfp4(Format):
     name = "nvfp4"
+    codes = ("weight_packed",)
     unread = ("input_global_scale", "input_scale")
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
@@ -228,14 +300,16 @@ class Nvfp4(Format):
         values = _unpack_e2m1(parts["weight_packed"]).view(rows, -1, 16)
         return values.mul_(self._scale(parts)).view(rows, columns)
 
-    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    def fit(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> Fitted:
         groups, of_all = values.view(len(values), -1, 16), base["weight_global_scale"]
         own = (groups.abs().amax(-1, keepdim=True) / 6 * of_all).clamp(2.0**-9, _LARGEST).to(E4M3).float()
         first = base["weight_scale"].float().clamp_min(2.0**-9)[..., None]
         scale = _rounded_least(groups, [first / of_all, own / of_all], _rounded_e2m1)
         code = (scale * of_all).to(E4M3)[..., 0]
-        packed = _pack_e2m1(groups / (code.float() / of_all)[..., None]).view(len(values), -1)
-        return {"weight_packed": packed, "weight_scale": code, "weight_global_scale": of_all}
+        scales = {"weight_scale": code, "weight_global_scale": of_all}
+        scale = (code.float() / of_all)[..., None]
+        table = _signed_e2m1(values.device)
+        return _fitted(values, groups, scale, table, lambda n: {"weight_packed": _pack_e2m1(n), **scales})
 
 
 def _bits(code: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:  # (..., n) int32 -> (..., 8 n) fp32
@@ -272,6 +346,7 @@ def _rounded_bits(zero: Tensor | float) -> Callable[[Tensor], Tensor]:
 @dataclass(frozen=True)
 class PackedInt(Format):
     name = "w4a16"
+    codes = ("weight_packed",)
     unread = ("weight_shape",)
     group: int | None  # inputs that share a scale; None: all of a row
     zeros: bool
@@ -298,14 +373,14 @@ class PackedInt(Format):
         groups = codes.view(*scale.shape, -1).sub_(self._zero(parts))
         return groups.mul_(scale[..., None]).view(rows, columns)
 
-    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    def fit(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> Fitted:
         groups, zero = values.view(*base["weight_scale"].shape, -1), self._zero(base)
         first = _above_zero(base["weight_scale"])[..., None]
         near = [first, _grown(groups, first, zero).to(self.scales).float()]
         scale = _rounded_least(groups, near, _rounded_bits(zero))
-        codes = (_rounded_bits(zero)(groups / scale) + zero).view(values.shape)
-        packed = {"weight_packed": _from_bits(codes), "weight_scale": scale[..., 0].to(self.scales)}
-        return {**base, **packed}
+        scales = {**base, "weight_scale": scale[..., 0].to(self.scales)}
+        table = torch.arange(16.0, device=values.device)
+        return _fitted(values, groups, scale, table, lambda n: {**scales, "weight_packed": _from_bits(n)}, zero)
 
 
 # --- GPTQ, AWQ: matrices are (in, out) there
@@ -314,6 +389,7 @@ class PackedInt(Format):
 @dataclass(frozen=True)
 class Gptq(Format):
     name = "gptq"
+    codes = ("qweight",)
     group: int | None
     scales: torch.dtype
     plus: int  # that is added to stored zeros
@@ -336,17 +412,19 @@ class Gptq(Format):
         codes.sub_(zeros.index_select(1, group))
         return codes.mul_(parts["scales"].float().t().index_select(1, group))
 
-    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    def fit(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> Fitted:
         zeros, group = (_bits(base["qzeros"]) + self.plus).t(), base["g_idx"].long()
-        scale, codes = _above_zero(base["scales"]).t().clone(), torch.empty_like(values)
+        scale = _above_zero(base["scales"]).t().clone()
         for i in range(scale.shape[1]):  # with act-order, the inputs of a group are not neighbours
-            own = (group == i).nonzero().flatten()
-            chosen, zero, first = values[:, own], zeros[:, i : i + 1], scale[:, i : i + 1]
+            chosen, zero, first = values[:, group == i], zeros[:, i : i + 1], scale[:, i : i + 1].clone()
             near = [first, _grown(chosen, first, zero).to(self.scales).float()]
-            best = _rounded_least(chosen, near, _rounded_bits(zero))
-            codes[:, own], scale[:, i : i + 1] = _rounded_bits(zero)(chosen / best) + zero, best
-        packed = {"qweight": _from_bits(codes).t().contiguous(), "scales": scale.t().contiguous().to(self.scales)}
-        return {**base, **packed}
+            scale[:, i : i + 1] = _rounded_least(chosen, near, _rounded_bits(zero))
+        each, scales = scale[:, group], scale.t().contiguous().to(self.scales)
+
+        def encode(numbers: Tensor) -> dict[str, Tensor]:
+            return {**base, "qweight": _from_bits(numbers).t().contiguous(), "scales": scales}
+
+        return Fitted(values / each + zeros[:, group], each, torch.arange(16.0, device=values.device), encode)
 
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight outputs in a number (AutoAWQ, `gemm`)
@@ -355,6 +433,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight outputs in a number (AutoA
 @dataclass(frozen=True)
 class Awq(Format):
     name = "awq"
+    codes = ("qweight",)
     group: int | None
     scales: torch.dtype
 
@@ -373,18 +452,19 @@ class Awq(Format):
         groups = _bits(parts["qweight"], _AWQ_ORDER).view(len(scale), -1, rows)
         return groups.sub_(zero[:, None]).mul_(scale[:, None]).view(columns, rows).t()
 
-    def pack(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    def fit(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> Fitted:
         groups = values.view(len(values), len(base["scales"]), -1)  # (out, groups, g)
         zero = _bits(base["qzeros"], _AWQ_ORDER).t()[..., None]
         first = _above_zero(base["scales"]).t()[..., None]
         near = [first, _grown(groups, first, zero).to(self.scales).float()]
         scale = _rounded_least(groups, near, _rounded_bits(zero))
-        codes = (_rounded_bits(zero)(groups / scale) + zero).view(values.shape).t()
-        return {
-            **base,
-            "qweight": _from_bits(codes, _AWQ_ORDER),
-            "scales": scale[..., 0].t().contiguous().to(self.scales),
-        }
+        scales = {**base, "scales": scale[..., 0].t().contiguous().to(self.scales)}
+        table = torch.arange(16.0, device=values.device)
+
+        def encode(numbers: Tensor) -> dict[str, Tensor]:
+            return {**scales, "qweight": _from_bits(numbers.t().contiguous(), _AWQ_ORDER)}
+
+        return _fitted(values, groups, scale, table, encode, zero)
 
 
 # --- the format that a config names

@@ -60,7 +60,7 @@ class Figures:
     greedy: float | None = None  # share of equal greedy texts
     tensors: int = 0  # compared one by one
     score_max: float | None = None  # largest difference of a score
-    rounding: float | None = None  # of the base's format: norm of its error in weights over that of the update
+    rounding: float | None = None  # of the base's format: what it loses of the update, for the inputs of adapters
     of_base: str | None = None  # how many of the base's tensors that transformers does not load are there
     problems: list[str] = field(default_factory=list)
 
@@ -111,7 +111,7 @@ def table_of(figures: Figures) -> list[tuple[str, str]]:
         f"KL per {unit}, mean (nats)": figures.kl_mean,
         f"KL per {unit}, maximum": figures.kl_max,
         "KL of the base, mean": figures.kl_base,
-        "error of rounding weights, over the update": figures.rounding,
+        "lost to rounding, of what adapters add": figures.rounding,
         "largest difference of a score": figures.score_max,
     }
     shown = [(name, one if isinstance(one, str) else f"{one:.3g}") for name, one in values.items() if one is not None]

@@ -2,16 +2,16 @@
 
     base's files ── decoded (`DecodedFiles`) ── merged, as every base's (streamed.py) ── packed again (`RepackedModel`)
 
-What training left alone is copied bit for bit, codes and scales. A trained matrix is rounded to nearest in its format;
-a block keeps the base's scale unless another one rounds less. Rounding loses what is smaller than half a step: the gate
-says how much of the training that is, in weights and in answers.
+What training left alone is copied bit for bit, codes and scales. A trained matrix is rounded in its format so that as
+little as possible is lost of what its adapter adds to outputs (`stored_formats.rounded`). The gate says how much is, in
+weights and in answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,11 @@ class DecodedFiles:
             return self.raw.meta(name)
         return torch.empty(self._shapes[name], dtype=torch.float32, device="meta")
 
+    def place_of(self, name: str, index: int) -> tuple[StoredParameter, int]:
+        """Returns the parameter of a weight's matrix, and its expert there."""
+        one, piece = self._pieces[name]
+        return one, index if self.form.of_experts else piece.expert
+
     def matrices(self, name: str) -> list[tuple[dict[str, Tensor], int, int]]:
         """Returns the parts of a weight, with its rows and columns; of stacked experts, of each."""
         one, piece = self._pieces[name]
@@ -132,8 +137,13 @@ class RepackedModel:
         raw = {name: files.raw.meta(name) for name in files.raw.names()}
         self.shapes: dict[str, Tensor] = {name: plain.get(name, tensor) for name, tensor in raw.items()}
         self.shapes |= {name: tensor for name, tensor in plain.items() if name not in raw}
+        self.trained = [name for name in dict.fromkeys(self._weight.values()) if written.is_trained(name)]
         self._ready: dict[str, Tensor] = {}
         self.rounding = Rounding()
+
+    def is_trained_weight(self, name: str) -> bool:
+        """Returns whether a tensor is a part of a stored weight that training changed."""
+        return name in self._weight and self._written.is_trained(self._weight[name])
 
     def is_copied(self, name: str) -> bool:
         """Returns whether a tensor is the base's, bit for bit."""
@@ -151,28 +161,56 @@ class RepackedModel:
             self._ready |= self._packed(self._weight[name])
         return self._ready.pop(name)
 
+    def merged(self, weight: str) -> Iterator[Merged]:
+        """Yields each matrix of a trained weight, before it is rounded."""
+        matrices = self.files.matrices(weight)
+        values = self.files.unstacked(weight, self._written.make(weight).float())
+        for i, (own, (base, rows, columns)) in enumerate(zip(values, matrices, strict=True)):
+            yield Merged(own, base, self._inputs(weight, i), rows, columns)
+
+    def _inputs(self, weight: str, index: int) -> Tensor | None:
+        """Returns the directions of inputs (r, columns) that a matrix's adapter reads; None for one without."""
+        one, expert = self.files.place_of(weight, index)
+        patch = self._written.patches.get(f"{one.path}.{one.name}")
+        if patch is None or patch.factors is None:
+            return None
+        left, right = patch.factors()
+        reads = left.mT if right.shape[-1] != one.matrix.columns else right
+        return reads[expert] if reads.ndim == 3 else reads
+
+    def kinds(self, weight: str) -> dict[str, torch.dtype]:
+        return {part: self.shapes[name].dtype for name, part in self.files.parts_of(weight).items()}
+
     def _packed(self, weight: str) -> dict[str, Tensor]:
-        names = self.files.parts_of(weight)
-        kinds = {part: self.shapes[name].dtype for name, part in names.items()}
-        merged, packed = self.files.unstacked(weight, self._written.make(weight).float()), []
-        for values, (base, rows, columns) in zip(merged, self.files.matrices(weight), strict=True):
-            packed.append(self.form.pack(values, base, kinds))
-            before, after = (self.form.unpack(parts, rows, columns) for parts in (base, packed[-1]))
-            self.rounding.add(before, values, after)
+        names, kinds, packed = self.files.parts_of(weight), self.kinds(weight), []
+        for one in self.merged(weight):
+            packed.append(self.form.pack(one.values, one.base, kinds, one.inputs))
+            before, after = (self.form.unpack(parts, one.rows, one.columns) for parts in (one.base, packed[-1]))
+            self.rounding.add(before, one.values, after, one.inputs)
         stack: Any = torch.stack if self.form.of_experts else lambda parts: parts[0]
         shaped = {name: stack([one[part] for one in packed]) for name, part in names.items()}
         return {name: one.to(kinds[names[name]]).view(self.shapes[name].shape) for name, one in shaped.items()}
 
 
+class Merged(NamedTuple):
+    """A matrix (rows, columns) with its adapter. base: the parts that it had; inputs: see `stored_formats.rounded`."""
+
+    values: Tensor
+    base: dict[str, Tensor]
+    inputs: Tensor | None
+    rows: int
+    columns: int
+
+
 class Rounding:
-    """How far rounding moves weights, next to how far training has."""
+    """How far rounding moves outputs, next to how far training has, for the inputs that adapters read."""
 
     def __init__(self) -> None:
         self._error, self._update = 0.0, 0.0
 
-    def add(self, before: Tensor, merged: Tensor, rounded: Tensor) -> None:
-        self._update += float((merged - before).square().sum(dtype=torch.float64))
-        self._error += float((rounded - merged).square().sum(dtype=torch.float64))
+    def add(self, before: Tensor, merged: Tensor, rounded: Tensor, inputs: Tensor | None) -> None:
+        self._update += along(merged - before, inputs)
+        self._error += along(rounded - merged, inputs)
 
     @property
     def share(self) -> float | None:
@@ -180,24 +218,73 @@ class Rounding:
         return (self._error / self._update) ** 0.5 if self._update else None
 
 
+def along(change: Tensor, inputs: Tensor | None) -> float:
+    """Returns the square of the norm of a change of a matrix, for inputs in some directions alone."""
+    if inputs is not None:
+        change = change @ torch.linalg.qr(inputs.float().t()).Q
+    return float(change.square().sum(dtype=torch.float64))
+
+
+# --- the gate
+
+
 def compare_codes(figures: Figures, written: Any, export: Path) -> None:
-    """Compare every tensor of an export in the base's format, bit for bit: with the base's, or with the rounded merge.
-    written: a `StreamedModel`."""
+    """Compare every tensor of an export in the base's format with the base's bits, or with the merged values. written:
+    a `StreamedModel`."""
     ours, files = RepackedModel(written), TensorFiles(sorted(export.glob("*.safetensors")))
-    names: Mapping[str, Tensor] = ours.shapes
-    if missing := sorted({*names} - {*files.names()}):
+    if missing := sorted({*ours.shapes} - {*files.names()}):
         figures.problems.append(f"missing keys: {', '.join(missing[:3])} ({len(missing)} in all)")
-    if others := sorted({*files.names()} - {*names}):
+    if others := sorted({*files.names()} - {*ours.shapes}):
         figures.problems.append(f"unexpected keys: {', '.join(others[:3])} ({len(others)} in all)")
-    differing = list[str]()
-    for name in names:
-        expected = ours.make(name)
-        if name in files and (why := _other_bits(expected, files.read(name))) is not None:
-            differing.append(f"{name}: {why}" + (", and the base's is kept" if ours.is_copied(name) else ""))
+    if missing:
+        return
+    theirs, differing = DecodedFiles(files, ours.form, written.model, str(export)), list[str]()
+    for name in ours.shapes:
+        if not ours.is_trained_weight(name) and (why := _other_bits(ours.make(name), files.read(name))) is not None:
+            differing.append(f"{name}: {why}" + (", which is the base's" if ours.is_copied(name) else ""))
+    for weight in ours.trained:
+        found, kinds = theirs.matrices(weight), ours.kinds(weight)
+        for i, (one, (parts, rows, columns)) in enumerate(zip(ours.merged(weight), found, strict=True)):
+            if (why := _other_codes(ours, one, parts, kinds)) is not None:
+                differing.append(f"{weight}{f'[{i}]' if len(found) > 1 else ''}: {why}")
+            before, after = (ours.form.unpack(parts, rows, columns) for parts in (one.base, parts))
+            ours.rounding.add(before, one.values, after, one.inputs)
     if differing:
         more = f" ({len(differing)} tensors in all)" if differing[3:] else ""
         figures.problems.append(f"weights: {'; '.join(differing[:3])}{more}")
     figures.rounding = ours.rounding.share
+
+
+_STEPS = 4.0  # by which a number may be off: what a column lost is added to the next ones
+_SHARE = 1e-3  # of blocks whose scale may be the other of two that round alike
+_TIMES = 2.0  # what may be lost along an adapter, of what is lost here: another machine adds up in another order
+
+
+def _other_codes(ours: RepackedModel, merged: Merged, found: dict[str, Tensor], kinds: Any) -> str | None:
+    """Returns how a stored matrix differs from the rounded merge; None if it does not."""
+    form, values = ours.form, merged.values
+    expected = form.pack(values, merged.base, kinds, merged.inputs)
+    if all(torch.equal(expected[part].to(kinds[part]), found[part].to(kinds[part])) for part in expected):
+        return None
+    fitted, after = form.fit(values, merged.base, kinds), form.unpack(found, merged.rows, merged.columns)
+    for part, tensor in expected.items():
+        if part in form.codes:
+            continue
+        other = tensor.to(kinds[part]).view(torch.uint8) != found[part].to(kinds[part]).contiguous().view(torch.uint8)
+        if (count := int(other.sum())) > _SHARE * other.numel():
+            return f"{part} differs from the run's in {count:,} of {other.numel():,} bytes"
+    error = after - values
+    step = fitted.table.diff().max() if len(fitted.table) < _FEW else values.abs() / fitted.scale / 4 + 1
+    if (wrong := int((error.abs() > _STEPS * step * fitted.scale).sum())) > 0:
+        return f"{wrong:,} of {error.numel():,} values are not the run's, by up to {float(error.abs().max()):.3g}"
+    best = form.unpack(expected, merged.rows, merged.columns) - values
+    lost, least = along(error, merged.inputs), along(best, merged.inputs)
+    if lost > _TIMES**2 * least:
+        return f"rounding loses {(lost / max(least, 1e-30)) ** 0.5:.1f} times what it has to"
+    return None
+
+
+_FEW = 32  # numbers of a table of 4 bits
 
 
 def _other_bits(expected: Tensor, found: Tensor) -> str | None:
