@@ -96,7 +96,7 @@ class _Products(torch.autograd.Function):
             own = slice(start, end)
             of_x = of_y[own] @ ctx.matrix.unpack(packed[expert], rows.dtype) if of_rows is not None else None
             if not halves:
-                if of_rows is not None:
+                if of_rows is not None and of_x is not None:
                     of_rows[own] = of_x
                 continue
             down, up = halves[0][expert], halves[1][expert]

@@ -133,9 +133,10 @@ def stored_stacks(model: nn.Module) -> dict[str, Any]:
 
 def stored_weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
     """Yields each stored parameter, and the weights that it has."""
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if isinstance(module, StoredLinear):
             yield module.weight, prod(module.matrix.shape)
         for name, matrix in stored_matrices(module).items():
             weight = module.get_parameter(name)
-            yield weight, module.num_experts * prod(matrix.shape)
+            yield weight, len(weight) * prod(matrix.shape)  # of all experts, or those of a shard's whole

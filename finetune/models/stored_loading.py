@@ -55,8 +55,7 @@ class StoredParameter:
 def without_quantization(config: PretrainedConfig) -> PretrainedConfig:
     """Returns the config of the same model, unpacked."""
     config = copy.deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    vars(config).pop("quantization_config", None)
     return config
 
 

@@ -325,9 +325,8 @@ class _StoredBase:
         self._stored = stored_parameters(self.skeleton, form)
         loaded, own = loaded_names(self.skeleton, self._places)[0], {*self.skeleton.state_dict()}
         stored = {f"{one.path}.{one.name}" for one in self._stored}
-        plain = {name for name, target in loaded.items() if target is not None and target not in stored}
-        name = settings.name or ""
-        self._files = StoredFiles(form, self._stored, self._places, name, plain)
+        read_plain = {name for name, target in loaded.items() if target is not None and target not in stored}
+        self._files = StoredFiles(form, self._stored, self._places, settings.name or "", read_plain)
         unread = (name for name, target in loaded.items() if target is None and name not in own)
         self.unread = {name: self._places[name] for name in unread if name not in self._files.own}
 

@@ -31,7 +31,7 @@ def format_of_folder(folder: Path) -> Format | None:
     if (settings := config.get("quantization_config")) is None or settings.get("quant_method") not in FORMATS:
         return None
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    return stored_format(PretrainedConfig(quantization_config=settings, dtype=dtype), str(folder))
+    return stored_format(PretrainedConfig.from_dict({"quantization_config": settings, "dtype": dtype}), str(folder))
 
 
 class DecodedFiles:

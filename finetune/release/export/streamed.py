@@ -131,8 +131,9 @@ class StreamedModel:
         self.part = None if self.is_scoring else text_part_of(about)  # a head of scores is on a text model
         self.model = _skeleton(trained, about) if self.part is None else self.part.base_without_weights()
         if self.base is not None and (form := format_of_folder(self.base.folder)) is not None:
-            decoded = DecodedFiles(self.base.files, form, self.model, self.base.name)
-            self.base = replace(self.base, files=decoded)
+            raw = self.base.files
+            assert isinstance(raw, TensorFiles)
+            self.base = replace(self.base, files=DecodedFiles(raw, form, self.model, self.base.name))
         if trained.recipe is not None and not (trained.is_adapter and self.base is not None):
             self.result_dtype = dtype or dtypes(trained.recipe).frozen
         else:
@@ -352,6 +353,7 @@ def _find_files(trained: Trained, about: Model) -> BaseFolder | None:
             for pattern, target in checkpoint.renames.items():
                 renamed = re.sub(pattern, target, renamed, count=1)
             names[renamed] = name
+    assert isinstance(base.files, TensorFiles)  # a multimodal base is plain
     return replace(base, files=base.files.renamed(names))
 
 
