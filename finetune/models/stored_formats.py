@@ -265,7 +265,10 @@ class Mxfp4(Format):
     def fit(self, values: Tensor, base: Parts, kinds: Mapping[str, torch.dtype]) -> Fitted:
         exponent = base["_scales"]
         groups = values.view(*exponent.shape, 32)
-        near = [(exponent.int() + step).clamp_(0, 254).to(torch.uint8)[..., None] for step in (0, 1, -1)]
+        # That of the largest value, by the standard, and one that leaves it whole.
+        own = torch.frexp(groups.abs().amax(-1)).exponent - 3 + 127
+        near = [exponent.int(), exponent.int() + 1, exponent.int() - 1, own, own + 1]
+        near = [one.clamp(0, 254).to(torch.uint8)[..., None] for one in near]
         scale = _rounded_least(groups, [_power_of_two(one) for one in near], _rounded_e2m1)
         scales = (scale[..., 0].log2().round() + 127).to(torch.uint8)
 

@@ -139,4 +139,4 @@ def stored_weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
             yield module.weight, prod(module.matrix.shape)
         for name, matrix in stored_matrices(module).items():
             weight = module.get_parameter(name)
-            yield weight, len(weight) * prod(matrix.shape)  # of all experts, or those of a shard's whole
+            yield weight, len(weight) * prod(matrix.shape)

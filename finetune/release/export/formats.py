@@ -77,7 +77,7 @@ class Export:
 EXPORTS = {
     "hf": Export("a plain model folder", FLOATS, _write_folder, EIGHT_BITS, is_served=True),
     "vllm": Export("the same folder", FLOATS, _write_folder, EIGHT_BITS, is_served=True),
-    "base": Export("the same in the base's own 8 or 4 bits", (), _write_as_base, is_served=True),
+    "base": Export("a model folder in the 8 or 4 bits of its base", (), _write_as_base, is_served=True),
     "gguf": Export("one file for llama.cpp", GGUF_TYPES, _write_gguf),
     "ollama": Export("the same with a Modelfile", GGUF_TYPES, _write_gguf),
 }

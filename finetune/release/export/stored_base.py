@@ -42,6 +42,7 @@ class DecodedFiles:
         self.raw, self.form, self.identity = files, form, files.identity
         self.parameters = stored_parameters(model, form)
         self.stored = StoredFiles(form, self.parameters, {one: files.file_of(one) for one in files.names()}, name)
+        self.codes = self.stored.own  # names of codes and scales, and of what belongs to them
         self._pieces: dict[str, tuple[StoredParameter, Piece]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for one in self.parameters:
@@ -55,12 +56,12 @@ class DecodedFiles:
                 self._shapes[one.pieces[0].name] = (one.experts, *shape)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._pieces or (name in self.raw and name not in self.stored.own)
+        return name in self._pieces or (name in self.raw and name not in self.codes)
 
     def names(self) -> list[str]:
         """Returns the names of a plain checkpoint: in the order of the files, a weight at its first part."""
         plain = {part: name for name in self._pieces for part in self.parts_of(name)}
-        names = (plain.get(name, name) for name in self.raw.names() if name in plain or name not in self.stored.own)
+        names = (plain.get(name, name) for name in self.raw.names() if name in plain or name not in self.codes)
         return list(dict.fromkeys(names))
 
     def paths(self) -> list[Path]:
@@ -147,7 +148,7 @@ class RepackedModel:
 
     def is_copied(self, name: str) -> bool:
         """Returns whether a tensor is the base's, bit for bit."""
-        if name in self.files.stored.own:
+        if name in self.files.codes:
             return name not in self._weight or not self._written.is_trained(self._weight[name])
         return name in self.files.raw and not self._written.is_trained(name)
 

@@ -250,7 +250,11 @@ def load_export(export: Path, figures: Figures, config: Any, written: StreamedMo
         else:
             config.quantization_config["dequantize"] = True
     elif figures.format in AS_BASE:  # transformers reads some formats on GPUs alone, and rounds others to bfloat16
-        return load_trained(export, dtype=torch.float32).eval()
+        try:
+            return load_trained(export, dtype=torch.float32).eval()
+        except UserError as error:
+            figures.problems.append(f"it cannot be loaded: {first_line(error)}")
+            return None
     try:
         if is_decoded:  # here, as the format says; auto classes want a folder
             kind = type(written.text_part.text if file is not None and written.text_part else written.model)

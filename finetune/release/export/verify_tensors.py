@@ -327,7 +327,8 @@ def _compare_lists(
     except (UserError, OSError):
         figures.of_base = "not compared, the base is not here"
         return
-    if not (unread := unread_names(written.model, names)):
+    files = decoded_of(written)
+    if not (unread := [one for one in unread_names(written.model, names) if files is None or one not in files.codes]):
         return
     lost = sorted(set(unread) - held)
     figures.of_base = f"{len(unread) - len(lost):,} of {len(unread):,} kept"
