@@ -560,6 +560,15 @@ FORMATS: dict[str, Callable[[dict[str, Any], Any, torch.dtype, str | None], Form
 }
 
 
+def stored_notes(recipe: Recipe, config: PretrainedConfig) -> list[str]:
+    """Returns what becomes of a base that is stored in fewer bits, for the user; [] of a plain one."""
+    if (form := stored_format(config)) is None:
+        return []
+    if recipe.model.stored == "unpack":
+        return [f"the base is unpacked as it is read, from {form.name} (`model.stored`)"]
+    return [f"the base stays in {form.name}, as it is stored, and is unpacked for each product"]
+
+
 def check_stored(recipe: Recipe, config: PretrainedConfig) -> None:
     """Raises UserError for a base in a format that is not read, or that the recipe cannot train as it is stored."""
     if (form := stored_format(config, recipe.model.name)) is None or recipe.model.stored == "unpack":

@@ -35,7 +35,7 @@ from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
 from finetune.models.base_model import Base, check_same_images, check_same_vocabulary
 from finetune.models.config import check_no_dropout, check_sizes
-from finetune.models.stored_formats import check_stored
+from finetune.models.stored_formats import check_stored, stored_notes
 from finetune.models.tokenizer import check_token_ids
 from finetune.objectives.shared_prompts import with_shared_prompts
 from finetune.objectives.table import OBJECTIVES, ObjectiveRow
@@ -215,7 +215,7 @@ def prepare(
             notes += problems.attempt(prompt_notes, recipe, held_out, "eval") or []
     if problems.messages or micro_batches is None or training is None:
         raise problems.error(recipe_file)
-    notes += data_notes(recipe.data, opened, training, held_out)
+    notes += [*data_notes(recipe.data, opened, training, held_out), *stored_notes(recipe, config)]
     read = (base, micro_batches, renderer, training, held_out)
     return Prepared(recipe, recipe_file, launch, features, *read, tuple(notes))
 
