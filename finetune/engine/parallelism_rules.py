@@ -19,7 +19,7 @@ from finetune.engine.stages import SINGLE_STAGE_SCHEDULES, schedulable_micro_bat
 from finetune.errors import UserError
 from finetune.models.base_config import layer_configs
 from finetune.models.config import EXPERTS_STYLE, active_dropouts, length_dependent_rope, tensor_plan
-from finetune.models.stored_formats import stored_format
+from finetune.models.stored_config import stored_format
 from finetune.recipe.schema import Recipe
 from finetune.utils import divisors, nearest_divisors
 

@@ -22,16 +22,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from finetune.errors import UserError
-
-if TYPE_CHECKING:
-    from finetune.recipe import Recipe
+from finetune.models.stored_rounding import Fitted, rounded
 
 E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0  # of E4M3
@@ -81,44 +77,6 @@ class Format(ABC):
     def file_name(self, weight: str, part: str) -> str:
         """Returns the name in files of a part. weight: the name that the weight has in a plain checkpoint."""
         return weight.removesuffix("weight") + part
-
-
-# --- rounding
-
-
-class Fitted(NamedTuple):
-    """Values (rows, columns) that are to be rounded. encode: returns the parts of numbers that are in the table."""
-
-    units: Tensor  # in which a scale is 1
-    scale: Tensor  # of each value
-    table: Tensor  # numbers that the format has, in order
-    encode: Callable[[Tensor], dict[str, Tensor]]
-
-
-def nearest(units: Tensor, table: Tensor) -> Tensor:
-    return table[torch.bucketize(units, (table[1:] + table[:-1]) / 2)]
-
-
-def rounded(fitted: Fitted, inputs: Tensor | None) -> Tensor:  # (rows, columns)
-    """Returns numbers of the table near to the values. inputs: (r, columns), directions of inputs in which the sum of
-    a row's errors is to be small, as those of an adapter; None: the nearest ones.
-
-    An update W + B A is smaller than half a step of 4 or 8 bits almost everywhere: rounded to nearest it is lost, and
-    with it what training did to inputs along A. So what a column loses along A is added to the next ones, as in GPTQ
-    (https://arxiv.org/abs/2210.17323) with the Hessian 1 + m A'A of orthonormal A: one pass, without data.
-    """
-    units, scale, table, _ = fitted
-    if inputs is None:
-        return nearest(units, table)
-    directions = torch.linalg.qr(inputs.float().t()).Q  # (columns, r)
-    weight = directions.shape[0] / directions.shape[1]  # with which both terms weigh the same
-    factors = weight / (1 + weight * directions.square().sum(1))
-    lost, chosen = units.new_zeros(len(units), directions.shape[1]), torch.empty_like(units)
-    for i, (direction, factor) in enumerate(zip(directions, factors.tolist(), strict=True)):
-        wanted = units[:, i] - torch.mv(lost, direction).mul_(factor) / scale[:, i]
-        chosen[:, i] = nearest(wanted, table)
-        lost.addr_((chosen[:, i] - units[:, i]) * scale[:, i], direction)
-    return chosen
 
 
 # --- a block of values that share a scale
@@ -468,127 +426,3 @@ class Awq(Format):
             return {**scales, "qweight": _from_bits(numbers.t().contiguous(), _AWQ_ORDER)}
 
         return _fitted(values, groups, scale, table, encode, zero)
-
-
-# --- the format that a config names
-
-
-def stored_settings(config: PretrainedConfig) -> dict[str, Any] | None:
-    """Returns `quantization_config` of a checkpoint; None for a plain one."""
-    settings: Any = getattr(config, "quantization_config", None)
-    return settings if settings is None or isinstance(settings, dict) else settings.to_dict()
-
-
-def stored_format(config: PretrainedConfig, name: str | None = None) -> Format | None:
-    """Returns the format of a checkpoint; None for a plain one, and for bitsandbytes', which transformers reads. name:
-    of the model, for errors. Raises UserError for a format that is not read here."""
-    settings = stored_settings(config)
-    if settings is None or (method := str(settings.get("quant_method", ""))) == "bitsandbytes":
-        return None
-    if (build := FORMATS.get(method)) is None:
-        others = ", ".join(FORMATS)
-        raise _refused(name, method, f"nothing here unpacks it on GPUs and CPUs alike (but {others})")
-    ignored = settings.get("modules_to_not_convert", settings.get("ignored_layers"))
-    scales = getattr(config, "dtype", None) or torch.bfloat16
-    return build(settings, None if ignored is None else tuple(ignored), scales, name)
-
-
-def _refused(name: str | None, what: str, why: str) -> UserError:
-    place = "model.name" if name is None else f"model.name: {name!r}"
-    return UserError(f"{place} is stored as {what}, which is not read. {why}. Fix: name a copy in bfloat16")
-
-
-def _fp8(settings: dict[str, Any], ignored: tuple[str, ...] | None, _scales: torch.dtype, name: str | None) -> Format:
-    block = settings.get("weight_block_size")
-    if block is None:
-        raise _refused(name, "fp8 without blocks", "Its config has no `weight_block_size`")
-    if settings.get("expert_dtype", "fp8") != "fp8" or settings.get("modules_to_convert"):
-        raise _refused(name, "fp8 with other parts in fp4", "Experts or tables are in another format")
-    return Fp8Blocks(ignored, (int(block[0]), int(block[1])), settings.get("scale_fmt") == "ue8m0")
-
-
-def _mxfp4(_settings: Any, ignored: tuple[str, ...] | None, _scales: torch.dtype, _name: str | None) -> Format:
-    return Mxfp4(ignored)
-
-
-def _compressed(settings: dict[str, Any], _i: Any, scales: torch.dtype, name: str | None) -> Format:
-    groups = [*(settings.get("config_groups") or {}).values()]
-    layout = settings.get("format")
-    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
-        raise _refused(name, "compressed-tensors in several groups", "One format for all linear layers is read here")
-    weights, ignored = groups[0].get("weights") or {}, tuple(settings.get("ignore") or ())
-    layout = groups[0].get("format") or layout
-    if settings.get("transform_config") or weights.get("actorder") in ("group", "activation"):
-        raise _refused(name, "compressed-tensors", "Its layers are transformed, or reordered by activations")
-    if layout == "nvfp4-pack-quantized" and weights.get("group_size") == 16:
-        return Nvfp4(ignored)
-    group = weights.get("group_size")
-    if layout == "pack-quantized" and weights.get("num_bits") == 4 and weights.get("type") == "int":
-        if weights.get("strategy") not in ("group", "channel"):
-            raise _refused(name, f"four bits by {weights.get('strategy')}", "Groups and channels are read here")
-        return PackedInt(ignored, group if group and group > 0 else None, not weights.get("symmetric", True), scales)
-    bits = f"{weights.get('num_bits')} bits, {weights.get('type')}"
-    raise _refused(name, f"compressed-tensors, {layout} ({bits})", "NVFP4 and four bits (W4A16) are read here")
-
-
-def _gptq(settings: dict[str, Any], ignored: tuple[str, ...] | None, scales: torch.dtype, name: str | None) -> Format:
-    if settings.get("bits") != 4:
-        raise _refused(name, f"gptq of {settings.get('bits')} bits", "Four bits are read here")
-    if settings.get("dynamic"):
-        raise _refused(name, "gptq with rules by layer (`dynamic`)", "One rule for all layers is read here")
-    plus = {"gptq": 1, "gptq_v2": 0}.get(kind := str(settings.get("checkpoint_format", "gptq")))
-    if plus is None:
-        raise _refused(name, f"gptq, checkpoint_format {kind}", "gptq and gptq_v2 are read here")
-    group = settings.get("group_size") or -1
-    return Gptq(ignored, group if group > 0 else None, scales, plus)
-
-
-def _awq(settings: dict[str, Any], ignored: tuple[str, ...] | None, scales: torch.dtype, name: str | None) -> Format:
-    bits, version = settings.get("bits", 4), str(settings.get("version", "gemm")).lower()
-    if bits != 4 or version != "gemm":
-        raise _refused(name, f"awq of {bits} bits, version {version}", "Four bits and version gemm are read here")
-    group = settings.get("group_size") or -1
-    return Awq(ignored, group if group > 0 else None, scales)
-
-
-FORMATS: dict[str, Callable[[dict[str, Any], Any, torch.dtype, str | None], Format]] = {  # by `quant_method`
-    "fp8": _fp8,
-    "mxfp4": _mxfp4,
-    "compressed-tensors": _compressed,
-    "gptq": _gptq,
-    "awq": _awq,
-}
-
-
-def stored_notes(recipe: Recipe, config: PretrainedConfig) -> list[str]:
-    """Returns what becomes of a base that is stored in fewer bits, for the user; [] of a plain one."""
-    if (form := stored_format(config)) is None:
-        return []
-    if recipe.model.stored == "unpack":
-        return [f"the base is unpacked as it is read, from {form.name} (`model.stored`)"]
-    return [f"the base stays in {form.name}, as it is stored, and is unpacked for each product"]
-
-
-def check_stored(recipe: Recipe, config: PretrainedConfig) -> None:
-    """Raises UserError for a base in a format that is not read, or that the recipe cannot train as it is stored."""
-    if (form := stored_format(config, recipe.model.name)) is None or recipe.model.stored == "unpack":
-        return
-    name = recipe.model.name
-    if recipe.mode != "lora":
-        kept = "trains all weights" if recipe.mode == "full" else "would pack them again"
-        raise UserError(
-            f"mode: {recipe.mode}: {name!r} is stored as {form.name}, for frozen weights. The mode {kept}. Fix: use "
-            "`mode: lora`, which computes with their exact values, or `model.stored: unpack`"
-        )
-    assert recipe.lora is not None
-    if recipe.lora.dora:
-        raise UserError(
-            f"lora.dora: peft cannot unpack {name!r}, which is stored as {form.name}. It divides by the norms of the "
-            "base's rows. Fix: set it to false, or `model.stored: unpack`"
-        )
-    experts = getattr(config.get_text_config(), "num_local_experts", 0) or getattr(config, "num_experts", 0)
-    if recipe.train.compile and (form.of_experts or experts):
-        raise UserError(
-            f"train.compile: the experts of {name!r} are unpacked one by one, by how many tokens chose each. They are "
-            f"stored as {form.name}. Fix: set it to false, or `model.stored: unpack`"
-        )

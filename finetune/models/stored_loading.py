@@ -300,8 +300,8 @@ class StoredFiles:
             kinds = [str(one).removeprefix("torch.") for one in (tensor.dtype, dtype)]
             raise UserError(
                 f"model.name: {name} of {self._name!r} is {kinds[0]} {list(tensor.shape)} in its file. By its config "
-                f"({self._form.name}) it is {kinds[1]} {list(shape)}. Fix: correct `quantization_config` in its "
-                "config.json, or name another copy"
+                f"({self._form.name}) it is {kinds[1]} {list(shape)}. Fix: correct `quantization_config` or `dtype` "
+                "in its config.json, or name another copy"
             )
         return tensor.reshape(shape)
 

@@ -55,7 +55,8 @@ from finetune.models.packed_linear import (
 from finetune.models.patches import replace_class, set_attribute
 from finetune.models.remote_code import from_config
 from finetune.models.score_model import labelled, score_head, start_score_head
-from finetune.models.stored_formats import Format, check_stored, stored_format
+from finetune.models.stored_config import check_stored, stored_format
+from finetune.models.stored_formats import Format
 from finetune.models.stored_loading import (
     StoredFiles,
     place_stacks,

@@ -14,7 +14,7 @@ from rich.table import Table
 from finetune.engine.hardware import CPU, GIB
 from finetune.engine.parallelism_rules import Architecture
 from finetune.models.attention import attention_for
-from finetune.models.stored_formats import stored_notes
+from finetune.models.stored_config import stored_notes
 from finetune.plan.lengths import ROWS_KEPT
 from finetune.plan.micro_batch import kernels_at
 from finetune.plan.search import (

@@ -35,7 +35,7 @@ from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
 from finetune.models.base_model import Base, check_same_images, check_same_vocabulary
 from finetune.models.config import check_no_dropout, check_sizes
-from finetune.models.stored_formats import check_stored, stored_notes
+from finetune.models.stored_config import check_stored, stored_notes
 from finetune.models.tokenizer import check_token_ids
 from finetune.objectives.shared_prompts import with_shared_prompts
 from finetune.objectives.table import OBJECTIVES, ObjectiveRow

@@ -106,7 +106,8 @@ def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fp8": {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"},
+    "fp8": {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}
+    | {"modules_to_not_convert": ["lm_head", "shared_expert_gate"]},
     "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
     "nvfp4": _compressed("nvfp4-pack-quantized", type="float", group_size=16, strategy="tensor_group"),
     "w4a16": _compressed("pack-quantized", type="int", group_size=GROUP, strategy="group"),

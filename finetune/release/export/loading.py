@@ -26,7 +26,7 @@ from finetune.models.config import model_config
 from finetune.models.damage import check_settings, check_weights, mismatched_sizes, read_object, weights_problem
 from finetune.models.remote_code import load_auto, trusts_code
 from finetune.models.score_model import labelled
-from finetune.models.stored_formats import stored_format
+from finetune.models.stored_config import stored_format
 from finetune.models.text_part import is_multimodal
 from finetune.models.tokenizer import read_tokenizer
 from finetune.models.weights import compute_stored, load_stored

@@ -3,7 +3,7 @@
     base's files ── decoded (`DecodedFiles`) ── merged, as every base's (streamed.py) ── packed again (`RepackedModel`)
 
 What training left alone is copied bit for bit, codes and scales. A trained matrix is rounded in its format so that as
-little as possible is lost of what its adapter adds to outputs (`stored_formats.rounded`). The gate says how much is, in
+little as possible is lost of what its adapter adds to outputs (`stored_rounding.rounded`). The gate says how much is, in
 weights and in answers.
 """
 
@@ -20,7 +20,8 @@ from transformers import PretrainedConfig
 from finetune.checkpoints.weight_files import TensorFiles
 from finetune.errors import UserError
 from finetune.models.damage import read_object
-from finetune.models.stored_formats import FORMATS, Format, stored_format
+from finetune.models.stored_config import FORMATS, stored_format
+from finetune.models.stored_formats import Format
 from finetune.models.stored_loading import Piece, StoredFiles, StoredParameter, is_transposed, stored_parameters
 from finetune.release.export.figures import Figures
 
@@ -194,7 +195,7 @@ class RepackedModel:
 
 
 class Merged(NamedTuple):
-    """A matrix (rows, columns) with its adapter. base: the parts that it had; inputs: see `stored_formats.rounded`."""
+    """A matrix (rows, columns) with its adapter. base: the parts that it had; inputs: see `stored_rounding.rounded`."""
 
     values: Tensor
     base: dict[str, Tensor]

@@ -36,7 +36,7 @@ from finetune.models.checkpoint_files import unread_names
 from finetune.models.config import model_config
 from finetune.models.damage import read_object, weight_map
 from finetune.models.score_model import labelled
-from finetune.models.stored_formats import FORMATS
+from finetune.models.stored_config import FORMATS
 from finetune.models.stored_loading import without_quantization
 from finetune.models.text_part import TextPart, text_part_of
 from finetune.models.vision import targets_in_parts

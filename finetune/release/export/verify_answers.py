@@ -41,7 +41,7 @@ from finetune.models.base_model import Base
 from finetune.models.checkpoint_files import renamed
 from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
-from finetune.models.stored_formats import stored_format
+from finetune.models.stored_config import stored_format
 from finetune.models.vision import targets_in_parts
 from finetune.models.weights import add_adapters, compute_stored, load_stored
 from finetune.models.wrapped import output_head

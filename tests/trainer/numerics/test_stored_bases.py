@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 from usual import usual
 
 from finetune.errors import UserError
@@ -21,7 +24,7 @@ from finetune.models.base_model import Base
 from finetune.models.checkpoint_files import kept_tensors
 from finetune.models.config import model_config
 from finetune.models.packed_linear import linear_weights
-from finetune.models.stored_formats import FORMATS, check_stored, stored_format
+from finetune.models.stored_config import FORMATS, check_stored, stored_format
 from finetune.models.stored_layers import StoredLinear, stored_matrices
 from finetune.models.weights import Placement, load_model, parameter_counts
 from finetune.recipe import load_recipe
@@ -154,6 +157,38 @@ def test_bytes_are_those_of_the_files(recipe: dict[str, Any], write_recipe: Any,
     files = load_file(folder / "model.safetensors")
     of_files = sum(t.nbytes for name, t in files.items() if name.endswith(("_blocks", "_scales")))
     assert sum(p.nbytes for p in packed.values()) == of_files
+
+
+@pytest.mark.long
+def test_loading_has_one_tensor_beside_the_model(
+    recipe: dict[str, Any], write_recipe: Any, made: Path, tmp_path: Path
+) -> None:
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    folder = tmp_path / "wide"
+    folder.mkdir()
+    config = json.loads((made / "llama" / "config.json").read_text()) | wide | {"dtype": "bfloat16"}
+    for path in (made / "llama").glob("token*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).state_dict()
+    state = dict[str, Tensor]()
+    for name, shape in shapes.items():
+        state[name] = torch.full(shape.shape, 0.01, dtype=torch.bfloat16)
+        if shape.ndim == 2 and ".layers." in name:
+            state[name] = state[name].to(torch.float8_e4m3fn)
+            state[f"{name}_scale_inv"] = torch.ones(-(-shape.shape[0] // 128), -(-shape.shape[1] // 128))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    recipe |= {"mode": "lora", "lora": {"rank": 2}, "model": {"name": str(folder)}}
+    recipe["train"]["precision"] = "bf16"
+    worker = Path(__file__).with_name("stored_memory_worker.py")
+    done = subprocess.run([sys.executable, worker, write_recipe(recipe)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    largest = wide["hidden_size"] * wide["intermediate_size"]
+    assert found["kept"] == pytest.approx(sum(t.nbytes for t in state.values()), rel=0.02)  # and adapters
+    assert found["peak"] < found["kept"] + 4 * largest + 2**25, found
 
 
 def test_unpacked_on_demand_it_is_a_plain_model(recipe: dict[str, Any], write_recipe: Any, folders: Any) -> None:

@@ -13,7 +13,8 @@ from transformers import PretrainedConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from finetune.models.stored_formats import Fp8Blocks, stored_format
+from finetune.models.stored_config import stored_format
+from finetune.models.stored_formats import Fp8Blocks
 
 ROWS, COLUMNS = 64, 96
 
