@@ -2,9 +2,9 @@
 
     base's files ── decoded (`DecodedFiles`) ── merged, as every base's (streamed.py) ── packed again (`RepackedModel`)
 
-What training left alone is copied bit for bit, codes and scales. A trained matrix is rounded in its format so that as
-little as possible is lost of what its adapter adds to outputs (`stored_rounding.rounded`). The gate says how much is, in
-weights and in answers.
+What training left alone is copied bit for bit, codes and scales. A trained matrix is rounded in its format so that
+little is lost of what its adapter adds to outputs (`stored_rounding.rounded`). The gate says how much is, in weights
+and in answers.
 """
 
 from __future__ import annotations
