@@ -12,10 +12,14 @@ import torch
 from transformers import PretrainedConfig
 
 from finetune.errors import UserError
-from finetune.models.stored_formats import Awq, Format, Fp8Blocks, Gptq, Mxfp4, Nvfp4, PackedInt
+from finetune.models.stored_formats import Awq, Fp8Blocks, Gptq, Mxfp4, Nvfp4, PackedInt, StoredFormat
 
 if TYPE_CHECKING:
     from finetune.recipe import Recipe
+
+
+Settings = dict[str, Any]  # `quantization_config`
+Ignored = tuple[str, ...] | None  # see `StoredFormat.ignored`
 
 
 def stored_settings(config: PretrainedConfig) -> dict[str, Any] | None:
@@ -24,7 +28,7 @@ def stored_settings(config: PretrainedConfig) -> dict[str, Any] | None:
     return settings if settings is None or isinstance(settings, dict) else settings.to_dict()
 
 
-def stored_format(config: PretrainedConfig, name: str | None = None) -> Format | None:
+def stored_format(config: PretrainedConfig, name: str | None = None) -> StoredFormat | None:
     """Returns the format of a checkpoint; None for a plain one, and for bitsandbytes', which transformers reads. name:
     of the model, for errors. Raises UserError for a format that is not read here."""
     settings = stored_settings(config)
@@ -43,7 +47,7 @@ def _refused(name: str | None, what: str, why: str) -> UserError:
     return UserError(f"{place} is stored as {what}, which is not read. {why}. Fix: name a copy in bfloat16")
 
 
-def _fp8(settings: dict[str, Any], ignored: tuple[str, ...] | None, _scales: torch.dtype, name: str | None) -> Format:
+def _fp8(settings: Settings, ignored: Ignored, _scales: torch.dtype, name: str | None) -> StoredFormat:
     block = settings.get("weight_block_size")
     if block is None:
         raise _refused(name, "fp8 without blocks", "Its config has no `weight_block_size`")
@@ -52,11 +56,11 @@ def _fp8(settings: dict[str, Any], ignored: tuple[str, ...] | None, _scales: tor
     return Fp8Blocks(ignored, (int(block[0]), int(block[1])), settings.get("scale_fmt") == "ue8m0")
 
 
-def _mxfp4(_settings: Any, ignored: tuple[str, ...] | None, _scales: torch.dtype, _name: str | None) -> Format:
+def _mxfp4(_settings: Settings, ignored: Ignored, _scales: torch.dtype, _name: str | None) -> StoredFormat:
     return Mxfp4(ignored)
 
 
-def _compressed(settings: dict[str, Any], _i: Any, scales: torch.dtype, name: str | None) -> Format:
+def _compressed(settings: Settings, _ignored: Ignored, scales: torch.dtype, name: str | None) -> StoredFormat:
     groups = [*(settings.get("config_groups") or {}).values()]
     layout = settings.get("format")
     if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
@@ -76,7 +80,7 @@ def _compressed(settings: dict[str, Any], _i: Any, scales: torch.dtype, name: st
     raise _refused(name, f"compressed-tensors, {layout} ({bits})", "NVFP4 and four bits (W4A16) are read here")
 
 
-def _gptq(settings: dict[str, Any], ignored: tuple[str, ...] | None, scales: torch.dtype, name: str | None) -> Format:
+def _gptq(settings: Settings, ignored: Ignored, scales: torch.dtype, name: str | None) -> StoredFormat:
     if settings.get("bits") != 4:
         raise _refused(name, f"gptq of {settings.get('bits')} bits", "Four bits are read here")
     if settings.get("dynamic"):
@@ -88,7 +92,7 @@ def _gptq(settings: dict[str, Any], ignored: tuple[str, ...] | None, scales: tor
     return Gptq(ignored, group if group > 0 else None, scales, plus)
 
 
-def _awq(settings: dict[str, Any], ignored: tuple[str, ...] | None, scales: torch.dtype, name: str | None) -> Format:
+def _awq(settings: Settings, ignored: Ignored, scales: torch.dtype, name: str | None) -> StoredFormat:
     bits, version = settings.get("bits", 4), str(settings.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         raise _refused(name, f"awq of {bits} bits, version {version}", "Four bits and version gemm are read here")
@@ -96,7 +100,7 @@ def _awq(settings: dict[str, Any], ignored: tuple[str, ...] | None, scales: torc
     return Awq(ignored, group if group > 0 else None, scales)
 
 
-FORMATS: dict[str, Callable[[dict[str, Any], Any, torch.dtype, str | None], Format]] = {  # by `quant_method`
+FORMATS: dict[str, Callable[[Settings, Ignored, torch.dtype, str | None], StoredFormat]] = {  # by `quant_method`
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed,

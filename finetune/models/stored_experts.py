@@ -49,7 +49,7 @@ def stored_product(
         down = adapter.down.view(count, -1, adapter.down.shape[1])[own]  # (E, r, I)
         up = adapter.up.view(len(adapter.up), -1, count)[..., own].permute(2, 0, 1)  # (E, O, r)
         factors = (down.to(packed.dtype), up.to(packed.dtype))
-    outputs: Any = _Products.apply(rows, packed, matrix, bounds(ends, len(rows)), scaling, *factors)
+    outputs: Any = _ExpertProducts.apply(rows, packed, matrix, bounds(ends, len(rows)), scaling, *factors)
     return outputs if bias is None else outputs + bias.to(outputs.dtype)
 
 
@@ -58,7 +58,7 @@ def bounds(ends: Tensor, rows: int) -> list[int]:
     return [0, *ends.tolist()]
 
 
-class _Products(torch.autograd.Function):
+class _ExpertProducts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

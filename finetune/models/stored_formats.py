@@ -34,7 +34,7 @@ _LARGEST = 448.0  # of E4M3
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats (MX) v1.0, section 5.3.3
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """A tensor of a stored weight, as it is kept in memory."""
 
     dtype: torch.dtype
@@ -45,7 +45,7 @@ Parts = Mapping[str, Tensor]  # by the end of a tensor's name
 
 
 @dataclass(frozen=True)
-class Format(ABC):
+class StoredFormat(ABC):
     """How a weight is stored."""
 
     name: ClassVar[str]
@@ -55,7 +55,7 @@ class Format(ABC):
     of_experts: ClassVar[bool] = False  # stacked experts alone, which the files have stacked as well
 
     @abstractmethod
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+    def parts(self, rows: int, columns: int) -> dict[str, StoredPart]:
         """Returns the tensors of a weight (rows, columns). Raises ValueError for sizes that the format has not."""
 
     @abstractmethod
@@ -156,17 +156,17 @@ def _fitted(
 
 
 @dataclass(frozen=True)
-class Fp8Blocks(Format):
+class Fp8Blocks(StoredFormat):
     name = "fp8 blocks"
     codes = ("weight",)
     unread = ("activation_scale",)
     block: tuple[int, int]
     powers: bool  # scales are powers of two
 
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+    def parts(self, rows: int, columns: int) -> dict[str, StoredPart]:
         grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         # Files have bfloat16 or fp32, which config.json does not say: as little as one scale is for a block.
-        return {"weight": Part(E4M3, (rows, columns)), "weight_scale_inv": Part(torch.float32, grid)}
+        return {"weight": StoredPart(E4M3, (rows, columns)), "weight_scale_inv": StoredPart(torch.float32, grid)}
 
     def _each(self, scale: Tensor, rows: int, columns: int) -> Tensor:
         """Returns a scale for each row and value, (rows, columns), which blocks at the edges cut."""
@@ -202,16 +202,16 @@ class Fp8Blocks(Format):
 
 
 @dataclass(frozen=True)
-class Mxfp4(Format):
+class Mxfp4(StoredFormat):
     name = "mxfp4"
     codes = ("_blocks",)
     of_experts = True
 
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+    def parts(self, rows: int, columns: int) -> dict[str, StoredPart]:
         if columns % 32:
             raise ValueError(f"rows of {columns} are no multiple of 32, which share a scale")
         grid = (rows, columns // 32)
-        return {"_blocks": Part(torch.uint8, (*grid, 16)), "_scales": Part(torch.uint8, grid)}
+        return {"_blocks": StoredPart(torch.uint8, (*grid, 16)), "_scales": StoredPart(torch.uint8, grid)}
 
     def file_name(self, weight: str, part: str) -> str:
         return weight + part
@@ -240,18 +240,18 @@ class Mxfp4(Format):
 
 
 @dataclass(frozen=True)
-class Nvfp4(Format):
+class Nvfp4(StoredFormat):
     name = "nvfp4"
     codes = ("weight_packed",)
     unread = ("input_global_scale", "input_scale")
 
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+    def parts(self, rows: int, columns: int) -> dict[str, StoredPart]:
         if columns % 16:
             raise ValueError(f"rows of {columns} are no multiple of 16, which share a scale")
         return {
-            "weight_packed": Part(torch.uint8, (rows, columns // 2)),
-            "weight_scale": Part(E4M3, (rows, columns // 16)),
-            "weight_global_scale": Part(torch.float32, (1,)),
+            "weight_packed": StoredPart(torch.uint8, (rows, columns // 2)),
+            "weight_scale": StoredPart(E4M3, (rows, columns // 16)),
+            "weight_global_scale": StoredPart(torch.float32, (1,)),
         }
 
     def _scale(self, parts: Parts) -> Tensor:  # (rows, n, 1)
@@ -305,7 +305,7 @@ def _rounded_bits(zero: Tensor | float) -> Callable[[Tensor], Tensor]:
 
 
 @dataclass(frozen=True)
-class PackedInt(Format):
+class PackedInt(StoredFormat):
     name = "w4a16"
     codes = ("weight_packed",)
     unread = ("weight_shape",)
@@ -313,16 +313,16 @@ class PackedInt(Format):
     zeros: bool
     scales: torch.dtype
 
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+    def parts(self, rows: int, columns: int) -> dict[str, StoredPart]:
         group = self.group or columns
         if columns % 8 or columns % group or (self.zeros and rows % 8):
             raise ValueError(f"({rows}, {columns}) is no multiple of a group of {group}, or of 8")
         parts = {
-            "weight_packed": Part(torch.int32, (rows, columns // 8)),
-            "weight_scale": Part(self.scales, (rows, columns // group)),
+            "weight_packed": StoredPart(torch.int32, (rows, columns // 8)),
+            "weight_scale": StoredPart(self.scales, (rows, columns // group)),
         }
         if self.zeros:
-            parts["weight_zero_point"] = Part(torch.int32, (rows // 8, columns // group))
+            parts["weight_zero_point"] = StoredPart(torch.int32, (rows // 8, columns // group))
         return parts
 
     def _zero(self, parts: Parts) -> Tensor | float:  # (rows, n, 1)
@@ -348,23 +348,23 @@ class PackedInt(Format):
 
 
 @dataclass(frozen=True)
-class Gptq(Format):
+class Gptq(StoredFormat):
     name = "gptq"
     codes = ("qweight",)
     group: int | None
     scales: torch.dtype
     plus: int  # that is added to stored zeros
 
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+    def parts(self, rows: int, columns: int) -> dict[str, StoredPart]:
         group = self.group or columns
         if rows % 8 or columns % 8:
             raise ValueError(f"({rows}, {columns}) is no multiple of 8")
         groups = -(-columns // group)
         return {
-            "qweight": Part(torch.int32, (columns // 8, rows)),
-            "qzeros": Part(torch.int32, (groups, rows // 8)),
-            "scales": Part(self.scales, (groups, rows)),
-            "g_idx": Part(torch.int32, (columns,)),
+            "qweight": StoredPart(torch.int32, (columns // 8, rows)),
+            "qzeros": StoredPart(torch.int32, (groups, rows // 8)),
+            "scales": StoredPart(self.scales, (groups, rows)),
+            "g_idx": StoredPart(torch.int32, (columns,)),
         }
 
     def unpack(self, parts: Parts, rows: int, columns: int) -> Tensor:
@@ -392,20 +392,20 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of the eight outputs in a number (AutoA
 
 
 @dataclass(frozen=True)
-class Awq(Format):
+class Awq(StoredFormat):
     name = "awq"
     codes = ("qweight",)
     group: int | None
     scales: torch.dtype
 
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+    def parts(self, rows: int, columns: int) -> dict[str, StoredPart]:
         group = self.group or columns
         if rows % 8 or columns % group:
             raise ValueError(f"({rows}, {columns}) is no multiple of 8, or of a group of {group}")
         return {
-            "qweight": Part(torch.int32, (columns, rows // 8)),
-            "qzeros": Part(torch.int32, (columns // group, rows // 8)),
-            "scales": Part(self.scales, (columns // group, rows)),
+            "qweight": StoredPart(torch.int32, (columns, rows // 8)),
+            "qzeros": StoredPart(torch.int32, (columns // group, rows // 8)),
+            "scales": StoredPart(self.scales, (columns // group, rows)),
         }
 
     def unpack(self, parts: Parts, rows: int, columns: int) -> Tensor:

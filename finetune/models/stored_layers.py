@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finetune.models.stored_formats import Format, Parts
+from finetune.models.stored_formats import Parts, StoredFormat
 
 _ALIGNED = 16  # bytes, at which each part begins: views in another type want a multiple of its size
 
@@ -31,7 +31,7 @@ _ALIGNED = 16  # bytes, at which each part begins: views in another type want a 
 class StoredMatrix:
     """How the bytes of a matrix lie in memory: `rows` of several stored ones, one below the other, as gate and up."""
 
-    format: Format
+    format: StoredFormat
     rows: tuple[int, ...]
     columns: int
 

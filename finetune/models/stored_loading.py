@@ -26,14 +26,14 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.errors import UserError
 from finetune.models.patches import set_attribute
-from finetune.models.stored_formats import Format
+from finetune.models.stored_formats import StoredFormat
 from finetune.models.stored_layers import StoredLinear, StoredMatrix
 
 _NUMBER = 1 << 40  # of a parameter, above the numbers of its rows
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A matrix in the files: rows of a parameter, of one of its experts."""
 
     name: str  # that a plain checkpoint would have for it
@@ -48,7 +48,7 @@ class StoredParameter:
     path: str  # of its module
     name: str
     matrix: StoredMatrix
-    pieces: tuple[Piece, ...]  # in the order of experts, and of rows
+    pieces: tuple[StoredPiece, ...]  # in the order of experts, and of rows
     experts: int | None  # None: of a linear layer
 
 
@@ -59,7 +59,7 @@ def without_quantization(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def stored_parameters(model: Any, form: Format) -> list[StoredParameter]:
+def stored_parameters(model: Any, form: StoredFormat) -> list[StoredParameter]:
     """Returns the parameters of a plain model, on `meta` or not, that its checkpoint stores. Raises UserError if their
     sizes or names are not of the format."""
     named = [*_stacked(model, form), *([] if form.of_experts else _linear(model, form))]
@@ -89,7 +89,7 @@ def stored_parameters(model: Any, form: Format) -> list[StoredParameter]:
     return found
 
 
-def _linear(model: Any, form: Format) -> Iterable[tuple[str, str, int | None, int, int]]:
+def _linear(model: Any, form: StoredFormat) -> Iterable[tuple[str, str, int | None, int, int]]:
     """Yields path, name, None, rows and columns of linear layers that are stored."""
     is_kept = _kept(model, form)
     for path, module in model.named_modules():
@@ -97,7 +97,7 @@ def _linear(model: Any, form: Format) -> Iterable[tuple[str, str, int | None, in
             yield path, "weight", None, module.out_features, module.in_features
 
 
-def _stacked(model: Any, form: Format) -> Iterable[tuple[str, str, int | None, int, int]]:
+def _stacked(model: Any, form: StoredFormat) -> Iterable[tuple[str, str, int | None, int, int]]:
     """Yields path, name, experts, rows and columns of stacked experts that are stored."""
     from finetune.models.moe import stacked_experts
 
@@ -114,7 +114,7 @@ def is_transposed(experts: Any) -> bool:
     return bool(getattr(experts, "is_transposed", False))
 
 
-def _kept(model: Any, form: Format) -> Callable[[str], bool]:
+def _kept(model: Any, form: StoredFormat) -> Callable[[str], bool]:
     """Returns whether the module of a path stays plain, by the config of the checkpoint."""
     ignored = list(form.ignored) if form.ignored is not None else None
     patterns = [re.compile(one.removeprefix("re:")) for one in ignored or () if one.startswith("re:")]
@@ -127,26 +127,26 @@ def _kept(model: Any, form: Format) -> Callable[[str], bool]:
     )
 
 
-def _names_in_files(model: Any, named: list[Any], form: Format) -> dict[str, list[Piece]]:
+def _names_in_files(model: Any, named: list[Any], form: StoredFormat) -> dict[str, list[StoredPiece]]:
     """Returns, for each parameter, the matrices of the files that it is made of, by reverting transformers' conversion
     for tensors whose values are the numbers of their rows."""
     numbered, names = dict[str, Tensor](), [f"{path}.{name}" for path, name, *_ in named]
     if form.of_experts:  # the files have them stacked, too
         return {
-            name: [Piece(name, expert, rows) for expert in range(experts)]
+            name: [StoredPiece(name, expert, rows) for expert in range(experts)]
             for name, (_, _, experts, rows, _) in zip(names, named, strict=True)
         }
     for i, (name, (_, _, experts, rows, _)) in enumerate(zip(names, named, strict=True)):
         shape = (rows, 1) if experts is None else (experts, rows, 1)
         count = torch.arange((experts or 1) * rows, device="cpu")  # a plan makes its models on `meta`
         numbered[name] = (count + i * _NUMBER).view(shape)
-    found: dict[str, list[tuple[int, Piece]]] = {name: [] for name in names}
+    found: dict[str, list[tuple[int, StoredPiece]]] = {name: [] for name in names}
     for name, values in revert_weight_conversion(model, numbered).items():
         if values.ndim != 2 or not torch.equal(values.diff(dim=0), torch.ones_like(values[1:])):
             continue  # `stored_parameters` finds rows missing
         number, row = divmod(int(values[0, 0]), _NUMBER)
         rows = named[number][3]
-        found[names[number]].append((row, Piece(name, row // rows, len(values))))
+        found[names[number]].append((row, StoredPiece(name, row // rows, len(values))))
     return {name: [piece for _, piece in sorted(pieces, key=lambda one: one[0])] for name, pieces in found.items()}
 
 
@@ -244,7 +244,7 @@ class StoredFiles:
 
     def __init__(
         self,
-        form: Format,
+        form: StoredFormat,
         stored: Iterable[StoredParameter],
         places: Mapping[str, Path],
         name: str,
@@ -306,7 +306,7 @@ class StoredFiles:
         return tensor.reshape(shape)
 
 
-def pieces_of(one: StoredParameter, packed: Tensor) -> Iterable[tuple[Piece, int, Tensor]]:
+def pieces_of(one: StoredParameter, packed: Tensor) -> Iterable[tuple[StoredPiece, int, Tensor]]:
     """Yields each matrix of a parameter, its number within its expert, and the bytes of that expert."""
     each = len(one.matrix.rows)
     for number, piece in enumerate(one.pieces):

@@ -56,7 +56,7 @@ from finetune.models.patches import replace_class, set_attribute
 from finetune.models.remote_code import from_config
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.stored_config import check_stored, stored_format
-from finetune.models.stored_formats import Format
+from finetune.models.stored_formats import StoredFormat
 from finetune.models.stored_loading import (
     StoredFiles,
     place_stacks,
@@ -280,10 +280,13 @@ def _base_model(
     if files is not None and auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
         model.base_checkpoint = files
     is_packed = is_read_packed(config)
-    if stored is not None:
+    if auto is AutoModelForSequenceClassification:
+        if stored is not None:
+            model.lost_tensors = list(stored.unread)
+        else:
+            model.lost_tensors = lost_to_scores(files) if files else list(unread_tensors(model, settings, is_packed))
+    elif stored is not None:
         model.kept_tensors = stored.unread
-    elif auto is AutoModelForSequenceClassification:
-        model.lost_tensors = lost_to_scores(files) if files else list(unread_tensors(model, settings, is_packed))
     elif files is not None:
         model.kept_tensors = {name: files.places[name] for name in unread_names(files.part.base, files.places)}
     else:
@@ -296,15 +299,15 @@ def is_read_packed(config: PretrainedConfig) -> bool:
     return is_stored_quantized(config) and stored_format(config) is None
 
 
-def load_stored(about: Model, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """Returns a causal model, in `dtype`, whose weights stay as they are stored, for adapters that are trained; call
-    `compute_stored` once it has them. Raises UserError as `load_model`."""
+def load_stored(about: Model, config: PretrainedConfig, dtype: torch.dtype, auto: Any = AutoModelForCausalLM) -> Any:
+    """Returns a model on the CPU, in `dtype`, whose weights stay as they are stored, for adapters that are trained;
+    call `compute_stored` once it has them. auto: transformers' auto class. Raises UserError as `load_model`."""
     form = stored_format(config, about.name)
     assert form is not None
     plain = without_quantization(config)
     how = {"use_safetensors": True, "revision": about.revision or "main", "trust_remote_code": about.trust_remote_code}
-    base = _StoredBase(about, AutoModelForCausalLM, plain, form)
-    return base.read(dtype, device, unpacks=False, dtype=dtype, **how)[0].eval()
+    base = _StoredBase(about, auto, plain, form)
+    return base.read(dtype, torch.device("cpu"), unpacks=False, dtype=dtype, **how)[0].eval()
 
 
 def compute_stored(model: Any) -> Any:
@@ -318,7 +321,7 @@ class _StoredBase:
     """A checkpoint whose weights are stored in a format of `stored_formats`. Raises UserError if its files or sizes are
     not of the format. unread: the file of each tensor that becomes nothing, see `unread_tensors`."""
 
-    def __init__(self, settings: Model, auto: Any, plain: PretrainedConfig, form: Format):
+    def __init__(self, settings: Model, auto: Any, plain: PretrainedConfig, form: StoredFormat):
         self._settings, self._plain = settings, plain
         self.skeleton = without_weights(plain, auto, settings.trust_remote_code)
         self.skeleton.tie_weights()

@@ -104,13 +104,23 @@ def class_of_result(folder: Path) -> Any:
     return AutoModelForSequenceClassification if is_scoring(folder) else auto_class(str(folder))
 
 
-def _load_stored(name: str, trusted: bool | None, dtype: torch.dtype | None) -> Any | None:
-    """Returns a model that stays as it is stored; None for a plain one. Raises UserError."""
-    config = load_auto(AutoConfig, name, trusted)
-    if stored_format(config, name) is None:
+def _load_stored(
+    name: str,
+    trusted: bool | None,
+    dtype: torch.dtype | None,
+    config: Any = None,
+    auto: Any = AutoModelForCausalLM,
+) -> Any | None:
+    """Returns a model that stays as it is stored; None for a plain one, and for formats that only transformers reads.
+    config: with a head of scores; None: its own. Raises UserError."""
+    config = config or load_auto(AutoConfig, name, trusted)
+    try:
+        if stored_format(config, name) is None:
+            return None
+    except UserError:
         return None
-    about, kept = Model(name=name, trust_remote_code=bool(trusted)), config.dtype or torch.bfloat16
-    return load_stored(about, config, dtype or kept, torch.device("cpu"))
+    about = Model(name=name, trust_remote_code=bool(trusted))
+    return load_stored(about, config, dtype or config.dtype or torch.bfloat16, auto)
 
 
 def _load_base(adapter: Path, base: str | None, device_map: str | None, dtype: torch.dtype | None) -> Any:
@@ -128,9 +138,12 @@ def _load_base(adapter: Path, base: str | None, device_map: str | None, dtype: t
         about = Model(name=name, trust_remote_code=trusted)
         config = labelled(model_config(about), read_labels(adapter))
         config.get_text_config().pad_token_id = read_tokenizer(adapter).pad_token_id
+        kind = AutoModelForSequenceClassification
+        if (stored := _load_stored(name, trusted, dtype, config, kind)) is not None:
+            return grow_to(stored, size)
         part = base_checkpoint(about)
         more = {"config": config, "dtype": "auto", "key_mapping": part and part.renames}
-        return grow_to(load_auto(AutoModelForSequenceClassification, name, trusted, **more), size)
+        return grow_to(load_auto(kind, name, trusted, **more), size)
 
 
 class _LoadingModel(contextlib.AbstractContextManager[None]):

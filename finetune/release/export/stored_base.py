@@ -21,12 +21,12 @@ from finetune.checkpoints.weight_files import TensorFiles
 from finetune.errors import UserError
 from finetune.models.damage import read_object
 from finetune.models.stored_config import FORMATS, stored_format
-from finetune.models.stored_formats import Format
-from finetune.models.stored_loading import Piece, StoredFiles, StoredParameter, is_transposed, stored_parameters
+from finetune.models.stored_formats import StoredFormat
+from finetune.models.stored_loading import StoredFiles, StoredParameter, StoredPiece, is_transposed, stored_parameters
 from finetune.release.export.figures import Figures
 
 
-def format_of_folder(folder: Path) -> Format | None:
+def format_of_folder(folder: Path) -> StoredFormat | None:
     """Returns the format of a model folder; None for a plain one. Raises UserError for others."""
     config = read_object(folder / "config.json")
     if (settings := config.get("quantization_config")) is None or settings.get("quant_method") not in FORMATS:
@@ -35,16 +35,24 @@ def format_of_folder(folder: Path) -> Format | None:
     return stored_format(PretrainedConfig.from_dict({"quantization_config": settings, "dtype": dtype}), str(folder))
 
 
+def format_of_export(folder: Path) -> StoredFormat | None:
+    """Returns the format of an export; None for a plain one, and for those that `--quantize` and other tools write."""
+    try:
+        return format_of_folder(folder)
+    except UserError:
+        return None
+
+
 class DecodedFiles:
     """Same interface as `TensorFiles`: the tensors of a stored checkpoint as a plain one has them, in fp32."""
 
-    def __init__(self, files: TensorFiles, form: Format, model: Any, name: str):
+    def __init__(self, files: TensorFiles, form: StoredFormat, model: Any, name: str):
         """model: transformers', without weights."""
         self.raw, self.form, self.identity = files, form, files.identity
         self.parameters = stored_parameters(model, form)
         self.stored = StoredFiles(form, self.parameters, {one: files.file_of(one) for one in files.names()}, name)
         self.codes = self.stored.own  # names of codes and scales, and of what belongs to them
-        self._pieces: dict[str, tuple[StoredParameter, Piece]] = {}
+        self._pieces: dict[str, tuple[StoredParameter, StoredPiece]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for one in self.parameters:
             for piece in one.pieces:

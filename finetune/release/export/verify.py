@@ -52,7 +52,7 @@ from finetune.release.export.gguf_settings import (
 )
 from finetune.release.export.gguf_tokenizer import add_tokenizer, gguf_tokenizer, other_tokens
 from finetune.release.export.hf_folder import COPIED, METADATA, PROGRESS, describe, settings_files
-from finetune.release.export.stored_base import compare_codes, format_of_folder
+from finetune.release.export.stored_base import compare_codes, format_of_export
 from finetune.release.export.streamed import StreamedModel, base_model
 from finetune.release.export.verify_answers import (
     AnswerReference,
@@ -200,7 +200,7 @@ def export_format(export: Path) -> tuple[str, str]:
     quantized = read_object(export / "config.json").get("quantization_config")
     if (kind := about.get("quantised")) is None and quantized is None:
         return dtype, dtype
-    if kind is None and (form := format_of_folder(export)) is not None:
+    if kind is None and (form := format_of_export(export)) is not None:
         return form.name, dtype
     if kind not in THRESHOLDS:
         groups = ((quantized or {}).get("config_groups") or {}).values()

@@ -195,7 +195,7 @@ def load_reference(trained: Trained, base: str | None = None) -> Any:
     if about.name is None or about.config is not None:  # the schema wants one of the two
         model: Any = from_config(auto, config, about.trust_remote_code)
     elif stored_format(config) is not None:
-        model = load_stored(about, config, torch.float32, torch.device("cpu"))
+        model = load_stored(about, config, torch.float32, auto)
     else:  # of a multimodal one its text part
         files = of_run.files
         more: dict[str, Any] = {"config": config, "key_mapping": files.renames} if files is not None else {}

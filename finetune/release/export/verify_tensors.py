@@ -32,7 +32,7 @@ from finetune.release.export.figures import Figures
 from finetune.release.export.gguf_file import gguf_of, gguf_tensors
 from finetune.release.export.hf_folder import METADATA
 from finetune.release.export.merging import Patch
-from finetune.release.export.stored_base import decoded_of, format_of_folder
+from finetune.release.export.stored_base import decoded_of, format_of_export
 from finetune.release.export.streamed import StreamedModel, own_tensors
 
 _SUMS = 2.0**-18  # of the largest value of a row: what fp32 may lose in W + s B A, in any order
@@ -55,7 +55,7 @@ class Value:
 def stored_tensors(export: Path, written: StreamedModel) -> dict[str, Stored]:
     """Returns the tensors of an export; of one in the format of its base what is packed there, which `compare_codes`
     compares with it. Raises UserError if a file cannot be read, or contradicts itself."""
-    if gguf_of(export) is None and format_of_folder(export) is not None and decoded_of(written) is not None:
+    if gguf_of(export) is None and format_of_export(export) is not None and decoded_of(written) is not None:
         shapes = written.shapes
         return {name: Stored(partial(written.make, name), tuple(one.shape), one.dtype) for name, one in shapes.items()}
     if (file := gguf_of(export)) is not None:
