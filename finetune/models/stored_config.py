@@ -36,7 +36,7 @@ def stored_format(config: PretrainedConfig, name: str | None = None) -> StoredFo
         return None
     if (build := FORMATS.get(method)) is None:
         others = ", ".join(FORMATS)
-        raise _refused(name, method, f"nothing here unpacks it on GPUs and CPUs alike (but {others})")
+        raise _refused(name, method, f"Nothing here unpacks it on GPUs and CPUs alike (but {others})")
     ignored = settings.get("modules_to_not_convert", settings.get("ignored_layers"))
     scales = getattr(config, "dtype", None) or torch.bfloat16
     return build(settings, None if ignored is None else tuple(ignored), scales, name)

@@ -33,7 +33,7 @@ _NUMBER = 1 << 40  # of a parameter, above the numbers of its rows
 
 
 @dataclass(frozen=True)
-class StoredPiece:
+class PieceInFiles:
     """A matrix in the files: rows of a parameter, of one of its experts."""
 
     name: str  # that a plain checkpoint would have for it
@@ -48,7 +48,7 @@ class StoredParameter:
     path: str  # of its module
     name: str
     matrix: StoredMatrix
-    pieces: tuple[StoredPiece, ...]  # in the order of experts, and of rows
+    pieces: tuple[PieceInFiles, ...]  # in the order of experts, and of rows
     experts: int | None  # None: of a linear layer
 
 
@@ -127,26 +127,26 @@ def _kept(model: Any, form: StoredFormat) -> Callable[[str], bool]:
     )
 
 
-def _names_in_files(model: Any, named: list[Any], form: StoredFormat) -> dict[str, list[StoredPiece]]:
+def _names_in_files(model: Any, named: list[Any], form: StoredFormat) -> dict[str, list[PieceInFiles]]:
     """Returns, for each parameter, the matrices of the files that it is made of, by reverting transformers' conversion
     for tensors whose values are the numbers of their rows."""
     numbered, names = dict[str, Tensor](), [f"{path}.{name}" for path, name, *_ in named]
     if form.of_experts:  # the files have them stacked, too
         return {
-            name: [StoredPiece(name, expert, rows) for expert in range(experts)]
+            name: [PieceInFiles(name, expert, rows) for expert in range(experts)]
             for name, (_, _, experts, rows, _) in zip(names, named, strict=True)
         }
     for i, (name, (_, _, experts, rows, _)) in enumerate(zip(names, named, strict=True)):
         shape = (rows, 1) if experts is None else (experts, rows, 1)
         count = torch.arange((experts or 1) * rows, device="cpu")  # a plan makes its models on `meta`
         numbered[name] = (count + i * _NUMBER).view(shape)
-    found: dict[str, list[tuple[int, StoredPiece]]] = {name: [] for name in names}
+    found: dict[str, list[tuple[int, PieceInFiles]]] = {name: [] for name in names}
     for name, values in revert_weight_conversion(model, numbered).items():
         if values.ndim != 2 or not torch.equal(values.diff(dim=0), torch.ones_like(values[1:])):
             continue  # `stored_parameters` finds rows missing
         number, row = divmod(int(values[0, 0]), _NUMBER)
         rows = named[number][3]
-        found[names[number]].append((row, StoredPiece(name, row // rows, len(values))))
+        found[names[number]].append((row, PieceInFiles(name, row // rows, len(values))))
     return {name: [piece for _, piece in sorted(pieces, key=lambda one: one[0])] for name, pieces in found.items()}
 
 
@@ -306,7 +306,7 @@ class StoredFiles:
         return tensor.reshape(shape)
 
 
-def pieces_of(one: StoredParameter, packed: Tensor) -> Iterable[tuple[StoredPiece, int, Tensor]]:
+def pieces_of(one: StoredParameter, packed: Tensor) -> Iterable[tuple[PieceInFiles, int, Tensor]]:
     """Yields each matrix of a parameter, its number within its expert, and the bytes of that expert."""
     each = len(one.matrix.rows)
     for number, piece in enumerate(one.pieces):

@@ -22,7 +22,7 @@ from finetune.errors import UserError
 from finetune.models.damage import read_object
 from finetune.models.stored_config import FORMATS, stored_format
 from finetune.models.stored_formats import StoredFormat
-from finetune.models.stored_loading import StoredFiles, StoredParameter, StoredPiece, is_transposed, stored_parameters
+from finetune.models.stored_loading import PieceInFiles, StoredFiles, StoredParameter, is_transposed, stored_parameters
 from finetune.release.export.figures import Figures
 
 
@@ -52,7 +52,7 @@ class DecodedFiles:
         self.parameters = stored_parameters(model, form)
         self.stored = StoredFiles(form, self.parameters, {one: files.file_of(one) for one in files.names()}, name)
         self.codes = self.stored.own  # names of codes and scales, and of what belongs to them
-        self._pieces: dict[str, tuple[StoredParameter, StoredPiece]] = {}
+        self._pieces: dict[str, tuple[StoredParameter, PieceInFiles]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for one in self.parameters:
             for piece in one.pieces:

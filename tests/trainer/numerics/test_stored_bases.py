@@ -235,7 +235,7 @@ def settings(folder: Path, out: Path, **changes: Any) -> Path:
 
 
 REFUSED = [
-    ("fp8", {"quant_method": "quark"}, r"is stored as quark, which is not read\. nothing here unpacks it"),
+    ("fp8", {"quant_method": "quark"}, r"is stored as quark, which is not read\. Nothing here unpacks it"),
     ("fp8", {"weight_block_size": None}, r"is stored as fp8 without blocks"),
     ("fp8", {"expert_dtype": "fp4"}, r"with other parts in fp4"),
     ("gptq", {"bits": 3}, r"is stored as gptq of 3 bits, which is not read\. Four bits are read here"),
