@@ -135,9 +135,8 @@ def check_stored(recipe: Recipe, config: PretrainedConfig) -> None:
             f"lora.dora: peft cannot unpack {name!r}, which is stored as {form.name}. It divides by the norms of the "
             "base's rows. Fix: set it to false, or `model.stored: unpack`"
         )
-    experts = getattr(config.get_text_config(), "num_local_experts", 0) or getattr(config, "num_experts", 0)
-    if recipe.train.compile and (form.of_experts or experts):
+    if recipe.train.compile:
         raise UserError(
-            f"train.compile: the experts of {name!r} are unpacked one by one, by how many tokens chose each. They are "
-            f"stored as {form.name}. Fix: set it to false, or `model.stored: unpack`"
+            f"train.compile: compiled layers may keep unpacked weights for the backward. {name!r} is stored as "
+            f"{form.name}, to save that memory. Fix: set it to false, or `model.stored: unpack`"
         )
