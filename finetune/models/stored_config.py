@@ -137,6 +137,6 @@ def check_stored(recipe: Recipe, config: PretrainedConfig) -> None:
         )
     if recipe.train.compile:
         raise UserError(
-            f"train.compile: compiled layers may keep unpacked weights for the backward. {name!r} is stored as "
-            f"{form.name}, to save that memory. Fix: set it to false, or `model.stored: unpack`"
+            f"train.compile: compiled layers unpack {name!r} wrongly. It is stored as {form.name}; the loss of such a "
+            "base was not finite (torch 2.13, on a CPU). Fix: set it to false, or `model.stored: unpack`"
         )
