@@ -81,6 +81,7 @@ def test_the_result_is_in_the_format_of_its_base(exported: Any, case: tuple[str,
     assert (logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean() < 0.2
 
 
+@pytest.mark.long
 def test_the_unpacked_export_is_a_plain_model(exported: Any, tmp_path: Path) -> None:
     run, _ = exported(("fp8", "qwen3_moe"))
     export_run(run, ExportOptions(to="hf", out=tmp_path / "hf"), QUIET)
@@ -122,10 +123,15 @@ def part_lost(state: dict[str, Tensor], base: dict[str, Tensor]) -> None:
     ("plant", "message"),
     [
         (scale_off, r"q_proj\.weight: weight_scale_inv differs from the run's"),
-        (blocks_swapped, r"layers\.0\.self_attn\.o_proj\.weight: .* values are not the run's"),
+        pytest.param(
+            blocks_swapped, r"layers\.0\.self_attn\.o_proj\.weight: .* values are not the run's", marks=pytest.mark.long
+        ),
         (expert_stale, r"layers\.1\.mlp\.experts\.3\.down_proj\.weight: weight_scale_inv differs from the run's"),
-        (untrained_changed, r"model\.norm\.weight: 1 of 64 values are not the run's, which is the base's"),
-        (part_lost, r"missing keys: .*experts\.0\.up_proj\.weight_scale_inv"),
+        pytest.param(
+            *(untrained_changed, r"model\.norm\.weight: 1 of 64 values are not the run's, which is the base's"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(*(part_lost, r"missing keys: .*experts\.0\.up_proj\.weight_scale_inv"), marks=pytest.mark.long),
     ],
 )
 def test_planted_errors_are_seen(exported: Any, tmp_path: Path, plant: Any, message: str) -> None:

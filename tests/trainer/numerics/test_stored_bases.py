@@ -94,12 +94,16 @@ def values_of(model: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("precision", usual(("fp32", "bf16"), "fp32"))
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(
+    "case",
+    usual(CASES, ("gptq", "llama"), ("w4a16_zeros", "llama"), ("fp8", "deepseek"), ("mxfp4", "gpt_oss")),
+    ids=str,
+)
 def test_values_are_those_of_the_unpacked_checkpoint(
-    recipe: dict[str, Any], write_recipe: Any, folders: Any, kind: str, name: str, precision: str
+    recipe: dict[str, Any], write_recipe: Any, folders: Any, case: tuple[str, str], precision: str
 ) -> None:
     recipe["train"]["precision"] = precision
-    kept, plain = (values_of(load(recipe, write_recipe, folder)[0]) for folder in folders(kind, name))
+    kept, plain = (values_of(load(recipe, write_recipe, folder)[0]) for folder in folders(*case))
     assert kept.keys() == plain.keys()
     for key, value in plain.items():
         assert kept[key].dtype == value.dtype, key
@@ -121,11 +125,13 @@ def gradients(model: Any, recipe: Any) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("case", usual(CASES, ("nvfp4", "llama"), ("fp8", "qwen3_moe"), ("mxfp4", "gpt_oss")), ids=str)
+@pytest.mark.parametrize("case", usual(CASES, ("fp8", "qwen3_moe"), ("mxfp4", "gpt_oss")), ids=str)
 @pytest.mark.parametrize("recomputed", usual((False, True, "selective"), False))
 def test_losses_and_gradients_are_those_of_the_unpacked_model(
     recipe: dict[str, Any], write_recipe: Any, folders: Any, case: tuple[str, str], recomputed: Any
 ) -> None:
+    if recomputed == "selective" and case[1] == "gpt_oss":
+        pytest.skip("transformers' grouped products of the plain model add a bias in place, to a result that is kept")
     recipe["train"]["activation_checkpointing"] = recomputed
     (loss, ours), (plain_loss, plain) = (gradients(*load(recipe, write_recipe, folder)) for folder in folders(*case))
     assert loss == pytest.approx(plain_loss, rel=5e-6)
@@ -135,7 +141,7 @@ def test_losses_and_gradients_are_those_of_the_unpacked_model(
         torch.testing.assert_close(ours[key], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()), msg=key)
 
 
-@pytest.mark.parametrize("case", usual(CASES, ("w4a16", "llama"), ("fp8", "deepseek"), ("mxfp4", "gpt_oss")), ids=str)
+@pytest.mark.parametrize("case", usual(CASES, ("fp8", "deepseek"), ("mxfp4", "gpt_oss")), ids=str)
 def test_ranks_without_values_have_the_same_shapes(
     recipe: dict[str, Any], write_recipe: Any, folders: Any, case: tuple[str, str]
 ) -> None:
@@ -258,7 +264,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "changes", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [pytest.param(*one, marks=pytest.mark.long if i % 2 else ()) for i, one in enumerate(REFUSED)],
+)
 def test_other_formats_and_configs_that_lie_are_refused(
     recipe: dict[str, Any], write_recipe: Any, folders: Any, tmp_path: Path, kind: str, changes: Any, message: str
 ) -> None:
