@@ -325,6 +325,9 @@ class TensorFiles:
     def names(self) -> list[str]:
         return list(self._places)
 
+    def file_of(self, name: str) -> Path:
+        return self._places[name].file
+
     def paths(self) -> list[Path]:
         return sorted({place.file for place in self._places.values()})
 

@@ -19,6 +19,7 @@ from finetune.engine.stages import SINGLE_STAGE_SCHEDULES, schedulable_micro_bat
 from finetune.errors import UserError
 from finetune.models.base_config import layer_configs
 from finetune.models.config import EXPERTS_STYLE, active_dropouts, length_dependent_rope, tensor_plan
+from finetune.models.stored_config import stored_format
 from finetune.recipe.schema import Recipe
 from finetune.utils import divisors, nearest_divisors
 
@@ -52,6 +53,7 @@ class Architecture:
     dropouts: dict[str, float] = field(default_factory=dict)  # settings of active dropout
     rope_types: tuple[str, ...] = ()  # those whose frequencies depend on the length of a document
     tensor_styles: frozenset[str] = frozenset()  # styles in the tensor parallel plan; empty without a plan
+    stored: str | None = None  # the format of a checkpoint of fewer bits
     widths: dict[str, int] = field(default_factory=dict)  # inputs of row parallel matrices, by what they are inputs of
 
     @classmethod
@@ -79,6 +81,7 @@ class Architecture:
             dropouts=dict(active_dropouts(text)),
             rope_types=tuple(length_dependent_rope(config)),
             tensor_styles=frozenset(tensor_plan(config).values()),
+            stored=form.name if (form := stored_format(config)) is not None else None,
             widths=row_parallel_widths(config),
         )
 
@@ -147,6 +150,20 @@ def zero_3(c: Combination) -> Iterator[str]:
     """DeepSpeed gathers the weights of a module as it is called, on all ranks at the same time."""
     if c.launch.kind == "zero" and c.launch.zero_stage == 3 and c.model and c.model.model_type in _NOT_UNDER_ZERO_3:
         yield f"ZeRO-3: {c.model.model_type}: {_NOT_UNDER_ZERO_3[c.model.model_type]}: use fsdp2 or zero2"
+
+
+def stored_base(c: Combination) -> Iterator[str]:
+    """Weights that stay as they are stored are read and sharded as bytes."""
+    if c.model is None or c.model.stored is None or c.recipe.model.stored == "unpack":
+        return
+    what = f"a base that stays in {c.model.stored}"
+    instead = "use fsdp2, or `model.stored: unpack`"
+    if c.sizes.tensor > 1:
+        yield f"{c.key('tensor')} with {what}: ranks would split blocks that share a scale: {instead}"
+    if c.sizes.pipeline > 1:
+        yield f"{c.key('pipeline')} with {what}: a stage reads its own layers, and these are read for all: {instead}"
+    if c.launch.kind == "zero" and c.launch.zero_stage == 3:
+        yield f"ZeRO-3 with {what}: it shards weights as transformers reads them, and these are read apart: {instead}"
 
 
 def data_parallel(c: Combination) -> Iterator[str]:
@@ -401,6 +418,7 @@ def images(c: Combination) -> Iterator[str]:
 
 RULES = (
     zero_3,
+    stored_base,
     data_parallel,
     tensor_parallel,
     tensor_experts,

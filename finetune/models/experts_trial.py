@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.models.grouped_experts import Adapter, adapted_experts
-from finetune.models.moe import WithWeights, adapters_of, group_adapters, stacked_experts
+from finetune.models.moe import WithWeights, adapters_of, group_adapters, stacked_experts, unpack_experts
 from finetune.models.trials import FAILURES, failure_text
 from finetune.utils import full_shape, unwrap_peft
 
@@ -41,6 +41,8 @@ def choose_experts(
     device, dtype: of the trial, in which they compute; device_type: of the run, if `device` is that of a plan.
     may_group_adapters: see `may_add_to_products`.
     """
+    if unpack_experts(model):
+        return "experts one by one, each unpacked for its product"
     layers = {name: one for name, one in stacked_experts(model).items() if hasattr(one, "is_transposed")}
     if not layers:
         return None

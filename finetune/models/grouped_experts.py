@@ -22,6 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from finetune.models.adapters import is_plain
 from finetune.models.casts import shared_cast
+from finetune.models.stored_experts import stored_product
+from finetune.models.stored_layers import stored_matrices
 
 _ALIGNMENT = 16  # bytes, of the strides that torch's grouped products take
 
@@ -104,7 +106,12 @@ def adapted_experts(
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
 
+    stored = stored_matrices(experts)
+
     def product(rows: Tensor, name: str) -> Tensor:
+        if (matrix := stored.get(name)) is not None:
+            with_bias = weights[f"{name}_bias"][expert] if experts.has_bias else None
+            return stored_product(rows, weights[name], matrix, adapters.get(name), ends, with_bias)
         matrices = weights[name] if experts.is_transposed else weights[name].transpose(1, 2)  # (E, I, O)
         rows = rows.to(matrices.dtype)  # a gate may compute in fp32
         if name in adapters:

@@ -34,6 +34,7 @@ from finetune.models.adapters import has_hooks, is_plain
 from finetune.models.casts import shared_cast
 from finetune.models.packed_linear import Fp8Linear
 from finetune.models.patches import mix_in
+from finetune.models.stored_layers import StoredLinear
 
 OF_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -137,7 +138,7 @@ class FusedLinear:
             and (
                 is_plain(base)
                 or (
-                    (type(base) is Fp8Linear or packed_linear.is_4bit(base))
+                    (type(base) in (Fp8Linear, StoredLinear) or packed_linear.is_4bit(base))
                     and not has_hooks(base)
                     and not torch.compiler.is_compiling()
                 )

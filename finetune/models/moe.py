@@ -26,6 +26,7 @@ from finetune.errors import UserError
 from finetune.models.activations import part_of_parameter
 from finetune.models.grouped_experts import GroupedWrapper, adapted_experts, adapters_in, with_adapters
 from finetune.models.patches import mix_in, replace_forward
+from finetune.models.stored_layers import stored_matrices, stored_stacks
 from finetune.utils import full_shape, unwrap_peft
 
 _ARGUMENTS = (  # of transformers' experts, >= 5.17
@@ -133,6 +134,26 @@ def group_adapters(model: nn.Module) -> None:
             replace_forward(experts, forward, "grouped adapter")
 
 
+def unpack_experts(model: nn.Module) -> bool:
+    """Let experts whose weights stay as they are stored compute, with their adapters, in place; returns whether there
+    are any. Call after `compute_experts_in`."""
+    for name, experts in (stacks := stored_stacks(model)).items():
+        wrappers = adapters_of(model, name)
+        for wrapper in wrappers.values():
+            mix_in(wrapper, GroupedWrapper, "grouped adapter")
+            wrapper.group = wrappers
+        replace_forward(
+            experts, partial(with_adapters, experts, partial(_unadapted, experts), wrappers), "stored experts"
+        )
+    return bool(stacks)
+
+
+def _unadapted(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    weights = dict(experts.named_parameters(recurse=False))
+    inputs = hidden_states.to(next(weights[name] for name in stored_matrices(experts)).dtype)
+    return adapted_experts(experts, weights, {}, inputs, top_k_index, top_k_weights).to(hidden_states.dtype)
+
+
 def _forward_in(
     experts: Any,
     forward: Any,
@@ -200,7 +221,7 @@ def outputs_of_rows(
         rows, expert = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), expert.new_zeros(1)
     grouped = adapters_in(adapters, first) if all(isinstance(w, GroupedWrapper) for w in adapters.values()) else {}
     weights = {name: part_of_parameter(weight) for name, weight in weights.items()}
-    if not grouped:
+    if not grouped and not stored_matrices(experts):
         # W[e] + s B[e] A[e] of the experts from `first` on, by peft's layout: A (E*r, in), B (out, r*E).
         for name, wrapper in ((name, one) for name, one in adapters.items() if not one.disable_adapters):
             weight, number, adapter = weights[name], wrapper.num_experts, wrapper.active_adapters[0]
@@ -212,7 +233,7 @@ def outputs_of_rows(
             left, right = left.to(weight.dtype), right.to(weight.dtype)
             weights[name] = torch.baddbmm(weight, left, right, alpha=wrapper.scaling[adapter])
     routed = (rows, expert[:, None], rows.new_ones(len(rows), 1))
-    if grouped:
+    if grouped or stored_matrices(experts):
         return adapted_experts(experts, weights, grouped, *routed)[:count]
     return forward(WithWeights(experts, weights), *routed)[:count]
 

@@ -2,6 +2,7 @@
 
     nf4, fp4    bitsandbytes' Linear4bit, a scale for 64 weights (Dettmers et al. 2023,
                 https://arxiv.org/abs/2305.14314)
+    as stored   StoredLinear: the bytes of a checkpoint's files (stored_layers.py)
     fp8         Fp8Linear: float8_e4m3fn, a power of two as the scale of each row; ScaledLinear multiplies in it, too
 
 Weights are read unpacked, as every frozen base, and packed here one layer after another, so that a device has the
@@ -26,6 +27,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.errors import UserError
 from finetune.models.patches import replace_class, set_attribute
+from finetune.models.stored_layers import StoredLinear, stored_weights
 from finetune.recipe.schema import Quantization
 
 META = torch.device("meta")
@@ -91,11 +93,14 @@ def linear_weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
     for module in model.modules():
         if isinstance(module, nn.Linear) and (isinstance(module, Fp8Linear) or hasattr(module, "quant_state")):
             yield module.weight, module.in_features * module.out_features
+    yield from stored_weights(model)
 
 
 def unpacked_weight(layer: Any, weight: Tensor) -> Tensor:  # (O, I)
     """Returns the values of a packed layer in the type that they are computed in. weight: its parameter, or the copy
     that a backend has gathered."""
+    if isinstance(layer, StoredLinear):
+        return layer.matrix.unpack(weight, weight.dtype)
     if isinstance(layer, Fp8Linear):
         return unpacked(weight, layer.scale, layer.in_features)
     from bitsandbytes.functional import dequantize_4bit

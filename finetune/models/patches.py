@@ -47,6 +47,10 @@ PATCHES: dict[str, tuple[str, str]] = {
         "a linear layer of 8-bit weights, with `quantization.compute: scaled`",
         "the product itself is another; the layer is created as for `compute: dequantised`",
     ),
+    "stored experts": (
+        "attributes of a module of experts whose weights are in the bytes of its files, and its forward",
+        "a parameter of theirs has the bytes of its experts, and only these say how they are unpacked",
+    ),
     "rotations per document": (
         "rotary modules whose frequencies depend on the length of a sequence",
         "it runs once for each document of a row, which hooks cannot do",

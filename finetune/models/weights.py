@@ -21,7 +21,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils.quantization_config import Mxfp4Config
 
 from finetune.data.images.family_table import Family, family_of
 from finetune.errors import UserError
@@ -33,7 +32,7 @@ from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import check_loaded_again, lost_to_scores
 from finetune.models.base_config import dtypes, first_line, not_found_reason, without_weights
 from finetune.models.base_model import Base, processor_settings
-from finetune.models.checkpoint_files import check_names_kept, unread_names, unread_tensors
+from finetune.models.checkpoint_files import check_names_kept, loaded_names, tensor_places, unread_names, unread_tensors
 from finetune.models.compiled import compile_layers
 from finetune.models.damage import check_weights, mismatched_sizes, weights_problem
 from finetune.models.lora_targets import (
@@ -45,7 +44,7 @@ from finetune.models.lora_targets import (
     names_as_given,
     peft_settings,
 )
-from finetune.models.moe import reach_experts
+from finetune.models.moe import reach_experts, unpack_experts
 from finetune.models.packed_linear import (
     MULTIPLE,
     is_stored_quantized,
@@ -56,9 +55,19 @@ from finetune.models.packed_linear import (
 from finetune.models.patches import replace_class, set_attribute
 from finetune.models.remote_code import from_config
 from finetune.models.score_model import labelled, score_head, start_score_head
+from finetune.models.stored_config import check_stored, stored_format
+from finetune.models.stored_formats import StoredFormat
+from finetune.models.stored_loading import (
+    StoredFiles,
+    place_stacks,
+    put_in,
+    read_stored,
+    stored_parameters,
+    without_quantization,
+)
 from finetune.models.vision import attention_of_parts, freeze_parts, targets_in_parts
 from finetune.models.wrapped import SCORE, has_scores
-from finetune.recipe.schema import Lora, Mode, Model, Quantization, Recipe, Tokens
+from finetune.recipe.schema import Lora, Model, Quantization, Recipe, Tokens
 from finetune.utils import full_shape, pattern_of, unwrap_peft
 
 
@@ -95,9 +104,10 @@ def load_model(
             )
     torch.manual_seed(recipe.run.seed)
     base_dtype = types.trained if recipe.mode == "full" else types.frozen
-    model, missing = _base_model(base, config, recipe.mode, attention, base_dtype, placement, auto)
+    check_stored(recipe, config)
+    model, missing = _base_model(base, config, attention, base_dtype, types.compute, placement, auto)
     family = None if recipe.model.train is None else family_of(config)
-    if recipe.quantization is not None and not is_stored_quantized(config):
+    if recipe.quantization is not None and not is_read_packed(config):
         _pack(model, recipe.quantization, types.compute, placement, of_scores=bool(labels), family=family)
     if labels:
         score_head(model)
@@ -138,6 +148,7 @@ def load_model(
             check_loaded_again(files.part, paths)
         else:
             check_names_kept(unwrap_peft(model), paths)
+        place_stacks(model)
         if recipe.tokens is not None and recipe.tokens.train != "all":
             train_rows(model, first_added, len(recipe.tokens.add), types.trained)
     if types.compute != torch.float32:
@@ -184,7 +195,7 @@ def _pack(
 
 def _check_complete(model: Model, config: PretrainedConfig, missing: set[str]) -> None:
     """Raises UserError if a checkpoint lacks weights: transformers only warns of them and draws them at random."""
-    if is_stored_quantized(config):  # its tensors have other names than the weights
+    if is_read_packed(config):  # its tensors have other names than the weights
         return
     unused = None if model.train is None else family_of(config).unused
     absent = sorted(name for name in missing if unused is None or f".{unused}." not in f".{name}")
@@ -198,9 +209,9 @@ def _check_complete(model: Model, config: PretrainedConfig, missing: set[str]) -
 def _base_model(
     base: Base,
     config: PretrainedConfig,
-    mode: Mode,
     attention: AttentionChoice,
     dtype: torch.dtype,
+    compute: torch.dtype,
     placement: Placement,
     auto: Any,  # transformers' auto class
 ) -> tuple[Any, set[str] | None]:
@@ -209,41 +220,37 @@ def _base_model(
     common: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention.implementation}
     if settings.train is not None:
         common["attn_implementation"] = attention_of_parts(config, attention.implementation)
-    if (is_mxfp4 := stored_in_mxfp4(config)) and mode != "lora":
-        raise UserError(
-            f"mode: {mode}: the experts of {settings.name!r} are stored in MXFP4, for frozen weights. Fix: use `mode: "
-            "lora`, which computes with their exact values, or a checkpoint in bfloat16"
-        )
+    form = stored_format(config, settings.name)
+    plain = config if form is None else without_quantization(config)
     if placement.weights == "meta":
-        model = without_weights(config, auto, trusted=trusted, **common)
+        model = without_weights(plain, auto, trusted=trusted, **common)
         model.tie_weights()  # no_init_weights leaves them apart
+        if form is not None and settings.stored == "keep":
+            put_in(model, stored_parameters(model, form), {}, compute)
         return model, None
     if settings.config is not None:
         return from_config(auto, config, trusted, **common), None
-    if is_mxfp4:
-        common["quantization_config"] = Mxfp4Config(dequantize=True)
-    if placement.device is not None and (is_stored_quantized(config) or placement.direct):
+    if placement.device is not None and (is_read_packed(config) or placement.direct):
         common["device_map"] = {"": placement.device}
     name = settings.name
     assert name is not None  # the schema requires it if there is no config
     load: Any = auto
     layers = None if is_stored_quantized(config) else placement.layers
+    stored = None if form is None else _StoredBase(settings, auto, plain, form)
     if (files := base.files) is not None:
         common["key_mapping"] = files.renames
     if layers is not None or files is not None:
         # The class that the auto class would choose; it has no public attribute for it.
         load = _partly(auto._model_mapping[type(config)], layers, r"\.layers\.\d+\." if files is None else "")
     check_weights(Path(name).expanduser())
+    common |= {"use_safetensors": True, "revision": settings.revision or "main", "trust_remote_code": trusted}
     try:
-        model, report = load.from_pretrained(
-            name,
-            config=config,
-            use_safetensors=True,
-            revision=settings.revision or "main",
-            trust_remote_code=trusted,
-            output_loading_info=True,
-            **common,
-        )
+        if stored is not None:
+            kept_on = placement.packed_on or placement.device or torch.device("cpu")
+            unpacks = settings.stored == "unpack"
+            model, report = stored.read(dtype if unpacks else compute, kept_on, unpacks, **common)
+        else:
+            model, report = load.from_pretrained(name, config=config, output_loading_info=True, **common)
     except (OSError, ValueError, SafetensorError) as error:
         unreadable = f"{weights_problem(error)}. Fix: name a model whose safetensors files are complete"
         reason = not_found_reason(name, error) or unreadable
@@ -255,7 +262,7 @@ def _base_model(
             f"model.name: the weights of {settings.name!r} contradict the shapes of its config.json. The differences "
             "are listed above. Fix: take both from one place"
         ) from error
-    if load is not auto:
+    if stored is None and load is not auto:
         replace_class(model, load.__mro__[1], "own class")
     if layers is not None:
         common = {"dtype": dtype, "attn_implementation": attention.implementation}
@@ -272,9 +279,14 @@ def _base_model(
         set_attribute(model, "_weight_conversions", used, "read conversions")
     if files is not None and auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
         model.base_checkpoint = files
-    is_packed = is_stored_quantized(config)
+    is_packed = is_read_packed(config)
     if auto is AutoModelForSequenceClassification:
-        model.lost_tensors = lost_to_scores(files) if files else list(unread_tensors(model, settings, is_packed))
+        if stored is not None:
+            model.lost_tensors = list(stored.unread)
+        else:
+            model.lost_tensors = lost_to_scores(files) if files else list(unread_tensors(model, settings, is_packed))
+    elif stored is not None:
+        model.kept_tensors = stored.unread
     elif files is not None:
         model.kept_tensors = {name: files.places[name] for name in unread_names(files.part.base, files.places)}
     else:
@@ -282,12 +294,50 @@ def _base_model(
     return model, set(report["missing_keys"])
 
 
-def stored_in_mxfp4(config: PretrainedConfig) -> bool:
-    """Returns whether a checkpoint's experts are in 4 bits with a scale for each 32 (gpt-oss), exact in bfloat16.
-    transformers would compute with packed ones if its kernels are installed, without a gradient."""
-    settings: Any = getattr(config, "quantization_config", None) or {}
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
-    return method == "mxfp4"
+def is_read_packed(config: PretrainedConfig) -> bool:
+    """Returns whether transformers reads the packed weights of a checkpoint, and keeps them so."""
+    return is_stored_quantized(config) and stored_format(config) is None
+
+
+def load_stored(about: Model, config: PretrainedConfig, dtype: torch.dtype, auto: Any = AutoModelForCausalLM) -> Any:
+    """Returns a model on the CPU, in `dtype`, whose weights stay as they are stored, for adapters that are trained;
+    call `compute_stored` once it has them. auto: transformers' auto class. Raises UserError as `load_model`."""
+    form = stored_format(config, about.name)
+    assert form is not None
+    plain = without_quantization(config)
+    how = {"use_safetensors": True, "revision": about.revision or "main", "trust_remote_code": about.trust_remote_code}
+    base = _StoredBase(about, auto, plain, form)
+    return base.read(dtype, torch.device("cpu"), unpacks=False, dtype=dtype, **how)[0].eval()
+
+
+def compute_stored(model: Any) -> Any:
+    """Returns the model of `load_stored`, ready to compute, in place."""
+    place_stacks(model)
+    unpack_experts(model)
+    return model
+
+
+class _StoredBase:
+    """A checkpoint whose weights are stored in a format of `stored_formats`. Raises UserError if its files or sizes are
+    not of the format. unread: the file of each tensor that becomes nothing, see `unread_tensors`."""
+
+    def __init__(self, settings: Model, auto: Any, plain: PretrainedConfig, form: StoredFormat):
+        self._settings, self._plain = settings, plain
+        self.skeleton = without_weights(plain, auto, settings.trust_remote_code)
+        self.skeleton.tie_weights()
+        self._places = tensor_places(settings)
+        self._stored = stored_parameters(self.skeleton, form)
+        loaded, own = loaded_names(self.skeleton, self._places)[0], {*self.skeleton.state_dict()}
+        stored = {f"{one.path}.{one.name}" for one in self._stored}
+        read_plain = {name for name, target in loaded.items() if target is not None and target not in stored}
+        self._files = StoredFiles(form, self._stored, self._places, settings.name or "", read_plain)
+        unread = (name for name, target in loaded.items() if target is None and name not in own)
+        self.unread = {name: self._places[name] for name in unread if name not in self._files.own}
+
+    def read(self, stored_in: torch.dtype, kept_on: torch.device, unpacks: bool, **common: Any) -> tuple[Any, Any]:
+        """Returns the model, and transformers' report; arguments as of `read_stored`."""
+        how = {"kept_on": kept_on, "unpacks": unpacks, "name": self._settings.name, **common}
+        return read_stored(type(self.skeleton), self._plain, self._stored, self._files, stored_in, **how)
 
 
 def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str) -> Any:

@@ -14,6 +14,7 @@ from rich.table import Table
 from finetune.engine.hardware import CPU, GIB
 from finetune.engine.parallelism_rules import Architecture
 from finetune.models.attention import attention_for
+from finetune.models.stored_config import stored_notes
 from finetune.plan.lengths import ROWS_KEPT
 from finetune.plan.micro_batch import kernels_at
 from finetune.plan.search import (
@@ -288,6 +289,7 @@ def facts(request: PlanRequest, choices: Sequence[Choice], results: Sequence[Sea
         f"lengths: {rows.source}",
         f"a step: {recipe.batch.rows} rows, {rows.tokens_per_row * recipe.batch.rows:,.0f} tokens, "
         f"{rows.supervised_share:.0%} supervised; longest row {sum(rows.heaviest):,} tokens",
+        *(f"note: {one}" for one in stored_notes(recipe, request.config)),
     ]
     if rows.rows is None and recipe.train.max_steps is None:
         lines.append("steps: not known without the data; hours and price of the run neither")

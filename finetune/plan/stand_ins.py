@@ -14,8 +14,11 @@ from transformers.integrations import moe
 
 from finetune.engine import tensor_experts, tensor_group
 from finetune.engine.tensor_group import ParameterShard
-from finetune.models import fused_layers, grouped_experts, packed_linear
+from finetune.models import fused_layers, grouped_experts, packed_linear, stored_experts
 from finetune.models.head import chunked
+from finetune.models.stored_layers import StoredLinear
+
+_EXPERTS = 32  # of a layer, at most, that rows choose: with more a plan would take minutes
 
 
 @contextlib.contextmanager
@@ -33,10 +36,13 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
         )
     # Grouped products call these two of their module, and nothing public chooses between them.
     can_use, grouped, linear = moe._can_use_grouped_mm, moe._grouped_mm, torch.nn.functional.linear
-    unpacked_weight = packed_linear.unpacked_weight
-    packed_linear.unpacked_weight = lambda layer, _weight: torch.empty(
-        layer.out_features, layer.in_features, dtype=compute
+    unpacked_weight, bounds = packed_linear.unpacked_weight, stored_experts.bounds
+    packed_linear.unpacked_weight = lambda layer, weight: (
+        unpacked_weight(layer, weight)  # of plain operators
+        if isinstance(layer, StoredLinear)
+        else torch.empty(layer.out_features, layer.in_features, dtype=compute)
     )
+    stored_experts.bounds = even_bounds
     of_adapters = grouped_experts.grouped_mm
     norm, liger, of_head = fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy
     add_product = chunked.add_product
@@ -67,7 +73,7 @@ def stand_ins(compute: torch.dtype, keeps_inputs_alone: bool, on_gpu: bool = Fal
         tensor_experts.places_here = places_here
         chunked.add_product = add_product
         fused_layers.rms_norm, fused_layers.liger_function, chunked.liger_cross_entropy = norm, liger, of_head
-        packed_linear.unpacked_weight = unpacked_weight
+        packed_linear.unpacked_weight, stored_experts.bounds = unpacked_weight, bounds
         torch.nn.functional.dropout = dropout
 
 
@@ -237,6 +243,12 @@ class LigerKernel:
 def even_places(choices: Tensor, shard: ParameterShard) -> Tensor:
     """Of `tensor_experts.places_here`: tokens choose all experts equally often."""
     return choices.new_zeros(len(choices) * shard.size // shard.total)
+
+
+def even_bounds(ends: Tensor, rows: int) -> list[int]:
+    """Of `stored_experts.bounds`: rows choose some of the experts equally often, each as many as one has of all."""
+    experts = min(len(ends), _EXPERTS)
+    return [rows * min(i, experts) // experts for i in range(len(ends) + 1)]
 
 
 class EvenExchange:

@@ -109,6 +109,10 @@ class Model(Section):
     # Type of frozen weights and of the saved result; trained weights follow `train.precision`.
     # auto: the compute type of train.precision.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    # Weights of a base that is published in 8 or 4 bits: fp8 blocks, mxfp4, compressed-tensors' nvfp4 and w4a16, gptq,
+    # awq. keep: they stay as they are stored, frozen under `mode: lora`, and are unpacked for each product; unpack:
+    # they become plain weights in `dtype` as they are read
+    stored: Literal["keep", "unpack"] = "keep"
     # Implementation of attention within the documents of a packed sequence. auto: the fastest one available; the choice
     # and its reason are shown in the plan. flash_attention_3: `varlen` with its kernels, on Hopper.
     attention: Literal[

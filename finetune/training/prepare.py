@@ -35,11 +35,12 @@ from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
 from finetune.models.base_model import Base, check_same_images, check_same_vocabulary
 from finetune.models.config import check_no_dropout, check_sizes
+from finetune.models.stored_config import check_stored, stored_notes
 from finetune.models.tokenizer import check_token_ids
 from finetune.objectives.shared_prompts import with_shared_prompts
 from finetune.objectives.table import OBJECTIVES, ObjectiveRow
 from finetune.recipe import Recipe
-from finetune.recipe.schema import BatchSettings, Source
+from finetune.recipe.schema import Source
 from finetune.tracking.trackers import check_trackers
 from finetune.training.run_plan import length_notes
 from finetune.training.signals import StopRequest
@@ -182,7 +183,7 @@ def prepare(
     check_features(recipe, features)
     problems = problems or Problems()
     base = Base.of(recipe)
-    config = problems.attempt(_checked_config, base, recipe.batch)
+    config = problems.attempt(_checked_config, base, recipe)
     micro_batches = problems.attempt(check_launch, recipe, recipe_file, launch, config)
     if (check := features.objectives[recipe.objective.name].check) is not None:
         problems.attempt(check, recipe.objective)
@@ -214,7 +215,7 @@ def prepare(
             notes += problems.attempt(prompt_notes, recipe, held_out, "eval") or []
     if problems.messages or micro_batches is None or training is None:
         raise problems.error(recipe_file)
-    notes += data_notes(recipe.data, opened, training, held_out)
+    notes += [*data_notes(recipe.data, opened, training, held_out), *stored_notes(recipe, config)]
     read = (base, micro_batches, renderer, training, held_out)
     return Prepared(recipe, recipe_file, launch, features, *read, tuple(notes))
 
@@ -237,9 +238,10 @@ def _lacking(needed: str) -> UserError:
     )
 
 
-def _checked_config(base: Base, batch: BatchSettings) -> PretrainedConfig:
+def _checked_config(base: Base, recipe: Recipe) -> PretrainedConfig:
+    check_stored(recipe, base.config)
     check_sizes(base.model, base.config)
-    if batch.rows_per_device == "auto":
+    if recipe.batch.rows_per_device == "auto":
         check_no_dropout(base.config)
     return base.config
 

@@ -224,7 +224,8 @@ def export(
         Path | None, typer.Option("--out", "-o", help="Write this folder. Default: RUN_DIR/export-TO[-step-N].")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help=_per_format({name: ", ".join(one.dtypes) for name, one in EXPORTS.items()}))
+        str | None,
+        typer.Option(help=_per_format({name: ", ".join(one.dtypes) for name, one in EXPORTS.items() if one.dtypes})),
     ] = None,
     quantize: Annotated[
         str | None,

@@ -29,11 +29,19 @@ THRESHOLDS = {
     "q8_0": Threshold(1e-2, 1.0, 0.95),
     "int8": Threshold(1e-2, 1.0, 0.95),
     "fp8": Threshold(5e-2, 3.0, 0.90),
+    # In the format of the base (stored_base.py), by the names of stored_formats.py.
+    "fp8 blocks": Threshold(5e-2, 3.0, 0.90),
+    "mxfp4": Threshold(0.2, 6.0, 0.80),
+    "nvfp4": Threshold(0.2, 6.0, 0.80),
+    "w4a16": Threshold(0.2, 6.0, 0.80),
+    "gptq": Threshold(0.2, 6.0, 0.80),
+    "awq": Threshold(0.2, 6.0, 0.80),
 }
+AS_BASE = ("fp8 blocks", "mxfp4", "nvfp4", "w4a16", "gptq", "awq")
 # A lost update moves a model by as much as training did; rounding moves it by much less, except after runs that hardly
 # trained.
 _LOST_SHARE, _ROUNDING = 0.25, {"float32": 1e-9, "bfloat16": 1e-5, "float16": 1e-6, "q8_0": 1e-3}
-_ROUNDING |= {"int8": 1e-3, "fp8": 1e-2}
+_ROUNDING |= {"int8": 1e-3, "fp8": 1e-2, **dict.fromkeys(AS_BASE, 1e-3)}
 
 
 @dataclass
@@ -52,6 +60,7 @@ class Figures:
     greedy: float | None = None  # share of equal greedy texts
     tensors: int = 0  # compared one by one
     score_max: float | None = None  # largest difference of a score
+    rounding: float | None = None  # of the base's format: what it loses of the update, for the inputs of adapters
     of_base: str | None = None  # how many of the base's tensors that transformers does not load are there
     problems: list[str] = field(default_factory=list)
 
@@ -69,8 +78,10 @@ class Figures:
         if self.kl_mean is not None and self.kl_base is not None:
             lost = self.kl_mean / self.kl_base if self.kl_base else 0.0
             if self.kl_mean > _ROUNDING[self.format] and lost > _LOST_SHARE:
+                instead = "; serve the adapter next to its base, or export --to hf" if self.format in AS_BASE else ""
                 self.problems.append(
                     f"the mean KL is {lost:.0%} of what training changed ({self.kl_base:.3g}): a part of it is lost"
+                    + instead
                 )
         if self.format == "float32" and self.greedy is not None and self.greedy < 1:
             self.problems.append(f"only {self.greedy:.0%} of greedy texts are the same")
@@ -100,6 +111,7 @@ def table_of(figures: Figures) -> list[tuple[str, str]]:
         f"KL per {unit}, mean (nats)": figures.kl_mean,
         f"KL per {unit}, maximum": figures.kl_max,
         "KL of the base, mean": figures.kl_base,
+        "lost to rounding, of what adapters add": figures.rounding,
         "largest difference of a score": figures.score_max,
     }
     shown = [(name, one if isinstance(one, str) else f"{one:.3g}") for name, one in values.items() if one is not None]

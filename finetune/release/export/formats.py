@@ -50,6 +50,12 @@ def _write_folder(trained: Trained, out: Path, options: ExportOptions, say: Say,
     export_folder(trained, out, dtype, options.base, say, quantized=options.quantized, check=check)
 
 
+def _write_as_base(trained: Trained, out: Path, options: ExportOptions, say: Say, check: Check) -> None:
+    from finetune.release.export.hf_folder import export_folder
+
+    export_folder(trained, out, None, options.base, say, check=check, as_base=True)
+
+
 def _write_gguf(trained: Trained, out: Path, options: ExportOptions, say: Say, check: Check) -> None:
     from finetune.release.export.gguf_file import export_gguf
 
@@ -71,6 +77,7 @@ class Export:
 EXPORTS = {
     "hf": Export("a plain model folder", FLOATS, _write_folder, EIGHT_BITS, is_served=True),
     "vllm": Export("the same folder", FLOATS, _write_folder, EIGHT_BITS, is_served=True),
+    "base": Export("a model folder in the 8 or 4 bits of its base", (), _write_as_base, is_served=True),
     "gguf": Export("one file for llama.cpp", GGUF_TYPES, _write_gguf),
     "ollama": Export("the same with a Modelfile", GGUF_TYPES, _write_gguf),
 }
@@ -81,8 +88,8 @@ def check_options(options: ExportOptions) -> Export:
     if (export := EXPORTS.get(options.to)) is None:
         raise UserError(f"--to {options.to}: no such format. Fix: give one of {', '.join(EXPORTS)}")
     if options.dtype is not None and options.dtype not in export.dtypes:
-        expected = ", ".join(export.dtypes)
-        raise UserError(f"--dtype {options.dtype}: no type of `--to {options.to}`. Fix: give one of {expected}")
+        expected = f"give one of {', '.join(export.dtypes)}" if export.dtypes else "leave it out"
+        raise UserError(f"--dtype {options.dtype}: no type of `--to {options.to}`. Fix: {expected}")
     if (kind := options.quantized) is not None:
         if not export.quantized:
             names = " or ".join(name for name, one in EXPORTS.items() if one.quantized)

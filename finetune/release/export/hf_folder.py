@@ -34,6 +34,7 @@ from finetune.models.checkpoint_files import kept_words
 from finetune.models.damage import read_object
 from finetune.models.tokenizer import read_tokenizer
 from finetune.release.export.eight_bits import QuantizedModel, settings_of
+from finetune.release.export.stored_base import RepackedModel
 from finetune.release.export.streamed import StreamedModel
 from finetune.utils import fsync, write_atomically
 
@@ -57,25 +58,28 @@ def export_folder(
     shard_bytes: int = SHARD_BYTES,
     quantized: str | None = None,
     check: Check = lambda folder: None,
+    as_base: bool = False,
 ) -> None:
     """Write the trained model to `out`.
 
-    quantized: int8 or fp8 (eight_bits.py); check: compares the folder with the run before it gets its name.
+    quantized: int8 or fp8 (eight_bits.py); as_base: in the format of its base (stored_base.py); check: compares the
+    folder with the run before it gets its name.
 
     Raises UserError if `out` exists already or this run cannot be exported, RunFailure if the disk is full (the written
     files are kept for the next try) or if `check` does.
     """
     check_absent(out)
-    model = StreamedModel(trained, dtype, base)
+    model = StreamedModel(trained, dtype, base, is_exact=as_base)
     if model.kept:
         say(kept_words(model.kept, model.model.config))
-    written = QuantizedModel(model, quantized) if quantized else model
-    about = {**describe(model), **({"quantised": quantized} if quantized else {})}
+    written = QuantizedModel(model, quantized) if quantized else RepackedModel(model) if as_base else model
+    kind = written.form.name if isinstance(written, RepackedModel) else quantized
+    about = {**describe(model), **({"quantised": kind} if kind else {})}
     with whole_or_absent(out, about, {"shard_bytes": shard_bytes}, export_card(trained, "finetune"), check) as partial:
         write_shards(
             *(partial, written.shapes, written.make, shard_bytes), lambda n, total: say(f"weights: file {n} of {total}")
         )
-        write_settings(model, partial)
+        write_settings(model, partial, as_base)
         if isinstance(written, QuantizedModel):
             config = read_object(partial / "config.json")
             config["quantization_config"] = settings_of(written.kind, written.ignored)
@@ -160,13 +164,15 @@ def describe(model: StreamedModel) -> dict[str, Any]:
     }
 
 
-def write_settings(model: StreamedModel, folder: Path) -> None:
-    """Write config, generation config and tokenizer."""
+def write_settings(model: StreamedModel, folder: Path, as_base: bool = False) -> None:
+    """Write config, generation config and tokenizer. as_base: weights are in the format of the base."""
     trained, base, recipe = model.trained, model.base, model.trained.recipe
     sees_images = recipe is not None and recipe.model.train is not None
     if base is not None and (trained.is_adapter or model.part or sees_images) and not model.is_scoring:
         # The base's own, with the changes of training: rows of the vocabulary, a head that is no longer tied.
         config = read_object(base.folder / "config.json")
+        if not as_base:
+            config.pop("quantization_config", None)
         for part in (one for one in (config, config.get("text_config")) if isinstance(one, dict)):
             if model.unties and ("tie_word_embeddings" in part or part is config):
                 part["tie_word_embeddings"] = False

@@ -26,8 +26,10 @@ from finetune.models.config import model_config
 from finetune.models.damage import check_settings, check_weights, mismatched_sizes, read_object, weights_problem
 from finetune.models.remote_code import load_auto, trusts_code
 from finetune.models.score_model import labelled
+from finetune.models.stored_config import stored_format
 from finetune.models.text_part import is_multimodal
 from finetune.models.tokenizer import read_tokenizer
+from finetune.models.weights import compute_stored, load_stored
 from finetune.recipe.schema import Model
 from finetune.release.export.merging import FittingAdapter, read_lora
 
@@ -60,24 +62,33 @@ def load_result(run_dir: Path) -> tuple[Any, Any]:
     return model.to(default_device()).eval(), tokenizer
 
 
-def load_trained(folder: Path, base: str | None = None, adapter: str = "default", device_map: str | None = None) -> Any:
+def load_trained(
+    folder: Path,
+    base: str | None = None,
+    adapter: str = "default",
+    device_map: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
     """Returns the model of a result: an adapter through peft, under a name, on its base. Raises UserError.
 
-    base: a folder or hub id in place of the adapter's own; device_map: of `from_pretrained`. transformers 5.23 loads
+    base: a folder or hub id in place of the adapter's own; device_map: of `from_pretrained`; dtype: of a base that
+    stays as it is stored, which cannot be cast; None: that of its config. transformers 5.23 loads
     adapters by itself as well, but not the magnitudes of DoRA, which it initializes again.
     """
     if not (folder / "adapter_config.json").is_file():
         with _LoadingModel(f"{folder} cannot be loaded", folder):
+            if (stored := _load_stored(str(folder), None, dtype)) is not None:
+                return compute_stored(stored)
             return load_auto(class_of_result(folder), folder, dtype="auto", device_map=device_map)
     from peft import PeftModel
 
     with warnings.catch_warnings():
         # For patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        on = _load_base(folder, base, device_map)
+        on = _load_base(folder, base, device_map, dtype)
         read_lora(folder)
         with FittingAdapter(folder):
-            return PeftModel.from_pretrained(on, str(folder), adapter)
+            return compute_stored(PeftModel.from_pretrained(on, str(folder), adapter))
 
 
 def auto_class(name: str, trusted: bool | None = None) -> Any:
@@ -93,7 +104,26 @@ def class_of_result(folder: Path) -> Any:
     return AutoModelForSequenceClassification if is_scoring(folder) else auto_class(str(folder))
 
 
-def _load_base(adapter: Path, base: str | None, device_map: str | None) -> Any:
+def _load_stored(
+    name: str,
+    trusted: bool | None,
+    dtype: torch.dtype | None,
+    config: Any = None,
+    auto: Any = AutoModelForCausalLM,
+) -> Any | None:
+    """Returns a model that stays as it is stored; None for a plain one, and for formats that only transformers reads.
+    config: with a head of scores; None: its own. Raises UserError."""
+    config = config or load_auto(AutoConfig, name, trusted)
+    try:
+        if stored_format(config, name) is None:
+            return None
+    except UserError:
+        return None
+    about = Model(name=name, trust_remote_code=bool(trusted))
+    return load_stored(about, config, dtype or config.dtype or torch.bfloat16, auto)
+
+
+def _load_base(adapter: Path, base: str | None, device_map: str | None, dtype: torch.dtype | None) -> Any:
     """Returns the base of an adapter, with the head that the adapter is for. Raises UserError."""
     settings = read_object(adapter / "adapter_config.json")
     name = base or settings["base_model_name_or_path"]
@@ -101,14 +131,19 @@ def _load_base(adapter: Path, base: str | None, device_map: str | None) -> Any:
     advice = "or name its new place as `base_model_name_or_path` in adapter_config.json"
     with _LoadingModel(f"the adapter's base {name!r} cannot be loaded", Path(name).expanduser(), advice):
         if settings.get("task_type") != "SEQ_CLS":
+            if (stored := _load_stored(name, trusted, dtype)) is not None:
+                return grow_to(stored, size)
             model = load_auto(auto_class(name, trusted), name, trusted, dtype="auto", device_map=device_map)
             return grow_to(model, size)
         about = Model(name=name, trust_remote_code=trusted)
         config = labelled(model_config(about), read_labels(adapter))
         config.get_text_config().pad_token_id = read_tokenizer(adapter).pad_token_id
+        kind = AutoModelForSequenceClassification
+        if (stored := _load_stored(name, trusted, dtype, config, kind)) is not None:
+            return grow_to(stored, size)
         part = base_checkpoint(about)
         more = {"config": config, "dtype": "auto", "key_mapping": part and part.renames}
-        return grow_to(load_auto(AutoModelForSequenceClassification, name, trusted, **more), size)
+        return grow_to(load_auto(kind, name, trusted, **more), size)
 
 
 class _LoadingModel(contextlib.AbstractContextManager[None]):

@@ -36,11 +36,14 @@ from finetune.models.checkpoint_files import unread_names
 from finetune.models.config import model_config
 from finetune.models.damage import read_object, weight_map
 from finetune.models.score_model import labelled
+from finetune.models.stored_config import FORMATS
+from finetune.models.stored_loading import without_quantization
 from finetune.models.text_part import TextPart, text_part_of
 from finetune.models.vision import targets_in_parts
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Model
 from finetune.release.export.merging import FittingAdapter, Patch, adapter_patches, check_shapes, read_lora
+from finetune.release.export.stored_base import DecodedFiles, decoded_of, format_of_folder
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class BaseFolder:
     name: str
     revision: str | None  # the commit, if it is from the hub
     folder: Path
-    files: TensorFiles
+    files: TensorFiles | DecodedFiles
 
     def identity(self) -> dict[str, Any]:
         hub = None if Path(self.name).exists() else self.name
@@ -80,9 +83,10 @@ def find_base(name: str, revision: str | None) -> BaseFolder:
             f"the base model {name!r} has no {missing[0]}. Tensors are read from safetensors only. Fix: load it in "
             "transformers and save it by `save_pretrained`, or download it again"
         )
-    if (settings := read_object(folder / "config.json").get("quantization_config")) is not None:
+    settings = read_object(folder / "config.json").get("quantization_config")
+    if settings is not None and (method := settings.get("quant_method")) not in FORMATS:
         raise UserError(
-            f"the base model {name!r} is stored in {settings.get('quant_method')}. An update added to quantized "
+            f"the base model {name!r} is stored in {method}, which nothing here packs again. An update added to such "
             "weights is lost in their rounding. Fix: train and export from the unquantized model, and quantize the "
             "export"
         )
@@ -112,21 +116,30 @@ class StreamedModel:
     """Shapes of all tensors of the result, and the values of one at a time.
 
     dtype: of floating-point tensors; None: as the base's files have them, or as the run writes its result. base: a
-    folder or hub id in place of the one that the run names. Raises UserError if what was trained does not fit the
+    folder or hub id in place of the one that the run names; is_exact: of weights that the base stores in fewer bits, in
+    fp32 rather than as the run writes its result. Raises UserError if what was trained does not fit the
     base, or cannot be merged.
     """
 
-    def __init__(self, trained: Trained, dtype: torch.dtype | None = None, base: str | None = None):
-        self.trained, self._dtype = trained, dtype
+    def __init__(
+        self, trained: Trained, dtype: torch.dtype | None = None, base: str | None = None, is_exact: bool = False
+    ):
+        self.trained, self._dtype, self._is_exact = trained, dtype, is_exact
         self.about = about = base_model(trained, base)
         self.is_scoring = bool(trained.labels)
         self.base = _find_files(trained, about)
         self.part = None if self.is_scoring else text_part_of(about)  # a head of scores is on a text model
         self.model = _skeleton(trained, about) if self.part is None else self.part.base_without_weights()
+        if self.base is not None and (form := format_of_folder(self.base.folder)) is not None:
+            raw = self.base.files
+            assert isinstance(raw, TensorFiles)
+            self.base = replace(self.base, files=DecodedFiles(raw, form, self.model, self.base.name))
         if trained.recipe is not None and not (trained.is_adapter and self.base is not None):
             self.result_dtype = dtype or dtypes(trained.recipe).frozen
         else:
-            types = Counter(self._files.meta(name).dtype for name in self._files.names())
+            decoded = decoded_of(self)
+            plain = (name for name in self._files.names() if decoded is None or not decoded.is_stored(name))
+            types = Counter(self._files.meta(name).dtype for name in plain)
             self.result_dtype = dtype or next(one for one, _ in types.most_common() if one.is_floating_point)
         self.patches = self._find_patches()  # by names in the base's own class
         shapes, self._aliases = own_tensors(self.model)
@@ -186,6 +199,11 @@ class StreamedModel:
         rows = self.shapes[self._disk_name[name]].shape[0] if name in self._disk_name else len(table)
         return rows if rows != len(table) else None
 
+    def is_trained(self, name: str) -> bool:
+        """Returns whether training has changed a tensor of the result."""
+        group = self._groups.get(name)
+        return group is not None and any(one in self.patches for one in group.names)
+
     def make(self, name: str) -> Tensor:
         """Returns the values of a tensor."""
         if name in self._ready:
@@ -214,7 +232,7 @@ class StreamedModel:
         return self._ready.pop(name)
 
     @property
-    def _files(self) -> TensorFiles:
+    def _files(self) -> TensorFiles | DecodedFiles:
         assert self.base is not None
         return self.base.files
 
@@ -286,6 +304,8 @@ class StreamedModel:
             )
         # A run's own result has one type; a base's tensors keep theirs.
         keeps = in_base and (self.trained.is_adapter or patch is None)
+        if in_base and not self._is_exact and (files := decoded_of(self)) is not None:
+            keeps = keeps and not files.is_stored(source)
         dtype = self._files.meta(source).dtype if keeps else self.result_dtype
         return self._cast(torch.empty(shape, dtype=dtype, device="meta"))
 
@@ -309,7 +329,8 @@ def _skeleton(trained: Trained, about: Model) -> Any:
             raise
         raise UserError(f"the base model {about.name!r} cannot be loaded: {error}, or give --base FOLDER") from None
     config = labelled(config, trained.labels) if trained.labels else config
-    model = without_weights(config, auto_class(about, trained.labels), about.trust_remote_code)
+    plain = without_quantization(config)
+    model = without_weights(plain, auto_class(about, trained.labels), about.trust_remote_code)
     model.tie_weights()
     return model
 
@@ -332,6 +353,7 @@ def _find_files(trained: Trained, about: Model) -> BaseFolder | None:
             for pattern, target in checkpoint.renames.items():
                 renamed = re.sub(pattern, target, renamed, count=1)
             names[renamed] = name
+    assert isinstance(base.files, TensorFiles)  # a multimodal base is plain
     return replace(base, files=base.files.renamed(names))
 
 

@@ -39,7 +39,7 @@ from finetune.models.remote_code import load_auto
 from finetune.models.score_model import labelled
 from finetune.models.tokenizer import read_tokenizer
 from finetune.release.export.eight_bits import other_layers, settings_of
-from finetune.release.export.figures import SECTION, THRESHOLDS, WHOLE_BYTES, Figures, card_section
+from finetune.release.export.figures import AS_BASE, SECTION, THRESHOLDS, WHOLE_BYTES, Figures, card_section
 from finetune.release.export.formats import EIGHT_BITS, FLOATS, GGUF_TYPES
 from finetune.release.export.gguf_file import gguf_of, modelfile
 from finetune.release.export.gguf_settings import (
@@ -52,6 +52,7 @@ from finetune.release.export.gguf_settings import (
 )
 from finetune.release.export.gguf_tokenizer import add_tokenizer, gguf_tokenizer, other_tokens
 from finetune.release.export.hf_folder import COPIED, METADATA, PROGRESS, describe, settings_files
+from finetune.release.export.stored_base import compare_codes, format_of_export
 from finetune.release.export.streamed import StreamedModel, base_model
 from finetune.release.export.verify_answers import (
     AnswerReference,
@@ -91,8 +92,8 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
         figures = Figures("float32")
         compare_adapter(figures, trained, export)
     else:
-        written = StreamedModel(trained, None, base)
         figures = Figures(*export_format(export))
+        written = StreamedModel(trained, None, base, is_exact=figures.format in AS_BASE)
         with _settings_of(export) as settings:
             examples = held_out_examples(recipe, trained.settings, rows, base)
             if gguf_of(export) is not None and recipe.data.image is not None:
@@ -110,6 +111,8 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
             config = compare_settings(figures, trained, base, export)
             compare_files(figures, trained, written, export)
             compare_tensors(figures, trained, written, export)
+            if figures.format in AS_BASE:
+                compare_codes(figures, written, export)
             if is_quantized(export) and (problem := other_layers(export, written.model)):
                 figures.problems.append(problem)
             if 4 * sum(one.numel() for one in written.shapes.values()) <= WHOLE_BYTES:
@@ -197,6 +200,8 @@ def export_format(export: Path) -> tuple[str, str]:
     quantized = read_object(export / "config.json").get("quantization_config")
     if (kind := about.get("quantised")) is None and quantized is None:
         return dtype, dtype
+    if kind is None and (form := format_of_export(export)) is not None:
+        return form.name, dtype
     if kind not in THRESHOLDS:
         groups = ((quantized or {}).get("config_groups") or {}).values()
         weights = {(group["weights"]["type"], group["weights"]["num_bits"]) for group in groups}
@@ -388,7 +393,10 @@ def _compare_config(figures: Figures, trained: Trained, written: StreamedModel, 
     types = {part.get(key) for part in (theirs, theirs.get("text_config") or {}) for key in ("dtype", "torch_dtype")}
     if other := sorted(str(one) for one in types - {None, figures.dtype}):
         figures.problems.append(f"config.json: dtype is {other[0]}, and the weights are {figures.dtype}")
-    if "quantization_config" in theirs and figures.format not in EIGHT_BITS:
+    if figures.format in AS_BASE:
+        ours, others = (one.get("quantization_config") or {} for one in (source, theirs))
+        figures.problems += other_keys("config.json, quantization_config", ours, others)
+    elif "quantization_config" in theirs and figures.format not in EIGHT_BITS:
         figures.problems.append("config.json: quantization_config is there, and the weights are not quantized")
     if base is None or (written.is_scoring and trained.is_adapter):
         return
@@ -452,7 +460,7 @@ def compare_settings(figures: Figures, trained: Trained, base: str | None, expor
 
 def is_quantized(export: Path) -> bool:
     """Returns whether `--quantize` wrote an export."""
-    return (export / METADATA).is_file() and bool(read_object(export / METADATA).get("quantised"))
+    return (export / METADATA).is_file() and read_object(export / METADATA).get("quantised") in EIGHT_BITS
 
 
 def _computing(settings: dict[str, Any]) -> dict[str, Any]:

@@ -41,12 +41,13 @@ from finetune.models.base_model import Base
 from finetune.models.checkpoint_files import renamed
 from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
+from finetune.models.stored_config import stored_format
 from finetune.models.vision import targets_in_parts
-from finetune.models.weights import add_adapters
+from finetune.models.weights import add_adapters, compute_stored, load_stored
 from finetune.models.wrapped import output_head
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut
-from finetune.release.export.figures import Figures
+from finetune.release.export.figures import AS_BASE, Figures
 from finetune.release.export.formats import EIGHT_BITS
 from finetune.release.export.gguf_file import gguf_of, other_tensors
 from finetune.release.export.gguf_settings import UNREAD, is_written, open_gguf
@@ -185,7 +186,7 @@ def drop_images(example: Example) -> Example:
 def load_reference(trained: Trained, base: str | None = None) -> Any:
     """Returns the trained model in fp32, with adapters next to their base, as in training. Raises UserError."""
     if not trained.is_checkpoint:
-        return load_trained(trained.folder, base).float().eval()
+        return load_trained(trained.folder, base, dtype=torch.float32).float().eval()
     recipe = trained.recipe
     assert recipe is not None  # as a checkpoint has
     about, first_added = base_model(trained, base), 0
@@ -193,6 +194,8 @@ def load_reference(trained: Trained, base: str | None = None) -> Any:
     config = labelled(of_run.config, trained.labels) if trained.labels else of_run.config
     if about.name is None or about.config is not None:  # the schema wants one of the two
         model: Any = from_config(auto, config, about.trust_remote_code)
+    elif stored_format(config) is not None:
+        model = load_stored(about, config, torch.float32, auto)
     else:  # of a multimodal one its text part
         files = of_run.files
         more: dict[str, Any] = {"config": config, "key_mapping": files.renames} if files is not None else {}
@@ -216,6 +219,7 @@ def load_reference(trained: Trained, base: str | None = None) -> Any:
         model = add_adapters(model.float(), recipe.lora, torch.float32, recipe.tokens, targets)
         if recipe.tokens is not None and recipe.tokens.train != "all":
             train_rows(model, first_added, len(recipe.tokens.add), torch.float32)
+    compute_stored(model)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name in trained.shapes:
@@ -245,6 +249,12 @@ def load_export(export: Path, figures: Figures, config: Any, written: StreamedMo
             del config.quantization_config
         else:
             config.quantization_config["dequantize"] = True
+    elif figures.format in AS_BASE:  # transformers reads some formats on GPUs alone, and rounds others to bfloat16
+        try:
+            return load_trained(export, dtype=torch.float32).eval()
+        except UserError as error:
+            figures.problems.append(f"it cannot be loaded: {first_line(error)}")
+            return None
     try:
         if is_decoded:  # here, as the format says; auto classes want a folder
             kind = type(written.text_part.text if file is not None and written.text_part else written.model)

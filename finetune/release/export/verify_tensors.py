@@ -32,6 +32,7 @@ from finetune.release.export.figures import Figures
 from finetune.release.export.gguf_file import gguf_of, gguf_tensors
 from finetune.release.export.hf_folder import METADATA
 from finetune.release.export.merging import Patch
+from finetune.release.export.stored_base import decoded_of, format_of_export
 from finetune.release.export.streamed import StreamedModel, own_tensors
 
 _SUMS = 2.0**-18  # of the largest value of a row: what fp32 may lose in W + s B A, in any order
@@ -52,7 +53,11 @@ class Value:
 
 
 def stored_tensors(export: Path, written: StreamedModel) -> dict[str, Stored]:
-    """Returns the tensors of an export. Raises UserError if a file cannot be read, or contradicts itself."""
+    """Returns the tensors of an export; of one in the format of its base what is packed there, which `compare_codes`
+    compares with it. Raises UserError if a file cannot be read, or contradicts itself."""
+    if gguf_of(export) is None and format_of_export(export) is not None and decoded_of(written) is not None:
+        shapes = written.shapes
+        return {name: Stored(partial(written.make, name), tuple(one.shape), one.dtype) for name, one in shapes.items()}
     if (file := gguf_of(export)) is not None:
         return gguf_tensors(written, file)
     files, tensors = TensorFiles(sorted(export.glob("*.safetensors"))), dict[str, Stored]()
@@ -322,7 +327,8 @@ def _compare_lists(
     except (UserError, OSError):
         figures.of_base = "not compared, the base is not here"
         return
-    if not (unread := unread_names(written.model, names)):
+    files = decoded_of(written)
+    if not (unread := [one for one in unread_names(written.model, names) if files is None or one not in files.codes]):
         return
     lost = sorted(set(unread) - held)
     figures.of_base = f"{len(unread) - len(lost):,} of {len(unread):,} kept"

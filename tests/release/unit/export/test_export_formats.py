@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from finetune.errors import UserError
-from finetune.release.export.figures import THRESHOLDS
+from finetune.release.export.figures import AS_BASE, THRESHOLDS
 from finetune.release.export.formats import EXPORTS, ExportOptions, check_options
 
 
 def test_each_type_of_weights_has_a_threshold():
     names = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
     types = {kind for export in EXPORTS.values() for kind in (*export.dtypes, *export.quantized)}
-    assert {names.get(kind, kind) for kind in types} == set(THRESHOLDS)
+    assert {names.get(kind, kind) for kind in types} | {*AS_BASE} == set(THRESHOLDS)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,7 @@ def test_each_type_of_weights_has_a_threshold():
         ),
         (ExportOptions("ollama", quantized="int8"), "--quantize int8: only goes with --to hf or vllm"),
         (ExportOptions(quantized="int3"), "--quantize int3: no such type. Fix: give one of int8, fp8"),
+        (ExportOptions("base", dtype="bfloat16"), "--dtype bfloat16: no type of `--to base`. Fix: leave it out"),
         (ExportOptions("gguf", gpus=8), "--gpus only applies to --to hf and --to vllm"),
     ],
 )
