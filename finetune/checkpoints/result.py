@@ -46,10 +46,11 @@ from finetune.engine.base import Engine
 from finetune.errors import RunFailure
 from finetune.models.added_tokens import has_added_tokens, split_rows
 from finetune.models.base_checkpoint import BaseCheckpoint
-from finetune.models.checkpoint_files import kept_tensors
+from finetune.models.checkpoint_files import dropped_tensors, kept_tensors
 from finetune.models.config import restore_dropout
 from finetune.models.generation_config import valid_generation_config
 from finetune.models.lora_targets import adapted_paths, loadable_targets
+from finetune.models.mtp_files import undeclare_head
 from finetune.models.text_part import TextPart
 from finetune.models.wrapped import has_scores
 from finetune.utils import fsync, pattern_of, unwrap_peft, write_atomically
@@ -124,6 +125,9 @@ def _write_weights(
         main.do(write, name, tensor)
         del tensor  # before the next one is gathered
     others = layout.copied if isinstance(layout, BaseLayout) else kept_tensors(model)
+    if (dropped := dropped_tensors(model)) is not None:
+        others = {name: file for name, file in others.items() if name not in dropped}
+        main.do(undeclare_head, folder, model.config)
     copied = {name: file for name, file in others.items() if name not in layout.expected}
     main.do(_copy, copied, writer)
     main.do(writer.finish)

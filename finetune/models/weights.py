@@ -46,6 +46,8 @@ from finetune.models.lora_targets import (
     peft_settings,
 )
 from finetune.models.moe import reach_experts
+from finetune.models.mtp import HEAD, attach_head, attach_without_weights, head_of, is_of_head, renames_in
+from finetune.models.mtp_files import share_tables, unread_by_base
 from finetune.models.packed_linear import (
     MULTIPLE,
     is_stored_quantized,
@@ -187,6 +189,11 @@ def _check_complete(model: Model, config: PretrainedConfig, missing: set[str]) -
     if is_stored_quantized(config):  # its tensors have other names than the weights
         return
     unused = None if model.train is None else family_of(config).unused
+    if model.mtp == "train" and (of_head := sorted(name for name in missing if name.startswith(f"{HEAD}."))):
+        raise UserError(
+            f"model.mtp: train: the head of {model.name!r} lacks {len(of_head):,} weights, such as `{of_head[0]}`. "
+            "They would begin at random. Fix: complete the folder, or use `model.mtp: keep`"
+        )
     absent = sorted(name for name in missing if unused is None or f".{unused}." not in f".{name}")
     if absent:
         raise UserError(
@@ -217,6 +224,8 @@ def _base_model(
     if placement.weights == "meta":
         model = without_weights(config, auto, trusted=trusted, **common)
         model.tie_weights()  # no_init_weights leaves them apart
+        if settings.mtp == "train":
+            attach_without_weights(model, dtype)
         return model, None
     if settings.config is not None:
         return from_config(auto, config, trusted, **common), None
@@ -228,11 +237,14 @@ def _base_model(
     assert name is not None  # the schema requires it if there is no config
     load: Any = auto
     layers = None if is_stored_quantized(config) else placement.layers
-    if (files := base.files) is not None:
-        common["key_mapping"] = files.renames
-    if layers is not None or files is not None:
+    files, has_head = base.files, settings.mtp == "train"
+    renames = {**(renames_in(config) if has_head else {}), **(files.renames if files is not None else {})}
+    if renames:
+        common["key_mapping"] = renames
+    if layers is not None or files is not None or has_head:
         # The class that the auto class would choose; it has no public attribute for it.
-        load = _partly(auto._model_mapping[type(config)], layers, r"\.layers\.\d+\." if files is None else "")
+        ignored = r"\.layers\.\d+\." if files is None and not has_head else ""
+        load = _partly(auto._model_mapping[type(config)], layers, ignored, has_head)
     check_weights(Path(name).expanduser())
     try:
         model, report = load.from_pretrained(
@@ -266,19 +278,26 @@ def _base_model(
     # transformers keeps here what it did to names and shapes, to undo it as it saves the model.
     if conversions := getattr(model, "_weight_conversions", None):
         used = [one for one in conversions if one.was_used()]
-        if files is not None:
-            # transformers changes the public lists as it reads a model; these are as they were given.
-            used = [one for one in used if one._original_source_patterns[0] not in files.renames]
+        # transformers changes the public lists as it reads a model; these are as they were given.
+        used = [one for one in used if one._original_source_patterns[0] not in renames]
         set_attribute(model, "_weight_conversions", used, "read conversions")
     if files is not None and auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
         model.base_checkpoint = files
-    is_packed = is_stored_quantized(config)
+    is_packed, count = is_stored_quantized(config), config.get_text_config().num_hidden_layers
     if auto is AutoModelForSequenceClassification:
         model.lost_tensors = lost_to_scores(files) if files else list(unread_tensors(model, settings, is_packed))
     elif files is not None:
-        model.kept_tensors = {name: files.places[name] for name in unread_names(files.part.base, files.places)}
+        model.kept_tensors = unread_by_base(model, files)
     else:
         model.kept_tensors = unread_tensors(model, settings, is_packed)
+    if has_head:
+        share_tables(model, settings)
+        of_copies = {copy.name.format(n=count) for copy in head_of(model).copies}
+        model.kept_tensors = {name: file for name, file in model.kept_tensors.items() if name not in of_copies}
+    elif settings.mtp == "drop":
+        model.dropped_tensors = {name for name in model.kept_tensors if is_of_head(name, count)}
+        kept = model.kept_tensors.items()
+        model.kept_tensors = {name: file for name, file in kept if name not in model.dropped_tensors}
     return model, set(report["missing_keys"])
 
 
@@ -290,15 +309,18 @@ def stored_in_mxfp4(config: PretrainedConfig) -> bool:
     return method == "mxfp4"
 
 
-def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str) -> Any:
-    """Returns the class of a model that is a part of the one in its files. layers: decoder layers whose weights are
-    read; None: all. ignored: the pattern of names in files that do not belong to this part."""
+def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str, has_head: bool) -> Any:
+    """Returns the class of a model that is another part of its files than transformers'. layers: decoder layers whose
+    weights are read; None: all. ignored: the pattern of names in files that do not belong to this part; has_head:
+    whether the one that predicts ahead does."""
 
     class Partly(model_class):
         _keys_to_ignore_on_load_unexpected = [ignored]  # noqa: RUF012 (transformers' name and type)
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
+            if has_head:
+                attach_head(self)
             for i in range(len(self.base_model.layers)):
                 if layers is not None and i not in layers:
                     self.base_model.layers[i] = torch.nn.Identity()

@@ -89,13 +89,14 @@ def with_objective(
         rollouts=recipe.rollouts,
         compute=dtypes(recipe).compute,
         objectives=prepared.features.objectives,
+        mtp_weight=recipe.mtp_weight,
     )
     wrapped = assemble(
         model,
         recipe,
         device,
         has_scores=bool(objective.num_scores),
-        only_sums=objective.only_sums,
+        only_sums=objective.only_sums and recipe.mtp_weight is None,  # an evaluation asks for guesses
         routers=routers if divided is None else None,
         schedule=parallelism.schedule,
         gathers_in_forward=gathers_in_forward,
@@ -253,4 +254,5 @@ class Loaders(NamedTuple):
             shares_prompts=self.attention.shares_prompts,
             image_inputs=self.images,
             positions=None if recipe.model.train is None else row_positions(self.base.config),
+            ahead=recipe.mtp_weight is not None,
         )
