@@ -66,6 +66,7 @@ def lay_out(model: Any, stages: int, ranks: int, scores: bool = False) -> Layout
     layers = [_numel(layer) for layer in base.layers]
     head = 0 if scores else _numel(model.get_output_embeddings())
     last = head + sum(_numel(getattr(base, name)) for name in final_norms(base))
+    last += 0 if (ahead := head_of(model)) is None else _numel(ahead)
     return Layout(stage_bounds(tuple(layers), stages, _numel(model.get_input_embeddings()), last), ranks)
 
 

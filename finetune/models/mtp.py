@@ -68,7 +68,10 @@ _BEHIND_LAST = Family(  # https://github.com/deepseek-ai/DeepSeek-V3/blob/main/R
     norm="model.layers.{n}.shared_head.norm",
     layer="model.layers.{n}",
     further="model.layers.{after}.",
-    copies=(Copy("model.layers.{n}.embed_tokens.weight", False), Copy("model.layers.{n}.shared_head.head.weight", True)),
+    copies=(
+        Copy("model.layers.{n}.embed_tokens.weight", False),
+        Copy("model.layers.{n}.shared_head.head.weight", True),
+    ),
 )
 FAMILIES = {  # by `model_type` of the text model
     "deepseek_v3": _BEHIND_LAST,
@@ -150,6 +153,11 @@ def head_of(model: Any) -> Any:
     return unwrap_peft(model)._modules.get(HEAD)
 
 
+def in_head(name: str) -> bool:
+    """Returns whether a parameter or module in memory is the head's, by its path in transformers' or peft's model."""
+    return f".{HEAD}." in f".{name}."
+
+
 def place_of_layer(config: Any) -> int:
     """Returns where a model's own list of layers has one that attends to all tokens: masks and rotations are made for
     it, and serve the head's layer."""
@@ -176,23 +184,34 @@ def renames_in(config: PretrainedConfig) -> dict[str, str]:
 
 
 def named_as_in_files(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors, named as transformers would save them, by their names in files, with the head's copies of
-    embedding and LM head."""
-    if (head := head_of(model)) is None:
+    """Returns tensors, named as transformers would save them, by their names in files."""
+    if head_of(model) is None:
         return tensors
-    causal = unwrap_peft(model)
-    layers = causal.config.get_text_config().num_hidden_layers
-    places = family_with_head(causal.config).places(layers)
+    config = unwrap_peft(model).config
+    places = family_with_head(config).places(config.get_text_config().num_hidden_layers)
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         here = next((place for place in places if name.startswith(place)), None)
         named[name if here is None else places[here] + name.removeprefix(here)] = tensor
-    tables = {copy.of_head: name_of_table(causal, copy.of_head) for copy in head.copies}
-    return named | {
-        copy.name.format(n=layers): tensors[tables[copy.of_head]]
-        for copy in head.copies
-        if tables[copy.of_head] in tensors
-    }
+    return named
+
+
+def places_in_files(model: Any) -> tuple[str, ...]:
+    """Returns the beginnings of the names in files of a head in memory; () if there is none."""
+    if head_of(model) is None:
+        return ()
+    config = unwrap_peft(model).config
+    return tuple(family_with_head(config).places(config.get_text_config().num_hidden_layers).values())
+
+
+def copies_in_result(model: Any) -> dict[str, str]:
+    """Returns the tensors in the head's files that are copies of the embedding or the LM head, and the names under
+    which these are saved."""
+    if (head := head_of(model)) is None:
+        return {}
+    causal = unwrap_peft(model)
+    layers = causal.config.get_text_config().num_hidden_layers
+    return {copy.name.format(n=layers): name_of_table(causal, copy.of_head) for copy in head.copies}
 
 
 def name_of_table(causal: Any, of_head: bool) -> str:

@@ -38,7 +38,9 @@ def plain_losses(base: Path, batches: list[Any]) -> tuple[Tensor, dict[str, Tens
         trained[batch.targets.positions + 1] = True
         for document, mask in zip(*(x.split(batch.sequence_lengths) for x in (ids, trained)), strict=True):
             hidden = model.model(document[None], use_cache=False)[0]
-            total = total + cross_entropy(model.lm_head(hidden)[0, :-1][mask[1:]], document[1:][mask[1:]], reduction="sum")
+            total = total + cross_entropy(
+                model.lm_head(hidden)[0, :-1][mask[1:]], document[1:][mask[1:]], reduction="sum"
+            )
             guesses = model.lm_head(head(model, document[None], hidden))[0]  # of t_2, t_3, ... and one beyond the end
             own = cross_entropy(guesses[:-1][mask[2:]], document[2:][mask[2:]], reduction="sum")
             ahead, of_head = ahead + own, of_head + int(mask[2:].sum())
@@ -87,5 +89,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(
     assert any(one.startswith("head.layer.") for one in ours)
     largest = max(float(one.abs().max()) for one in gradients.values())
     for one, gradient in gradients.items():
-        torch.testing.assert_close(ours[one], gradient, rtol=1e-5, atol=1e-6 * largest, msg=lambda text, n=one: f"{n}: {text}")
+        torch.testing.assert_close(
+            ours[one], gradient, rtol=1e-5, atol=1e-6 * largest, msg=lambda text, n=one: f"{n}: {text}"
+        )
     engine.close()
