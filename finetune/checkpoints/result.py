@@ -122,7 +122,7 @@ def _write_weights(
     def write(name: str, tensor: Tensor) -> None:
         converted = layout.convert(name, cast(tensor, dtype))
         for name_on_disk in list(converted):
-            for again in (copy for copy, table in copies.items() if table == name_on_disk):
+            for again in (one for one, table in copies.items() if table == name_on_disk):
                 writer.add(again, converted[name_on_disk].clone())
             writer.add(name_on_disk, converted.pop(name_on_disk))
 
@@ -136,7 +136,7 @@ def _write_weights(
     copied = {name: file for name, file in others.items() if name not in layout.expected}
     main.do(_copy, copied, writer)
     main.do(writer.finish)
-    return {**layout.expected, **{copy: layout.expected[table] for copy, table in copies.items()}}, copied
+    return {**layout.expected, **{one: layout.expected[table] for one, table in copies.items()}}, copied
 
 
 def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:

@@ -33,7 +33,7 @@ from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import check_loaded_again, lost_to_scores
 from finetune.models.base_config import dtypes, first_line, not_found_reason, without_weights
 from finetune.models.base_model import Base, processor_settings
-from finetune.models.checkpoint_files import check_names_kept, unread_names, unread_tensors
+from finetune.models.checkpoint_files import check_names_kept, unread_tensors
 from finetune.models.compiled import compile_layers
 from finetune.models.damage import check_weights, mismatched_sizes, weights_problem
 from finetune.models.lora_targets import (

@@ -1,6 +1,6 @@
 """The loss of a head that predicts the token after the next one (`model.mtp: train`), and its acceptance.
 
-    loss          weight * (sum of -log p(t_{i+2} | t_0 .. t_{i+1}) over the targets of the head) / (targets of the step)
+    loss          weight * (sum of -log p(t_{i+2} | t_0 .. t_{i+1}) over the head's targets) / (targets of the step)
     acceptance    share of the head's guesses of t_{i+2} that the model makes itself once it has read t_{i+1}, greedy
 
 The sum has the count of the model's own targets below it, as DeepSeek-V3 has it (2024, https://arxiv.org/abs/2412.19437,

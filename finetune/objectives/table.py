@@ -70,9 +70,8 @@ def make_objective(
 
     config: the model's; routers: its own, if it is a mixture of experts; divided: how ranks share sequences or
     layers, if they do; shares_prompts: a pair's common beginning is computed once; rollouts: of the recipe; compute:
-    type of the matrix products; objectives: to choose from; mtp_weight: of the loss of a head that predicts ahead, if it
-    trains. Raises UserError if a router balance loss is set that
-    cannot be computed.
+    type of the matrix products; objectives: to choose from; mtp_weight: of the loss of a head that predicts ahead, if
+    it trains. Raises UserError if a router balance loss is set that cannot be computed.
     """
     row, others = objectives[settings.name], []
     read: dict[str, Any] = {"rollouts": rollouts} if row.reads_rollouts else {}

@@ -5,25 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mtp_bases
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from trainers import prepared_run, ready_trainer, started_engine
 from usual import usual
-
-from finetune.data.batch import TokenShare, collate, token_shard, with_ahead
-from finetune.data.samples import Example
-from finetune.data.samples import Sequence as TokenSequence
-from finetune.models.head.token_loss import GuessLoss
-from finetune.models.mtp import head_of
-from finetune.models.wrapped import Outputs
-from finetune.objectives.ahead import accepted
 
 WEIGHT = 0.3
 NAMES = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "end"}
