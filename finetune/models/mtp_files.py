@@ -9,12 +9,24 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from finetune.errors import UserError
 from finetune.models.base_checkpoint import BaseCheckpoint
+from finetune.models.base_config import without_weights
 from finetune.models.checkpoint_files import tensor_names, tensor_places, unread_names
-from finetune.models.mtp import DECLARATIONS, attach_without_weights, check_head, copies_in, head_of, name_of_table
+from finetune.models.mtp import (
+    DECLARATIONS,
+    attach_without_weights,
+    check_head,
+    copies_in,
+    head_of,
+    in_head,
+    name_of_table,
+    named_as_in_files,
+)
 from finetune.models.packed_linear import is_stored_quantized
 from finetune.recipe.schema import Model
 
@@ -28,7 +40,21 @@ def check_base_has_head(model: Model, config: PretrainedConfig) -> None:
             f"model.mtp: train: {model.name!r} is stored quantized, and its head with it. Fix: name an unquantized "
             "copy, or use `model.mtp: keep`"
         )
-    check_head(config, tensor_names(model), model.name)
+    names = tensor_names(model)
+    check_head(config, names, model.name)
+    if missing := sorted(_names_of_head(model, config) - {*names}):
+        raise UserError(
+            f"model.mtp: train: the head of {model.name!r} lacks {len(missing):,} tensors, such as `{missing[0]}`. "
+            "They would begin at random. Fix: complete the folder, or use `model.mtp: keep`"
+        )
+
+
+def _names_of_head(model: Model, config: PretrainedConfig) -> set[str]:
+    """Returns the names that the tensors of a head have in files."""
+    causal = without_weights(config, trusted=model.trust_remote_code)
+    attach_without_weights(causal, torch.float32)
+    own = {name: tensor for name, tensor in causal.state_dict().items() if in_head(name)}
+    return {*named_as_in_files(causal, revert_weight_conversion(causal, own))}
 
 
 def share_tables(model: Any, about: Model) -> None:
@@ -38,17 +64,18 @@ def share_tables(model: Any, about: Model) -> None:
     layers = model.config.get_text_config().num_hidden_layers
     head.copies = copies_in(model.config, places)
     for copy in head.copies:
-        name = copy.name.format(n=layers)
-        with safe_open(places[name], framework="pt") as file:
-            values = file.get_tensor(name)
-        table = model.get_parameter(name_of_table(model, copy.of_head))
-        if table.is_meta:  # another rank has it
-            continue
-        if not torch.equal(values.to(table.device, table.dtype), table):
+        names = copy.name.format(n=layers), name_of_table(model, copy.of_head)  # which files have, too
+        one, other = (_read(places[name], name) for name in names)
+        if not torch.equal(one, other):
             raise UserError(
-                f"model.mtp: train: `{name}` in {about.name!r} is not the model's own. Its head has tables by itself, "
+                f"model.mtp: train: `{names[0]}` in {about.name!r} is not `{names[1]}`. Its head has tables by itself, "
                 "which are not trained here. Fix: use `model.mtp: keep`"
             )
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(name)
 
 
 def unread_by_base(model: Any, files: BaseCheckpoint) -> dict[str, Path]:
@@ -61,14 +88,21 @@ def unread_by_base(model: Any, files: BaseCheckpoint) -> dict[str, Path]:
 
 
 def undeclare_head(folder: Path, config: PretrainedConfig) -> None:
-    """Let config.json in a folder say that there is no head. Where the class of the config has one unless it is told,
-    the key stays, as 0."""
+    """Let config.json in a folder say that there is no head."""
     file = folder / "config.json"
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    text = config.get_text_config()
-    parts = [(settings, config), *((one, text) for one in settings.values() if isinstance(one, dict))]
-    for section, of_section in parts:
-        for key in DECLARATIONS:
-            if section.pop(key, None) is not None and getattr(type(of_section)(), key, None):
-                section[key] = 0
+    settings = undeclared(json.loads(file.read_text(encoding="utf-8")), config)
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def undeclared(settings: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """Returns the settings of a config that say that there is no head. Where the class of the config has one unless it
+    is told, the key stays, as 0."""
+    text = config.get_text_config()
+
+    def without(section: dict[str, Any], of_section: PretrainedConfig) -> dict[str, Any]:
+        left = {key: value for key, value in section.items() if key not in DECLARATIONS}
+        told = {key: 0 for key in DECLARATIONS if key in section and getattr(type(of_section)(), key, None)}
+        return left | told
+
+    nested = {name: without(one, text) for name, one in settings.items() if isinstance(one, dict)}
+    return without({**settings, **nested}, config)

@@ -46,7 +46,7 @@ from finetune.models.lora_targets import (
     peft_settings,
 )
 from finetune.models.moe import reach_experts
-from finetune.models.mtp import HEAD, attach_head, attach_without_weights, head_of, is_of_head, renames_in
+from finetune.models.mtp import attach_head, attach_without_weights, head_of, is_of_head, renames_in
 from finetune.models.mtp_files import share_tables, unread_by_base
 from finetune.models.packed_linear import (
     MULTIPLE,
@@ -189,11 +189,6 @@ def _check_complete(model: Model, config: PretrainedConfig, missing: set[str]) -
     if is_stored_quantized(config):  # its tensors have other names than the weights
         return
     unused = None if model.train is None else family_of(config).unused
-    if model.mtp == "train" and (of_head := sorted(name for name in missing if name.startswith(f"{HEAD}."))):
-        raise UserError(
-            f"model.mtp: train: the head of {model.name!r} lacks {len(of_head):,} weights, such as `{of_head[0]}`. "
-            "They would begin at random. Fix: complete the folder, or use `model.mtp: keep`"
-        )
     absent = sorted(name for name in missing if unused is None or f".{unused}." not in f".{name}")
     if absent:
         raise UserError(
