@@ -80,7 +80,8 @@ def test_a_result_has_the_trained_head_by_the_names_of_its_base(name: str, start
     assert {"num_nextn_predict_layers": 1}.items() <= settings.items() or settings["mtp_num_hidden_layers"] == 1
 
 
-@pytest.mark.parametrize("mode", usual(["full", "lora"], "full"))
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["full", "lora"])
 def test_the_text_part_of_a_multimodal_base_trains_its_head(
     mode: str, recipe: dict[str, Any], write_recipe: Write, tmp_path: Path
 ) -> None:

@@ -13,7 +13,6 @@ import torch
 from conftest import launch, metrics, train_here
 from safetensors.torch import load_file
 from torch import Tensor
-from usual import usual
 
 LOSSES = ("loss", "mtp_loss", "eval_loss", "eval_mtp_loss", "eval_mtp_acceptance")
 LORA = ("mode=lora", "lora={rank: 4, targets: all-linear}", "optimizer.lr=1e-3")
@@ -44,7 +43,8 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("case", usual(CASES, *CASES[:4]))
+@pytest.mark.long  # the default tests have cells of tests/trainer/distributed/test_parity.py
+@pytest.mark.parametrize("case", CASES)
 def test_losses_and_results_are_those_of_one_process(
     case: tuple[str, str, tuple[str, ...]],
     recipe: dict[str, Any],
