@@ -437,7 +437,7 @@ TENSOR = (
 EXPERTS = tuple(
     case.name
     for case in CASES
-    if case.model in ("mixtral", "qwen2_moe", "qwen3_moe") and (case.on is None or "ep" in case.on)
+    if case.model in ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe") and (case.on is None or "ep" in case.on)
 )
 # (accelerate config, processes, words that select its cases). Four processes run a selection, for time.
 LAUNCHES = (
@@ -467,7 +467,7 @@ LAUNCHES = (
             *("full", "lora", "qlora", "full tied", "lora tied", "full unpacked", "full token budget", "full bf16"),
             *("full checkpointing selective", "lora tied tokens", "lora tied and whole head", "full muon"),
             *HALF,
-            *("qlora dora", "full tied evaluated"),
+            *("qlora dora", "full tied evaluated", "full mtp", "lora mtp"),
             *OF_PAIRS,
             *("lora dpo adapters off", "full reward", "full distill"),
         ),
@@ -550,7 +550,7 @@ LAUNCHES = (
             *("lora dora", "qlora wide"),
             *("lora bf16", *HALF),
             "full muon",
-            *("full mixtral", "lora mixtral experts", "lora qwen2_moe experts"),
+            *("full mixtral", "lora mixtral experts", "lora qwen2_moe experts", "full mtp"),
             *OF_PAIRS,
         ),
     ),

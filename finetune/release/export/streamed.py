@@ -304,7 +304,8 @@ class StreamedModel:
                 f"{folder}: has no tensor {source}, which {type(self.model).__name__} needs. Fix: complete the folder"
             )
         # A run's own result has one type; a base's tensors keep theirs.
-        keeps = in_base and (self.trained.is_adapter or patch is None)
+        is_trained = any(one in self.patches for one in group.names)
+        keeps = in_base and (self.trained.is_adapter or not is_trained)
         dtype = self._files.meta(source).dtype if keeps else self.result_dtype
         return self._cast(torch.empty(shape, dtype=dtype, device="meta"))
 

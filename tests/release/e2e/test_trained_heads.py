@@ -200,3 +200,18 @@ def test_settings_that_contradict_a_trained_head(settings: tuple[str, ...], prob
     _, path = start("deepseek_v3")
     with pytest.raises(UserError, match=problem):
         train_here(path, *settings)
+
+
+@pytest.mark.long
+def test_experts_of_a_checkpoint_are_exported_in_the_type_of_the_result(start: Any, tmp_path: Path) -> None:
+    """Which files have one by one, and memory stacked; the base is in fp32."""
+    _, path = start("glm4_moe")
+    train_here(path, "train.precision=bf16", "checkpoint.every_steps=6")
+    run = tmp_path / "runs" / "run"
+    result = tensors(run / "model")
+    shutil.rmtree(run / "model")
+    export_run(run, ExportOptions(out=tmp_path / "out"), Console(quiet=True))
+    for name, tensor in tensors(tmp_path / "out").items():
+        if "experts" in name:
+            assert tensor.dtype == torch.bfloat16
+            assert torch.equal(tensor, result[name])
