@@ -6,9 +6,9 @@ https://arxiv.org/abs/2412.19437), as a module of the model: trained next to it 
     h'_i       norm(one decoder layer of x_0 .. x_i)                        predicts t_{i+2}, by the same LM head
 
 Embedding and LM head are the model's own. The equations of the paper put h first; published weights have the embedding
-first, and take h after the final norm: vLLM 0.24 (deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py)
-and transformers 5.23 (`MtpModel`) agree on both for every family below. vLLM also sets the embedding at a document's
-first place to zero for DeepSeek and GLM; SGLang, transformers and the paper do not, nor does training here.
+first, and take h after the final norm: vLLM (deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py) and transformers 5.23
+(`MtpModel`) agree on both. vLLM also sets the embedding at a document's first place to zero for DeepSeek and GLM;
+transformers and the paper do not, nor does training here.
 
 In memory the head is `mtp` next to the base model, with Qwen's names, in every family; in files it has the family's.
 """
@@ -168,40 +168,28 @@ def place_of_layer(config: Any) -> int:
 # --- names in files
 
 
-def renames_of_head(model: Any) -> dict[str, str]:
-    """Returns `key_mapping` of `from_pretrained` for the head of a model that has it in memory."""
-    if head_of(model) is None:
-        return {}
-    config = unwrap_peft(model).config
-    return renames_in(config)
+def places_of_head(model: Any) -> dict[str, str]:
+    """Returns the place in files of each part of a head, by its place in memory; {} if a model has none there."""
+    return {} if head_of(model) is None else places_by(unwrap_peft(model).config)
 
 
-def renames_in(config: PretrainedConfig) -> dict[str, str]:
-    """Returns the same by the config alone."""
-    layers = config.get_text_config().num_hidden_layers
-    places = family_with_head(config).places(layers)
+def places_by(config: PretrainedConfig) -> dict[str, str]:
+    """Returns the same by the config alone. Raises UserError if heads of its family are not trained."""
+    return family_with_head(config).places(config.get_text_config().num_hidden_layers)
+
+
+def renames(places: dict[str, str]) -> dict[str, str]:
+    """Returns `key_mapping` of `from_pretrained` for a head. places: see `Family.places`."""
     return {f"^{re.escape(there)}": here for here, there in places.items() if here != there}
 
 
 def named_as_in_files(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors, named as transformers would save them, by their names in files."""
-    if head_of(model) is None:
-        return tensors
-    config = unwrap_peft(model).config
-    places = family_with_head(config).places(config.get_text_config().num_hidden_layers)
-    named: dict[str, Tensor] = {}
+    places, named = places_of_head(model), dict[str, Tensor]()
     for name, tensor in tensors.items():
-        here = next((place for place in places if name.startswith(place)), None)
-        named[name if here is None else places[here] + name.removeprefix(here)] = tensor
+        here = next((place for place in places if name.startswith(place)), "")
+        named[places.get(here, "") + name.removeprefix(here)] = tensor
     return named
-
-
-def places_in_files(model: Any) -> tuple[str, ...]:
-    """Returns the beginnings of the names in files of a head in memory; () if there is none."""
-    if head_of(model) is None:
-        return ()
-    config = unwrap_peft(model).config
-    return tuple(family_with_head(config).places(config.get_text_config().num_hidden_layers).values())
 
 
 def copies_in_result(model: Any) -> dict[str, str]:
@@ -223,7 +211,7 @@ def name_of_table(causal: Any, of_head: bool) -> str:
 def check_head(config: PretrainedConfig, names: Iterable[str], model: str | None) -> None:
     """Raises UserError unless files have one head of the model's family. names: of their tensors; model: its name."""
     layers, family = config.get_text_config().num_hidden_layers, family_with_head(config)
-    here = tuple(place for place in family.places(layers).values())
+    here = tuple(family.places(layers).values())
     if not any(name.startswith(here) for name in names):
         raise UserError(
             f"model.mtp: train: {model!r} has no head that predicts several tokens. Its files have no tensors "

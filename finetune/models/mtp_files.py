@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from finetune.errors import UserError
 from finetune.models.base_checkpoint import BaseCheckpoint
 from finetune.models.base_config import without_weights
-from finetune.models.checkpoint_files import tensor_names, tensor_places, unread_names
+from finetune.models.checkpoint_files import FREQUENCIES, tensor_names, tensor_places, unread_names
 from finetune.models.mtp import (
     DECLARATIONS,
     attach_without_weights,
@@ -24,6 +24,7 @@ from finetune.models.mtp import (
     copies_in,
     head_of,
     in_head,
+    is_of_head,
     name_of_table,
     named_as_in_files,
 )
@@ -42,7 +43,15 @@ def check_base_has_head(model: Model, config: PretrainedConfig) -> None:
         )
     names = tensor_names(model)
     check_head(config, names, model.name)
-    if missing := sorted(_names_of_head(model, config) - {*names}):
+    own, layers = _names_of_head(model, config), config.get_text_config().num_hidden_layers
+    own |= {copy.name.format(n=layers) for copy in copies_in(config, names)}
+    others = sorted(one for one in names if is_of_head(one, layers) and not one.endswith(FREQUENCIES))
+    if other := next((name for name in others if name not in own), None):
+        raise UserError(
+            f"model.mtp: train: the head of {model.name!r} has `{other}`, which is not trained here. Fix: use "
+            "`model.mtp: keep`"
+        )
+    if missing := sorted(own - {*names}):
         raise UserError(
             f"model.mtp: train: the head of {model.name!r} lacks {len(missing):,} tensors, such as `{missing[0]}`. "
             "They would begin at random. Fix: complete the folder, or use `model.mtp: keep`"

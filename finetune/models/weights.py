@@ -46,7 +46,8 @@ from finetune.models.lora_targets import (
     peft_settings,
 )
 from finetune.models.moe import reach_experts
-from finetune.models.mtp import attach_head, attach_without_weights, head_of, is_of_head, renames_in
+from finetune.models.mtp import attach_head, attach_without_weights, head_of, is_of_head, places_by
+from finetune.models.mtp import renames as renames_of
 from finetune.models.mtp_files import share_tables, unread_by_base
 from finetune.models.packed_linear import (
     MULTIPLE,
@@ -233,7 +234,7 @@ def _base_model(
     load: Any = auto
     layers = None if is_stored_quantized(config) else placement.layers
     files, has_head = base.files, settings.mtp == "train"
-    renames = {**(renames_in(config) if has_head else {}), **(files.renames if files is not None else {})}
+    renames = {**(renames_of(places_by(config)) if has_head else {}), **(files.renames if files is not None else {})}
     if renames:
         common["key_mapping"] = renames
     if layers is not None or files is not None or has_head:

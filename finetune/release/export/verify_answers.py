@@ -39,7 +39,7 @@ from finetune.models.added_tokens import start_rows, train_rows
 from finetune.models.base_config import first_line
 from finetune.models.base_model import Base
 from finetune.models.checkpoint_files import renamed
-from finetune.models.mtp import in_head, places_in_files
+from finetune.models.mtp import in_head, places_of_head
 from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
 from finetune.models.vision import targets_in_parts
@@ -260,7 +260,7 @@ def load_export(export: Path, figures: Figures, config: Any, written: StreamedMo
         figures.problems.append(f"transformers cannot load it: {first_line(error)}")
         return None
     kept = {*written.kept, *renamed(written.model, written.kept)[0].values()}  # of the base, see `compare_tensors`
-    of_head = places_in_files(written.model)  # which transformers' class does not read either
+    of_head = tuple(places_of_head(written.model).values())  # which transformers' class does not read either
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         found = {str(name) for name in report.get(kind) or ()}
         if kind == "unexpected_keys":

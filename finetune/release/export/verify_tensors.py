@@ -28,7 +28,7 @@ from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import Stored, TensorFiles
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import tensor_names, unread_names
-from finetune.models.mtp import copies_in_result, is_of_head, renames_of_head
+from finetune.models.mtp import copies_in_result, is_of_head, places_of_head, renames
 from finetune.release.export.figures import Figures
 from finetune.release.export.gguf_file import gguf_of, gguf_tensors
 from finetune.release.export.hf_folder import METADATA
@@ -93,7 +93,7 @@ class InMemory:
     """
 
     def __init__(self, model: Any, shapes: Mapping[str, Any], read: Callable[[str], Tensor]):
-        conversions = get_model_conversion_mapping(model, renames_of_head(model))
+        conversions = get_model_conversion_mapping(model, renames(places_of_head(model)))
         renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
         converters = [one for one in conversions if isinstance(one, WeightConverter)]
         self._model, self._read, self._own = model, read, model.state_dict()

@@ -157,6 +157,17 @@ def test_a_dropped_head_leaves_neither_tensors_nor_a_declaration(name: str, star
         assert not any("mtp" in key for key in settings)
 
 
+@pytest.mark.long
+def test_a_multimodal_base_drops_its_head(recipe: dict[str, Any], write_recipe: Write, tmp_path: Path) -> None:
+    base = tiny.save_multimodal(tmp_path, "qwen3_5")
+    kept = tensors(base).keys()
+    mtp_bases.add_tensors(base, {"mtp.fc.weight": torch.zeros(64, 128)})
+    train_here(write_recipe({**recipe, "model": {"name": str(base), "mtp": "drop"}}), "train.max_steps=1")
+    export_run(tmp_path / "runs" / "run", ExportOptions(out=tmp_path / "out"), Console(quiet=True))
+    for folder in (tmp_path / "runs" / "run" / "model", tmp_path / "out"):
+        assert tensors(folder).keys() == kept
+
+
 def without(base: Path, *ends: str) -> None:
     file = base / "model.safetensors"
     left = {key: tensor for key, tensor in load_file(file).items() if not (of_head(key) and key.endswith(ends))}
@@ -173,7 +184,12 @@ def test_bases_whose_head_cannot_train_are_refused(start: Any, recipe: dict[str,
     with pytest.raises(UserError, match=r"contradict the shapes of its config\.json"):
         train_here(path)
     mtp_bases.add_tensors(base, {**whole, "model.layers.2.shared_head.head.weight": torch.zeros(384, 64)})
-    with pytest.raises(UserError, match=r"`model.layers.2.shared_head.head.weight` in .* is not `lm_head\.weight`"):
+    with pytest.raises(
+        UserError, match=r"`model\.layers\.2\.shared_head\.head\.weight` in .* is not `lm_head\.weight`"
+    ):
+        train_here(path)
+    mtp_bases.add_tensors(base, {**whole, "model.layers.2.draft.weight": torch.zeros(8)})
+    with pytest.raises(UserError, match=r"has `model\.layers\.2\.draft\.weight`, which is not trained here"):
         train_here(path)
     mtp_bases.add_tensors(base, {**whole, "model.layers.3.eh_proj.weight": torch.zeros(64, 64)})
     with pytest.raises(UserError, match="has several heads"):
