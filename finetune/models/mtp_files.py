@@ -43,27 +43,33 @@ def check_base_has_head(model: Model, config: PretrainedConfig) -> None:
         )
     names = tensor_names(model)
     check_head(config, names, model.name)
-    own, layers = _names_of_head(model, config), config.get_text_config().num_hidden_layers
-    own |= {copy.name.format(n=layers) for copy in copies_in(config, names)}
+    tensors, layers = _tensors_of_head(model, config), config.get_text_config().num_hidden_layers
+    own = {copy.name.format(n=layers) for copy in copies_in(config, names)}.union(*(a | b for a, b in tensors))
     others = sorted(one for one in names if is_of_head(one, layers) and not one.endswith(FREQUENCIES))
     if other := next((name for name in others if name not in own), None):
         raise UserError(
             f"model.mtp: train: the head of {model.name!r} has `{other}`, which is not trained here. Fix: use "
             "`model.mtp: keep`"
         )
-    if missing := sorted(own - {*names}):
+    # Experts are in files one by one, or stacked as in memory.
+    lacking = [one_by_one - {*names} for as_is, one_by_one in tensors if not as_is <= {*names}]
+    if missing := sorted(set().union(*lacking)):
         raise UserError(
             f"model.mtp: train: the head of {model.name!r} lacks {len(missing):,} tensors, such as `{missing[0]}`. "
             "They would begin at random. Fix: complete the folder, or use `model.mtp: keep`"
         )
 
 
-def _names_of_head(model: Model, config: PretrainedConfig) -> set[str]:
-    """Returns the names that the tensors of a head have in files."""
+def _tensors_of_head(model: Model, config: PretrainedConfig) -> list[tuple[set[str], set[str]]]:
+    """Returns for each tensor of a head its name in files if they have it as memory does, and the names of those that
+    transformers makes of it as it saves."""
     causal = without_weights(config, trusted=model.trust_remote_code)
     attach_without_weights(causal, torch.float32)
-    own = {name: tensor for name, tensor in causal.state_dict().items() if in_head(name)}
-    return {*named_as_in_files(causal, revert_weight_conversion(causal, own))}
+    each = ({name: tensor} for name, tensor in causal.state_dict().items() if in_head(name))
+    return [
+        ({*named_as_in_files(causal, one)}, {*named_as_in_files(causal, revert_weight_conversion(causal, one))})
+        for one in each
+    ]
 
 
 def share_tables(model: Any, about: Model) -> None:

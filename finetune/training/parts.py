@@ -16,6 +16,7 @@ from finetune.data.dataset import Dataset
 from finetune.data.loader import Loader
 from finetune.data.row_source import RowSource, RunRows
 from finetune.engine.base import Engine
+from finetune.errors import UserError
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
 from finetune.models.base_config import dtypes
@@ -102,6 +103,11 @@ def with_objective(
         gathers_in_forward=gathers_in_forward,
         vocabulary_ranks=parallelism.tensor,
     )
+    if recipe.mtp_weight is not None and wrapped.choice.implementation == "plain":
+        raise UserError(
+            f"model.mtp: train: the LM head gives no losses of its own here ({wrapped.choice.reason}). Fix: use "
+            "`model.mtp: keep`"
+        )
     return wrapped, objective
 
 

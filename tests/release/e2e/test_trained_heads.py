@@ -231,3 +231,21 @@ def test_experts_of_a_checkpoint_are_exported_in_the_type_of_the_result(start: A
         if "experts" in name:
             assert tensor.dtype == torch.bfloat16
             assert torch.equal(tensor, result[name])
+
+
+@pytest.mark.long
+def test_experts_that_files_have_stacked_stay_so(start: Any, tmp_path: Path) -> None:
+    """As published Qwen3.5 models have them, in layers and head alike."""
+    base, path = start("qwen3_5_moe_text")
+    model, head = mtp_bases.load_plain(base)
+    experts = {f"{name}": p.detach() for name, p in model.named_parameters() if ".experts." in name}
+    experts |= {f"mtp.layers.0.{n}": p.detach() for n, p in head.layer.named_parameters() if ".experts." in n}
+    file = base / "model.safetensors"
+    left = {name: tensor for name, tensor in load_file(file).items() if ".experts." not in name}
+    save_file({**left, **experts}, file, metadata={"format": "pt"})
+    train_here(path)
+    after = tensors(tmp_path / "runs" / "run" / "model")
+    assert after.keys() == tensors(base).keys()
+    stacked = after["mtp.layers.0.mlp.experts.gate_up_proj"]
+    assert stacked.shape == (4, 64, 64)
+    assert not torch.equal(stacked, experts["mtp.layers.0.mlp.experts.gate_up_proj"])
