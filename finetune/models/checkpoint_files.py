@@ -104,7 +104,8 @@ def renamed(
 ) -> tuple[dict[str, str], list[Any]]:
     """Returns the name that `from_pretrained` gives each tensor of a checkpoint, whether the model has it or not; and
     the conversions by which it does."""
-    conversions = get_model_conversion_mapping(model, {**renames_of(places_of_head(model)), **(renames or {})})
+    renames = {**renames_of(places_of_head(model)), **(renames or {})}
+    conversions = get_model_conversion_mapping(model, renames or None)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     own, prefix = model.state_dict(), model.base_model_prefix

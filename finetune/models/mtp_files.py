@@ -96,8 +96,9 @@ def _read(file: Path, name: str) -> Tensor:
 def unread_by_base(model: Any, files: BaseCheckpoint) -> dict[str, Path]:
     """Returns the file of each tensor that a multimodal base's class leaves out as it is read, but those of a head that
     the model of its text part has in memory."""
-    base = files.part.base_without_weights()
+    base = files.part.base
     if head_of(model) is not None:
+        base = files.part.base_without_weights()
         attach_without_weights(base, torch.float32, model)
     return {name: files.places[name] for name in unread_names(base, files.places)}
 

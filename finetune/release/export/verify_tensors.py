@@ -93,7 +93,7 @@ class InMemory:
     """
 
     def __init__(self, model: Any, shapes: Mapping[str, Any], read: Callable[[str], Tensor]):
-        conversions = get_model_conversion_mapping(model, renames(places_of_head(model)))
+        conversions = get_model_conversion_mapping(model, renames(places_of_head(model)) or None)
         renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
         converters = [one for one in conversions if isinstance(one, WeightConverter)]
         self._model, self._read, self._own = model, read, model.state_dict()
