@@ -93,6 +93,22 @@ def test_loss_and_gradients_are_those_of_a_plain_loop(
     engine.close()
 
 
+@pytest.mark.parametrize("name", usual(mtp_bases.BEHIND_LAST, "glm4_moe"))
+def test_the_plain_loop_is_what_transformers_computes(name: str, tmp_path: Path) -> None:
+    """By its own class for drafts, from the same files: order of the inputs, norms, names."""
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("this transformers has no class for heads")
+    model, head = mtp_bases.load_plain(mtp_bases.save_base(tmp_path, name))
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2.*"]  # by which it knows them; its own is layer 61
+    drafts = layers.MtpModel.from_pretrained(model)
+    ids, places = torch.randint(3, 300, (1, 12)), torch.arange(1, 12)[None]
+    with torch.no_grad():
+        hidden = model.model(ids, use_cache=False)[0]
+        theirs = drafts.forward_layer(0, hidden[:, :-1], places, None, input_ids=ids[:, 1:])
+        torch.testing.assert_close(head(model, ids, hidden), theirs, rtol=1e-5, atol=2e-6)
+
+
 # --- targets and guesses
 
 
