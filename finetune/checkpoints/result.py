@@ -46,10 +46,12 @@ from finetune.engine.base import Engine
 from finetune.errors import RunFailure
 from finetune.models.added_tokens import has_added_tokens, split_rows
 from finetune.models.base_checkpoint import BaseCheckpoint
-from finetune.models.checkpoint_files import kept_tensors
+from finetune.models.checkpoint_files import dropped_tensors, kept_tensors
 from finetune.models.config import restore_dropout
 from finetune.models.generation_config import valid_generation_config
 from finetune.models.lora_targets import adapted_paths, loadable_targets
+from finetune.models.mtp import copies_in_result
+from finetune.models.mtp_files import undeclare_head
 from finetune.models.text_part import TextPart
 from finetune.models.wrapped import has_scores
 from finetune.utils import fsync, pattern_of, unwrap_peft, write_atomically
@@ -115,19 +117,26 @@ def _write_weights(
         layout = BaseLayout(base, shapes)
         main.do(write_base_settings, base, model.config, dtype, folder)
 
+    copies = copies_in_result(model)
+
     def write(name: str, tensor: Tensor) -> None:
         converted = layout.convert(name, cast(tensor, dtype))
         for name_on_disk in list(converted):
+            for again in (one for one, table in copies.items() if table == name_on_disk):
+                writer.add(again, converted[name_on_disk].clone())
             writer.add(name_on_disk, converted.pop(name_on_disk))
 
     for name, tensor in engine.full_tensors(False, dtype):
         main.do(write, name, tensor)
         del tensor  # before the next one is gathered
     others = layout.copied if isinstance(layout, BaseLayout) else kept_tensors(model)
+    if (dropped := dropped_tensors(model)) is not None:
+        others = {name: file for name, file in others.items() if name not in dropped}
+        main.do(undeclare_head, folder, model.config)
     copied = {name: file for name, file in others.items() if name not in layout.expected}
     main.do(_copy, copied, writer)
     main.do(writer.finish)
-    return layout.expected, copied
+    return {**layout.expected, **{one: layout.expected[table] for one, table in copies.items()}}, copied
 
 
 def _write_adapter(engine: Engine, main: MainRank, folder: Path) -> State:

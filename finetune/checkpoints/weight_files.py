@@ -34,6 +34,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from finetune.checkpoints.safetensors_writer import DTYPES, nbytes, save_tensors, write_safetensors
 from finetune.errors import RunFailure, UserError
 from finetune.models.damage import check_tensors
+from finetune.models.mtp import named_as_in_files
 from finetune.utils import fsync
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ class DiskLayout:
 
 def _reverted(model: Any, state: State) -> State:
     ignored = set(model._keys_to_ignore_on_save or ())  # by which transformers' models declare it
-    return revert_weight_conversion(model, {name: t for name, t in state.items() if name not in ignored})
+    named = revert_weight_conversion(model, {name: t for name, t in state.items() if name not in ignored})
+    return named_as_in_files(model, named)
 
 
 def _groups(model: Any, state: State, expected: State) -> list[list[str]]:

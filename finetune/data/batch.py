@@ -52,6 +52,15 @@ class DistinctTargets(NamedTuple):
     of_target: Tensor  # (S,) int64: index of each target among these
 
 
+class Ahead(NamedTuple):
+    """What a head learns that predicts the token after the next one: from a place's hidden state and the next token."""
+
+    positions: Tensor  # (A,) int64: places of the flat row whose next token but one is trained
+    ids: Tensor  # (A,) int64: those tokens
+    target: Tensor  # (A,) int64: index of each among the targets of the row
+    next_ids: Tensor  # (1, T) int64: the token after each place; at the end of a sequence its last one, again
+
+
 class Ends(NamedTuple):
     """The last token of each sequence."""
 
@@ -104,6 +113,7 @@ class Batch:
     sequence_targets: tuple[int, ...]  # (D,) targets, counted in the same way
     target_columns: dict[str, Tensor] = field(default_factory=dict)  # (S, ...) each, of the targets in their order
     distinct_targets: DistinctTargets | None = None  # None: all targets are
+    ahead: Ahead | None = None  # if the loader was asked for it, see `with_ahead`
     row_targets: RowTargets | None = None  # of a part of the row (`token_shard`); None: this rank has all targets
     row_lengths: tuple[int, ...] = ()  # tokens of each row of the recipe in it; empty in a dummy
     index: int = 0  # of this micro-batch within its step, over all processes; seeds dropout
@@ -125,6 +135,7 @@ class Batch:
             inputs={name: call(tensor) for name, tensor in self.inputs.items()},
             targets=Targets(*map(call, self.targets)),
             distinct_targets=self.distinct_targets and DistinctTargets(*map(call, self.distinct_targets)),
+            ahead=self.ahead and Ahead(*map(call, self.ahead)),
             ends=Ends(*map(call, self.ends)),
             columns={name: call(tensor) for name, tensor in self.columns.items()},
             target_columns={name: call(tensor) for name, tensor in self.target_columns.items()},
@@ -136,6 +147,7 @@ class Batch:
         yield from self.inputs.values()
         yield from self.targets
         yield from self.distinct_targets or ()
+        yield from self.ahead or ()
         yield from self.ends
         yield from self.columns.values()
         yield from self.target_columns.values()
@@ -332,6 +344,27 @@ def dummy_batch(example: Example, index: int, padded_to: int | None, image_input
     )
 
 
+def with_ahead(batch: Batch) -> Batch:
+    """Returns a batch of full rows with what a head learns that predicts the token after the next one:
+
+        input_ids      [[  1, 11, 12,  2,    1, 21,  2 ]]        targets: 12, 2 of the first sequence, 2 of the second
+        next_ids       [[ 11, 12,  2,  2,   21,  2,  2 ]]        ahead.positions 0, 1, 4   ids 12, 2, 2   target 0, 1, 2
+
+    A sequence's second token is none of its targets: no place of the sequence is two before it. Raises ValueError if
+    sequences share a beginning.
+    """
+    if any(batch.prefix_lengths):
+        raise ValueError("the next token of a beginning that sequences share is not one")
+    lengths = torch.tensor(batch.sequence_lengths)
+    ends = lengths.cumsum(0)
+    begins = (ends - lengths)[batch.targets.sequence]  # (S,)
+    has_place = batch.targets.positions > begins
+    target = has_place.nonzero()[:, 0]
+    next_ids = batch.inputs["input_ids"].roll(-1, 1)
+    next_ids[:, ends - 1] = batch.inputs["input_ids"][:, ends - 1]
+    return replace(batch, ahead=Ahead(batch.targets.positions[target] - 1, batch.targets.ids[target], target, next_ids))
+
+
 # --- one rank's tokens of a batch
 
 
@@ -414,10 +447,16 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
         "first_target_tokens": int(targets_here[first].sum()),
         "tokens": int(tokens_here.sum()),
     }
+    ahead = batch.ahead
+    if ahead is not None:
+        place = torch.from_numpy(local_place)[ahead.positions]
+        there = place >= 0
+        ahead = Ahead(place[there], ahead.ids[there], ahead.target[there], ahead.next_ids[:, here].contiguous())
     return replace(
         batch,
         inputs={name: values[:, here].contiguous() for name, values in batch.inputs.items()},
         targets=targets,
+        ahead=ahead,
         ends=ends,
         target_columns={name: values[mine] for name, values in batch.target_columns.items()},
         row_targets=RowTargets(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.batch import UNSHARDED, Batch, ImageInputs, TokenShare, collate, dummy_batch, token_shard
+from finetune.data.batch import UNSHARDED, Batch, ImageInputs, TokenShare, collate, dummy_batch, token_shard, with_ahead
 from finetune.data.row_source import RunRows
 from finetune.data.samples import SharedPrompt
 from finetune.errors import UserError
@@ -69,6 +69,7 @@ class Loader:
     shares_prompts: bool = False  # the beginning that two sequences share is computed once, see `collate`
     image_inputs: ImageInputs | None = None  # see `collate`
     positions: Callable[[Batch], Batch] | None = None  # gives a batch those of a model that has others than places
+    ahead: bool = False  # see `with_ahead`
 
     def __post_init__(self) -> None:
         if self.tokens_per_device is None and self.rows_per_step % (self.rows_per_device * self.world_size):
@@ -180,6 +181,7 @@ class Loader:
                 example = min(examples, key=lambda one: min(len(sequence.input_ids) for sequence in one.sequences))
                 padded_to = self._forward_tokens(assignment.shortest)
                 batch = dummy_batch(example, index, padded_to, self.image_inputs)
+            batch = with_ahead(batch) if self.ahead else batch
             yield token_shard(self.positions(batch) if self.positions else batch, self.share)
 
 

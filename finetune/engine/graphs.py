@@ -77,6 +77,8 @@ def _problems(
         yield "DDP reduces the gradients of full training while the backward runs"
     if train.compile:
         yield "train.compile"
+    if recipe.mtp_weight is not None:
+        yield "model.mtp: train, whose layer reads the output of the others"
     if train.activation_checkpointing:
         yield "activations are recomputed"
     if train.activation_offload:

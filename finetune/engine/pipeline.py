@@ -49,6 +49,7 @@ from finetune.engine.stages import (
 )
 from finetune.engine.state_shards import ShardPart, replica_parts
 from finetune.models.base_config import dtypes, without_weights
+from finetune.models.mtp import attach_without_weights
 from finetune.models.weights import Placement
 from finetune.models.wrapped import Outputs, WrappedModel
 from finetune.recipe.schema import Recipe
@@ -71,6 +72,8 @@ class Pipeline(Engine):
         self.place = place["pipeline"]
         # From the model's own weights alone, so that the layout is the same in every mode.
         skeleton = without_weights(copy.deepcopy(config), trusted=recipe.model.trust_remote_code)
+        if recipe.model.mtp == "train":
+            attach_without_weights(skeleton, torch.float32)
         stages = sizes.pipeline * sizes.stages_per_rank
         self._layout = lay_out(skeleton, stages, sizes.pipeline, recipe.objective.scores_sequences)
         self._compute = dtypes(recipe).compute

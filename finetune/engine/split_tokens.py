@@ -36,20 +36,22 @@ def sum_of_columns(output: Tensor, group: TensorGroup, row: RowTokens | None) ->
     return Communicate.apply(output, group, "reduce tokens", row.total)
 
 
-def split_tokens(
-    layers: nn.ModuleList, here: Set[nn.Module], receivers: Iterable[nn.Module], group: TensorGroup
-) -> RowTokens:
-    """Let decoder layers work on this rank's tokens, and modules of column parallel matrices gather all of them.
+def split_tokens(layers: nn.ModuleList, here: Set[nn.Module], row: RowTokens, group: TensorGroup) -> None:
+    """Let decoder layers work on this rank's tokens.
 
     here: modules of this rank. A run of layers takes its tokens in the first, and gathers them after the last.
     """
-    row, mine = RowTokens(), [layer in here for layer in layers]
+    mine = [layer in here for layer in layers]
     for i, layer in enumerate(layers):
         mix_in(layer, LayerOfOwnTokens, "own tokens")
         own: Any = layer
         own.row_tokens, own.tensor_group = row, group
         own.takes_own = i == 0 or not mine[i - 1]
         own.gathers_all = i == len(layers) - 1 or not mine[i + 1]
+
+
+def gather_tokens(receivers: Iterable[nn.Module], row: RowTokens, group: TensorGroup) -> None:
+    """Let modules of column parallel matrices gather all tokens."""
 
     def gather(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if row.total is None:
@@ -61,7 +63,6 @@ def split_tokens(
 
     for receiver in receivers:
         receiver.register_forward_pre_hook(gather, with_kwargs=True)
-    return row
 
 
 class LayerOfOwnTokens:

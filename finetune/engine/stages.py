@@ -15,9 +15,8 @@ zero_bubble   gradients of weights when a rank would wait     Qi et al. 2023, ht
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,6 +26,8 @@ from torch import Tensor, nn
 
 from finetune.engine.parallelism import Schedule
 from finetune.errors import UserError
+from finetune.models.mtp import head_of
+from finetune.models.shown_layers import PassOn, showing
 from finetune.models.text_part import name_body
 from finetune.models.wrapped import WrappedModel, output_head
 from finetune.utils import divisors, unwrap_peft
@@ -65,6 +66,7 @@ def lay_out(model: Any, stages: int, ranks: int, scores: bool = False) -> Layout
     layers = [_numel(layer) for layer in base.layers]
     head = 0 if scores else _numel(model.get_output_embeddings())
     last = head + sum(_numel(getattr(base, name)) for name in final_norms(base))
+    last += 0 if (ahead := head_of(model)) is None else _numel(ahead)
     return Layout(stage_bounds(tuple(layers), stages, _numel(model.get_input_embeddings()), last), ranks)
 
 
@@ -172,11 +174,6 @@ def micro_batch_sizes(schedule: Schedule, ranks: int, stages_per_rank: int, rows
 # part of the first and the last stage alone: others begin and end in the place of a layer.
 
 
-class _PassOn(nn.Module):
-    def forward(self, hidden: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        return hidden
-
-
 class _OtherLayer(nn.Module):
     """In place of another stage's layer, whose attributes base models read."""
 
@@ -210,7 +207,7 @@ class StageModel(nn.Module):
         base = unwrap_peft(model.causal_lm).base_model
         mine = layout.layers(index)
         layers = nn.ModuleList(layer if i in mine else _OtherLayer(layer) for i, layer in enumerate(base.layers))
-        norms: dict[str, nn.Module] = {} if self.is_last else {name: _PassOn() for name in final_norms(base)}
+        norms: dict[str, nn.Module] = {} if self.is_last else {name: PassOn() for name in final_norms(base)}
         self._shown: dict[str, nn.Module] = {"layers": layers, **norms}
         self.own_modules = nn.ModuleList(parts_of(model.causal_lm, layout, index))
 
@@ -248,16 +245,6 @@ class StageModel(nn.Module):
         return hidden
 
 
-@contextlib.contextmanager
-def showing(base: Any, modules: dict[str, nn.Module]) -> Iterator[None]:
-    before = {name: base._modules[name] for name in modules}
-    base._modules.update(modules)
-    try:
-        yield
-    finally:
-        base._modules.update(before)
-
-
 def parts_of(model: Any, layout: Layout, stage: int) -> list[nn.Module]:
     """Returns the modules of a stage."""
     causal = unwrap_peft(model)
@@ -266,6 +253,8 @@ def parts_of(model: Any, layout: Layout, stage: int) -> list[nn.Module]:
     if stage == 0:
         parts.append(causal.get_input_embeddings())
     if stage == layout.stages - 1:
+        if (ahead := head_of(model)) is not None:  # it embeds the next tokens
+            parts += [causal.get_input_embeddings(), ahead]
         parts += [*(getattr(base, name) for name in final_norms(base)), output_head(model)]
     return parts
 
@@ -279,7 +268,8 @@ def final_norms(base: Any) -> list[str]:
 
 
 def holders(model: Any, layout: Layout) -> dict[str, list[int]]:
-    """Returns the pipeline ranks that have each parameter, by all of its names; two for a tied embedding and head."""
+    """Returns the pipeline ranks that have each parameter, by all of its names; two for a tied embedding and head, and
+    for an embedding that a head reads which predicts ahead."""
     ranks = _ranks_of_tensors(model, layout)
     named = model.named_parameters(remove_duplicate=False)
     return {name: sorted(ranks[id(parameter)]) for name, parameter in named}

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from finetune.engine.split_tokens import RowTokens, split_tokens, sum_of_columns
+from finetune.engine.split_tokens import RowTokens, gather_tokens, split_tokens, sum_of_columns
 from finetune.engine.tensor_dora import MAGNITUDE, check_embeddings, shard_dora
 from finetune.engine.tensor_experts import shard_experts
 from finetune.engine.tensor_group import Communicate, ParameterShard, ShardedParameters, TensorGroup
@@ -34,6 +34,7 @@ from finetune.engine.vocabulary_parallel import split_vocabulary
 from finetune.errors import UserError
 from finetune.models.config import tensor_plan
 from finetune.models.moe import stacked_experts
+from finetune.models.mtp import head_of
 from finetune.models.packed_linear import Fp8Linear, is_4bit, product
 from finetune.models.patches import replace_forward
 from finetune.utils import nearest_divisors, unwrap_peft
@@ -67,18 +68,21 @@ def parallelize(
     tokens.
     """
     causal = unwrap_peft(model)
-    base, plan = causal.base_model, tensor_plan(causal.config)
+    base, ahead, plan = causal.base_model, head_of(model), tensor_plan(causal.config)
+    roots = [base] if ahead is None else [base, ahead]  # the plan's `layers.*` are in both
     of_experts = shard_experts(model, group)
     _check_adapted_tensors(model)
     names = {id(module): name for name, module in model.named_modules()}
     shards: dict[str, ParameterShard] = {}
     partial = set[str]()
     inputs: defaultdict[str, SharedInput] = defaultdict(lambda: SharedInput(group))  # by receiving module
-    receivers = {path.rpartition(".")[0] for _, style, path, _ in _planned(base, plan) if style.startswith("colwise")}
-    receiving, row = [base.get_submodule(path) for path in sorted(receivers)], None
+    receiving, row = [module for root in roots for module in _receivers(root, plan)], None
     if splits_tokens:
-        row = split_tokens(base.layers, set(base.modules()) if here is None else here, receiving, group)
-    for pattern, style, path, planned in _planned(base, plan):
+        mine, row = set(causal.modules()) if here is None else here, RowTokens()
+        for root in roots:  # each is a run of layers
+            split_tokens(root.layers, mine, row, group)
+        gather_tokens(receiving, row, group)
+    for pattern, style, path, planned in (one for root in roots for one in _planned(root, plan)):
         if style == PARTIAL:
             partial |= {f"{names[id(planned)]}.{name}" for name, _ in planned.named_parameters()}
         elif style not in REPLICATED:
@@ -89,7 +93,8 @@ def parallelize(
                     f"supported. Linear layers of {known} are. Fix: use fsdp2"
                 )
             for module in _linear_layers(planned, STYLES[style], group, path):
-                receiver = names[id(module)] if "lora_" in names[id(module)] else path.rpartition(".")[0]
+                whole = names[id(module)]
+                receiver = whole if "lora_" in whole else names[id(planned)].rpartition(".")[0]
                 sharded = _shard_linear(module, STYLES[style], group, inputs[receiver], row, path)
                 shards |= {f"{names[id(module)]}.{name}": shard for name, shard in sharded.items()}
             of_magnitudes = shard_dora(planned, STYLES[style].dim, STYLES[style].full, group, row)
@@ -99,13 +104,21 @@ def parallelize(
                 factors = {name for name in own if "lora_" in name and MAGNITUDE not in name}
                 partial |= (own if STYLES[style].dim == 1 else factors) - set(shards)
     if row is not None:
-        outside = {id(p) for p in base.layers.parameters()} - {id(p) for m in receiving for p in m.parameters()}
+        outside = {id(p) for root in roots for p in root.layers.parameters()}
+        outside -= {id(p) for m in receiving for p in m.parameters()}
         partial |= {name for name, p in model.named_parameters() if id(p) in outside and name not in shards}
-    _check_neighbours(base, plan)
+    for root in roots:
+        _check_neighbours(root, plan)
     check_embeddings(model)
     ends = split_vocabulary(model, group)
     every = {**shards, **of_experts.shards, **ends.shards}
     return ShardedParameters(every, frozenset(partial) | of_experts.partial | ends.partial)
+
+
+def _receivers(root: nn.Module, plan: Mapping[str, str]) -> list[nn.Module]:
+    """Returns the modules whose matrices receive all features of their input, and have some of the outputs."""
+    paths = {path.rpartition(".")[0] for _, style, path, _ in _planned(root, plan) if style.startswith("colwise")}
+    return [root.get_submodule(path) for path in sorted(paths)]
 
 
 def _check_adapted_tensors(model: Any) -> None:

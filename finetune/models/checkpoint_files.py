@@ -23,9 +23,12 @@ from transformers.utils import (
 
 from finetune.errors import UserError
 from finetune.models.damage import check_tensors, weight_map
+from finetune.models.mtp import is_of_head, places_of_head
+from finetune.models.mtp import renames as renames_of
 from finetune.recipe.schema import Model
 from finetune.utils import unwrap_peft
 
+FREQUENCIES = "rotary_emb.inv_freq"  # buffers that older versions of transformers saved
 PROCESSORS = (FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)  # files of their settings
 
 
@@ -101,7 +104,8 @@ def renamed(
 ) -> tuple[dict[str, str], list[Any]]:
     """Returns the name that `from_pretrained` gives each tensor of a checkpoint, whether the model has it or not; and
     the conversions by which it does."""
-    conversions = get_model_conversion_mapping(model, renames)
+    renames = {**renames_of(places_of_head(model)), **(renames or {})}
+    conversions = get_model_conversion_mapping(model, renames or None)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     own, prefix = model.state_dict(), model.base_model_prefix
@@ -137,7 +141,10 @@ def kept_tensors(model: Any) -> dict[str, Path]:
     return getattr(unwrap_peft(model), "kept_tensors", {})
 
 
-_PREDICTS_AHEAD = re.compile(r"(^|[._])mtp|nextn|eh_proj|[eh]norm\.|shared_head")
+def dropped_tensors(model: Any) -> set[str] | None:
+    """Returns the base's tensors of a head that a result leaves out under `model.mtp: drop`; None under another, and on
+    a rank that has read no weights."""
+    return getattr(unwrap_peft(model), "dropped_tensors", None)
 
 
 def lost_tensors(model: Any) -> list[str]:
@@ -148,10 +155,9 @@ def lost_tensors(model: Any) -> list[str]:
 def kept_words(names: list[str], config: PretrainedConfig) -> str:
     """Returns the sentence for tensors that a result keeps from its base."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None) or math.inf
-    in_layer = (int(match[1]) for name in names if (match := re.search(r"layers\.(\d+)\.", name)))
     few = f"{names[0]}, ..." if names[1:] else names[0]
     kept = f"{len(names):,} tensors that transformers does not load ({few}) are kept from the base as they are"
-    if not any(map(_PREDICTS_AHEAD.search, names)) and max(in_layer, default=0) < layers:
+    if not any(is_of_head(name, layers) for name in names if not name.endswith(FREQUENCIES)):
         return kept
     stale = "a head that predicts several tokens is not trained with the model, so fewer of its tokens are accepted"
     return f"{kept}: {stale}"

@@ -8,6 +8,7 @@ the two products of attention; not norms, activations, rotary embeddings or the 
   one for a frozen one whose input needs a gradient, none below the first trained layer. Attention: pairs of tokens that
   attend to each other. LM head: supervised positions; a head of scores, at one token of a document, is not counted.
   Experts: those that a token is routed to. A tower: pairs of patches of a picture, or of a window of it.
+  A head that predicts ahead is one more layer, after all others, and calls the LM head once more.
 - `hardware`: executed FLOPs. In addition: padding, masked pairs that are computed anyway, recomputation by activation
   checkpointing and fused attention in the backward.
 
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from finetune.data.images.family_table import family_of
 from finetune.models.attention import DOCUMENTS
 from finetune.models.base_config import head_sizes, layer_configs
+from finetune.models.mtp import head_of, in_head
 from finetune.models.vision import image_modules, part_of, patches_in, patches_per_token
 from finetune.models.wrapped import has_scores, output_head
 from finetune.utils import full_shape, unwrap_peft
@@ -216,13 +218,13 @@ def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> M
     executed = [_backward(product, reached) for product in products]
     recomputes = checkpointing is True
     recomputed = sum(executed) - sum(needed) + (sum(_recomputed(products)) if recomputes else 0.0)
-    in_layers = [not product.head for product in products]
+    in_layers, heads = [not product.head for product in products], 1 if head_of(model) is None else 2
     return ModelFlops(
         token_forward=2 * sum(p.weights for p in products if not p.head),
         token_backward=2 * sum(itertools.compress(needed, in_layers)),
         token_recomputed=2 * recomputed,
-        head=2 * sum(p.weights + _backward(p, first) for p in products if p.head and not has_scores(model)),
-        attention=tuple(_attention(model.config, first, reached)),
+        head=2 * heads * sum(p.weights + _backward(p, first) for p in products if p.head and not has_scores(model)),
+        attention=tuple(_attention(model.config, first, reached, heads - 1)),
         implementation=implementation,
         recomputes=recomputes,
         # DoRA's norms, and adapters on fused experts if peft computes them, take full matrices in each forward.
@@ -295,6 +297,8 @@ def _position(path: str, head: str = "") -> _Position:
     if head and path.startswith(f"{head}."):
         return _Position(float("inf"), 0)
     number = re.search(r"\.(\d+)\.", path)
+    if number is not None and in_head(path):  # its layer comes after all others
+        return _Position(_AFTER_ALL, _position(f".0.{path[number.end() :]}").stage)
     if number is None:
         return _Position(-1 if "embed" in path or "wte" in path else float("inf"), -1)
     after = path[number.end() :]
@@ -302,6 +306,9 @@ def _position(path: str, head: str = "") -> _Position:
         return _Position(int(number[1]), -1)
     output = _OUTPUT.search(after) is not None
     return _Position(int(number[1]), (0 if _ATTENTION.search(after) else 2) + output)
+
+
+_AFTER_ALL = 10**6  # layers
 
 
 def _backward(product: _Product, first_trained: _Position | None) -> float:
@@ -324,13 +331,16 @@ def _recomputed(products: list[_Product]) -> Iterator[float]:
         yield sum(p.weights for p in members) - sum(p.weights for p in last)
 
 
-def _attention(config: Any, first_trained: _Position | None, reached: _Position | None) -> Iterator[AttentionFlops]:
-    """Yields one for each layer that attends to pairs of tokens; of recurrent layers only the weights count."""
+def _attention(
+    config: Any, first_trained: _Position | None, reached: _Position | None, ahead: int = 0
+) -> Iterator[AttentionFlops]:
+    """Yields one for each layer that attends to pairs of tokens; of recurrent layers only the weights count. ahead:
+    layers of a head behind them, which attend to all."""
     config = config.get_text_config()
     layers = layer_configs(config)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     kinds = [str(kind) for kind in kinds] if kinds else ["sliding_attention"] * config.num_hidden_layers
-    for number, kind in enumerate(kinds):
+    for number, kind in enumerate([*kinds, *["full_attention"] * ahead]):
         layer = layers[number % len(layers)]
         heads, sizes = getattr(layer, "num_attention_heads", None), head_sizes(layer)
         if _WITHOUT_PAIRS.search(kind) or not isinstance(heads, int) or sizes is None:

@@ -6,12 +6,14 @@ Letters: T tokens of the flat row, S targets, V vocabulary, D hidden size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from finetune.data.batch import Ahead
 from finetune.errors import UserError
 from finetune.models.head.chunked import (
     HeadDevice,
@@ -22,15 +24,19 @@ from finetune.models.head.chunked import (
     module_losses,
 )
 from finetune.models.head.token_loss import (
+    GuessLoss,
     HeadLosses,
     LogitMap,
     TargetLoss,
+    TokenLoss,
     UnknownHead,
     at_least_fp32,
     logit_map,
 )
 from finetune.models.head.vocabulary import VocabularyPart
+from finetune.models.mtp import head_of, place_of_layer
 from finetune.models.patches import mix_in
+from finetune.models.shown_layers import PassOn, showing
 from finetune.models.wrapped import (
     CrossEntropyChoice,
     Outputs,
@@ -58,6 +64,7 @@ class TargetTokens:
     # Of more targets than these, each of which is one of them: its index (N,). Losses are of those N.
     of_target: Tensor | None = None
     scales_last: bool = False  # see `HeadTask`
+    ahead: Ahead | None = None  # of a head that predicts ahead, with losses of its own
 
 
 class CausalLMWithLoss(WrappedModel):
@@ -111,7 +118,7 @@ class CausalLMWithLoss(WrappedModel):
             total = each.sum() if targets.weights is None else (each * targets.weights).sum()
             losses = HeadLosses(total, each if targets.differentiable else each.detach(), details)
         else:
-            hidden = self._base(inputs)[:, targets.positions]
+            hidden = self._base(inputs)
             task = HeadTask(
                 targets.ids,
                 targets.token_loss,
@@ -122,11 +129,36 @@ class CausalLMWithLoss(WrappedModel):
                 targets.columns,
                 scales_last=targets.scales_last,
             )
-            losses: HeadLosses = output_head(self.causal_lm)(hidden, task=task)
+            if targets.ahead is not None:
+                return self._read_both(hidden, targets, targets.ahead, inputs, task)
+            losses: HeadLosses = output_head(self.causal_lm)(hidden[:, targets.positions], task=task)
         if targets.of_target is None:
             return Outputs(*losses)
         each, *details = (values[targets.of_target] for values in (losses.each, *losses.details))
         return Outputs(each.sum(), each, tuple(details))
+
+    def _read_both(
+        self, hidden: Tensor, targets: TargetTokens, ahead: Ahead, inputs: dict[str, Any], task: HeadTask
+    ) -> Outputs:
+        """Returns the outputs with the losses of the head that predicts ahead. The LM head is called once for both: a
+        backend's hooks are around its call."""
+        both = hidden[:, targets.positions], self._hidden_ahead(hidden, ahead, inputs)[:, ahead.positions]
+        # Guesses are compared with the model's; nothing is added to the loss of the targets themselves.
+        token_loss = targets.token_loss if isinstance(targets.token_loss, GuessLoss) else TokenLoss()
+        of_ahead = HeadTask(ahead.ids, token_loss, self._logit_map, self._rows)
+        losses, ours = output_head(self.causal_lm)(torch.cat(both, 1), task=(task, of_ahead))
+        return Outputs(*losses, ahead=ours)
+
+    def _hidden_ahead(self, hidden: Tensor, ahead: Ahead, inputs: dict[str, Any]) -> Tensor:  # (1, T, D)
+        """Returns the output of the head's layer, after its norm. The base model calls it, in place of its own layers,
+        with the masks and rotations that it has made for these rows."""
+        causal = unwrap_peft(self.causal_lm)
+        head, base = head_of(causal), causal.base_model
+        embedded = causal.get_input_embeddings()(ahead.next_ids)
+        others = (PassOn() for _ in range(place_of_layer(causal.config)))
+        shown = {"layers": nn.ModuleList([*others, head.layers[0]]), "norm": head.norm}
+        with showing(base, shown):
+            return self._called_base({**inputs, "input_ids": None, "inputs_embeds": head.inputs(embedded, hidden)})
 
 
 class HeadWithLoss:
@@ -135,10 +167,18 @@ class HeadWithLoss:
     loss_implementation: str
     vocabulary: VocabularyPart | None = None  # set by an engine that splits this head
 
-    def forward(self, hidden: Tensor, *args: Any, task: HeadTask | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden: Tensor, *args: Any, task: HeadTask | tuple[HeadTask, ...] | None = None, **kwargs: Any
+    ) -> Any:
         own = super().forward  # pyright: ignore[reportAttributeAccessIssue]  (of the class it is mixed into)
         if task is None:
             return own(hidden, *args, **kwargs)
+        if isinstance(task, tuple):  # one after the other, of hidden states end to end
+            parts = hidden.split([len(one.target_ids) for one in task], 1)
+            return tuple(self._losses(part, one, own) for part, one in zip(parts, task, strict=True))
+        return self._losses(hidden, task, own)
+
+    def _losses(self, hidden: Tensor, task: HeadTask, own: Callable[[Tensor], Tensor]) -> HeadLosses:
         head: Any = self
         if self.vocabulary is not None:
             task = replace(task, part=self.vocabulary)

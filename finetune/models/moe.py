@@ -289,7 +289,7 @@ def find_routers(model: Any) -> Routers | None:
     kind, top_k = getattr(recorder, "target_class", None), getattr(config, "num_experts_per_tok", None)
     if kind is None or top_k is None or not hasattr(config, "router_aux_loss_coef"):
         return None
-    modules = [module for module in causal.modules() if isinstance(module, kind)]
+    modules = [module for module in causal.base_model.modules() if isinstance(module, kind)]
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     index = getattr(recorder, "index", 0)
     return Routers(modules, index, experts, top_k) if modules and experts else None

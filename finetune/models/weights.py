@@ -32,7 +32,7 @@ from finetune.models.attention.per_document import rotate_per_document
 from finetune.models.base_checkpoint import check_loaded_again, lost_to_scores
 from finetune.models.base_config import dtypes, first_line, not_found_reason, without_weights
 from finetune.models.base_model import Base, processor_settings
-from finetune.models.checkpoint_files import check_names_kept, loaded_names, tensor_places, unread_names, unread_tensors
+from finetune.models.checkpoint_files import check_names_kept, loaded_names, tensor_places, unread_tensors
 from finetune.models.compiled import compile_layers
 from finetune.models.damage import check_weights, mismatched_sizes, weights_problem
 from finetune.models.lora_targets import (
@@ -45,6 +45,9 @@ from finetune.models.lora_targets import (
     peft_settings,
 )
 from finetune.models.moe import reach_experts, unpack_experts
+from finetune.models.mtp import attach_head, attach_without_weights, head_of, is_of_head, places_by
+from finetune.models.mtp import renames as renames_of
+from finetune.models.mtp_files import share_tables, unread_by_base
 from finetune.models.packed_linear import (
     MULTIPLE,
     is_stored_quantized,
@@ -227,6 +230,8 @@ def _base_model(
         model.tie_weights()  # no_init_weights leaves them apart
         if form is not None and settings.stored == "keep":
             put_in(model, stored_parameters(model, form), {}, compute)
+        if settings.mtp == "train":
+            attach_without_weights(model, dtype)
         return model, None
     if settings.config is not None:
         return from_config(auto, config, trusted, **common), None
@@ -237,11 +242,14 @@ def _base_model(
     load: Any = auto
     layers = None if is_stored_quantized(config) else placement.layers
     stored = None if form is None else _StoredBase(settings, auto, plain, form)
-    if (files := base.files) is not None:
-        common["key_mapping"] = files.renames
-    if layers is not None or files is not None:
+    files, has_head = base.files, settings.mtp == "train"
+    renames = {**(renames_of(places_by(config)) if has_head else {}), **(files.renames if files is not None else {})}
+    if renames:
+        common["key_mapping"] = renames
+    if layers is not None or files is not None or has_head:
         # The class that the auto class would choose; it has no public attribute for it.
-        load = _partly(auto._model_mapping[type(config)], layers, r"\.layers\.\d+\." if files is None else "")
+        ignored = r"\.layers\.\d+\." if files is None and not has_head else ""
+        load = _partly(auto._model_mapping[type(config)], layers, ignored, has_head)
     check_weights(Path(name).expanduser())
     common |= {"use_safetensors": True, "revision": settings.revision or "main", "trust_remote_code": trusted}
     try:
@@ -273,13 +281,12 @@ def _base_model(
     # transformers keeps here what it did to names and shapes, to undo it as it saves the model.
     if conversions := getattr(model, "_weight_conversions", None):
         used = [one for one in conversions if one.was_used()]
-        if files is not None:
-            # transformers changes the public lists as it reads a model; these are as they were given.
-            used = [one for one in used if one._original_source_patterns[0] not in files.renames]
+        # transformers changes the public lists as it reads a model; these are as they were given.
+        used = [one for one in used if one._original_source_patterns[0] not in renames]
         set_attribute(model, "_weight_conversions", used, "read conversions")
     if files is not None and auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
         model.base_checkpoint = files
-    is_packed = is_read_packed(config)
+    is_packed, count = is_read_packed(config), config.get_text_config().num_hidden_layers
     if auto is AutoModelForSequenceClassification:
         if stored is not None:
             model.lost_tensors = list(stored.unread)
@@ -288,9 +295,17 @@ def _base_model(
     elif stored is not None:
         model.kept_tensors = stored.unread
     elif files is not None:
-        model.kept_tensors = {name: files.places[name] for name in unread_names(files.part.base, files.places)}
+        model.kept_tensors = unread_by_base(model, files)
     else:
         model.kept_tensors = unread_tensors(model, settings, is_packed)
+    if has_head:
+        share_tables(model, settings)
+        of_copies = {copy.name.format(n=count) for copy in head_of(model).copies}
+        model.kept_tensors = {name: file for name, file in model.kept_tensors.items() if name not in of_copies}
+    elif settings.mtp == "drop":
+        model.dropped_tensors = {name for name in model.kept_tensors if is_of_head(name, count)}
+        kept = model.kept_tensors.items()
+        model.kept_tensors = {name: file for name, file in kept if name not in model.dropped_tensors}
     return model, set(report["missing_keys"])
 
 
@@ -340,15 +355,18 @@ class _StoredBase:
         return read_stored(type(self.skeleton), self._plain, self._stored, self._files, stored_in, **how)
 
 
-def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str) -> Any:
-    """Returns the class of a model that is a part of the one in its files. layers: decoder layers whose weights are
-    read; None: all. ignored: the pattern of names in files that do not belong to this part."""
+def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str, has_head: bool) -> Any:
+    """Returns the class of a model that is another part of its files than transformers'. layers: decoder layers whose
+    weights are read; None: all. ignored: the pattern of names in files that do not belong to this part; has_head:
+    whether the one that predicts ahead does."""
 
     class Partly(model_class):
         _keys_to_ignore_on_load_unexpected = [ignored]  # noqa: RUF012 (transformers' name and type)
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
+            if has_head:
+                attach_head(self)
             for i in range(len(self.base_model.layers)):
                 if layers is not None and i not in layers:
                     self.base_model.layers[i] = torch.nn.Identity()

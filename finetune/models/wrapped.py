@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.models.activations import ActivationOffload
+from finetune.models.head.token_loss import HeadLosses
 from finetune.models.moe import Routers
 from finetune.models.vision import ImagePart
 from finetune.utils import unwrap_peft
@@ -31,6 +32,7 @@ class Outputs(NamedTuple):
     details: tuple[Tensor, ...] = ()  # (S, ...) each: additional results of a target's loss, without a graph
     router_logits: tuple[Tensor, ...] = ()  # (T, experts) of each layer of a mixture of experts
     scores: Tensor | None = None  # (d, labels) of sequences at their ends, with a graph; fp32; in place of losses
+    ahead: HeadLosses | None = None  # (A,) of the targets of a head that predicts ahead
 
 
 @dataclass(frozen=True)

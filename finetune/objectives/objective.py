@@ -18,6 +18,7 @@ from torch import Tensor
 
 from finetune.data.batch import Batch
 from finetune.models.head import TargetLoss, TokenLoss
+from finetune.models.head.token_loss import HeadLosses
 from finetune.models.loss_model import TargetTokens
 from finetune.models.score_model import ScoredPositions
 from finetune.models.wrapped import Outputs
@@ -146,7 +147,14 @@ class Objective:
         device, targets = batch.targets.ids.device, len(batch.targets.ids)
         each = torch.zeros(targets, device=device)
         scores = torch.zeros(len(batch.ends.positions), self.num_scores, device=device)
-        nothing = Outputs(torch.zeros((), device=device), each, (each,) * self.num_details, scores=scores)
+        of_ahead = torch.zeros(0 if batch.ahead is None else len(batch.ahead.ids), device=device)
+        nothing = Outputs(
+            torch.zeros((), device=device),
+            each,
+            (each,) * self.num_details,
+            scores=scores,
+            ahead=HeadLosses(torch.zeros((), device=device), of_ahead, (of_ahead,) * self.num_details),
+        )
         like = (terms or self.terms)(nothing, self.completed(batch))
         return {name: term._replace(total=torch.zeros_like(term.total)) for name, term in like.items()}
 
@@ -168,6 +176,9 @@ class Objective:
             return ScoredPositions(batch.ends.positions)
         weights = None if self.token_weights is None else self.token_weights(batch)
         how = self.token_loss, weights, self.differentiable, batch.target_columns
+        if batch.ahead is not None:
+            ids = batch.targets
+            return TargetTokens(ids.positions, ids.ids, *how, scales_last=self.scales_last, ahead=batch.ahead)
         each_alone = weights is not None or batch.target_columns or not self.differentiable
         if each_alone or batch.distinct_targets is None:
             return TargetTokens(batch.targets.positions, batch.targets.ids, *how, scales_last=self.scales_last)

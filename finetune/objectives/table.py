@@ -6,11 +6,14 @@ An objective that trains on a wing's rows is that wing's: `finetune/features.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from finetune.models.head.token_loss import GuessLoss
 from finetune.models.moe import Routers
+from finetune.objectives.ahead import ahead
 from finetune.objectives.by_source import by_source
 from finetune.objectives.distill import distill
 from finetune.objectives.kto import kto
@@ -61,13 +64,14 @@ def make_objective(
     rollouts: Rollouts | None = None,
     compute: torch.dtype = torch.float32,
     objectives: Mapping[str, ObjectiveRow] = OBJECTIVES,
+    mtp_weight: float | None = None,
 ) -> Objective:
     """Returns the objective of training, or of evaluation.
 
     config: the model's; routers: its own, if it is a mixture of experts; divided: how ranks share sequences or
     layers, if they do; shares_prompts: a pair's common beginning is computed once; rollouts: of the recipe; compute:
-    type of the matrix products; objectives: to choose from. Raises UserError if a router balance loss is set that
-    cannot be computed.
+    type of the matrix products; objectives: to choose from; mtp_weight: of the loss of a head that predicts ahead, if
+    it trains. Raises UserError if a router balance loss is set that cannot be computed.
     """
     row, others = objectives[settings.name], []
     read: dict[str, Any] = {"rollouts": rollouts} if row.reads_rollouts else {}
@@ -77,6 +81,10 @@ def make_objective(
         coefficient = balance_coefficient(settings, config, routers, divided)
         if routers is not None and divided is None:
             others.append(balance_of_experts(coefficient, routers.top_k, masks=KEPT in objective.columns))
+    if mtp_weight is not None:
+        others.append(ahead(mtp_weight, evaluating, token_ranks))
+        if evaluating:
+            objective = replace(objective, token_loss=GuessLoss(), num_details=1)
     if shares_prompts:
         others.append(shared_tokens())
     if len(source_names) > 1:

@@ -127,7 +127,7 @@ def model_at(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
     settings = recipe.objective.model_copy(update={"router_aux_loss_coef": None})  # a number for each token and expert
     row = OBJECTIVES.get(settings.name)  # None: of a wing
     if settings.score_labels or (row is not None and row.reads_tokens_alone):
-        objective = make_objective(settings)
+        objective = make_objective(settings, mtp_weight=recipe.mtp_weight)
     else:  # it reads more than the batch has here: the gradient of every token's loss
         objective = Objective(
             lambda outputs, _batch: {"loss": Term(outputs.token_losses.sum(), None, 1.0)}, differentiable=True

@@ -26,6 +26,7 @@ from finetune.models import assemble
 from finetune.models.attention import AttentionChoice
 from finetune.models.base_model import Base
 from finetune.models.moe import stacked_experts
+from finetune.models.mtp import head_of, in_head
 from finetune.models.packed_linear import linear_weights, state_tensors
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.text_part import name_body
@@ -92,12 +93,16 @@ def _shapes(key: CacheKey) -> Shapes:
     tail = {id(parameter) for module in ends for parameter in module.parameters()}
     units = {
         **of_images,
+        **_ahead_units(model),
         **dict.fromkeys(table, "tail" if table & tail else "embedding"),
         **dict.fromkeys(tail, "tail"),
     }
 
     def layer_of(name: str, tensor: torch.Tensor) -> int | None:
-        match = None if id(tensor) in of_images else _LAYER.search(name)  # a tower has layers of its own
+        own = id(tensor) in of_images or in_head(
+            name
+        )  # a tower and a head that predicts ahead have layers of their own
+        match = None if own else _LAYER.search(name)
         return int(match[1]) if match else None
 
     short_weights: list[Weight] = []
@@ -194,6 +199,13 @@ def skeleton(recipe: Recipe, config: PretrainedConfig, attention: AttentionChoic
     model = assemble.skeleton(recipe, Base.of(recipe, config), attention, recipe.objective.score_labels)
     name_body(unwrap_peft(model))
     return model
+
+
+def _ahead_units(model: Any) -> dict[int, str]:
+    """Returns the unit of the layer of a head that predicts ahead, for each of its tensors."""
+    if (head := head_of(model)) is None:
+        return {}
+    return {id(parameter): "mtp.layers.0" for parameter in head.layers.parameters()}
 
 
 def _image_units(model: Any) -> dict[int, str]:

@@ -109,7 +109,10 @@ def flops_of(recipe: Recipe, config: PretrainedConfig, implementation: str, reco
         return one
     names = ("token_forward", "token_backward", "token_recomputed")
     drawn = {name: getattr(one, name) + (layers - 1) * (getattr(two[0], name) - getattr(one, name)) for name in names}
-    return replace(one, attention=(*two[0].attention[:1], *two[0].attention[1:] * (layers - 1)), **drawn)
+    own = len(two[0].attention) - 1  # a head that predicts ahead has one behind those of the layers
+    own = own if recipe.mtp_weight is None else own - 1
+    attention = (*two[0].attention[:1], *two[0].attention[1 : 1 + own] * (layers - 1), *two[0].attention[1 + own :])
+    return replace(one, attention=attention, **drawn)
 
 
 @functools.lru_cache(maxsize=2)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from transformers import PretrainedConfig
 
-from finetune.data.batch import collate
+from finetune.data.batch import collate, with_ahead
 from finetune.models.base_config import dtypes
 from finetune.models.casts import cast_once
 from finetune.models.vision import decoder_layers
@@ -84,7 +84,9 @@ def _timeline(key: CacheKey) -> Timeline:
     model, forward = model_at(recipe, short, attention, how)
     fakes, marks = FakeTensorMode(allow_non_fake_inputs=True), Marks()
     image_token = getattr(config, "image_token_id", 0)
-    batch = with_pictures(collate(examples_of(recipe.objective, heaviest, image_token)), short, heaviest.images, fakes)
+    rows = collate(examples_of(recipe.objective, heaviest, image_token))
+    rows = rows if recipe.mtp_weight is None else with_ahead(rows)
+    batch = with_pictures(rows, short, heaviest.images, fakes)
     sees_images = recipe.model.train is not None  # the forward reads masks of images even if a row has none
     layers = list(decoder_layers(unwrap_peft(model.causal_lm)))
 

@@ -345,6 +345,32 @@ def added_tokens(recipe: Recipe) -> Iterator[Finding]:
             yield f"objective.{key}", "lacks the tokens that `tokens.add` adds: remove one of the two"
 
 
+def predicts_ahead(recipe: Recipe) -> Iterator[Finding]:
+    """Settings that a head that predicts several tokens (`model.mtp`) does not support."""
+    model, objective = recipe.model, recipe.objective
+    if model.mtp != "train":
+        if model.mtp_weight is not None:
+            yield "model.mtp_weight", f"has no effect under `mtp: {model.mtp}`: remove it, or set `mtp: train`"
+        return
+    if objective.name != "sft" or recipe.rollouts is not None:
+        yield (
+            "model.mtp",
+            f"`train` learns to write the targets, and `objective.name: {objective.name}` has others than answers to "
+            "imitate: use `sft`, or `keep`",
+        )
+    if model.config is not None:
+        yield "model.mtp", "a model from `model.config` has no head yet: give `model.name`, or `keep`"
+    if model.train is not None:
+        yield "model.mtp", "the head is trained with the text part alone: remove `model.train`, or use `keep`"
+    if model.cross_entropy == "plain":
+        yield "model.cross_entropy", "`plain` has the logits of the model's own forward alone: use `auto`"
+    if recipe.tokens is not None and recipe.mode != "full":
+        yield "tokens.add", "the head's files have copies of the tables, which adapters do not grow: use `mode: full`"
+    whole = recipe.lora.modules_to_save if recipe.lora is not None else None
+    if whole is not None and "mtp" in whole:
+        yield "lora.modules_to_save", "the head trains by adapters, as the layers do: leave out `mtp`"
+
+
 def tower(recipe: Recipe) -> Iterator[Finding]:
     """Settings that a model with its tower (`model.train`) does not support."""
     parts = recipe.model.train
@@ -384,7 +410,7 @@ def images(recipe: Recipe) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (  # of the trainer's keys; `finetune/features.py` adds those of the wings
     *(folder, mode, precision, batch, evaluation, steps, learning_rate, in_backward, sources, streaming),
-    *(objective_keys, reference, distillation, answers, added_tokens, tower, images),
+    *(objective_keys, reference, distillation, answers, added_tokens, predicts_ahead, tower, images),
 )
 
 

@@ -138,6 +138,13 @@ class Model(Section):
     # projector: turns the tower's output into tokens; vision: the tower. null: language, and without `data.image` the
     # language model by itself.
     train: Parts | None = None
+    # The head of a base that predicts a token further ahead, for speculative decoding (DeepSeek-V3, GLM-4 MoE,
+    # Qwen3-Next, Qwen3.5). keep: copied as it is, and stale after training; train: trained beside the loss, on the same
+    # targets; drop: the result has neither its tensors nor their declaration in config.json
+    mtp: Literal["keep", "train", "drop"] = "keep"
+    # Under `mtp: train`: weight of the head's loss, its sum over the number of targets (DeepSeek-V3 2024,
+    # https://arxiv.org/abs/2412.19437, equations 24 and 25). null: 0.1, which that model had last (section 4.2)
+    mtp_weight: Positive | None = None
     trust_remote_code: bool = False  # runs Python code from the model's repository: only if you trust it
 
     @model_validator(mode="after")
@@ -410,6 +417,8 @@ METRICS: dict[str, Literal["lower", "higher"]] = {
     "eval_nll": "lower",
     "eval_odds_ratio": "lower",
     "eval_accuracy": "higher",
+    "eval_mtp_loss": "lower",
+    "eval_mtp_acceptance": "higher",
 }
 
 
@@ -631,6 +640,11 @@ class Recipe(Section):
     def drops_nothing(self) -> bool:
         """Whether the dropout of config and adapters is off: samples are drawn without, and trained on alike."""
         return self.objective.drops_nothing or self.rollouts is not None
+
+    @property
+    def mtp_weight(self) -> float | None:
+        """Returns the weight of the loss of a head that predicts ahead; None if it does not train."""
+        return (self.model.mtp_weight or 0.1) if self.model.mtp == "train" else None
 
     @property
     def row_kind(self) -> RowKind:

@@ -25,7 +25,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from finetune.data.batch import UNSHARDED, Batch, TokenShare, collate, token_shard
+from finetune.data.batch import UNSHARDED, Batch, TokenShare, collate, token_shard, with_ahead
 from finetune.data.row_source import RowSource
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as TokenSequence
@@ -66,7 +66,7 @@ def find_rows(
     they were. Raises UserError and RunFailure.
     """
     heaviest = data.heaviest_row(recipe.data.max_length, forward.attention.shares_prompts)
-    row = HeaviestRow(data.row(0)[0], *heaviest)
+    row = HeaviestRow(data.row(0)[0], *heaviest, ahead=recipe.mtp_weight is not None)
     rows_of_step = recipe.batch.rows // engine.parallelism.data
     sizes = engine.micro_batch_sizes(rows_of_step)
     limit = min(engine.ranks.gather(memory.limit))
@@ -135,6 +135,7 @@ class HeaviestRow:
     example: Example  # repeated to fill it
     tokens: int
     supervised: int
+    ahead: bool = False  # of a head, see `with_ahead`
 
     def batch(self, rows: int, share: TokenShare = UNSHARDED) -> Batch:
         """Returns a micro-batch of `rows` such sequences, each a single example: attention within it costs no less than
@@ -149,7 +150,8 @@ class HeaviestRow:
             for name, values in self.example.target_columns.items()
         }
         example = replace(self.example, sequences=tuple(sequences), target_columns=of_targets)
-        return token_shard(collate([example] * rows, padded_to=share.padded(length * num_sequences * rows)), share)
+        batch = collate([example] * rows, padded_to=share.padded(length * num_sequences * rows))
+        return token_shard(with_ahead(batch) if self.ahead else batch, share)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from finetune.training.evaluation import Generation
 from finetune.training.run_plan import Plan
 from finetune.utils import print_line
 
-_PERCENTAGES = ("exact_match", "accuracy", "_share")
+_PERCENTAGES = ("exact_match", "accuracy", "acceptance", "_share")
 
 
 def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:

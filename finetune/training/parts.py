@@ -16,6 +16,7 @@ from finetune.data.dataset import Dataset
 from finetune.data.loader import Loader
 from finetune.data.row_source import RowSource, RunRows
 from finetune.engine.base import Engine
+from finetune.errors import UserError
 from finetune.models.assemble import assemble
 from finetune.models.attention import AttentionChoice
 from finetune.models.base_config import dtypes
@@ -89,18 +90,24 @@ def with_objective(
         rollouts=recipe.rollouts,
         compute=dtypes(recipe).compute,
         objectives=prepared.features.objectives,
+        mtp_weight=recipe.mtp_weight,
     )
     wrapped = assemble(
         model,
         recipe,
         device,
         has_scores=bool(objective.num_scores),
-        only_sums=objective.only_sums,
+        only_sums=objective.only_sums and recipe.mtp_weight is None,  # an evaluation asks for guesses
         routers=routers if divided is None else None,
         schedule=parallelism.schedule,
         gathers_in_forward=gathers_in_forward,
         vocabulary_ranks=parallelism.tensor,
     )
+    if recipe.mtp_weight is not None and wrapped.choice.implementation == "plain":
+        raise UserError(
+            f"model.mtp: train: the LM head gives no losses of its own here ({wrapped.choice.reason}). Fix: use "
+            "`model.mtp: keep`"
+        )
     return wrapped, objective
 
 
@@ -253,4 +260,5 @@ class Loaders(NamedTuple):
             shares_prompts=self.attention.shares_prompts,
             image_inputs=self.images,
             positions=None if recipe.model.train is None else row_positions(self.base.config),
+            ahead=recipe.mtp_weight is not None,
         )

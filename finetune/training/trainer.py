@@ -158,6 +158,7 @@ class Trainer:
                 shares_prompts=shares,
                 compute=dtypes(recipe).compute,
                 objectives=prepared.features.objectives,
+                mtp_weight=recipe.mtp_weight,
             )
             self.evaluator = Evaluator(
                 engine,

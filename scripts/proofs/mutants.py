@@ -81,6 +81,22 @@ MUTANTS = (
         ("tests/trainer/unit/objectives/test_ranking.py",),
     ),
     Mutant(
+        "heads that predict ahead",
+        "the second token of a document is predicted from the one before",
+        "finetune/data/batch.py",
+        "has_place = batch.targets.positions > begins",
+        "has_place = batch.targets.positions > 0",
+        ("tests/trainer/numerics/test_mtp_head.py::test_targets_are_two_ahead_and_stay_in_their_sequence",),
+    ),
+    Mutant(
+        "heads that predict ahead",
+        "hidden states first, as in the paper",
+        "finetune/models/mtp.py",
+        "self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)",
+        "self.pre_fc_norm_hidden(hidden), self.pre_fc_norm_embedding(embedded)",
+        ("tests/trainer/numerics/test_mtp_head.py::test_loss_and_gradients_are_those_of_a_plain_loop",),
+    ),
+    Mutant(
         "training",
         "rounding is an improvement",
         "finetune/recipe/schema.py",

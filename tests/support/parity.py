@@ -313,6 +313,9 @@ CASES = (
         model="granite_hybrid",
         on=HYBRID,
     ),
+    # A head that predicts ahead, next to experts; eps as for these above.
+    Case("full mtp", ("model.mtp=train", "model.mtp_weight=0.5", "optimizer.eps=1e-6"), model="glm4_moe"),
+    Case("lora mtp", (*LORA, "model.mtp=train", "optimizer.lr=1e-3", "optimizer.eps=1e-6"), model="glm4_moe"),
     Case("full paged_adamw", ("optimizer.name=paged_adamw",)),
     # Muon makes all directions of a gradient equally long, those of bf16's rounding too: at a rate of 1e-3, one process
     # with two rows in a forward moves weights by 1.8e-4 from those with one. This rate's steps are in the bound.
@@ -380,7 +383,7 @@ SHARED_TOKENS = (
     *("full", "lora", "full accumulate 1", "full auto rows", "full unpacked", "full token budget", "full stream"),
     *PREFERENCES,
     *("full tied", "lora tied", "full checkpointing", "lora chunked head", "full bf16", "full distill", "lora distill"),
-    *("full reward", "full own", "full text part", "lora tokens"),
+    *("full reward", "full own", "full text part", "lora tokens", "full mtp"),
     *HALF,
 )
 UNDER_PIPELINES = tuple(
@@ -420,7 +423,7 @@ TENSOR = (
     *("full", "lora", "full unpacked", "lora unpacked", "full tied", "lora tied", "full mistral window"),
     *("full checkpointing selective", "lora dropout rslora", "lora and whole head", "lora tied chunked head"),
     *("full plain head", "full bf16", "lora bf16", *HALF, "full qwen3", "lora qwen3"),
-    *("full text part", "lora text part"),
+    *("full text part", "lora text part", "full mtp", "lora mtp"),
     *PREFERENCES,
     "lora reward",
     *("lora tokens", "lora tied tokens", "lora tied and whole head", "lora tied tokens whole", "full muon"),
@@ -434,7 +437,7 @@ TENSOR = (
 EXPERTS = tuple(
     case.name
     for case in CASES
-    if case.model in ("mixtral", "qwen2_moe", "qwen3_moe") and (case.on is None or "ep" in case.on)
+    if case.model in ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe") and (case.on is None or "ep" in case.on)
 )
 # (accelerate config, processes, words that select its cases). Four processes run a selection, for time.
 LAUNCHES = (
@@ -464,7 +467,7 @@ LAUNCHES = (
             *("full", "lora", "qlora", "full tied", "lora tied", "full unpacked", "full token budget", "full bf16"),
             *("full checkpointing selective", "lora tied tokens", "lora tied and whole head", "full muon"),
             *HALF,
-            *("qlora dora", "full tied evaluated"),
+            *("qlora dora", "full tied evaluated", "full mtp", "lora mtp"),
             *OF_PAIRS,
             *("lora dpo adapters off", "full reward", "full distill"),
         ),
@@ -547,7 +550,7 @@ LAUNCHES = (
             *("lora dora", "qlora wide"),
             *("lora bf16", *HALF),
             "full muon",
-            *("full mixtral", "lora mixtral experts", "lora qwen2_moe experts"),
+            *("full mixtral", "lora mixtral experts", "lora qwen2_moe experts", "full mtp"),
             *OF_PAIRS,
         ),
     ),
@@ -590,10 +593,14 @@ def base_recipe(folder: Path) -> dict[str, Any]:
 
 def prepare(folder: Path, rows: int = 300) -> None:
     """Models, `rows` rows of each kind without images, teachers and the base recipe."""
+    import mtp_bases
+
     for model in (*tiny.MODELS, "llama_wide"):
         tiny.save_model(folder, model)
     for model in {case.model for case in CASES} & tiny.MULTIMODAL.keys():
         tiny.save_multimodal(folder, model)
+    for model in {case.model for case in CASES} & mtp_bases.BASES.keys():
+        mtp_bases.save_base(folder, model)
     for model in sorted({case.model.removesuffix("_sees") for case in CASES if "picture" in case.rows}):
         tiny.save_seeing(folder, model)
     for name, pairs in (("pictures", False), ("picture_pairs", True)):

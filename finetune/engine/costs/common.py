@@ -13,6 +13,7 @@ from finetune.engine.launch import Launch
 from finetune.engine.muon import iteration_flops
 from finetune.engine.parallelism import Parallelism
 from finetune.engine.stages import Layout, stage_bounds
+from finetune.models.mtp import in_head
 from finetune.recipe import Recipe
 
 WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS = "weights", "gradients", "optimizer state", "buffers"
@@ -364,8 +365,13 @@ class Costs(abc.ABC):
         if (n := sizes.pipeline) > 1:
             borders = (n * sizes.stages_per_rank - 1) / n  # per rank, on average
             yield wait("send", 2 * borders * hidden, 2 * micro_batches * sizes.stages_per_rank, sizes.processes)
-            # Embedding and head can be one matrix, whose gradients the first and the last stage add up.
-            weights = () if any(w.unit == "embedding" for w in self.shapes.weights) else self.shapes.weights
+            # Embedding and head can be one matrix, whose gradients the first and the last stage add up; and a head that
+            # predicts ahead has the embedding in the last stage.
+            weights = self.shapes.weights
+            if any(in_head(weight.name) for weight in weights):
+                weights = tuple(weight for weight in weights if "embed_tokens" in weight.name)
+            elif any(weight.unit == "embedding" for weight in weights):
+                weights = ()
             if shared := sum(weight.numel for weight in weights if weight.table and weight.trains):
                 tied = 4 * shared / (sizes.shard * sizes.tokens)
                 yield wait("all-reduce", all_reduce(2, tied), max(1.0, tied / _BUCKET), sizes.processes)
@@ -422,19 +428,23 @@ def layout_of(shapes: Shapes, sizes: Parallelism) -> Layout:
         if weight.layer is not None:
             numel[weight.layer] += count
         first += count if "embed_tokens" in weight.name else 0
-        last += count if weight.unit == "tail" else 0
+        last += count if weight.unit == "tail" or in_head(weight.name) else 0
     return Layout(stage_bounds(tuple(numel), sizes.pipeline * sizes.stages_per_rank, first, last), sizes.pipeline)
 
 
 def weights_of_stage(shapes: Shapes, sizes: Parallelism, rank: int) -> Sequence[Weight]:
-    """Returns the weights of a pipeline rank; a matrix that is embedding and head is at both ends."""
+    """Returns the weights of a pipeline rank; a matrix that is embedding and head is at both ends, as is the embedding
+    of a model whose head predicts ahead."""
     if sizes.pipeline == 1:
         return shapes.weights
     layout, place = layout_of(shapes, sizes), sizes.coordinates(rank)["pipeline"]
     layers = layout.layers_of(place)
     first, last = place == 0, place == layout.rank_of(layout.stages - 1)
-    return [
-        weight
-        for weight in shapes.weights
-        if weight.layer in layers or ("embed_tokens" in weight.name and first) or (weight.unit == "tail" and last)
-    ]
+    ahead = any(in_head(weight.name) for weight in shapes.weights)
+
+    def is_here(weight: Weight) -> bool:
+        if "embed_tokens" in weight.name and (first or (last and ahead)):
+            return True
+        return weight.layer in layers or (last and (weight.unit == "tail" or in_head(weight.name)))
+
+    return [weight for weight in shapes.weights if is_here(weight)]

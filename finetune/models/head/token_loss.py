@@ -137,6 +137,30 @@ class TokenLoss:
 
 
 @dataclass(frozen=True)
+class GuessLoss:
+    """The negative log-likelihood. Its detail is the likeliest token, of equal ones the first."""
+
+    def losses(self, logits: Tensor, ids: Tensor, columns: Mapping[str, Tensor]) -> ChunkLosses:
+        return ChunkLosses(TokenLoss().losses(logits, ids, columns).each, (logits.argmax(1),))
+
+    def losses_and_gradient(
+        self, logits: Tensor, ids: Tensor, columns: Mapping[str, Tensor], out: Tensor
+    ) -> tuple[ChunkLosses, Tensor]:
+        guess = logits.argmax(1)
+        losses, gradient = TokenLoss().losses_and_gradient(logits, ids, columns, out)
+        return ChunkLosses(losses.each, (guess,)), gradient
+
+    def split_losses_and_gradient(
+        self, logits: Tensor, ids: Tensor, columns: Mapping[str, Tensor], out: Tensor, part: VocabularyPart
+    ) -> tuple[ChunkLosses, Tensor]:
+        largest, column = logits.max(1)
+        here = largest == part.largest(largest)
+        own = torch.where(here, column + part.first, part.total).double()  # exact: a vocabulary has less than 2^53
+        losses, gradient = TokenLoss().split_losses_and_gradient(logits, ids, columns, out, part)
+        return ChunkLosses(losses.each, ((-part.largest(-own)).long(),)), gradient
+
+
+@dataclass(frozen=True)
 class CooledTokenLoss:
     """-log p(target) with p = softmax(logits / temperature), the distribution that samples are drawn from. Its detail
     is the entropy of p, in nats."""

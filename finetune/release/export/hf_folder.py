@@ -32,6 +32,7 @@ from finetune.errors import RunFailure, UserError
 from finetune.models.base_model import Base, processor_settings
 from finetune.models.checkpoint_files import kept_words
 from finetune.models.damage import read_object
+from finetune.models.mtp_files import undeclare_head
 from finetune.models.tokenizer import read_tokenizer
 from finetune.release.export.eight_bits import QuantizedModel, settings_of
 from finetune.release.export.stored_base import RepackedModel
@@ -195,6 +196,8 @@ def write_settings(model: StreamedModel, folder: Path, as_base: bool = False) ->
         if model.added_rows is not None:
             text.vocab_size = model.added_rows
         write_config(model.model, model.result_dtype, folder)
+    if model.about.mtp == "drop":
+        undeclare_head(folder, model.model.config)
     for name, path in settings_files(trained.settings).items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)

@@ -35,6 +35,14 @@ from finetune.models.base_config import dtypes, first_line, without_weights
 from finetune.models.checkpoint_files import unread_names
 from finetune.models.config import model_config
 from finetune.models.damage import read_object, weight_map
+from finetune.models.mtp import (
+    attach_without_weights,
+    copies_in,
+    copies_in_result,
+    head_of,
+    in_head,
+    is_of_head,
+)
 from finetune.models.score_model import labelled
 from finetune.models.stored_config import FORMATS
 from finetune.models.stored_loading import without_quantization
@@ -99,7 +107,8 @@ def base_model(trained: Trained, base: str | None) -> Model:
         model = trained.recipe.model
     else:
         settings = read_object(trained.folder / "adapter_config.json")
-        model = Model(name=settings["base_model_name_or_path"], revision=settings.get("revision"))
+        mtp = "train" if any(map(in_head, trained.shapes)) else "keep"
+        model = Model(name=settings["base_model_name_or_path"], revision=settings.get("revision"), mtp=mtp)
     return model.model_copy(update={"name": base, "revision": None}) if base else model
 
 
@@ -129,11 +138,14 @@ class StreamedModel:
         self.is_scoring = bool(trained.labels)
         self.base = _find_files(trained, about)
         self.part = None if self.is_scoring else text_part_of(about)  # a head of scores is on a text model
-        self.model = _skeleton(trained, about) if self.part is None else self.part.base_without_weights()
+        self.model = _skeleton(trained, about) if self.part is None else _whole(self.part, about)
         if self.base is not None and (form := format_of_folder(self.base.folder)) is not None:
             raw = self.base.files
             assert isinstance(raw, TensorFiles)
             self.base = replace(self.base, files=DecodedFiles(raw, form, self.model, self.base.name))
+        if (head := head_of(self.model)) is not None and self.base is not None:
+            head.copies = copies_in(self.model.config, self._files.names())
+        self._copies = copies_in_result(self.model)  # of tables, by the names of these
         if trained.recipe is not None and not (trained.is_adapter and self.base is not None):
             self.result_dtype = dtype or dtypes(trained.recipe).frozen
         else:
@@ -155,11 +167,16 @@ class StreamedModel:
         self._disk_name = {group.names[0]: name for name, group in self._groups.items() if group.is_renaming}
         self._ready: dict[str, Tensor] = {}
         self.shapes = {name: self._shape(name) for name in self._groups}
+        self.shapes |= {copy: self.shapes[table] for copy, table in self._copies.items()}
         self.kept = list[str]()  # tensors of the base's files that its class does not read
         if self.base is not None and not self.is_scoring:
             tied = {} if self.unties else {alias: torch.empty(0, device="meta") for alias in self._aliases}
             copies = {name for group in _groups(self.model, tied) for name in group.shapes} if tied else set()
-            extra = [name for name in self._files.names() if name not in self._groups and name not in copies]
+            extra = [name for name in self._files.names() if name not in self.shapes and name not in copies]
+            if about.mtp == "drop":
+                layers = self.model.config.get_text_config().num_hidden_layers
+                heads = {name for name in unread_names(self.model, extra) if is_of_head(name, layers)}
+                extra = [name for name in extra if name not in heads]
             self.kept = unread_names(self.model, extra)
             if not (trained.is_adapter or self.part):  # a class may read others under names of its own
                 extra = self.kept
@@ -206,6 +223,8 @@ class StreamedModel:
 
     def make(self, name: str) -> Tensor:
         """Returns the values of a tensor."""
+        if name in self._copies:
+            return self.make(self._copies[name])
         if name in self._ready:
             return self._ready.pop(name)
         group = self._groups.get(name)
@@ -253,7 +272,7 @@ class StreamedModel:
         if not trained.is_adapter:
             return {in_base(name): Patch("full", (name,), partial(trained.read, name)) for name in trained.shapes}
         if part is not None and not trained.is_checkpoint:
-            model = part.base_without_weights()
+            model = _whole(part, self.about)
         else:
             model = _skeleton(trained, self.about)
         from peft import get_peft_model
@@ -303,7 +322,8 @@ class StreamedModel:
                 f"{folder}: has no tensor {source}, which {type(self.model).__name__} needs. Fix: complete the folder"
             )
         # A run's own result has one type; a base's tensors keep theirs.
-        keeps = in_base and (self.trained.is_adapter or patch is None)
+        is_trained = any(one in self.patches for one in group.names)
+        keeps = in_base and (self.trained.is_adapter or not is_trained)
         if in_base and not self._is_exact and (files := decoded_of(self)) is not None:
             keeps = keeps and not files.is_stored(source)
         dtype = self._files.meta(source).dtype if keeps else self.result_dtype
@@ -332,6 +352,16 @@ def _skeleton(trained: Trained, about: Model) -> Any:
     plain = without_quantization(config)
     model = without_weights(plain, auto_class(about, trained.labels), about.trust_remote_code)
     model.tie_weights()
+    if about.mtp == "train":
+        attach_without_weights(model, torch.float32)
+    return model
+
+
+def _whole(part: TextPart, about: Model) -> Any:
+    """Returns a multimodal base without weights, with the head of its text part if that was trained."""
+    model = part.base_without_weights()
+    if about.mtp == "train":
+        attach_without_weights(model, torch.float32, part.text)
     return model
 
 

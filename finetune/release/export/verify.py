@@ -35,6 +35,7 @@ from finetune.models.base_config import base_config, first_line
 from finetune.models.base_model import Base, processor_settings
 from finetune.models.config import model_config
 from finetune.models.damage import ADAPTER_CONFIG, read_object
+from finetune.models.mtp_files import undeclared
 from finetune.models.remote_code import load_auto
 from finetune.models.score_model import labelled
 from finetune.models.tokenizer import read_tokenizer
@@ -443,7 +444,10 @@ def compare_settings(figures: Figures, trained: Trained, base: str | None, expor
         figures.problems += other_tokens(trained.settings, file)
         compare_modelfile(figures, trained, export, file)
         return config
-    ours, theirs = (_computing(one.to_dict()) for one in (config, _config_of(export)))
+    stated = config.to_dict()
+    if model.mtp == "drop":
+        stated = undeclared(stated, config)
+    ours, theirs = (_computing(one) for one in (stated, _config_of(export).to_dict()))
     figures.problems += other_keys("config.json", ours, theirs)
     if is_quantized(export):  # but for the layers that it leaves, see `other_layers`
         stated = read_object(export / "config.json")["quantization_config"]

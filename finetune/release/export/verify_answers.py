@@ -39,6 +39,7 @@ from finetune.models.added_tokens import start_rows, train_rows
 from finetune.models.base_config import first_line
 from finetune.models.base_model import Base
 from finetune.models.checkpoint_files import renamed
+from finetune.models.mtp import in_head, places_of_head
 from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
 from finetune.models.stored_config import stored_format
@@ -223,7 +224,8 @@ def load_reference(trained: Trained, base: str | None = None) -> Any:
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name in trained.shapes:
-            parameters[name].copy_(trained.read(name))
+            if not in_head(name):  # transformers' model answers without the head that predicts ahead
+                parameters[name].copy_(trained.read(name))
     return model.float().eval()
 
 
@@ -268,8 +270,12 @@ def load_export(export: Path, figures: Figures, config: Any, written: StreamedMo
         figures.problems.append(f"transformers cannot load it: {first_line(error)}")
         return None
     kept = {*written.kept, *renamed(written.model, written.kept)[0].values()}  # of the base, see `compare_tensors`
+    of_head = tuple(places_of_head(written.model).values())  # which transformers' class does not read either
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted({*map(str, report.get(kind) or ())} - (kept if kind == "unexpected_keys" else set())):
+        found = {str(name) for name in report.get(kind) or ()}
+        if kind == "unexpected_keys":
+            found = {name for name in found - kept if not name.startswith(of_head)}
+        if names := sorted(found):
             figures.problems.append(f"{kind.replace('_', ' ')}: {', '.join(names[:3])} ({len(names)} in all)")
     return model.eval()
 

@@ -28,6 +28,7 @@ from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import Stored, TensorFiles
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import tensor_names, unread_names
+from finetune.models.mtp import copies_in_result, is_of_head, places_of_head, renames
 from finetune.release.export.figures import Figures
 from finetune.release.export.gguf_file import gguf_of, gguf_tensors
 from finetune.release.export.hf_folder import METADATA
@@ -97,7 +98,7 @@ class InMemory:
     """
 
     def __init__(self, model: Any, shapes: Mapping[str, Any], read: Callable[[str], Tensor]):
-        conversions = get_model_conversion_mapping(model)
+        conversions = get_model_conversion_mapping(model, renames(places_of_head(model)) or None)
         renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
         converters = [one for one in conversions if isinstance(one, WeightConverter)]
         self._model, self._read, self._own = model, read, model.state_dict()
@@ -298,7 +299,12 @@ def compare_tensors(figures: Figures, trained: Trained, written: StreamedModel, 
     for name in held.names():
         compare(name)
     base = written.base.files if written.base and not written.is_scoring and not is_gguf else None
+    copies = copies_in_result(written.model)
     for name in () if is_gguf else held.unused:  # in the files in addition to the model: the base's own
+        if name in copies:  # of the embedding or the LM head
+            if not torch.equal(stored[name].read(), stored[copies[name]].read()):
+                differing.append(f"{name}: is not {copies[name]}, of which it is a copy")
+            continue
         if base is None or name not in base:
             problems.append(f"unexpected keys: {name}")
             continue
@@ -327,8 +333,13 @@ def _compare_lists(
     except (UserError, OSError):
         figures.of_base = "not compared, the base is not here"
         return
-    files = decoded_of(written)
-    if not (unread := [one for one in unread_names(written.model, names) if files is None or one not in files.codes]):
+    left = set(unread_names(written.model, names)) - set(copies_in_result(written.model))
+    if (files := decoded_of(written)) is not None:
+        left -= set(files.codes)
+    if written.about.mtp == "drop":
+        layers = written.model.config.get_text_config().num_hidden_layers
+        left = {name for name in left if not is_of_head(name, layers)}
+    if not (unread := sorted(left)):
         return
     lost = sorted(set(unread) - held)
     figures.of_base = f"{len(unread) - len(lost):,} of {len(unread):,} kept"

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import mtp_bases
 import pytest
 import tiny
 import torch
@@ -13,16 +14,21 @@ import yaml
 from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from usual import usual
 
 from finetune.engine.base import StorageCounter
 from finetune.engine.costs import ModelSize, Shapes, Weight, costs_of
+from finetune.engine.costs.common import weights_of_stage
 from finetune.engine.launch import Launch, read_config_file
 from finetune.engine.muon import orthogonalized
+from finetune.engine.parallelism import Parallelism
+from finetune.engine.stages import holders, lay_out
 from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.models.attention import attention_for
 from finetune.models.base_config import without_weights
 from finetune.models.base_model import Base
+from finetune.models.mtp import attach_without_weights
 from finetune.models.packed_linear import state_tensors
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.weights import Placement, load_model
@@ -281,3 +287,26 @@ def test_every_config_has_an_estimate(recipe: Any) -> None:
 def test_a_folder_that_is_no_run_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not the folder of a run"):
         compare_run(tmp_path)
+
+
+@pytest.mark.parametrize("mode", usual([("mode=full",), ("mode=lora", "lora={rank: 4, alpha: 8}")], ("mode=full",)))
+def test_a_head_that_predicts_ahead_is_in_the_last_stage(recipe: Any, mode: tuple[str, ...], tmp_path: Path) -> None:
+    """Every weight, and each where the engine has it: the embedding at both ends."""
+    base = mtp_bases.save_base(tmp_path, "glm4_moe", num_hidden_layers=4)
+    loaded = recipe(f"model.name={base}", "model.mtp=train", *mode)
+    config = Base.of(loaded).config
+    attention = attention_for(loaded, config, "cpu")
+    model = load_model(loaded, Base.of(loaded, config), attention, Placement("load", torch.device("cpu")))
+    shapes, sizes = shapes_of(loaded, config), Parallelism(pipeline=2)
+    named = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert {weight.name: weight.shape for weight in shapes.weights} == named
+    skeleton = without_weights(config)
+    attach_without_weights(skeleton, torch.float32)
+    layout = lay_out(skeleton, 2, 2)
+    held = holders(model, layout)
+    for rank in range(2):
+        ours = {weight.name for weight in weights_of_stage(shapes, sizes, rank)}
+        assert ours == {name for name in named if rank in held[name]}
+    timeline = timeline_of(loaded, config, HeaviestBatch((32, 32), 40), How())
+    without = timeline_of(recipe(f"model.name={base}", *mode), config, HeaviestBatch((32, 32), 40), How())
+    assert timeline.head.kept > without.head.kept

@@ -25,13 +25,13 @@ RUN: dict[Place, set[str]] = {
     # Shards decide more: a tied table, mixed precision, dropout.
     ("fsdp2", 2): {
         *("full bf16", "full tied", "full muon", "lora dropout rslora", "lora dpo adapters off", "qlora fp8"),
-        *("full", "full own sft", "full own", "full gpt_oss"),
+        *("full", "full own sft", "full own", "full gpt_oss", "full mtp"),
     },
     ("fsdp2_offload", 2): {"full"},
-    ("zero3", 2): {"full qwen3_5", "lora dora"},
+    ("zero3", 2): {"full qwen3_5", "lora dora", "full mtp"},
     # Ranks share rows.
-    ("pp", 2): {"lora", "full orpo"},
-    ("tp", 2): {"lora dropout rslora"},
+    ("pp", 2): {"lora", "full orpo", "full mtp"},
+    ("tp", 2): {"lora dropout rslora", "full mtp"},
     ("ulysses", 2): {"full mistral window", "full own"},
     ("ep", 2): {"full mixtral balance"},
 }

@@ -17,7 +17,7 @@ from finetune.models.head import TokenLoss
 from finetune.models.head.chunked import HeadTask, matrix_losses, module_losses
 from finetune.models.head.divergence import Divergence
 from finetune.models.head.prediction import UNIFORM, Prediction
-from finetune.models.head.token_loss import CooledTokenLoss, LogitMap
+from finetune.models.head.token_loss import CooledTokenLoss, GuessLoss, LogitMap
 
 VOCABULARY, TARGETS, HIDDEN = 23, 17, 6
 BORDERS = (0, 9, 10, 23)  # of three ranks; one has a single column
@@ -80,6 +80,7 @@ LOSSES = {
     "plain": TokenLoss(),
     "smoothed with z-loss": TokenLoss(z_loss=0.01, label_smoothing=0.1),
     "cooled": CooledTokenLoss(0.7),
+    "guesses": GuessLoss(),
     **{kind: Divergence(kind, 1.5, 0.3, 0.2) for kind in ("forward_kl", "reverse_kl", "jsd")},
     "without nll": Divergence(),
     "sampled": Divergence(sampled=True, nll_weight=0.5, temperature=2.0),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import mtp_bases
 import numpy as np
 import peft
 import pytest
@@ -16,8 +17,9 @@ from counted_flops import added_product
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from usual import usual
 
-from finetune.data.batch import Batch, collate
+from finetune.data.batch import Batch, collate, with_ahead
 from finetune.data.samples import Example, Sequence
 from finetune.engine.hardware import peak_tflops, shipped_hardware
 from finetune.models.activations import recompute_activations
@@ -27,6 +29,7 @@ from finetune.models.base_config import without_weights
 from finetune.models.flops import ModelFlops, causal_pairs, model_flops
 from finetune.models.head import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
+from finetune.models.mtp import attach_head
 from finetune.models.tiny_config import tiny_config
 
 LENGTHS = (7, 16, 3)
@@ -75,10 +78,11 @@ def made(config: dict[str, Any], implementation: str, adapted: Any) -> Any:
 def counted(model: Any, batch: Batch, implementation: str) -> tuple[int, int]:
     """(products, fused attention) by torch's counter, forward and backward."""
     arguments = prepare(batch.sequence_lengths) if implementation == DOCUMENTS else {}
-    targets = TargetTokens(batch.targets.positions, batch.targets.ids, TokenLoss())
+    targets = TargetTokens(batch.targets.positions, batch.targets.ids, TokenLoss(), ahead=batch.ahead)
     with FlopCounterMode(display=False, custom_mapping={**FUSED, aten.addmm_: added_product}) as counter:
         inputs = {**batch.inputs, "use_cache": False, **arguments}
-        CausalLMWithLoss(model)(targets=targets, **inputs).total.backward()
+        outputs = CausalLMWithLoss(model)(targets=targets, **inputs)
+        (outputs.total if outputs.ahead is None else outputs.total + outputs.ahead.total).backward()
     by_operator = counter.get_flop_counts()["Global"]
     fused = sum(count for operator, count in by_operator.items() if operator in FUSED)
     return sum(by_operator.values()) - fused, fused
@@ -131,6 +135,28 @@ def test_hardware_flops_are_what_torch_counts(
     if implementation != DOCUMENTS:
         pairs = executed = 1
     assert attention == pytest.approx(torch_attention * executed / pairs, rel=1e-12)
+
+
+@pytest.mark.parametrize("adapted", [None, ["q_proj", "v_proj", "fc"]])
+@pytest.mark.parametrize("checkpointing", usual([False, True], False))
+def test_a_head_that_predicts_ahead_is_one_more_layer(adapted: list[str] | None, checkpointing: bool) -> None:
+    """With one more product of the LM head for each target, none of which is the second token of its document."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**mtp_bases.BASES["glm4_moe"], "first_k_dense_replace": 9})
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=DOCUMENTS)
+    attach_head(model)
+    if adapted:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=adapted))
+    if checkpointing:
+        recompute_activations(model, True)
+    batch = with_ahead(row())
+    assert batch.ahead is not None
+    assert len(batch.ahead.ids) == len(batch.targets.ids)
+    products, attention = parts(model_flops(model.train(), DOCUMENTS, checkpointing), batch)
+    torch_products, torch_attention = counted(model, batch, DOCUMENTS)
+    assert products == torch_products - 2 * ANGLES
+    pairs = sum(n * n for n in LENGTHS)
+    assert attention == pytest.approx(torch_attention * causal_pairs(LENGTHS, None) / pairs, rel=1e-12)
 
 
 def test_model_flops_of_a_full_model_are_three_forwards_of_causal_attention() -> None:
