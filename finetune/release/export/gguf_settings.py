@@ -16,7 +16,7 @@ from typing import Any
 
 from finetune.errors import UserError
 
-WAY_OUT = "Fix: try llama.cpp's `convert_hf_to_gguf.py FOLDER` on the folder that `export --to hf` writes"
+WAY_OUT = "Fix: serve the folder that `export --to hf` writes"
 # transformers' model types and llama.cpp's.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 ARCHITECTURES |= {"mixtral": "llama", "gemma2": "gemma2", "gemma3_text": "gemma3", "ministral3": "mistral3"}
@@ -29,6 +29,10 @@ WINDOWS = {"gemma2": 2, "gemma3_text": 6}  # every so many layers one without a 
 # (https://github.com/ggml-org/llama.cpp, `f_attention_scale`).
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
 Settings = dict[str, int | float | str | list[int]]
+
+
+class NotWritten(UserError):
+    """What is not written here, and llama.cpp's converter may write."""
 
 
 def package() -> Any:
@@ -50,15 +54,18 @@ def open_gguf(file: Path) -> Any:
 
 
 def check_architecture(config: Any, is_scoring: bool) -> None:
-    """Raises UserError for a model that is not written here, or that computes otherwise than llama.cpp does by its
-    architecture."""
+    """Raises NotWritten for a model that is not written here, UserError for one that computes otherwise than llama.cpp
+    does by its architecture."""
     kind, rope = config.model_type, rope_of(config)
-    if is_scoring or kind not in ARCHITECTURES:
-        what = "a model of scores" if is_scoring else kind
-        raise UserError(f"--to gguf: {what} is not written here (only {', '.join(ARCHITECTURES)}). {WAY_OUT}")
+    if is_scoring:
+        raise UserError(f"--to gguf: a model of scores is not written. {WAY_OUT}")
+    if kind not in ARCHITECTURES:
+        raise NotWritten(f"--to gguf: {kind} is not written here (only {', '.join(ARCHITECTURES)})")
     rope_type = rope.get("rope_type", "default")
     scaled = {"llama": "llama3", "gemma3_text": "linear", "ministral3": "yarn"}
-    rules = [(rope_type not in ("default", scaled.get(kind)), f"RoPE of type {rope_type} is not written here")]
+    if rope_type not in ("default", scaled.get(kind)):
+        raise NotWritten(f"--to gguf: RoPE of type {rope_type} is not written here")
+    rules = list[tuple[bool, str]]()
     if kind == "qwen3_moe":
         why = "llama.cpp normalizes the weights of qwen3_moe's experts, this model does not"
         rules.append((not config.norm_topk_prob, why))
@@ -224,6 +231,45 @@ def other_settings(config: Any, whole: Any, file: Path) -> list[str]:
         if their != our:
             problems.append(f"{file}: {key} is {their}, and {our} in the run")
     return problems
+
+
+# Settings of any architecture by llama.cpp's names, and where configs of transformers have them.
+_ANY: dict[str, tuple[str, ...]] = {
+    "embedding_length": ("hidden_size",),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
+    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
+    "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "expert_used_count": ("num_experts_per_tok", "num_experts_per_token"),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "rope.freq_base": ("rope_theta",),
+}
+
+
+def settings_of_another_tool(config: Any, file: Path) -> list[str]:
+    """Returns the settings of a file, of any architecture, that differ from a model's config: those that both have
+    under a name that is known here."""
+    fields = open_gguf(file).fields
+    ahead = f"{fields['general.architecture'].contents()}."
+    theirs = {key.removeprefix(ahead): one.contents() for key, one in fields.items() if key.startswith(ahead)}
+    heads = theirs.get("nextn_predict_layers", 0)
+    layers = theirs.get("block_count", 0) - heads
+    problems = []
+    if layers != config.num_hidden_layers:
+        problems.append(f"{file}: has {layers} layers, and {config.num_hidden_layers} in the run")
+    if "attention.kv_lora_rank" in theirs:  # latent attention: llama.cpp has one head of keys
+        theirs.pop("attention.head_count_kv", None)
+    for key, names in _ANY.items():
+        values = [getattr(config, name, None) for name in names if name != "rope_theta"]
+        values += [rope_of(config).get("rope_theta")] if "rope_theta" in names else []
+        our, their = next((one for one in values if one is not None), None), theirs.get(key)
+        if not isinstance(our, int | float) or not isinstance(their, int | float):
+            continue
+        if not math.isclose(our, their, rel_tol=1e-6):  # fp32 in the file
+            problems.append(f"{file}: {key} is {their}, and {our} in the run")
+    return problems[:3]
 
 
 def _taken(key: str, settings: dict[str, Any]) -> Any:
