@@ -147,10 +147,10 @@ class InMemory:
 
 
 class Expected:
-    """The value of each tensor after training, by its name in transformers' model."""
+    """The value of each tensor after training, by its name in transformers' model. keeps_base: also that before it."""
 
-    def __init__(self, trained: Trained, written: StreamedModel):
-        self._trained, self._written = trained, written
+    def __init__(self, trained: Trained, written: StreamedModel, keeps_base: bool = False):
+        self._trained, self._written, self._keeps_base = trained, written, keeps_base
         self.base = None
         if written.base is not None:
             files = written.base.files
@@ -178,8 +178,9 @@ class Expected:
             grown[: len(base)] = base
             grown[list(patch.rows)] = self._trained.read(patch.keys[0]).float()
             return Value(grown, None, base.dtype)
+        slack, before = _slack(base), base.clone() if self._keeps_base else None  # peft adds to fp32 in its place
         merged = self._merged(patch, base)
-        return Value(merged, torch.maximum(_slack(base), _slack(merged)), base.dtype, base)
+        return Value(merged, torch.maximum(slack, _slack(merged)), base.dtype, before)
 
     @torch.no_grad()
     def _merged(self, patch: Patch, base: Tensor) -> Tensor:
@@ -277,7 +278,8 @@ def compare_tensors(
     dtype = getattr(torch, figures.dtype) if is_whole and not is_gguf else None  # None: not known
     part = written.text_part if is_gguf else None
     model, in_base = (part.text, part.in_base) if part is not None else (written.model, str)
-    stored, expected = stored_tensors(export, written, places), Expected(trained, written)
+    stored = stored_tensors(export, written, places)
+    expected = Expected(trained, written, any(one.code in SHARES for one in stored.values()))
     held = InMemory(model, {name: one.shape for name, one in stored.items()}, lambda name: stored[name].read())
     problems, differing, update = list[str](), list[str](), Update()
 
