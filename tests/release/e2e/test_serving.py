@@ -20,6 +20,7 @@ import pytest
 import serve_attack
 from conftest import finetune, run_script, serving
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from test_answering import ANSWERS, taught  # noqa: F401 (a fixture)
 from transformers import GenerationConfig
 
@@ -266,6 +267,13 @@ def test_what_cannot_be_served(taught: Path, tmp_path: Path) -> None:  # noqa: F
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "/gone/base"}))
     with pytest.raises(UserError, match=r"the adapter's base '/gone/base' cannot be loaded: .*adapter_config.json"):
         load_served([("a", tmp_path)], "cpu")
+    other = Path(shutil.copytree(runs / "model", tmp_path / "unfit" / "model"))
+    named = load_file(other / "adapter_model.safetensors")
+    renamed = {name.replace(".model.layers.", ".language_model.layers."): one for name, one in named.items()}
+    save_file(renamed, other / "adapter_model.safetensors")
+    for first in ((), (("a", runs),)):  # alone, and beside one that fits: peft would answer as the base does
+        with pytest.raises(UserError, match="tensors of the adapter have other names than its base gives them"):
+            load_served([*first, ("b", tmp_path / "unfit")], "cpu")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen on"):
         serve([("a", runs)], "127.0.0.1", taken.getsockname()[1], "cpu")
 
