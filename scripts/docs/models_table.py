@@ -141,6 +141,7 @@ def recipes() -> dict[str, list[str]]:
         if folder.name in ("base", "tasks", "quickstart", "gsm8k"):
             continue
         name = load_recipe(sorted(folder.glob("*.yaml"))[0], []).model.name
+        assert name is not None, folder
         config = shipped_config(name) or shipped_config(name, sees_images=True)
         kind = config.get_text_config().model_type if config is not None else ""
         found.setdefault(kind, []).append(folder.name)

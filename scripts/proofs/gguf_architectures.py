@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.api import train
 from finetune.errors import RunFailure, UserError
+from finetune.models.trials import FAILURES
 from finetune.release.export.commands import ExportOptions, export_run
 from finetune.release.export.formats import GGUF_TYPES, LLAMA_TYPES
 
@@ -78,7 +79,7 @@ def main() -> int:
             started = time.monotonic()
             try:
                 run = _run(Path(folder), name, options.llama_cpp / "models", options.vocabulary)
-            except (UserError, RunFailure, ValueError, RuntimeError, AttributeError, TypeError) as error:
+            except (UserError, RunFailure, *FAILURES) as error:
                 print(f"{name:11} no run: {error}", flush=True)
                 failed += 1
                 continue
@@ -116,9 +117,9 @@ def _run(folder: Path, name: str, vocabularies: Path, vocabulary: str) -> Path:
         "mode": "lora",
         "lora": {"rank": 8},
         "data": {"train": [{"path": str(folder / name / "rows.jsonl"), "format": "messages"}], "max_length": 128},
-        "batch": {"rows": 4},
+        "batch": {"rows": 2},
         "optimizer": {"lr": 1e-2},
-        "train": {"max_steps": 10, "precision": "fp32"},
+        "train": {"max_steps": 5, "precision": "fp32"},
     }
     (file := folder / name / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
     with (
@@ -141,7 +142,7 @@ def _export(run: Path, out: Path, kind: str, llama_cpp: Path, imatrix: int | Non
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             export_run(run, options, Console(quiet=True))
-    except (UserError, RunFailure) as error:
+    except (UserError, RunFailure, *FAILURES) as error:
         failed = out.with_name(f"{out.name}.failed") / "verify.json"
         return str(error), json.loads(failed.read_text(encoding="utf-8")) if failed.is_file() else None
     figures = json.loads((out / "verify.json").read_text(encoding="utf-8"))

@@ -50,6 +50,7 @@ def convert(arguments: list[str]) -> None:
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             values = turned(torch.from_numpy(values), heads, 2, len(values) // heads // 2).numpy()
         short = names.get_name(name, try_suffixes=(".weight",))
+        assert short is not None, name
         writer.add_tensor(short, values.astype(np.float32))
     _finish(writer)
 

@@ -37,6 +37,7 @@ from finetune.release.export.gguf_settings import (
     add_settings,
     check_architecture,
     is_written,
+    open_gguf,
     package,
     rope_of,
     settings_of,
@@ -184,7 +185,7 @@ def other_tensors(model: StreamedModel, path: Path) -> list[str]:
     """Returns the names of tensors that a file lacks or has too many, and whether its frequency factors differ:
     transformers reads none, and llama.cpp takes any that are there. For architectures that are written here."""
     gguf = package()
-    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    held = {tensor.name: tensor for tensor in open_gguf(path).tensors}
     expected = {entry.name: entry for entry in _entries(gguf, text_of(model))}
     problems = [f"{path}: has no {name}" for name in sorted(expected.keys() - held.keys())[:1]]
     problems += [f"{path}: has {name}, which the run's model has not" for name in sorted(held.keys() - expected)[:1]]
@@ -200,7 +201,7 @@ def places_in(model: StreamedModel, path: Path) -> Places:
     if is_written(text.config):
         own = [entry for entry in _entries(gguf, text) if entry.names]  # without frequency factors
         return Places([Place(one.name, tuple(one.names), one.restored, _SLIP * one.adds_one) for one in own])
-    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    held = {tensor.name: tensor for tensor in open_gguf(path).tensors}
 
     def read(name: str, i: int) -> Tensor:
         one = held[name]
@@ -213,7 +214,7 @@ def places_in(model: StreamedModel, path: Path) -> Places:
 def gguf_tensors(model: StreamedModel, path: Path, places: Places | None = None) -> dict[str, Stored]:
     """Returns the folder's tensors as a file has them; those that it lacks are left out. places: as `places_in`."""
     gguf, tensors, shapes = package(), dict[str, Stored](), text_of(model).shapes
-    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    held = {tensor.name: tensor for tensor in open_gguf(path).tensors}
     for place in (places or places_in(model, path)).places:
         if (one := held.get(place.name)) is None:
             continue

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from finetune.errors import UserError
-from finetune.release.export.gguf_settings import package
+from finetune.release.export.gguf_settings import open_gguf, package
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _NUMBER = re.compile(r"\d+")
@@ -88,7 +88,7 @@ def find_places(
     shapes: of the folder's tensors; kept: further ones, that transformers does not load; values_of: those of the
     folder, of which the first of each kind is read; read: values of a file's tensor, or of the n-th of a stack, fp32.
     """
-    reader = package().GGUFReader(path)
+    reader = open_gguf(path)
     held = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
     names = map_of_names(str(reader.fields["general.architecture"].contents()), config.num_hidden_layers + 1)  # a head
     stacks, found = dict[str, list[str]](), Places()

@@ -10,6 +10,7 @@ same table is written and, for a file of any make, compared.
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ WINDOWS = {"gemma2": 2, "gemma3_text": 6}  # every so many layers one without a 
 # By which llama.cpp knows the 27B models, whose queries it scales by hidden size / heads, others' by the size of a head
 # (https://github.com/ggml-org/llama.cpp, `f_attention_scale`).
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
+_ANY_LENGTH = 1 << 30  # of a model whose config states none (Mamba)
 Settings = dict[str, int | float | str | list[int]]
 
 
@@ -43,10 +45,16 @@ def package() -> Any:
     return gguf
 
 
+@functools.lru_cache(maxsize=1)  # seconds for a large vocabulary, and the gate asks many times
+def _reader(file: Path, inode: int, size: int, changed_ns: int) -> Any:
+    return package().GGUFReader(file)
+
+
 def open_gguf(file: Path) -> Any:
     """Returns the `gguf` package's reader of a file. Raises UserError for one that is not whole, or is no GGUF."""
     try:
-        return package().GGUFReader(file)
+        found = file.stat()
+        return _reader(file, found.st_ino, found.st_size, found.st_mtime_ns)
     except (ValueError, IndexError, KeyError) as error:
         raise UserError(
             f"{file}: not a GGUF file, or only a part of one: {error}. Fix: copy or export the file again"
@@ -115,17 +123,16 @@ def is_written(config: Any) -> bool:
 
 
 def context_length(config: Any) -> int:
-    """Returns the tokens of the longest text of a file: those of a window if llama.cpp has none for the architecture.
-    Up to there each token sees all before it either way."""
-    window = None if config.model_type in WINDOWS else getattr(config, "sliding_window", None)
-    if not window or not getattr(config, "use_sliding_window", True):
-        return config.max_position_embeddings
-    return min(window, config.max_position_embeddings)
+    """Returns the tokens of the longest text of a file: those of a window if llama.cpp has none for an architecture
+    that is written here. Up to there each token sees all before it either way."""
+    window = getattr(config, "sliding_window", None) if config.model_type in {*ARCHITECTURES} - {*WINDOWS} else None
+    longest = getattr(config, "max_position_embeddings", None) or _ANY_LENGTH
+    return min(window, longest) if window and getattr(config, "use_sliding_window", True) else longest
 
 
 def rope_of(config: Any) -> dict[str, Any]:
     """Returns the parameters of rotary embeddings, of layers without a window if they differ."""
-    parameters = config.rope_parameters or {}
+    parameters = getattr(config, "rope_parameters", None) or {}  # learned positions have none
     return parameters.get("full_attention", parameters)
 
 

@@ -212,7 +212,7 @@ def _readable(path: Path) -> Iterator[Path]:
     """Yields a file that transformers reads a tokenizer from: for an architecture that it may not know, one without
     tensors under Llama's name."""
     gguf, arch = package(), "general.architecture"
-    fields = gguf.GGUFReader(path).fields
+    fields = open_gguf(path).fields
     if (own := fields[arch].contents()) in {*ARCHITECTURES.values(), *_BY_NAME} - {*UNKNOWN}:
         yield path
         return

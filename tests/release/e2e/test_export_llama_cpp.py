@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,9 @@ def test_a_tool_that_fails_is_shown(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"converter does not run here\.\n  no torch\nFix: in its folder, pip install -r"
     ):
-        check_converts([os.sys.executable, str(script)], "LlamaForCausalLM")
+        check_converts([sys.executable, str(script)], "LlamaForCausalLM")
     with pytest.raises(RunFailure, match="no torch"):
-        convert([os.sys.executable, str(script)], tmp_path, tmp_path / "x.gguf", "f32", "x")
+        convert([sys.executable, str(script)], tmp_path, tmp_path / "x.gguf", "f32", "x")
 
 
 def test_code_of_the_base_is_not_handed_to_the_converter(runs: Path, tmp_path: Path) -> None:
