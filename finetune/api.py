@@ -113,12 +113,14 @@ def export(
     dtype: str | None = None,
     quantized: str | None = None,
     base: str | None = None,
+    llama_cpp: str | Path | None = None,
+    imatrix: int | None = None,
 ) -> Path:
     """Writes the result of a run as `to` (hf, vllm, gguf or ollama), compares it with the run, and returns its place.
     Raises RunFailure if they differ; nothing has its name then.
 
-    step: number of a checkpoint, or best; dtype: such as bfloat16; quantized: int8 or fp8; base: folder or id of the
-    base, if it has moved.
+    step: number of a checkpoint, or best; dtype: such as bfloat16, or q4_k_m; quantized: int8 or fp8; base: folder or
+    id of the base, if it has moved; llama_cpp: folder of llama.cpp's tools; imatrix: rows of an importance matrix.
     """
     quiet_libraries()
     sleep_at_barriers()
@@ -126,7 +128,12 @@ def export(
 
     from finetune.release.export.commands import ExportOptions, export_run
 
-    chosen = ExportOptions(to, step, None if out is None else Path(out), dtype, base, quantized=quantized)
+    chosen = ExportOptions(
+        *(to, step, None if out is None else Path(out), dtype, base),
+        quantized=quantized,
+        llama_cpp=None if llama_cpp is None else Path(llama_cpp),
+        imatrix=imatrix,
+    )
     return Path(export_run(Path(run_dir), chosen, Console())["out"])
 
 

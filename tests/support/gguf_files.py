@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from finetune.checkpoints.trained import find_trained
-from finetune.release.export.gguf_file import export_gguf
+from finetune.release.export.gguf_export import export_gguf
 
 
 def write_gguf(model: Path, out: Path, kind: str) -> Path:

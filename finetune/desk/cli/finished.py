@@ -243,6 +243,17 @@ def export(
     gpus: Annotated[
         int | None, typer.Option(min=1, help="Write vLLM's command for this many GPUs. Default: this machine's.")
     ] = None,
+    llama_cpp: Annotated[
+        Path | None,
+        typer.Option(
+            help="gguf, ollama: folder of llama.cpp's converter and tools. Default: LLAMA_CPP_DIR, then PATH.",
+            metavar="DIR",
+        ),
+    ] = None,
+    imatrix: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="ROWS", help="gguf, ollama: weigh errors by this many rows of training."),
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Compare the export with what was trained.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -254,7 +265,7 @@ def export(
 
     exported = export_run(
         run_dir,
-        ExportOptions(to, step, out, dtype, base, verify, average_checkpoints, quantize, gpus),
+        ExportOptions(to, step, out, dtype, base, verify, average_checkpoints, quantize, gpus, llama_cpp, imatrix),
         Console(stderr=True),
     )
     print(json.dumps(exported) if as_json else f"exported to {exported['out']}")

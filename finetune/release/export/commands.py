@@ -21,20 +21,24 @@ from finetune.release.export.figures import Figures, show_figures
 from finetune.release.export.formats import EXPORTS, ExportOptions, check_options
 from finetune.release.export.hf_folder import check_absent
 from finetune.release.export.loading import model_folder
+from finetune.release.export.streamed import base_model
 from finetune.release.export.verify import ROWS, find_against, verify_export
 from finetune.release.export.verify_answers import check_rows
 from finetune.utils import divisors, print_line
 
-# Settings of an adapter that vLLM refuses or does not read (vllm/lora/peft_helper.py).
-_UNREAD = {
-    "use_dora": "DoRA",
-    "modules_to_save": "modules trained in full",
-    "target_parameters": "adapters on experts' tensors",
-    "trainable_token_indices": "trained rows of added tokens",
-    "rank_pattern": "ranks that differ by module",
-    "alpha_pattern": "scales that differ by module",
-}
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's `--max-lora-rank`
+# What vLLM 0.33.0 reads of an adapter. vllm/lora/peft_helper.py: it refuses DoRA, biases and inits that change the base
+# (lines 58 to 117), ranks and scales by pattern are peft's (137 to 173), the largest rank counts (216);
+# vllm/lora/utils.py:233: other tensors than A, B and heads are refused.
+_UNREAD = {"use_dora": "DoRA", "trainable_token_indices": "trained rows of added tokens"}
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")  # peft_helper.py:96
+_HEADS = ("score", "classifier")  # peft_helper.py:63
+# Of experts it needs both tensors of a layer: model_manager.py:970 asserts so.
+_EXPERTS = {"gate_up_proj", "down_proj"}
+# Models whose adapters on experts it reads as peft writes them: `is_3d_moe_weight` of gpt_oss.py:1372,
+# qwen3_vl_moe.py:233, qwen3_5.py:707, interns1_pro.py:547 and qwen3_omni_moe_thinker.py:1621 in
+# vllm/model_executor/models. Others need `--enable-mixed-moe-lora-format` (model_manager.py:1305).
+_STACKED = ("gpt_oss", "qwen3_vl_moe", "qwen3_5_moe", "interns1_pro", "qwen3_omni_moe")
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's `--max-lora-rank` (vllm/config/lora.py:25)
 
 
 def merge_adapter(run_dir: Path, out: Path, base: str | None = None) -> Path:
@@ -112,16 +116,24 @@ def export_run(run_dir: Path, options: ExportOptions, console: Console) -> dict[
             exported.update(kl_mean=figures.kl_mean, top1=figures.top1, tensors=figures.tensors)
 
     export.write(trained, out, options, console.print, check)
-    if export.is_served and not is_scoring(out):
-        config = read_object(out / "config.json")
-        config = config.get("text_config") or config
-        if "num_attention_heads" in config:
-            adapter = trained.folder if trained.is_adapter and not trained.is_checkpoint else None
-            commands = serve_commands(out, config, options.gpus or torch.cuda.device_count() or 1, adapter)
-            for name, command in commands.items():
-                console.print(f"{name}: {command}", highlight=False, markup=False, soft_wrap=True)
-            exported["commands"] = commands
+    if export.is_served:
+        exported["commands"] = commands = _commands(trained, out, options)
+        for name, command in commands.items():
+            console.print(f"{name}: {command}", highlight=False, markup=False, soft_wrap=True)
     return exported
+
+
+def _commands(trained: Trained, out: Path, options: ExportOptions) -> dict[str, str]:
+    """Returns the commands of servers for an exported folder; {} for models without attention."""
+    config = read_object(out / "config.json")
+    text = config.get("text_config") or config
+    adapter = trained.folder if trained.is_adapter and not trained.is_checkpoint else None
+    if is_scoring(out):
+        named = Path(base_model(trained, options.base).name or "")
+        return score_commands(out, config, adapter, named if (named / "config.json").is_file() else None)
+    if "num_attention_heads" not in text:
+        return {}
+    return serve_commands(out, text, options.gpus or torch.cuda.device_count() or 1, adapter)
 
 
 def verify_run(
@@ -142,14 +154,28 @@ def verify_run(
 # --- servers
 
 
-def unread_by_vllm(settings: dict[str, Any]) -> str | None:
-    """Returns why vLLM does not serve an adapter next to its base; None if it does. settings: the adapter's config."""
+def unread_by_vllm(settings: dict[str, Any], has_head: bool = False) -> str | None:
+    """Returns why vLLM does not serve an adapter next to its base; None if it does. settings: the adapter's config;
+    has_head: whether the base has a head of scores, without which vLLM does not load it as a model of scores."""
     reasons = [reason for key, reason in _UNREAD.items() if settings.get(key)]
+    if saved := settings.get("modules_to_save"):
+        if {*saved} - {*_HEADS}:
+            reasons.append("modules trained in full")
+        elif not has_head:
+            reasons.append("a head of scores next to a base that has none")
+    if (experts := settings.get("target_parameters")) and {one.rpartition(".")[2] for one in experts} != _EXPERTS:
+        reasons.append("adapters on other tensors than both of the experts")
+    if isinstance(init := settings.get("init_lora_weights", True), str) and init.lower() not in _PLAIN_INITS:
+        reasons.append(f"adapters that begin as {init}, which changes the base")
     if settings.get("bias", "none") != "none":
         reasons.append("trained biases")
-    if settings["r"] > _RANKS[-1]:
+    if _largest_rank(settings) > _RANKS[-1]:
         reasons.append(f"a rank above {_RANKS[-1]}")
     return reasons[0] if reasons else None
+
+
+def _largest_rank(settings: dict[str, Any]) -> int:
+    return max([settings["r"], *(settings.get("rank_pattern") or {}).values()])
 
 
 def tensor_parallel_size(heads: int, kv_heads: int, gpus: int) -> int:
@@ -162,6 +188,32 @@ def tensor_parallel_size(heads: int, kv_heads: int, gpus: int) -> int:
     return [n for n in divisors(heads) if n <= gpus and (kv_heads % n == 0 or n % kv_heads == 0)][-1]
 
 
+def score_commands(export: Path, config: dict[str, Any], adapter: Path | None, base: Path | None) -> dict[str, str]:
+    """Returns the commands of a server for a model of scores. config: of the export; base: the folder of its base."""
+    commands = {"vLLM": f"vllm serve {shlex.quote(str(export))} --runner pooling"}
+    if adapter is not None:
+        classes = read_object(base / "config.json").get("architectures") if base is not None else None
+        has_head = any(name.endswith("ForSequenceClassification") for name in classes or ())
+        labels = f" --runner pooling --max-lora-cls-labels {len(config.get('id2label') or (0, 1))}"
+        commands["vLLM, the adapter next to its base"] = _adapter_command(adapter, config, labels, has_head)
+    return commands
+
+
+def _adapter_command(adapter: Path, config: dict[str, Any], more: str, has_head: bool = False) -> str:
+    """Returns vLLM's command for an adapter next to its base, or why there is none. config: of the base's text part;
+    more: further arguments."""
+    settings = read_object(adapter / "adapter_config.json")
+    if (reason := unread_by_vllm(settings, has_head)) is not None:
+        return f"not: it does not read {reason}"
+    rank = next(rank for rank in _RANKS if rank >= _largest_rank(settings))
+    name, module = adapter.resolve().parent.name, ""
+    if settings.get("target_parameters") and not str(config.get("model_type")).startswith(_STACKED):
+        module = json.dumps({"name": name, "path": str(adapter), "is_3d_lora_weight": True})
+        more = f" --enable-mixed-moe-lora-format{more}"
+    how = f"--enable-lora --max-lora-rank {rank} --lora-modules {shlex.quote(module or f'{name}={adapter}')}"
+    return f"vllm serve {shlex.quote(settings['base_model_name_or_path'])} {how}{more}"
+
+
 def serve_commands(export: Path, config: dict[str, Any], gpus: int, adapter: Path | None) -> dict[str, str]:
     """Returns the commands of servers for a folder of merged weights. config: of its text part; adapter: the folder of
     the adapter that was merged, if there is one."""
@@ -170,14 +222,7 @@ def serve_commands(export: Path, config: dict[str, Any], gpus: int, adapter: Pat
     folder, split = shlex.quote(str(export)), f" --tensor-parallel-size {size}" if size > 1 else ""
     commands = {"vLLM": f"vllm serve {folder}{split}"}
     if adapter is not None:
-        settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-        command = f"not: it does not read {unread_by_vllm(settings)}"
-        if unread_by_vllm(settings) is None:
-            rank = next(rank for rank in _RANKS if rank >= settings["r"])
-            modules = shlex.quote(f"{adapter.resolve().parent.name}={adapter}")
-            how = f"--enable-lora --max-lora-rank {rank} --lora-modules {modules}"
-            command = f"vllm serve {shlex.quote(settings['base_model_name_or_path'])} {how}{split}"
-        commands["vLLM, the adapter next to its base"] = command
+        commands["vLLM, the adapter next to its base"] = _adapter_command(adapter, config, split)
     return commands | {
         "SGLang": f"python -m sglang.launch_server --model-path {folder}{f' --tp {size}' if size > 1 else ''}",
         "MLX": f"mlx_lm.convert --hf-path {folder}",

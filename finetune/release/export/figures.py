@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from finetune.release.export.formats import LLAMA_TYPES
+
 WHOLE_BYTES = 2**28  # of a model in fp32, up to which the run's and the export's are also loaded, one after the other
 
 
@@ -38,10 +40,17 @@ THRESHOLDS = {
     "awq": Threshold(0.2, 6.0, 0.80),
 }
 AS_BASE = ("fp8 blocks", "mxfp4", "nvfp4", "w4a16", "gptq", "awq")
+# Seven times llama.cpp's own mean, as for q8_0; of the likeliest tokens, 0.6 times the root of that mean may differ:
+# 8.1 % at 0.031 and 29 % at 0.45 in the same measurements.
+THRESHOLDS |= {
+    kind: Threshold(7 * kl, max(1.0, min(20.0, 700 * kl)), max(0.0, 1 - 0.6 * (7 * kl) ** 0.5))
+    for kind, kl in LLAMA_TYPES.items()
+}
 # A lost update moves a model by as much as training did; rounding moves it by much less, except after runs that hardly
 # trained.
 _LOST_SHARE, _ROUNDING = 0.25, {"float32": 1e-9, "bfloat16": 1e-5, "float16": 1e-6, "q8_0": 1e-3}
 _ROUNDING |= {"int8": 1e-3, "fp8": 1e-2, **dict.fromkeys(AS_BASE, 1e-3)}
+_ROUNDING |= {kind: 2 * kl for kind, kl in LLAMA_TYPES.items()}  # below it `update` says what is lost
 
 
 @dataclass
@@ -62,6 +71,9 @@ class Figures:
     score_max: float | None = None  # largest difference of a score
     rounding: float | None = None  # of the base's format: what it loses of the update, for the inputs of adapters
     of_base: str | None = None  # how many of the base's tensors that transformers does not load are there
+    types: str | None = None  # of a GGUF file's tensors, with their numbers
+    update: float | None = None  # share of what training changed that is in quantised tensors, of adapters
+    uncompared: str | None = None  # tensors of a GGUF file whose layout is not known here
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -113,6 +125,9 @@ def table_of(figures: Figures) -> list[tuple[str, str]]:
         "KL of the base, mean": figures.kl_base,
         "lost to rounding, of what adapters add": figures.rounding,
         "largest difference of a score": figures.score_max,
+        "types of tensors": figures.types,
+        "what training changed, in the file": None if figures.update is None else f"{figures.update:.1%}",
+        "tensors not compared": figures.uncompared,
     }
     shown = [(name, one if isinstance(one, str) else f"{one:.3g}") for name, one in values.items() if one is not None]
     same = "same label or best answer" if figures.scored else "same likeliest token"

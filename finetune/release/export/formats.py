@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
 FLOATS = ("float32", "bfloat16", "float16")
 EIGHT_BITS = ("int8", "fp8")  # of `--quantize`
-GGUF_TYPES = ("f32", "bf16", "f16", "q8_0")
+GGUF_TYPES = ("f32", "bf16", "f16", "q8_0")  # written here
+# llama-quantize's own, with the mean KL in nats that llama.cpp measured for it on Llama 3 8B, with an importance matrix
+# if it lists no other (https://github.com/ggml-org/llama.cpp/blob/master/tools/perplexity/README.md). It has none of
+# MXFP4, whose values are as far off as those of Q4_0 (`SHARES` in gguf_codes.py).
+LLAMA_TYPES = {"q6_k": 0.0055, "q5_k_m": 0.0108, "q5_k_s": 0.0166, "q5_1": 0.0181, "q5_0": 0.0223, "q4_k_m": 0.0313}
+LLAMA_TYPES |= {"q4_k_s": 0.0432, "q4_1": 0.0717, "q4_0": 0.072, "q3_k_l": 0.0872, "q3_k_m": 0.102, "q3_k_s": 0.229}
+LLAMA_TYPES |= {"q2_k": 0.446, "q2_k_s": 0.404, "iq4_nl": 0.0358, "iq4_xs": 0.0364, "iq3_m": 0.103, "iq3_s": 0.112}
+LLAMA_TYPES |= {"iq3_xs": 0.139, "iq3_xxs": 0.184, "iq2_m": 0.326, "iq2_s": 0.44, "iq2_xs": 0.547, "iq2_xxs": 0.813}
+LLAMA_TYPES |= {"iq1_m": 1.4, "iq1_s": 2.22, "mxfp4_moe": 0.08}
+NEED_IMATRIX = ("iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m", "q2_k_s")  # llama-quantize writes none without one
 _CALIBRATED = {
     "awq": "llm-compressor's AWQModifier (https://github.com/vllm-project/llm-compressor)",
     "gptq": "GPT-QModel (https://github.com/ModelCloud/GPTQModel) or llm-compressor's GPTQModifier",
@@ -39,6 +48,8 @@ class ExportOptions:
     average: int | None = None  # checkpoints
     quantized: str | None = None  # int8 or fp8
     gpus: int | None = None  # of the server, for its command; None: those of this machine
+    llama_cpp: Path | None = None  # a folder with llama.cpp's tools
+    imatrix: int | None = None  # rows of training that an importance matrix is made of
 
 
 def _write_folder(trained: Trained, out: Path, options: ExportOptions, say: Say, check: Check) -> None:
@@ -57,9 +68,11 @@ def _write_as_base(trained: Trained, out: Path, options: ExportOptions, say: Say
 
 
 def _write_gguf(trained: Trained, out: Path, options: ExportOptions, say: Say, check: Check) -> None:
-    from finetune.release.export.gguf_file import export_gguf
+    from finetune.release.export.gguf_export import export_gguf
+    from finetune.release.export.llama_cpp import Tools
 
-    export_gguf(trained, out, options.dtype or "bf16", options.base, say, options.to == "ollama", check)
+    tools = Tools(options.llama_cpp, options.imatrix)
+    export_gguf(trained, out, options.dtype or "bf16", options.base, say, options.to == "ollama", check, tools)
 
 
 @dataclass(frozen=True)
@@ -78,8 +91,8 @@ EXPORTS = {
     "hf": Export("a plain model folder", FLOATS, _write_folder, EIGHT_BITS, is_served=True),
     "vllm": Export("the same folder", FLOATS, _write_folder, EIGHT_BITS, is_served=True),
     "base": Export("a model folder in the 8 or 4 bits of its base", (), _write_as_base, is_served=True),
-    "gguf": Export("one file for llama.cpp", GGUF_TYPES, _write_gguf),
-    "ollama": Export("the same with a Modelfile", GGUF_TYPES, _write_gguf),
+    "gguf": Export("one file for llama.cpp", (*GGUF_TYPES, *LLAMA_TYPES), _write_gguf),
+    "ollama": Export("the same with a Modelfile", (*GGUF_TYPES, *LLAMA_TYPES), _write_gguf),
 }
 
 
@@ -106,4 +119,21 @@ def check_options(options: ExportOptions) -> Export:
     if options.gpus is not None and not export.is_served:
         names = " and ".join(f"--to {name}" for name, one in EXPORTS.items() if one.is_served)
         raise UserError(f"--gpus only applies to {names}. Fix: leave it out")
+    _check_llama_cpp(options)
     return export
+
+
+def _check_llama_cpp(options: ExportOptions) -> None:
+    """Raises UserError for options of llama.cpp's tools that have no effect, or that a type lacks."""
+    given = {"--llama-cpp": options.llama_cpp, "--imatrix": options.imatrix}
+    if options.to not in ("gguf", "ollama"):
+        for name, value in given.items():
+            if value is not None:
+                raise UserError(f"{name} only applies to --to gguf and --to ollama. Fix: leave it out")
+    kind = options.dtype or "bf16"
+    if options.imatrix is not None and kind not in LLAMA_TYPES:
+        raise UserError(
+            f"--imatrix: has no effect on {kind}. Fix: leave it out, or give --dtype one of {', '.join(LLAMA_TYPES)}"
+        )
+    if options.imatrix is None and kind in NEED_IMATRIX:
+        raise UserError(f"--dtype {kind}: needs an importance matrix. Fix: add --imatrix 512, rows that it is made of")

@@ -14,7 +14,6 @@ its tokenizer in gguf_tokenizer.py.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,14 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import Stored
 from finetune.errors import UserError
-from finetune.models.checkpoint_files import tensors_text
-from finetune.models.tokenizer import read_tokenizer
+from finetune.release.export.gguf_codes import SHARES
+from finetune.release.export.gguf_places import Place, Places, find_places, turned
 from finetune.release.export.gguf_settings import (
     ARCHITECTURES,
     TURNED,
@@ -39,13 +36,13 @@ from finetune.release.export.gguf_settings import (
     WINDOWS,
     add_settings,
     check_architecture,
-    context_length,
+    is_written,
+    open_gguf,
     package,
     rope_of,
     settings_of,
 )
 from finetune.release.export.gguf_tokenizer import add_tokenizer
-from finetune.release.export.hf_folder import Check, Say, check_absent, describe, export_card, whole_or_absent
 from finetune.release.export.streamed import StreamedModel
 from finetune.utils import fsync
 
@@ -54,7 +51,7 @@ _FACTORS = "rope_freqs.weight"
 _BLOCK = 32  # values of a q8_0 block
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "Q8_0": torch.float16}
 _AT_A_TIME = 1 << 20  # values
-MMPROJ = "which llama.cpp's `convert_hf_to_gguf.py FOLDER --mmproj` makes of the folder of `export --to hf`"
+_SLIP = 2.0**-22  # of adding and subtracting 1
 
 
 @dataclass(frozen=True)
@@ -77,45 +74,6 @@ def text_of(model: StreamedModel) -> TextTensors:
     files = {own[loaded]: file for file, loaded in part.files.items() if loaded in own and file in model.shapes}
     shapes = {name: model.shapes[file] for name, file in files.items()}
     return TextTensors(part.text.config, shapes, lambda name: model.make(files[name]), part.base.config)
-
-
-def export_gguf(
-    trained: Trained,
-    out: Path,
-    kind: str,
-    base: str | None = None,
-    say: Say = lambda text: None,
-    ollama: bool = False,
-    check: Check = lambda folder: None,
-) -> None:
-    """Write OUT/<run>-<kind>.gguf with its card, and a Modelfile for Ollama; as `export_folder`."""
-    check_absent(out)
-    model = StreamedModel(trained, None, base)
-    about = {**describe(model), "dtype": kind}
-    how = {"files": ["Modelfile"]} if ollama else {}
-    with whole_or_absent(out, about, how, export_card(trained, "quantized"), check) as partial:
-        file = partial / f"{about['run']}-{kind}.gguf"
-        if not file.exists():
-            say(f"writing {file.name}")
-            write_gguf(model, file, kind)
-            config = text_of(model).config
-            if (window := context_length(config)) < config.max_position_embeddings:
-                say(f"{file.name} is for texts of up to {window:,} tokens: llama.cpp has no window for such a model")
-            if model.kept:
-                say(f"{file.name} leaves out {tensors_text(model.kept)} of the base, which transformers does not load")
-            if model.text_part is not None:
-                say(f"{file.name} has the language model alone: pictures need a second file, {MMPROJ}")
-        if ollama:
-            (partial / "Modelfile").write_text(modelfile(trained, file.name), encoding="utf-8")
-
-
-def modelfile(trained: Trained, name: str) -> str:
-    """Returns Ollama's description of a model: the file, which has the template, and where answers end."""
-    tokenizer = read_tokenizer(trained.settings)
-    ends = GenerationConfig.from_pretrained(trained.settings).eos_token_id
-    texts = [tokenizer.convert_ids_to_tokens(end) for end in (ends if isinstance(ends, list) else [ends])]
-    stops = "".join(f"PARAMETER stop {json.dumps(text)}\n" for text in texts)
-    return f"FROM ./{name}\n{stops}"
 
 
 def write_gguf(model: StreamedModel, path: Path, kind: str) -> None:
@@ -182,18 +140,14 @@ class _Entry:
             return self.values
         values = make(self.names[0]) if len(self.names) == 1 else torch.stack([make(name) for name in self.names])
         if self.heads:  # from halves of a head to pairs
-            values = _swapped(values, self.heads, 2, len(values) // self.heads // 2)
+            values = turned(values, self.heads, 2, len(values) // self.heads // 2)
         return values.float() + 1 if self.adds_one else values
 
     def restored(self, values: Tensor) -> Tensor:
         """Returns the values of one of the folder's tensors. values: as the file has them, fp32."""
         if self.heads:  # from pairs to halves of a head
-            values = _swapped(values, self.heads, len(values) // self.heads // 2, 2)
+            values = turned(values, self.heads, len(values) // self.heads // 2, 2)
         return (values - 1 if self.adds_one else values).contiguous()
-
-
-def _swapped(values: Tensor, heads: int, inner: int, outer: int) -> Tensor:
-    return values.reshape(heads, inner, outer, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def _entries(gguf: Any, model: TextTensors) -> Iterator[_Entry]:
@@ -229,9 +183,9 @@ def _entries(gguf: Any, model: TextTensors) -> Iterator[_Entry]:
 
 def other_tensors(model: StreamedModel, path: Path) -> list[str]:
     """Returns the names of tensors that a file lacks or has too many, and whether its frequency factors differ:
-    transformers reads none, and llama.cpp takes any that are there."""
+    transformers reads none, and llama.cpp takes any that are there. For architectures that are written here."""
     gguf = package()
-    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    held = {tensor.name: tensor for tensor in open_gguf(path).tensors}
     expected = {entry.name: entry for entry in _entries(gguf, text_of(model))}
     problems = [f"{path}: has no {name}" for name in sorted(expected.keys() - held.keys())[:1]]
     problems += [f"{path}: has {name}, which the run's model has not" for name in sorted(held.keys() - expected)[:1]]
@@ -241,30 +195,56 @@ def other_tensors(model: StreamedModel, path: Path) -> list[str]:
     return problems
 
 
-def gguf_tensors(model: StreamedModel, path: Path) -> dict[str, Stored]:
-    """Returns the folder's tensors as a file has them; those that it lacks are left out."""
-    gguf, tensors = package(), dict[str, Stored]()
-    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    for entry in _entries(gguf, text_of(model)):
-        one = held.get(entry.name)
-        if one is None or tuple(int(size) for size in reversed(one.shape)) != entry.shape:
+def places_in(model: StreamedModel, path: Path) -> Places:
+    """Returns where a folder's tensors are in a file: as they are written here, or as they are found in it."""
+    gguf, text = package(), text_of(model)
+    if is_written(text.config):
+        own = [entry for entry in _entries(gguf, text) if entry.names]  # without frequency factors
+        return Places([Place(one.name, tuple(one.names), one.restored, _SLIP * one.adds_one) for one in own])
+    held = {tensor.name: tensor for tensor in open_gguf(path).tensors}
+
+    def read(name: str, i: int) -> Tensor:
+        one = held[name]
+        return _decoded(gguf, path, one, i if len(one.shape) == 3 else None)
+
+    kept = model.kept if model.text_part is None else []
+    return find_places(path, text.config, text.shapes, kept, text.make, read)
+
+
+def gguf_tensors(model: StreamedModel, path: Path, places: Places | None = None) -> dict[str, Stored]:
+    """Returns the folder's tensors as a file has them; those that it lacks are left out. places: as `places_in`."""
+    gguf, tensors, shapes = package(), dict[str, Stored](), text_of(model).shapes
+    held = {tensor.name: tensor for tensor in open_gguf(path).tensors}
+    for place in (places or places_in(model, path)).places:
+        if (one := held.get(place.name)) is None:
             continue
-        shape = entry.shape[1:] if len(entry.names) > 1 else entry.shape
-        for i, name in enumerate(entry.names):
-            data = one.data if len(entry.names) == 1 else one.data[i]
-            stored = (int(one.data_offset) + i * data.nbytes, data.shape, data.dtype, one.tensor_type)
+        size, kind = tuple(int(size) for size in reversed(one.shape)), one.tensor_type.name
+        is_stack = len(size) == 1 + len(shapes[place.names[0]].shape) and size[0] == len(place.names)
+        for i, name in enumerate(place.names):
+            shape = tuple(shapes[name].shape)
+            if int(np.prod(size)) != len(place.names) * int(np.prod(shape)):
+                continue
+            if is_written(text_of(model).config) and (size[1:] if is_stack else size) != shape:
+                continue
 
-            def read(entry: _Entry = entry, stored: Any = stored, shape: tuple[int, ...] = shape) -> Tensor:
-                offset, of_bytes, dtype, kind = stored  # read into memory, not mapped
-                data = np.fromfile(path, dtype, int(np.prod(of_bytes)), offset=offset).reshape(of_bytes)
-                array = _by_rows(data, lambda rows: gguf.quants.dequantize(rows, kind), np.dtype(np.float32))
-                return entry.restored(torch.from_numpy(array).reshape(shape))
+            def read(place: Place = place, one: Any = one, i: int | None = i if is_stack else None) -> Tensor:
+                return place.undo(_decoded(gguf, path, one, i))
 
-            kind = one.tensor_type.name
-            rounded: dict[str, Any] = {"code": "q8_0", "block": _BLOCK} if kind == "Q8_0" else {}
-            slip = 2.0**-22 if entry.adds_one else 0.0  # of adding and subtracting 1
-            tensors[name] = Stored(read, shape, _TYPES[kind], slip=slip, **rounded)
+            code = "q8_0" if kind == "Q8_0" else kind if kind in SHARES else None
+            block = {"block": _BLOCK} if kind == "Q8_0" else {}
+            dtype = _TYPES.get(kind, torch.float16)
+            tensors[name] = Stored(read, shape, dtype, code, slip=place.slip, **block)
     return tensors
+
+
+def _decoded(gguf: Any, path: Path, one: Any, i: int | None) -> Tensor:
+    """Returns the values of a file's tensor, fp32, read into memory and not mapped. i: the number in a stack."""
+    data = one.data if i is None else one.data[i]
+    offset = int(one.data_offset) + (i or 0) * data.nbytes
+    size = tuple(int(size) for size in reversed(one.shape))
+    array = np.fromfile(path, data.dtype, int(np.prod(data.shape)), offset=offset).reshape(data.shape)
+    array = _by_rows(array, lambda rows: gguf.quants.dequantize(rows, one.tensor_type), np.dtype(np.float32))
+    return torch.from_numpy(array).reshape(size if i is None else size[1:])
 
 
 def gguf_of(export: Path) -> Path | None:

@@ -10,13 +10,14 @@ same table is written and, for a file of any make, compared.
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
 
-WAY_OUT = "Fix: try llama.cpp's `convert_hf_to_gguf.py FOLDER` on the folder that `export --to hf` writes"
+WAY_OUT = "Fix: serve the folder that `export --to hf` writes"
 # transformers' model types and llama.cpp's.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 ARCHITECTURES |= {"mixtral": "llama", "gemma2": "gemma2", "gemma3_text": "gemma3", "ministral3": "mistral3"}
@@ -28,7 +29,12 @@ WINDOWS = {"gemma2": 2, "gemma3_text": 6}  # every so many layers one without a 
 # By which llama.cpp knows the 27B models, whose queries it scales by hidden size / heads, others' by the size of a head
 # (https://github.com/ggml-org/llama.cpp, `f_attention_scale`).
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
+_ANY_LENGTH = 1 << 30  # of a model whose config states none (Mamba)
 Settings = dict[str, int | float | str | list[int]]
+
+
+class NotWritten(UserError):
+    """What is not written here, and llama.cpp's converter may write."""
 
 
 def package() -> Any:
@@ -39,10 +45,16 @@ def package() -> Any:
     return gguf
 
 
+@functools.lru_cache(maxsize=1)  # seconds for a large vocabulary, and the gate asks many times
+def _reader(file: Path, inode: int, size: int, changed_ns: int) -> Any:
+    return package().GGUFReader(file)
+
+
 def open_gguf(file: Path) -> Any:
     """Returns the `gguf` package's reader of a file. Raises UserError for one that is not whole, or is no GGUF."""
     try:
-        return package().GGUFReader(file)
+        found = file.stat()
+        return _reader(file, found.st_ino, found.st_size, found.st_mtime_ns)
     except (ValueError, IndexError, KeyError) as error:
         raise UserError(
             f"{file}: not a GGUF file, or only a part of one: {error}. Fix: copy or export the file again"
@@ -50,15 +62,18 @@ def open_gguf(file: Path) -> Any:
 
 
 def check_architecture(config: Any, is_scoring: bool) -> None:
-    """Raises UserError for a model that is not written here, or that computes otherwise than llama.cpp does by its
-    architecture."""
+    """Raises NotWritten for a model that is not written here, UserError for one that computes otherwise than llama.cpp
+    does by its architecture."""
     kind, rope = config.model_type, rope_of(config)
-    if is_scoring or kind not in ARCHITECTURES:
-        what = "a model of scores" if is_scoring else kind
-        raise UserError(f"--to gguf: {what} is not written here (only {', '.join(ARCHITECTURES)}). {WAY_OUT}")
+    if is_scoring:
+        raise UserError(f"--to gguf: a model of scores is not written. {WAY_OUT}")
+    if kind not in ARCHITECTURES:
+        raise NotWritten(f"--to gguf: {kind} is not written here (only {', '.join(ARCHITECTURES)})")
     rope_type = rope.get("rope_type", "default")
     scaled = {"llama": "llama3", "gemma3_text": "linear", "ministral3": "yarn"}
-    rules = [(rope_type not in ("default", scaled.get(kind)), f"RoPE of type {rope_type} is not written here")]
+    if rope_type not in ("default", scaled.get(kind)):
+        raise NotWritten(f"--to gguf: RoPE of type {rope_type} is not written here")
+    rules = list[tuple[bool, str]]()
     if kind == "qwen3_moe":
         why = "llama.cpp normalizes the weights of qwen3_moe's experts, this model does not"
         rules.append((not config.norm_topk_prob, why))
@@ -108,17 +123,16 @@ def is_written(config: Any) -> bool:
 
 
 def context_length(config: Any) -> int:
-    """Returns the tokens of the longest text of a file: those of a window if llama.cpp has none for the architecture.
-    Up to there each token sees all before it either way."""
-    window = None if config.model_type in WINDOWS else getattr(config, "sliding_window", None)
-    if not window or not getattr(config, "use_sliding_window", True):
-        return config.max_position_embeddings
-    return min(window, config.max_position_embeddings)
+    """Returns the tokens of the longest text of a file: those of a window if llama.cpp has none for an architecture
+    that is written here. Up to there each token sees all before it either way."""
+    window = getattr(config, "sliding_window", None) if config.model_type in {*ARCHITECTURES} - {*WINDOWS} else None
+    longest = getattr(config, "max_position_embeddings", None) or _ANY_LENGTH
+    return min(window, longest) if window and getattr(config, "use_sliding_window", True) else longest
 
 
 def rope_of(config: Any) -> dict[str, Any]:
     """Returns the parameters of rotary embeddings, of layers without a window if they differ."""
-    parameters = config.rope_parameters or {}
+    parameters = getattr(config, "rope_parameters", None) or {}  # learned positions have none
     return parameters.get("full_attention", parameters)
 
 
@@ -224,6 +238,45 @@ def other_settings(config: Any, whole: Any, file: Path) -> list[str]:
         if their != our:
             problems.append(f"{file}: {key} is {their}, and {our} in the run")
     return problems
+
+
+# Settings of any architecture by llama.cpp's names, and where configs of transformers have them.
+_ANY: dict[str, tuple[str, ...]] = {
+    "embedding_length": ("hidden_size",),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
+    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
+    "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "expert_used_count": ("num_experts_per_tok", "num_experts_per_token"),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "rope.freq_base": ("rope_theta",),
+}
+
+
+def settings_of_another_tool(config: Any, file: Path) -> list[str]:
+    """Returns the settings of a file, of any architecture, that differ from a model's config: those that both have
+    under a name that is known here."""
+    fields = open_gguf(file).fields
+    ahead = f"{fields['general.architecture'].contents()}."
+    theirs = {key.removeprefix(ahead): one.contents() for key, one in fields.items() if key.startswith(ahead)}
+    heads = theirs.get("nextn_predict_layers", 0)
+    layers = theirs.get("block_count", 0) - heads
+    problems = []
+    if layers != config.num_hidden_layers:
+        problems.append(f"{file}: has {layers} layers, and {config.num_hidden_layers} in the run")
+    if "attention.kv_lora_rank" in theirs:  # latent attention: llama.cpp has one head of keys
+        theirs.pop("attention.head_count_kv", None)
+    for key, names in _ANY.items():
+        values = [getattr(config, name, None) for name in names if name != "rope_theta"]
+        values += [rope_of(config).get("rope_theta")] if "rope_theta" in names else []
+        our, their = next((one for one in values if one is not None), None), theirs.get(key)
+        if not isinstance(our, int | float) or not isinstance(their, int | float):
+            continue
+        if not math.isclose(our, their, rel_tol=1e-6):  # fp32 in the file
+            problems.append(f"{file}: {key} is {their}, and {our} in the run")
+    return problems[:3]
 
 
 def _taken(key: str, settings: dict[str, Any]) -> Any:

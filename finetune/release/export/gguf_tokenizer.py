@@ -21,21 +21,21 @@ from transformers import AutoTokenizer, GenerationConfig
 from finetune.errors import UserError
 from finetune.models.remote_code import load_auto
 from finetune.models.tokenizer import read_tokenizer
-from finetune.release.export.gguf_settings import UNKNOWN, WAY_OUT, open_gguf, package
+from finetune.release.export.gguf_settings import ARCHITECTURES, UNKNOWN, WAY_OUT, NotWritten, open_gguf, package
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
-    """Add tokens, merges or scores, the template and the ids of special tokens. Raises UserError if llama.cpp would
-    split text otherwise."""
+    """Add tokens, merges or scores, the template and the ids of special tokens. Raises NotWritten if llama.cpp may
+    split text otherwise, UserError if it does."""
     tokenizer: Any = read_tokenizer(folder)
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model, kinds = content["model"], gguf.TokenType
     split, prefix = split_name(content), sentencepiece_prefix(content)
     if split is None and prefix is None:
         what = f"{folder}'s tokenizer" + (f", of type {model['type']}," if model["type"] != "BPE" else "")
-        raise UserError(f"--to gguf: llama.cpp may not split text as {what} does. {WAY_OUT}")
+        raise NotWritten(f"--to gguf: llama.cpp may not split text as {what} does")
     tokens = {index: token for token, index in tokenizer.get_vocab().items()}
     added = {one["id"]: one for one in content["added_tokens"]}
     texts = [tokens.get(index, f"[PAD{index}]") for index in range(max(rows, max(tokens) + 1))]
@@ -161,16 +161,31 @@ def split_name(content: dict[str, Any]) -> str | None:
 
 # --- read back
 
+_BY_NAME = ("phi3", "gemma")  # further architectures whose SentencePiece transformers reads by a way of its own
+_KEYS = ("tokenizer.ggml.pre", "tokenizer.ggml.model")
 
-def gguf_tokenizer(file: Path) -> Any:
-    """Returns the tokenizer of a GGUF file, which splits text as llama.cpp does by the name in the file."""
+
+def gguf_tokenizer(file: Path, own: Any = None) -> Any:
+    """Returns the tokenizer of a GGUF file, which splits text as llama.cpp does by the name in the file. own: the
+    run's, whose split is taken for names that transformers does not know: llama.cpp's converter chose them by its ids
+    of a long text."""
     with _readable(file) as readable:
         tokenizer: Any = load_auto(AutoTokenizer, readable.parent, gguf_file=readable.name)
-    name = open_gguf(file).fields.get("tokenizer.ggml.pre")
-    if name is not None and name.contents() == "smollm":
+    fields = open_gguf(file).fields
+    name, kind = (fields[key].contents() if key in fields else None for key in _KEYS)
+    if name == "smollm":
         digits, of_gpt2 = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, of_gpt2])
+    elif kind == "gpt2" and own is not None and name not in _known_splits():
+        tokenizer.backend_tokenizer.pre_tokenizer = own.backend_tokenizer.pre_tokenizer
+        tokenizer.backend_tokenizer.normalizer = own.backend_tokenizer.normalizer
     return tokenizer
+
+
+def _known_splits() -> set[str]:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    return {"gpt-2", *GGUF_PRE_TOKENIZER_SPLITS}
 
 
 def other_tokens(settings: Path, file: Path) -> list[str]:
@@ -194,11 +209,11 @@ def other_tokens(settings: Path, file: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[Path]:
-    """Yields a file that transformers reads a tokenizer from: for an architecture that it does not know, one without
+    """Yields a file that transformers reads a tokenizer from: for an architecture that it may not know, one without
     tensors under Llama's name."""
     gguf, arch = package(), "general.architecture"
-    fields = gguf.GGUFReader(path).fields
-    if (own := fields[arch].contents()) not in UNKNOWN:
+    fields = open_gguf(path).fields
+    if (own := fields[arch].contents()) in {*ARCHITECTURES.values(), *_BY_NAME} - {*UNKNOWN}:
         yield path
         return
     with tempfile.TemporaryDirectory() as folder:

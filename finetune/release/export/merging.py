@@ -15,7 +15,8 @@ to the files' layout, and added to the values of the files.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -203,18 +204,42 @@ def read_lora(folder: Path) -> Any:
     return config
 
 
+_MISSING = "Found missing adapter keys while loading the checkpoint: "  # peft's
+
+
 class FittingAdapter(contextlib.AbstractContextManager[None]):
-    """Turns the errors of peft for an adapter that does not fit its base, or whose files differ, into a UserError."""
+    """Turns the errors of peft for an adapter that does not fit its base, or whose files differ, into a UserError; also
+    its warning of missing keys, with which it computes as if these were not trained."""
 
     def __init__(self, folder: Path):
-        self._folder = folder
+        self._folder, self._warnings = folder, warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        self._warnings.__enter__()
+        warnings.filterwarnings("error", _MISSING, UserWarning)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._warnings.__exit__(None, None, None)
+        if isinstance(error, UserWarning) and str(error).startswith(_MISSING):
+            raise _unfit(self._folder, str(error).removeprefix(_MISSING)) from error
         if isinstance(error, _REFUSED) or (isinstance(error, RuntimeError) and "size mismatch" in str(error)):
             raise UserError(
                 f"{self._folder}: the adapter does not fit its settings or its base: {short(error)}. Fix: restore its "
                 "files"
             ) from error
+
+
+def check_names(folder: Path, missing: Sequence[str]) -> None:
+    """Raises UserError if peft found no values for tensors of an adapter. missing: their names."""
+    if missing:
+        raise _unfit(folder, str(list(missing)))
+
+
+def _unfit(folder: Path, missing: str) -> UserError:
+    return UserError(
+        f"{folder}: tensors of the adapter have other names than its base gives them: {missing[:120]}... are missing. "
+        "Fix: restore its files, or name the base that it was trained on"
+    )
 
 
 def check_shapes(trained: Trained, adapted: Any, base: str | None) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
@@ -41,15 +42,17 @@ from finetune.models.score_model import labelled
 from finetune.models.tokenizer import read_tokenizer
 from finetune.release.export.eight_bits import other_layers, settings_of
 from finetune.release.export.figures import AS_BASE, SECTION, THRESHOLDS, WHOLE_BYTES, Figures, card_section
-from finetune.release.export.formats import EIGHT_BITS, FLOATS, GGUF_TYPES
-from finetune.release.export.gguf_file import gguf_of, modelfile
+from finetune.release.export.formats import EIGHT_BITS, FLOATS, GGUF_TYPES, LLAMA_TYPES
+from finetune.release.export.gguf_export import modelfile, why_not_here
+from finetune.release.export.gguf_file import gguf_of, places_in
+from finetune.release.export.gguf_places import Places
 from finetune.release.export.gguf_settings import (
     context_length,
     is_written,
     open_gguf,
     other_settings,
     package,
-    rope_of,
+    settings_of_another_tool,
 )
 from finetune.release.export.gguf_tokenizer import add_tokenizer, gguf_tokenizer, other_tokens
 from finetune.release.export.hf_folder import COPIED, METADATA, PROGRESS, describe, settings_files
@@ -73,6 +76,7 @@ from finetune.utils import write_atomically
 
 ROWS = 32
 VERIFY = "verify.json"
+_MATRIX = re.compile(r"blk\.\d+\.(attn_q|attn_qkv|attn_output|ffn_down|ffn_up)\.weight")
 _ALWAYS = {"README.md", METADATA, VERIFY}
 # Keys that do not change how a model or a tokenizer acts.
 _INERT = {"transformers_version", "_name_or_path", "name_or_path", "_from_model_config", "is_local", "local_files_only"}
@@ -80,8 +84,6 @@ _INERT = {"transformers_version", "_name_or_path", "name_or_path", "_from_model_
 _OF_BASE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "vocab_size")
 # Keys that do not decide how a model computes, or that are compared by themselves.
 _NOT_COMPUTING = _INERT | {*_OF_BASE, "dtype", "torch_dtype", "use_cache", "architectures", "quantization_config"}
-# Settings that transformers reads from a GGUF file; the others it takes from the class.
-_IN_GGUF = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
 
 
 def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | None = None) -> Figures:
@@ -95,7 +97,8 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
     else:
         figures = Figures(*export_format(export))
         written = StreamedModel(trained, None, base, is_exact=figures.format in AS_BASE)
-        with _settings_of(export) as settings:
+        places = None
+        with _settings_of(export, trained.settings) as settings:
             examples = held_out_examples(recipe, trained.settings, rows, base)
             if gguf_of(export) is not None and recipe.data.image is not None:
                 examples = [drop_images(example) for example in examples]
@@ -111,13 +114,18 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
                 compare_tokens(figures, recipe, trained.settings, settings, examples, rows)
             config = compare_settings(figures, trained, base, export)
             compare_files(figures, trained, written, export)
-            compare_tensors(figures, trained, written, export)
+            if (file := gguf_of(export)) is not None:
+                places = places_in(written, file)
+                figures.types = ", ".join(f"{n} {kind}" for kind, n in _types_in(file).most_common())
+            compare_tensors(figures, trained, written, export, places)
             if figures.format in AS_BASE:
                 compare_codes(figures, written, export)
             if is_quantized(export) and (problem := other_layers(export, written.model)):
                 figures.problems.append(problem)
             if 4 * sum(one.numel() for one in written.shapes.values()) <= WHOLE_BYTES:
-                _compare_models(figures, written, base, export, settings, examples, config)
+                _compare_models(figures, written, base, export, settings, examples, config, places)
+            if places is not None:
+                _judge_places(figures, places)
         figures.judge()
     about = {"against": {"step": trained.step, **trained.identity()}, **figures.as_dict()}
     about["thresholds"] = asdict(THRESHOLDS[figures.format])
@@ -136,6 +144,7 @@ def _compare_models(
     settings: Path,
     examples: list[Example],
     config: Any,
+    places: Places | None,
 ) -> None:
     """Compare the answers of two models, each loaded whole: the run's by peft, the export as anyone loads it."""
     trained, is_gguf = written.trained, gguf_of(export) is not None
@@ -156,8 +165,24 @@ def _compare_models(
         gc.collect()  # models refer to themselves: two of them are never in memory
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps the memory of tensors below 32 MB
             trim(0)
-        if (model := load_export(export, figures, config, written)) is not None:
+        if (model := load_export(export, figures, config, written, places)) is not None:
             run.compare(model, end_tokens(settings), figures)
+
+
+def _types_in(file: Path) -> Counter[str]:
+    return Counter(tensor.tensor_type.name for tensor in open_gguf(file).tensors)
+
+
+def _judge_places(figures: Figures, places: Places) -> None:
+    """Say what could not be compared of another tool's file; a problem if its answers were not compared either."""
+    if not (names := [*places.unplaced, *places.extra]):
+        return
+    figures.uncompared = f"{len(names):,} ({names[0]}, ...)"
+    if figures.kl_mean is None:
+        figures.problems.append(
+            f"{names[0]}: its place or layout in the file is not known here ({len(names):,} tensors in all), and no "
+            "answers were compared: ask llama-server by `verify --url`, and export with --no-verify"
+        )
 
 
 def find_against(run_dir: Path, export: Path, step: str | None) -> Trained:
@@ -179,15 +204,22 @@ def export_format(export: Path) -> tuple[str, str]:
     """Returns the type of an export's weights, and of its tensors that are not in eight bits: by export.json, or by the
     files themselves if it has none. Raises UserError for a folder that is no export."""
     if (file := gguf_of(export)) is not None:
-        kind = next((t.tensor_type.name for t in open_gguf(file).tensors if "attn_q.weight" in t.name), None)
+        gguf, reader = package(), open_gguf(file)
+        if "general.file_type" in reader.fields:
+            stated = gguf.LlamaFileType(int(reader.fields["general.file_type"].contents())).name
+            if (named := stated.removeprefix("MOSTLY_").lower()) in LLAMA_TYPES:
+                return named, "float32"
+        matrices = (t.tensor_type.name for t in reader.tensors if _MATRIX.search(t.name))
+        kind = next(matrices, None)
         if kind is None:
             raise UserError(
-                f"{file}: no language model's weights here (no attn_q.weight). Fix: give the file that has them"
+                f"{file}: no language model's weights here (no {_MATRIX.pattern}). Fix: give the file that has them"
             )
         name = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(kind, kind.lower())
         if name not in THRESHOLDS:
             raise UserError(
-                f"{file}: weights of type {kind} have no threshold here. Fix: compare one of {', '.join(GGUF_TYPES)}"
+                f"{file}: weights of type {kind} have no threshold here. Fix: compare one of "
+                f"{', '.join((*GGUF_TYPES, *LLAMA_TYPES))}"
             )
         return name, "float32"
     if not (export / "config.json").is_file():
@@ -216,13 +248,14 @@ def export_format(export: Path) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _settings_of(export: Path) -> Iterator[Path]:
-    """Yields the folder with an export's tokenizer and generation config; those of a GGUF file are read from it."""
+def _settings_of(export: Path, own: Path) -> Iterator[Path]:
+    """Yields the folder with an export's tokenizer and generation config; those of a GGUF file are read from it. own:
+    the run's."""
     if (file := gguf_of(export)) is None:
         yield export
         return
     with tempfile.TemporaryDirectory() as folder:
-        gguf_tokenizer(file).save_pretrained(folder)
+        gguf_tokenizer(file, read_tokenizer(own)).save_pretrained(folder)
         fields = open_gguf(file).fields
         keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
         ends = [int(fields[key].contents()) for key in keys if key in fields]
@@ -247,7 +280,10 @@ def compare_files(figures: Figures, trained: Trained, written: StreamedModel, ex
         figures.problems += other_keys(METADATA, ours, theirs, {"versions", "dtype", "quantised"})
     if (file := gguf_of(export)) is not None:
         allowed = {file.name, "Modelfile"}
-        if about.is_file():
+        stated = read_object(about).get("dtype") if about.is_file() else figures.format
+        if figures.format in LLAMA_TYPES and stated != figures.format:
+            figures.problems.append(f"{file.name}: says that it is {figures.format}, and {METADATA} {stated}")
+        if about.is_file() and why_not_here(written) is None:  # else llama.cpp's converter wrote the tokenizer
             gguf, fields = package(), open_gguf(file).fields
             writer = gguf.GGUFWriter(None, "llama")
             add_tokenizer(writer, gguf, trained.settings, len(fields["tokenizer.ggml.tokens"].data))
@@ -435,12 +471,7 @@ def compare_settings(figures: Figures, trained: Trained, base: str | None, expor
             whole = base_config(model) if model.config is None else None
             figures.problems += other_settings(config, whole, file)
         else:  # another tool wrote it
-            read = load_auto(AutoConfig, file.parent, gguf_file=file.name)
-            values = [{key: getattr(one, key, None) for key in _IN_GGUF} for one in (config, read)]
-            for one, found in zip((config, read), values, strict=True):
-                found["rope_theta"] = rope_of(one).get("rope_theta")
-                found["rms_norm_eps"] = found["rms_norm_eps"] and round(found["rms_norm_eps"], 9)  # fp32 in the file
-            figures.problems += other_keys(str(file), values[0], values[1])
+            figures.problems += settings_of_another_tool(config, file)
         figures.problems += other_tokens(trained.settings, file)
         compare_modelfile(figures, trained, export, file)
         return config

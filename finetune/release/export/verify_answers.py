@@ -51,6 +51,7 @@ from finetune.recipe.schema import HeldOut
 from finetune.release.export.figures import AS_BASE, Figures
 from finetune.release.export.formats import EIGHT_BITS
 from finetune.release.export.gguf_file import gguf_of, other_tensors
+from finetune.release.export.gguf_places import Places
 from finetune.release.export.gguf_settings import UNREAD, is_written, open_gguf
 from finetune.release.export.loading import class_of_result, load_trained
 from finetune.release.export.streamed import StreamedModel, auto_class, base_model
@@ -117,6 +118,16 @@ def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int, name: str | No
         held_out = build_dataset(recipe, sources, renderer, opened=opened)
     assert held_out is not None
     return [held_out.examples[i] for i in range(min(rows, len(held_out.examples)))]
+
+
+def training_texts(recipe: Recipe, tokenizer: Path, rows: int, name: str | None = None) -> tuple[list[str], int]:
+    """Returns the first rows of `data.train` as texts with their special tokens, and the number of their tokens. name:
+    see `replace_settings`. Raises UserError."""
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"eval": ()})})
+    examples = [drop_images(one) for one in held_out_examples(recipe, tokenizer, rows, name)]
+    reader: Any = load_auto(AutoTokenizer, tokenizer)
+    sequences = [one.input_ids for example in examples for one in example.sequences]
+    return [reader.decode(ids, skip_special_tokens=False) for ids in sequences], sum(map(len, sequences))
 
 
 def compare_tokens(
@@ -229,9 +240,11 @@ def load_reference(trained: Trained, base: str | None = None) -> Any:
     return model.float().eval()
 
 
-def load_export(export: Path, figures: Figures, config: Any, written: StreamedModel) -> Any | None:
+def load_export(
+    export: Path, figures: Figures, config: Any, written: StreamedModel, places: Places | None = None
+) -> Any | None:
     """Returns the export in fp32; None if transformers cannot load it. config: of a GGUF file's model, which states
-    only some of it; written: the run's tensors."""
+    only some of it; written: the run's tensors; places: of a GGUF file's tensors."""
     file, is_decoded, more = gguf_of(export), False, dict[str, Any]()
     if file is not None:
         config = copy.deepcopy(config)
@@ -241,6 +254,8 @@ def load_export(export: Path, figures: Figures, config: Any, written: StreamedMo
             is_decoded = config.model_type in UNREAD
             if is_decoded and others:
                 return None
+        elif places is not None and not places.unplaced:
+            is_decoded = True  # each tensor by its name: transformers reads few architectures
         # llama.cpp has no Mistral: without a window it is the same as Llama.
         config = as_llama(config) if config.model_type == "mistral" else config
         more = {"gguf_file": file.name, "config": config}
@@ -260,7 +275,7 @@ def load_export(export: Path, figures: Figures, config: Any, written: StreamedMo
     try:
         if is_decoded:  # here, as the format says; auto classes want a folder
             kind = type(written.text_part.text if file is not None and written.text_part else written.model)
-            state = {name: one.read() for name, one in stored_tensors(export, written).items()}
+            state = {name: one.read() for name, one in stored_tensors(export, written, places).items()}
             settings: dict[str, Any] = {"config": config, "state_dict": state, "trust_remote_code": False}
             model, report = kind.from_pretrained(None, dtype=torch.float32, output_loading_info=True, **settings)
         else:

@@ -30,7 +30,9 @@ from finetune.errors import UserError
 from finetune.models.checkpoint_files import tensor_names, unread_names
 from finetune.models.mtp import copies_in_result, is_of_head, places_of_head, renames
 from finetune.release.export.figures import Figures
+from finetune.release.export.gguf_codes import SHARES, Update, block_problem, update_problem
 from finetune.release.export.gguf_file import gguf_of, gguf_tensors
+from finetune.release.export.gguf_places import Places
 from finetune.release.export.hf_folder import METADATA
 from finetune.release.export.merging import Patch
 from finetune.release.export.stored_base import decoded_of, format_of_export
@@ -46,21 +48,22 @@ _UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**
 @dataclass(frozen=True)
 class Value:
     """What training made of a tensor. slack: by how much each row may be off, (.., 1); None: it is exact; dtype: the
-    type that the run itself has it in."""
+    type that the run itself has it in; base: what it was before, of an adapter's."""
 
     tensor: Tensor
     slack: Tensor | None
     dtype: torch.dtype
+    base: Tensor | None = None
 
 
-def stored_tensors(export: Path, written: StreamedModel) -> dict[str, Stored]:
+def stored_tensors(export: Path, written: StreamedModel, places: Places | None = None) -> dict[str, Stored]:
     """Returns the tensors of an export; of one in the format of its base what is packed there, which `compare_codes`
-    compares with it. Raises UserError if a file cannot be read, or contradicts itself."""
+    compares with it. places: of a GGUF file's. Raises UserError if a file cannot be read, or contradicts itself."""
     if gguf_of(export) is None and format_of_export(export) is not None and decoded_of(written) is not None:
         shapes = written.shapes
         return {name: Stored(partial(written.make, name), tuple(one.shape), one.dtype) for name, one in shapes.items()}
     if (file := gguf_of(export)) is not None:
-        return gguf_tensors(written, file)
+        return gguf_tensors(written, file, places)
     files, tensors = TensorFiles(sorted(export.glob("*.safetensors"))), dict[str, Stored]()
     coded = {name.removesuffix("_scale") for name in files.names() if name.endswith(".weight_scale")}
     for name in files.names():
@@ -120,9 +123,9 @@ class InMemory:
     def __contains__(self, name: str) -> bool:
         return name in self._first
 
-    def file_of(self, name: str) -> str:
-        """Returns the first tensor of the files that one in memory is made of."""
-        return self._groups[self._first[name]][0][0]
+    def files_of(self, name: str) -> list[str]:
+        """Returns the tensors of the files that one in memory, and others of its group, are made of."""
+        return [file for file, _ in self._groups[self._first[name]]]
 
     def names(self) -> list[str]:
         """Returns all tensors in memory; those of a group follow each other."""
@@ -149,10 +152,10 @@ class InMemory:
 
 
 class Expected:
-    """The value of each tensor after training, by its name in transformers' model."""
+    """The value of each tensor after training, by its name in transformers' model. keeps_base: also that before it."""
 
-    def __init__(self, trained: Trained, written: StreamedModel):
-        self._trained, self._written = trained, written
+    def __init__(self, trained: Trained, written: StreamedModel, keeps_base: bool = False):
+        self._trained, self._written, self._keeps_base = trained, written, keeps_base
         self.base = None
         if written.base is not None:
             files = written.base.files
@@ -180,8 +183,9 @@ class Expected:
             grown[: len(base)] = base
             grown[list(patch.rows)] = self._trained.read(patch.keys[0]).float()
             return Value(grown, None, base.dtype)
+        slack, before = _slack(base), base.clone() if self._keeps_base else None  # peft adds to fp32 in its place
         merged = self._merged(patch, base)
-        return Value(merged, torch.maximum(_slack(base), _slack(merged)), base.dtype)
+        return Value(merged, torch.maximum(slack, _slack(merged)), base.dtype, before)
 
     @torch.no_grad()
     def _merged(self, patch: Patch, base: Tensor) -> Tensor:
@@ -225,6 +229,8 @@ def difference(values: Tensor, value: Value, chain: list[torch.dtype], stored: S
     x, e, slack = values, value.tensor, value.slack
     if not e.is_floating_point() or e.ndim == 0:
         return None if torch.equal(x.to(e.dtype), e) else "is not the run's"
+    if stored.code in SHARES:
+        return block_problem(x, e, stored.code)
     chain = [dtype for dtype in chain if dtype in _UNITS]
     width = max(1, x.shape[-1])
     x, e = x.reshape(-1, width), e.reshape(-1, width)
@@ -267,19 +273,24 @@ def _outside_code(x: Tensor, e: Tensor, slack: Tensor, chain: list[torch.dtype],
 # --- all of them
 
 
-def compare_tensors(figures: Figures, trained: Trained, written: StreamedModel, export: Path) -> None:
-    """Compare every tensor of an export with what was trained. Raises UserError if a file cannot be read."""
+def compare_tensors(
+    figures: Figures, trained: Trained, written: StreamedModel, export: Path, places: Places | None = None
+) -> None:
+    """Compare every tensor of an export with what was trained. places: of a GGUF file's. Raises UserError if a file
+    cannot be read."""
     is_whole = (export / METADATA).is_file()  # else another tool may have left out what transformers does not load
     is_gguf = gguf_of(export) is not None
     dtype = getattr(torch, figures.dtype) if is_whole and not is_gguf else None  # None: not known
     part = written.text_part if is_gguf else None
     model, in_base = (part.text, part.in_base) if part is not None else (written.model, str)
-    stored, expected = stored_tensors(export, written), Expected(trained, written)
+    stored = stored_tensors(export, written, places)
+    expected = Expected(trained, written, any(one.code in SHARES for one in stored.values()))
     held = InMemory(model, {name: one.shape for name, one in stored.items()}, lambda name: stored[name].read())
-    problems, differing = list[str](), list[str]()
+    problems, differing, update = list[str](), list[str](), Update()
 
     def compare(name: str) -> None:  # a function, so that the tensors are gone before the next ones are read
-        own, file = in_base(name), stored[held.file_of(name)]
+        own, files = in_base(name), [stored[file] for file in held.files_of(name)]
+        file = max(files, key=lambda one: SHARES.get(one.code or "", (0.0,)))  # the coarsest
         values, value = held.load(name), expected.value(own)
         if value is None:
             problems.append(f"unexpected keys: {own}")
@@ -293,7 +304,11 @@ def compare_tensors(figures: Figures, trained: Trained, written: StreamedModel, 
             types = (str(one).removeprefix("torch.") for one in (file.dtype, dtype))
             problems.append("{}: is {}, and {} by what was exported".format(own, *types))
         chain = [value.dtype, file.dtype] if is_gguf else [file.dtype]  # GGUF rounds the run's own type
-        if (why := difference(values, value, chain, file)) is not None:
+        why = difference(values, value, chain, file)
+        if file.code in SHARES and value.base is not None:
+            lost = update_problem(values, value.tensor, value.base, update)
+            why = why or lost
+        if why is not None:
             differing.append(f"{own}: {why}")
 
     for name in held.names():
@@ -313,7 +328,9 @@ def compare_tensors(figures: Figures, trained: Trained, written: StreamedModel, 
         if (why := difference(file.read(), Value(tensor, None, tensor.dtype), [file.dtype], file)) is not None:
             differing.append(f"{name}: {why}")
     _compare_lists(figures, written, set() if is_gguf else set(stored), is_whole and not is_gguf, problems)
-    if missing := _missing(model, held, expected, in_base):
+    figures.update = update.share
+    unplaced = {*(places.unplaced if places is not None else ())}
+    if missing := [name for name in _missing(model, held, expected, in_base) if not unplaced]:
         figures.problems.append(f"missing keys: {', '.join(missing[:3])} ({len(missing)} in all)")
     figures.problems += problems[:3]
     if differing:

@@ -24,6 +24,7 @@ from finetune.checkpoints.trained import is_scoring
 from finetune.errors import UserError
 from finetune.models.remote_code import load_auto
 from finetune.release.export.loading import default_device, load_trained, model_folder
+from finetune.release.export.merging import FittingAdapter, check_names
 from finetune.release.inference.answering import Answerer, answerer_of
 from finetune.release.inference.http_api import build_app
 from finetune.release.local_server import ANY_ADDRESS, LOCAL_HOSTS
@@ -67,7 +68,9 @@ def load_served(runs: Sequence[tuple[str, Path]], device: str) -> dict[str, Answ
         key = (base or str(folder), len(tokenizer))
         if key in shared:
             model = shared[key]
-            model.load_adapter(str(folder), adapter_name=adapter)
+            with FittingAdapter(folder):
+                found = model.load_adapter(str(folder), adapter_name=adapter)
+            check_names(folder, found.missing_keys)
         else:
             # auto: over all accelerators if there are several.
             if device == "auto" and torch.accelerator.is_available() and torch.accelerator.device_count() > 1:

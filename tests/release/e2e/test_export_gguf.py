@@ -438,8 +438,8 @@ def test_a_run_is_exported_for_ollama_and_compared(made: Path, tmp_path: Path) -
     figures = json.loads((out / "verify.json").read_text())
     assert (figures["passed"], figures["format"]) == (True, "q8_0")
     assert 1e-9 < figures["kl_mean"] < 1e-2
-    with pytest.raises(UserError, match=r"--dtype q4_0: .*\. Fix: give one of f32, bf16, f16, q8_0"):
-        export_run(tmp_path / "lora", ExportOptions(to="gguf", dtype="q4_0"), quiet)
+    with pytest.raises(UserError, match=r"--dtype q4: .*\. Fix: give one of f32, bf16, f16, q8_0, q6_k"):
+        export_run(tmp_path / "lora", ExportOptions(to="gguf", dtype="q4"), quiet)
     # rows of q and k in transformers' order, and another end token, are caught
     options = ExportOptions(to="gguf", out=tmp_path / "f32", dtype="f32")
     export_run(tmp_path / "lora", options, quiet)
@@ -507,12 +507,16 @@ def test_a_run_of_mixtral_is_compared_by_its_tensors(made: Path, tmp_path: Path)
     ],
 )
 def test_what_is_not_written_is_refused_by_name(
-    tmp_path: Path, name: str, changes: dict[str, Any], fragment: str
+    tmp_path: Path, name: str, changes: dict[str, Any], fragment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the converter as the way out; not if llama.cpp computes otherwise: it would be written all the same."""
+    monkeypatch.delenv("LLAMA_CPP_DIR", raising=False)
+    monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError) as error:
         write_gguf(saved(tmp_path, name, changes), tmp_path / "out", "f32")
     assert fragment in str(error.value)
-    assert "convert_hf_to_gguf.py" in str(error.value)
+    is_converted = fragment.startswith(("--to gguf: granite", "RoPE"))
+    assert ("convert_hf_to_gguf.py is used then" in str(error.value)) == is_converted
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -534,5 +538,5 @@ def test_a_unigram_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     pieces = [("<unk>", 0.0), *((chr(i), -float(i)) for i in range(97, 123))]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(pieces, 0)), unk_token="<unk>")
     tokenizer.save_pretrained(folder)
-    with pytest.raises(UserError, match=r"tokenizer, of type Unigram, does\. Fix: try llama\.cpp's"):
+    with pytest.raises(UserError, match=r"tokenizer, of type Unigram, does\. Fix: give --llama-cpp DIR"):
         write_gguf(folder, tmp_path / "out", "f32")

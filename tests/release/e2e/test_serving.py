@@ -20,12 +20,20 @@ import pytest
 import serve_attack
 from conftest import finetune, run_script, serving
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from test_answering import ANSWERS, taught  # noqa: F401 (a fixture)
 from transformers import GenerationConfig
 
 from finetune.checkpoints.trained import find_trained
 from finetune.errors import RunFailure, UserError
-from finetune.release.export.commands import ExportOptions, export_run, tensor_parallel_size, unread_by_vllm
+from finetune.release.export.commands import (
+    ExportOptions,
+    export_run,
+    score_commands,
+    serve_commands,
+    tensor_parallel_size,
+    unread_by_vllm,
+)
 from finetune.release.inference.answering import answerer_of, answers, chat_with
 from finetune.release.inference.chat import chat_with_server
 from finetune.release.inference.live import Live, verify_url
@@ -259,6 +267,13 @@ def test_what_cannot_be_served(taught: Path, tmp_path: Path) -> None:  # noqa: F
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "/gone/base"}))
     with pytest.raises(UserError, match=r"the adapter's base '/gone/base' cannot be loaded: .*adapter_config.json"):
         load_served([("a", tmp_path)], "cpu")
+    other = Path(shutil.copytree(runs / "model", tmp_path / "unfit" / "model"))
+    named = load_file(other / "adapter_model.safetensors")
+    renamed = {name.replace(".model.layers.", ".language_model.layers."): one for name, one in named.items()}
+    save_file(renamed, other / "adapter_model.safetensors")
+    for first in ((), (("a", runs),)):  # alone, and beside one that fits: peft would answer as the base does
+        with pytest.raises(UserError, match="tensors of the adapter have other names than its base gives them"):
+            load_served([*first, ("b", tmp_path / "unfit")], "cpu")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen on"):
         serve([("a", runs)], "127.0.0.1", taken.getsockname()[1], "cpu")
 
@@ -282,6 +297,39 @@ def test_an_export_for_vllm_says_how_servers_are_started(taught: Path, tmp_path:
         export_run(run, ExportOptions("gguf", gpus=8), Console(quiet=True))
 
 
+@pytest.mark.parametrize(("kind", "more"), [("gpt_oss", ""), ("qwen3_moe", " --enable-mixed-moe-lora-format")])
+def test_adapters_on_experts_are_offered_as_vllm_reads_them(tmp_path: Path, kind: str, more: str) -> None:
+    """As peft writes them, if vLLM's class has the experts in one tensor; else by a format that it has to be told."""
+    settings = {"r": 4, "base_model_name_or_path": "base", "rank_pattern": {"gate_up_proj": 9}}
+    settings["target_parameters"] = ["gate_up_proj", "down_proj"]
+    (adapter := tmp_path / "run" / "model").mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    config = {"num_attention_heads": 8, "model_type": kind}
+    command = serve_commands(tmp_path, config, 1, adapter)["vLLM, the adapter next to its base"]
+    stated = {"name": "run", "path": str(adapter), "is_3d_lora_weight": True}
+    module = f"'{json.dumps(stated)}'" if more else f"run={adapter}"
+    assert command == f"vllm serve base --enable-lora --max-lora-rank 16 --lora-modules {module}{more}"
+
+
+def test_a_model_of_scores_is_served_with_its_head(tmp_path: Path) -> None:
+    (adapter := tmp_path / "run" / "model").mkdir(parents=True)
+    settings = {"r": 4, "base_model_name_or_path": "base", "modules_to_save": ["score"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    config, name = {"id2label": {"0": "a", "1": "b", "2": "c"}}, "vLLM, the adapter next to its base"
+    (base := tmp_path / "base").mkdir()
+    for architecture, expected in (
+        ("Qwen3ForCausalLM", "not: it does not read a head of scores next to a base that has none"),
+        (
+            "Qwen3ForSequenceClassification",
+            f"vllm serve base --enable-lora --max-lora-rank 8 --lora-modules run={adapter} --runner pooling "
+            "--max-lora-cls-labels 3",
+        ),
+    ):
+        (base / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        commands = score_commands(tmp_path / "out", config, adapter, base)
+        assert commands == {"vLLM": f"vllm serve {tmp_path / 'out'} --runner pooling", name: expected}
+
+
 @pytest.mark.parametrize(
     ("changed", "unread"),
     [
@@ -289,7 +337,13 @@ def test_an_export_for_vllm_says_how_servers_are_started(taught: Path, tmp_path:
         ({"use_rslora": True}, None),
         ({"use_dora": True}, "DoRA"),
         ({"modules_to_save": ["lm_head"]}, "modules trained in full"),
-        ({"alpha_pattern": {"q_proj": 4}}, "scales that differ by module"),
+        ({"modules_to_save": ["score"]}, "a head of scores next to a base that has none"),
+        ({"alpha_pattern": {"q_proj": 4}, "rank_pattern": {"q_proj": 16}}, None),
+        ({"rank_pattern": {"q_proj": 513}}, "a rank above 512"),
+        ({"target_parameters": ["gate_up_proj", "mlp.experts.down_proj"]}, None),
+        ({"target_parameters": ["down_proj"]}, "adapters on other tensors than both of the experts"),
+        ({"init_lora_weights": "pissa"}, "adapters that begin as pissa, which changes the base"),
+        ({"init_lora_weights": "orthogonal"}, None),
         ({"bias": "all"}, "trained biases"),
         ({"r": 600}, "a rank above 512"),
     ],

@@ -19,7 +19,7 @@ from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.release.export.eight_bits import settings_of
 from finetune.release.export.figures import Figures
-from finetune.release.export.gguf_file import modelfile
+from finetune.release.export.gguf_export import modelfile
 from finetune.release.export.verify import (
     compare_each,
     compare_modelfile,
