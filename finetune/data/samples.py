@@ -38,12 +38,12 @@ class Message:
     ] = ()  # {"type": "function", "id"?: ..., "function": {"name", "arguments"}}
     name: str | None = None  # of the tool that answers
     tool_call_id: str | None = None  # of the call that a tool answers
-    images: tuple[ImageReference, ...] = ()  # those that `IMAGE` stands for, in order
+    media: tuple[ImageReference, ...] = ()  # those that `IMAGE` stands for, in order
 
     @property
     def texts(self) -> list[str]:
         """Returns the texts before, between and after the images."""
-        return self.content.split(IMAGE) if self.images else [self.content]
+        return self.content.split(IMAGE) if self.media else [self.content]
 
 
 @dataclass(frozen=True)
@@ -132,13 +132,16 @@ class Image:
     end: int
 
 
+Medium = Image  # a file that tokens of a sequence stand for
+
+
 @dataclass(frozen=True)
 class Sequence:
     """Tokens that attention keeps apart from all others: a document, or one answer of a preference."""
 
     input_ids: NDArray[np.int32]  # (T,)
     loss_mask: NDArray[np.bool_]  # (T,) whether a token is trained; never the first, as no token predicts it
-    images: tuple[Image, ...] = ()  # in the order of their tokens
+    media: tuple[Medium, ...] = ()  # in the order of their tokens
 
     @property
     def num_targets(self) -> int:
@@ -187,7 +190,7 @@ def shared_prefix(sequences: Collection[Sequence]) -> int:
 
     1 5 6 7 8 2 and 1 5 6 9 2 -> 3      1 5 6 and 1 5 6 2 -> 2
     """
-    if len(sequences) != 2 or any(sequence.images for sequence in sequences):
+    if len(sequences) != 2 or any(sequence.media for sequence in sequences):
         return 0
     first, second = sequences
     most = min(len(first.input_ids), len(second.input_ids)) - 1

@@ -194,7 +194,7 @@ class CacheEntry:
         """Returns the path of each image, or the image itself if the row has it."""
         return [self._image_source(i) for i in range(len(self.image_numbers) // 6)]
 
-    def image_files(self) -> set[str]:
+    def media_files(self) -> set[str]:
         """Returns the paths of images that are files of their own."""
         return {source for source in self.image_list() if isinstance(source, str)}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from finetune.data.images.family_table import family_of
+from finetune.data.media.family_table import family_of
 from finetune.errors import UserError
 from finetune.models.base_config import base_config, depends_on_length, rope_types, without_weights
 from finetune.models.checkpoint_files import tensor_names

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from finetune.data.images.family_table import family_of
+from finetune.data.media.family_table import family_of
 from finetune.models.attention import DOCUMENTS
 from finetune.models.base_config import head_sizes, layer_configs
-from finetune.models.vision import image_modules, part_of, patches_in, patches_per_token
+from finetune.models.towers import part_of, patches_in, patches_per_token, tower_modules
 from finetune.models.wrapped import has_scores, output_head
 from finetune.utils import full_shape, unwrap_peft
 
@@ -145,7 +145,7 @@ class TowerFlops:
 
 def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
     """Returns the FLOPs of tower and projector. Modules created before the first trained weight have no backward."""
-    if not image_modules(model):
+    if not tower_modules(model):
         return None
     config, vision = model.config, model.config.vision_config
     family = family_of(config)
@@ -160,7 +160,7 @@ def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
                 place, weights = _position(full_name), float(np.prod(shape))
                 products.append(_Product(full_name, place, weights, parameter.requires_grad, False, after_trained))
             after_trained |= parameter.requires_grad
-    of_patches = [product for product in products if part_of(family, product.path) == "vision"]
+    of_patches = [product for product in products if part_of(family, product.path) == "tower"]
     layers_train = any(product.trained for product in of_patches)
     again = 2 * sum(_recomputed(of_patches)) if recomputes and layers_train else 0.0
     patch, token = (
@@ -202,9 +202,9 @@ def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> M
     high.
     """
     products = list(_products(model))
-    of_images = {id(p) for module in image_modules(model) for p in module.parameters()}  # not counted
+    of_media = {id(p) for module in tower_modules(model) for p in module.parameters()}  # not counted
     trained = [
-        _Position(-1, -1) if id(parameter) in of_images else _position(name)
+        _Position(-1, -1) if id(parameter) in of_media else _position(name)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
@@ -255,10 +255,10 @@ def _products(model: Any) -> Iterator[_Product]:
     output = output_head(model)
     path = next((path for path, candidate in model.named_modules() if candidate is output), "")
     head = re.sub(r"\.(base_layer|modules_to_save\..*|original_module)$", "", path)  # or that of its wrapper
-    of_images = {inner for module in image_modules(model) for inner in module.modules()}
+    of_media = {inner for module in tower_modules(model) for inner in module.modules()}
     config = model.config.get_text_config()
     for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) or module in of_images:
+        if isinstance(module, nn.Embedding) or module in of_media:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{path}.{name}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from finetune.data.images.family_table import family_of
+from finetune.data.media.family_table import family_of
 from finetune.models.base_config import rope_types
 
 VOCABULARY = 128

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils.quantization_config import Mxfp4Config
 
-from finetune.data.images.family_table import Family, family_of
+from finetune.data.media.family_table import Family, family_of
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
 from finetune.models.added_tokens import start_rows, train_rows
@@ -56,7 +56,7 @@ from finetune.models.packed_linear import (
 from finetune.models.patches import replace_class, set_attribute
 from finetune.models.remote_code import from_config
 from finetune.models.score_model import labelled, score_head, start_score_head
-from finetune.models.vision import attention_of_parts, freeze_parts, targets_in_parts
+from finetune.models.towers import attention_of_parts, freeze_parts, targets_in_parts
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Mode, Model, Quantization, Recipe, Tokens
 from finetune.utils import full_shape, pattern_of, unwrap_peft

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves  # as this function
 from transformers import PretrainedConfig
 
-from finetune.data.batch import Batch, ImagePlace
-from finetune.data.images.family_table import family_of
-from finetune.models.vision import image_tokens, patches_per_token, row_positions
+from finetune.data.batch import Batch, MediaPlace
+from finetune.data.media.family_table import family_of
+from finetune.models.towers import image_tokens, patches_per_token, row_positions
 from finetune.recipe.schema import Data
 
 _MARKS = 2  # tokens around an image
@@ -53,8 +53,8 @@ def with_pictures(
         return batch
     with fakes, KnownIntegers():
         pictures = family_of(config).pictures(config, cells)
-    places = tuple(ImagePlace(i, 0, 0) for i, of_document in enumerate(images) for _ in of_document)
-    batch = replace(batch, inputs={**batch.inputs, **pictures}, images=places)
+    places = tuple(MediaPlace(i, 0, 0) for i, of_document in enumerate(images) for _ in of_document)
+    batch = replace(batch, inputs={**batch.inputs, **pictures}, media=places)
     positions = row_positions(config)
     return positions(batch) if positions else batch
 

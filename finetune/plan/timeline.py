@@ -26,7 +26,7 @@ from transformers import PretrainedConfig
 from finetune.data.batch import collate
 from finetune.models.base_config import dtypes
 from finetune.models.casts import cast_once
-from finetune.models.vision import decoder_layers
+from finetune.models.towers import decoder_layers
 from finetune.plan.images import KnownIntegers, with_pictures
 from finetune.plan.meter import Meter, OperatorCounter, Work
 from finetune.plan.micro_batch import (

@@ -95,8 +95,14 @@ class Run(Section):
     push: HubPush | None = None  # to the hub, in the background; `org/name` is short for `{repo: org/name}`
 
 
-Part = Literal["language", "projector", "vision"]
-Parts = Annotated[tuple[Part, ...], BeforeValidator(list_to_tuple), Field(strict=False, min_length=1)]
+def _parts(value: Any) -> Any:
+    """Converts a list; `vision` is the name that `tower` had when all towers saw images."""
+    parts = list_to_tuple(value)
+    return tuple("tower" if part == "vision" else part for part in parts) if isinstance(parts, tuple) else parts
+
+
+Part = Literal["language", "projector", "tower"]
+Parts = Annotated[tuple[Part, ...], BeforeValidator(_parts), Field(strict=False, min_length=1)]
 
 
 class Model(Section):
@@ -131,8 +137,8 @@ class Model(Section):
     # end of the generation prompt, also in the result's template, and not trained.
     empty_thought: Literal["trained", "given"] = "trained"
     # Trained parts of a model that sees images: adapters in them, or all of their weights under `mode: full`.
-    # projector: turns the tower's output into tokens; vision: the tower. null: language, and without `data.image` the
-    # language model by itself.
+    # projector: turns the tower's output into tokens; tower: the encoder of images, also called vision. null: language,
+    # and without `data.image` the language model by itself.
     train: Parts | None = None
     trust_remote_code: bool = False  # runs Python code from the model's repository: only if you trust it
 

@@ -130,7 +130,7 @@ class RunLog:
             return
 
         def write() -> None:
-            from finetune.data.images.image_files import thumbnails
+            from finetune.data.media.image_files import thumbnails
 
             pictures: list[Path | None] = []  # of each row; the file is there if the same images were logged before
             for of_row in images if any(images) else ():

@@ -102,14 +102,14 @@ CASES = (
     Case("full images", IMAGES, model="smolvlm_sees", rows="pictures", on=SEES_IMAGES),
     Case(
         "full images tower",
-        (*IMAGES, "model.train=[language, projector, vision]", "train.activation_checkpointing=true"),
+        (*IMAGES, "model.train=[language, projector, tower]", "train.activation_checkpointing=true"),
         model="qwen2_5_vl_sees",
         rows="pictures",
         on=SEES_IMAGES,
     ),
     Case(  # of seven steps in ten without a picture, which leave tower and projector as they are
         "full images rare",
-        (*IMAGES, "data.packing=false", "optimizer.weight_decay=0.1", "model.train=[language, projector, vision]"),
+        (*IMAGES, "data.packing=false", "optimizer.weight_decay=0.1", "model.train=[language, projector, tower]"),
         model="smolvlm_sees",
         rows="rare_pictures",
         on=SEES_IMAGES,
@@ -118,7 +118,7 @@ CASES = (
     Case("lora images", (*LORA, *IMAGES, "optimizer.lr=1e-3"), "qwen3_vl_sees", rows="pictures", on=SEES_IMAGES),
     Case(
         "lora images tower",
-        (*LORA, *IMAGES, "optimizer.lr=1e-3", "model.train=[language, projector, vision]"),
+        (*LORA, *IMAGES, "optimizer.lr=1e-3", "model.train=[language, projector, tower]"),
         model="mistral3_sees",
         rows="pictures",
         on=SEES_IMAGES,
@@ -126,14 +126,14 @@ CASES = (
     # The language model is packed; tower and projector are not, and get adapters, too.
     Case(
         "qlora images",
-        (*QLORA, *IMAGES, "model.train=[language, projector, vision]"),
+        (*QLORA, *IMAGES, "model.train=[language, projector, tower]"),
         model="smolvlm_sees",
         rows="pictures",
         on=SEES_IMAGES,
     ),
     Case(
         "full images bf16",
-        (*IMAGES, "train.precision=bf16", "model.train=[language, projector, vision]"),
+        (*IMAGES, "train.precision=bf16", "model.train=[language, projector, tower]"),
         "qwen3_vl_sees",
         None,
         BF16_LOSS_RELATIVE,
@@ -150,14 +150,14 @@ CASES = (
     ),
     Case(  # one more pass over each step, of which some ranks have no images
         "full images kto",
-        (*IMAGES, *PAIRS, "data.max_length=192", "objective.name=kto", "model.train=[language, projector, vision]"),
+        (*IMAGES, *PAIRS, "data.max_length=192", "objective.name=kto", "model.train=[language, projector, tower]"),
         model="smolvlm_sees",
         rows="picture_pairs",
         on=SEES_IMAGES,
     ),
     Case(
         "full images distill",
-        (*IMAGES, *DISTILL, "objective.top_k=8", "model.train=[language, projector, vision]"),
+        (*IMAGES, *DISTILL, "objective.top_k=8", "model.train=[language, projector, tower]"),
         model="qwen2_5_vl_sees",
         teacher="qwen2_5_vl_teacher",
         rows="pictures",

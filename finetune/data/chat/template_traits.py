@@ -104,7 +104,7 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
 def _as_dict(message: Message, form: CallForm) -> dict[str, Any]:
     """Returns a message as chat templates see it; keys without a value are absent."""
     as_dict: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.images:  # which image is meant, templates need not know
+    if message.media:  # which image is meant, templates need not know
         as_dict["content"] = []
         for i, text in enumerate(message.texts):
             as_dict["content"] += [{"type": "image"}] * (i > 0) + [{"type": "text", "text": text}] * bool(text)

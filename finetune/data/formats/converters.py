@@ -424,19 +424,19 @@ def _with_images(
         return sample
     conversation, marked = _as_conversation(sample), []
     for i, message in enumerate(conversation.messages):
-        if not message.images and (count := message.content.count(MARK)):
+        if not message.media and (count := message.content.count(MARK)):
             if IMAGE in message.content:
                 raise BadRow(f"message {i} has the character U+FFFC, which stands for an image here: take it out")
-            message = replace(message, content=message.content.replace(MARK, IMAGE), images=(None,) * count)
+            message = replace(message, content=message.content.replace(MARK, IMAGE), media=(None,) * count)
         marked.append(message)
-    places = sum(message.images.count(None) for message in marked)
+    places = sum(message.media.count(None) for message in marked)
     if not places and not must_fit:
         return conversation
     if places != len(images):
         raise BadRow(f"the row has {len(images)} images, but its messages {places} places for them ({MARK})")
     unused = iter(images)
     filled = (
-        replace(message, images=tuple(next(unused) if one is None else one for one in message.images))
+        replace(message, media=tuple(next(unused) if one is None else one for one in message.media))
         for message in marked
     )
     return replace(conversation, messages=tuple(filled))

@@ -123,7 +123,7 @@ def read_turn(value: Any, where: str) -> Message:
     if item["from"] in CALLING:
         return Message(role, "", train=train, tool_calls=read_turn_calls(item["value"], f"{where}.value"), name=name)
     content, images = _content(item["value"], role, f"{where}.value")
-    return Message(role, content, train=train, name=name, images=images)
+    return Message(role, content, train=train, name=name, media=images)
 
 
 def read_messages(value: Any, where: str, read: Callable[[Any, str], Message] = read_message) -> list[Message]:

@@ -190,7 +190,7 @@ def _data_lines(options: NewOptions, rows: RowsFound, lengths: ExampleLengths, f
         held_out,
         f"  max_length: {fit.max_length}  # tokens; examples have {about}{median:,} (median), {most}"
         + ("; TODO: `check` counts them" if lengths.is_estimate else ""),
-        *(["  image: {}  # the rows have images; `max_pixels` limits the tokens of one"] if rows.has_images else []),
+        *(["  image: {}  # the rows have images; `max_pixels` limits the tokens of one"] if rows.has_media else []),
         *bad,
     ]
     share = f"{fit.overlong / len(lengths.examples):.1%} of the examples are longer"

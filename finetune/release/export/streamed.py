@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import INDEX, DiskLayout, TensorFiles
-from finetune.data.images.family_table import family_of
+from finetune.data.media.family_table import family_of
 from finetune.data.sources.hub import offline_without_hub
 from finetune.errors import UserError
 from finetune.models.base_checkpoint import base_checkpoint
@@ -37,7 +37,7 @@ from finetune.models.config import model_config
 from finetune.models.damage import read_object, weight_map
 from finetune.models.score_model import labelled
 from finetune.models.text_part import TextPart, text_part_of
-from finetune.models.vision import targets_in_parts
+from finetune.models.towers import targets_in_parts
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Model
 from finetune.release.export.merging import FittingAdapter, Patch, adapter_patches, check_shapes, read_lora

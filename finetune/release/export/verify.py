@@ -142,10 +142,10 @@ def _compare_models(
             run = ScoreReference.of(model, read_tokenizer(settings).pad_token_id, examples, figures)
         else:
             recipe, pictures = replace_settings(trained.recipe, trained.settings, base), None
-            if not is_gguf and (seen := Base(recipe.model, image=recipe.data.image).images) is not None:
-                from finetune.data.images.pixels import pixel_reader
+            if not is_gguf and (seen := Base(recipe.model, image=recipe.data.image).media) is not None:
+                from finetune.data.media.feature_reader import feature_reader
 
-                pictures = pixel_reader(seen.family, seen.rules.threads).plain_inputs
+                pictures = feature_reader(seen.family, seen.rules.threads).plain_inputs
             context = context_length(config) if is_gguf else None
             run = AnswerReference.of(model, pictures, end_tokens(trained.settings), examples, figures, context)
         del model

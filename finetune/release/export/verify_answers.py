@@ -30,8 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from finetune.checkpoints.trained import Trained
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import build_dataset, build_held_out, until_end
-from finetune.data.images.family_table import family_of
-from finetune.data.samples import Example, Image
+from finetune.data.media.family_table import family_of
+from finetune.data.samples import Example, Medium
 from finetune.data.samples import Sequence as Document
 from finetune.data.sources.source import SourceReader
 from finetune.errors import UserError
@@ -41,7 +41,7 @@ from finetune.models.base_model import Base
 from finetune.models.checkpoint_files import renamed
 from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
-from finetune.models.vision import targets_in_parts
+from finetune.models.towers import targets_in_parts
 from finetune.models.weights import add_adapters
 from finetune.models.wrapped import output_head
 from finetune.recipe import Recipe
@@ -58,7 +58,7 @@ from finetune.utils import unwrap_peft
 _KEPT_BYTES = 2**28  # of the run's log-probabilities, fp32
 _GREEDY_ROWS, _GREEDY_TOKENS = 4, 24
 # Images, ids (1, T) -> inputs of a forward; None without images.
-Pictures = Callable[[Sequence[Image], Tensor], dict[str, Tensor]] | None
+Pictures = Callable[[Sequence[Medium], Tensor], dict[str, Tensor]] | None
 _LOADERS = (
     "transformers.modeling_utils",
     "transformers.loading_report",
@@ -172,7 +172,7 @@ def drop_images(example: Example) -> Example:
 
     def text(one: Document) -> Document:
         kept = np.ones(len(one.input_ids), np.bool_)
-        for image in one.images:
+        for image in one.media:
             kept[image.begin : image.end] = False
         return Document(one.input_ids[kept], one.loss_mask[kept])
 
@@ -303,11 +303,11 @@ class _Sequence(NamedTuple):
 
     ids: Tensor  # (T,)
     mask: Tensor  # (T,)
-    images: tuple[Image, ...]
+    media: tuple[Medium, ...]
 
     def inputs(self, pictures: Pictures, device: torch.device) -> dict[str, Tensor]:
         """Returns the inputs of a forward."""
-        inputs = {"input_ids": self.ids[None], **(pictures(self.images, self.ids[None]) if pictures else {})}
+        inputs = {"input_ids": self.ids[None], **(pictures(self.media, self.ids[None]) if pictures else {})}
         return {name: value.to(device) for name, value in inputs.items()}
 
 
@@ -340,7 +340,7 @@ class AnswerReference:
             if room <= 0:
                 break
             ids, mask = torch.from_numpy(one.input_ids[cut].astype("int64")), torch.from_numpy(one.loss_mask[cut])
-            sequence = _Sequence(ids, mask, one.images)
+            sequence = _Sequence(ids, mask, one.media)
             ours = _log_probs(model, sequence, pictures)
             if adapted:
                 with model.disable_adapter():

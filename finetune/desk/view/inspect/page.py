@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as TokenSequence
-from finetune.data.token_text import image_note, left_out_note, shortened, tokens_of
+from finetune.data.token_text import left_out_note, media_note, shortened, tokens_of
 from finetune.data.visible_text import Token, visible
 from finetune.desk.view.inspect.dataset_view import (
     LOSSES,
@@ -175,7 +175,7 @@ def _page_example(view: DatasetView, example: Example, full: bool) -> dict[str, 
     shared, sequences = example.shared_tokens, []
     for sequence, name in zip(example.sequences, names, strict=True):
         tokens, note, tail = tokens_of(sequence, view.renderer.tokenizer), "", Markup()
-        if sequence.images:
+        if sequence.media:
             begin = with_pictures(tokens, sequence)
         else:
             (first, last), left_out = shortened(tokens, None if full else SHOWN_TOKENS)
@@ -189,13 +189,13 @@ def _page_example(view: DatasetView, example: Example, full: bool) -> dict[str, 
 
 def with_pictures(tokens: Sequence[Token], sequence: TokenSequence) -> Markup:
     """Returns the text of a sequence with its pictures at their tokens, small and inline."""
-    if not sequence.images:
+    if not sequence.media:
         return tokens_html(tokens)
-    from finetune.data.images.image_files import BROKEN, thumbnails
+    from finetune.data.media.image_files import BROKEN, thumbnails
 
     pieces, last = [], 0
-    for number, image in enumerate(sequence.images, start=1):
-        note = image_note(image, number)
+    for number, image in enumerate(sequence.media, start=1):
+        note = media_note(image, number)
         try:
             source = base64.b64encode(thumbnails([image.source])).decode()
             picture = Markup('<img src="data:image/png;base64,{}" alt="{}" title="{}">').format(source, note, note)

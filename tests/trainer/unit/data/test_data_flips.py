@@ -16,8 +16,8 @@ from finetune.data import predictions as predictions_module
 from finetune.data import token_cache
 from finetune.data.checksums import Damaged, sealed, unsealed
 from finetune.data.dataset import build_training
-from finetune.data.images import image_files
-from finetune.data.images.image_files import decode
+from finetune.data.media import image_files
+from finetune.data.media.image_files import decode
 from finetune.data.predictions import PredictionsWriter, find_or_write, load_predictions, open_predictions
 from finetune.data.samples import Example, Image, Sequence
 from finetune.data.sources import files
@@ -62,7 +62,7 @@ def fill(writer: EntryWriter) -> None:
 
 
 def plain(example: Example) -> Any:
-    sequences = [(one.input_ids.tolist(), one.loss_mask.tolist(), one.images) for one in example.sequences]
+    sequences = [(one.input_ids.tolist(), one.loss_mask.tolist(), one.media) for one in example.sequences]
     return example.path, example.row, sequences, dict(example.columns)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.data.chat.template import Span
-from finetune.data.images.families import ImageFamily
-from finetune.data.images.image_files import StoredImage, find_image
+from finetune.data.media.families import MediaFamily
+from finetune.data.media.image_files import StoredImage, find_image
 from finetune.data.samples import BadRow, Image, ImageReference
 from finetune.errors import UserError
 from finetune.recipe.schema import Images
@@ -20,10 +20,10 @@ Counted = tuple[StoredImage, int]  # an image and the tokens of it that the mode
 
 
 @dataclass(frozen=True)
-class RowImages:
+class RowMedia:
     """Image settings of the model, and the folders that image files may be in."""
 
-    family: ImageFamily
+    family: MediaFamily
     rules: Images
 
     def expand(

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from finetune.data.images.families import ImageFamily, Pixels
-from finetune.data.images.image_files import BROKEN, decode
+from finetune.data.media.families import Features, MediaFamily
+from finetune.data.media.image_files import BROKEN, decode
 from finetune.data.samples import Image
 from finetune.errors import UserError
 
 
 @dataclass(frozen=True)
-class PixelReader:
-    """Builds the image inputs of a forward for a row, see `batch.ImageInputs`."""
+class FeatureReader:
+    """Builds the image inputs of a forward for a row, see `batch.MediaInputs`."""
 
-    family: ImageFamily
+    family: MediaFamily
     pool: ThreadPoolExecutor
 
     def __call__(self, images: Sequence[Image], input_ids: Tensor) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ class PixelReader:
             inputs["mm_token_type_ids"] = (input_ids == self.family.token_id).int()
         return inputs
 
-    def read(self, image: Image) -> Pixels:
+    def read(self, image: Image) -> Features:
         name = image.source if isinstance(image.source, str) else "an image in the data"
         try:
             decoded = decode(image.source)
@@ -58,5 +58,5 @@ class PixelReader:
         return self.family.call(decoded)
 
 
-def pixel_reader(family: ImageFamily, threads: int) -> PixelReader:
-    return PixelReader(family, ThreadPoolExecutor(threads, "images"))
+def feature_reader(family: MediaFamily, threads: int) -> FeatureReader:
+    return FeatureReader(family, ThreadPoolExecutor(threads, "images"))

@@ -3,9 +3,9 @@
     part        of SmolVLM             of Qwen2.5-VL and Qwen3-VL                       of Gemma 3 and Mistral 3
     language    text_model, lm_head    language_model, lm_head                          language_model, lm_head
     projector   connector              visual.merger, visual.deepstack_merger_list      multi_modal_projector
-    vision      vision_model           the rest of visual                               vision_tower
+    tower       vision_model           the rest of visual                               vision_tower
 
-The model is transformers' own class with its own forward; its family is a row of data/images/family_table.py.
+The model is transformers' own class with its own forward; its family is a row of data/media/family_table.py.
 
 Letters: T tokens of the flat row, N images, P patches, D hidden size.
 """
@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from finetune.data.batch import Batch
-from finetune.data.images.family_table import FAMILIES, Family, family_of
+from finetune.data.media.family_table import FAMILIES, Family, family_of
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import check_names_kept
 from finetune.models.lora_targets import AdapterTargets, find_targets
@@ -33,7 +33,7 @@ from finetune.models.patches import set_attribute
 from finetune.recipe.schema import Lora
 from finetune.utils import full_shape, unwrap_peft
 
-PARTS = ("language", "projector", "vision")
+PARTS = ("language", "projector", "tower")
 
 
 def image_tokens(config: Any, cells: Sequence[int]) -> list[int]:
@@ -83,7 +83,7 @@ def part_of(family: Family, name: str) -> str:
     inside = name.removeprefix("model.")
     if any(_is_in(inside, path) for path in family.projector):
         return "projector"
-    return "vision" if _is_in(inside, family.tower) else "language"
+    return "tower" if _is_in(inside, family.tower) else "language"
 
 
 def _is_in(name: str, path: str) -> bool:
@@ -104,10 +104,10 @@ def freeze_parts(model: Any, family: Family, trained: Sequence[str]) -> None:
 
 def _check_read(model: Any, trained: Sequence[str]) -> None:
     layer = getattr(model.config, "vision_feature_layer", -1)
-    if "vision" in trained and layer not in (-1, [-1]):
+    if "tower" in trained and layer not in (-1, [-1]):
         raise UserError(
             f"model.train: the language model reads layer {layer} of the tower. Those after it would get no gradient. "
-            "Fix: leave `vision` out"
+            "Fix: leave `tower` out"
         )
 
 
@@ -134,7 +134,7 @@ def attention_of_parts(config: PretrainedConfig, of_language: str) -> dict[str, 
 
 def part_sizes(model: Any) -> dict[str, tuple[int, int]]:
     """Returns, of each part of a multimodal model, its parameters and those that train; {} for a text model."""
-    if not image_modules(model):
+    if not tower_modules(model):
         return {}
     family = FAMILIES[model.config.model_type]
     sizes: dict[str, tuple[int, int]] = {part: (0, 0) for part in PARTS}  # noqa: C420 (typed)
@@ -145,7 +145,7 @@ def part_sizes(model: Any) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def image_modules(model: Any) -> list[nn.Module]:
+def tower_modules(model: Any) -> list[nn.Module]:
     """Returns tower and projector of transformers' or peft's model; [] for a text model."""
     whole = unwrap_peft(model)
     if (family := FAMILIES.get(whole.config.model_type)) is None or not hasattr(whole.base_model, family.language):
@@ -163,7 +163,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 # --- a forward
 
 
-class ImagePart:
+class TowerPart:
     """The tower in a forward: frozen parts stay in evaluation mode, a micro-batch without images gets a dummy one.
 
     Backends gather weights or add up gradients at the same place of every rank's forward. A rank without images would
@@ -270,7 +270,7 @@ def row_positions(config: Any) -> Callable[[Batch], Batch] | None:
         assert positions is not None  # below
         documents = []
         for i, document in enumerate(ids.split(list(batch.sequence_lengths), dim=1)):
-            mine = [n for n, image in enumerate(batch.images) if image.sequence == i]
+            mine = [n for n, image in enumerate(batch.media) if image.sequence == i]
             documents.append(positions(document, grids[mine]))
         whole = torch.cat([batch.inputs["position_ids"][None], torch.cat(documents, dim=2)])
         return replace(batch, inputs={**batch.inputs, "position_ids": whole})

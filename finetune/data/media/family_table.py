@@ -1,17 +1,17 @@
 """The families of models that are trained on images: one row each, by `model_type`.
 
-A row says how an image becomes text (`families.py`) and where tower and projector are in the model (models/vision.py).
-Only names and functions are here: the processors that `families.py` imports take a second. Families that are not in
-the table are refused: if their forward mixes the images of a row, or sees them by another attention, they would be
-trained wrongly in silence.
+A row says how a file becomes tokens (the class of `image_families.py` that writes them, transformers' processor, the
+placeholder) and where tower and projector are in the model (models/towers.py). Only names and functions are here: the
+processors take a second to import. Families that are not in the table are refused: if their forward mixes the files of
+a row, or sees them by another attention, they would be trained wrongly in silence.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ Pictures = Callable[[Any, Sequence[int]], dict[str, Tensor]]
 class Family:
     """Traits of the models of a `model_type`."""
 
-    handling: Literal["qwen", "mistral", "gemma", "idefics"]  # the class of `families.py` that writes its images
+    handling: str  # module and class of this room that writes its files
+    processor: str  # module and class of transformers' processor, below transformers.models
+    placeholder: str  # token that the model fills with features, if the processor's settings name no other
     language: str  # path of the text model in the base model
     tower: str
     projector: tuple[str, ...]
@@ -36,6 +38,7 @@ class Family:
     sees_whole_images: bool = False  # an image's tokens see each other, also those that follow
     joins_images: bool = False  # its tower computes attention over all images of a row, under a mask
     as_weights: bool = False  # its forward casts the tower's output to the weights' type, and needs such embeddings
+    scales_up: bool = False  # its processor scales small files up
     unused: str | None = None  # a module of the tower whose output is unused: it stays frozen, or DDP would wait
 
 
@@ -77,33 +80,54 @@ def _values(*shape: int) -> Tensor:
 
 
 _CROPS = Family(
-    "idefics",
-    "text_model",
-    "vision_model",
-    ("connector",),
-    _idefics_crops,
-    lambda config: (config.vision_config.image_size // config.vision_config.patch_size) ** 2 // config.scale_factor**2,
+    handling="image_families.IdeficsImages",
+    processor="idefics3.image_processing_pil_idefics3.Idefics3ImageProcessorPil",
+    placeholder="<image>",
+    language="text_model",
+    tower="vision_model",
+    projector=("connector",),
+    pictures=_idefics_crops,
+    tokens=lambda config: (
+        (config.vision_config.image_size // config.vision_config.patch_size) ** 2 // config.scale_factor**2
+    ),
     as_weights=True,
 )
+_QWEN = Family(
+    handling="image_families.QwenImages",
+    processor="qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+    placeholder="<|image_pad|>",
+    language="language_model",
+    tower="visual",
+    projector=("visual.merger",),
+    pictures=_qwen_patches,
+    scales_up=True,
+)
 FAMILIES: dict[str, Family] = {
-    "smolvlm": _CROPS,
+    "smolvlm": replace(_CROPS, processor="smolvlm.image_processing_pil_smolvlm.SmolVLMImageProcessorPil"),
     "idefics3": _CROPS,
-    "qwen2_5_vl": Family("qwen", "language_model", "visual", ("visual.merger",), _qwen_patches),
-    "qwen3_vl": Family(
-        "qwen", "language_model", "visual", ("visual.merger", "visual.deepstack_merger_list"), _qwen_patches
-    ),
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": replace(_QWEN, projector=("visual.merger", "visual.deepstack_merger_list")),
     "gemma3": Family(
-        "gemma",
-        "language_model",
-        "vision_tower",
-        ("multi_modal_projector",),
-        _gemma_squares,
-        lambda config: config.mm_tokens_per_image,
+        handling="image_families.GemmaImages",
+        processor="gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil",
+        placeholder="<image_soft_token>",
+        language="language_model",
+        tower="vision_tower",
+        projector=("multi_modal_projector",),
+        pictures=_gemma_squares,
+        tokens=lambda config: config.mm_tokens_per_image,
         sees_whole_images=True,
         unused="vision_tower.head",
     ),
     "mistral3": Family(
-        "mistral", "language_model", "vision_tower", ("multi_modal_projector",), _pixtral_images, joins_images=True
+        handling="image_families.MistralImages",
+        processor="pixtral.image_processing_pil_pixtral.PixtralImageProcessorPil",
+        placeholder="[IMG]",
+        language="language_model",
+        tower="vision_tower",
+        projector=("multi_modal_projector",),
+        pictures=_pixtral_images,
+        joins_images=True,
     ),
 }
 _REFUSALS = {
