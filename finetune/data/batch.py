@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.samples import Example, ExampleSizes, Image, Sequence
+from finetune.data.samples import Example, ExampleSizes, Medium, Sequence
 
 PADDING_DOCUMENT = 128  # tokens; short, so that attention within padding costs little
 
@@ -60,7 +60,7 @@ class Ends(NamedTuple):
 
 
 class MediaPlace(NamedTuple):
-    """Location of an image in the flat row: its tokens [begin, end), see `samples.Image`."""
+    """Location of a file in the flat row: its tokens [begin, end), see `samples.Image`."""
 
     sequence: int  # index of its sequence
     begin: int
@@ -68,8 +68,8 @@ class MediaPlace(NamedTuple):
     source: str | bytes = b""  # path of its file, or the file itself
 
 
-# Tensors that a model's forward takes for these images, in their order; see `media/feature_reader.py`.
-MediaInputs = Callable[[ListLike[Image], Tensor], dict[str, Tensor]]
+# Tensors that a model's forward takes for these files, in their order; see `media/feature_reader.py`.
+MediaInputs = Callable[[ListLike[Medium], Tensor], dict[str, Tensor]]
 
 
 class Origin(NamedTuple):
@@ -84,9 +84,9 @@ class Origin(NamedTuple):
 class Batch:
     """One micro-batch: sequences end to end in one flat row (see `collate`)."""
 
-    # Inputs of the model's forward: input_ids, position_ids (1, T) int64. With images, in the order of `images`,
-    # also transformers' pixel_values and, by family, image_grid_thw, image_sizes, pixel_attention_mask,
-    # token_type_ids; see `media/feature_reader.py`.
+    # Inputs of the model's forward: input_ids, position_ids (1, T) int64. With files, in the order of `media`,
+    # also transformers' pixel_values or input_features and, by family, image_grid_thw, image_sizes,
+    # pixel_attention_mask, token_type_ids, a mask of features; see `media/feature_reader.py`.
     inputs: dict[str, Tensor]
     # Tokens that each sequence has in the row; they sum to T. The D sequences of examples, then padding.
     sequence_lengths: tuple[int, ...]
@@ -179,7 +179,7 @@ def collate(
     padded_to: T, if every forward must have one length (compiled layers). Missing tokens become sequences of their
     own at the end, of token 0, untrained, which no other sequence sees; otherwise there is no padding.
 
-    media_inputs: called if there are images; None leaves them out.
+    media_inputs: called if there are files; None leaves them out.
 
     Raises ValueError for a trained first token (no token of its sequence predicts it), and if T is exceeded.
     """
@@ -198,9 +198,9 @@ def collate(
     layout = _layout(sizes, padded_to, shared if shares_prompts else np.zeros_like(shared))
     targets = _targets(input_ids, np.concatenate([sequence.loss_mask for sequence in sequences]), sizes, layout)
     inputs = _ids_and_positions(input_ids, sizes, layout)
-    images, media_places = _images(sequences, layout.own_lengths)
-    if images and media_inputs:
-        inputs |= media_inputs(images, inputs["input_ids"])
+    media, media_places = _media(sequences, layout.own_lengths)
+    if media and media_inputs:
+        inputs |= media_inputs(media, inputs["input_ids"])
     return Batch(
         inputs=inputs,
         sequence_lengths=(*layout.own_lengths, *layout.padding),
@@ -279,8 +279,8 @@ def _targets(
     )
 
 
-def _images(sequences: ListLike[Sequence], own_lengths: tuple[int, ...]) -> tuple[list[Image], tuple[MediaPlace, ...]]:
-    """Returns the images of sequences end to end; those with images share no beginning (`shared_prefix`)."""
+def _media(sequences: ListLike[Sequence], own_lengths: tuple[int, ...]) -> tuple[list[Medium], tuple[MediaPlace, ...]]:
+    """Returns the files of sequences end to end; those with files share no beginning (`shared_prefix`)."""
     begins = np.cumsum((0, *own_lengths)).tolist()
     placed = [
         (image, MediaPlace(i, begins[i] + image.begin, begins[i] + image.end, image.source))
@@ -393,7 +393,7 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
         return batch
     tokens = batch.inputs["input_ids"].shape[1]
     if any(batch.prefix_lengths) or batch.media:
-        raise ValueError("sequences with images, or that share a beginning, cannot be cut")
+        raise ValueError("sequences with files, or that share a beginning, cannot be cut")
     if share.padded(tokens) != tokens:
         raise ValueError(f"{tokens} tokens cannot be cut for {share}")
     places = share.places(tokens)

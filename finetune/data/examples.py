@@ -45,7 +45,7 @@ from finetune.data.token_cache import CacheEntry, DataReport, find_or_build, loa
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import ObjectiveSettings
-from finetune.recipe.schema import Data, HeldOut, Images, Mixture, Model, Source
+from finetune.recipe.schema import Audio, Data, HeldOut, Images, Mixture, Model, Source
 
 if TYPE_CHECKING:
     from finetune.data.media.expansion import RowMedia
@@ -238,8 +238,8 @@ def recipe_renderer(
     return build_renderer(tokenizer, template, trained_part(objective), is_scored, media)
 
 
-def row_media(model: Model, rules: Images | None, tokenizer: PreTrainedTokenizerBase) -> RowMedia | None:
-    """Returns how a model sees the images of rows; None without rules, `data.image`. Raises UserError."""
+def row_media(model: Model, rules: Images | Audio | None, tokenizer: PreTrainedTokenizerBase) -> RowMedia | None:
+    """Returns how a model takes the files of rows; None without rules (`data.media`). Raises UserError."""
     if rules is None:
         return None
     from finetune.data.media.expansion import RowMedia

@@ -13,7 +13,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.renderer import labels_of
-from finetune.data.samples import Example, Image, Sequence
+from finetune.data.samples import Clip, Example, Medium, Sequence
 from finetune.data.visible_text import Token, visible
 
 SHOWN_TOKENS = 400  # of an example inside an error message, and in a terminal
@@ -176,10 +176,14 @@ def render_rich(
     return shown
 
 
-def media_note(image: Image, number: int) -> str:
-    """Returns a description of an image, in a line: image 1: cats/1.jpg, 60 x 90 pixels, 6 tokens."""
-    name = image.source if isinstance(image.source, str) else "in the row"
-    return f"image {number}: {visible(name)}, {image.width} x {image.height} pixels, {image.end - image.begin:,} tokens"
+def media_note(medium: Medium, number: int) -> str:
+    """Returns a description of a file, in a line: image 1: cats/1.jpg, 60 x 90 pixels, 6 tokens."""
+    name = visible(medium.source) if isinstance(medium.source, str) else "in the row"
+    if isinstance(medium, Clip):
+        said = f"clip {number}: {name}, {medium.samples / medium.rate:.2f} s at {medium.rate:,} Hz"
+    else:
+        said = f"image {number}: {name}, {medium.width} x {medium.height} pixels"
+    return f"{said}, {medium.end - medium.begin:,} tokens"
 
 
 def media_as_one(tokens: list[Token], sequence: Sequence) -> list[Token]:

@@ -28,7 +28,7 @@ from finetune.data.chat.encoding import Tokens, remember_words
 from finetune.data.chat.renderer import Rendered, Renderer, TokensAndMedia
 from finetune.data.formats.detect import parse_row
 from finetune.data.objective_rows import PLAIN, ObjectiveRows, examples_of
-from finetune.data.samples import BadRow, PromptOnly, Sequence, shared_prefix
+from finetune.data.samples import BadRow, Clip, Medium, PromptOnly, Sequence, shared_prefix
 from finetune.errors import RunFailure, UserError
 from finetune.utils import end_with_parent
 
@@ -78,9 +78,10 @@ class ExampleArrays:
     files: NDArray[np.int32]  # (N,) index in `labels`
     rows: NDArray[np.int64]  # (N,)
     numbers: NDArray[np.float64]  # (N * columns,) example after example
-    # (I, 6): index of its sequence; height, width; first and last + 1 of its tokens there; bytes of its source
+    # (I, 6): index of its sequence; height, width of an image, samples, rate of a clip; first and
+    # last + 1 of its tokens there; bytes of its source
     image_numbers: NDArray[np.int64]
-    # (B,) sources end to end: \0 and the path of a file, or \1 and the file itself
+    # (B,) sources end to end: a byte of `SOURCE_IN_ROW` and `SOURCE_OF_CLIP`, and the path or the file itself
     image_sources: NDArray[np.uint8]
 
 
@@ -269,17 +270,28 @@ def _turns(example: TokenizedExample, most: int) -> Iterator[TokenizedExample]:
         begin = end
 
 
+# Of the first byte of a stored source: the rest is the file itself, not its path; it is sound.
+SOURCE_IN_ROW, SOURCE_OF_CLIP = 1, 2
+
+
+def _source_bytes(medium: Medium) -> bytes:
+    mark = SOURCE_OF_CLIP * isinstance(medium, Clip)
+    if isinstance(medium.source, bytes):
+        return bytes([mark | SOURCE_IN_ROW]) + medium.source
+    return bytes([mark]) + os.fsencode(medium.source)
+
+
+def _size_of(medium: Medium) -> tuple[int, int]:
+    return (medium.samples, medium.rate) if isinstance(medium, Clip) else (medium.height, medium.width)
+
+
 def arrays_of(examples: list[TokenizedExample]) -> ExampleArrays:
     labels = list(dict.fromkeys(example.row_id[0] for example in examples))
     sequences = [sequence for example in examples for sequence in example.sequences]
-    images = [(i, image) for i, sequence in enumerate(sequences) for image in sequence.media]
-    sources = [
-        b"\1" + image.source if isinstance(image.source, bytes) else b"\0" + os.fsencode(image.source)
-        for _, image in images
-    ]
+    media = [(i, one) for i, sequence in enumerate(sequences) for one in sequence.media]
+    sources = [_source_bytes(one) for _, one in media]
     image_numbers = [
-        (i, image.height, image.width, image.begin, image.end, len(source))
-        for (i, image), source in zip(images, sources, strict=True)
+        (i, *_size_of(one), one.begin, one.end, len(source)) for (i, one), source in zip(media, sources, strict=True)
     ]
     return ExampleArrays(
         labels=labels,

@@ -20,11 +20,11 @@ from finetune.errors import UserError
 from finetune.models.added_tokens import add_tokens
 from finetune.models.base_checkpoint import BaseCheckpoint, base_checkpoint
 from finetune.models.checkpoint_files import PROCESSORS, checkpoint_file
-from finetune.models.config import model_config, without_dropout
+from finetune.models.config import model_config, with_steady_tower, without_dropout
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import ObjectiveSettings
-from finetune.recipe.schema import Images, Model, Tokens
+from finetune.recipe.schema import Audio, Images, Model, Tokens
 
 if TYPE_CHECKING:
     from finetune.data.media.expansion import RowMedia
@@ -36,14 +36,14 @@ class Base:
 
     model: Model
     tokens: Tokens | None = None  # that the tokenizer gets in addition
-    image: Images | None = None
+    image: Images | Audio | None = None  # settings of the files that rows have
     drops_nothing: bool = False  # see `Recipe.drops_nothing`
     given: PretrainedConfig | None = None  # in place of `config`, for a plan of a model that is not here
 
     @classmethod
     def of(cls, recipe: Recipe, given: PretrainedConfig | None = None) -> Base:
         """Returns the base of a recipe; reads nothing yet."""
-        return cls(recipe.model, recipe.tokens, recipe.data.image, recipe.drops_nothing, given)
+        return cls(recipe.model, recipe.tokens, recipe.data.media, recipe.drops_nothing, given)
 
     @cached_property
     def published(self) -> PretrainedConfig:
@@ -55,7 +55,8 @@ class Base:
         """The config as the objective trains it, see `objective.dropout`."""
         if self.given is not None:
             return self.given
-        return without_dropout(self.published) if self.drops_nothing else self.published
+        config = without_dropout(self.published) if self.drops_nothing else self.published
+        return config if self.model.train is None else with_steady_tower(config)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -74,7 +75,7 @@ class Base:
 
     @cached_property
     def media(self) -> RowMedia | None:
-        """How the model sees the images of rows; None without `data.image`."""
+        """How the model takes the files of rows; None without `data.image` and `data.audio`."""
         return row_media(self.model, self.image, self.tokenizer)
 
     def renderer(self, objective: ObjectiveSettings) -> Renderer:
@@ -110,7 +111,7 @@ def check_same_vocabulary(key: str, name: str | None, base: Base) -> None:
 
 
 def check_same_media(key: str, name: str | None, base: Base) -> None:
-    """Raises UserError if another model, `key: name`, sees images as other tokens than the recipe's.
+    """Raises UserError if another model, `key: name`, takes files as other tokens than the recipe's.
 
     name: None if there is no other model.
     """
@@ -133,7 +134,7 @@ def processor_settings(base: Base) -> dict[str, bytes]:
     name, revision = (model.name, model.revision) if rules is None else processor_place(model, rules)
     place = Model(name=name, revision=revision)
     files = {file: path.read_bytes() for file in PROCESSORS if (path := checkpoint_file(place, file))}
-    if rules is None or not (rules.max_pixels or rules.min_pixels) or base.media is None:
+    if not isinstance(rules, Images) or not (rules.max_pixels or rules.min_pixels) or base.media is None:
         return files
     size = dict(base.media.family.processor.size)
     for file in {FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME} & {*files}:

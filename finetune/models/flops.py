@@ -2,7 +2,7 @@
 
 A multiply-add counts as two. Only matrix products are counted: every weight that hidden states are multiplied with, and
 the two products of attention; not norms, activations, rotary embeddings or the optimizer
-(https://arxiv.org/abs/2204.02311, appendix B). Of a model that sees images, tower and projector are counted as well.
+(https://arxiv.org/abs/2204.02311, appendix B). Of a model that sees or hears, tower and projector are counted as well.
 
 - `model`: the cost of the maths. Forward; backward if needed: two products like the forward's for a trained weight,
   one for a frozen one whose input needs a gradient, none below the first trained layer. Attention: pairs of tokens that
@@ -147,8 +147,8 @@ def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
     """Returns the FLOPs of tower and projector. Modules created before the first trained weight have no backward."""
     if not tower_modules(model):
         return None
-    config, vision = model.config, model.config.vision_config
-    family = family_of(config)
+    config, family = model.config, family_of(model.config)
+    tower = getattr(config, family.config)
     products: list[_Product] = []  # `after_trained`: something before it is trained
     after_trained = False
     for path, module in unwrap_peft(model).named_modules():
@@ -168,12 +168,12 @@ def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
         for those in (of_patches, [one for one in products if part_of(family, one.path) == "projector"])
     )
     # Queries with keys, and weights with values; fused attention computes the first again in its backward.
-    pair = 4.0 * vision.hidden_size
+    pair = 4.0 * (getattr(tower, "hidden_size", None) or tower.d_model)
     pairs = Flops(pair * 3, pair * (3.5 + recomputes)) if layers_train else Flops(pair, pair)
-    layers = getattr(vision, "num_hidden_layers", None) or vision.depth
-    full = getattr(vision, "fullatt_block_indexes", None)
+    layers = getattr(tower, "num_hidden_layers", None) or tower.depth
+    full = getattr(tower, "fullatt_block_indexes", None)
     windows = 0 if full is None else layers - len(full)
-    window = (vision.window_size // vision.patch_size) ** 2 if windows else 0
+    window = (tower.window_size // tower.patch_size) ** 2 if windows else 0
     products_of = Flops(patch, patch + again), Flops(token, token), pairs
     return TowerFlops(config, *products_of, layers, windows, window, family.joins_images)
 

@@ -1,4 +1,6 @@
-"""Multimodal models that are trained on images: their parts, the trained ones, and the tower on every rank.
+"""Multimodal models that are trained on images or sound: their parts, the trained ones, and the tower on every rank.
+
+Of models that hear, the tower is audio_tower and the projector multi_modal_projector; of those that see:
 
     part        of SmolVLM             of Qwen2.5-VL and Qwen3-VL                       of Gemma 3 and Mistral 3
     language    text_model, lm_head    language_model, lm_head                          language_model, lm_head
@@ -25,7 +27,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from finetune.data.batch import Batch
-from finetune.data.media.family_table import FAMILIES, Family, family_of
+from finetune.data.media.family_table import FAMILIES, Family, family_of, tower_outputs
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import check_names_kept
 from finetune.models.lora_targets import AdapterTargets, find_targets
@@ -44,6 +46,8 @@ def image_tokens(config: Any, cells: Sequence[int]) -> list[int]:
 
 def patches_in(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
     """Returns the patches of each picture, or crop of one, among the inputs of a forward."""
+    if family_of(config).kind == "audio":
+        return _positions_of_clips(config, inputs)
     side = config.vision_config.patch_size
     if (grid := inputs.get("image_grid_thw")) is not None:
         return grid.prod(1).tolist()
@@ -55,8 +59,23 @@ def patches_in(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
     return [(height // side) * (width // side)] * math.prod(pictures)
 
 
+def _positions_of_clips(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
+    """Returns the positions of each clip, or piece of 30 s, in the tower's layers."""
+    if (features := inputs.get("input_features")) is None:
+        return []
+    if (mask := inputs.get("input_features_mask")) is not None:
+        window = 2 * config.audio_config.n_window
+        whole_and_rest = [divmod(int(frames), window) for frames in mask.sum(1)]
+        return [whole * math.ceil(window / 8) + math.ceil(rest / 8) for whole, rest in whole_and_rest]
+    return [features.shape[-1] // 2] * len(features)
+
+
 def patches_of(config: Any, tokens: Sequence[int]) -> list[int]:
     """Returns the patches of each picture. tokens: of each image."""
+    family = family_of(config)
+    if family.kind == "audio" and hasattr(config.audio_config, "max_source_positions"):
+        each = sum(tokens) // family.tokens(config) if family.tokens is not None else len(tokens)
+        return [config.audio_config.max_source_positions] * each
     ratio = patches_per_token(config)
     if (of_image := family_of(config).tokens) is None:
         return [count * ratio for count in tokens]
@@ -65,10 +84,21 @@ def patches_of(config: Any, tokens: Sequence[int]) -> list[int]:
 
 def patches_per_token(config: Any) -> int:
     """Returns the patches of an image that the projector joins to one token."""
+    if family_of(config).kind == "audio":
+        audio = config.audio_config
+        return (
+            1 if not hasattr(audio, "max_source_positions") else audio.max_source_positions // _tokens_of_piece(config)
+        )
     vision = config.vision_config
     if (tokens := family_of(config).tokens) is not None:
         return (vision.image_size // vision.patch_size) ** 2 // tokens(config)
     return (getattr(config, "spatial_merge_size", None) or vision.spatial_merge_size) ** 2
+
+
+def _tokens_of_piece(config: Any) -> int:
+    """Returns the tokens of 30 s, of a family that computes so much for each clip or piece."""
+    tokens = family_of(config).tokens
+    return config.audio_config.max_source_positions // 2 if tokens is None else tokens(config)
 
 
 # --- parts
@@ -204,16 +234,14 @@ class TowerPart:
         """
         cache = inputs.get("past_key_values")
         is_continued = cache is not None and cache.get_seq_length() > 0  # a generation: no rank has images then
-        if "pixel_values" in inputs or not self._always or is_continued:
+        if self.family.main_input in inputs or not self._always or is_continued:
             yield
             return
         whole = unwrap_peft(model)
 
         def add_nothing(_embedding: Any, _inputs: Any, embeddings: Tensor) -> Tensor:
             pictures = {name: tensor.to(embeddings.device) for name, tensor in self._smallest.items()}
-            features = whole.base_model.get_image_features(**pictures, return_dict=True)
-            # All that the language model gets from the tower.
-            for tensor in _tensors([features.pooler_output, getattr(features, "deepstack_features", None)]):
+            for tensor in _tensors(tower_outputs(self.family, whole.base_model, pictures)):
                 if tensor.requires_grad:
                     embeddings = embeddings + (tensor.sum() * 0).to(embeddings.dtype)
             return embeddings
@@ -241,6 +269,8 @@ Positions = Callable[[Tensor, "Tensor | None"], Tensor]  # ids (1, t), image_gri
 def document_positions(config: Any) -> Positions | None:
     """Returns a function for a document's positions in time, height and width, by transformers' `get_rope_index`; None
     for models without such positions."""
+    if family_of(config).kind == "audio":  # tokens of sound follow each other like those of text
+        return None
     module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     causal = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type])
     kind: Any = getattr(module, causal.replace("ForConditionalGeneration", "Model"))

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -85,7 +85,7 @@ def load_model(
     rank. labels: of a head of scores, in place of the LM head. Raises UserError if it cannot be loaded.
     """
     types, config = dtypes(recipe), base.config
-    auto: Any = AutoModelForCausalLM if recipe.model.train is None else AutoModelForImageTextToText
+    auto: Any = AutoModelForCausalLM if recipe.model.train is None else AutoModelForMultimodalLM
     if labels:
         auto, config = AutoModelForSequenceClassification, labelled(config, labels)
         if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -115,7 +115,7 @@ def load_model(
     run_per_document(model, attention.mixers)
     reach_experts(model)
     keep_weights_unpacked(model)
-    if recipe.drops_nothing and placement.weights != "meta":
+    if base.config is not base.published and placement.weights != "meta":
         model.base_config = base.published  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
     adapted = None

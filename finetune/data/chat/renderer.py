@@ -41,7 +41,7 @@ from finetune.data.samples import (
     Conversation,
     Drawable,
     Ids,
-    Image,
+    Medium,
     Preference,
     PromptCompletion,
     PromptOnly,
@@ -51,9 +51,8 @@ from finetune.errors import UserError
 
 if TYPE_CHECKING:  # Pillow and transformers' processors are only needed for images
     from finetune.data.media.expansion import RowMedia
-    from finetune.data.media.image_files import StoredImage
 
-TokensAndMedia = tuple[NDArray[np.int32], NDArray[np.bool_], tuple[Image, ...]]
+TokensAndMedia = tuple[NDArray[np.int32], NDArray[np.bool_], tuple[Medium, ...]]
 
 UNTRAINED = -100  # Hugging Face convention, the ignore_index of torch's cross entropy
 
@@ -67,7 +66,7 @@ class Rendered:
     is_plain: bool = False  # no template wrote its BOS and its end
     is_prompt: bool = False  # an answer follows: it has no end
     ready: Ids | None = None  # tokens as the row gave them, in place of a text
-    media: tuple[tuple[StoredImage, int], ...] = ()  # with the tokens that the model fills, in the text's order
+    media: tuple[tuple[Any, int], ...] = ()  # with the tokens that the model fills, in the text's order
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class Renderer:
             if self.chat is None and sample.text is not None:
                 return [(Rendered(sample.text, is_plain=True, is_prompt=True),)]
             if any(message.media for message in sample.conversation.messages):
-                raise BadRow("the row has images, and answers to prompts with images are not sampled")
+                raise BadRow("the row has files, such as images, and answers to prompts with files are not sampled")
             return [(Rendered(prompt_of(self.chat_for(sample.conversation), sample.conversation), is_prompt=True),)]
         chat = self.chat_for(sample)
         examples = []
@@ -124,7 +123,10 @@ class Renderer:
                 text, spans, images = self.media.expand(part.text, part.spans, references, data_file, chat.name)
                 examples.append((Rendered(text, spans, media=images),))
             elif references:
-                raise BadRow("the row has images. Fix: set `data.image: {}` to train on them, with a model that sees")
+                what, verb = ("images", "sees") if (kind := references[0].kind) == "image" else ("sound", "hears")
+                raise BadRow(
+                    f"the row has {what}. Fix: set `data.{kind}: {{}}` to train on it, with a model that {verb}"
+                )
             else:
                 examples.append((Rendered(part.text, part.spans),))
         return examples

@@ -1,7 +1,7 @@
 """A family's handling of files in rows: the tokens that stand for a file, and the tensors of a forward for it.
 
 Tokens follow from the size of a file alone, so that packing, cache and plan never decode one. What a family does is in
-`image_families.py`; which one a model has is in its row of `family_table.py`, the one table of families.
+`image_families.py` and `audio_families.py`; which one a model has is in its row of `family_table.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from finetune.data.media.family_table import Family, family_of
+from finetune.data.media.stored_files import FileRules
+from finetune.data.samples import MediaKind, Medium
 from finetune.errors import UserError
-from finetune.recipe.schema import Images, Model
+from finetune.recipe.schema import Audio, Images, Model
 
 Features = dict[str, NDArray[Any]]  # output of a processor for one file, by its names
 
@@ -35,10 +37,9 @@ class FamilySettings:
     """Settings that a family's handling is built from."""
 
     model: Model
-    model_type: str
+    config: Any  # of the whole model
     row: Family
-    token_id: int | None  # the model's, of a file
-    rules: Images
+    rules: Any  # `FileRules` of the row's kind
     tokenizer: PreTrainedTokenizerBase
     processor: Mapping[str, Any]  # processor_config.json
 
@@ -51,9 +52,12 @@ class FamilySettings:
         except (OSError, ValueError, TypeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(
-                f"data.image: {path!r} has no image processor that can be loaded: {reason}. Fix: name another place of "
-                "it as `data.image.processor`"
+                f"data.{self.row.kind}: {path!r} has no {self.row.kind} processor that can be loaded: "
+                f"{reason}. Fix: name another place of it as `data.{self.row.kind}.processor`"
             ) from None
+
+
+_NAMES = {"image": "images", "audio": "sound"}
 
 
 def transformers_module(name: str) -> Any:
@@ -81,47 +85,59 @@ class MediaFamily:
             more: further settings that a file's tokens depend on
             placeholder: the chat template's text for a file, `token` unless given
         """
+        row = settings.row
         number: Any = settings.tokenizer.convert_tokens_to_ids(token)
         if number is None or number == settings.tokenizer.unk_token_id:
             raise UserError(
-                f"data.image: the tokenizer has no token {token!r}, which stands for images. Fix: use the model's own "
-                "tokenizer"
+                f"data.{row.kind}: the tokenizer has no token {token!r}, which stands for {_NAMES[row.kind]}. Fix: use "
+                "the model's own tokenizer"
             )
-        if number != settings.token_id:
+        if number != (of_model := getattr(settings.config, row.token_id)):
             raise UserError(
-                f"data.image: {token!r} is token {number} of the tokenizer, but {settings.token_id} of the "
+                f"data.{row.kind}: {token!r} is token {number} of the tokenizer, but {of_model} of the "
                 "model's config. Fix: use the model's own tokenizer"
             )
         vocabulary: dict[str, int] = settings.tokenizer.get_vocab()
         ids = {int(number), *(vocabulary[mark] for mark in marks if mark in vocabulary)}
+        self.kind: MediaKind = row.kind
+        self.rules: Any = settings.rules
         self.processor, self.token, self.placeholder = processor, token, placeholder or token
         self.token_id = int(number)
         self.mark_ids: NDArray[np.int32] = np.array(sorted(ids), np.int32)  # never trained
         # All that a file's tokens depend on.
-        self.settings = f"{settings.model_type} {processor.to_json_string()} {more}"
+        self.settings = f"{settings.config.model_type} {processor.to_json_string()} {more}"
 
-    def write(self, height: int, width: int) -> Written:
-        """Returns the text of an image of so many pixels. Raises ValueError for a shape that it cannot take."""
+    def find(self, reference: str | bytes, data_file: str) -> Any:
+        """Returns a file as it is stored, with its size. Raises BadRow."""
         raise NotImplementedError
 
-    def call(self, image: Any) -> Features:
-        """Returns the processor's output for an image in RGB."""
-        return dict(self.processor(images=[image], return_tensors="np"))
+    def written(self, stored: Any) -> Written:
+        """Returns the text of a file that `find` returned. Raises BadRow for a size that the model cannot take."""
+        raise NotImplementedError
+
+    def placed(self, stored: Any, begin: int, end: int) -> Medium:
+        """Returns a file that `find` returned, at its tokens of a sequence."""
+        raise NotImplementedError
+
+    def read(self, medium: Any) -> Features:
+        """Returns the features of a file. Raises UserError if it is damaged, or not the one that was tokenized."""
+        raise NotImplementedError
 
     def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
         """Returns the tensors of a forward for a row's files. input_ids: (1, T)."""
         raise NotImplementedError
 
 
-def processor_place(model: Model, images: Images) -> tuple[str, str]:
+def processor_place(model: Model, rules: FileRules) -> tuple[str, str]:
     """Returns (hub id or folder, revision) of the settings of the processors."""
     assert model.name is not None  # a rule of the recipe
-    return (model.name, model.revision or "main") if images.processor is None else (images.processor, "main")
+    return (model.name, model.revision or "main") if rules.processor is None else (rules.processor, "main")
 
 
-def media_family(model: Model, rules: Images, tokenizer: PreTrainedTokenizerBase) -> MediaFamily:
+def media_family(model: Model, rules: FileRules, tokenizer: PreTrainedTokenizerBase) -> MediaFamily:
     """Returns the file handling of the recipe's model. Raises UserError if its family is not in the table."""
     assert model.name is not None  # a rule of the recipe
+    kind = "audio" if isinstance(rules, Audio) else "image"
     try:
         config: Any = AutoConfig.from_pretrained(
             model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
@@ -131,12 +147,17 @@ def media_family(model: Model, rules: Images, tokenizer: PreTrainedTokenizerBase
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"data.image: {model.name!r} cannot be read: {reason}. Fix: check model.name and data.image.processor"
+            f"data.{kind}: {model.name!r} cannot be read: {reason}. Fix: check model.name and data.{kind}.processor"
         ) from None
-    kind, row = config.model_type, family_of(config)
-    if rules.min_pixels and not row.scales_up:
-        raise UserError(f"data.image.min_pixels: only Qwen's processors scale up, {kind!r} has none. Fix: remove it")
-    module, _, name = row.handling.rpartition(".")
+    name, row = config.model_type, family_of(config)
+    if row.kind != kind:
+        raise UserError(
+            f"data.{kind}: {name!r} is trained on {_NAMES[row.kind]} here, not on {_NAMES[kind]}. Fix: use "
+            f"`data.{row.kind}`, or another model"
+        )
+    if isinstance(rules, Images) and rules.min_pixels and not row.scales_up:
+        raise UserError(f"data.image.min_pixels: only Qwen's processors scale up, {name!r} has none. Fix: remove it")
+    module, _, handling = row.handling.rpartition(".")
     build: Callable[[FamilySettings], MediaFamily]
-    build = getattr(importlib.import_module(f"{__package__}.{module}"), name)
-    return build(FamilySettings(model, kind, row, config.image_token_id, rules, tokenizer, processor))
+    build = getattr(importlib.import_module(f"{__package__}.{module}"), handling)
+    return build(FamilySettings(model, config, row, rules, tokenizer, processor))

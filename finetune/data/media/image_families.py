@@ -9,7 +9,7 @@
 Both follow from an image's size alone, so that packing, cache and plan never decode one. The processors are
 transformers' own ones for Pillow; their text is written here, as some of their classes need torchvision or num2words.
 
-A new family is a row of `family_table.py` and, if none of these writes its images, a subclass of `MediaFamily` here.
+A new family is a row of `family_table.py` and, if none of these writes its images, a subclass of `ImageFamily` here.
 """
 
 from __future__ import annotations
@@ -24,14 +24,57 @@ from torch import Tensor
 from transformers.image_utils import ChannelDimension
 
 from finetune.data.media.families import FamilySettings, Features, MediaFamily, Written, transformers_module
+from finetune.data.media.image_files import BROKEN, StoredImage, decode, find_image
+from finetune.data.samples import BadRow, Image
 from finetune.errors import UserError
+
+
+class ImageFamily(MediaFamily):
+    """Handling of images. Subclasses say how an image of some size is written, and join the pixels of several."""
+
+    def find(self, reference: str | bytes, data_file: str) -> StoredImage:
+        return find_image(reference, self.rules, data_file)
+
+    def written(self, stored: StoredImage) -> Written:
+        try:
+            return self.write(stored.height, stored.width)
+        except ValueError as error:
+            raise BadRow(f"an image of {stored.width} x {stored.height} pixels cannot be used: {error}") from None
+
+    def placed(self, stored: StoredImage, begin: int, end: int) -> Image:
+        return Image(stored.source, stored.height, stored.width, begin, end)
+
+    def read(self, medium: Image) -> Features:
+        name = medium.source if isinstance(medium.source, str) else "an image in the data"
+        try:
+            decoded = decode(medium.source)
+        except BROKEN as error:
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise UserError(
+                f"{name}: cannot be decoded: {reason}. Fix: restore it; `data.image: {{verify: pixels}}` finds such "
+                "images before the run, and with `data.on_bad_row: skip` leaves their rows out"
+            ) from None
+        if decoded.size != (medium.width, medium.height):
+            raise UserError(
+                f"{name}: {decoded.width} x {decoded.height} pixels, but it had {medium.width} x {medium.height} when "
+                "its row was tokenized. Fix: put it back, or `finetune cache clean` and start again"
+            )
+        return self.call(decoded)
+
+    def write(self, height: int, width: int) -> Written:
+        """Returns the text of an image of so many pixels. Raises ValueError for a shape that it cannot take."""
+        raise NotImplementedError
+
+    def call(self, image: Any) -> Features:
+        """Returns the processor's output for an image in RGB."""
+        return dict(self.processor(images=[image], return_tensors="np"))
 
 
 def _joined(features: Sequence[Features], name: str, axis: int = 0) -> Tensor:
     return torch.from_numpy(np.concatenate([of_image[name] for of_image in features], axis=axis))
 
 
-class QwenImages(MediaFamily):
+class QwenImages(ImageFamily):
     def __init__(self, settings: FamilySettings):
         processor = settings.load_processor()
         rules, size = settings.rules, processor.size  # areas
@@ -51,7 +94,7 @@ class QwenImages(MediaFamily):
         return {name: _joined(features, name) for name in ("pixel_values", "image_grid_thw")}
 
 
-class MistralImages(MediaFamily):
+class MistralImages(ImageFamily):
     def __init__(self, settings: FamilySettings):
         processor = settings.load_processor()
         longest = processor.size["longest_edge"]
@@ -93,7 +136,7 @@ class MistralImages(MediaFamily):
         return {"pixel_values": torch.from_numpy(padded), "image_sizes": _joined(features, "image_sizes")}
 
 
-class GemmaImages(MediaFamily):
+class GemmaImages(ImageFamily):
     def __init__(self, settings: FamilySettings):
         processor = settings.load_processor()
         name, tokenizer = settings.model.name, cast("Any", settings.tokenizer)
@@ -109,11 +152,11 @@ class GemmaImages(MediaFamily):
                 "tokenizer"
             ) from None
         count = settings.processor.get("image_seq_length", 256)
-        self.written = Written(f"\n\n{begin}{token * count}{end}\n\n", count)
+        self.of_each = Written(f"\n\n{begin}{token * count}{end}\n\n", count)
         super().__init__(settings, processor, token, (begin, end), placeholder=begin)
 
     def write(self, height: int, width: int) -> Written:
-        return self.written
+        return self.of_each
 
     def call(self, image: Any) -> Features:
         return dict(self.processor(images=[image], return_tensors="np", do_pan_and_scan=False))
@@ -124,7 +167,7 @@ class GemmaImages(MediaFamily):
         return {"pixel_values": _joined(features, "pixel_values"), "token_type_ids": types}
 
 
-class IdeficsImages(MediaFamily):
+class IdeficsImages(ImageFamily):
     """Idefics 3 and SmolVLM."""
 
     def __init__(self, settings: FamilySettings):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from finetune.data.batch import MediaPlace, collate, row_places
 from finetune.data.media.family_table import family_of
@@ -283,7 +283,7 @@ class ImageTrial(TinyModel):
         self.config, self.family = copy.deepcopy(tiny), family_of(tiny)
         attention = attention_of_parts(self.config, implementation or "sdpa")
         model: Any = from_config(
-            AutoModelForImageTextToText, self.config, dtype=torch.float32, attn_implementation=attention
+            AutoModelForMultimodalLM, self.config, dtype=torch.float32, attn_implementation=attention
         )
         randomize(model)
         with torch.no_grad():

@@ -27,7 +27,7 @@ from finetune.data.chat.renderer import chat_of, with_arguments
 from finetune.data.chat.template_choice import own_template
 from finetune.data.chat.trained_spans import Chat
 from finetune.data.dataset import until_end
-from finetune.data.formats.converters import with_images_of
+from finetune.data.formats.converters import with_files_of
 from finetune.data.formats.messages import context_of, read_messages
 from finetune.data.formats.tools import read_tools
 from finetune.data.samples import BadRow, Conversation, Medium
@@ -353,7 +353,7 @@ def answer_file(
     prompts: list[Prompt] = []
     for messages, row in conversations:
         try:
-            request = with_images_of(read_request(messages, row.get("tools")), row)
+            request = with_files_of(read_request(messages, row.get("tools")), row)
             prompts.append(answerer.tokens(request, str(rows)))
         except (BadRow, UserError) as error:
             raise UserError(f"{rows}, row {len(prompts) + 1}: {error}") from None

@@ -157,7 +157,7 @@ def _content(message: Message, rules: Images, path: str) -> str | list[dict[str,
     parts: list[dict[str, Any]] = []
     for i, text in enumerate(message.texts):
         if i:
-            source = find_image(message.media[i - 1] or b"", rules, path).source
+            source = find_image(message.media[i - 1].source or b"", rules, path).source
             content = source if isinstance(source, bytes) else Path(source).read_bytes()
             parts.append(image_url_part(content, path if isinstance(source, bytes) else source))
         parts += [{"type": "text", "text": text}] * bool(text)

@@ -29,7 +29,7 @@ from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
 from finetune.utils import unwrap_peft
 
-NAMES = tuple(FAMILIES)
+NAMES = tuple(name for name, family in FAMILIES.items() if family.kind == "image")
 
 
 def config_of(name: str) -> Any:

@@ -232,10 +232,10 @@ def test_a_changed_image_is_an_error(seeing: Path, monkeypatch: pytest.MonkeyPat
         collate([example], media_inputs=reader)
     (image,) = example.sequences[0].media
     sized = replace(image, width=61)
-    assert reader.read(sized)["pixel_values"].shape[1] > 0
+    assert reader.family.read(sized)["pixel_values"].shape[1] > 0
     (seeing / "pictures" / "other.png").write_bytes(b"")
     with pytest.raises(UserError, match=r"other\.png: cannot be decoded: not an image.*`data.image: {verify: pixels}`"):
-        reader.read(image)
+        reader.family.read(image)
     (seeing / "pictures" / "other.png").unlink()
     with pytest.raises(UserError, match=r"other\.png: cannot be decoded: .*No such file"):
-        reader.read(image)
+        reader.family.read(image)

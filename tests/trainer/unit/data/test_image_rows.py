@@ -125,7 +125,7 @@ def test_images_of_the_web_are_fetched_once_where_that_is_allowed(
             (example,) = examples_of(model, path, "messages", image={"allow_urls": True})
             assert len(example.sequences[0].media) == 1
             (folder / "text.png").write_text("no picture")
-            monkeypatch.setattr("finetune.data.media.image_files.MAX_BYTES", 100)
+            monkeypatch.setattr("finetune.data.media.stored_files.MAX_BYTES", 100)
             for name, why in (("gone.png?key=hidden", "cannot be fetched"), ("a.png?new", "more than 100 bytes")):
                 with pytest.raises(BadRow, match=why) as refused:
                     find_image(f"{address}/{name}", rules, "rows.jsonl")
@@ -189,7 +189,7 @@ def test_datasets_own_image_column_is_not_decoded(model: Path, folder: Path) -> 
         (asked({"type": "image", "image": "data:image/png;base64,%%"}), "not base64"),
         (asked({"type": "image", "image": 7}), "expected the path of an image"),
         (asked({"type": "image", "image": "a.png", "url": "b.png"}), "keep one"),
-        (asked({"type": "video", "video": "a.mp4"}), "only parts of type 'text' and 'image'"),
+        (asked({"type": "video", "video": "a.mp4"}), "only parts of type 'text', 'image' and 'audio'"),
         (asked({"type": "image", "image": "a.png"}, {"type": "text", "text": "\ufffc"}), "U\\+FFFC"),
         (asked({"type": "image", "image": "a.png"}, {"type": "text", "text": "<|image_pad|>"}), "special token"),
         (asked({"type": "image", "image": "rows.jsonl"}), "not an image of a kind that is read"),
