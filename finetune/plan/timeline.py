@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from transformers import PretrainedConfig
 
 from finetune.data.batch import collate
+from finetune.data.media.family_table import family_of
 from finetune.models.base_config import dtypes
 from finetune.models.casts import cast_once
 from finetune.models.towers import decoder_layers
@@ -83,7 +84,7 @@ def _timeline(key: CacheKey) -> Timeline:
     attention = attention_at(recipe, config, how)
     model, forward = model_at(recipe, short, attention, how)
     fakes, marks = FakeTensorMode(allow_non_fake_inputs=True), Marks()
-    image_token = getattr(config, "image_token_id", 0)
+    image_token = 0 if recipe.model.train is None else getattr(config, family_of(config).token_id)
     batch = with_pictures(collate(examples_of(recipe.objective, heaviest, image_token)), short, heaviest.images, fakes)
     sees_images = recipe.model.train is not None  # the forward reads masks of images even if a row has none
     layers = list(decoder_layers(unwrap_peft(model.causal_lm)))

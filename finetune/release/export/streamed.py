@@ -23,7 +23,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSequenceClassification
 
 from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import INDEX, DiskLayout, TensorFiles
@@ -297,7 +297,7 @@ def auto_class(about: Model, labels: tuple[str, ...]) -> Any:
     """Returns transformers' auto class of the model that a run trains."""
     if labels:
         return AutoModelForSequenceClassification
-    return AutoModelForImageTextToText if about.train is not None else AutoModelForCausalLM
+    return AutoModelForMultimodalLM if about.train is not None else AutoModelForCausalLM
 
 
 def _skeleton(trained: Trained, about: Model) -> Any:

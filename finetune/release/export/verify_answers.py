@@ -73,9 +73,9 @@ _CHAT = [{"role": "user", "content": "How many days has a week?  It's 1234567,\n
 
 def replace_settings(recipe: Recipe, tokenizer: Path, name: str | None) -> Recipe:
     """Returns the recipe with the tokenizer and template of a folder. name: of the model whose processor prepares its
-    images; None: the recipe's."""
+    files; None: the recipe's."""
     changes = {"tokenizer": str(tokenizer), "chat_template": None, "chat_template_arguments": None}
-    if recipe.data.image is not None and name is not None:
+    if recipe.data.media is not None and name is not None:
         changes |= {"name": name, "revision": None}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)})
 
@@ -103,7 +103,7 @@ def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int, name: str | No
     data = recipe.data.model_copy(update={"streaming": False, "mixture": None, "overlong": overlong})
     recipe = recipe.model_copy(update={"data": data})
     # The folder's tokenizer has the tokens that the recipe adds.
-    base, opened = Base(recipe.model, image=data.image), OpenedSources(recipe)
+    base, opened = Base(recipe.model, image=data.media), OpenedSources(recipe)
     renderer = base.renderer(recipe.objective)
     if isinstance(data.eval, HeldOut):
         held_out = build_held_out(recipe, renderer, opened)
@@ -124,6 +124,9 @@ def compare_tokens(
     if (image := recipe.data.image) is not None:  # a model's own processor prepares images, with its own bounds
         image = image.model_copy(update={"processor": None, "max_pixels": None, "min_pixels": None})
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"image": image})})
+    elif (audio := recipe.data.audio) is not None:
+        audio = audio.model_copy(update={"processor": None})
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"audio": audio})})
     try:
         theirs = held_out_examples(recipe, export, rows, str(export))
         tokenizers: list[Any] = [load_auto(AutoTokenizer, folder) for folder in (settings, export)]

@@ -174,7 +174,13 @@ class Answerer:
         from finetune.data.media.families import media_family
         from finetune.data.media.family_table import FAMILIES
 
-        if (kind := self.model.config.model_type) not in FAMILIES or self.processor is None:
+        kind = self.model.config.model_type
+        if kind in FAMILIES and FAMILIES[kind].kind != "image":
+            raise UserError(
+                f"this model ({kind}) hears, and answers to sound are not given here. Fix: load the result with "
+                "transformers, whose processor takes sound"
+            )
+        if kind not in FAMILIES or self.processor is None:
             raise UserError(f"this model ({kind}) takes no images. Fix: use one of {', '.join(FAMILIES)}")
         return RowMedia(media_family(self.processor, self.rules, self.tokenizer), self.rules)
 
