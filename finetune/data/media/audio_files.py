@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.data.media.stored_files import check_copy, part_of_file, source_of
-from finetune.data.samples import BadRow
+from finetune.data.samples import BadRow, Clip
 from finetune.errors import UserError
 from finetune.recipe.schema import Audio
 
@@ -159,3 +159,15 @@ def load_clip(source: str | bytes, samples: int, rate: int, to: int) -> NDArray[
     length = resampled_length(samples, rate, to)
     wave = _package("soxr").resample(wave, rate, to, quality="HQ")
     return np.ascontiguousarray(np.pad(wave, (0, max(0, length - len(wave))))[:length], dtype=np.float32)
+
+
+_PLAYED = (16_000, 60)  # samples a second, and seconds
+
+
+def playable(clip: Clip) -> bytes:
+    """Returns the beginning of a clip as a small WAV file, for people. Raises `broken` errors."""
+    rate, seconds = _PLAYED
+    wave = load_clip(clip.source, clip.samples, clip.rate, rate)[: rate * seconds]
+    content = io.BytesIO()
+    _package("soundfile").write(content, np.clip(wave, -1, 1), rate, format="WAV", subtype="PCM_16")
+    return content.getvalue()
