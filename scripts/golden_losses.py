@@ -51,6 +51,8 @@ EVALUATION = "evaluate={every_steps: 4, exact_match: 12, generate: 2, max_new_to
 MIXTURE = "data.mixture={by: tokens, temperature: 2}"
 BALANCE = "objective.router_aux_loss_coef=0.02"
 HEAD = "lora.targets=[lm_head, q_proj]"
+IMAGES = ("data.train={pictures}", "data.eval={pictures}", "data.image={}", "data.max_length=96")
+TOWER = "model.train=[language, projector, vision]"
 CASES = (
     Case("full", (EVALUATION,)),
     Case("full unpacked", (UNPACKED, EVALUATION)),
@@ -100,6 +102,11 @@ CASES = (
     Case("qlora", (*QLORA, EVALUATION)),
     Case("qlora unpacked", (*QLORA, UNPACKED)),
     Case("qlora dropout selective", (*QLORA, "lora.dropout=0.1", "train.activation_checkpointing=selective")),
+    Case("full images", IMAGES, "smolvlm_sees"),
+    Case("full images tower", (*IMAGES, TOWER), "qwen2_5_vl_sees"),
+    Case("full images projector", (*IMAGES, "model.train=[projector]"), "gemma3_sees"),
+    Case("lora images", (*LORA, *IMAGES, EVALUATION), "qwen3_vl_sees"),
+    Case("lora images tower", (*LORA, *IMAGES, TOWER), "mistral3_sees"),
 )
 
 
@@ -111,6 +118,9 @@ def prepare(folder: Path) -> None:
         tiny.save_model(folder, model)
     tiny.save_model(folder / "wide-vocabulary", "llama", vocab_size=WIDE)
     (folder / "wide-vocabulary" / "llama").rename(folder / "wide")
+    for model in tiny.SEEING:
+        tiny.save_seeing(folder, model)
+    tiny.write_pictures(folder, "pictures", 48)
     rows, others = tiny.conversations(120), tiny.conversations(60, seed=2)
     pairs = [[message["content"] for message in row["messages"]] for row in others]
     files = {
@@ -152,6 +162,7 @@ def overrides(folder: Path, case: Case) -> list[str]:
         "{folder}": str(folder),
         "{model}": json.dumps(tiny.MODELS["llama"]),
         "{two}": json.dumps(two),
+        "{pictures}": json.dumps([{"path": f"{folder}/pictures.jsonl", "format": "messages"}]),
         "{formats}": json.dumps([{"path": f"{folder}/{name}.jsonl", "format": kind} for name, kind in formats.items()]),
     }
     chosen = [f"model.name={folder / case.model}", *case.overrides, f"run.name={run_name(case)}"]

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.samples import Example, ExampleSizes, Image, Sequence
+from finetune.data.samples import Example, ExampleSizes, Medium, Sequence
 
 PADDING_DOCUMENT = 128  # tokens; short, so that attention within padding costs little
 
@@ -68,8 +68,8 @@ class Ends(NamedTuple):
     sequence: Tensor  # (D,) int64: index of the sequence that each is from
 
 
-class ImagePlace(NamedTuple):
-    """Location of an image in the flat row: its tokens [begin, end), see `samples.Image`."""
+class MediaPlace(NamedTuple):
+    """Location of a file in the flat row: its tokens [begin, end), see `samples.Image`."""
 
     sequence: int  # index of its sequence
     begin: int
@@ -77,8 +77,8 @@ class ImagePlace(NamedTuple):
     source: str | bytes = b""  # path of its file, or the file itself
 
 
-# Tensors that a model's forward takes for these images, in their order; see `images/pixels.py`.
-ImageInputs = Callable[[ListLike[Image], Tensor], dict[str, Tensor]]
+# Tensors that a model's forward takes for these files, in their order; see `media/feature_reader.py`.
+MediaInputs = Callable[[ListLike[Medium], Tensor], dict[str, Tensor]]
 
 
 class Origin(NamedTuple):
@@ -93,9 +93,9 @@ class Origin(NamedTuple):
 class Batch:
     """One micro-batch: sequences end to end in one flat row (see `collate`)."""
 
-    # Inputs of the model's forward: input_ids, position_ids (1, T) int64. With images, in the order of `images`,
-    # also transformers' pixel_values and, by family, image_grid_thw, image_sizes, pixel_attention_mask,
-    # token_type_ids; see `images/pixels.py`.
+    # Inputs of the model's forward: input_ids, position_ids (1, T) int64. With files, in the order of `media`,
+    # also transformers' pixel_values or input_features and, by family, image_grid_thw, image_sizes,
+    # pixel_attention_mask, token_type_ids, a mask of features; see `media/feature_reader.py`.
     inputs: dict[str, Tensor]
     # Tokens that each sequence has in the row; they sum to T. The D sequences of examples, then padding.
     sequence_lengths: tuple[int, ...]
@@ -117,7 +117,7 @@ class Batch:
     row_targets: RowTargets | None = None  # of a part of the row (`token_shard`); None: this rank has all targets
     row_lengths: tuple[int, ...] = ()  # tokens of each row of the recipe in it; empty in a dummy
     index: int = 0  # of this micro-batch within its step, over all processes; seeds dropout
-    images: tuple[ImagePlace, ...] = ()  # in the order of their tokens; a sequence's are next to each other
+    media: tuple[MediaPlace, ...] = ()  # in the order of their tokens; a sequence's are next to each other
 
     @property
     def num_padding(self) -> int:
@@ -161,7 +161,7 @@ def collate(
     index: int = 0,
     padded_to: int | None = None,
     shares_prompts: bool = False,
-    image_inputs: ImageInputs | None = None,
+    media_inputs: MediaInputs | None = None,
 ) -> Batch:
     """Concatenates sequences. No attention mask; `position_ids` start again with every sequence.
 
@@ -191,7 +191,7 @@ def collate(
     padded_to: T, if every forward must have one length (compiled layers). Missing tokens become sequences of their
     own at the end, of token 0, untrained, which no other sequence sees; otherwise there is no padding.
 
-    image_inputs: called if there are images; None leaves them out.
+    media_inputs: called if there are files; None leaves them out.
 
     Raises ValueError for a trained first token (no token of its sequence predicts it), and if T is exceeded.
     """
@@ -210,9 +210,9 @@ def collate(
     layout = _layout(sizes, padded_to, shared if shares_prompts else np.zeros_like(shared))
     targets = _targets(input_ids, np.concatenate([sequence.loss_mask for sequence in sequences]), sizes, layout)
     inputs = _ids_and_positions(input_ids, sizes, layout)
-    images, image_places = _images(sequences, layout.own_lengths)
-    if images and image_inputs:
-        inputs |= image_inputs(images, inputs["input_ids"])
+    media, media_places = _media(sequences, layout.own_lengths)
+    if media and media_inputs:
+        inputs |= media_inputs(media, inputs["input_ids"])
     return Batch(
         inputs=inputs,
         sequence_lengths=(*layout.own_lengths, *layout.padding),
@@ -235,7 +235,7 @@ def collate(
         sequence_tokens=tuple(sizes.lengths.tolist()),
         sequence_targets=tuple(sizes.targets.tolist()),
         index=index,
-        images=image_places,
+        media=media_places,
     )
 
 
@@ -291,13 +291,13 @@ def _targets(
     )
 
 
-def _images(sequences: ListLike[Sequence], own_lengths: tuple[int, ...]) -> tuple[list[Image], tuple[ImagePlace, ...]]:
-    """Returns the images of sequences end to end; those with images share no beginning (`shared_prefix`)."""
+def _media(sequences: ListLike[Sequence], own_lengths: tuple[int, ...]) -> tuple[list[Medium], tuple[MediaPlace, ...]]:
+    """Returns the files of sequences end to end; those with files share no beginning (`shared_prefix`)."""
     begins = np.cumsum((0, *own_lengths)).tolist()
     placed = [
-        (image, ImagePlace(i, begins[i] + image.begin, begins[i] + image.end, image.source))
+        (image, MediaPlace(i, begins[i] + image.begin, begins[i] + image.end, image.source))
         for i, sequence in enumerate(sequences)
-        for image in sequence.images
+        for image in sequence.media
     ]
     return [image for image, _ in placed], tuple(place for _, place in placed)
 
@@ -324,13 +324,13 @@ def _distinct(targets: Targets) -> DistinctTargets | None:
     return DistinctTargets(positions, ids, torch.from_numpy(of_target.reshape(-1)))
 
 
-def dummy_batch(example: Example, index: int, padded_to: int | None, image_inputs: ImageInputs | None = None) -> Batch:
+def dummy_batch(example: Example, index: int, padded_to: int | None, media_inputs: MediaInputs | None = None) -> Batch:
     """A forward over the shortest sequence of an example, without targets or counts: D and E are 0."""
     shortest = min(example.sequences, key=lambda sequence: len(sequence.input_ids))
     masked = replace(shortest, loss_mask=np.zeros_like(shortest.loss_mask))
     untrained = {name: values[:0] for name, values in example.target_columns.items()}
     alone = replace(example, sequences=(masked,), columns={}, target_columns=untrained)
-    batch = collate([alone], index, padded_to, image_inputs=image_inputs)
+    batch = collate([alone], index, padded_to, media_inputs=media_inputs)
     return replace(
         batch,
         ends=Ends(*(torch.zeros(0, dtype=torch.int64) for _ in Ends._fields)),
@@ -425,8 +425,8 @@ def token_shard(batch: Batch, share: TokenShare) -> Batch:
     if share.context * share.sequence == 1:
         return batch
     tokens = batch.inputs["input_ids"].shape[1]
-    if any(batch.prefix_lengths) or batch.images:
-        raise ValueError("sequences with images, or that share a beginning, cannot be cut")
+    if any(batch.prefix_lengths) or batch.media:
+        raise ValueError("sequences with files, or that share a beginning, cannot be cut")
     if share.padded(tokens) != tokens:
         raise ValueError(f"{tokens} tokens cannot be cut for {share}")
     places = share.places(tokens)

@@ -25,15 +25,15 @@ def source_content(entry: CacheEntry) -> dict[str, Any]:
     Tokens by the hash in the cache for each example; it includes the paths of images, so with these the ids are read.
     Raises UserError if an image is gone.
     """
-    has_images = len(entry.image_numbers) > 0
-    tokens = (entry.input_ids, entry.sequence_offsets, entry.example_offsets) if has_images else (entry.hashes,)
+    has_media = len(entry.image_numbers) > 0
+    tokens = (entry.input_ids, entry.sequence_offsets, entry.example_offsets) if has_media else (entry.hashes,)
     count = len(entry.columns)
     return {
         "examples": len(entry),
         "tokens": digest(*tokens),
         "loss masks": digest(entry.loss_mask),
         **{name: digest(entry.numbers[i::count]) for i, name in enumerate(entry.columns)},
-        **({"images": _images_content(entry)} if has_images else {}),
+        **({"images": _images_content(entry)} if has_media else {}),
     }
 
 

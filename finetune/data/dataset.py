@@ -25,7 +25,7 @@ from finetune.data.objective_rows import trained_part
 from finetune.data.packing import RowOrder, Rows, group_rows, one_per_row, pack, row_work
 from finetune.data.predictions import Predictions
 from finetune.data.row_source import EpochSize, RowSource
-from finetune.data.samples import BadRow, Example, ExampleSizes, Image, Sample
+from finetune.data.samples import BadRow, Example, ExampleSizes, Medium, Sample
 from finetune.data.streaming import Stream, open_stream
 from finetune.errors import UserError
 from finetune.recipe import Recipe
@@ -362,7 +362,7 @@ class Question:
 
     prompt: list[int]
     reference: list[int]  # without its end token
-    images: tuple[Image, ...] = ()  # of the prompt
+    media: tuple[Medium, ...] = ()  # of the prompt
 
 
 def questions(examples: Examples, end_ids: Collection[int]) -> Iterator[Question]:
@@ -385,7 +385,7 @@ def question_of(example: Example, format: str, end_ids: Collection[int]) -> Ques
     if begin == 1 and format != _SHORT_PROMPTS:
         return None
     ids = sequence.input_ids.tolist()
-    images = tuple(image for image in sequence.images if image.end <= begin)
+    images = tuple(image for image in sequence.media if image.end <= begin)
     return Question(ids[:begin], until_end(ids[begin : last + 1], end_ids), images)
 
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
-from finetune.data.batch import ImageInputs
+from finetune.data.batch import MediaInputs
 from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, build_source
 from finetune.data.cache_entries import entries_folder
 from finetune.data.chat.renderer import Renderer, build_renderer
@@ -45,10 +45,10 @@ from finetune.data.token_cache import CacheEntry, DataReport, find_or_build, loa
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import ObjectiveSettings
-from finetune.recipe.schema import Data, HeldOut, Images, Mixture, Model, Source
+from finetune.recipe.schema import Audio, Data, HeldOut, Images, Mixture, Model, Source
 
 if TYPE_CHECKING:
-    from finetune.data.images.expansion import RowImages
+    from finetune.data.media.expansion import RowMedia
 
 CODE_VERSION = 10  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
 # Keys of a source that choose among its examples, or name them.
@@ -125,9 +125,9 @@ class Examples:
         """Returns the content of each source (`source_content`) by its place in the recipe. key: `train` or `eval`."""
         return {f"{key}[{i}]": source_content(entry) for i, entry in enumerate(self._entries)}
 
-    def image_files(self) -> list[str]:
+    def media_files(self) -> list[str]:
         """Returns the paths of all files of images that entries name, sorted."""
-        return sorted(set().union(*(entry.image_files() for entry in self._entries)))
+        return sorted(set().union(*(entry.media_files() for entry in self._entries)))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -231,30 +231,30 @@ def draw_examples(
 
 
 def recipe_renderer(
-    model: Model, objective: ObjectiveSettings, tokenizer: PreTrainedTokenizerBase, images: RowImages | None = None
+    model: Model, objective: ObjectiveSettings, tokenizer: PreTrainedTokenizerBase, media: RowMedia | None = None
 ) -> Renderer:
-    """Returns the renderer of a recipe's rows. images: of `row_images`. Raises UserError."""
+    """Returns the renderer of a recipe's rows. media: of `row_media`. Raises UserError."""
     template, is_scored = template_of(model, tokenizer), objective.row_kind.is_text
-    return build_renderer(tokenizer, template, trained_part(objective), is_scored, images)
+    return build_renderer(tokenizer, template, trained_part(objective), is_scored, media)
 
 
-def row_images(model: Model, rules: Images | None, tokenizer: PreTrainedTokenizerBase) -> RowImages | None:
-    """Returns how a model sees the images of rows; None without rules, `data.image`. Raises UserError."""
+def row_media(model: Model, rules: Images | Audio | None, tokenizer: PreTrainedTokenizerBase) -> RowMedia | None:
+    """Returns how a model takes the files of rows; None without rules (`data.media`). Raises UserError."""
     if rules is None:
         return None
-    from finetune.data.images.expansion import RowImages
-    from finetune.data.images.families import image_family
+    from finetune.data.media.expansion import RowMedia
+    from finetune.data.media.families import media_family
 
-    return RowImages(image_family(model, rules, tokenizer), rules)
+    return RowMedia(media_family(model, rules, tokenizer), rules)
 
 
-def image_reader(images: RowImages | None) -> ImageInputs | None:
+def media_reader(media: RowMedia | None) -> MediaInputs | None:
     """Returns the function that builds a micro-batch's image inputs; None without images."""
-    if images is None:
+    if media is None:
         return None
-    from finetune.data.images.pixels import pixel_reader
+    from finetune.data.media.feature_reader import feature_reader
 
-    return pixel_reader(images.family, images.rules.threads)
+    return feature_reader(media.family, media.rules.threads)
 
 
 def _choose_from(
@@ -340,10 +340,10 @@ def rendering_key(renderer: Renderer) -> str:
     fast: Any = renderer.tokenizer
     backend = json.loads(fast.backend_tokenizer.to_str())
     images = None
-    if renderer.images:
+    if renderer.media:
         in_family = {"max_pixels", "min_pixels", "processor"}
-        rules = renderer.images.rules.model_dump(exclude={"threads", *in_family})
-        images = [renderer.images.family.settings, rules]
+        rules = renderer.media.rules.model_dump(exclude={"threads", *in_family})
+        images = [renderer.media.family.settings, rules]
     parts = {
         "tokenizer": {name: part for name, part in backend.items() if name not in ("truncation", "padding")},
         "special": [renderer.special, renderer.adds_bos],

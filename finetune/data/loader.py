@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.batch import UNSHARDED, Batch, ImageInputs, TokenShare, collate, dummy_batch, token_shard, with_ahead
+from finetune.data.batch import UNSHARDED, Batch, MediaInputs, TokenShare, collate, dummy_batch, token_shard, with_ahead
 from finetune.data.row_source import RunRows
 from finetune.data.samples import SharedPrompt
 from finetune.errors import UserError
@@ -26,7 +26,7 @@ class StepBatches:
     counts: dict[str, int]  # of the whole step over all ranks, by the names of `ExampleSizes.counts`
     padding: int  # uncounted tokens of its forwards: padding and dummies
     epoch: float  # passes over the data that are done after this step
-    has_images: bool = False  # in any row of any rank
+    has_media: bool = False  # in any row of any rank
     measured: Mapping[str, float] = field(default_factory=dict)  # metrics of its rows, see `RunRows.measured`
 
     def map_tensors(self, call: Callable[[Tensor], Tensor]) -> StepBatches:
@@ -67,7 +67,7 @@ class Loader:
     padded_to: int | None = None  # tokens of every forward, if they must be equally many
     share: TokenShare = UNSHARDED  # of every row, if several ranks with the same `rank` have its tokens
     shares_prompts: bool = False  # the beginning that two sequences share is computed once, see `collate`
-    image_inputs: ImageInputs | None = None  # see `collate`
+    media_inputs: MediaInputs | None = None  # see `collate`
     positions: Callable[[Batch], Batch] | None = None  # gives a batch those of a model that has others than places
     ahead: bool = False  # see `with_ahead`
 
@@ -87,9 +87,9 @@ class Loader:
             counts=self._counts(positions),
             padding=computed - sum(assignment.micro_batch_tokens),
             epoch=self.rows.epoch_at(positions.stop),
-            has_images=self.image_inputs is not None
+            has_media=self.media_inputs is not None
             and any(
-                sequence.images
+                sequence.media
                 for position in positions
                 for example in self.rows.row(position)
                 for sequence in example.sequences
@@ -172,7 +172,7 @@ class Loader:
                 examples = [one for row in rows for one in self.rows.row(assignment.positions[row])]
                 padded_to = self._forward_tokens(assignment.micro_batch_tokens[index])
                 row_lengths = tuple(int(assignment.lengths[row].sum()) for row in rows)
-                batch = collate(examples, index, padded_to, self.shares_prompts, self.image_inputs)
+                batch = collate(examples, index, padded_to, self.shares_prompts, self.media_inputs)
                 batch = replace(batch, row_lengths=row_lengths)
             else:
                 row = min(range(len(assignment.lengths)), key=lambda i: assignment.lengths[i].min())
@@ -180,7 +180,7 @@ class Loader:
                 # The one with the shortest sequence of the step.
                 example = min(examples, key=lambda one: min(len(sequence.input_ids) for sequence in one.sequences))
                 padded_to = self._forward_tokens(assignment.shortest)
-                batch = dummy_batch(example, index, padded_to, self.image_inputs)
+                batch = dummy_batch(example, index, padded_to, self.media_inputs)
             batch = with_ahead(batch) if self.ahead else batch
             yield token_shard(self.positions(batch) if self.positions else batch, self.share)
 

@@ -99,10 +99,10 @@ def _joined(own: Sequence, prompt: int, other: Sequence, answer: int) -> Sequenc
         np.concatenate([own.input_ids[:prompt], other.input_ids[answer:]]),
         np.concatenate([own.loss_mask[:prompt], other.loss_mask[answer:]]),
         (
-            *(image for image in own.images if image.begin < prompt),
+            *(image for image in own.media if image.begin < prompt),
             *(
                 replace(image, begin=image.begin + moved, end=image.end + moved)
-                for image in other.images
+                for image in other.media
                 if image.begin >= answer
             ),
         ),

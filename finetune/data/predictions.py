@@ -57,19 +57,19 @@ def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def example_key(input_ids: Tokens, trained: NDArray[np.bool_], images: bytes = b"") -> int:
-    """64-bit hash of token ids, loss mask and `images_digest`: images of one size are the same tokens."""
+    """64-bit hash of token ids, loss mask and `media_digest`: images of one size are the same tokens."""
     content = np.ascontiguousarray(input_ids, np.int32).tobytes() + np.ascontiguousarray(trained, np.bool_).tobytes()
     return int.from_bytes(hashlib.blake2b(content + images, digest_size=8).digest(), "little")
 
 
-def images_digest(sources: Iterable[str | bytes]) -> bytes:
+def media_digest(sources: Iterable[str | bytes]) -> bytes:
     """Returns bytes that distinguish the images of a sequence, b"" if it has none. sources: see `samples.Image`."""
     contents = (source if isinstance(source, bytes) else os.fsencode(source) for source in sources)
     return b"".join(hashlib.blake2b(content, digest_size=16).digest() for content in contents)
 
 
 def key_of_sequence(sequence: Sequence) -> int:
-    return example_key(sequence.input_ids, sequence.loss_mask, images_digest(one.source for one in sequence.images))
+    return example_key(sequence.input_ids, sequence.loss_mask, media_digest(one.source for one in sequence.media))
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class PredictionsWriter:
         log_probs: NDArray[Any],
         images: bytes = b"",
     ) -> None:
-        """ids, log_probs: (targets of the example, k). images: see `images_digest`."""
+        """ids, log_probs: (targets of the example, k). images: see `media_digest`."""
         assert ids.shape == log_probs.shape == (np.count_nonzero(trained), self.per_target)
         self.keys.append(example_key(input_ids, trained, images))
         self.counts.append(len(ids))

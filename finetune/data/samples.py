@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,16 @@ class BadRow(Exception):
     """A row that cannot be used: the value and the expected one. The caller that knows file and row adds them."""
 
 
-# Stands in a message's content for each of its images (U+FFFC, which is for such things).
-IMAGE = "\N{OBJECT REPLACEMENT CHARACTER}"
-# Reference to an image in a row: a path, a data URL, or the file itself; None: the next in its column of images.
-ImageReference = str | bytes | None
+# Stands in a message's content for each of its files (U+FFFC, which is for such things).
+FILE = "\N{OBJECT REPLACEMENT CHARACTER}"
+MediaKind = Literal["image", "audio"]
+
+
+class Reference(NamedTuple):
+    """A file that a message of a row names."""
+
+    kind: MediaKind
+    source: str | bytes | None  # a path, a data URL, or the file itself; None: the next in its kind's column
 
 
 @dataclass(frozen=True)
@@ -38,12 +44,12 @@ class Message:
     ] = ()  # {"type": "function", "id"?: ..., "function": {"name", "arguments"}}
     name: str | None = None  # of the tool that answers
     tool_call_id: str | None = None  # of the call that a tool answers
-    images: tuple[ImageReference, ...] = ()  # those that `IMAGE` stands for, in order
+    media: tuple[Reference, ...] = ()  # those that `FILE` stands for, in order
 
     @property
     def texts(self) -> list[str]:
-        """Returns the texts before, between and after the images."""
-        return self.content.split(IMAGE) if self.images else [self.content]
+        """Returns the texts before, between and after the files."""
+        return self.content.split(FILE) if self.media else [self.content]
 
 
 @dataclass(frozen=True)
@@ -133,12 +139,26 @@ class Image:
 
 
 @dataclass(frozen=True)
+class Clip:
+    """A sound file as it is stored, and the tokens of a sequence that stand for it; read when trained on."""
+
+    source: str | bytes  # path of its file, or the file itself, if the row has it
+    samples: int  # of one channel
+    rate: int  # samples a second
+    begin: int  # its tokens [begin, end) of the sequence; none is ever trained
+    end: int
+
+
+Medium = Image | Clip
+
+
+@dataclass(frozen=True)
 class Sequence:
     """Tokens that attention keeps apart from all others: a document, or one answer of a preference."""
 
     input_ids: NDArray[np.int32]  # (T,)
     loss_mask: NDArray[np.bool_]  # (T,) whether a token is trained; never the first, as no token predicts it
-    images: tuple[Image, ...] = ()  # in the order of their tokens
+    media: tuple[Medium, ...] = ()  # in the order of their tokens
 
     @property
     def num_targets(self) -> int:
@@ -183,11 +203,11 @@ def shared_prefix(sequences: Collection[Sequence]) -> int:
     """Returns the tokens of the longest beginning that two sequences share, and leaves each at least one of its own.
 
     By ids, not by texts: causal models compute the same there, even if it reaches into the answers. 0 if there
-    are not two sequences, and with images, of which each sequence computes its own.
+    are not two sequences, and with files, of which each sequence computes its own.
 
     1 5 6 7 8 2 and 1 5 6 9 2 -> 3      1 5 6 and 1 5 6 2 -> 2
     """
-    if len(sequences) != 2 or any(sequence.images for sequence in sequences):
+    if len(sequences) != 2 or any(sequence.media for sequence in sequences):
         return 0
     first, second = sequences
     most = min(len(first.input_ids), len(second.input_ids)) - 1

@@ -11,7 +11,7 @@ An entry is a folder of flat arrays (`T` tokens in `M` sequences of `N` examples
     files.npy            (N,) int32, index in the report's `files`
     rows.npy             (N,) int64
     numbers.npy          (N * C,) float64, the report's `columns` of each example
-    image_numbers.npy    (I * 6,) int64, of each of `I` images, see `ExampleArrays`; the last: where its source ends
+    image_numbers.npy    (I * 6,) int64, of each of `I` images or clips, see `ExampleArrays`; the last: its source's end
     image_sources.npy    (B,) uint8, paths of their files, or the files themselves if rows have them; no pixels
     example_checksums.npy (N,) uint32, of all that is read of an example, see `CacheEntry.checksum`
     report.json          counts, and checksums of the arrays
@@ -45,8 +45,8 @@ from finetune.data.checksums import (
     unsealed,
     verify,
 )
-from finetune.data.samples import Example, ExampleSizes, Image, Sequence
-from finetune.data.tokenizing import ChunkResult
+from finetune.data.samples import Clip, Example, ExampleSizes, Image, Medium, Sequence
+from finetune.data.tokenizing import SOURCE_IN_ROW, SOURCE_OF_CLIP, ChunkResult
 from finetune.errors import RunFailure
 from finetune.utils import fsync
 
@@ -154,17 +154,17 @@ class CacheEntry:
                 "was written. Fix: start again; they are made again, and the run resumes"
             )
         first, end = int(self.example_offsets[i]), int(self.example_offsets[i + 1])
-        images: dict[int, list[Image]] = defaultdict(list)  # by sequence
+        media: dict[int, list[Medium]] = defaultdict(list)  # by sequence
         table = self.image_numbers.reshape(-1, 6)
         for n in range(*np.searchsorted(table[:, 0], (first, end)).tolist()):
-            sequence, height, width, begin, stop, _ = table[n].tolist()
-            images[sequence].append(Image(self._image_source(n), height, width, begin, stop))
+            sequence, first_size, second_size, begin, stop, _ = table[n].tolist()
+            media[sequence].append(self._kind_of(n)(self._image_source(n), first_size, second_size, begin, stop))
         sequences = []
         for j in range(first, end):
             tokens = slice(self.sequence_offsets[j], self.sequence_offsets[j + 1])
             # Copies: torch wants memory it may write to.
             ids, mask = np.array(self.input_ids[tokens]), np.array(self.loss_mask[tokens])
-            sequences.append(Sequence(ids, mask, tuple(images[j])))
+            sequences.append(Sequence(ids, mask, tuple(media[j])))
         numbers = self.numbers[i * len(self.columns) : (i + 1) * len(self.columns)].tolist()
         columns = dict(zip(self.columns, numbers, strict=True))
         return Example(self.names[self.files[i]], int(self.rows[i]), source, tuple(sequences), columns)
@@ -185,16 +185,22 @@ class CacheEntry:
             self.image_sources[sources],
         )
 
-    def _image_source(self, i: int) -> str | bytes:
+    def _stored_source(self, i: int) -> bytes:
         ends = self.image_numbers.reshape(-1, 6)[:, 5]
-        stored = self.image_sources[int(ends[i - 1]) if i else 0 : int(ends[i])].tobytes()
-        return stored[1:] if stored[:1] == b"\1" else os.fsdecode(stored[1:])
+        return self.image_sources[int(ends[i - 1]) if i else 0 : int(ends[i])].tobytes()
+
+    def _kind_of(self, i: int) -> type[Image] | type[Clip]:
+        return Clip if self._stored_source(i)[0] & SOURCE_OF_CLIP else Image
+
+    def _image_source(self, i: int) -> str | bytes:
+        stored = self._stored_source(i)
+        return stored[1:] if stored[0] & SOURCE_IN_ROW else os.fsdecode(stored[1:])
 
     def image_list(self) -> list[str | bytes]:
         """Returns the path of each image, or the image itself if the row has it."""
         return [self._image_source(i) for i in range(len(self.image_numbers) // 6)]
 
-    def image_files(self) -> set[str]:
+    def media_files(self) -> set[str]:
         """Returns the paths of images that are files of their own."""
         return {source for source in self.image_list() if isinstance(source, str)}
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.renderer import labels_of
-from finetune.data.samples import Example, Image, Sequence
+from finetune.data.samples import Clip, Example, Medium, Sequence
 from finetune.data.visible_text import Token, visible
 
 SHOWN_TOKENS = 400  # of an example inside an error message, and in a terminal
@@ -133,7 +133,7 @@ def recorded(sources: ListLike[ListLike[Example]], tokenizer: PreTrainedTokenize
     for one in islice(in_turn, RECORDED):
         sequences = []
         for sequence in one.sequences:
-            pieces, left_out = shortened(images_as_one(tokens_of(sequence, tokenizer), sequence), RECORDED_TOKENS)
+            pieces, left_out = shortened(media_as_one(tokens_of(sequence, tokenizer), sequence), RECORDED_TOKENS)
             sequences.append(
                 {
                     "tokens": len(sequence.input_ids),
@@ -164,7 +164,7 @@ def render_rich(
     tokens, with which another sequence begins as well.
     """
     look = look or Look()
-    shown, tokens = Text(), images_as_one(tokens_of(sequence, tokenizer), sequence)
+    shown, tokens = Text(), media_as_one(tokens_of(sequence, tokenizer), sequence)
     kept, left_out = shortened(tokens, None if look.full else SHOWN_TOKENS)
     _draw(shown, kept[0][:shared], 0, look)
     if 0 < shared <= len(kept[0]):
@@ -176,16 +176,20 @@ def render_rich(
     return shown
 
 
-def image_note(image: Image, number: int) -> str:
-    """Returns a description of an image, in a line: image 1: cats/1.jpg, 60 x 90 pixels, 6 tokens."""
-    name = image.source if isinstance(image.source, str) else "in the row"
-    return f"image {number}: {visible(name)}, {image.width} x {image.height} pixels, {image.end - image.begin:,} tokens"
+def media_note(medium: Medium, number: int) -> str:
+    """Returns a description of a file, in a line: image 1: cats/1.jpg, 60 x 90 pixels, 6 tokens."""
+    name = visible(medium.source) if isinstance(medium.source, str) else "in the row"
+    if isinstance(medium, Clip):
+        said = f"clip {number}: {name}, {medium.samples / medium.rate:.2f} s at {medium.rate:,} Hz"
+    else:
+        said = f"image {number}: {name}, {medium.width} x {medium.height} pixels"
+    return f"{said}, {medium.end - medium.begin:,} tokens"
 
 
-def images_as_one(tokens: list[Token], sequence: Sequence) -> list[Token]:
+def media_as_one(tokens: list[Token], sequence: Sequence) -> list[Token]:
     """Returns the tokens with one in place of those of each image, which describes it."""
-    for number, image in reversed(list(enumerate(sequence.images, start=1))):
-        first = replace(tokens[image.begin], text=f"[{image_note(image, number)}]", part="")
+    for number, image in reversed(list(enumerate(sequence.media, start=1))):
+        first = replace(tokens[image.begin], text=f"[{media_note(image, number)}]", part="")
         tokens[image.begin : image.end] = [first]
     return tokens
 

@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.data.chat.encoding import Tokens, remember_words
-from finetune.data.chat.renderer import Rendered, Renderer, TokensAndImages
+from finetune.data.chat.renderer import Rendered, Renderer, TokensAndMedia
 from finetune.data.formats.detect import parse_row
 from finetune.data.objective_rows import PLAIN, ObjectiveRows, examples_of
-from finetune.data.samples import BadRow, PromptOnly, Sequence, shared_prefix
+from finetune.data.samples import BadRow, Clip, Medium, PromptOnly, Sequence, shared_prefix
 from finetune.errors import RunFailure, UserError
 from finetune.utils import end_with_parent
 
@@ -78,9 +78,10 @@ class ExampleArrays:
     files: NDArray[np.int32]  # (N,) index in `labels`
     rows: NDArray[np.int64]  # (N,)
     numbers: NDArray[np.float64]  # (N * columns,) example after example
-    # (I, 6): index of its sequence; height, width; first and last + 1 of its tokens there; bytes of its source
+    # (I, 6): index of its sequence; height, width of an image, samples, rate of a clip; first and
+    # last + 1 of its tokens there; bytes of its source
     image_numbers: NDArray[np.int64]
-    # (B,) sources end to end: \0 and the path of a file, or \1 and the file itself
+    # (B,) sources end to end: a byte of `SOURCE_IN_ROW` and `SOURCE_OF_CLIP`, and the path or the file itself
     image_sources: NDArray[np.uint8]
 
 
@@ -180,7 +181,7 @@ def draw(settings: RowSettings, item: Item) -> DrawnRow:
 
 
 def _sequences(
-    settings: RowSettings, row: DrawnRow, tokens: Iterator[Tokens | TokensAndImages | BadRow]
+    settings: RowSettings, row: DrawnRow, tokens: Iterator[Tokens | TokensAndMedia | BadRow]
 ) -> list[tuple[tuple[Sequence, ...], tuple[float, ...]]]:
     """Returns the sequences of a row's examples, with their numbers. Raises BadRow after all of its tokens are read."""
     of_texts = [[next(tokens) for _ in texts] for texts, _ in row.groups]
@@ -225,7 +226,7 @@ def _fit(settings: RowSettings, example: TokenizedExample, counts: Counter[str])
             f"data.max_length is {most}. Fix: raise it, or set data.overlong to drop"
             f"{'' if several else ', truncate or split'}"
         )
-    elif any(sequence.images for sequence in example.sequences):
+    elif any(sequence.media for sequence in example.sequences):
         pieces = list(_turns(example, most))
         counts["truncated" if settings.overlong == "truncate" else "split"] += bool(pieces)
         counts["dropped_overlong"] += not pieces
@@ -252,7 +253,7 @@ def _turns(example: TokenizedExample, most: int) -> Iterator[TokenizedExample]:
     (sequence,) = example.sequences
     mask = np.append(sequence.loss_mask, False)
     ends = np.flatnonzero(mask[:-1] & ~mask[1:]) + 1  # of answers, and before an image within one
-    for image in sequence.images:
+    for image in sequence.media:
         ends = ends[(ends <= image.begin) | (ends >= image.end)]
     begin = 0
     while begin < len(mask) - 1 and len(later := ends[ends > begin]):
@@ -261,25 +262,36 @@ def _turns(example: TokenizedExample, most: int) -> Iterator[TokenizedExample]:
         if len(fitting):
             images = tuple(
                 replace(image, begin=image.begin - begin, end=image.end - begin)
-                for image in sequence.images
+                for image in sequence.media
                 if begin <= image.begin < end
             )
             piece = _cut(example, begin, end)
-            yield replace(piece, sequences=(replace(piece.sequences[0], images=images),))
+            yield replace(piece, sequences=(replace(piece.sequences[0], media=images),))
         begin = end
+
+
+# Of the first byte of a stored source: the rest is the file itself, not its path; it is sound.
+SOURCE_IN_ROW, SOURCE_OF_CLIP = 1, 2
+
+
+def _source_bytes(medium: Medium) -> bytes:
+    mark = SOURCE_OF_CLIP * isinstance(medium, Clip)
+    if isinstance(medium.source, bytes):
+        return bytes([mark | SOURCE_IN_ROW]) + medium.source
+    return bytes([mark]) + os.fsencode(medium.source)
+
+
+def _size_of(medium: Medium) -> tuple[int, int]:
+    return (medium.samples, medium.rate) if isinstance(medium, Clip) else (medium.height, medium.width)
 
 
 def arrays_of(examples: list[TokenizedExample]) -> ExampleArrays:
     labels = list(dict.fromkeys(example.row_id[0] for example in examples))
     sequences = [sequence for example in examples for sequence in example.sequences]
-    images = [(i, image) for i, sequence in enumerate(sequences) for image in sequence.images]
-    sources = [
-        b"\1" + image.source if isinstance(image.source, bytes) else b"\0" + os.fsencode(image.source)
-        for _, image in images
-    ]
+    media = [(i, one) for i, sequence in enumerate(sequences) for one in sequence.media]
+    sources = [_source_bytes(one) for _, one in media]
     image_numbers = [
-        (i, image.height, image.width, image.begin, image.end, len(source))
-        for (i, image), source in zip(images, sources, strict=True)
+        (i, *_size_of(one), one.begin, one.end, len(source)) for (i, one), source in zip(media, sources, strict=True)
     ]
     return ExampleArrays(
         labels=labels,
@@ -302,7 +314,7 @@ def _hash(example: TokenizedExample) -> int:
     """64-bit hash of tokens and images: among ten million examples no two differ by a name alone (1 in 10^5)."""
     contents = []
     for sequence in example.sequences:
-        sources = (one.source if isinstance(one.source, bytes) else os.fsencode(one.source) for one in sequence.images)
+        sources = (one.source if isinstance(one.source, bytes) else os.fsencode(one.source) for one in sequence.media)
         contents.append(sequence.input_ids.tobytes() + b"".join(hashlib.blake2b(source).digest() for source in sources))
     separator = np.int32(-1).tobytes()
     return int.from_bytes(hashlib.blake2b(separator.join(contents), digest_size=8).digest(), "little")

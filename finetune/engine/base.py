@@ -26,7 +26,7 @@ from transformers import DynamicCache, PretrainedConfig
 from finetune.data.batch import TokenShare
 from finetune.engine.context_parallel import token_ranks
 from finetune.engine.launch import Launch
-from finetune.engine.optimizer_step import IDLE, OF_IMAGES, LossScale, NonFinite, StepInBackward, squared_norm
+from finetune.engine.optimizer_step import IDLE, OF_MEDIA, LossScale, NonFinite, StepInBackward, squared_norm
 from finetune.engine.overflow import HalfProduct, Sum, half_products, overflow_as_sum
 from finetune.engine.ranks import Ranks
 from finetune.engine.state_shards import ShardPart, Types, make_room
@@ -258,13 +258,13 @@ class Engine(abc.ABC):
         self.drop_gradients()
         return norm if steps else None
 
-    def prepare_groups(self, lr_factor: float, has_images: bool) -> None:
+    def prepare_groups(self, lr_factor: float, has_media: bool) -> None:
         """Set each group's rate. A step without images leaves out tower and projector, as torch does."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
                 group["lr"] = group["initial_lr"] * lr_factor
-                group[IDLE] = group.get(OF_IMAGES, False) and not has_images
+                group[IDLE] = group.get(OF_MEDIA, False) and not has_media
 
     # --- meters
 

@@ -18,7 +18,7 @@ from finetune.models.head.chunked import HeadDevice, is_small
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.moe import Routers, compute_experts_in
 from finetune.models.score_model import ScoreModel
-from finetune.models.vision import ImagePart
+from finetune.models.towers import TowerPart
 from finetune.models.weights import (
     Placement,
     compute_in_fp8,
@@ -100,7 +100,7 @@ def assemble(
     }
     if has_scores:
         return ScoreModel(model, **surroundings)
-    images = ImagePart(model, gathers_in_forward) if recipe.model.train is not None else None
+    images = TowerPart(model, gathers_in_forward) if recipe.model.train is not None else None
     return CausalLMWithLoss(
         model, recipe.model.cross_entropy, only_sums, head_device=head_device, images=images, **surroundings
     )

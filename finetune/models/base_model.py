@@ -15,19 +15,19 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME
 
 from finetune.data.chat.renderer import Renderer
-from finetune.data.examples import recipe_renderer, row_images
+from finetune.data.examples import recipe_renderer, row_media
 from finetune.errors import UserError
 from finetune.models.added_tokens import add_tokens
 from finetune.models.base_checkpoint import BaseCheckpoint, base_checkpoint
 from finetune.models.checkpoint_files import PROCESSORS, checkpoint_file
-from finetune.models.config import model_config, without_dropout
+from finetune.models.config import model_config, with_steady_tower, without_dropout
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import ObjectiveSettings
-from finetune.recipe.schema import Images, Model, Tokens
+from finetune.recipe.schema import Audio, Images, Model, Tokens
 
 if TYPE_CHECKING:
-    from finetune.data.images.expansion import RowImages
+    from finetune.data.media.expansion import RowMedia
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Base:
 
     model: Model
     tokens: Tokens | None = None  # that the tokenizer gets in addition
-    image: Images | None = None
+    image: Images | Audio | None = None  # settings of the files that rows have
     drops_nothing: bool = False  # see `Recipe.drops_nothing`
     given: PretrainedConfig | None = None  # in place of `config`, for a plan of a model that is not here
 
     @classmethod
     def of(cls, recipe: Recipe, given: PretrainedConfig | None = None) -> Base:
         """Returns the base of a recipe; reads nothing yet."""
-        return cls(recipe.model, recipe.tokens, recipe.data.image, recipe.drops_nothing, given)
+        return cls(recipe.model, recipe.tokens, recipe.data.media, recipe.drops_nothing, given)
 
     @cached_property
     def published(self) -> PretrainedConfig:
@@ -55,7 +55,8 @@ class Base:
         """The config as the objective trains it, see `objective.dropout`."""
         if self.given is not None:
             return self.given
-        return without_dropout(self.published) if self.drops_nothing else self.published
+        config = without_dropout(self.published) if self.drops_nothing else self.published
+        return config if self.model.train is None else with_steady_tower(config)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -73,13 +74,13 @@ class Base:
         return tokenizer, add_tokens(tokenizer, self.tokens) if self.tokens is not None else []
 
     @cached_property
-    def images(self) -> RowImages | None:
-        """How the model sees the images of rows; None without `data.image`."""
-        return row_images(self.model, self.image, self.tokenizer)
+    def media(self) -> RowMedia | None:
+        """How the model takes the files of rows; None without `data.image` and `data.audio`."""
+        return row_media(self.model, self.image, self.tokenizer)
 
     def renderer(self, objective: ObjectiveSettings) -> Renderer:
         """Returns the renderer of rows for an objective, by the chat template that the tokenizer has now."""
-        return recipe_renderer(self.model, objective, self.tokenizer, self.images)
+        return recipe_renderer(self.model, objective, self.tokenizer, self.media)
 
     @cached_property
     def files(self) -> BaseCheckpoint | None:
@@ -109,15 +110,15 @@ def check_same_vocabulary(key: str, name: str | None, base: Base) -> None:
         )
 
 
-def check_same_images(key: str, name: str | None, base: Base) -> None:
-    """Raises UserError if another model, `key: name`, sees images as other tokens than the recipe's.
+def check_same_media(key: str, name: str | None, base: Base) -> None:
+    """Raises UserError if another model, `key: name`, takes files as other tokens than the recipe's.
 
     name: None if there is no other model.
     """
-    if name is None or base.images is None:
+    if name is None or base.media is None:
         return
-    other = row_images(base.other(name).model, base.image, base.tokenizer)
-    if other is None or base.images.family.settings != other.family.settings:
+    other = row_media(base.other(name).model, base.image, base.tokenizer)
+    if other is None or base.media.family.settings != other.family.settings:
         raise UserError(
             f"{key}: {name!r} reads images in another way than the trained model. It sees them as other tokens, or by "
             "other settings of its processor. Fix: name a model whose processor has the same settings, such as a "
@@ -127,15 +128,15 @@ def check_same_images(key: str, name: str | None, base: Base) -> None:
 
 def processor_settings(base: Base) -> dict[str, bytes]:
     """Returns the files with the settings of the base's processors, with the recipe's bounds of an image's size."""
-    from finetune.data.images.families import processor_place
+    from finetune.data.media.families import processor_place
 
     model, rules = base.model, base.image
     name, revision = (model.name, model.revision) if rules is None else processor_place(model, rules)
     place = Model(name=name, revision=revision)
     files = {file: path.read_bytes() for file in PROCESSORS if (path := checkpoint_file(place, file))}
-    if rules is None or not (rules.max_pixels or rules.min_pixels) or base.images is None:
+    if not isinstance(rules, Images) or not (rules.max_pixels or rules.min_pixels) or base.media is None:
         return files
-    size = dict(base.images.family.processor.size)
+    size = dict(base.media.family.processor.size)
     for file in {FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME} & {*files}:
         settings = json.loads(files[file])
         part = settings if file == FEATURE_EXTRACTOR_NAME else settings.get("image_processor")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from finetune.data.images.family_table import family_of
+from finetune.data.media.family_table import family_of
 from finetune.errors import UserError
 from finetune.models.base_config import base_config, depends_on_length, rope_types, without_weights
 from finetune.models.checkpoint_files import tensor_names
@@ -27,7 +27,8 @@ def model_config(model: Model) -> PretrainedConfig:
         # an untied head.
         has_head = any(name.endswith("lm_head.weight") for name in tensor_names(model))
         text = config.get_text_config(decoder=True)
-        config.tie_word_embeddings = config.tie_word_embeddings and (text.tie_word_embeddings or not has_head)
+        if hasattr(config, "tie_word_embeddings"):
+            config.tie_word_embeddings = config.tie_word_embeddings and (text.tie_word_embeddings or not has_head)
         return config
     if not config.sub_configs:
         return config
@@ -108,14 +109,33 @@ def active_dropouts(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     """Returns a copy of the config whose model has no dropout."""
     config = copy.deepcopy(config)
-    for part in (config, config.get_text_config()):
+    for part in _parts(config):
         for name, _ in list(active_dropouts(part)):
             setattr(part, name, 0.0)
     return config
 
 
+def with_steady_tower(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns the config of a multimodal model, or a copy, whose tower drops nothing at random (`Family.drops`)."""
+    family = family_of(config)
+    if not any(getattr(getattr(config, family.config), name, 0) for name in family.drops):
+        return config
+    config = copy.deepcopy(config)
+    tower = getattr(config, family.config)
+    for name in family.drops:
+        if hasattr(tower, name):
+            setattr(tower, name, 0.0)
+    return config
+
+
+def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Returns a config, its text part and the others that it has."""
+    others = [getattr(config, name, None) for name in config.sub_configs]
+    return [config, config.get_text_config(), *(one for one in others if isinstance(one, PretrainedConfig))]
+
+
 def restore_dropout(config: PretrainedConfig, base: PretrainedConfig) -> None:
-    """Give a config the dropout of the one that it was copied from by `without_dropout`."""
-    for part, of_base in ((config, base), (config.get_text_config(), base.get_text_config())):
+    """Give a config the dropout of the one that it was copied from by `without_dropout` or `with_steady_tower`."""
+    for part, of_base in zip(_parts(config), _parts(base), strict=True):
         for name, value in active_dropouts(of_base):
             setattr(part, name, value)

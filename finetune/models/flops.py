@@ -2,7 +2,7 @@
 
 A multiply-add counts as two. Only matrix products are counted: every weight that hidden states are multiplied with, and
 the two products of attention; not norms, activations, rotary embeddings or the optimizer
-(https://arxiv.org/abs/2204.02311, appendix B). Of a model that sees images, tower and projector are counted as well.
+(https://arxiv.org/abs/2204.02311, appendix B). Of a model that sees or hears, tower and projector are counted as well.
 
 - `model`: the cost of the maths. Forward; backward if needed: two products like the forward's for a trained weight,
   one for a frozen one whose input needs a gradient, none below the first trained layer. Attention: pairs of tokens that
@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from finetune.data.images.family_table import family_of
+from finetune.data.media.family_table import family_of
 from finetune.models.attention import DOCUMENTS
 from finetune.models.base_config import head_sizes, layer_configs
 from finetune.models.mtp import head_of, in_head
-from finetune.models.vision import image_modules, part_of, patches_in, patches_per_token
+from finetune.models.towers import part_of, patches_in, patches_per_token, tower_modules
 from finetune.models.wrapped import has_scores, output_head
 from finetune.utils import full_shape, unwrap_peft
 
@@ -147,10 +147,10 @@ class TowerFlops:
 
 def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
     """Returns the FLOPs of tower and projector. Modules created before the first trained weight have no backward."""
-    if not image_modules(model):
+    if not tower_modules(model):
         return None
-    config, vision = model.config, model.config.vision_config
-    family = family_of(config)
+    config, family = model.config, family_of(model.config)
+    tower = getattr(config, family.config)
     products: list[_Product] = []  # `after_trained`: something before it is trained
     after_trained = False
     for path, module in unwrap_peft(model).named_modules():
@@ -162,7 +162,7 @@ def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
                 place, weights = _position(full_name), float(np.prod(shape))
                 products.append(_Product(full_name, place, weights, parameter.requires_grad, False, after_trained))
             after_trained |= parameter.requires_grad
-    of_patches = [product for product in products if part_of(family, product.path) == "vision"]
+    of_patches = [product for product in products if part_of(family, product.path) == "tower"]
     layers_train = any(product.trained for product in of_patches)
     again = 2 * sum(_recomputed(of_patches)) if recomputes and layers_train else 0.0
     patch, token = (
@@ -170,12 +170,12 @@ def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
         for those in (of_patches, [one for one in products if part_of(family, one.path) == "projector"])
     )
     # Queries with keys, and weights with values; fused attention computes the first again in its backward.
-    pair = 4.0 * vision.hidden_size
+    pair = 4.0 * (getattr(tower, "hidden_size", None) or tower.d_model)
     pairs = Flops(pair * 3, pair * (3.5 + recomputes)) if layers_train else Flops(pair, pair)
-    layers = getattr(vision, "num_hidden_layers", None) or vision.depth
-    full = getattr(vision, "fullatt_block_indexes", None)
+    layers = getattr(tower, "num_hidden_layers", None) or tower.depth
+    full = getattr(tower, "fullatt_block_indexes", None)
     windows = 0 if full is None else layers - len(full)
-    window = (vision.window_size // vision.patch_size) ** 2 if windows else 0
+    window = (tower.window_size // tower.patch_size) ** 2 if windows else 0
     products_of = Flops(patch, patch + again), Flops(token, token), pairs
     return TowerFlops(config, *products_of, layers, windows, window, family.joins_images)
 
@@ -204,9 +204,9 @@ def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> M
     high.
     """
     products = list(_products(model))
-    of_images = {id(p) for module in image_modules(model) for p in module.parameters()}  # not counted
+    of_media = {id(p) for module in tower_modules(model) for p in module.parameters()}  # not counted
     trained = [
-        _Position(-1, -1) if id(parameter) in of_images else _position(name)
+        _Position(-1, -1) if id(parameter) in of_media else _position(name)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
@@ -257,10 +257,10 @@ def _products(model: Any) -> Iterator[_Product]:
     output = output_head(model)
     path = next((path for path, candidate in model.named_modules() if candidate is output), "")
     head = re.sub(r"\.(base_layer|modules_to_save\..*|original_module)$", "", path)  # or that of its wrapper
-    of_images = {inner for module in image_modules(model) for inner in module.modules()}
+    of_media = {inner for module in tower_modules(model) for inner in module.modules()}
     config = model.config.get_text_config()
     for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) or module in of_images:
+        if isinstance(module, nn.Embedding) or module in of_media:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{path}.{name}"

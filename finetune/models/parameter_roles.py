@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from finetune.models.vision import image_modules
+from finetune.models.towers import tower_modules
 from finetune.models.wrapped import output_head
 
 
@@ -18,7 +18,7 @@ class ParameterRoles:
     # Rows that tokens or positions look up, and the head: a matrix by shape, but not a map of hidden states.
     tables: frozenset[str] = frozenset()
     # Tower and projector: a step without an image does not use them.
-    of_images: frozenset[str] = frozenset()
+    of_media: frozenset[str] = frozenset()
 
 
 def parameter_roles(model: Any) -> ParameterRoles:
@@ -27,10 +27,10 @@ def parameter_roles(model: Any) -> ParameterRoles:
     # With adapters or a trained copy, these are peft's modules around an embedding or a linear layer.
     tables += [module for module in (model.get_input_embeddings(), output_head(model)) if module is not None]
     in_tables = {id(parameter) for module in tables for parameter in module.parameters()}
-    of_images = {id(parameter) for module in image_modules(model) for parameter in module.parameters()}
+    of_media = {id(parameter) for module in tower_modules(model) for parameter in module.parameters()}
     named = list(model.named_parameters(remove_duplicate=False))
     return ParameterRoles(
         # A tower's patches and positions are embeddings by name alone: plain parameters, convolutions.
         tables=frozenset(name for name, p in named if id(p) in in_tables or "embed" in name),
-        of_images=frozenset(name for name, p in named if id(p) in of_images),
+        of_media=frozenset(name for name, p in named if id(p) in of_media),
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from finetune.data.images.family_table import family_of
+from finetune.data.media.family_table import family_of
 from finetune.models.base_config import rope_types
 
 VOCABULARY = 128
@@ -208,6 +208,30 @@ _SMALL_TOWER: dict[str, Any] = {
 }
 
 
+_SMALL_EAR: dict[str, Any] = {
+    "d_model": _WIDTH,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 2 * _WIDTH,
+    "intermediate_size": 4 * _WIDTH,  # Voxtral: four positions are a token
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+    "downsample_hidden_size": 8,
+    "output_dim": HIDDEN_SIZE,
+}
+
+
+def _with_small_ear(tiny: Any, tower: Any) -> Any:
+    for key, value in _SMALL_EAR.items():
+        if hasattr(tower, key):
+            setattr(tower, key, value)
+    for name in family_of(tiny).drops:
+        if hasattr(tower, name):
+            setattr(tower, name, 0.0)
+    tiny.audio_token_id = IMAGE_TOKEN
+    return tiny
+
+
 def tiny_whole(config: PretrainedConfig) -> Any:
     """Returns a tiny copy of a multimodal config: small text model, small tower, few patches."""
     tiny: Any = copy.deepcopy(config)
@@ -215,10 +239,14 @@ def tiny_whole(config: PretrainedConfig) -> Any:
     name = next(name for name in tiny.sub_configs if getattr(tiny, name) is text)
     setattr(tiny, name, tiny_config(text))
     getattr(tiny, name).pad_token_id = 0
-    vision = tiny.vision_config
+    family = family_of(config)
+    tower = getattr(tiny, family.config)
     for key, value in _SMALL_TOWER.items():
-        if hasattr(vision, key):
-            setattr(vision, key, value)
+        if hasattr(tower, key):
+            setattr(tower, key, value)
+    if family.kind == "audio":
+        return _with_small_ear(tiny, tower)
+    vision = tower
     if family_of(config).tokens is not None:
         side = 2 * getattr(tiny, "scale_factor", 1)
         vision.image_size = vision.patch_size * side

@@ -101,8 +101,9 @@ def cached(
     """Returns the outcome of a trial from the cache, under all that it depends on: the tiny config, which is a function
     of the model's own, versions and our code. A trial that fails raises one of `FAILURES`, and leaves nothing."""
     models = Path(__file__).parent
-    code = [*sorted((models / "attention").glob("*.py")), models.parent / "data" / "batch.py"]
-    code += [models / f"{file}.py" for file in ("fused_layers", "patches", "tiny_config", "trials", "vision")]
+    data = models.parent / "data"
+    code = [*sorted((models / "attention").glob("*.py")), data / "batch.py", data / "media" / "family_table.py"]
+    code += [models / f"{file}.py" for file in ("fused_layers", "patches", "tiny_config", "towers", "trials")]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in code)).hexdigest()
     settings = sorted((key, repr(value)) for key, value in tiny.to_dict().items() if key not in _WITHOUT_EFFECT)
     depends_on = (type(tiny).__qualname__, name, torch.__version__, transformers.__version__, digest, settings)

@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 
-from finetune.data.images.family_table import Family, family_of
+from finetune.data.media.family_table import Family, family_of
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
 from finetune.models.added_tokens import start_rows, train_rows
@@ -68,7 +68,7 @@ from finetune.models.stored_loading import (
     stored_parameters,
     without_quantization,
 )
-from finetune.models.vision import attention_of_parts, freeze_parts, targets_in_parts
+from finetune.models.towers import attention_of_parts, freeze_parts, targets_in_parts
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Model, Quantization, Recipe, Tokens
 from finetune.utils import full_shape, pattern_of, unwrap_peft
@@ -97,7 +97,7 @@ def load_model(
     rank. labels: of a head of scores, in place of the LM head. Raises UserError if it cannot be loaded.
     """
     types, config = dtypes(recipe), base.config
-    auto: Any = AutoModelForCausalLM if recipe.model.train is None else AutoModelForImageTextToText
+    auto: Any = AutoModelForCausalLM if recipe.model.train is None else AutoModelForMultimodalLM
     if labels:
         auto, config = AutoModelForSequenceClassification, labelled(config, labels)
         if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -128,7 +128,7 @@ def load_model(
     run_per_document(model, attention.mixers)
     reach_experts(model)
     keep_weights_unpacked(model)
-    if recipe.drops_nothing and placement.weights != "meta":
+    if base.config is not base.published and placement.weights != "meta":
         model.base_config = base.published  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
     adapted = None

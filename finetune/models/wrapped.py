@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from finetune.models.activations import ActivationOffload
 from finetune.models.head.token_loss import HeadLosses
 from finetune.models.moe import Routers
-from finetune.models.vision import ImagePart
+from finetune.models.towers import TowerPart
 from finetune.utils import unwrap_peft
 
 SCORE = "score"  # transformers' name of the head of a sequence classification model
@@ -53,7 +53,7 @@ class WrappedModel(nn.Module):
         autocast: torch.dtype | None = None,
         offload: ActivationOffload | None = None,
         routers: Routers | None = None,
-        images: ImagePart | None = None,
+        images: TowerPart | None = None,
         kernels: str = "plain",
     ):
         """model: transformers' or peft's; autocast: the compute type, if it is not the parameters'; kernels: those of

@@ -17,12 +17,13 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
 from finetune.data.dataset import on_disk
+from finetune.data.media.family_table import family_of
 from finetune.engine.base import Engine
 from finetune.engine.costs.common import different_ranks
 from finetune.engine.hardware import CPU, GIB, read_hardware
@@ -146,7 +147,7 @@ def predict_run(prepared: Prepared, engine: Engine) -> dict[str, Any]:
         rows = widest(recipe, "a stream", config)
         if training.size(recipe.data.max_length):
             data = on_disk(training)
-            token = None if recipe.data.image is None else cast(Any, config).image_token_id
+            token = None if recipe.data.media is None else getattr(config, family_of(config).token_id)
             rows = facts_of(data.examples, data.rows, "the data of the run", len(data.rows), token)
         if recipe.rollouts is not None:
             rows = Lengths("the data of the run", on_disk(training).examples, 1.0).rows(recipe, config)

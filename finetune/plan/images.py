@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves  # as this function
 from transformers import PretrainedConfig
 
-from finetune.data.batch import Batch, ImagePlace
-from finetune.data.images.family_table import family_of
-from finetune.models.vision import image_tokens, patches_per_token, row_positions
-from finetune.recipe.schema import Data
+from finetune.data.batch import Batch, MediaPlace
+from finetune.data.media.family_table import family_of
+from finetune.models.towers import image_tokens, patches_per_token, row_positions
+from finetune.recipe.schema import Audio, Data
 
 _MARKS = 2  # tokens around an image
 _LARGE = 2**24  # elements
@@ -31,16 +31,31 @@ _BY_INDEX = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put
 
 def most_images(data: Data, config: PretrainedConfig) -> tuple[int, ...]:
     """Returns the tokens of each image of a row that has as many as fit into it; () if the recipe sees none."""
-    if data.image is None:
+    if data.media is None:
         return ()
     whole: Any = config
     room = data.max_length - 1
+    if data.audio is not None:
+        return _most_clips(data.audio, whole, room)
+    assert data.image is not None
     if family_of(config).tokens is not None:
         each = image_tokens(config, [1])[0]
     else:
         side = whole.vision_config.patch_size * int(patches_per_token(config) ** 0.5)
         pixels = data.image.max_pixels
         each = min(room - _MARKS, max(2, pixels // side**2) if pixels else room)
+    return (each,) * (room // (each + _MARKS)) if each > 1 else ()
+
+
+def _most_clips(audio: Audio, config: Any, room: int) -> tuple[int, ...]:
+    """Returns the tokens of each clip of a row of clips as long as they may be."""
+    family = family_of(config)
+    if family.tokens is not None:
+        each = family.tokens(config)
+    else:  # 25 tokens a second of 100 frames, or 13
+        positions = getattr(config.audio_config, "max_source_positions", None)
+        each = positions // 2 if positions else int(audio.max_seconds * 13)
+        each = min(each, room - _MARKS)
     return (each,) * (room // (each + _MARKS)) if each > 1 else ()
 
 
@@ -53,8 +68,8 @@ def with_pictures(
         return batch
     with fakes, KnownIntegers():
         pictures = family_of(config).pictures(config, cells)
-    places = tuple(ImagePlace(i, 0, 0) for i, of_document in enumerate(images) for _ in of_document)
-    batch = replace(batch, inputs={**batch.inputs, **pictures}, images=places)
+    places = tuple(MediaPlace(i, 0, 0) for i, of_document in enumerate(images) for _ in of_document)
+    batch = replace(batch, inputs={**batch.inputs, **pictures}, media=places)
     positions = row_positions(config)
     return positions(batch) if positions else batch
 

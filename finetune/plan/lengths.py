@@ -113,7 +113,7 @@ def facts_of(
             int(np.count_nonzero(sequence.input_ids[image.begin : image.end] == image_token))
             for i in (members if image_token is not None else ())
             for sequence in examples[int(i)].sequences
-            for image in sequence.images
+            for image in sequence.media
         )
 
     some = np.unique(np.linspace(0, len(packed) - 1, min(len(packed), ROWS_KEPT)).astype(int)).tolist()
@@ -180,7 +180,7 @@ def read_lengths(recipe: Recipe) -> Lengths | str:
             if len(rows) == len(counts):
                 times = sum(rows) / sum(min(count, limit) for count, limit in zip(rows, limits, strict=True))
             what = "all rows" if times == 1 else f"a sample of {' and '.join(map(str, limits))} rows"
-        data, images = on_disk(build_training(recipe, renderer)), base.images
+        data, images = on_disk(build_training(recipe, renderer)), base.media
         return Lengths(what, data.examples, times, images.family.token_id if images else None)
     except UserError as error:
         return str(error).splitlines()[0]

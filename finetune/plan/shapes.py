@@ -30,7 +30,7 @@ from finetune.models.mtp import head_of, in_head
 from finetune.models.packed_linear import linear_weights, state_tensors
 from finetune.models.parameter_roles import parameter_roles
 from finetune.models.text_part import name_body
-from finetune.models.vision import image_modules
+from finetune.models.towers import tower_modules
 from finetune.models.wrapped import output_head
 from finetune.recipe import Recipe
 from finetune.training.optim import state_bytes
@@ -84,7 +84,7 @@ def _shapes(key: CacheKey) -> Shapes:
         for module in model.modules()
         if isinstance(module, torch.nn.Linear)
     }
-    of_images, roles = _image_units(model), parameter_roles(model)
+    of_media, roles = _image_units(model), parameter_roles(model)
     # Biases of experts too, as `engine/expert_parallel.py` divides them.
     of_experts = {id(tensor) for experts in stacked_experts(model).values() for tensor in experts.parameters(False)}
     # Tensors outside of decoder layers by what is gathered together, see `engine/sharding.py`.
@@ -92,17 +92,15 @@ def _shapes(key: CacheKey) -> Shapes:
     ends = [module for module in (final_norm(model), output_head(model)) if module is not None]
     tail = {id(parameter) for module in ends for parameter in module.parameters()}
     units = {
-        **of_images,
+        **of_media,
         **_ahead_units(model),
         **dict.fromkeys(table, "tail" if table & tail else "embedding"),
         **dict.fromkeys(tail, "tail"),
     }
 
     def layer_of(name: str, tensor: torch.Tensor) -> int | None:
-        own = id(tensor) in of_images or in_head(
-            name
-        )  # a tower and a head that predicts ahead have layers of their own
-        match = None if own else _LAYER.search(name)
+        # A tower and a head that predicts ahead have layers of their own.
+        match = None if id(tensor) in of_media or in_head(name) else _LAYER.search(name)
         return int(match[1]) if match else None
 
     short_weights: list[Weight] = []
@@ -123,7 +121,7 @@ def _shapes(key: CacheKey) -> Shapes:
                 partial=name in divided.partial,
                 rows=shards[name].total if name in unequal and shards[name].dim == 0 else 0,
                 table=name in roles.tables,
-                of_images=name in roles.of_images,
+                of_media=name in roles.of_media,
             )
         )
     buffers = dict(model.named_buffers())
@@ -211,7 +209,7 @@ def _ahead_units(model: Any) -> dict[int, str]:
 def _image_units(model: Any) -> dict[int, str]:
     """Returns the units of a tower's and a projector's tensors, by their identity; {} for a text model."""
     whole = unwrap_peft(model)
-    inner = {id(module) for images in image_modules(model) for module in images.modules()}
+    inner = {id(module) for images in tower_modules(model) for module in images.modules()}
     modules: list[tuple[str, Any]] = [one for one in whole.named_modules() if id(one[1]) in inner]
     units: dict[int, str] = {id(t): "rest" for _, module in modules for t in (*module.parameters(), *module.buffers())}
     for path, module in modules:  # inner ones after outer ones, whose tensors they take

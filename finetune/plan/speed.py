@@ -34,7 +34,7 @@ from finetune.engine.launch import Launch
 from finetune.models.attention import DOCUMENTS
 from finetune.models.base_config import dtypes, layer_configs
 from finetune.models.flops import ModelFlops, model_flops
-from finetune.models.vision import patches_of
+from finetune.models.towers import patches_of
 from finetune.plan.lengths import RowFacts
 from finetune.plan.memory import Stage, how_of, of_rank
 from finetune.plan.meter import Work, together

@@ -24,9 +24,10 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from transformers import PretrainedConfig
 
 from finetune.data.batch import collate, with_ahead
+from finetune.data.media.family_table import family_of
 from finetune.models.base_config import dtypes
 from finetune.models.casts import cast_once
-from finetune.models.vision import decoder_layers
+from finetune.models.towers import decoder_layers
 from finetune.plan.images import KnownIntegers, with_pictures
 from finetune.plan.meter import Meter, OperatorCounter, Work
 from finetune.plan.micro_batch import (
@@ -83,7 +84,7 @@ def _timeline(key: CacheKey) -> Timeline:
     attention = attention_at(recipe, config, how)
     model, forward = model_at(recipe, short, attention, how)
     fakes, marks = FakeTensorMode(allow_non_fake_inputs=True), Marks()
-    image_token = getattr(config, "image_token_id", 0)
+    image_token = 0 if recipe.model.train is None else getattr(config, family_of(config).token_id)
     rows = collate(examples_of(recipe.objective, heaviest, image_token))
     rows = rows if recipe.mtp_weight is None else with_ahead(rows)
     batch = with_pictures(rows, short, heaviest.images, fakes)

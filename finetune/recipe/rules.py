@@ -378,7 +378,7 @@ def tower(recipe: Recipe) -> Iterator[Finding]:
         return
     if len(set(parts)) < len(parts):
         yield "model.train", "names a part twice: keep one of each"
-    if recipe.model.config is not None and recipe.data.image is None:
+    if recipe.model.config is not None and recipe.data.media is None:
         yield "model.train", "a model from `model.config` has no tower: give `model.name`, or remove this"
     if recipe.objective.scores_sequences:
         yield (
@@ -408,9 +408,23 @@ def images(recipe: Recipe) -> Iterator[Finding]:
         yield "data.image", "a model from `model.config` has no image processor: give `model.name`, or remove this"
 
 
+def audio(recipe: Recipe) -> Iterator[Finding]:
+    overlong, teacher = recipe.data.overlong, recipe.objective.other_models.get("teacher")
+    if recipe.data.audio is None:
+        return
+    if recipe.data.image is not None:
+        yield "data.audio", "no model is trained on images and on sound at once: keep one of `image` and `audio`"
+    if overlong in ("truncate", "split") and recipe.objective.train_on == "all":
+        yield "data.overlong", f"with sound, `{overlong}` cuts after answers, and `train_on: all` knows none: use drop"
+    if teacher is not None and teacher.endswith(".parquet"):
+        yield "objective.teacher", "a file has its rows by their tokens, which clips of one length share: name a model"
+    if recipe.model.config is not None:
+        yield "data.audio", "a model from `model.config` has no processor of sound: give `model.name`, or remove this"
+
+
 RULES: tuple[Rule, ...] = (  # of the trainer's keys; `finetune/features.py` adds those of the wings
     *(folder, mode, precision, batch, evaluation, steps, learning_rate, in_backward, sources, streaming),
-    *(objective_keys, reference, distillation, answers, added_tokens, predicts_ahead, tower, images),
+    *(objective_keys, reference, distillation, answers, added_tokens, predicts_ahead, tower, images, audio),
 )
 
 

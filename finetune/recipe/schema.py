@@ -95,8 +95,14 @@ class Run(Section):
     push: HubPush | None = None  # to the hub, in the background; `org/name` is short for `{repo: org/name}`
 
 
-Part = Literal["language", "projector", "vision"]
-Parts = Annotated[tuple[Part, ...], BeforeValidator(list_to_tuple), Field(strict=False, min_length=1)]
+def _parts(value: Any) -> Any:
+    """Converts a list; `vision` is the name that `tower` had when all towers saw images."""
+    parts = list_to_tuple(value)
+    return tuple("tower" if part == "vision" else part for part in parts) if isinstance(parts, tuple) else parts
+
+
+Part = Literal["language", "projector", "tower"]
+Parts = Annotated[tuple[Part, ...], BeforeValidator(_parts), Field(strict=False, min_length=1)]
 
 
 class Model(Section):
@@ -134,9 +140,9 @@ class Model(Section):
     # opens one (R1's distills). trained: the model learns to write the thought, as it has to in use; given: it is the
     # end of the generation prompt, also in the result's template, and not trained.
     empty_thought: Literal["trained", "given"] = "trained"
-    # Trained parts of a model that sees images: adapters in them, or all of their weights under `mode: full`.
-    # projector: turns the tower's output into tokens; vision: the tower. null: language, and without `data.image` the
-    # language model by itself.
+    # Trained parts of a model that sees or hears: adapters in them, or all of their weights under `mode: full`.
+    # projector: turns the tower's output into tokens; tower: the encoder of the files, also called vision. null:
+    # language, and without `data.image` and `data.audio` the language model by itself.
     train: Parts | None = None
     # The head of a base that predicts a token further ahead, for speculative decoding (DeepSeek-V3, GLM-4 MoE,
     # Qwen3-Next, Qwen3.5). keep: copied as it is, and stale after training; train: trained beside the loss, on the same
@@ -264,6 +270,21 @@ class Images(Section):
     threads: Count = 4  # of each process, which decode and scale images ahead of the steps
 
 
+class Audio(Section):
+    """Sound in the rows: its bounds, and the folder of its files."""
+
+    max_seconds: Positive = 1800.0  # of a clip; longer ones are bad rows, and are not decoded
+    # Hub id or local folder with the processor and its settings, which the result gets; null: that of `model.name`.
+    processor: str | None = None
+    folder: str | None = None  # paths in rows start here; null: at the folder of the data file that has the row
+    outside: bool = False  # paths may lead out of that folder
+    allow_urls: bool = False  # http:// and https:// addresses in rows are fetched, once, into the cache
+    # Part of a clip that is read when rows are tokenized. samples: all of it, so that a broken, silent or cut clip is a
+    # bad row; header: its length, and whatever is broken ends the run that trains on it
+    verify: Literal["header", "samples"] = "samples"
+    threads: Count = 4  # of each process, which decode and resample clips ahead of the steps
+
+
 class Data(Section):
     """Training and evaluation data, and how it becomes packed sequences."""
 
@@ -284,6 +305,14 @@ class Data(Section):
     # Rows have images, and the model is trained with its tower, `image: {}` with all defaults; see
     # docs/reference/images.md. null: rows with images are refused.
     image: Images | None = None
+    # Rows have sound, and the model is trained with its tower, `audio: {}` with all defaults; see
+    # docs/reference/audio.md. null: rows with sound are refused.
+    audio: Audio | None = None
+
+    @property
+    def media(self) -> Images | Audio | None:
+        """Returns the settings of the files that rows have; None without."""
+        return self.image or self.audio
 
     @property
     def eval_sources(self) -> tuple[Source, ...]:
@@ -625,9 +654,9 @@ class Recipe(Section):
         return named_objective(values)
 
     @model_validator(mode="after")
-    def _images_need_the_tower(self) -> Recipe:
-        """With images the model includes its tower, and every copy of the recipe names the trained parts."""
-        if self.data.image is not None and self.model.train is None:
+    def _files_need_the_tower(self) -> Recipe:
+        """With files in rows the model includes its tower, and every copy of the recipe names the trained parts."""
+        if self.data.media is not None and self.model.train is None:
             object.__setattr__(self, "model", self.model.model_copy(update={"train": ("language",)}))
         return self
 

@@ -13,7 +13,7 @@ from pydantic_core import PydanticUseDefault, core_schema
 
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
-Answers = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
+Answers = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "speech", "text", "tokens"]
 Format = Literal["auto", Answers, "prompt", "preference", "comparison", "ranked", "unpaired", "classification"]
 
 

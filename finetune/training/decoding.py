@@ -20,7 +20,7 @@ Choose = Callable[[Tensor, int], Tensor]  # (logits (B, V), position of the new 
 
 
 @dataclass(frozen=True)
-class PromptImages:
+class PromptMedia:
     """Inputs of a forward for the images of left-padded prompts."""
 
     inputs: dict[str, Tensor]
@@ -44,7 +44,7 @@ def decode(
     pad_id: int,
     max_new_tokens: int,
     choose: Choose,
-    images: PromptImages | None = None,
+    media: PromptMedia | None = None,
     rooms: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Returns the new tokens of each prompt, up to and with its end token. Collective; prompts of ranks may differ.
@@ -62,11 +62,11 @@ def decode(
     new_tokens: list[Tensor] = []  # (B,) each
     for position in range(max_new_tokens):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
-        image_inputs: dict[str, Tensor] = {}
-        if images is not None:
-            positions = images.positions_at(positions)
+        media_inputs: dict[str, Tensor] = {}
+        if media is not None:
+            positions = media.positions_at(positions)
             if not new_tokens:
-                image_inputs = {name: value.to(engine.device) for name, value in images.inputs.items()}
+                media_inputs = {name: value.to(engine.device) for name, value in media.inputs.items()}
         output = engine.model(
             input_ids=input_ids,
             attention_mask=mask,
@@ -74,7 +74,7 @@ def decode(
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-            **image_inputs,
+            **media_inputs,
         )
         next_token = choose(output.logits[:, -1], position)  # (B,)
         new_tokens.append(torch.where(finished, pad_id, next_token))

@@ -24,16 +24,16 @@ from finetune.data.examples import Examples
 from finetune.data.loader import Loader
 from finetune.data.prefetch import fed_batches
 from finetune.data.row_source import RowSource
-from finetune.data.samples import Image
-from finetune.data.token_text import image_note, special_ids
+from finetune.data.samples import Medium
+from finetune.data.token_text import media_note, special_ids
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
-from finetune.models.vision import document_positions
+from finetune.models.towers import document_positions
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, Terms, TermSums
 from finetune.recipe.schema import Evaluate, Model
-from finetune.training.decoding import PromptImages, decode, left_padded
+from finetune.training.decoding import PromptMedia, decode, left_padded
 from finetune.utils import answer
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
@@ -47,7 +47,7 @@ class Generation:
     output: str
     reference: str
     matches: bool
-    images: tuple[Image, ...] = ()  # images of the prompt, which has a note for each
+    media: tuple[Medium, ...] = ()  # images of the prompt, which has a note for each
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Evaluator:
         pad_id = self.tokenizer.pad_token_id
         assert isinstance(pad_id, int)  # load_tokenizer ensures it
         outputs: list[list[int]] = []
-        at_once = _PROMPTS_PER_BATCH if self.loader.image_inputs is None else _IMAGE_PROMPTS_PER_BATCH
+        at_once = _PROMPTS_PER_BATCH if self.loader.media_inputs is None else _IMAGE_PROMPTS_PER_BATCH
         for start in range(0, -(-len(prompts) // num_ranks), at_once):
             batch = local[start : start + at_once]
             ids, images = [question.prompt for question in batch], self._images(batch, pad_id)
@@ -113,29 +113,29 @@ class Evaluator:
             expected = answer(reference, self.recipe.answer)
             matches = expected is not None and answer(output, self.recipe.answer) == expected
             pieces, last = list[str](), 0
-            for number, image in enumerate(question.images, start=1):
+            for number, image in enumerate(question.media, start=1):
                 text = str(self.tokenizer.decode(question.prompt[last : image.begin]))
-                pieces, last = [*pieces, text, f"[{image_note(image, number)}]"], image.end
+                pieces, last = [*pieces, text, f"[{media_note(image, number)}]"], image.end
             prompt = "".join([*pieces, str(self.tokenizer.decode(question.prompt[last:]))])
             asked = last_question(prompt, self.tokenizer)
-            generations.append(Generation(prompt, asked, output, reference, matches, question.images))
+            generations.append(Generation(prompt, asked, output, reference, matches, question.media))
         return generations
 
-    def _images(self, batch: Sequence[Question], pad_id: int) -> PromptImages | None:
+    def _images(self, batch: Sequence[Question], pad_id: int) -> PromptMedia | None:
         """Returns the images of a batch of prompts; None if there are none."""
-        if self.loader.image_inputs is None or not any(question.images for question in batch):
+        if self.loader.media_inputs is None or not any(question.media for question in batch):
             return None
         ids, _ = left_padded([question.prompt for question in batch], pad_id, torch.device("cpu"))
-        inputs = self.loader.image_inputs([image for question in batch for image in question.images], ids)
+        inputs = self.loader.media_inputs([image for question in batch for image in question.media], ids)
         if (positions_of := document_positions(self.engine.unwrapped.config)) is None:
-            return PromptImages(inputs)
-        grids = inputs["image_grid_thw"].split([len(question.images) for question in batch])
+            return PromptMedia(inputs)
+        grids = inputs["image_grid_thw"].split([len(question.media) for question in batch])
         documents = [
             positions_of(torch.tensor([question.prompt]), grid) for question, grid in zip(batch, grids, strict=True)
         ]
         padded = [pad(document[:, 0], (ids.shape[1] - document.shape[2], 0)) for document in documents]
         beyond = torch.stack([document.max() + 1 - document.shape[2] for document in documents])
-        return PromptImages(inputs, torch.stack(padded, dim=1), beyond)
+        return PromptMedia(inputs, torch.stack(padded, dim=1), beyond)
 
 
 def greedy(
@@ -144,10 +144,10 @@ def greedy(
     end_ids: set[int],
     pad_id: int,
     max_new_tokens: int,
-    images: PromptImages | None = None,
+    media: PromptMedia | None = None,
 ) -> list[list[int]]:
     """Returns the likeliest new tokens of each prompt, without its end token. Collective; see `decode`."""
-    rows = decode(engine, prompts, end_ids, pad_id, max_new_tokens, lambda logits, _: logits.argmax(-1), images)
+    rows = decode(engine, prompts, end_ids, pad_id, max_new_tokens, lambda logits, _: logits.argmax(-1), media)
     return [until_end(row, end_ids) for row in rows]
 
 

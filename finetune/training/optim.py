@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from finetune.engine.costs import Shard
 from finetune.engine.muon import Muon
-from finetune.engine.optimizer_step import OF_IMAGES, hold_back_idle_groups
+from finetune.engine.optimizer_step import OF_MEDIA, hold_back_idle_groups
 from finetune.errors import UserError
 from finetune.models.parameter_roles import ParameterRoles
 from finetune.recipe.schema import Optimizer as OptimizerRecipe
@@ -31,7 +31,7 @@ def build_optimizers(recipe: OptimizerRecipe, roles: ParameterRoles, named: Name
     roles: by the names in `named`.
     """
     optimizers = BUILDERS[recipe.name](recipe, roles, named)
-    if any(name in roles.of_images for name, _ in named):
+    if any(name in roles.of_media for name, _ in named):
         for optimizer in optimizers:
             hold_back_idle_groups(optimizer)
     return optimizers
@@ -43,11 +43,11 @@ def decay_groups(roles: ParameterRoles, named: NamedTensors, weight_decay: float
     steps without an image leave them out. Empty groups are left out: DeepSpeed rejects them.
     """
     groups: list[Group] = []
-    for of_images in (False, True):
-        of_part = [tensor for name, tensor in named if (name in roles.of_images) == of_images]
+    for of_media in (False, True):
+        of_part = [tensor for name, tensor in named if (name in roles.of_media) == of_media]
         for matrices, decay in ((True, weight_decay), (False, 0.0)):
             if params := [tensor for tensor in of_part if is_matrix(tensor) == matrices]:
-                groups.append({"params": params, "weight_decay": decay, OF_IMAGES: of_images})
+                groups.append({"params": params, "weight_decay": decay, OF_MEDIA: of_media})
     return groups
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from finetune.data.batch import ImageInputs
+from finetune.data.batch import MediaInputs
 from finetune.data.dataset import Dataset
 from finetune.data.loader import Loader
 from finetune.data.row_source import RowSource, RunRows
@@ -25,7 +25,7 @@ from finetune.models.checkpoint_files import kept_tensors, kept_words, lost_tens
 from finetune.models.flops import ModelFlops, model_flops
 from finetune.models.generation_config import valid_generation_config
 from finetune.models.moe import adapts_experts, find_routers
-from finetune.models.vision import part_sizes, row_positions
+from finetune.models.towers import part_sizes, row_positions
 from finetune.models.weights import load_model, parameter_counts
 from finetune.models.wrapped import CrossEntropyChoice, WrappedModel
 from finetune.objectives import Objective, make_objective
@@ -232,7 +232,7 @@ class Loaders(NamedTuple):
     engine: Engine
     rows_per_device: RowsPerDevice
     attention: AttentionChoice
-    images: ImageInputs | None
+    media: MediaInputs | None
     pads: bool = False  # rows of training, for CUDA graphs
 
     @property
@@ -258,7 +258,7 @@ class Loaders(NamedTuple):
             self.longest if recipe.train.compile or self.pads else None,
             engine.context_shard,
             shares_prompts=self.attention.shares_prompts,
-            image_inputs=self.images,
+            media_inputs=self.media,
             positions=None if recipe.model.train is None else row_positions(self.base.config),
             ahead=recipe.mtp_weight is not None,
         )

@@ -33,7 +33,7 @@ from finetune.engine.context_parallel import divided
 from finetune.engine.launch import Launch
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
-from finetune.models.base_model import Base, check_same_images, check_same_vocabulary
+from finetune.models.base_model import Base, check_same_media, check_same_vocabulary
 from finetune.models.config import check_no_dropout, check_sizes
 from finetune.models.mtp_files import check_base_has_head
 from finetune.models.stored_config import check_stored, stored_notes
@@ -252,4 +252,4 @@ def _check_models(base: Base, reference: str | None) -> None:
     """Raises UserError unless tokenizer and model, and a reference model, belong together."""
     check_token_ids(base.config, len(base.tokenizer), base.tokens)
     check_same_vocabulary("objective.reference_model", reference, base)
-    check_same_images("objective.reference_model", reference, base)
+    check_same_media("objective.reference_model", reference, base)

@@ -69,14 +69,14 @@ def model_dependencies(recipe: Recipe, config: PretrainedConfig) -> Dependencies
 
 def key_of(dependencies: Dependencies, data: Dataset) -> str:
     """Returns the sha256 of the model's dependencies, the data's rows and tokens, and image files' sizes and times."""
-    everything = {**dependencies, "data": data.identity(), **image_states(data.examples)}
+    everything = {**dependencies, "data": data.identity(), **media_states(data.examples)}
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
-def image_states(examples: Examples) -> Dependencies:
+def media_states(examples: Examples) -> Dependencies:
     """Returns sizes and times of the examples' image files. Raises UserError if one cannot be read."""
     try:
-        states = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, examples.image_files())]
+        states = [(stat.st_size, stat.st_mtime_ns) for stat in map(os.stat, examples.media_files())]
     except OSError as error:
         raise UserError(
             f"{error.filename}: an image of the data cannot be read: {error.strerror}. Fix: restore the image, or "

@@ -20,7 +20,7 @@ from finetune.engine.base import Engine
 from finetune.engine.launch import read_launch
 from finetune.engine.start import start_engine
 from finetune.errors import RunFailure, Stopped, UserError
-from finetune.models.base_model import Base, check_same_images, check_same_vocabulary
+from finetune.models.base_model import Base, check_same_media, check_same_vocabulary
 from finetune.recipe import Recipe
 from finetune.training.prepare import TRAINER, Features, Prepared, prepare
 from finetune.training.reference import reads_columns, recipe_of_reference
@@ -72,7 +72,7 @@ def compute_reference(
         )
     base, name = Base.of(recipe), recipe.objective.other_models.get("reference_model")
     check_same_vocabulary("objective.reference_model", name, base)
-    check_same_images("objective.reference_model", name, base)
+    check_same_media("objective.reference_model", name, base)
     of_reference = recipe_of_reference(recipe)
     run = recipe.run.model_copy(update={"name": f"{recipe.run.name}-reference"})
     of_reference = of_reference.model_copy(update={"run": run})
@@ -93,7 +93,7 @@ def compute_teacher(
     base = Base.of(recipe)
     vocabulary = base.config.get_text_config().vocab_size
     of_teacher = recipe_of_teacher(recipe)
-    check_same_images("objective.teacher", recipe.objective.other_models.get("teacher"), base)
+    check_same_media("objective.teacher", recipe.objective.other_models.get("teacher"), base)
     with started(of_teacher, recipe_file, stop, console, config_file) as trainer:
         done = compute_predictions(TeacherPass(recipe, on_disk(trainer.data), vocabulary), trainer)
         trainer.say(f"teacher of {escape(recipe_file)}: {done}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from finetune.data.samples import Image
+from finetune.data.samples import Image, Medium
 from finetune.engine.base import Engine
 from finetune.errors import STOPPED_STATUS, RunFailure, UserError, log_errors_to
 from finetune.recipe import Recipe
@@ -122,19 +122,20 @@ class RunLog:
         columns: list[str],
         rows: list[list[str]],
         step: int,
-        images: Sequence[tuple[Image, ...]] = (),
+        media: Sequence[tuple[Medium, ...]] = (),
         questions: Sequence[str] = (),
     ) -> None:
-        """Logs a table. images: per row, shown small, side by side; questions: per row, without the chat template."""
+        """Logs a table. media: per row, whose images are shown small, side by side; questions: per row, without
+        the chat template."""
         if (trackers := self._trackers) is None:
             return
 
         def write() -> None:
-            from finetune.data.images.image_files import thumbnails
+            from finetune.data.media.image_files import thumbnails
 
             pictures: list[Path | None] = []  # of each row; the file is there if the same images were logged before
-            for of_row in images if any(images) else ():
-                sources = [image.source for image in of_row]
+            of_rows = [[one.source for one in of_row if isinstance(one, Image)] for of_row in media]
+            for sources in of_rows if any(of_rows) else ():
                 digest = hashlib.sha256(repr(sources).encode()).hexdigest()[:16]
                 path = self._folder / PICTURES / f"{digest}.png" if sources else None
                 if path is not None and not path.is_file():

@@ -19,11 +19,11 @@ from finetune.data.predictions import CODE_VERSION, check_complete, load_predict
 from finetune.data.row_source import RowSource
 from finetune.data.teacher_file import file_predictions, is_teacher_file
 from finetune.errors import UserError
-from finetune.models.base_model import Base, check_same_images, check_same_vocabulary
+from finetune.models.base_model import Base, check_same_media, check_same_vocabulary
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import Distill, Sft
 from finetune.recipe.schema import Evaluate, HeldOut
-from finetune.training.reference_files import image_states, model_dependencies
+from finetune.training.reference_files import media_states, model_dependencies
 
 
 def with_teacher(recipe: Recipe, training: RowSource, base: Base) -> RowSource:
@@ -40,7 +40,7 @@ def with_teacher(recipe: Recipe, training: RowSource, base: Base) -> RowSource:
         predictions = file_predictions(settings, base.tokenizer, vocabulary)
     else:
         check_same_vocabulary("objective.teacher", teacher, base)
-        check_same_images("objective.teacher", teacher, base)
+        check_same_media("objective.teacher", teacher, base)
         if is_online:
             _ = TeacherPass(recipe, data, vocabulary).base  # raises
             return training
@@ -123,8 +123,8 @@ class TeacherPass:
             "ids": [self.common_ids(config), objective.samples, self.count, objective.temperature],
             "data": self.data.examples.identity(),
         }
-        if files := self.data.examples.image_files():  # whose paths are in `example_key`
-            parts |= {**image_states(self.data.examples), "files": files}
+        if files := self.data.examples.media_files():  # whose paths are in `example_key`
+            parts |= {**media_states(self.data.examples), "files": files}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def common_ids(self, teacher: PretrainedConfig) -> int:

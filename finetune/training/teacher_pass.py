@@ -16,9 +16,9 @@ from finetune.data.loader import Loader
 from finetune.data.predictions import (
     PredictionsWriter,
     example_key,
-    images_digest,
     key_of_sequence,
     load_predictions,
+    media_digest,
     write_predictions,
 )
 from finetune.data.prefetch import fed_steps
@@ -86,7 +86,7 @@ def _rows(engine: Engine, forward: ForwardPass, loader: Loader, console: Console
                 examples = [one for position in positions[index] for one in loader.rows.row(position)]
                 sequences = [sequence for example in examples for sequence in example.sequences]
                 for sequence, (_, ids, log_probs) in zip(sequences, of_sequences, strict=True):
-                    images = images_digest(one.source for one in sequence.images)
+                    images = media_digest(one.source for one in sequence.media)
                     yield sequence.input_ids, sequence.loss_mask, ids.astype(np.int32), log_probs, images
             progress.update(step + 1)
 

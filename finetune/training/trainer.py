@@ -30,7 +30,7 @@ from finetune.checkpoints.result import save_result, write_tokenizer
 from finetune.checkpoints.resume import resume_own
 from finetune.checkpoints.saver import Saver
 from finetune.data.batch import Batch
-from finetune.data.examples import image_reader
+from finetune.data.examples import media_reader
 from finetune.data.loader import StepBatches
 from finetune.data.prefetch import Feed, fed_steps
 from finetune.data.token_text import RECORDED, recorded
@@ -130,7 +130,7 @@ class Trainer:
         set_group_timeouts(collective_timeout())
         rows = parts.rows_per_device(prepared, engine, self.forward, (predicted or {}).get("rows_per_device"), self.say)
         loaders = parts.Loaders(
-            recipe, prepared.base, engine, rows, attention, image_reader(prepared.base.images), graphless is None
+            recipe, prepared.base, engine, rows, attention, media_reader(prepared.base.media), graphless is None
         )
         reference, self.with_reference = None, None
         if columns is not None:
@@ -323,7 +323,7 @@ class Trainer:
         Raises RunFailure on all ranks before the optimizer step if loss or gradient is not finite.
         """
         factor = lr_factor(self.recipe.schedule, self.state.step, self.plan.steps)
-        self.engine.prepare_groups(factor, step.has_images)
+        self.engine.prepare_groups(factor, step.has_media)
         step = self._completed(step)
         micro_batches = _MicroBatches(self, step)
         with cast_once():
@@ -454,7 +454,7 @@ class Trainer:
             )
         if generations:
             rows = [[g.prompt, g.output, g.reference] for g in generations]
-            images, questions = [g.images for g in generations], [g.question for g in generations]
+            images, questions = [g.media for g in generations], [g.question for g in generations]
             columns = ["prompt", "output", "reference"]
             self.log.table("generations", columns, rows, self.state.step, images, questions)
         return self.evaluation

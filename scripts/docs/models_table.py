@@ -7,7 +7,7 @@ Where a cell is from:
     packing, full, LoRA   the tables of the same page, which scripts/proofs/architectures.py made by trial
     tp, pp, ep            the rules of a launch with each, on a tiny model: tried here as `train` tries it
     matrix                cases of the parity matrix (tests/support/parity.py), each on every config that it names
-    images                families of finetune/data/images/family_table.py
+    images                families of finetune/data/media/family_table.py
     GGUF                  written here, or by llama.cpp's converter and read back (scripts/proofs/gguf_architectures.py)
     recipes               recipes/*/
 """

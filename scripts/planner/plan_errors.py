@@ -207,7 +207,7 @@ def recipe_file(folder: Path, model: str) -> Path:
     values = parity.base_recipe(home)
     values["model"]["name"] = str(path)
     if name in tiny.SEEING:
-        values["model"]["train"] = ["language", "projector", "vision"]
+        values["model"]["train"] = ["language", "projector", "tower"]
         values["data"]["image"] = {}
     del values["data"]["eval"], values["evaluate"]
     values["data"] |= {"max_length": TOKENS, "overlong": "truncate"}

@@ -72,7 +72,7 @@ def with_heaviest(loader: Loader, recipe: Recipe) -> Loader:
     """Returns a loader of rows of one document, as long as they can be, if the objective reads tokens alone; or the
     same."""
     row = OBJECTIVES.get(recipe.objective.name)
-    if row is None or not row.reads_tokens_alone or loader.image_inputs:
+    if row is None or not row.reads_tokens_alone or loader.media_inputs:
         return loader
     batch = HeaviestBatch.of_rows(loader.rows_per_device, recipe.data.max_length)
     return replace(loader, rows=HeaviestRows(recipe, batch))

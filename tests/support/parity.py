@@ -20,6 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import hearing
 import tiny
 from repository import ROOT
 
@@ -76,6 +77,31 @@ FP8 = (
         parameter=float("inf"),
     ),
 )  # with the extra alone
+SOUND = ("data.audio={}", "data.max_length=96")
+HEARS = (  # with the extra alone. Rows with none, one and two clips: in most steps some ranks have none.
+    Case("full audio", SOUND, model="qwen2_audio_hears", rows="clips", on=SEES_IMAGES),
+    Case(
+        "full audio tower",
+        (*SOUND, "model.train=[language, projector, tower]", "train.activation_checkpointing=true"),
+        model="qwen3_asr_hears",
+        rows="clips",
+        on=SEES_IMAGES,
+    ),
+    Case(  # of seven steps in ten without a clip, which leave tower and projector as they are
+        "full audio rare",
+        (*SOUND, "data.packing=false", "optimizer.weight_decay=0.1", "model.train=[language, projector, tower]"),
+        model="voxtral_hears",
+        rows="rare_clips",
+        on=SEES_IMAGES,
+    ),
+    Case(
+        "lora audio tower",
+        (*LORA, *SOUND, "optimizer.lr=1e-3", "model.train=[language, projector, tower]"),
+        model="qwen2_audio_hears",
+        rows="clips",
+        on=SEES_IMAGES,
+    ),
+)
 CASES = (
     Case("full", ()),
     Case("lora", LORA),
@@ -102,14 +128,14 @@ CASES = (
     Case("full images", IMAGES, model="smolvlm_sees", rows="pictures", on=SEES_IMAGES),
     Case(
         "full images tower",
-        (*IMAGES, "model.train=[language, projector, vision]", "train.activation_checkpointing=true"),
+        (*IMAGES, "model.train=[language, projector, tower]", "train.activation_checkpointing=true"),
         model="qwen2_5_vl_sees",
         rows="pictures",
         on=SEES_IMAGES,
     ),
     Case(  # of seven steps in ten without a picture, which leave tower and projector as they are
         "full images rare",
-        (*IMAGES, "data.packing=false", "optimizer.weight_decay=0.1", "model.train=[language, projector, vision]"),
+        (*IMAGES, "data.packing=false", "optimizer.weight_decay=0.1", "model.train=[language, projector, tower]"),
         model="smolvlm_sees",
         rows="rare_pictures",
         on=SEES_IMAGES,
@@ -118,7 +144,7 @@ CASES = (
     Case("lora images", (*LORA, *IMAGES, "optimizer.lr=1e-3"), "qwen3_vl_sees", rows="pictures", on=SEES_IMAGES),
     Case(
         "lora images tower",
-        (*LORA, *IMAGES, "optimizer.lr=1e-3", "model.train=[language, projector, vision]"),
+        (*LORA, *IMAGES, "optimizer.lr=1e-3", "model.train=[language, projector, tower]"),
         model="mistral3_sees",
         rows="pictures",
         on=SEES_IMAGES,
@@ -126,14 +152,14 @@ CASES = (
     # The language model is packed; tower and projector are not, and get adapters, too.
     Case(
         "qlora images",
-        (*QLORA, *IMAGES, "model.train=[language, projector, vision]"),
+        (*QLORA, *IMAGES, "model.train=[language, projector, tower]"),
         model="smolvlm_sees",
         rows="pictures",
         on=SEES_IMAGES,
     ),
     Case(
         "full images bf16",
-        (*IMAGES, "train.precision=bf16", "model.train=[language, projector, vision]"),
+        (*IMAGES, "train.precision=bf16", "model.train=[language, projector, tower]"),
         "qwen3_vl_sees",
         None,
         BF16_LOSS_RELATIVE,
@@ -150,14 +176,14 @@ CASES = (
     ),
     Case(  # one more pass over each step, of which some ranks have no images
         "full images kto",
-        (*IMAGES, *PAIRS, "data.max_length=192", "objective.name=kto", "model.train=[language, projector, vision]"),
+        (*IMAGES, *PAIRS, "data.max_length=192", "objective.name=kto", "model.train=[language, projector, tower]"),
         model="smolvlm_sees",
         rows="picture_pairs",
         on=SEES_IMAGES,
     ),
     Case(
         "full images distill",
-        (*IMAGES, *DISTILL, "objective.top_k=8", "model.train=[language, projector, vision]"),
+        (*IMAGES, *DISTILL, "objective.top_k=8", "model.train=[language, projector, tower]"),
         model="qwen2_5_vl_sees",
         teacher="qwen2_5_vl_teacher",
         rows="pictures",
@@ -170,6 +196,7 @@ CASES = (
         rows="picture_pairs",
         on=SEES_IMAGES,
     ),
+    *(HEARS if importlib.util.find_spec("soundfile") else ()),
     # An evaluation leaves weights gathered, and pipelines of other rows have schedules of other shapes from a step on.
     Case(
         "full tied evaluated",
@@ -389,7 +416,7 @@ SHARED_TOKENS = (
 UNDER_PIPELINES = tuple(
     case.name
     for case in CASES
-    if "balance" not in case.name and "images" not in case.name  # towers are refused
+    if not {"balance", "images", "audio"} & set(case.name.split())  # towers are refused
 )
 FEW_SHARED = ("full", "lora", "full tied", "lora tied")
 # Names of configs that have no file of their own: another's, with these sizes.
@@ -608,6 +635,12 @@ def prepare(folder: Path, rows: int = 300) -> None:
         tiny.write_pictures(folder, f"held_out_{name}", 16, seed=1, pairs=pairs)
     tiny.write_pictures(folder, "rare_pictures", 160, numbers=(0,) * 23 + (1,))
     tiny.write_pictures(folder, "held_out_rare_pictures", 16, seed=1)
+    for model in sorted({case.model.removesuffix("_hears") for case in CASES if "clips" in case.rows}):
+        hearing.save_hearing(folder, model)
+    hearing.write_clips(folder, "clips", 120)
+    hearing.write_clips(folder, "rare_clips", 160, numbers=(0,) * 23 + (1,))
+    for name in ("held_out_clips", "held_out_rare_clips"):
+        hearing.write_clips(folder, name, 16, seed=1)
     tiny.write_rows(folder / "rows.jsonl", tiny.conversations(rows))
     tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(24, seed=1))
     made_rows = {"preference": tiny.preferences, "unpaired": tiny.unpaired, "classification": tiny.texts}
@@ -698,7 +731,8 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
         start = ["model.name=null", f"model.config={shape}", f"model.tokenizer={folder / case.model}"]
     if case.rows != "messages":
         sources = {"train": f"{case.rows}.jsonl", "eval": f"held_out_{case.rows}.jsonl"}
-        formats = {"pictures": "messages", "rare_pictures": "messages", "picture_pairs": "preference"}
+        formats = dict.fromkeys(("pictures", "rare_pictures", "clips", "rare_clips"), "messages")
+        formats["picture_pairs"] = "preference"
         format = formats.get(case.rows, case.rows)
         start += [f"data.{key}=[{{path: {folder / name}, format: {format}}}]" for key, name in sources.items()]
     if case.teacher:

@@ -407,7 +407,7 @@ AS_IDEFICS3: dict[str, Any] = {  # changes of SmolVLM, for both have the same pa
     "model_type": "idefics3",
     "vision_config": {**MULTIMODAL["smolvlm"]["vision_config"], "model_type": "idefics3_vision"},
 }
-_PARTS_OF_CONTENT = (
+PARTS_OF_CONTENT = (
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
     "{% if p.type == 'image' %}PLACEHOLDER{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
 )
@@ -425,7 +425,7 @@ def save_seeing(folder: Path, name: str, **changes: Any) -> Path:
         eos_token="<|im_end|>",
         extra_special_tokens=named,
     )
-    content = _PARTS_OF_CONTENT.replace("PLACEHOLDER", placeholder)
+    content = PARTS_OF_CONTENT.replace("PLACEHOLDER", placeholder)
     fast.chat_template = CHATML.replace("{{ m.content }}", content)
     ids = {token: fast.convert_tokens_to_ids(token) for token in tokens}
     key = "image_token_index" if "image_token_index" in MULTIMODAL[name] else "image_token_id"

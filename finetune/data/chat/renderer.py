@@ -41,7 +41,7 @@ from finetune.data.samples import (
     Conversation,
     Drawable,
     Ids,
-    Image,
+    Medium,
     Preference,
     PromptCompletion,
     PromptOnly,
@@ -50,10 +50,9 @@ from finetune.data.samples import (
 from finetune.errors import UserError
 
 if TYPE_CHECKING:  # Pillow and transformers' processors are only needed for images
-    from finetune.data.images.expansion import RowImages
-    from finetune.data.images.image_files import StoredImage
+    from finetune.data.media.expansion import RowMedia
 
-TokensAndImages = tuple[NDArray[np.int32], NDArray[np.bool_], tuple[Image, ...]]
+TokensAndMedia = tuple[NDArray[np.int32], NDArray[np.bool_], tuple[Medium, ...]]
 
 UNTRAINED = -100  # Hugging Face convention, the ignore_index of torch's cross entropy
 
@@ -67,7 +66,7 @@ class Rendered:
     is_plain: bool = False  # no template wrote its BOS and its end
     is_prompt: bool = False  # an answer follows: it has no end
     ready: Ids | None = None  # tokens as the row gave them, in place of a text
-    images: tuple[tuple[StoredImage, int], ...] = ()  # with the tokens that the model fills, in the text's order
+    media: tuple[tuple[Any, int], ...] = ()  # with the tokens that the model fills, in the text's order
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Renderer:
     encoder: Encoder = field(repr=False)
     special_text: re.Pattern[str] = field(repr=False)  # finds special tokens in the text of a row
     ends_plain: bool = True  # EOS after a plain text; if not, only if the tokenizer itself would add it
-    images: RowImages | None = None  # if rows have them
+    media: RowMedia | None = None  # if rows have them
 
     def draw(self, sample: Drawable, data_file: str = "") -> list[tuple[Rendered, ...]]:
         """Returns the examples of a sample, each with its sequences. One example of one sequence; of a conversation
@@ -113,18 +112,21 @@ class Renderer:
         if isinstance(sample, PromptOnly):
             if self.chat is None and sample.text is not None:
                 return [(Rendered(sample.text, is_plain=True, is_prompt=True),)]
-            if any(message.images for message in sample.conversation.messages):
-                raise BadRow("the row has images, and answers to prompts with images are not sampled")
+            if any(message.media for message in sample.conversation.messages):
+                raise BadRow("the row has files, such as images, and answers to prompts with files are not sampled")
             return [(Rendered(prompt_of(self.chat_for(sample.conversation), sample.conversation), is_prompt=True),)]
         chat = self.chat_for(sample)
         examples = []
         for part in parts_of(chat, sample, self.train_on):
-            references = [one for message in sample.messages[: part.messages] for one in message.images]
-            if self.images is not None:
-                text, spans, images = self.images.expand(part.text, part.spans, references, data_file, chat.name)
-                examples.append((Rendered(text, spans, images=images),))
+            references = [one for message in sample.messages[: part.messages] for one in message.media]
+            if self.media is not None:
+                text, spans, images = self.media.expand(part.text, part.spans, references, data_file, chat.name)
+                examples.append((Rendered(text, spans, media=images),))
             elif references:
-                raise BadRow("the row has images. Fix: set `data.image: {}` to train on them, with a model that sees")
+                what, verb = ("images", "sees") if (kind := references[0].kind) == "image" else ("sound", "hears")
+                raise BadRow(
+                    f"the row has {what}. Fix: set `data.{kind}: {{}}` to train on it, with a model that {verb}"
+                )
             else:
                 examples.append((Rendered(part.text, part.spans),))
         return examples
@@ -156,20 +158,20 @@ class Renderer:
             )
         return examples[0][0]
 
-    def tokenize(self, rendered: Sequence[Rendered]) -> list[Tokens | TokensAndImages]:
+    def tokenize(self, rendered: Sequence[Rendered]) -> list[Tokens | TokensAndMedia]:
         """Returns ids and masks of many samples, and images if rows have them. Raises BadRow for one that has none."""
-        tokens: list[Tokens | TokensAndImages] = []
+        tokens: list[Tokens | TokensAndMedia] = []
         for one in self.tokenize_each(rendered):
             if isinstance(one, BadRow):
                 raise one
             tokens.append(one)
         return tokens
 
-    def tokenize_each(self, rendered: Sequence[Rendered]) -> list[Tokens | TokensAndImages | BadRow]:
+    def tokenize_each(self, rendered: Sequence[Rendered]) -> list[Tokens | TokensAndMedia | BadRow]:
         """Returns the same, in few calls of the tokenizer; the reason for a sample that has no tokens."""
         texts = [one for one in rendered if one.ready is None]
         encoded = iter(self.encoder.encode([one.text for one in texts], [one.spans for one in texts]))
-        tokens: list[Tokens | TokensAndImages | BadRow] = []
+        tokens: list[Tokens | TokensAndMedia | BadRow] = []
         for one in rendered:
             if one.ready:
                 input_ids, trained = np.array(one.ready.input_ids, np.int32), np.array(one.ready.trained, bool)
@@ -196,8 +198,8 @@ class Renderer:
                 if self.train_on == "all":
                     trained = np.ones(len(input_ids), bool)
             trained[:1] = False  # no token predicts the first one
-            if self.images:
-                tokens.append((input_ids, trained, self.images.place(input_ids, trained, one.images)))
+            if self.media:
+                tokens.append((input_ids, trained, self.media.place(input_ids, trained, one.media)))
             else:
                 tokens.append((input_ids, trained))
         return tokens
@@ -238,13 +240,13 @@ def build_renderer(
     template: Template | None = None,
     train_on: str = "assistant",
     is_scored: bool = False,
-    images: RowImages | None = None,
+    media: RowMedia | None = None,
 ) -> Renderer:
     """
     Args:
         template: the tokenizer's own if None
         is_scored: texts are classified, with the tokens that the tokenizer adds by itself and no end token
-        images: image settings of the rows
+        media: settings of the files that rows have
 
     Raises UserError for a tokenizer without offsets.
     """
@@ -268,7 +270,7 @@ def build_renderer(
         encoder=encoder(tokenizer),
         special_text=re.compile("|".join(re.escape(text) for text in marks if text) or r"(?!)"),
         ends_plain=not is_scored or plain[-1:] == [tokenizer.eos_token_id],
-        images=images,
+        media=media,
     )
 
 

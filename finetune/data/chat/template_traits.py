@@ -104,10 +104,12 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
 def _as_dict(message: Message, form: CallForm) -> dict[str, Any]:
     """Returns a message as chat templates see it; keys without a value are absent."""
     as_dict: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.images:  # which image is meant, templates need not know
+    if message.media:  # which file is meant, templates need not know
         as_dict["content"] = []
         for i, text in enumerate(message.texts):
-            as_dict["content"] += [{"type": "image"}] * (i > 0) + [{"type": "text", "text": text}] * bool(text)
+            if i > 0:
+                as_dict["content"].append({"type": message.media[i - 1].kind})
+            as_dict["content"] += [{"type": "text", "text": text}] * bool(text)
     if message.reasoning is not None:
         # Both names are in use: Qwen's and DeepSeek's templates read the first, gpt-oss the second.
         as_dict |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}

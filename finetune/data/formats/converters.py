@@ -3,16 +3,17 @@ hints follow."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.data.formats.answers import answered, preference_of
 from finetune.data.formats.messages import (
     as_context,
     check_answers,
     context_of,
-    image_reference,
+    file_reference,
     read_messages,
     read_turn,
     to_conversation,
@@ -36,16 +37,18 @@ from finetune.data.formats.values import (
 )
 from finetune.data.formats.values import text as text_of
 from finetune.data.samples import (
-    IMAGE,
+    FILE,
     BadRow,
     Conversation,
     Ids,
     Labelled,
+    MediaKind,
     Message,
     Preference,
     PromptCompletion,
     PromptOnly,
     Ranked,
+    Reference,
     Sample,
     Text,
 )
@@ -53,14 +56,27 @@ from finetune.errors import UserError
 from finetune.recipe.schema import check_template_arguments
 
 # Columns of chat rows that must not be lost unseen: the messages refer to them.
-MEDIA = ("videos", "audios")
-# Columns with a chat row's images: a list, or one. In its texts LLaVA's mark stands for each, in the order of the list.
-IMAGES, ONE_IMAGE, MARK = "images", "image", "<image>"
+MEDIA = ("videos",)
+
+
+class FileColumn(NamedTuple):
+    """Columns with a chat row's files of a kind, a list or one, and the mark that stands for each in its texts, in the
+    order of the list: LLaVA's, which LLaMA-Factory and ms-swift have as well."""
+
+    kind: MediaKind
+    several: str
+    one: str
+    mark: str
+
+
+FILES = (FileColumn("image", "images", "image", "<image>"), FileColumn("audio", "audios", "audio", "<audio>"))
+IMAGES = FILES[0].several
+OF_FILES = tuple(name for column in FILES for name in (column.several, column.one))
 
 # Of the chat template's variables, for a row; the other name is TRL's (docs "Dataset formats and types").
 ARGUMENTS, OTHER_ARGUMENTS = "chat_template_arguments", ("chat_template_kwargs",)
-READ_BY_MANY = (IMAGES, ONE_IMAGE, *MEDIA, ARGUMENTS, *OTHER_ARGUMENTS)  # without being a field of each
-CHAT = ("tools", "system", ARGUMENTS, IMAGES)  # of every format of chat
+READ_BY_MANY = (*OF_FILES, *MEDIA, ARGUMENTS, *OTHER_ARGUMENTS)  # without being a field of each
+CHAT = ("tools", "system", ARGUMENTS, *(column.several for column in FILES))  # of every format of chat
 
 
 def messages(row: Row) -> Conversation:
@@ -217,6 +233,16 @@ def tokens(row: Row) -> Ids:
     return ids_and_mask(_field(row, "input_ids"), row)
 
 
+def speech(row: Row) -> Conversation:
+    """audio and text, what is said in it; optional prompt (asked about it), system"""
+    system, tools = _system_and_tools(row)
+    sound = Reference("audio", file_reference("audio", _field(row, "audio"), "`audio`"))
+    asked = FILE + optional_text(row.get("prompt"), "`prompt`")
+    return to_conversation(
+        [Message("user", asked, media=(sound,)), Message("assistant", _text_field(row, "text"))], system, tools
+    )
+
+
 def text(row: Row) -> Text:
     """text"""
     return Text(_text_field(row, "text"))
@@ -295,6 +321,14 @@ FORMATS: dict[str, Format] = {
         rank=2,
         other_names=tuple({"prompt": name} for name in ("question", "query", "problem", "instruction", "input")),
         if_taken=True,
+    ),
+    "speech": Format(
+        speech,
+        ("audio", "text"),
+        ("prompt", "system", ARGUMENTS),
+        "sound files and what is said in them",
+        rank=2,
+        other_names=({"text": "sentence"}, {"text": "transcription"}, {"text": "transcript"}),  # Common Voice, FLEURS
     ),
     "text": Format(text, ("text",), content="text", rank=3),
     "tokens": Format(
@@ -384,7 +418,7 @@ def read(row: Row, format: str, columns: Mapping[str, str] | None = None, prompt
         else:
             check_answers(sample)
     if IMAGES in fields:
-        sample = with_images_of(sample, row)
+        sample = with_files_of(sample, row)
     given = [name for name in (ARGUMENTS, *OTHER_ARGUMENTS) if name in row and has_value(row[name])]
     if not given or ARGUMENTS not in fields:
         return sample
@@ -400,46 +434,73 @@ def read(row: Row, format: str, columns: Mapping[str, str] | None = None, prompt
     return _in_conversations(sample, lambda one: replace(_as_conversation(one), template_arguments=arguments))
 
 
-def with_images_of(sample: Any, row: Row) -> Any:
-    """Returns a sample with the images of its row's columns in their places: marks in texts, and parts of type image
-    without a reference. Raises BadRow if they do not fit."""
-    several, one = row.get(IMAGES), row.get(ONE_IMAGE)
-    images: list[str | bytes] = []
+def with_files_of(sample: Any, row: Row) -> Any:
+    """Returns a sample with the files of its row's columns in their places: marks in texts, and parts without a
+    reference. Raises BadRow if they do not fit."""
+    columns = [found for column in FILES if (found := _column_of(column, row)) is not None]
+    return _in_conversations(sample, lambda part: _with_files(part, columns)) if columns else sample
+
+
+class _Column(NamedTuple):
+    """A row's files of one kind."""
+
+    kind: MediaKind
+    several: str  # the column's name, if it is a list
+    mark: str
+    sources: list[str | bytes]
+    must_fit: bool  # whether files without a place are an error
+
+
+def _column_of(column: FileColumn, row: Row) -> _Column | None:
+    several, one, sources = row.get(column.several), row.get(column.one), list[str | bytes]()
     if has_value(several):
         values = several if isinstance(several, list) else [several]
-        images = [image_reference(value, f"{IMAGES}[{i}]") for i, value in enumerate(values)]
+        sources = [file_reference(column.kind, value, f"{column.several}[{i}]") for i, value in enumerate(values)]
     elif not has_value(one):
-        return sample
+        return None
     elif isinstance(one, str | bytes | Mapping):
         # In some corpora `image` is a name or a number: it is an image if the texts have a place for it.
-        images = [image_reference(one, ONE_IMAGE)]
-    return _in_conversations(sample, lambda part: _with_images(part, images, must_fit=has_value(several)))
+        sources = [file_reference(column.kind, one, column.one)]
+    return _Column(column.kind, column.several, column.mark, sources, has_value(several))
 
 
-def _with_images(
-    sample: Conversation | PromptCompletion, images: list[str | bytes], must_fit: bool
-) -> Conversation | PromptCompletion:
-    """must_fit: whether images without a place are an error."""
-    if isinstance(sample, PromptCompletion) and not must_fit and MARK not in sample.prompt:
+def _with_files(sample: Conversation | PromptCompletion, columns: list[_Column]) -> Conversation | PromptCompletion:
+    kinds: dict[str, MediaKind] = {column.mark: column.kind for column in columns}
+    marks, must_fit = re.compile("|".join(map(re.escape, kinds))), any(column.must_fit for column in columns)
+    if isinstance(sample, PromptCompletion) and not must_fit and not marks.search(sample.prompt):
         return sample
-    conversation, marked = _as_conversation(sample), []
+    conversation, messages = _as_conversation(sample), []
     for i, message in enumerate(conversation.messages):
-        if not message.images and (count := message.content.count(MARK)):
-            if IMAGE in message.content:
-                raise BadRow(f"message {i} has the character U+FFFC, which stands for an image here: take it out")
-            message = replace(message, content=message.content.replace(MARK, IMAGE), images=(None,) * count)
-        marked.append(message)
-    places = sum(message.images.count(None) for message in marked)
-    if not places and not must_fit:
-        return conversation
-    if places != len(images):
-        raise BadRow(f"the row has {len(images)} images, but its messages {places} places for them ({MARK})")
-    unused = iter(images)
-    filled = (
-        replace(message, images=tuple(next(unused) if one is None else one for one in message.images))
-        for message in marked
-    )
-    return replace(conversation, messages=tuple(filled))
+        if not message.media and (found := marks.findall(message.content)):
+            if FILE in message.content:
+                raise BadRow(f"message {i} has the character U+FFFC, which stands for a file here: take it out")
+            references = tuple(Reference(kinds[mark], None) for mark in found)
+            message = replace(message, content=marks.sub(FILE, message.content), media=references)
+        messages.append(message)
+    changed = False
+    for column in columns:
+        places = sum(message.media.count(Reference(column.kind, None)) for message in messages)
+        if not places and not column.must_fit:
+            continue
+        if places != len(column.sources):
+            raise BadRow(
+                f"the row has {len(column.sources)} {column.several}, but its messages {places} places for them "
+                f"({column.mark})"
+            )
+        messages, changed = _filled(messages, column), True
+    return replace(conversation, messages=tuple(messages)) if changed else conversation
+
+
+def _filled(messages: list[Message], column: _Column) -> list[Message]:
+    """Returns the messages with the column's files in the places of their kind, in order."""
+    unused, empty = iter(column.sources), Reference(column.kind, None)
+    return [
+        replace(
+            message,
+            media=tuple(Reference(column.kind, next(unused)) if one == empty else one for one in message.media),
+        )
+        for message in messages
+    ]
 
 
 def _as_conversation(sample: Conversation | PromptCompletion) -> Conversation:

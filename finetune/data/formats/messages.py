@@ -26,7 +26,7 @@ from finetune.data.formats.values import (
     shown,
     text,
 )
-from finetune.data.samples import IMAGE, BadRow, Conversation, ImageReference, Message
+from finetune.data.samples import FILE, BadRow, Conversation, MediaKind, Message, Reference
 
 ROLES = {
     "system": "system",
@@ -123,7 +123,7 @@ def read_turn(value: Any, where: str) -> Message:
     if item["from"] in CALLING:
         return Message(role, "", train=train, tool_calls=read_turn_calls(item["value"], f"{where}.value"), name=name)
     content, images = _content(item["value"], role, f"{where}.value")
-    return Message(role, content, train=train, name=name, images=images)
+    return Message(role, content, train=train, name=name, media=images)
 
 
 def read_messages(value: Any, where: str, read: Callable[[Any, str], Message] = read_message) -> list[Message]:
@@ -160,45 +160,55 @@ def _role(value: Any, roles: dict[str, str], where: str) -> str:
     return roles[value]
 
 
-# Keys of the image in a part of type `image` or `image_url`; the first is datasets' and Qwen's name, the others
-# transformers' (docs "chat templates, multimodal"), the last OpenAI's.
-_IMAGE_KEYS = ("image", "url", "path", "base64", "image_url")
+# Keys of the file in a part; the first is datasets' and Qwen's name, the others transformers' (docs "chat templates,
+# multimodal"), the last OpenAI's and, of sound, Qwen2-Audio's.
+_OF_FILE = ("url", "path", "base64")
+_FILE_KEYS: dict[MediaKind, tuple[str, ...]] = {
+    "image": ("image", *_OF_FILE, "image_url"),
+    "audio": ("audio", *_OF_FILE, "audio_url"),
+}
+_KINDS: dict[Any, MediaKind] = {"image": "image", "image_url": "image", "audio": "audio", "audio_url": "audio"}
 
 
-def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> tuple[str, tuple[ImageReference, ...]]:
-    """Returns a message's text, with `IMAGE` for each image, and the images.
+def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> tuple[str, tuple[Reference, ...]]:
+    """Returns a message's text, with `FILE` for each file, and the files.
 
     Parts of type text are joined as chat templates join them, without a separator.
     """
-    images: list[ImageReference] = []
+    files: list[Reference] = []
     if isinstance(value, list) and value:
-        value = "".join(_part(part, f"{where}[{i}]", images) for i, part in enumerate(value))
+        value = "".join(_part(part, f"{where}[{i}]", files) for i, part in enumerate(value))
     if has_calls and not has_value(value):
         return "", ()
-    if images and value.count(IMAGE) != len(images):
-        raise BadRow(f"{where} has the character U+FFFC in a text, which stands for an image here: take it out")
+    if files and value.count(FILE) != len(files):
+        raise BadRow(f"{where} has the character U+FFFC in a text, which stands for a file here: take it out")
     # A command that prints nothing has still answered.
-    return text(value, where, may_be_blank=role == "tool"), tuple(images)
+    return text(value, where, may_be_blank=role == "tool"), tuple(files)
 
 
-def _part(value: Any, where: str, images: list[ImageReference]) -> str:
+def _part(value: Any, where: str, files: list[Reference]) -> str:
     part = mapping(value, where, 'a part such as {"type": "text", "text": ...}')
     type_ = part.get("type")
-    if type_ in ("image", "image_url"):
-        only_keys(part, ("type", "index", *_IMAGE_KEYS), where)
-        given = [key for key in _IMAGE_KEYS if has_value(part.get(key))]
+    if isinstance(type_, str) and type_ in _KINDS:
+        of_kind = _KINDS[type_]
+        only_keys(part, ("type", "index", *_FILE_KEYS[of_kind]), where)
+        given = [key for key in _FILE_KEYS[of_kind] if has_value(part.get(key))]
         if len(given) > 1:
             raise BadRow(f"{where} has {names(given)}; keep one")
-        images.append(image_reference(part[given[0]], f"{where}.{given[0]}") if given else None)
-        return IMAGE
+        source = file_reference(of_kind, part[given[0]], f"{where}.{given[0]}") if given else None
+        files.append(Reference(of_kind, source))
+        return FILE
     if type_ != "text":
         problem = f"has no `type`; it has {keys_of(part)}" if type_ is None else f"is of type {shown(type_)}"
-        raise BadRow(f"{where} {problem}; only parts of type 'text' and 'image' are supported")
+        raise BadRow(f"{where} {problem}; only parts of type 'text', 'image' and 'audio' are supported")
     only_keys(part, ("type", "text"), where)
     return text(part.get("text"), f"{where}.text", may_be_blank=True)
 
 
-def image_reference(value: Any, where: str) -> str | bytes:
+_FILE_NAMES: dict[MediaKind, str] = {"image": "an image", "audio": "a sound file"}
+
+
+def file_reference(kind: MediaKind, value: Any, where: str) -> str | bytes:
     """Returns a path, a data URL or the bytes of a file; also from an object with one of them, as `datasets` has."""
     if isinstance(value, Mapping):
         only_keys(value, ("bytes", "path", "url"), where)
@@ -206,7 +216,8 @@ def image_reference(value: Any, where: str) -> str | bytes:
         value = next((value[key] for key in ("bytes", "path", "url") if has_value(value.get(key))), None)
     if (isinstance(value, bytes) and value) or (isinstance(value, str) and value.strip()):
         return value
-    raise BadRow(f"{where} is {shown(value)}; expected the path of an image, a data URL, or the bytes of its file")
+    expected = f"the path of {_FILE_NAMES[kind]}, a data URL, or the bytes of its file"
+    raise BadRow(f"{where} is {shown(value)}; expected {expected}")
 
 
 def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:

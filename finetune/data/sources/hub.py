@@ -30,12 +30,12 @@ def check_hub(recipe: Recipe) -> None:
 
     Raises UserError if a model is not on this machine either.
     """
-    model, objective, image = recipe.model, recipe.objective, recipe.data.image
+    model, objective, files = recipe.model, recipe.objective, recipe.data.media
     models = {
         "model.name": model.name,
         "model.tokenizer": model.tokenizer,
         **{f"objective.{key}": name for key, name in objective.other_models.items()},
-        "data.image.processor": image and image.processor,
+        f"data.{'audio' if recipe.data.audio else 'image'}.processor": files and files.processor,
     }
     on_hub = {key: name for key, name in models.items() if name and is_hub_model(name)}
     sources = (*recipe.data.train, *recipe.data.own_eval_sources)

@@ -146,7 +146,7 @@ def _data(c: Conversion) -> None:
         frozen = {  # part of the model: whether it is frozen
             "language": t.is_on("freeze_language_model"),
             "projector": t.is_on("freeze_multi_modal_projector", default=True),
-            "vision": t.is_on("freeze_vision_tower", default=True),
+            "tower": t.is_on("freeze_vision_tower", default=True),
         }
         c.set("model.train", [part for part, is_frozen in frozen.items() if not is_frozen])
 

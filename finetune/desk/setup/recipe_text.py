@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 
 from finetune.data.chat.template_choice import built_in_templates
-from finetune.data.samples import IMAGE, Conversation, Labelled, Preference, PromptCompletion, Ranked, Sample
+from finetune.data.samples import FILE, Conversation, Labelled, Preference, PromptCompletion, Ranked, Sample
 from finetune.desk.setup.new_objective import SampledRun, sampled_lines
 from finetune.desk.setup.new_options import NewOptions
 from finetune.desk.setup.row_fit import GOAL_STEPS, LONGEST, SLACK, ExampleLengths, Fit
@@ -190,7 +190,7 @@ def _data_lines(options: NewOptions, rows: RowsFound, lengths: ExampleLengths, f
         held_out,
         f"  max_length: {fit.max_length}  # tokens; examples have {about}{median:,} (median), {most}"
         + ("; TODO: `check` counts them" if lengths.is_estimate else ""),
-        *(["  image: {}  # the rows have images; `max_pixels` limits the tokens of one"] if rows.has_images else []),
+        *(["  image: {}  # the rows have images; `max_pixels` limits the tokens of one"] if rows.has_media else []),
         *bad,
     ]
     share = f"{fit.overlong / len(lengths.examples):.1%} of the examples are longer"
@@ -266,7 +266,7 @@ def _replaced(lines: list[str], section: str, before: Any, value: Any) -> list[s
 
 def question(rows: RowsFound) -> str | None:
     """Returns the first short question of the rows, else the shortest; None if they have none."""
-    prompts = (text.replace(IMAGE, "") for sample in rows.samples[:100] if (text := _prompt(sample)))
+    prompts = (text.replace(FILE, "") for sample in rows.samples[:100] if (text := _prompt(sample)))
     questions = [" ".join(text.split()) for text in prompts if text.strip()]
     short = (text for text in questions if 10 <= len(text) <= 100)
     return next(short, min(questions, key=len)[:200]) if questions else None

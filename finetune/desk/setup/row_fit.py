@@ -73,11 +73,11 @@ class Fit:
 def row_renderer(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, template: str | None, model: Model) -> Renderer:
     """Returns the renderer of a run on these rows. Raises UserError, also for images and a model that sees none."""
     is_text, images = rows.objective == "classify", None
-    if rows.has_images:
-        from finetune.data.images.expansion import RowImages
-        from finetune.data.images.families import image_family
+    if rows.has_media:
+        from finetune.data.media.expansion import RowMedia
+        from finetune.data.media.families import media_family
 
-        images = RowImages(image_family(model, Images(), tokenizer), Images())
+        images = RowMedia(media_family(model, Images(), tokenizer), Images())
     part = trained_part(_objective(rows))
     return build_renderer(tokenizer, resolve_template(template, tokenizer), part, is_text, images)
 

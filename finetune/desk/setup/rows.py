@@ -76,9 +76,9 @@ class RowsFound:
         return sorted(map(str, labels))
 
     @property
-    def has_images(self) -> bool:
+    def has_media(self) -> bool:
         conversations = (conversation_of(sample) for sample in self.samples[:100])
-        return any(message.images for one in conversations if one is not None for message in one.messages)
+        return any(message.media for one in conversations if one is not None for message in one.messages)
 
     def check_labels(self) -> None:
         """Raises UserError if a classifier would have a single class."""

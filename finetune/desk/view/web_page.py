@@ -34,7 +34,7 @@ def render(
         if content
     }
     policy = "; ".join(f"{name} {value}" for name, value in hashes.items())
-    loads = f"default-src 'none'; img-src data:; {policy}; base-uri 'none'; form-action 'none'"
+    loads = f"default-src 'none'; img-src data:; media-src data:; {policy}; base-uri 'none'; form-action 'none'"
     refresh = f'\n<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     return (
         environment()

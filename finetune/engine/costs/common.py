@@ -46,7 +46,7 @@ class Weight:
     rows: int = 0  # of all tensor parallel ranks, whose parts of dimension 0 differ by one if not divisible; 0: of one
     partial: bool = False  # whole on each of these ranks, which add up their gradients
     table: bool = False  # see `ParameterRoles`, as for the next
-    of_images: bool = False
+    of_media: bool = False
 
     @functools.cached_property  # read many times
     def numel(self) -> int:

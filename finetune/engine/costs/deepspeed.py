@@ -44,7 +44,7 @@ class ZeroCosts(Costs):
         of_muon = {weight.name for weight in self.orthogonalized}
         for weight in self.shapes.weights:
             if weight.trains:
-                kind = weight.name not in of_muon, weight.of_images, len(weight.shape) < 2
+                kind = weight.name not in of_muon, weight.of_media, len(weight.shape) < 2
                 groups.setdefault(kind, []).append(weight)
         return [groups[key] for key in sorted(groups)]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from finetune.data.images.family_table import family_of
+from finetune.data.media.family_table import family_of
 from finetune.errors import UserError
 from finetune.models.attention import kernels, per_document
 from finetune.models.attention.isolation import Prepare, Verdict, isolation_problem, verdict

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
-from finetune.data.batch import ImagePlace, collate, row_places
-from finetune.data.images.family_table import family_of
+from finetune.data.batch import MediaPlace, collate, row_places
+from finetune.data.media.family_table import family_of
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as Document
 from finetune.models.attention import per_document
@@ -36,8 +36,8 @@ from finetune.models.attention.mixers import (
 from finetune.models.attention.per_document import DOCUMENTS, rotate_per_document, with_whole_images
 from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import CHUNK, IMAGE_TOKEN, PRETRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_whole
+from finetune.models.towers import attention_of_parts, image_tokens, row_positions
 from finetune.models.trials import FAILURES, cached, failure_text, not_tried, randomize, tiny_problem
-from finetune.models.vision import attention_of_parts, image_tokens, row_positions
 from finetune.models.wrapped import accepted, accepted_names
 
 # Shorter and longer than windows and chunks, and than the length from which RoPE grows. In ascending order: `dynamic`
@@ -283,7 +283,7 @@ class ImageTrial(TinyModel):
         self.config, self.family = copy.deepcopy(tiny), family_of(tiny)
         attention = attention_of_parts(self.config, implementation or "sdpa")
         model: Any = from_config(
-            AutoModelForImageTextToText, self.config, dtype=torch.float32, attn_implementation=attention
+            AutoModelForMultimodalLM, self.config, dtype=torch.float32, attn_implementation=attention
         )
         randomize(model)
         with torch.no_grad():
@@ -334,8 +334,8 @@ class ImageTrial(TinyModel):
         """Returns the logits of all documents in one row with the pixels of all images, as in a run's forward."""
         rows = [ids[0].numpy().astype(np.int32) for ids in self.documents]
         batch = collate([Example("trial", 0, 0, (Document(ids, np.zeros(len(ids), bool)),)) for ids in rows])
-        images = tuple(ImagePlace(i, 0, 0) for i, cells in enumerate(self.cells) for _ in cells)
-        batch = replace(batch, inputs={**batch.inputs, **self.pictures}, images=images)
+        media = tuple(MediaPlace(i, 0, 0) for i, cells in enumerate(self.cells) for _ in cells)
+        batch = replace(batch, inputs={**batch.inputs, **self.pictures}, media=media)
         if positions := row_positions(self.config):
             batch = positions(batch)
         arguments = with_unread_mask(per_document.prepare(batch.sequence_lengths), torch.device("cpu"))

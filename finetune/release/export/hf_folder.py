@@ -187,7 +187,7 @@ def write_settings(model: StreamedModel, folder: Path, as_base: bool = False) ->
         if sees_images:
             assert recipe is not None
             own = recipe.model.model_copy(update={"name": str(base.folder), "revision": None})
-            for name, content in processor_settings(Base(own, image=recipe.data.image)).items():
+            for name, content in processor_settings(Base(own, image=recipe.data.media)).items():
                 (folder / name).write_bytes(content)
     else:
         text = model.model.config.get_text_config()

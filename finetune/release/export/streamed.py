@@ -23,11 +23,11 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSequenceClassification
 
 from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import INDEX, DiskLayout, TensorFiles
-from finetune.data.images.family_table import family_of
+from finetune.data.media.family_table import family_of
 from finetune.data.sources.hub import offline_without_hub
 from finetune.errors import UserError
 from finetune.models.base_checkpoint import base_checkpoint
@@ -47,7 +47,7 @@ from finetune.models.score_model import labelled
 from finetune.models.stored_config import FORMATS
 from finetune.models.stored_loading import without_quantization
 from finetune.models.text_part import TextPart, text_part_of
-from finetune.models.vision import targets_in_parts
+from finetune.models.towers import targets_in_parts
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Model
 from finetune.release.export.merging import FittingAdapter, Patch, adapter_patches, check_shapes, read_lora
@@ -337,7 +337,7 @@ def auto_class(about: Model, labels: tuple[str, ...]) -> Any:
     """Returns transformers' auto class of the model that a run trains."""
     if labels:
         return AutoModelForSequenceClassification
-    return AutoModelForImageTextToText if about.train is not None else AutoModelForCausalLM
+    return AutoModelForMultimodalLM if about.train is not None else AutoModelForCausalLM
 
 
 def _skeleton(trained: Trained, about: Model) -> Any:

@@ -100,7 +100,7 @@ def verify_export(export: Path, trained: Trained, rows: int = ROWS, base: str | 
         places = None
         with _settings_of(export, trained.settings) as settings:
             examples = held_out_examples(recipe, trained.settings, rows, base)
-            if gguf_of(export) is not None and recipe.data.image is not None:
+            if gguf_of(export) is not None and recipe.data.media is not None:
                 examples = [drop_images(example) for example in examples]
                 # There is no template for rows whose images are taken out, so their tokens alone are compared.
                 tokenizers: list[Any] = [load_auto(AutoTokenizer, folder) for folder in (trained.settings, settings)]
@@ -155,10 +155,10 @@ def _compare_models(
             run = ScoreReference.of(model, read_tokenizer(settings).pad_token_id, examples, figures)
         else:
             recipe, pictures = replace_settings(trained.recipe, trained.settings, base), None
-            if not is_gguf and (seen := Base(recipe.model, image=recipe.data.image).images) is not None:
-                from finetune.data.images.pixels import pixel_reader
+            if not is_gguf and (seen := Base(recipe.model, image=recipe.data.media).media) is not None:
+                from finetune.data.media.feature_reader import feature_reader
 
-                pictures = pixel_reader(seen.family, seen.rules.threads).plain_inputs
+                pictures = feature_reader(seen.family, seen.rules.threads).plain_inputs
             context = context_length(config) if is_gguf else None
             run = AnswerReference.of(model, pictures, end_tokens(trained.settings), examples, figures, context)
         del model
@@ -484,10 +484,10 @@ def compare_settings(figures: Figures, trained: Trained, base: str | None, expor
         stated = read_object(export / "config.json")["quantization_config"]
         ours = settings_of(figures.format, stated.get("ignore", []))
         figures.problems += other_keys("config.json, quantization_config", ours, stated)
-    if (images := trained.recipe.data.image) is not None:
-        for name, content in processor_settings(Base(model, image=images)).items():
+    if (files := trained.recipe.data.media) is not None:
+        for name, content in processor_settings(Base(model, image=files)).items():
             if not (export / name).is_file():
-                figures.problems.append(f"{name} is missing: images would be seen by other settings")
+                figures.problems.append(f"{name} is missing: files would be read by other settings")
             else:
                 figures.problems += other_keys(name, json.loads(content), read_object(export / name))
     return config

@@ -30,8 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from finetune.checkpoints.trained import Trained
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import build_dataset, build_held_out, until_end
-from finetune.data.images.family_table import family_of
-from finetune.data.samples import Example, Image
+from finetune.data.media.family_table import family_of
+from finetune.data.samples import Example, Medium
 from finetune.data.samples import Sequence as Document
 from finetune.data.sources.source import SourceReader
 from finetune.errors import UserError
@@ -43,7 +43,7 @@ from finetune.models.mtp import in_head, places_of_head
 from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
 from finetune.models.stored_config import stored_format
-from finetune.models.vision import targets_in_parts
+from finetune.models.towers import targets_in_parts
 from finetune.models.weights import add_adapters, compute_stored, load_stored
 from finetune.models.wrapped import output_head
 from finetune.recipe import Recipe
@@ -61,7 +61,7 @@ from finetune.utils import unwrap_peft
 _KEPT_BYTES = 2**28  # of the run's log-probabilities, fp32
 _GREEDY_ROWS, _GREEDY_TOKENS = 4, 24
 # Images, ids (1, T) -> inputs of a forward; None without images.
-Pictures = Callable[[Sequence[Image], Tensor], dict[str, Tensor]] | None
+Pictures = Callable[[Sequence[Medium], Tensor], dict[str, Tensor]] | None
 _LOADERS = (
     "transformers.modeling_utils",
     "transformers.loading_report",
@@ -76,9 +76,9 @@ _CHAT = [{"role": "user", "content": "How many days has a week?  It's 1234567,\n
 
 def replace_settings(recipe: Recipe, tokenizer: Path, name: str | None) -> Recipe:
     """Returns the recipe with the tokenizer and template of a folder. name: of the model whose processor prepares its
-    images; None: the recipe's."""
+    files; None: the recipe's."""
     changes = {"tokenizer": str(tokenizer), "chat_template": None, "chat_template_arguments": None}
-    if recipe.data.image is not None and name is not None:
+    if recipe.data.media is not None and name is not None:
         changes |= {"name": name, "revision": None}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=changes)})
 
@@ -106,7 +106,7 @@ def held_out_examples(recipe: Recipe, tokenizer: Path, rows: int, name: str | No
     data = recipe.data.model_copy(update={"streaming": False, "mixture": None, "overlong": overlong})
     recipe = recipe.model_copy(update={"data": data})
     # The folder's tokenizer has the tokens that the recipe adds.
-    base, opened = Base(recipe.model, image=data.image), OpenedSources(recipe)
+    base, opened = Base(recipe.model, image=data.media), OpenedSources(recipe)
     renderer = base.renderer(recipe.objective)
     if isinstance(data.eval, HeldOut):
         held_out = build_held_out(recipe, renderer, opened)
@@ -137,6 +137,9 @@ def compare_tokens(
     if (image := recipe.data.image) is not None:  # a model's own processor prepares images, with its own bounds
         image = image.model_copy(update={"processor": None, "max_pixels": None, "min_pixels": None})
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"image": image})})
+    elif (audio := recipe.data.audio) is not None:
+        audio = audio.model_copy(update={"processor": None})
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"audio": audio})})
     try:
         theirs = held_out_examples(recipe, export, rows, str(export))
         tokenizers: list[Any] = [load_auto(AutoTokenizer, folder) for folder in (settings, export)]
@@ -185,7 +188,7 @@ def drop_images(example: Example) -> Example:
 
     def text(one: Document) -> Document:
         kept = np.ones(len(one.input_ids), np.bool_)
-        for image in one.images:
+        for image in one.media:
             kept[image.begin : image.end] = False
         return Document(one.input_ids[kept], one.loss_mask[kept])
 
@@ -334,11 +337,11 @@ class _Sequence(NamedTuple):
 
     ids: Tensor  # (T,)
     mask: Tensor  # (T,)
-    images: tuple[Image, ...]
+    media: tuple[Medium, ...]
 
     def inputs(self, pictures: Pictures, device: torch.device) -> dict[str, Tensor]:
         """Returns the inputs of a forward."""
-        inputs = {"input_ids": self.ids[None], **(pictures(self.images, self.ids[None]) if pictures else {})}
+        inputs = {"input_ids": self.ids[None], **(pictures(self.media, self.ids[None]) if pictures else {})}
         return {name: value.to(device) for name, value in inputs.items()}
 
 
@@ -371,7 +374,7 @@ class AnswerReference:
             if room <= 0:
                 break
             ids, mask = torch.from_numpy(one.input_ids[cut].astype("int64")), torch.from_numpy(one.loss_mask[cut])
-            sequence = _Sequence(ids, mask, one.images)
+            sequence = _Sequence(ids, mask, one.media)
             ours = _log_probs(model, sequence, pictures)
             if adapted:
                 with model.disable_adapter():

@@ -27,10 +27,10 @@ from finetune.data.chat.renderer import chat_of, with_arguments
 from finetune.data.chat.template_choice import own_template
 from finetune.data.chat.trained_spans import Chat
 from finetune.data.dataset import until_end
-from finetune.data.formats.converters import with_images_of
+from finetune.data.formats.converters import with_files_of
 from finetune.data.formats.messages import context_of, read_messages
 from finetune.data.formats.tools import read_tools
-from finetune.data.samples import BadRow, Conversation, Image
+from finetune.data.samples import BadRow, Conversation, Medium
 from finetune.errors import RunFailure, UserError
 from finetune.models.remote_code import trusts_code
 from finetune.recipe import load_recipe
@@ -42,8 +42,8 @@ from finetune.release.inference.sampling import Sampling
 from finetune.utils import sha256_file, write_atomically
 
 if TYPE_CHECKING:  # Pillow and transformers' processors are needed for images only
-    from finetune.data.images.expansion import RowImages
-    from finetune.data.images.pixels import PixelReader
+    from finetune.data.media.expansion import RowMedia
+    from finetune.data.media.feature_reader import FeatureReader
 
 
 _CONTEXT = 32_768  # tokens, for a model without a limit
@@ -110,7 +110,7 @@ class Prompt:
     """A conversation as tokens, up to the model's answer."""
 
     ids: list[int]
-    images: tuple[Image, ...] = ()  # in the order of their tokens
+    media: tuple[Medium, ...] = ()  # in the order of their tokens
 
 
 @dataclass(frozen=True)
@@ -132,16 +132,16 @@ class Answerer:
         if self.chat is None:
             return self.plain(render_prompt(None, request))
         hidden, references = self._control.hide(request), images_of(request)
-        row_images = self._row_images if references else None  # before the template, which may not know images
+        row_media = self._row_images if references else None  # before the template, which may not know images
         text = render_prompt(self.chat, hidden.conversation)
-        if row_images is None:
+        if row_media is None:
             return self._fitting(Prompt(self._control.ids(text, hidden.typed)))
         try:
-            text, _, images = row_images.expand(text, (), references, data_file, self.chat.name)
+            text, _, images = row_media.expand(text, (), references, data_file, self.chat.name)
         except BadRow as error:
             raise UserError(str(error)) from None
         ids = self._control.ids(text, hidden.typed)
-        placed = row_images.place(np.array(ids, np.int32), np.zeros(len(ids), np.bool_), images)
+        placed = row_media.place(np.array(ids, np.int32), np.zeros(len(ids), np.bool_), images)
         return self._fitting(Prompt(ids, placed))
 
     def plain(self, text: str) -> Prompt:
@@ -169,20 +169,26 @@ class Answerer:
         return ControlTokens(self.tokenizer)
 
     @cached_property
-    def _row_images(self) -> RowImages:
-        from finetune.data.images.expansion import RowImages
-        from finetune.data.images.families import image_family
-        from finetune.data.images.family_table import FAMILIES
+    def _row_images(self) -> RowMedia:
+        from finetune.data.media.expansion import RowMedia
+        from finetune.data.media.families import media_family
+        from finetune.data.media.family_table import FAMILIES
 
-        if (kind := self.model.config.model_type) not in FAMILIES or self.processor is None:
+        kind = self.model.config.model_type
+        if kind in FAMILIES and FAMILIES[kind].kind != "image":
+            raise UserError(
+                f"this model ({kind}) hears, and answers to sound are not given here. Fix: load the result with "
+                "transformers, whose processor takes sound"
+            )
+        if kind not in FAMILIES or self.processor is None:
             raise UserError(f"this model ({kind}) takes no images. Fix: use one of {', '.join(FAMILIES)}")
-        return RowImages(image_family(self.processor, self.rules, self.tokenizer), self.rules)
+        return RowMedia(media_family(self.processor, self.rules, self.tokenizer), self.rules)
 
     @cached_property
-    def _pixels(self) -> PixelReader:
-        from finetune.data.images.pixels import pixel_reader
+    def _pixels(self) -> FeatureReader:
+        from finetune.data.media.feature_reader import feature_reader
 
-        return pixel_reader(self._row_images.family, self.rules.threads)
+        return feature_reader(self._row_images.family, self.rules.threads)
 
     def inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
         """Returns inputs of transformers' `generate` for prompts as one batch (B, T), padded on the left. Raises
@@ -194,7 +200,7 @@ class Answerer:
             ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids, dtype=torch.int64)
             mask[row, width - len(prompt.ids) :] = 1
         inputs = {"input_ids": ids, "attention_mask": mask}
-        if images := [image for prompt in prompts for image in prompt.images]:
+        if images := [image for prompt in prompts for image in prompt.media]:
             inputs |= self._pixels.plain_inputs(images, ids)
         return {name: value.to(self.model.device) for name, value in inputs.items()}
 
@@ -262,14 +268,14 @@ def read_request(messages: Any, tools: Any = ()) -> Conversation:
 
 def images_of(request: Conversation) -> list[Any]:
     """Returns a conversation's image parts, in order."""
-    return [image for message in request.messages for image in message.images]
+    return [image for message in request.messages for image in message.media]
 
 
 def render_prompt(chat: Chat | None, request: Conversation) -> str:
     """Returns a conversation as text, with the generation prompt and a placeholder for each image. Raises UserError."""
     if chat is None:
         first, *others = request.messages
-        if others or request.tools or first.images:
+        if others or request.tools or first.media:
             raise UserError(
                 "this model has no chat template. Fix: give one text as the prompt, without system, history or images"
             )
@@ -353,7 +359,7 @@ def answer_file(
     prompts: list[Prompt] = []
     for messages, row in conversations:
         try:
-            request = with_images_of(read_request(messages, row.get("tools")), row)
+            request = with_files_of(read_request(messages, row.get("tools")), row)
             prompts.append(answerer.tokens(request, str(rows)))
         except (BadRow, UserError) as error:
             raise UserError(f"{rows}, row {len(prompts) + 1}: {error}") from None

@@ -83,6 +83,8 @@ def verify_url(url: str, trained: Trained, model: str | None, base: str | None, 
         )
     from transformers import AutoTokenizer
 
+    if trained.recipe.data.audio is not None:
+        raise UserError("a server cannot be compared on rows with sound. Fix: verify the export's folder instead")
     server = Server(url)
     comparison = Live(server.choose(model, trained.run_dir.resolve().name))
     conversations = list(islice(_questions(trained.recipe), rows))
@@ -150,14 +152,14 @@ def _request_messages(sample: Any, rules: Images, path: str) -> list[dict[str, A
 
 def _content(message: Message, rules: Images, path: str) -> str | list[dict[str, Any]]:
     """Returns the content as text, or as parts with images as data URLs."""
-    if not message.images:
+    if not message.media:
         return message.content
-    from finetune.data.images.image_files import find_image
+    from finetune.data.media.image_files import find_image
 
     parts: list[dict[str, Any]] = []
     for i, text in enumerate(message.texts):
         if i:
-            source = find_image(message.images[i - 1] or b"", rules, path).source
+            source = find_image(message.media[i - 1].source or b"", rules, path).source
             content = source if isinstance(source, bytes) else Path(source).read_bytes()
             parts.append(image_url_part(content, path if isinstance(source, bytes) else source))
         parts += [{"type": "text", "text": text}] * bool(text)
@@ -186,7 +188,7 @@ def _compare(
         written = written if is_ended else written[:-1]  # the last token may be half a character
         if reply.has_thoughts or not (written or is_ended):
             continue
-        inputs = answerer.inputs([Prompt(prompt.ids + written, prompt.images)])
+        inputs = answerer.inputs([Prompt(prompt.ids + written, prompt.media)])
         log_probs = _log_probs(answerer.model, inputs)[first:]  # (written + 1, V)
         gaps += _gaps(log_probs, written, ends, is_ended)
         if hasattr(answerer.model, "disable_adapter"):

@@ -13,8 +13,8 @@ import yaml
 from counted_flops import added_product
 from torch.utils.flop_counter import FlopCounterMode
 
-from finetune.data.batch import Batch, ImagePlace, collate
-from finetune.data.images.family_table import family_of
+from finetune.data.batch import Batch, MediaPlace, collate
+from finetune.data.media.family_table import family_of
 from finetune.engine.base import StorageCounter
 from finetune.engine.launch import Launch
 from finetune.features import load_recipe
@@ -23,7 +23,7 @@ from finetune.models.base_config import dtypes
 from finetune.models.base_model import Base
 from finetune.models.flops import Flops, ModelFlops, model_flops
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.vision import ImagePart, image_tokens, patches_of, row_positions
+from finetune.models.towers import TowerPart, image_tokens, patches_of, row_positions
 from finetune.models.weights import Placement, fuse_adapters, keep_input_types, load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
@@ -51,7 +51,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "run": {"name": "run", "dir": str(folder)},
         "model": {
             "name": str(tiny.save_seeing(folder, request.param)),
-            "train": ["language", "projector", "vision"],
+            "train": ["language", "projector", "tower"],
         },
         "mode": "full",
         "data": {"train": [{"path": "rows.jsonl", "format": "messages"}], "max_length": LENGTH, "image": {}},
@@ -72,9 +72,9 @@ def heaviest(config: Any) -> HeaviestBatch:
 def real_batch(recipe: Recipe, config: Any) -> Batch:
     batch = heaviest(config)
     pictures = family_of(config).pictures(config, [count for images in batch.images for count in images])
-    places = tuple(ImagePlace(i, 0, 0) for i, images in enumerate(batch.images) for _ in images)
+    places = tuple(MediaPlace(i, 0, 0) for i, images in enumerate(batch.images) for _ in images)
     made = collate(examples_of(recipe.objective, batch, config.image_token_id))
-    made = replace(made, inputs={**made.inputs, **pictures}, images=places)
+    made = replace(made, inputs={**made.inputs, **pictures}, media=places)
     positions = row_positions(config)
     return positions(made) if positions else made
 
@@ -90,7 +90,7 @@ def real_model(recipe: Recipe, config: Any, fuses: bool = True) -> tuple[Any, Fo
         keep_input_types(model)
     if fuses:
         fuse_adapters(model, recipe.train.activation_checkpointing)
-    images = ImagePart(model, always=False)
+    images = TowerPart(model, always=False)
     wrapped = CausalLMWithLoss(model, recipe.model.cross_entropy, autocast=autocast, images=images)
     return wrapped.train(), ForwardPass(attention, make_objective(recipe.objective)), flops
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from finetune.checkpoints.trained import find_trained
 from finetune.data.dataset import Dataset, build_held_out, build_training, questions
-from finetune.data.examples import image_reader
+from finetune.data.examples import media_reader
 from finetune.data.predictions import LOG_PROBS
 from finetune.data.samples import Sequence
 from finetune.errors import RunFailure, UserError
@@ -101,7 +101,7 @@ class Plain:
         recipe = load_recipe(run / "recipe.yaml")
         base = Base.of(recipe)
         renderer = base.renderer(recipe.objective)
-        data, reader = build_held_out(recipe, renderer), image_reader(base.images)
+        data, reader = build_held_out(recipe, renderer), media_reader(base.media)
         if part == "train":
             data = with_teacher(recipe, build_training(recipe, renderer), base)
         assert isinstance(data, Dataset)
@@ -119,7 +119,7 @@ class Plain:
     def log_probs(self, model: Any, one: Sequence) -> tuple[torch.Tensor, torch.Tensor]:  # (S,), (S, V)
         """Returns those of the targets, and of all tokens in their places."""
         targets = torch.from_numpy(one.loss_mask[1:])
-        every = self.logits(model, one.input_ids, one.images)[:-1][targets].log_softmax(-1)
+        every = self.logits(model, one.input_ids, one.media)[:-1][targets].log_softmax(-1)
         ids = torch.from_numpy(one.input_ids[1:].astype("int64"))[targets]
         return every.gather(1, ids[:, None])[:, 0], every
 
@@ -139,7 +139,7 @@ def plain_answer(model: Any, run: Path, count: int) -> list[list[int]]:
     for question in questions(plain.examples, ()):
         ids = list(question.prompt)
         for _ in range(count):
-            ids.append(int(plain.logits(model, ids, question.images)[-1].argmax()))
+            ids.append(int(plain.logits(model, ids, question.media)[-1].argmax()))
         answers.append(ids[len(question.prompt) :])
     return answers
 
@@ -162,10 +162,10 @@ def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
     assert logged["questions"] == [generation.question for generation in generations]
     for generation, name, row in zip(generations, logged["pictures"], logged["rows"], strict=True):
         assert row[0] == generation.prompt
-        assert row[0].count("pixels, ") == row[0].count("[image ") == len(generation.images)
-        if generation.images:
+        assert row[0].count("pixels, ") == row[0].count("[image ") == len(generation.media)
+        if generation.media:
             with Image.open(run / name) as picture:
-                assert picture.width == sum(image.width + 8 for image in generation.images) - 8
+                assert picture.width == sum(image.width + 8 for image in generation.media) - 8
     answers = plain_answer(model, run, 4)
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     for generation, answer in zip(generations, answers, strict=True):
@@ -177,7 +177,7 @@ def test_full_run_is_what_plain_transformers_computes(seeing: Path) -> None:
     assert moved
     assert not [name for name in moved if "visual" in name and "merger" not in name]
     assert (run / "model" / "preprocessor_config.json").is_file()
-    assert json.loads((run / "plan.json").read_text())["parts"]["vision"][1] == 0
+    assert json.loads((run / "plan.json").read_text())["parts"]["tower"][1] == 0
 
 
 def test_steps_without_a_picture_leave_tower_and_projector_as_plain_torch_does(seeing: Path, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_steps_without_a_picture_leave_tower_and_projector_as_plain_torch_does(s
     tiny.write_pictures(seeing, "rare", 40, seed=3, numbers=(0,) * 7 + (1,))
     changes = {
         "run": {"name": "rare", "dir": str(tmp_path)},
-        "model": {"name": str(seeing / "smolvlm_sees"), "train": ["language", "projector", "vision"]},
+        "model": {"name": str(seeing / "smolvlm_sees"), "train": ["language", "projector", "tower"]},
         "data": {"train": [{"path": str(seeing / "rare.jsonl"), "format": "messages"}], "packing": False},
         "batch": {"rows": 2},
         "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "max_grad_norm": None, "betas": [0.9, 0.95]},
@@ -211,7 +211,7 @@ def test_steps_without_a_picture_leave_tower_and_projector_as_plain_torch_does(s
     seen = []
     for line, loss in zip(samples, losses, strict=True):
         sequences = [by_row[row] for row in line["rows"]]
-        seen.append(any(one.images for one in sequences))
+        seen.append(any(one.media for one in sequences))
         nll = -torch.cat([plain.log_probs(model, one)[0] for one in sequences]).mean()
         assert loss == pytest.approx(nll.item(), rel=2e-6)
         nll.backward()
@@ -364,7 +364,7 @@ def test_preferences_of_pictures_are_what_plain_transformers_computes(
         else:
             signs = torch.tensor([2 * example.columns["label"] - 1 for example in plain.examples])
             loss = (1 - (signs * (first - second.mean().clamp(min=0))).sigmoid()).mean()
-            sources = [[[image.source for image in one.images] for one in e.sequences] for e in plain.examples]
+            sources = [[[image.source for image in one.media] for one in e.sequences] for e in plain.examples]
             assert [own for own, _ in sources] == [mismatched for _, mismatched in sources]  # the prompt's
             assert any(own for own, _ in sources)
         assert abs(loss - {"dpo": math.log(2), "kto": 0.5}[objective]) > 1e-3  # the policy is another by now
@@ -419,7 +419,7 @@ def test_qlora_in_bf16_answers_as_its_adapter_on_the_base(seeing: Path) -> None:
         seeing,
         "smolvlm",
         mode="qlora",
-        model={"train": ["language", "projector", "vision"]},
+        model={"train": ["language", "projector", "tower"]},
         lora={"rank": 2, "alpha": 4},
         quantization={"type": "nf4"},
         train={"precision": "bf16"},

@@ -14,7 +14,7 @@ from bitsandbytes.functional import dequantize_4bit
 from transformers import AutoConfig, AutoModelForImageTextToText
 from usual import usual
 
-from finetune.data.images.family_table import FAMILIES, family_of
+from finetune.data.media.family_table import FAMILIES, family_of
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, isolation, per_document
 from finetune.models.attention.isolation import ImageTrial, isolation_problem
@@ -23,13 +23,13 @@ from finetune.models.config import model_config
 from finetune.models.head.token_loss import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
 from finetune.models.tiny_config import tiny_whole
-from finetune.models.vision import ImagePart, freeze_parts, part_of, part_sizes, targets_in_parts
+from finetune.models.towers import TowerPart, freeze_parts, part_of, part_sizes, targets_in_parts
 from finetune.models.weights import Placement, load_model
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Lora
 from finetune.utils import unwrap_peft
 
-NAMES = tuple(FAMILIES)
+NAMES = tuple(name for name, family in FAMILIES.items() if family.kind == "image")
 
 
 def config_of(name: str) -> Any:
@@ -124,7 +124,7 @@ def test_parts_are_all_of_a_model(name: str) -> None:
     assert all(total > 0 for total, _ in sizes.values())
     assert sum(total for total, _ in sizes.values()) == sum(p.numel() for p in model.parameters())
     assert [trained for _, trained in sizes.values()] == [0, sizes["projector"][0], 0]
-    for parts in (("language",), ("vision", "language") if name == "gemma3" else ("vision", "projector")):
+    for parts in (("language",), ("tower", "language") if name == "gemma3" else ("tower", "projector")):
         targets = targets_in_parts(model, family, parts, Lora())
         assert {part_of(family, path) for path in targets.layers} == {*parts}
     assert targets_in_parts(model, family, ("language",), Lora(targets=("q_proj",))).layers
@@ -133,7 +133,7 @@ def test_parts_are_all_of_a_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("trained", [("language",), ("language", "projector", "vision")])
+@pytest.mark.parametrize("trained", [("language",), ("language", "projector", "tower")])
 def test_a_forward_without_images_runs_the_tower_and_nothing_moves(name: str, trained: tuple[str, ...]) -> None:
     model = tiny_model(name)
     freeze_parts(model, family_of(model.config), trained)
@@ -141,7 +141,7 @@ def test_a_forward_without_images_runs_the_tower_and_nothing_moves(name: str, tr
     runs: list[Any] = []
     model.base_model.get_submodule(family_of(model.config).tower).register_forward_hook(lambda *call: runs.append(call))
     losses = []
-    for images in (None, ImagePart(model, always=True)):
+    for images in (None, TowerPart(model, always=True)):
         wrapped = CausalLMWithLoss(model, images=images).train()
         targets = TargetTokens(torch.arange(8), ids[0, 1:], TokenLoss())
         inputs = {"input_ids": ids, "position_ids": torch.arange(9)[None], "use_cache": False}
@@ -159,7 +159,7 @@ def test_a_forward_without_images_runs_the_tower_and_nothing_moves(name: str, tr
 def test_what_is_frozen_drops_nothing() -> None:
     model = tiny_model("qwen2_5_vl")
     freeze_parts(model, family_of(model.config), ("language", "projector"))
-    wrapped = CausalLMWithLoss(model, images=ImagePart(model, always=False)).train()
+    wrapped = CausalLMWithLoss(model, images=TowerPart(model, always=False)).train()
     assert model.base_model.language_model.training
     assert model.base_model.visual.merger.training
     assert not model.base_model.visual.blocks[0].training
@@ -171,7 +171,7 @@ def loaded(base: Path, weights: Any, **changes: Any) -> Any:
     """A recipe's model, all of its parts trained."""
     values = {
         "run": {"name": "run"},
-        "model": {"name": str(base), "train": ["language", "projector", "vision"]},
+        "model": {"name": str(base), "train": ["language", "projector", "tower"]},
         "data": {"train": [{"path": "rows.jsonl", "format": "messages"}], "max_length": 64, "image": {}},
         "batch": {"rows": 1},
         "optimizer": {"lr": 1e-3},

@@ -10,9 +10,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from finetune.data.samples import Example
+from finetune.data.samples import Clip, Example, Medium
 from finetune.data.samples import Sequence as TokenSequence
-from finetune.data.token_text import image_note, left_out_note, shortened, tokens_of
+from finetune.data.token_text import left_out_note, media_note, shortened, tokens_of
 from finetune.data.visible_text import Token, visible
 from finetune.desk.view.inspect.dataset_view import (
     LOSSES,
@@ -175,7 +175,7 @@ def _page_example(view: DatasetView, example: Example, full: bool) -> dict[str, 
     shared, sequences = example.shared_tokens, []
     for sequence, name in zip(example.sequences, names, strict=True):
         tokens, note, tail = tokens_of(sequence, view.renderer.tokenizer), "", Markup()
-        if sequence.images:
+        if sequence.media:
             begin = with_pictures(tokens, sequence)
         else:
             (first, last), left_out = shortened(tokens, None if full else SHOWN_TOKENS)
@@ -188,19 +188,30 @@ def _page_example(view: DatasetView, example: Example, full: bool) -> dict[str, 
 
 
 def with_pictures(tokens: Sequence[Token], sequence: TokenSequence) -> Markup:
-    """Returns the text of a sequence with its pictures at their tokens, small and inline."""
-    if not sequence.images:
+    """Returns the text of a sequence with its pictures at their tokens, small and inline, and its clips to play."""
+    if not sequence.media:
         return tokens_html(tokens)
-    from finetune.data.images.image_files import BROKEN, thumbnails
-
     pieces, last = [], 0
-    for number, image in enumerate(sequence.images, start=1):
-        note = image_note(image, number)
-        try:
-            source = base64.b64encode(thumbnails([image.source])).decode()
-            picture = Markup('<img src="data:image/png;base64,{}" alt="{}" title="{}">').format(source, note, note)
-        except BROKEN as error:
-            picture = Markup("<span>[{}: {}]</span>").format(note, visible(str(error)))
-        pieces += [tokens_html(tokens[last : image.begin], last), picture]
-        last = image.end
+    for number, medium in enumerate(sequence.media, start=1):
+        pieces += [tokens_html(tokens[last : medium.begin], last), _shown(medium, media_note(medium, number))]
+        last = medium.end
     return Markup().join([*pieces, tokens_html(tokens[last:], last)])
+
+
+def _shown(medium: Medium, note: str) -> Markup:
+    """Returns a small picture, or a clip to play, with its note; the reason in its place if it cannot be read."""
+    if isinstance(medium, Clip):
+        from finetune.data.media.audio_files import broken, playable
+
+        unreadable = broken()
+    else:
+        from finetune.data.media.image_files import BROKEN as unreadable
+        from finetune.data.media.image_files import thumbnails
+    try:
+        if isinstance(medium, Clip):
+            source = base64.b64encode(playable(medium)).decode()
+            return Markup('<audio controls src="data:audio/wav;base64,{}" title="{}"></audio>').format(source, note)
+        source = base64.b64encode(thumbnails([medium.source])).decode()
+        return Markup('<img src="data:image/png;base64,{}" alt="{}" title="{}">').format(source, note, note)
+    except unreadable as error:
+        return Markup("<span>[{}: {}]</span>").format(note, visible(str(error)))

@@ -422,7 +422,7 @@ def test_llama_factory_stages(
 def test_llama_factory_pictures(convert: Convert) -> None:
     recipe, _, _ = convert(factory(dataset="pictures", extra="image_max_pixels: 262144\nfreeze_vision_tower: false"))
     assert recipe.data.image is not None
-    assert (recipe.data.image.max_pixels, recipe.model.train) == (262144, ("language", "vision"))
+    assert (recipe.data.image.max_pixels, recipe.model.train) == (262144, ("language", "tower"))
     assert (recipe.data.train[0].format, recipe.data.train[0].columns) == ("messages", None)
 
 

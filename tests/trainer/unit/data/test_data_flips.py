@@ -16,8 +16,8 @@ from finetune.data import predictions as predictions_module
 from finetune.data import token_cache
 from finetune.data.checksums import Damaged, sealed, unsealed
 from finetune.data.dataset import build_training
-from finetune.data.images import image_files
-from finetune.data.images.image_files import decode
+from finetune.data.media import stored_files
+from finetune.data.media.image_files import decode
 from finetune.data.predictions import PredictionsWriter, find_or_write, load_predictions, open_predictions
 from finetune.data.samples import Example, Image, Sequence
 from finetune.data.sources import files
@@ -62,7 +62,7 @@ def fill(writer: EntryWriter) -> None:
 
 
 def plain(example: Example) -> Any:
-    sequences = [(one.input_ids.tolist(), one.loss_mask.tolist(), one.images) for one in example.sequences]
+    sequences = [(one.input_ids.tolist(), one.loss_mask.tolist(), one.media) for one in example.sequences]
     return example.path, example.row, sequences, dict(example.columns)
 
 
@@ -253,15 +253,15 @@ def test_a_copy_of_a_web_image_is_verified(tmp_path, cache, monkeypatch, caplog)
 
     Picture.new("RGB", (6, 9), "red").save(tmp_path / "a.bmp")
     content = (tmp_path / "a.bmp").read_bytes()
-    monkeypatch.setattr(image_files, "_download", lambda url: content)
+    monkeypatch.setattr(stored_files, "_download", lambda url: content)
     rules = Images(allow_urls=True)
-    copy = image_files._fetched("https://example.com/a.bmp", rules)
+    copy = stored_files._fetched("https://example.com/a.bmp", "image", rules)
     random = np.random.Generator(np.random.PCG64(4))
     for bit in random.choice(8 * len(content), BITS, replace=False).tolist():
         flip(copy, bit)
         with pytest.raises(ValueError, match="its copy in the cache is damaged"):
             decode(str(copy))
-        assert image_files._fetched("https://example.com/a.bmp", rules) == copy
+        assert stored_files._fetched("https://example.com/a.bmp", "image", rules) == copy
         assert copy.read_bytes() == content
     assert decode(str(copy)).size == (6, 9)
-    assert "the image is fetched again" in caplog.text
+    assert "it is fetched again" in caplog.text

@@ -19,6 +19,7 @@ from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import detect_format, nearest_format, parse_row
 from finetune.data.formats.values import Struct
 from finetune.data.samples import (
+    FILE,
     BadRow,
     Conversation,
     Ids,
@@ -28,6 +29,7 @@ from finetune.data.samples import (
     PromptCompletion,
     PromptOnly,
     Ranked,
+    Reference,
     Sample,
     Text,
 )
@@ -73,6 +75,7 @@ GOOD = {
     "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
     "alpaca": {"instruction": "q", "output": "a"},
     "prompt_completion": {"prompt": "q", "completion": "a"},
+    "speech": {"audio": "a.wav", "text": "a"},
     "prompt": {"prompt": "q"},
     "text": {"text": "a"},
     "tokens": {"input_ids": [5, 6, 7]},
@@ -87,6 +90,7 @@ SAMPLES: dict[str, Sample] = {
     "sharegpt": Conversation((Q, A)),
     "alpaca": Conversation((Q, A)),
     "prompt_completion": PromptCompletion("q", "a"),
+    "speech": Conversation((Message("user", FILE, media=(Reference("audio", "a.wav"),)), A)),
     "prompt": PromptOnly(Conversation((Q,)), "q"),
     "text": Text("a"),
     "tokens": Ids((5, 6, 7), (False, True, True)),
@@ -110,7 +114,7 @@ def test_the_tables_agree():
 def test_every_format_reads_its_row_and_refuses_the_others(format):
     assert parse_row(GOOD[format], format) == SAMPLES[format]
     for other in FORMATS:
-        reads_too = other == "prompt" and other in GOOD[format]
+        reads_too = (other == "prompt" and other in GOOD[format]) or (other, format) == ("text", "speech")
         if other != format and not FORMATS[format].if_taken and not reads_too:  # such formats read rows of others, too
             with pytest.raises(BadRow, match=f"format `{other}`: .*the row looks like format `{format}`"):
                 parse_row(GOOD[format], other)
@@ -635,7 +639,7 @@ BAD_MESSAGES = {
     "a part without a type": (said(say("user", [{"text": "x"}])), ["messages[2].content[0] has no `type`", "`text`"]),
     "an image": (
         said(say("user", [{"type": "text", "text": "x"}, {"type": "input_audio", "input_audio": LONG}])),
-        ["messages[2].content[1] is of type 'input_audio'", "only parts of type 'text' and 'image'"],
+        ["messages[2].content[1] is of type 'input_audio'", "only parts of type 'text', 'image' and 'audio'"],
     ),
     "a part of text": (said(say("user", ["x"])), ["messages[2].content[0] is text ('x')"]),
     "a part without text": (said(say("user", [{"type": "text"}])), ["messages[2].content[0].text is null"]),
@@ -1198,8 +1202,8 @@ def test_detection_with_the_recipes_columns():
     assert detect_format([row], {"prompt": "question", "completion": "answer"}).format == "prompt_completion"
     found = detect_format([{"q": "q", "response": "a"}], {"prompt": "q"})  # the other field by another name
     assert (found.format, found.columns) == ("prompt_completion", {"completion": "response", "prompt": "q"})
-    with pytest.raises(UserError, match=r"no format has all of the fields `prompt`, `text`\. Fix: set `format`"):
-        detect_format([row], {"prompt": "question", "text": "answer"})
+    with pytest.raises(UserError, match=r"no format has all of the fields `chosen`, `text`\. Fix: set `format`"):
+        detect_format([row], {"chosen": "question", "text": "answer"})
     with pytest.raises(UserError, match=r"no field `promt`\. .* did you mean `prompt`"):
         detect_format([row], {"promt": "question"})
     with pytest.raises(UserError, match="Format `prompt_completion` comes nearest, but: `columns` names `body`"):

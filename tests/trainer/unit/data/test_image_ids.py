@@ -21,7 +21,7 @@ from transformers import ProcessorMixin
 from transformers.image_transforms import convert_to_rgb
 
 from finetune.data.batch import collate
-from finetune.data.examples import Examples, image_reader, prepare_examples
+from finetune.data.examples import Examples, media_reader, prepare_examples
 from finetune.models.base_model import Base, processor_settings
 from finetune.recipe import Recipe
 
@@ -135,7 +135,7 @@ def test_ids_masks_and_pixels_are_the_processors(
     recipe = recipe_of(seeing, name, rows)
     base = Base.of(recipe)
     tokenizer, renderer = base.tokenizer, base.renderer(recipe.objective)
-    reader: Any = image_reader(base.images)
+    reader: Any = media_reader(base.media)
     examples = prepare_examples(recipe, recipe.data.train, renderer)
     assert len(examples) == count
     processor = processor_of(name, tokenizer, reader.family.processor, monkeypatch)
@@ -149,12 +149,12 @@ def test_ids_masks_and_pixels_are_the_processors(
         assert not sequence.loss_mask[np.isin(sequence.input_ids, reader.family.mark_ids)].any()
         said = tokenizer.decode(sequence.input_ids[sequence.loss_mask])
         assert said == "".join(m["content"] + "<|im_end|>" for m in row["messages"] if m["role"] == "assistant")
-        assert len(sequence.images) == len(pictures)
-        for image in sequence.images:
+        assert len(sequence.media) == len(pictures)
+        for image in sequence.media:
             inside = sequence.input_ids[image.begin : image.end]
             assert {int(inside[0]), int(inside[-1])} == {reader.family.token_id}
         if pictures:
-            ours = collate([example], image_inputs=reader).inputs
+            ours = collate([example], media_inputs=reader).inputs
             for key in ours.keys() - {"input_ids", "position_ids"}:
                 assert torch.equal(ours[key], torch.as_tensor(theirs[key])), key
             assert {"pixel_values"} <= ours.keys()
@@ -170,13 +170,13 @@ def test_images_of_a_row_are_those_of_its_documents(
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     recipe = recipe_of(seeing, name, [row for row in chats(20, seed=2) if "image" in json.dumps(row)])
     renderer = Base.of(recipe).renderer(recipe.objective)
-    reader: Any = image_reader(renderer.images)
-    several = [one for one in prepare_examples(recipe, recipe.data.train, renderer) if len(one.sequences[0].images)]
-    both = collate(several[:2], image_inputs=reader)
-    alone = [collate([one], image_inputs=reader) for one in several[:2]]
-    assert len(both.images) == sum(len(one.images) for one in alone)
+    reader: Any = media_reader(renderer.media)
+    several = [one for one in prepare_examples(recipe, recipe.data.train, renderer) if len(one.sequences[0].media)]
+    both = collate(several[:2], media_inputs=reader)
+    alone = [collate([one], media_inputs=reader) for one in several[:2]]
+    assert len(both.media) == sum(len(one.media) for one in alone)
     ids = both.inputs["input_ids"][0]
-    for place in both.images:
+    for place in both.media:
         assert ids[place.begin] == ids[place.end - 1] == reader.family.token_id
         assert place.sequence == int(place.begin >= both.sequence_lengths[0])
     if "image_grid_thw" in both.inputs:
@@ -196,10 +196,10 @@ def test_max_pixels_bounds_what_is_seen(
     for most in (None, 3136):
         recipe = recipe_of(seeing, name, rows, image={"max_pixels": most})
         renderer = Base.of(recipe).renderer(recipe.objective)
-        reader: Any = image_reader(renderer.images)
+        reader: Any = media_reader(renderer.media)
         examples: Examples = prepare_examples(recipe, recipe.data.train, renderer)
-        tokens.append(sum(image.end - image.begin for one in examples for image in one.sequences[0].images))
-        batch = collate(list(examples), image_inputs=reader)  # as many pixels as tokens
+        tokens.append(sum(image.end - image.begin for one in examples for image in one.sequences[0].media))
+        batch = collate(list(examples), media_inputs=reader)  # as many pixels as tokens
         if most and "image_sizes" in batch.inputs:
             assert int(batch.inputs["image_sizes"].prod(1).max()) <= most
         if most and "image_grid_thw" in batch.inputs:
@@ -212,7 +212,7 @@ def test_max_pixels_bounds_what_is_seen(
         (result / file).write_bytes(content)
     of_result = recipe_of(seeing, name, rows)
     of_result = of_result.model_copy(update={"model": of_result.model.model_copy(update={"name": str(result)})})
-    of_result_reader: Any = image_reader(Base.of(of_result).images)
+    of_result_reader: Any = media_reader(Base.of(of_result).media)
     assert of_result_reader.family.settings == reader.family.settings  # who loads it sees what was trained on
 
 
@@ -226,16 +226,16 @@ def test_a_changed_image_is_an_error(seeing: Path, monkeypatch: pytest.MonkeyPat
     recipe = recipe_of(seeing, "qwen3_vl", rows)
     renderer = Base.of(recipe).renderer(recipe.objective)
     (example,) = prepare_examples(recipe, recipe.data.train, renderer)
-    reader: Any = image_reader(renderer.images)
+    reader: Any = media_reader(renderer.media)
     Image.new("RGB", (61, 70)).save(seeing / "pictures" / "other.png")
     with pytest.raises(UserError, match="61 x 70 pixels, but it had 60 x 70"):
-        collate([example], image_inputs=reader)
-    (image,) = example.sequences[0].images
+        collate([example], media_inputs=reader)
+    (image,) = example.sequences[0].media
     sized = replace(image, width=61)
-    assert reader.read(sized)["pixel_values"].shape[1] > 0
+    assert reader.family.read(sized)["pixel_values"].shape[1] > 0
     (seeing / "pictures" / "other.png").write_bytes(b"")
     with pytest.raises(UserError, match=r"other\.png: cannot be decoded: not an image.*`data.image: {verify: pixels}`"):
-        reader.read(image)
+        reader.family.read(image)
     (seeing / "pictures" / "other.png").unlink()
     with pytest.raises(UserError, match=r"other\.png: cannot be decoded: .*No such file"):
-        reader.read(image)
+        reader.family.read(image)

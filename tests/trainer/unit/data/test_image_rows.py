@@ -22,7 +22,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from finetune.data.examples import Examples, prepare_examples
-from finetune.data.images.image_files import decode, find_image
+from finetune.data.media.image_files import decode, find_image
 from finetune.data.samples import BadRow
 from finetune.errors import UserError
 from finetune.models.base_model import Base, processor_settings
@@ -93,8 +93,8 @@ def test_all_forms_of_a_row_are_the_same(model: Path, folder: Path) -> None:
     assert len(seen) == 10
     for sequence in seen:
         assert sequence.input_ids.tolist() == seen[0].input_ids.tolist()
-        assert [(image.height, image.width, image.end - image.begin) for image in sequence.images] == [(90, 60, 6)]
-        assert decode(sequence.images[0].source).getpixel((0, 0)) == (255, 0, 0)
+        assert [(image.height, image.width, image.end - image.begin) for image in sequence.media] == [(90, 60, 6)]
+        assert decode(sequence.media[0].source).getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_images_of_the_web_are_fetched_once_where_that_is_allowed(
@@ -123,9 +123,9 @@ def test_images_of_the_web_are_fetched_once_where_that_is_allowed(
             assert Path(first.source).read_bytes() == png(folder)  # pyright: ignore[reportArgumentType]
             path = tiny.write_rows(folder / "web.jsonl", [asked({"type": "image", "image": f"{address}/a.png"})])
             (example,) = examples_of(model, path, "messages", image={"allow_urls": True})
-            assert len(example.sequences[0].images) == 1
+            assert len(example.sequences[0].media) == 1
             (folder / "text.png").write_text("no picture")
-            monkeypatch.setattr("finetune.data.images.image_files.MAX_BYTES", 100)
+            monkeypatch.setattr("finetune.data.media.stored_files.MAX_BYTES", 100)
             for name, why in (("gone.png?key=hidden", "cannot be fetched"), ("a.png?new", "more than 100 bytes")):
                 with pytest.raises(BadRow, match=why) as refused:
                     find_image(f"{address}/{name}", rules, "rows.jsonl")
@@ -153,12 +153,12 @@ def test_parquet_with_images_as_datasets_writes_them(model: Path, folder: Path) 
     table = pyarrow.table({"messages": messages, "images": images})
     pyarrow.parquet.write_table(table, folder / "rows.parquet")
     examples = examples_of(model, folder / "rows.parquet")
-    assert [len(one.sequences[0].images) for one in examples] == [1, 0, 2]
+    assert [len(one.sequences[0].media) for one in examples] == [1, 0, 2]
     again = examples_of(model, folder / "rows.parquet")  # from the cache
     assert again.build_s == (None,)
     for one, other in zip(examples, again, strict=True):
-        assert one.sequences[0].images == other.sequences[0].images
-        assert all(image.source == png(folder) for image in other.sequences[0].images)
+        assert one.sequences[0].media == other.sequences[0].media
+        assert all(image.source == png(folder) for image in other.sequences[0].media)
 
 
 def test_datasets_own_image_column_is_not_decoded(model: Path, folder: Path) -> None:
@@ -169,7 +169,7 @@ def test_datasets_own_image_column_is_not_decoded(model: Path, folder: Path) -> 
     rows = {"prompt": ["<image> which?"], "completion": ["red"], "images": [[str(folder / "a.png")]]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(folder / "saved"))
     (example,) = examples_of(model, folder / "saved", image={"outside": True, "folder": "/"})
-    assert [(image.height, image.width) for image in example.sequences[0].images] == [(90, 60)]
+    assert [(image.height, image.width) for image in example.sequences[0].media] == [(90, 60)]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_datasets_own_image_column_is_not_decoded(model: Path, folder: Path) -> 
         (asked({"type": "image", "image": "data:image/png;base64,%%"}), "not base64"),
         (asked({"type": "image", "image": 7}), "expected the path of an image"),
         (asked({"type": "image", "image": "a.png", "url": "b.png"}), "keep one"),
-        (asked({"type": "video", "video": "a.mp4"}), "only parts of type 'text' and 'image'"),
+        (asked({"type": "video", "video": "a.mp4"}), "only parts of type 'text', 'image' and 'audio'"),
         (asked({"type": "image", "image": "a.png"}, {"type": "text", "text": "\ufffc"}), "U\\+FFFC"),
         (asked({"type": "image", "image": "a.png"}, {"type": "text", "text": "<|image_pad|>"}), "special token"),
         (asked({"type": "image", "image": "rows.jsonl"}), "not an image of a kind that is read"),
@@ -302,12 +302,12 @@ def test_an_image_is_never_cut(overlong: str, model: Path, folder: Path) -> None
             examples_of(model, path, "messages", max_length=most, overlong=overlong)
         return
     examples = examples_of(model, path, "messages", max_length=most, overlong=overlong)
-    per_example = [len(example.sequences[0].images) for example in examples]
+    per_example = [len(example.sequences[0].media) for example in examples]
     assert per_example == {"drop": [1], "split": [2, 1, 1], "truncate": [2, 1]}[overlong]
     for example in examples:
         (sequence,) = example.sequences
-        token = sequence.input_ids[sequence.images[0].begin]
-        inside = np.concatenate([np.arange(image.begin, image.end) for image in sequence.images])
+        token = sequence.input_ids[sequence.media[0].begin]
+        inside = np.concatenate([np.arange(image.begin, image.end) for image in sequence.media])
         assert np.flatnonzero(sequence.input_ids == token).tolist() == inside.tolist()
         assert len(sequence.input_ids) <= most
         assert sequence.num_targets

@@ -1,11 +1,13 @@
-"""Multimodal models that are trained on images: their parts, the trained ones, and the tower on every rank.
+"""Multimodal models that are trained on images or sound: their parts, the trained ones, and the tower on every rank.
+
+Of models that hear, the tower is audio_tower and the projector multi_modal_projector; of those that see:
 
     part        of SmolVLM             of Qwen2.5-VL and Qwen3-VL                       of Gemma 3 and Mistral 3
     language    text_model, lm_head    language_model, lm_head                          language_model, lm_head
     projector   connector              visual.merger, visual.deepstack_merger_list      multi_modal_projector
-    vision      vision_model           the rest of visual                               vision_tower
+    tower       vision_model           the rest of visual                               vision_tower
 
-The model is transformers' own class with its own forward; its family is a row of data/images/family_table.py.
+The model is transformers' own class with its own forward; its family is a row of data/media/family_table.py.
 
 Letters: T tokens of the flat row, N images, P patches, D hidden size.
 """
@@ -25,7 +27,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from finetune.data.batch import Batch
-from finetune.data.images.family_table import FAMILIES, Family, family_of
+from finetune.data.media.family_table import FAMILIES, Family, family_of, tower_outputs
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import check_names_kept
 from finetune.models.lora_targets import AdapterTargets, find_targets
@@ -33,7 +35,7 @@ from finetune.models.patches import set_attribute
 from finetune.recipe.schema import Lora
 from finetune.utils import full_shape, unwrap_peft
 
-PARTS = ("language", "projector", "vision")
+PARTS = ("language", "projector", "tower")
 
 
 def image_tokens(config: Any, cells: Sequence[int]) -> list[int]:
@@ -44,6 +46,8 @@ def image_tokens(config: Any, cells: Sequence[int]) -> list[int]:
 
 def patches_in(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
     """Returns the patches of each picture, or crop of one, among the inputs of a forward."""
+    if family_of(config).kind == "audio":
+        return _positions_of_clips(config, inputs)
     side = config.vision_config.patch_size
     if (grid := inputs.get("image_grid_thw")) is not None:
         return grid.prod(1).tolist()
@@ -55,8 +59,23 @@ def patches_in(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
     return [(height // side) * (width // side)] * math.prod(pictures)
 
 
+def _positions_of_clips(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
+    """Returns the positions of each clip, or piece of 30 s, in the tower's layers."""
+    if (features := inputs.get("input_features")) is None:
+        return []
+    if (mask := inputs.get("input_features_mask")) is not None:
+        window = 2 * config.audio_config.n_window
+        whole_and_rest = [divmod(int(frames), window) for frames in mask.sum(1)]
+        return [whole * math.ceil(window / 8) + math.ceil(rest / 8) for whole, rest in whole_and_rest]
+    return [features.shape[-1] // 2] * len(features)
+
+
 def patches_of(config: Any, tokens: Sequence[int]) -> list[int]:
     """Returns the patches of each picture. tokens: of each image."""
+    family = family_of(config)
+    if family.kind == "audio" and hasattr(config.audio_config, "max_source_positions"):
+        each = sum(tokens) // family.tokens(config) if family.tokens is not None else len(tokens)
+        return [config.audio_config.max_source_positions] * each
     ratio = patches_per_token(config)
     if (of_image := family_of(config).tokens) is None:
         return [count * ratio for count in tokens]
@@ -65,10 +84,21 @@ def patches_of(config: Any, tokens: Sequence[int]) -> list[int]:
 
 def patches_per_token(config: Any) -> int:
     """Returns the patches of an image that the projector joins to one token."""
+    if family_of(config).kind == "audio":
+        audio = config.audio_config
+        return (
+            1 if not hasattr(audio, "max_source_positions") else audio.max_source_positions // _tokens_of_piece(config)
+        )
     vision = config.vision_config
     if (tokens := family_of(config).tokens) is not None:
         return (vision.image_size // vision.patch_size) ** 2 // tokens(config)
     return (getattr(config, "spatial_merge_size", None) or vision.spatial_merge_size) ** 2
+
+
+def _tokens_of_piece(config: Any) -> int:
+    """Returns the tokens of 30 s, of a family that computes so much for each clip or piece."""
+    tokens = family_of(config).tokens
+    return config.audio_config.max_source_positions // 2 if tokens is None else tokens(config)
 
 
 # --- parts
@@ -83,7 +113,7 @@ def part_of(family: Family, name: str) -> str:
     inside = name.removeprefix("model.")
     if any(_is_in(inside, path) for path in family.projector):
         return "projector"
-    return "vision" if _is_in(inside, family.tower) else "language"
+    return "tower" if _is_in(inside, family.tower) else "language"
 
 
 def _is_in(name: str, path: str) -> bool:
@@ -104,10 +134,10 @@ def freeze_parts(model: Any, family: Family, trained: Sequence[str]) -> None:
 
 def _check_read(model: Any, trained: Sequence[str]) -> None:
     layer = getattr(model.config, "vision_feature_layer", -1)
-    if "vision" in trained and layer not in (-1, [-1]):
+    if "tower" in trained and layer not in (-1, [-1]):
         raise UserError(
             f"model.train: the language model reads layer {layer} of the tower. Those after it would get no gradient. "
-            "Fix: leave `vision` out"
+            "Fix: leave `tower` out"
         )
 
 
@@ -134,7 +164,7 @@ def attention_of_parts(config: PretrainedConfig, of_language: str) -> dict[str, 
 
 def part_sizes(model: Any) -> dict[str, tuple[int, int]]:
     """Returns, of each part of a multimodal model, its parameters and those that train; {} for a text model."""
-    if not image_modules(model):
+    if not tower_modules(model):
         return {}
     family = FAMILIES[model.config.model_type]
     sizes: dict[str, tuple[int, int]] = {part: (0, 0) for part in PARTS}  # noqa: C420 (typed)
@@ -145,7 +175,7 @@ def part_sizes(model: Any) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def image_modules(model: Any) -> list[nn.Module]:
+def tower_modules(model: Any) -> list[nn.Module]:
     """Returns tower and projector of transformers' or peft's model; [] for a text model."""
     whole = unwrap_peft(model)
     if (family := FAMILIES.get(whole.config.model_type)) is None or not hasattr(whole.base_model, family.language):
@@ -163,7 +193,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 # --- a forward
 
 
-class ImagePart:
+class TowerPart:
     """The tower in a forward: frozen parts stay in evaluation mode, a micro-batch without images gets a dummy one.
 
     Backends gather weights or add up gradients at the same place of every rank's forward. A rank without images would
@@ -204,16 +234,14 @@ class ImagePart:
         """
         cache = inputs.get("past_key_values")
         is_continued = cache is not None and cache.get_seq_length() > 0  # a generation: no rank has images then
-        if "pixel_values" in inputs or not self._always or is_continued:
+        if self.family.main_input in inputs or not self._always or is_continued:
             yield
             return
         whole = unwrap_peft(model)
 
         def add_nothing(_embedding: Any, _inputs: Any, embeddings: Tensor) -> Tensor:
             pictures = {name: tensor.to(embeddings.device) for name, tensor in self._smallest.items()}
-            features = whole.base_model.get_image_features(**pictures, return_dict=True)
-            # All that the language model gets from the tower.
-            for tensor in _tensors([features.pooler_output, getattr(features, "deepstack_features", None)]):
+            for tensor in _tensors(tower_outputs(self.family, whole.base_model, pictures)):
                 if tensor.requires_grad:
                     embeddings = embeddings + (tensor.sum() * 0).to(embeddings.dtype)
             return embeddings
@@ -241,6 +269,8 @@ Positions = Callable[[Tensor, "Tensor | None"], Tensor]  # ids (1, t), image_gri
 def document_positions(config: Any) -> Positions | None:
     """Returns a function for a document's positions in time, height and width, by transformers' `get_rope_index`; None
     for models without such positions."""
+    if family_of(config).kind == "audio":  # tokens of sound follow each other like those of text
+        return None
     module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     causal = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type])
     kind: Any = getattr(module, causal.replace("ForConditionalGeneration", "Model"))
@@ -270,7 +300,7 @@ def row_positions(config: Any) -> Callable[[Batch], Batch] | None:
         assert positions is not None  # below
         documents = []
         for i, document in enumerate(ids.split(list(batch.sequence_lengths), dim=1)):
-            mine = [n for n, image in enumerate(batch.images) if image.sequence == i]
+            mine = [n for n, image in enumerate(batch.media) if image.sequence == i]
             documents.append(positions(document, grids[mine]))
         whole = torch.cat([batch.inputs["position_ids"][None], torch.cat(documents, dim=2)])
         return replace(batch, inputs={**batch.inputs, "position_ids": whole})

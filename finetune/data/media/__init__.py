@@ -1,0 +1,1 @@
+"""Files in rows: first their sizes and tokens; their content becomes features when they are trained on."""

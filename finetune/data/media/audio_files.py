@@ -1,0 +1,173 @@
+"""Sound files: measured by their header, read in blocks, mixed down and resampled. `stored_files.py` locates them.
+
+Mixing down (mean of the channels) and resampling (soxr's HQ, as many samples as fit in the time, rounded up) are those
+of `transformers.audio_utils.load_audio`, so that a model hears what its own processor would be given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finetune.data.media.stored_files import check_copy, part_of_file, source_of
+from finetune.data.samples import BadRow, Clip
+from finetune.errors import UserError
+from finetune.recipe.schema import Audio
+
+FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
+MAX_CHANNELS = 8  # of 7.1; more are recordings of arrays, whose mean is no recording
+RATES = (4_000, 384_000)  # samples a second that recordings have; others are taken for a damaged header
+_BLOCK = 1 << 18  # samples of a channel that are read at a time
+_OF_FLOATS = ("FLOAT", "DOUBLE")
+
+
+@dataclass(frozen=True)
+class StoredClip:
+    """A sound file as it is stored."""
+
+    source: str | bytes  # path of its file, or the file itself
+    samples: int  # of one channel
+    rate: int  # samples a second
+
+
+def find_clip(reference: str | bytes, rules: Audio, data_file: str) -> StoredClip:
+    """Returns the clip that a row of `data_file` names. Raises BadRow with the problem."""
+    source = source_of(reference, "audio", rules, data_file)
+    try:
+        samples, rate = _length(source, rules.max_seconds)
+        if rules.verify == "samples":
+            _check_content(source, samples)
+    except broken() as error:
+        name = "its bytes" if isinstance(source, bytes) else source
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise BadRow(f"the sound file cannot be used ({name}): {reason}") from None
+    return StoredClip(source, samples, rate)
+
+
+def broken() -> tuple[type[Exception], ...]:
+    """Returns the errors that reading raises for a file that is not sound, is cut off, or needs too much memory."""
+    return (_package("soundfile").SoundFileError, OSError, ValueError, TypeError, EOFError, MemoryError)
+
+
+def _package(name: str) -> Any:
+    """Returns a module of the extra `audio`. Raises UserError if it is missing."""
+    try:
+        return __import__(name)
+    except ImportError:
+        raise UserError(
+            f"data.audio: {name} is not installed, which reads sound files. Fix: pip install "
+            "'finetune-recipes[audio]', or soundfile and soxr"
+        ) from None
+
+
+@contextlib.contextmanager
+def _opened(source: str | bytes) -> Iterator[Any]:
+    """The file as soundfile opens it, by its content and never by its name. Raises `broken` errors."""
+    # A number in place of a name, or soundfile would take `.raw` for samples without a header.
+    stream: Any = io.BytesIO(source) if isinstance(source, bytes) else os.fdopen(os.open(source, os.O_RDONLY), "rb")
+    with stream, _package("soundfile").SoundFile(stream) as file:
+        if file.format not in FORMATS:
+            raise ValueError(f"{file.format} is not a kind that is read (wav, flac, ogg and mp3 are)")
+        yield file
+
+
+def _length(source: str | bytes, max_seconds: float) -> tuple[int, int]:
+    """Returns (samples of a channel, rate) by the header. Raises ValueError for what is not plausible."""
+    with _opened(source) as file:
+        samples, rate, channels, format = file.frames, file.samplerate, file.channels, file.format
+    if not RATES[0] <= rate <= RATES[1]:
+        raise ValueError(f"{rate:,} samples a second; recordings have {RATES[0]:,} to {RATES[1]:,}")
+    if channels > MAX_CHANNELS:
+        raise ValueError(f"{channels} channels; at most {MAX_CHANNELS} are mixed down")
+    if samples <= 0:
+        raise ValueError("empty: it has no samples")
+    if samples > max_seconds * rate:
+        raise ValueError(
+            f"{samples / rate:,.0f} s; `data.audio.max_seconds` is {max_seconds:g}: cut it into pieces, or raise that"
+        )
+    if format in ("WAV", "WAVEX"):
+        _check_whole(source)
+    return samples, rate
+
+
+def _check_whole(source: str | bytes) -> None:
+    """Raises ValueError for a RIFF file that is shorter than its header says, which libsndfile reads without a word."""
+    head = part_of_file(source, 8)
+    stated = int.from_bytes(head[4:8], "little" if head[:4] == b"RIFF" else "big") + 8
+    size = len(source) if isinstance(source, bytes) else os.stat(source).st_size
+    # Streams that could not go back to their header state the most that fits, or nothing.
+    if size < stated < 0xFFFFFF00:
+        raise ValueError(f"cut off: {size:,} of {stated:,} bytes")
+
+
+def _check_content(source: str | bytes, samples: int) -> None:
+    """Reads all of a clip, in blocks. Raises ValueError if it is cut, silent, or no sound."""
+    read, peak, is_float = 0, 0.0, False
+    with _opened(source) as file:
+        is_float = file.subtype in _OF_FLOATS
+        for block in _blocks(file, samples):
+            read += len(block)
+            peak = max(peak, float(np.abs(block).max(initial=0.0)))
+            if not math.isfinite(peak) or np.isnan(block).any():
+                raise ValueError("it has samples that are no numbers")
+    if read != samples:
+        raise ValueError(f"cut off, or damaged: {read:,} of {samples:,} samples can be read")
+    if peak == 0:
+        raise ValueError("silent: every sample is zero")
+    if is_float and peak > 1:
+        raise ValueError(f"its samples are floats up to {peak:.3g}, and full scale is 1: save it scaled down")
+
+
+def _blocks(file: Any, samples: int) -> Iterator[NDArray[np.float32]]:
+    """Yields blocks (n, channels) of a file, one sample more than `samples` at most."""
+    left = samples + 1
+    while left > 0 and len(block := file.read(min(_BLOCK, left), dtype="float32", always_2d=True)):
+        left -= len(block)
+        yield block
+
+
+def resampled_length(samples: int, rate: int, to: int) -> int:
+    """Returns the samples of a clip at another rate."""
+    return samples if rate == to else math.ceil(samples * to / rate)
+
+
+def load_clip(source: str | bytes, samples: int, rate: int, to: int) -> NDArray[np.float32]:
+    """Returns a clip, mixed down and at rate `to`. samples, rate: as it was found. Raises `broken` errors, ValueError
+    if the file is another one."""
+    check_copy(source)
+    with _opened(source) as file:
+        if file.samplerate != rate:
+            raise ValueError(f"{file.samplerate:,} samples a second, but it had {rate:,} when its row was tokenized")
+        wave = np.empty(samples, np.float32)
+        read = 0
+        for block in _blocks(file, samples):
+            if read + len(block) <= samples:
+                wave[read : read + len(block)] = block.mean(axis=1) if block.shape[1] > 1 else block[:, 0]
+            read += len(block)
+    if read != samples:
+        raise ValueError(f"not the {samples:,} samples that it had when its row was tokenized")
+    if rate == to:
+        return wave
+    length = resampled_length(samples, rate, to)
+    wave = _package("soxr").resample(wave, rate, to, quality="HQ")
+    return np.ascontiguousarray(np.pad(wave, (0, max(0, length - len(wave))))[:length], dtype=np.float32)
+
+
+_PLAYED = (16_000, 60)  # samples a second, and seconds
+
+
+def playable(clip: Clip) -> bytes:
+    """Returns the beginning of a clip as a small WAV file, for people. Raises `broken` errors."""
+    rate, seconds = _PLAYED
+    wave = load_clip(clip.source, clip.samples, clip.rate, rate)[: rate * seconds]
+    content = io.BytesIO()
+    _package("soundfile").write(content, np.clip(wave, -1, 1), rate, format="WAV", subtype="PCM_16")
+    return content.getvalue()

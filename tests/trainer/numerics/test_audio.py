@@ -1,0 +1,94 @@
+"""Packed documents with clips against plain transformers on each alone; towers in forwards without clips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hearing
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForMultimodalLM
+
+from finetune.data.media.family_table import FAMILIES, family_of
+from finetune.models.attention import isolation, per_document
+from finetune.models.attention.isolation import isolation_problem
+from finetune.models.config import restore_dropout, with_steady_tower
+from finetune.models.head.token_loss import TokenLoss
+from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
+from finetune.models.towers import TowerPart, freeze_parts, part_of, part_sizes, patches_in, patches_of
+
+NAMES = tuple(hearing.HEARING)
+
+
+def config_of(name: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(**{**hearing.HEARING[name].config, **changes})
+
+
+def test_every_family_that_hears_is_tried() -> None:
+    assert set(NAMES) == {name for name, family in FAMILIES.items() if family.kind == "audio"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_documents_with_clips_are_as_each_alone(name: str) -> None:
+    """Losses to 1e-6 and gradients, those of the tower as well, to 1e-5; see `isolation.compare`."""
+    assert isolation_problem(config_of(name)) is None
+
+
+def test_the_trial_sees_clips_that_are_exchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    right = isolation.ImageTrial.packed
+
+    def exchanged(trial: Any) -> Any:
+        trial.pictures = {key: value.flip(0) for key, value in trial.pictures.items()}
+        return right(trial)
+
+    monkeypatch.setattr(isolation.ImageTrial, "packed", exchanged)
+    assert "differs from that of each document alone" in str(isolation_problem(config_of("voxtral")))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("trained", [("language",), ("language", "projector", "tower")])
+def test_a_forward_without_clips_runs_the_tower_and_nothing_moves(name: str, trained: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    attention = {"": "sdpa", "text_config": per_document.DOCUMENTS, "audio_config": "sdpa"}
+    model: Any = AutoModelForMultimodalLM.from_config(config_of(name), attn_implementation=attention)
+    family = family_of(model.config)
+    freeze_parts(model, family, trained)
+    assert sum(total for total, _ in part_sizes(model).values()) == sum(p.numel() for p in model.parameters())
+    ids = torch.randint(3, 300, (1, 9))
+    runs: list[Any] = []
+    model.base_model.get_submodule(family.tower).register_forward_hook(lambda *call: runs.append(call))
+    losses = []
+    for tower in (None, TowerPart(model, always=True)):
+        wrapped = CausalLMWithLoss(model, images=tower).train()
+        targets = TargetTokens(torch.arange(8), ids[0, 1:], TokenLoss())
+        inputs = {"input_ids": ids, "position_ids": torch.arange(9)[None], "use_cache": False}
+        losses.append(wrapped(targets=targets, **inputs, **per_document.prepare((9,))).total)
+    assert len(runs) == 1
+    assert torch.equal(*losses)
+    losses[1].backward()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.requires_grad and part_of(family, parameter_name) != "language":
+            assert parameter.grad is not None, parameter_name  # each rank has one, or DDP waits
+            assert not parameter.grad.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_of_the_tower_are_those_of_its_layers(name: str) -> None:
+    config = config_of(name)
+    family = family_of(config)
+    cells = [2, 5, 11] if family.tokens is None else [1, 1, 1]
+    inputs = family.pictures(config, cells)
+    of_each = [family.tokens(config)] * len(cells) if family.tokens else cells
+    assert sum(patches_in(config, inputs)) == sum(patches_of(config, of_each))
+
+
+def test_a_tower_that_drops_at_random_does_not_in_a_run() -> None:
+    audio = {**hearing.HEARING["qwen2_audio"].config["audio_config"], "encoder_layerdrop": 0.1, "dropout": 0.2}
+    published = config_of("qwen2_audio", audio_config=audio)
+    steady = with_steady_tower(published)
+    assert (steady.audio_config.encoder_layerdrop, steady.audio_config.dropout) == (0.0, 0.0)
+    assert with_steady_tower(steady) is steady
+    restore_dropout(steady, published)  # the result has what its base has
+    assert (steady.audio_config.encoder_layerdrop, steady.audio_config.dropout) == (0.1, 0.2)
+    assert published.audio_config.dropout == 0.2

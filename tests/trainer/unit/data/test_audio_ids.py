@@ -1,0 +1,229 @@
+"""Ids, masks and features of rows with clips are those that transformers' own processor makes, for every family."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from pathlib import Path
+from typing import Any
+
+import hearing
+import numpy as np
+import pytest
+import tiny
+import torch
+from transformers import ProcessorMixin
+from transformers.audio_utils import load_audio
+from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
+from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor
+from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
+
+from finetune.data.batch import collate
+from finetune.data.examples import media_reader, prepare_examples
+from finetune.errors import UserError
+from finetune.models.base_model import Base
+from finetune.recipe import Recipe
+
+pytest.importorskip("soundfile")
+pytest.importorskip("soxr")
+
+
+@pytest.fixture(scope="module")
+def ears(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models of `HEARING`, and clips of many lengths, rates and channels."""
+    folder = tmp_path_factory.mktemp("ears")
+    for name in hearing.HEARING:
+        hearing.save_hearing(folder, name)
+    (folder / "clips").mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(16):
+        rate, channels = int(rng.choice([8_000, 11_025, 16_000, 44_100])), int(rng.choice([1, 1, 2, 6]))
+        one = hearing.tone(rng.uniform(100, 900), rng.uniform(0.1, 0.99), rate, i)
+        mixed = np.stack([one * (0.9**c) for c in range(channels)], axis=1) if channels > 1 else one
+        hearing.write_wav(folder / "clips" / f"{i}.wav", mixed, rate)
+    return folder
+
+
+def chats(count: int, most: int, seed: int) -> list[dict[str, Any]]:
+    """One to three turns, with none to `most` clips between their words: first, last, several or none."""
+    rng, rows = random.Random(seed), []
+    for row in tiny.conversations(count, seed):
+        parts = [{"type": "audio", "audio": f"clips/{rng.randrange(16)}.wav"} for _ in range(rng.randrange(most + 1))]
+        messages = []
+        for turn in range(turns := rng.randint(1, 3)):
+            mine, parts = (parts, []) if turn == turns - 1 else (parts[:1], parts[1:])
+            said: list[dict[str, str]] = [*mine]
+            said.insert(rng.randint(0, len(said)), {"type": "text", "text": row["messages"][0]["content"]})
+            if rng.random() < 0.5:
+                said.append({"type": "text", "text": "\nand so on"})
+            messages += [{"role": "user", "content": said}, row["messages"][1]]
+        rows.append({"messages": messages})
+    return rows
+
+
+def recipe_of(folder: Path, name: str, rows: list[dict[str, Any]], format: str = "messages", **data: Any) -> Recipe:
+    tiny.write_rows(folder / "chats.jsonl", rows)
+    return Recipe.model_validate(
+        {
+            "run": {"name": "r"},
+            "model": {"name": str(folder / f"{name}_hears")},
+            "data": {
+                "train": [{"path": str(folder / "chats.jsonl"), "format": format}],
+                "max_length": 100_000,
+                "audio": {},
+                **data,
+            },
+            "mode": "full",
+            "train": {"max_steps": 1, "precision": "fp32"},
+            "batch": {"rows": 1},
+            "optimizer": {"lr": 1e-3},
+        }
+    )
+
+
+def by_processor(
+    name: str, tokenizer: Any, extractor: Any, text: str, waves: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """The inputs of a text by transformers' own processor; of Voxtral, whose texts another library writes,
+    its features and the ids of as many placeholders as they fill."""
+    if not waves:
+        return dict(tokenizer([text], return_tensors="pt"))
+
+    def keep(self: Any, feature_extractor: Any, tokenizer: Any, *_: Any, **__: Any) -> None:
+        self.feature_extractor, self.tokenizer = feature_extractor, tokenizer
+
+    if name == "voxtral":
+        monkeypatch.setattr(ProcessorMixin, "__init__", keep)
+        features = VoxtralProcessor(extractor, tokenizer)._retrieve_input_features(
+            waves,
+            96,
+            sampling_rate=16_000,
+            padding=True,
+            pad_to_multiple_of=96 * 160,
+            return_tensors="pt",
+            truncation=False,
+        )
+        pieces = [-(-len(wave) // (96 * 160)) for wave in waves]
+        for count in pieces:
+            text = text.replace("[AUDIO]", "[A]" * 12 * count, 1)
+        return {"input_features": features, **tokenizer([text.replace("[A]", "[AUDIO]")], return_tensors="pt")}
+    kinds = {"qwen2_audio": Qwen2AudioProcessor, "qwen3_asr": Qwen3ASRProcessor}
+    arguments = {"chat_template": ""} if "chat_template" in inspect.signature(kinds[name]).parameters else {}
+    processor: Any = kinds[name](feature_extractor=extractor, tokenizer=tokenizer, **arguments)
+    found = dict(processor(text=[text], audio=waves, sampling_rate=16_000, return_tensors="pt"))
+    return {key: value for key, value in found.items() if key != "num_audio_tokens"}
+
+
+@pytest.mark.parametrize("name", hearing.HEARING)
+def test_ids_masks_and_features_are_the_processors(
+    name: str, ears: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    rows = chats(30, 1 if name == "qwen3_asr" else 3, seed=1)  # its processor takes one clip a text
+    recipe = recipe_of(ears, name, rows)
+    base = Base.of(recipe)
+    tokenizer, renderer = base.tokenizer, base.renderer(recipe.objective)
+    reader: Any = media_reader(base.media)
+    examples = prepare_examples(recipe, recipe.data.train, renderer)
+    assert len(examples) == 30
+    seen = 0
+    for row, example in zip(rows, examples, strict=True):
+        parts = [p for m in row["messages"] if isinstance(m["content"], list) for p in m["content"]]
+        waves = [load_audio(str(ears / p["audio"]), 16_000, backend="soundfile") for p in parts if p["type"] == "audio"]
+        text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        theirs = by_processor(name, tokenizer, reader.family.extractor, text, waves, monkeypatch)
+        (sequence,) = example.sequences
+        assert sequence.input_ids.tolist() == theirs["input_ids"][0].tolist()
+        assert not sequence.loss_mask[np.isin(sequence.input_ids, reader.family.mark_ids)].any()
+        said = tokenizer.decode(sequence.input_ids[sequence.loss_mask])
+        assert said == "".join(m["content"] + "<|im_end|>" for m in row["messages"] if m["role"] == "assistant")
+        assert len(sequence.media) == len(waves)
+        for clip in sequence.media:
+            assert set(sequence.input_ids[clip.begin : clip.end].tolist()) == {reader.family.token_id}
+        if waves:
+            ours = collate([example], media_inputs=reader).inputs
+            keys = ours.keys() - {"input_ids", "position_ids"}
+            assert {"input_features"} <= keys
+            for key in keys:
+                assert torch.equal(ours[key], torch.as_tensor(theirs[key])), key
+            seen += 1
+    assert seen > 10
+
+
+def test_forms_of_rows(ears: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Parts with a path, LLaMA-Factory's and ms-swift's mark and column, two columns, and the bytes of a file."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    answer = {"role": "assistant", "content": "red"}
+    mark = [{"role": "user", "content": "<audio>what"}, answer]
+    data = "data:audio/wav;base64," + __import__("base64").b64encode((ears / "clips" / "3.wav").read_bytes()).decode()
+    part = {"type": "audio", "path": "clips/3.wav"}
+    chat = [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "what"}]}, answer]
+    turns = [{"from": "human", "value": "<audio>what"}, {"from": "gpt", "value": "red"}]
+    forms: list[tuple[str, dict[str, Any]]] = [
+        ("messages", {"messages": [{"role": "user", "content": [part, chat[0]["content"][1]]}, answer]}),
+        ("messages", {"messages": mark, "audios": ["clips/3.wav"]}),
+        ("messages", {"messages": chat, "audios": [data]}),
+        ("messages", {"messages": chat, "audio": "clips/3.wav"}),
+        ("sharegpt", {"conversations": turns, "audios": ["clips/3.wav"]}),
+        ("speech", {"audio": "clips/3.wav", "prompt": "what", "text": "red"}),
+        ("auto", {"audio": "clips/3.wav", "prompt": "what", "text": "red"}),
+    ]
+    found = []
+    for format, row in forms:
+        recipe = recipe_of(ears, "qwen2_audio", [row] * 4, format=format)
+        example, *_ = prepare_examples(recipe, recipe.data.train, Base.of(recipe).renderer(recipe.objective))
+        found.append((example.sequences[0].input_ids.tolist(), example.sequences[0].loss_mask.tolist()))
+        assert len(example.sequences[0].media) == 1
+    assert all(one == found[0] for one in found)
+
+
+def test_what_is_too_long_is_not_cut_within_a_clip(ears: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    rows = chats(20, 3, seed=4)
+    whole = recipe_of(ears, "qwen2_audio", rows)
+    renderer = Base.of(whole).renderer(whole.objective)
+    clips = {len(one.sequences[0].media) for one in prepare_examples(whole, whole.data.train, renderer)}
+    assert clips == {0, 1, 2, 3}
+    cut = recipe_of(ears, "qwen2_audio", rows, max_length=60, overlong="truncate")
+    examples = prepare_examples(cut, cut.data.train, renderer)
+    assert examples.report.totals()["truncated"] > 0
+    token = Base.of(cut).tokenizer.convert_tokens_to_ids("<|AUDIO|>")
+    for one in examples:
+        (sequence,) = one.sequences
+        assert len(sequence.input_ids) <= 60
+        inside = sum(clip.end - clip.begin for clip in sequence.media)
+        assert int((sequence.input_ids == token).sum()) == inside
+    long = hearing.write_wav(ears / "clips" / "long.wav", hearing.tone(200, 1.2))
+    row = {"audio": str(long), "text": "red"}
+    refused = recipe_of(ears, "qwen2_audio", [row], format="speech")
+    with pytest.raises(UserError, match=r"a clip of 1\.20 s cannot be used: this model hears 1 s"):
+        prepare_examples(refused, refused.data.train, renderer)
+
+
+def test_a_file_that_changed_is_an_error(ears: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    path = hearing.write_wav(ears / "clips" / "other.wav", hearing.tone(200, 0.5))
+    recipe = recipe_of(
+        ears,
+        "qwen3_asr",
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "audio", "audio": "clips/other.wav"}]},
+                    {"role": "assistant", "content": "yes"},
+                ]
+            }
+        ],
+    )
+    base = Base.of(recipe)
+    (example,) = prepare_examples(recipe, recipe.data.train, base.renderer(recipe.objective))
+    reader: Any = media_reader(base.media)
+    hearing.write_wav(path, hearing.tone(200, 0.6))
+    with pytest.raises(UserError, match=r"other\.wav: cannot be read: not the 8,000 samples"):
+        collate([example], media_inputs=reader)
+    hearing.write_wav(path, hearing.tone(200, 0.5), 8_000)
+    with pytest.raises(UserError, match=r"8,000 samples a second, but it had 16,000"):
+        collate([example], media_inputs=reader)
+    path.unlink()
+    with pytest.raises(UserError, match=r"other\.wav: cannot be read: .*No such file"):
+        collate([example], media_inputs=reader)

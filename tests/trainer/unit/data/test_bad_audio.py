@@ -1,0 +1,165 @@
+"""Sound files that cannot be used: a bad row with its reason, counted, in bounded time and memory."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tracemalloc
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hearing
+import numpy as np
+import pytest
+from transformers.audio_utils import load_audio
+
+from finetune.data.media.audio_files import find_clip, load_clip
+from finetune.data.samples import BadRow
+from finetune.recipe.schema import Audio
+
+soundfile = pytest.importorskip("soundfile")
+pytest.importorskip("soxr")
+TONE = hearing.tone(300, 0.5)
+
+
+def stored(path: Path, samples: Any = TONE, rate: int = 16_000, **settings: Any) -> Path:
+    soundfile.write(path, samples, rate, **settings)
+    return path
+
+
+def cut(path: Path, share: float = 0.6) -> Path:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    return path
+
+
+def with_bytes(path: Path, at: int, value: bytes) -> Path:
+    content = bytearray(path.read_bytes())
+    content[at : at + len(value)] = value
+    path.write_bytes(content)
+    return path
+
+
+def endless(path: Path) -> Path:
+    """Two hours of nothing, written as a hole."""
+    size = 7200 * 16_000 * 2
+    head = struct.pack(
+        "<4sI4s4sIHHIIHH4sI", b"RIFF", size + 36, b"WAVE", b"fmt ", 16, 1, 1, 16_000, 32_000, 2, 16, b"data", size
+    )
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(size + 44)
+    return path
+
+
+def linked_out(path: Path) -> Path:
+    outside = path.parent.parent / "outside.wav"
+    hearing.write_wav(outside, TONE)
+    path.symlink_to(outside)
+    return path
+
+
+def without_samples(path: Path) -> Path:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16_000)
+    return path
+
+
+BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "silent.wav": (lambda p: hearing.write_wav(p, np.zeros(8_000, np.float32)), "silent: every sample is zero"),
+    "empty.wav": (without_samples, "empty: it has no samples"),
+    "nothing.wav": (lambda p: (p.write_bytes(b""), p)[1], "cannot be used"),
+    "cut.wav": (lambda p: cut(hearing.write_wav(p, TONE)), "cut off: .* of .* bytes"),
+    "cut.flac": (lambda p: cut(stored(p)), "cut off, or damaged|cannot be used"),
+    "half.mp3": (lambda p: cut(stored(p), 0.01), "cannot be used"),
+    "slow.wav": (lambda p: with_bytes(hearing.write_wav(p, TONE), 24, struct.pack("<I", 7)), "7 samples a second"),
+    "fast.wav": (lambda p: with_bytes(hearing.write_wav(p, TONE), 24, struct.pack("<I", 2**31 - 1)), "cannot be used"),
+    "zero.wav": (lambda p: with_bytes(hearing.write_wav(p, TONE), 24, bytes(4)), "cannot be used"),
+    "array.wav": (lambda p: hearing.write_wav(p, np.stack([TONE] * 9, 1)), "9 channels; at most 8"),
+    "hours.wav": (endless, r"7,200 s; `data\.audio\.max_seconds` is 1800"),
+    "loud.wav": (lambda p: stored(p, TONE * 40_000, subtype="FLOAT"), "floats up to .*, and full scale is 1"),
+    "nan.wav": (lambda p: stored(p, TONE * np.nan, subtype="FLOAT"), "samples that are no numbers"),
+    "infinite.wav": (lambda p: stored(p, TONE / 0.0, subtype="FLOAT"), "samples that are no numbers"),
+    "text.wav": (lambda p: (p.write_text("not sound at all, " * 99), p)[1], "cannot be used"),
+    "picture.wav": (lambda p: (p.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(999)), p)[1], "cannot be used"),
+    "bare.raw": (lambda p: (p.write_bytes(os.urandom(9_999)), p)[1], "cannot be used"),
+    "other.aiff": (lambda p: stored(p), "AIFF is not a kind that is read"),
+    "folder.wav": (lambda p: (p.mkdir(), p)[1], "not a file"),
+    "linked.wav": (linked_out, "leads out of"),
+    "circle.wav": (lambda p: (p.symlink_to(p), p)[1], "cannot be read|no such"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_a_bad_row_with_its_reason(name: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_text("")
+    make, why = BAD[name]
+    with np.errstate(all="ignore"):
+        make(tmp_path / "data" / name)
+    tracemalloc.start()
+    with pytest.raises(BadRow, match=why) as refused:
+        find_clip(name, Audio(), str(tmp_path / "data" / "rows.jsonl"))
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("reference", "why"),
+    [
+        ("https://example.org/a.wav", "sound files are not fetched"),
+        ("file:///etc/passwd", "only|not fetched|no such"),
+        ("../outside.wav", "leads out of"),
+        ("/etc/passwd", "leads out of"),
+        ("missing.wav", "no such sound file"),
+        ("data:audio/wav;base64,####", "not base64"),
+        ("data:audio/wav,abc", "expected data:audio/"),
+        (b"RIFF", "its bytes"),
+        ("a\0b.wav", "NUL"),
+    ],
+)
+def test_references_are_not_trusted(reference: str | bytes, why: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("")
+    with pytest.raises(BadRow, match=why):
+        find_clip(reference, Audio(), str(rows))
+
+
+@pytest.mark.parametrize("name", ["one.wav", "two.flac", "three.ogg", "four.mp3", "five.wav"])
+def test_sound_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> None:
+    """Any rate and channels, of files and of bytes; 32-bit floats within full scale, and a stream without a length."""
+    (tmp_path / "rows.jsonl").write_text("")
+    rate = {"three.ogg": 44_100, "four.mp3": 22_050, "two.flac": 48_000}.get(name, 11_025)
+    samples = np.stack([hearing.tone(300, 0.5, rate), hearing.tone(500, 0.5, rate, 1)], axis=1)
+    path = stored(tmp_path / name, samples, rate, **({"subtype": "FLOAT"} if name == "five.wav" else {}))
+    if name == "one.wav":
+        with_bytes(path, 4, b"\xff" * 4)
+    clip = find_clip(name, Audio(), str(tmp_path / "rows.jsonl"))
+    assert clip.rate == rate
+    ours = load_clip(clip.source, clip.samples, clip.rate, 16_000)
+    assert np.array_equal(ours, load_audio(str(path), 16_000, backend="soundfile"))
+    in_row = find_clip(path.read_bytes(), Audio(), "rows.jsonl")
+    assert np.array_equal(ours, load_clip(in_row.source, in_row.samples, in_row.rate, 16_000))
+
+
+def test_headers_alone_are_read_if_the_recipe_says(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    hearing.write_wav(tmp_path / "a.wav", np.zeros(8_000, np.float32))
+    assert find_clip("a.wav", Audio(verify="header"), str(tmp_path / "rows.jsonl")).samples == 8_000
+
+
+@pytest.mark.long
+def test_two_hours_are_checked_in_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    assert endless(tmp_path / "long.wav").stat().st_size > 200 << 20
+    tracemalloc.start()
+    with pytest.raises(BadRow, match="silent"):
+        find_clip("long.wav", Audio(max_seconds=7200), str(tmp_path / "rows.jsonl"))
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
