@@ -128,7 +128,7 @@ def load_model(
     run_per_document(model, attention.mixers)
     reach_experts(model)
     keep_weights_unpacked(model)
-    if base.config is not base.published and placement.weights != "meta":
+    if placement.weights != "meta" and base.config is not base.published:
         model.base_config = base.published  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
     adapted = None

@@ -828,7 +828,7 @@ CASES = [
         "pairs for an objective on answers",
         [
             ":4: data.eval[0].format: rows of format `preference` are not for `objective.name: sft`, which takes "
-            "`messages` or `sharegpt` or `alpaca` or `prompt_completion` or `text` or `tokens`. Fix: set "
+            "`messages` or `sharegpt` or `alpaca` or `prompt_completion` or `speech` or `text` or `tokens`. Fix: set "
             "`objective.name` to dpo or orpo or reward or kto, or train on the chosen answers alone with `format: "
             "prompt_completion` and `columns: {completion: chosen}`"
         ],
