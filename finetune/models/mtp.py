@@ -33,7 +33,7 @@ HEAD = "mtp"  # its attribute in a causal model
 _FULL = "full_attention"
 
 
-class Copy(NamedTuple):
+class HeadCopy(NamedTuple):
     """A tensor of the head's files that is one of the model's."""
 
     name: str
@@ -41,7 +41,7 @@ class Copy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Family:
+class HeadFamily:
     """Names of a head in files; `{n}`: the number of decoder layers."""
 
     fc: str = "mtp.fc"
@@ -50,7 +50,7 @@ class Family:
     norm: str = "mtp.norm"
     layer: str = "mtp.layers.0"
     further: str = "mtp.layers.1."  # where one for a token still further ahead would be
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[HeadCopy, ...] = ()
 
     def places(self, layers: int) -> dict[str, str]:
         """Returns the place in files of each part of the head, by its place in memory; the layer's comes last, as its
@@ -60,8 +60,8 @@ class Family:
         return {f"{HEAD}.{part}.": f"{place.format(n=layers)}." for part, place in places.items()}
 
 
-_QWEN = Family()  # https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct/blob/main/model.safetensors.index.json
-_BEHIND_LAST = Family(  # https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md
+_QWEN = HeadFamily()  # https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct/blob/main/model.safetensors.index.json
+_BEHIND_LAST = HeadFamily(  # https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md
     fc="model.layers.{n}.eh_proj",
     embedding_norm="model.layers.{n}.enorm",
     hidden_norm="model.layers.{n}.hnorm",
@@ -69,8 +69,8 @@ _BEHIND_LAST = Family(  # https://github.com/deepseek-ai/DeepSeek-V3/blob/main/R
     layer="model.layers.{n}",
     further="model.layers.{after}.",
     copies=(
-        Copy("model.layers.{n}.embed_tokens.weight", False),
-        Copy("model.layers.{n}.shared_head.head.weight", True),
+        HeadCopy("model.layers.{n}.embed_tokens.weight", False),
+        HeadCopy("model.layers.{n}.shared_head.head.weight", True),
     ),
 )
 FAMILIES = {  # by `model_type` of the text model
@@ -85,7 +85,7 @@ DECLARATIONS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_la
 _PREDICTS_AHEAD = re.compile(r"(^|[._])mtp|nextn|eh_proj|[eh]norm\.|shared_head")
 
 
-def family_with_head(config: PretrainedConfig) -> Family:
+def family_with_head(config: PretrainedConfig) -> HeadFamily:
     """Returns the row of a model's family. Raises UserError if its heads are not trained."""
     kind = config.get_text_config().model_type
     if (family := FAMILIES.get(kind)) is None:
@@ -110,7 +110,7 @@ class MtpHead(nn.Module):
         with _one_more_layer(config):
             self.layers = nn.ModuleList([type(base.layers[0])(config, config.num_hidden_layers)])
         self.norm = norm(width, eps=config.rms_norm_eps)
-        self.copies: tuple[Copy, ...] = ()  # of the base's files
+        self.copies: tuple[HeadCopy, ...] = ()  # of the base's files
 
     def inputs(self, embedded: Tensor, hidden: Tensor) -> Tensor:  # (1, T, D)
         """Returns the input of the decoder layer. embedded: of the next token at each place; hidden: of the base model
@@ -150,7 +150,7 @@ def attach_without_weights(model: Any, dtype: torch.dtype, like: Any = None) -> 
 
 def head_of(model: Any) -> Any:
     """Returns the head of a transformers or peft model; None if it has none in memory."""
-    return unwrap_peft(model)._modules.get(HEAD)
+    return dict(unwrap_peft(model).named_children()).get(HEAD)
 
 
 def in_head(name: str) -> bool:
@@ -179,7 +179,7 @@ def places_by(config: PretrainedConfig) -> dict[str, str]:
 
 
 def renames(places: dict[str, str]) -> dict[str, str]:
-    """Returns `key_mapping` of `from_pretrained` for a head. places: see `Family.places`."""
+    """Returns `key_mapping` of `from_pretrained` for a head. places: see `HeadFamily.places`."""
     return {f"^{re.escape(there)}": here for here, there in places.items() if here != there}
 
 
@@ -224,7 +224,7 @@ def check_head(config: PretrainedConfig, names: Iterable[str], model: str | None
         )
 
 
-def copies_in(config: PretrainedConfig, names: Any) -> tuple[Copy, ...]:
+def copies_in(config: PretrainedConfig, names: Any) -> tuple[HeadCopy, ...]:
     """Returns the copies that files have. names: of their tensors."""
     layers = config.get_text_config().num_hidden_layers
     return tuple(copy for copy in family_with_head(config).copies if copy.name.format(n=layers) in names)

@@ -19,9 +19,10 @@ class PassOn(nn.Module):
 @contextlib.contextmanager
 def showing(base: Any, modules: dict[str, nn.Module]) -> Iterator[None]:
     """Puts modules in the place of a base model's children of these names."""
-    before = {name: base._modules[name] for name in modules}
-    base._modules.update(modules)
+    children = base._modules  # as `setattr`, without its hooks, in each forward
+    before = {name: children[name] for name in modules}
+    children.update(modules)
     try:
         yield
     finally:
-        base._modules.update(before)
+        children.update(before)

@@ -247,8 +247,8 @@ def _base_model(
     if renames:
         common["key_mapping"] = renames
     if layers is not None or files is not None or has_head:
-        # The class that the auto class would choose; it has no public attribute for it.
         ignored = r"\.layers\.\d+\." if files is None and not has_head else ""
+        # The class that the auto class would choose; it has no public attribute for it.
         load = _partly(auto._model_mapping[type(config)], layers, ignored, has_head)
     check_weights(Path(name).expanduser())
     common |= {"use_safetensors": True, "revision": settings.revision or "main", "trust_remote_code": trusted}
