@@ -153,6 +153,10 @@ def _write_folder(model: StreamedModel, folder: Path) -> None:
     if not model.about.trust_remote_code:
         for path in folder.glob("*.py"):
             path.unlink()
+    # Some of its classes read SentencePiece's own file alone, which transformers 5 no longer writes.
+    own = model.base.folder / "tokenizer.model" if model.base and model.about.tokenizer is None else None
+    if own is not None and own.is_file() and not (folder / own.name).exists():
+        shutil.copyfile(own, folder / own.name)
 
 
 def _matrix(model: StreamedModel, source: Path, way: Way, rows: int | None, say: Say) -> Path | None:
