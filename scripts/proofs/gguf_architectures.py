@@ -45,8 +45,6 @@ SIZES: dict[str, Any] = {
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen3": {"head_dim": 64},
-    "qwen3_moe": {"head_dim": 64, **_MOE, "norm_topk_prob": True},
     "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_ctx": 256},
     "starcoder2": {},
     "stablelm": {},
