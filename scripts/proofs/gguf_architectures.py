@@ -45,15 +45,12 @@ SIZES: dict[str, Any] = {
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen3": {"head_dim": 64},
-    "qwen3_moe": {"head_dim": 64, **_MOE},
     "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_ctx": 256},
     "starcoder2": {},
     "stablelm": {},
     "olmo2": {},
     "granite": {},
     "smollm3": {"pad_token_id": 0},
-    "nemotron": {"head_dim": 64},
     "cohere": {"pad_token_id": 0},
     "glm4": {"head_dim": 64, "pad_token_id": 0},
     "exaone4": {"sliding_window": None, "pad_token_id": 0},

@@ -2,6 +2,7 @@
 
     convert_hf_to_gguf.py       Granite, whose rows of q and k llama.cpp has in another order
     build/bin/llama-quantize    q4_0, q5_0, q5_1, q4_1: what the package itself can write
+    build/bin/llama-imatrix     a file with the texts that it was given, in the place of a matrix
 
 They are run as llama.cpp's are, by the same arguments, and what they write is real.
 """
@@ -20,8 +21,9 @@ import numpy as np
 def make_folder(folder: Path) -> Path:
     (tools := folder / "build" / "bin").mkdir(parents=True)
     shutil.copy(__file__, folder / "convert_hf_to_gguf.py")
-    (program := tools / "llama-quantize").write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} "$@"\n')
-    program.chmod(0o755)
+    for name in ("llama-quantize", "llama-imatrix"):
+        (program := tools / name).write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} {name} "$@"\n')
+        program.chmod(0o755)
     return folder
 
 
@@ -59,6 +61,7 @@ def quantize(arguments: list[str]) -> None:
     import gguf
 
     source, out, kind = arguments[-3:]
+    matrix = dict(zip(arguments[:-3:2], arguments[1:-3:2], strict=True)).get("--imatrix")
     reader = gguf.GGUFReader(source)
     own = gguf.GGMLQuantizationType[kind]
     architecture = reader.fields["general.architecture"].contents()
@@ -68,6 +71,9 @@ def quantize(arguments: list[str]) -> None:
             sub = field.types[-1] if field.types[1:] else None
             writer.add_key_value(key, field.contents(), field.types[0], sub)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
+    if matrix is not None:
+        writer.add_string("quantize.imatrix.file", matrix)
+        writer.add_uint32("quantize.imatrix.chunks_count", len(Path(matrix).read_text().split("<|im_end|>")))
     for tensor in reader.tensors:
         values: Any = tensor.data
         if len(tensor.shape) > 1 and tensor.shape[0] % 32 == 0:
@@ -89,5 +95,11 @@ if __name__ == "__main__":
         print("Supported models:\n  - GraniteForCausalLM\n  - LlamaForCausalLM", file=sys.stderr)
     elif Path(sys.argv[0]).name.startswith("convert"):
         convert(sys.argv[1:])
+    elif sys.argv[1] == "llama-imatrix":
+        how = dict(zip(sys.argv[2:-2:2], sys.argv[3:-2:2], strict=True))
+        assert Path(how["-m"]).is_file()
+        assert int(how["-c"]) > 0
+        assert sys.argv[-2:] == ["--parse-special", "--no-ppl"]
+        shutil.copy(how["-f"], how["-o"])
     else:
-        quantize(sys.argv[1:])
+        quantize(sys.argv[2:])

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from finetune.release.export.formats import LLAMA_TYPES
+from finetune.release.export.weight_types import LLAMA_TYPES
 
 WHOLE_BYTES = 2**28  # of a model in fp32, up to which the run's and the export's are also loaded, one after the other
 

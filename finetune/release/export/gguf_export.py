@@ -23,7 +23,6 @@ from finetune.errors import UserError
 from finetune.models.checkpoint_files import tensors_text
 from finetune.models.damage import read_object
 from finetune.models.tokenizer import read_tokenizer
-from finetune.release.export.formats import GGUF_TYPES, LLAMA_TYPES
 from finetune.release.export.gguf_file import text_of, write_gguf
 from finetune.release.export.gguf_settings import NotWritten, check_architecture, context_length, is_written, package
 from finetune.release.export.gguf_tokenizer import add_tokenizer
@@ -39,6 +38,7 @@ from finetune.release.export.hf_folder import (
 from finetune.release.export.llama_cpp import INSTALL, Tools, check_converts, convert, importance_matrix, quantize
 from finetune.release.export.streamed import StreamedModel
 from finetune.release.export.verify_answers import training_texts
+from finetune.release.export.weight_types import GGUF_TYPES, LLAMA_TYPES
 
 MMPROJ = "which llama.cpp's `convert_hf_to_gguf.py FOLDER --mmproj` makes of the folder of `export --to hf`"
 _WORK = "llama.cpp"  # the folder of what only llama.cpp's tools read
@@ -153,6 +153,10 @@ def _write_folder(model: StreamedModel, folder: Path) -> None:
     if not model.about.trust_remote_code:
         for path in folder.glob("*.py"):
             path.unlink()
+    # Some of its classes read SentencePiece's own file alone, which transformers 5 no longer writes.
+    own = model.base.folder / "tokenizer.model" if model.base and model.about.tokenizer is None else None
+    if own is not None and own.is_file() and not (folder / own.name).exists():
+        shutil.copyfile(own, folder / own.name)
 
 
 def _matrix(model: StreamedModel, source: Path, way: Way, rows: int | None, say: Say) -> Path | None:

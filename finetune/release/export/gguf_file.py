@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from finetune.checkpoints.weight_files import Stored
 from finetune.errors import UserError
 from finetune.release.export.gguf_codes import SHARES
-from finetune.release.export.gguf_places import Place, Places, find_places, turned
+from finetune.release.export.gguf_places import Places, TensorPlace, find_places, turned
 from finetune.release.export.gguf_settings import (
     ARCHITECTURES,
     TURNED,
@@ -200,7 +200,7 @@ def places_in(model: StreamedModel, path: Path) -> Places:
     gguf, text = package(), text_of(model)
     if is_written(text.config):
         own = [entry for entry in _entries(gguf, text) if entry.names]  # without frequency factors
-        return Places([Place(one.name, tuple(one.names), one.restored, _SLIP * one.adds_one) for one in own])
+        return Places([TensorPlace(one.name, tuple(one.names), one.restored, _SLIP * one.adds_one) for one in own])
     held = {tensor.name: tensor for tensor in open_gguf(path).tensors}
 
     def read(name: str, i: int) -> Tensor:
@@ -227,7 +227,7 @@ def gguf_tensors(model: StreamedModel, path: Path, places: Places | None = None)
             if is_written(text_of(model).config) and (size[1:] if is_stack else size) != shape:
                 continue
 
-            def read(place: Place = place, one: Any = one, i: int | None = i if is_stack else None) -> Tensor:
+            def read(place: TensorPlace = place, one: Any = one, i: int | None = i if is_stack else None) -> Tensor:
                 return place.undo(_decoded(gguf, path, one, i))
 
             code = "q8_0" if kind == "Q8_0" else kind if kind in SHARES else None

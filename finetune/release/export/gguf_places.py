@@ -38,7 +38,7 @@ Change = tuple[Callable[[Tensor], Tensor], float]  # what undoes it, and by how 
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """A tensor of a file, and the folder's tensors in it: one, or those of experts, which are stacked. undo: makes one
     of the folder's of it; slip: by how much that is off."""
 
@@ -53,7 +53,7 @@ class Places:
     """Where a folder's tensors are in a file. unplaced: the folder's that were not found; extra: the file's that no
     tensor of the folder belongs to."""
 
-    places: list[Place] = field(default_factory=list)
+    places: list[TensorPlace] = field(default_factory=list)
     unplaced: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
 
@@ -110,7 +110,7 @@ def find_places(
         if short is None or undo is None:
             found.unplaced += members
         else:
-            found.places.append(Place(short, tuple(members), *undo))
+            found.places.append(TensorPlace(short, tuple(members), *undo))
     others = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in kept}
     found.extra = sorted(name for name in held.keys() - taken - others if not _MADE.fullmatch(name))
     return found

@@ -42,7 +42,6 @@ from finetune.models.score_model import labelled
 from finetune.models.tokenizer import read_tokenizer
 from finetune.release.export.eight_bits import other_layers, settings_of
 from finetune.release.export.figures import AS_BASE, SECTION, THRESHOLDS, WHOLE_BYTES, Figures, card_section
-from finetune.release.export.formats import EIGHT_BITS, FLOATS, GGUF_TYPES, LLAMA_TYPES
 from finetune.release.export.gguf_export import modelfile, why_not_here
 from finetune.release.export.gguf_file import gguf_of, places_in
 from finetune.release.export.gguf_places import Places
@@ -72,6 +71,7 @@ from finetune.release.export.verify_answers import (
     replace_settings,
 )
 from finetune.release.export.verify_tensors import compare_tensors
+from finetune.release.export.weight_types import EIGHT_BITS, FLOATS, GGUF_TYPES, LLAMA_TYPES
 from finetune.utils import write_atomically
 
 ROWS = 32

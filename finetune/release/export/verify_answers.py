@@ -49,13 +49,13 @@ from finetune.models.wrapped import output_head
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut
 from finetune.release.export.figures import AS_BASE, Figures
-from finetune.release.export.formats import EIGHT_BITS
 from finetune.release.export.gguf_file import gguf_of, other_tensors
 from finetune.release.export.gguf_places import Places
 from finetune.release.export.gguf_settings import UNREAD, is_written, open_gguf
 from finetune.release.export.loading import class_of_result, load_trained
 from finetune.release.export.streamed import StreamedModel, auto_class, base_model
 from finetune.release.export.verify_tensors import stored_tensors
+from finetune.release.export.weight_types import EIGHT_BITS
 from finetune.utils import unwrap_peft
 
 _KEPT_BYTES = 2**28  # of the run's log-probabilities, fp32

@@ -60,9 +60,13 @@ def changed(file: Path, tensor: str, change: Any) -> None:
 
 
 def test_a_type_of_llama_quantize_is_read_back(runs: Path, tmp_path: Path) -> None:
-    tools = make_folder(tmp_path / "llama.cpp")
-    out = tmp_path / "out"
-    export_run(runs / "llama" / "lora", ExportOptions("gguf", out=out, dtype="q5_0", llama_cpp=tools), QUIET)
+    """With a matrix of the run's own rows, whose special tokens are in the text."""
+    tools, out = make_folder(tmp_path / "llama.cpp"), tmp_path / "out"
+    options = ExportOptions("gguf", out=out, dtype="q5_0", llama_cpp=tools, imatrix=60)
+    export_run(runs / "llama" / "lora", options, QUIET)
+    fields = gguf.GGUFReader(out / "lora-q5_0.gguf").fields
+    assert fields["quantize.imatrix.file"].contents() == "imatrix.gguf"  # no path of this machine
+    assert fields["quantize.imatrix.chunks_count"].contents() >= 60
     assert sorted(path.name for path in out.iterdir()) == ["README.md", "export.json", "lora-q5_0.gguf", "verify.json"]
     figures = figures_of(out)
     assert (figures["passed"], figures["format"]) == (True, "q5_0")
@@ -120,6 +124,7 @@ def test_what_is_missing_is_said_before_anything_is_written(
     assert f"{VARIABLE}: {gone} is no folder" in refusal("llama", dtype="q4_0")
     tools = make_folder(tmp_path / "llama.cpp")
     monkeypatch.setenv(VARIABLE, str(tools))
+    (tools / "build" / "bin" / "llama-imatrix").unlink()
     assert "--imatrix: needs llama.cpp's llama-imatrix" in refusal("llama", dtype="q4_0", imatrix=8)
     assert "--imatrix: has no effect on f32" in refusal("llama", dtype="f32", imatrix=8)
     assert "--dtype iq2_xs: needs an importance matrix" in refusal("llama", dtype="iq2_xs")
@@ -149,12 +154,15 @@ def test_code_of_the_base_is_not_handed_to_the_converter(runs: Path, tmp_path: P
     model = StreamedModel(find_trained(runs / "granite" / "lora"))
     assert model.base is not None
     (model.base.folder / "own.py").write_text("raise SystemExit")
+    (model.base.folder / "tokenizer.model").write_text("pieces")  # which some of its classes read alone
     assert "granite is not written here" in str(why_not_here(model))
     (tmp_path / "hf").mkdir()
     _write_folder(model, tmp_path / "hf")
     assert (tmp_path / "hf" / "config.json").is_file()
+    assert (tmp_path / "hf" / "tokenizer.model").is_file()
     assert not list((tmp_path / "hf").glob("*.py"))
     (model.base.folder / "own.py").unlink()
+    (model.base.folder / "tokenizer.model").unlink()
 
 
 @pytest.mark.long
