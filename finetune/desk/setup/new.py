@@ -235,7 +235,9 @@ def _show(recipe: NewRecipe, loaded: Recipe, problem: str, renderer: Renderer | 
         return
     path, asked = shlex.quote(str(recipe.path)), question(rows)
     run = shlex.quote(f"{loaded.run.dir}/{loaded.run.name}")
-    use = f"generate {run} {shlex.quote(asked or 'Once upon a time')}" + (" --image FILE" if rows.has_media else "")
+    use = f"generate {run} {shlex.quote(asked or 'Once upon a time')}" + (
+        " --image FILE" if rows.media_kind == "image" else ""
+    )
     if OBJECTIVE_SECTIONS[rows.objective].score_model is not None:
         use = f"score {run} --data {shlex.quote(rows.items[0][0])}"
     commands = [f"  python -m finetune {command}" for command in (f"check {path}", f"launch {path}", use)]

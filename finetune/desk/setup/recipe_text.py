@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 
 from finetune.data.chat.template_choice import built_in_templates
-from finetune.data.samples import FILE, Conversation, Labelled, Preference, PromptCompletion, Ranked, Sample
+from finetune.data.samples import FILE, Conversation, Labelled, MediaKind, Preference, PromptCompletion, Ranked, Sample
 from finetune.desk.setup.new_objective import SampledRun, sampled_lines
 from finetune.desk.setup.new_options import NewOptions
 from finetune.desk.setup.row_fit import GOAL_STEPS, LONGEST, SLACK, ExampleLengths, Fit
@@ -26,6 +26,10 @@ from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS, AgainstRefere
 from finetune.recipe.yaml_tree import flow
 from finetune.shipped import SHIPPED
 
+_OF_FILES: dict[MediaKind, list[str]] = {
+    "image": ["  image: {}  # the rows have images; `max_pixels` limits the tokens of one"],
+    "audio": ["  audio: {}  # the rows have sound; `max_seconds` limits a clip"],
+}
 LARGEST_BAD_SHARE = 0.1  # more bad rows are more likely a mistake than a few that can be spared
 
 
@@ -190,7 +194,7 @@ def _data_lines(options: NewOptions, rows: RowsFound, lengths: ExampleLengths, f
         held_out,
         f"  max_length: {fit.max_length}  # tokens; examples have {about}{median:,} (median), {most}"
         + ("; TODO: `check` counts them" if lengths.is_estimate else ""),
-        *(["  image: {}  # the rows have images; `max_pixels` limits the tokens of one"] if rows.has_media else []),
+        *(_OF_FILES[rows.media_kind] if rows.media_kind else []),
         *bad,
     ]
     share = f"{fit.overlong / len(lengths.examples):.1%} of the examples are longer"

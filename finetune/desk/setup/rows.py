@@ -10,7 +10,7 @@ from itertools import islice
 from finetune.data.building import num_characters, read_items
 from finetune.data.formats.detect import parse_row
 from finetune.data.formats.values import Row
-from finetune.data.samples import BadRow, Conversation, Labelled, Preference, Ranked, Sample
+from finetune.data.samples import BadRow, Conversation, Labelled, MediaKind, Preference, Ranked, Sample
 from finetune.data.sources.source import SourceReader
 from finetune.data.tokenizing import Item
 from finetune.desk.setup.roles import RoleChoice, unused_columns
@@ -76,9 +76,11 @@ class RowsFound:
         return sorted(map(str, labels))
 
     @property
-    def has_media(self) -> bool:
+    def media_kind(self) -> MediaKind | None:
+        """The kind of the first file in a row; None without files."""
         conversations = (conversation_of(sample) for sample in self.samples[:100])
-        return any(message.media for one in conversations if one is not None for message in one.messages)
+        messages = (message for one in conversations if one is not None for message in one.messages)
+        return next((reference.kind for message in messages for reference in message.media), None)
 
     def check_labels(self) -> None:
         """Raises UserError if a classifier would have a single class."""

@@ -37,7 +37,7 @@ def fitting_template(rows: RowsFound, tokenizer: PreTrainedTokenizerBase | None)
     """Returns the built-in template that these rows need; images are written by a model's own alone."""
     renames = rows.columns is not None and rows.format == "prompt_completion"
     is_chat = renames or any(conversation_of(sample) is not None for sample in rows.samples[:100])
-    if tokenizer is None or not is_chat or rows.has_media:
+    if tokenizer is None or not is_chat or rows.media_kind:
         return TemplateChoice()
     vocabulary = tokenizer.get_vocab().keys()
     names = [name for name, tokens in _TOKENS if vocabulary >= set(tokens)]

@@ -112,7 +112,9 @@ def own_loop(run: Path, base: Path, trained: tuple[str, ...]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", usual(hearing.HEARING, "qwen2_audio"))
-@pytest.mark.parametrize("parts", [["language"], WHOLE], ids=["language", "tower"])
+@pytest.mark.parametrize(
+    "parts", [pytest.param(["language"], marks=pytest.mark.long), WHOLE], ids=["language", "tower"]
+)
 def test_losses_are_those_of_plain_transformers(name: str, parts: list[str], ears: Path) -> None:
     run = train_on_clips(ears, name, "-".join(parts[-1:]), model={"train": parts, "name": str(ears / f"{name}_hears")})
     trained = ("audio_tower", "multi_modal_projector") if parts == WHOLE else ()
@@ -149,7 +151,8 @@ def test_steps_without_a_clip_leave_tower_and_projector(name: str, ears: Path) -
     assert metrics(run, "loss") == pytest.approx(own_loop(run, ears / f"{name}_hears", trained), rel=2e-6)
 
 
-@pytest.mark.parametrize("name", usual(hearing.HEARING, "qwen3_asr"))
+@pytest.mark.long
+@pytest.mark.parametrize("name", hearing.HEARING)
 def test_adapters_in_all_parts(name: str, ears: Path) -> None:
     from peft import PeftModel
 
