@@ -45,6 +45,7 @@ SIZES: dict[str, Any] = {
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
+    "mistral": {},
     "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_ctx": 256},
     "starcoder2": {},
     "stablelm": {},
@@ -52,11 +53,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "granite": {},
     "smollm3": {"pad_token_id": 0},
     "cohere": {"pad_token_id": 0},
-    "glm4": {"head_dim": 64, "pad_token_id": 0},
+    "olmo": {"pad_token_id": 0},
     "exaone4": {"sliding_window": None, "pad_token_id": 0},
     "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 256, "norm_topk_prob": False},
-    "gpt_neox": {"num_key_value_heads": None},
-    "falcon": {"new_decoder_architecture": False, "multi_query": True, "alibi": False, "bias": False},
 }
 WORDS = ("river", "stone", "light", "green", "quick", "north", "seven", "copper", "lantern", "wheel")
 
