@@ -28,6 +28,7 @@ from finetune.errors import UserError
 from finetune.models.patches import set_attribute
 from finetune.models.stored_formats import StoredFormat
 from finetune.models.stored_layers import StoredLinear, StoredMatrix
+from finetune.recipe.schema import Model
 
 _NUMBER = 1 << 40  # of a parameter, above the numbers of its rows
 
@@ -320,7 +321,7 @@ def read_stored(
     files: StoredFiles,
     stored_in: torch.dtype,
     kept_on: torch.device,
-    name: str,
+    about: Model,
     unpacks: bool = False,
     **common: Any,
 ) -> tuple[Any, Any]:
@@ -330,7 +331,15 @@ def read_stored(
     them; common: further arguments of `from_pretrained`.
     """
     config = without_quantization(config)
-    model, report = with_holes(load, stored).from_pretrained(name, config=config, output_loading_info=True, **common)
+    model, report = with_holes(load, stored).from_pretrained(
+        about.name,
+        config=config,
+        use_safetensors=True,
+        revision=about.revision or "main",
+        trust_remote_code=about.trust_remote_code,
+        output_loading_info=True,
+        **common,
+    )
     set_attribute(model, "__class__", load, "own class")
     for one in stored:
         packed = files.read(one, stored_in).to(kept_on)

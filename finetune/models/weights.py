@@ -237,44 +237,63 @@ def _base_model(
         return from_config(auto, config, trusted, **common), None
     if placement.device is not None and (is_read_packed(config) or placement.direct):
         common["device_map"] = {"": placement.device}
-    name = settings.name
-    assert name is not None  # the schema requires it if there is no config
-    load: Any = auto
-    layers = None if is_stored_quantized(config) else placement.layers
     stored = None if form is None else _StoredBase(settings, auto, plain, form)
-    files, has_head = base.files, settings.mtp == "train"
+    if stored is not None:
+        model, report = _stored_model(stored, settings, dtype, compute, placement, common)
+    else:
+        model, report = _plain_model(base, config, auto, placement, common)
+    if (
+        base.files is not None and auto is AutoModelForCausalLM
+    ):  # with a head of scores it becomes a text model by itself
+        model.base_checkpoint = base.files
+    _list_unread(model, base, config, stored, of_scores=auto is AutoModelForSequenceClassification)
+    return model, set(report["missing_keys"])
+
+
+def _stored_model(
+    stored: _StoredBase,
+    settings: Model,
+    dtype: torch.dtype,
+    compute: torch.dtype,
+    placement: Placement,
+    common: dict[str, Any],
+) -> tuple[Any, Any]:
+    """Returns a model whose weights stay as they are stored, or are unpacked; and transformers' report."""
+    kept_on = placement.packed_on or placement.device or torch.device("cpu")
+    unpacks = settings.stored == "unpack"
+    with _Reading(settings):
+        return stored.read(dtype if unpacks else compute, kept_on, unpacks, **common)
+
+
+def _plain_model(
+    base: Base, config: PretrainedConfig, auto: Any, placement: Placement, common: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Returns the model that transformers reads, and its report."""
+    settings, files, has_head = base.model, base.files, base.model.mtp == "train"
+    layers = None if is_stored_quantized(config) else placement.layers
     renames = {**(renames_of(places_by(config)) if has_head else {}), **(files.renames if files is not None else {})}
-    if renames:
-        common["key_mapping"] = renames
+    named = {"key_mapping": renames} if renames else {}
+    load: Any = auto
     if layers is not None or files is not None or has_head:
         ignored = r"\.layers\.\d+\." if files is None and not has_head else ""
         # The class that the auto class would choose; it has no public attribute for it.
         load = _partly(auto._model_mapping[type(config)], layers, ignored, has_head)
-    check_weights(Path(name).expanduser())
-    common |= {"use_safetensors": True, "revision": settings.revision or "main", "trust_remote_code": trusted}
-    try:
-        if stored is not None:
-            kept_on = placement.packed_on or placement.device or torch.device("cpu")
-            unpacks = settings.stored == "unpack"
-            model, report = stored.read(dtype if unpacks else compute, kept_on, unpacks, **common)
-        else:
-            model, report = load.from_pretrained(name, config=config, output_loading_info=True, **common)
-    except (OSError, ValueError, SafetensorError) as error:
-        unreadable = f"{weights_problem(error)}. Fix: name a model whose safetensors files are complete"
-        reason = not_found_reason(name, error) or unreadable
-        raise UserError(f"model.name: {settings.name!r} cannot be loaded: {reason}") from error
-    except RuntimeError as error:
-        if not mismatched_sizes(error):
-            raise
-        raise UserError(
-            f"model.name: the weights of {settings.name!r} contradict the shapes of its config.json. The differences "
-            "are listed above. Fix: take both from one place"
-        ) from error
-    if stored is None and load is not auto:
+    with _Reading(settings):
+        model, report = load.from_pretrained(
+            settings.name,
+            config=config,
+            use_safetensors=True,
+            revision=settings.revision or "main",
+            trust_remote_code=settings.trust_remote_code,
+            output_loading_info=True,
+            **named,
+            **common,
+        )
+    if load is not auto:
         replace_class(model, load.__mro__[1], "own class")
     if layers is not None:
-        common = {"dtype": dtype, "attn_implementation": attention.implementation}
-        skeleton = without_weights(config, auto, trusted=trusted, **common)
+        how = {name: common[name] for name in ("dtype", "attn_implementation")}
+        skeleton = without_weights(config, auto, trusted=settings.trust_remote_code, **how)
         for i, layer in enumerate(model.base_model.layers):
             if isinstance(layer, torch.nn.Identity):
                 model.base_model.layers[i] = skeleton.base_model.layers[i]
@@ -284,29 +303,55 @@ def _base_model(
         # transformers changes the public lists as it reads a model; these are as they were given.
         used = [one for one in used if one._original_source_patterns[0] not in renames]
         set_attribute(model, "_weight_conversions", used, "read conversions")
-    if files is not None and auto is AutoModelForCausalLM:  # with a head of scores it becomes a text model by itself
-        model.base_checkpoint = files
-    is_packed, count = is_read_packed(config), config.get_text_config().num_hidden_layers
-    if auto is AutoModelForSequenceClassification:
+    return model, report
+
+
+class _Reading:
+    """Turns errors of reading a checkpoint into a UserError."""
+
+    def __init__(self, settings: Model):
+        assert settings.name is not None  # the schema requires it if there is no config
+        self._name = settings.name
+
+    def __enter__(self) -> None:
+        check_weights(Path(self._name).expanduser())
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+        if isinstance(error, (OSError, ValueError, SafetensorError)):
+            unreadable = f"{weights_problem(error)}. Fix: name a model whose safetensors files are complete"
+            reason = not_found_reason(self._name, error) or unreadable
+            raise UserError(f"model.name: {self._name!r} cannot be loaded: {reason}") from error
+        if isinstance(error, RuntimeError) and mismatched_sizes(error):
+            raise UserError(
+                f"model.name: the weights of {self._name!r} contradict the shapes of its config.json. The differences "
+                "are listed above. Fix: take both from one place"
+            ) from error
+
+
+def _list_unread(
+    model: Any, base: Base, config: PretrainedConfig, stored: _StoredBase | None, *, of_scores: bool
+) -> None:
+    """Leave on the model what its checkpoint has and it does not: tensors that a result keeps, drops or loses."""
+    settings, files, is_packed = base.model, base.files, is_read_packed(config)
+    if of_scores:
         if stored is not None:
             model.lost_tensors = list(stored.unread)
         else:
             model.lost_tensors = lost_to_scores(files) if files else list(unread_tensors(model, settings, is_packed))
-    elif stored is not None:
-        model.kept_tensors = stored.unread
-    elif files is not None:
-        model.kept_tensors = unread_by_base(model, files)
+        return
+    if stored is not None:
+        kept = stored.unread
     else:
-        model.kept_tensors = unread_tensors(model, settings, is_packed)
-    if has_head:
+        kept = unread_by_base(model, files) if files is not None else unread_tensors(model, settings, is_packed)
+    layers = config.get_text_config().num_hidden_layers
+    if settings.mtp == "train":
         share_tables(model, settings)
-        of_copies = {copy.name.format(n=count) for copy in head_of(model).copies}
-        model.kept_tensors = {name: file for name, file in model.kept_tensors.items() if name not in of_copies}
+        of_copies = {copy.name.format(n=layers) for copy in head_of(model).copies}
+        kept = {name: file for name, file in kept.items() if name not in of_copies}
     elif settings.mtp == "drop":
-        model.dropped_tensors = {name for name in model.kept_tensors if is_of_head(name, count)}
-        kept = model.kept_tensors.items()
-        model.kept_tensors = {name: file for name, file in kept if name not in model.dropped_tensors}
-    return model, set(report["missing_keys"])
+        model.dropped_tensors = {name for name in kept if is_of_head(name, layers)}
+        kept = {name: file for name, file in kept.items() if name not in model.dropped_tensors}
+    model.kept_tensors = kept
 
 
 def is_read_packed(config: PretrainedConfig) -> bool:
@@ -320,9 +365,8 @@ def load_stored(about: Model, config: PretrainedConfig, dtype: torch.dtype, auto
     form = stored_format(config, about.name)
     assert form is not None
     plain = without_quantization(config)
-    how = {"use_safetensors": True, "revision": about.revision or "main", "trust_remote_code": about.trust_remote_code}
     base = _StoredBase(about, auto, plain, form)
-    return base.read(dtype, torch.device("cpu"), unpacks=False, dtype=dtype, **how)[0].eval()
+    return base.read(dtype, torch.device("cpu"), unpacks=False, dtype=dtype)[0].eval()
 
 
 def compute_stored(model: Any) -> Any:
@@ -351,8 +395,8 @@ class _StoredBase:
 
     def read(self, stored_in: torch.dtype, kept_on: torch.device, unpacks: bool, **common: Any) -> tuple[Any, Any]:
         """Returns the model, and transformers' report; arguments as of `read_stored`."""
-        how = {"kept_on": kept_on, "unpacks": unpacks, "name": self._settings.name, **common}
-        return read_stored(type(self.skeleton), self._plain, self._stored, self._files, stored_in, **how)
+        what = type(self.skeleton), self._plain, self._stored, self._files
+        return read_stored(*what, stored_in, kept_on, self._settings, unpacks, **common)
 
 
 def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str, has_head: bool) -> Any:

@@ -823,7 +823,8 @@ PUBLISHED = {
     "ibm-granite/granite-4.0": "granite4",
 }
 # Whose own templates are not among these.
-NOT_WRITTEN = ("google/gemma-4", "mistralai/Mistral-Large-4", "nvidia/NVIDIA-Nemotron-Nano", "Qwen/Qwen3-VL", "Hugging")
+NOT_WRITTEN = ("google/gemma-4", "mistralai/Mistral-Large-4", "nvidia/NVIDIA-Nemotron", "Hugging")
+NOT_WRITTEN += ("Qwen/Qwen3-VL", "Qwen/Qwen3.6", "Qwen/Qwen3.8")
 RECIPES = [path for path in sorted((ROOT / "recipes").rglob("*.yaml")) if path.parent.name not in ("base", "tasks")]
 
 
