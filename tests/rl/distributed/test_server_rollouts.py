@@ -25,9 +25,8 @@ from finetune.rl.rollouts.vllm_server import VllmServer
 Write = Callable[..., Path]
 STEPS, PROMPTS, SAMPLES, SEED = 4, 2, 4, 42
 # The server's log-probabilities of about -5 are rounded by 5e-7, and with them the ratios of the loss, whose terms of
-# about 1 cancel to a hundredth. With five seeds, four steps of LoRA on tp differ by up to 1.05e-6 from one process,
-# whichever of base and adapter adds to the other.
-ROUNDED = 2e-6
+# about 1 cancel to a hundredth.
+ROUNDED = 1e-6
 LOAD, UNLOAD, SAMPLE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"
 SWAP = ["/pause?mode=wait", "/collective_rpc", "/resume"]
 
@@ -258,6 +257,8 @@ def test_processes_get_the_samples_of_one_process(
     if mode == "full":
         del served["lora"]
     served |= {"mode": mode, "optimizer": {"lr": 1e-3}}
+    if config == "tp":  # Adapters are not fused there, nor under this recomputation: the same order of sums on both.
+        served["train"] = {**served["train"], "activation_checkpointing": "selective"}
     for name in ("single", "several"):
         served["run"]["name"] = name
         with sampling_server(made / "llama") as fresh:
