@@ -111,8 +111,8 @@ def undeclare_head(folder: Path, config: PretrainedConfig) -> None:
 
 
 def undeclared(settings: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """Returns the settings of a config that say that there is no head. Where the class of the config has one unless it
-    is told, the key stays, as 0."""
+    """Returns the settings of a config without the declaration of a head; as 0 where the class of the config has one by
+    default."""
     text = config.get_text_config()
 
     def without(section: dict[str, Any], of_section: PretrainedConfig) -> dict[str, Any]:

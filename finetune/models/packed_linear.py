@@ -100,7 +100,7 @@ def unpacked_weight(layer: Any, weight: Tensor) -> Tensor:  # (O, I)
     """Returns the values of a packed layer in the type that they are computed in. weight: its parameter, or the copy
     that a backend has gathered."""
     if isinstance(layer, StoredLinear):
-        return layer.matrix.unpack(weight, weight.dtype)
+        return layer.unpacked(weight)
     if isinstance(layer, Fp8Linear):
         return unpacked(weight, layer.scale, layer.in_features)
     from bitsandbytes.functional import dequantize_4bit

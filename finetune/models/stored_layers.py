@@ -99,10 +99,9 @@ class StoredLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:  # (..., I) -> (..., O) in the compute type
         return _StoredProduct.apply(x.to(self.weight.dtype), self.weight, self)  # pyright: ignore[reportReturnType]
 
-
-def unpacked_weight(layer: Any, weight: Tensor) -> Tensor:  # (O, I)
-    """Returns the values of a layer in its compute type. weight: its parameter, or the copy that a backend gathered."""
-    return layer.matrix.unpack(weight, weight.dtype)
+    def unpacked(self, weight: Tensor) -> Tensor:  # (O, I)
+        """Returns the values in the compute type. weight: the parameter, or the copy that a backend gathered."""
+        return self.matrix.unpack(weight, weight.dtype)
 
 
 class _StoredProduct(torch.autograd.Function):
@@ -110,12 +109,12 @@ class _StoredProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Any) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.layer = layer
-        return F.linear(x, unpacked_weight(layer, weight), None if layer.bias is None else layer.bias.to(x.dtype))
+        return F.linear(x, layer.unpacked(weight), None if layer.bias is None else layer.bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
-        return grads[0] @ unpacked_weight(ctx.layer, weight), None, None
+        return grads[0] @ ctx.layer.unpacked(weight), None, None
 
 
 # --- stacked experts: a module of transformers' experts interface, some of whose parameters are (E, bytes)

@@ -395,31 +395,30 @@ def tower(recipe: Recipe) -> Iterator[Finding]:
 
 
 def images(recipe: Recipe) -> Iterator[Finding]:
-    image, overlong, teacher = recipe.data.image, recipe.data.overlong, recipe.objective.other_models.get("teacher")
-    if image is None:
+    if (image := recipe.data.image) is None:
         return
     if image.max_pixels and image.min_pixels and image.min_pixels > image.max_pixels:
         yield "data.image.min_pixels", f"is above max_pixels ({image.max_pixels}): lower it"
-    if overlong in ("truncate", "split") and recipe.objective.train_on == "all":
-        yield "data.overlong", f"with images, `{overlong}` cuts after answers, and `train_on: all` knows none: use drop"
-    if teacher is not None and teacher.endswith(".parquet"):
-        yield "objective.teacher", "a file has its rows by their tokens, which images of one size share: name a model"
-    if recipe.model.config is not None:
-        yield "data.image", "a model from `model.config` has no image processor: give `model.name`, or remove this"
+    yield from _media(recipe, "image", "images", "images of one size", "image processor")
 
 
 def audio(recipe: Recipe) -> Iterator[Finding]:
-    overlong, teacher = recipe.data.overlong, recipe.objective.other_models.get("teacher")
     if recipe.data.audio is None:
         return
     if recipe.data.image is not None:
         yield "data.audio", "no model is trained on images and on sound at once: keep one of `image` and `audio`"
+    yield from _media(recipe, "audio", "sound", "clips of one length", "processor of sound")
+
+
+def _media(recipe: Recipe, kind: str, name: str, alike: str, processor: str) -> Iterator[Finding]:
+    """Settings that rows with media files do not support. alike: files with the same number of tokens."""
+    overlong, teacher = recipe.data.overlong, recipe.objective.other_models.get("teacher")
     if overlong in ("truncate", "split") and recipe.objective.train_on == "all":
-        yield "data.overlong", f"with sound, `{overlong}` cuts after answers, and `train_on: all` knows none: use drop"
+        yield "data.overlong", f"with {name}, `{overlong}` cuts after answers, and `train_on: all` knows none: use drop"
     if teacher is not None and teacher.endswith(".parquet"):
-        yield "objective.teacher", "a file has its rows by their tokens, which clips of one length share: name a model"
+        yield "objective.teacher", f"a file has its rows by their tokens, which {alike} share: name a model"
     if recipe.model.config is not None:
-        yield "data.audio", "a model from `model.config` has no processor of sound: give `model.name`, or remove this"
+        yield f"data.{kind}", f"a model from `model.config` has no {processor}: give `model.name`, or remove this"
 
 
 RULES: tuple[Rule, ...] = (  # of the trainer's keys; `finetune/features.py` adds those of the wings

@@ -22,6 +22,7 @@ from finetune.errors import UserError
 from finetune.models.added_tokens import grow_to
 from finetune.models.base_checkpoint import base_checkpoint
 from finetune.models.base_config import Parsing
+from finetune.models.base_weights import compute_stored, load_stored
 from finetune.models.config import model_config
 from finetune.models.damage import check_settings, check_weights, mismatched_sizes, read_object, weights_problem
 from finetune.models.remote_code import load_auto, trusts_code
@@ -29,7 +30,6 @@ from finetune.models.score_model import labelled
 from finetune.models.stored_config import stored_format
 from finetune.models.text_part import is_multimodal
 from finetune.models.tokenizer import read_tokenizer
-from finetune.models.weights import compute_stored, load_stored
 from finetune.recipe.schema import Model
 from finetune.release.export.merging import FittingAdapter, read_lora
 

@@ -38,13 +38,14 @@ from finetune.errors import UserError
 from finetune.models.added_tokens import start_rows, train_rows
 from finetune.models.base_config import first_line
 from finetune.models.base_model import Base
+from finetune.models.base_weights import compute_stored, load_stored
 from finetune.models.checkpoint_files import renamed
 from finetune.models.mtp import in_head, places_of_head
 from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
 from finetune.models.stored_config import stored_format
 from finetune.models.towers import targets_in_parts
-from finetune.models.weights import add_adapters, compute_stored, load_stored
+from finetune.models.weights import add_adapters
 from finetune.models.wrapped import output_head
 from finetune.recipe import Recipe
 from finetune.recipe.schema import HeldOut
