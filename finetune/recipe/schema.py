@@ -145,8 +145,8 @@ class Model(Section):
     # language, and without `data.image` and `data.audio` the language model by itself.
     train: Parts | None = None
     # The head of a base that predicts a token further ahead, for speculative decoding (DeepSeek-V3, GLM-4 MoE,
-    # Qwen3-Next, Qwen3.5). keep: copied as it is, and stale after training; train: trained beside the loss, on the same
-    # targets; drop: the result has neither its tensors nor their declaration in config.json
+    # Qwen3-Next, Qwen3.5). keep: copied as it is, and stale after training; train: trained together with the model, on
+    # the same targets; drop: the result has neither its tensors nor their declaration in config.json
     mtp: Literal["keep", "train", "drop"] = "keep"
     # Under `mtp: train`: weight of the head's loss, its sum over the number of targets (DeepSeek-V3 2024,
     # https://arxiv.org/abs/2412.19437, equations 24 and 25). null: 0.1, which that model had last (section 4.2)

@@ -234,7 +234,7 @@ def tokens(row: Row) -> Ids:
 
 
 def speech(row: Row) -> Conversation:
-    """audio and text, what is said in it; optional prompt (asked about it), system"""
+    """audio and text, its transcript; optional prompt (asked about it), system"""
     system, tools = _system_and_tools(row)
     sound = Reference("audio", file_reference("audio", _field(row, "audio"), "`audio`"))
     asked = FILE + optional_text(row.get("prompt"), "`prompt`")
@@ -326,7 +326,7 @@ FORMATS: dict[str, Format] = {
         speech,
         ("audio", "text"),
         ("prompt", "system", ARGUMENTS),
-        "sound files and what is said in them",
+        "sound files and their transcripts",
         rank=2,
         other_names=({"text": "sentence"}, {"text": "transcription"}, {"text": "transcript"}),  # Common Voice, FLEURS
     ),

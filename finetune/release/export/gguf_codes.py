@@ -49,7 +49,7 @@ _CLEAR = 0.1  # the standard error of `update`, above which it says nothing
 
 @dataclass
 class Update:
-    """What is left of training's change in quantised tensors: sums over them, in fp64."""
+    """The share of training's change that quantised tensors kept: sums over them, in fp64."""
 
     along: float = 0.0  # <x - e, d>
     size: float = 0.0  # <d, d>

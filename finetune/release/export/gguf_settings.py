@@ -34,7 +34,7 @@ Settings = dict[str, int | float | str | list[int]]
 
 
 class NotWritten(UserError):
-    """What is not written here, and llama.cpp's converter may write."""
+    """A model or tokenizer that only llama.cpp's converter may write."""
 
 
 def package() -> Any:

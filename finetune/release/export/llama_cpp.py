@@ -33,8 +33,8 @@ _PYTHON = "pip install -r requirements/requirements-convert_hf_to_gguf.txt"
 
 @dataclass(frozen=True)
 class Tools:
-    """What the user says of llama.cpp. folder: of a checkout, None: by the environment; imatrix: rows of training that
-    an importance matrix is made of."""
+    """The user's settings for llama.cpp. folder: of a checkout, None: by the environment; imatrix: rows of training for
+    an importance matrix."""
 
     folder: Path | None = None
     imatrix: int | None = None
