@@ -67,19 +67,25 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     every element of the update would depend on the sharding.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    on_cpu = [gradient.detach().reshape(-1) for gradient in gradients if gradient.device.type == "cpu"]
+    on_cpu = [gradient.reshape(-1) for gradient in gradients if gradient.device.type == "cpu"]
     others = [gradient for gradient in gradients if gradient.device.type != "cpu"]
     if others:
         total += torch.stack(torch._foreach_norm(others, 2, torch.float64)).to(device).square().sum()
-    # On the CPU `_foreach_norm` makes an fp64 copy of each gradient on one thread: five times slower, and 8 bytes for
-    # each element of the largest.
-    cpu_total = torch.zeros((), dtype=torch.float64)
-    buffer = torch.empty(min(_CHUNK, max(map(len, on_cpu), default=0)), dtype=torch.float64)
-    for gradient in on_cpu:
-        for chunk in gradient.split(_CHUNK) if len(gradient) > _SMALL else (gradient,):
-            wide = buffer[: len(chunk)].copy_(chunk) if len(gradient) > _SMALL else chunk.double()
-            cpu_total += torch.dot(wide, wide)
-    return total + cpu_total.to(device) if on_cpu else total
+    return total + _squared_norm_on_cpu(on_cpu).to(device) if on_cpu else total
+
+
+def _squared_norm_on_cpu(gradients: Sequence[Tensor]) -> Tensor:
+    """Of flat tensors. `_foreach_norm` makes an fp64 copy of each gradient on one thread there: five times slower, and
+    8 bytes for each element of the largest."""
+    total = torch.zeros((), dtype=torch.float64)
+    small = [gradient for gradient in gradients if len(gradient) <= _SMALL]
+    flat = [gradient for gradient in gradients if len(gradient) > _SMALL] + ([torch.cat(small)] if small else [])
+    buffer = torch.empty(min(_CHUNK, max(map(len, flat))), dtype=torch.float64)
+    for gradient in flat:
+        for chunk in gradient.split(_CHUNK):
+            wide = buffer[: len(chunk)].copy_(chunk)
+            total += torch.dot(wide, wide)
+    return total
 
 
 def hold_back_idle_groups(optimizer: Optimizer) -> None:

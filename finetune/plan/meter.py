@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-# torch documents this mode, and has it under no other name.
+# torch documents these modes, and has them under no other name.
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves  # as this function
 
@@ -52,6 +53,8 @@ class Meter(TorchDispatchMode):
         self.peaks[phase] = max(self.peaks[phase], self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # more often than all others
+            return args[0].fake_device
         named = kwargs or {}
         # torch 2.11 has no shapes for this operator.
         out = named["out"] if func is torch.ops.aten.addmm.dtype_out else func(*args, **named)
