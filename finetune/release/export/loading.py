@@ -94,9 +94,12 @@ def load_trained(
 def auto_class(name: str, trusted: bool | None = None) -> Any:
     """Returns transformers' auto class of a model that generates: another one if it is multimodal. trusted: see
     `load_auto`."""
+    return AutoModelForMultimodalLM if is_multimodal(_config_of(name, trusted)) else AutoModelForCausalLM
+
+
+def _config_of(name: str, trusted: bool | None) -> Any:
     with Parsing(f"{name}: no model config can be read", name):
-        config = load_auto(AutoConfig, name, trusted)
-    return AutoModelForMultimodalLM if is_multimodal(config) else AutoModelForCausalLM
+        return load_auto(AutoConfig, name, trusted)
 
 
 def class_of_result(folder: Path) -> Any:
@@ -113,7 +116,7 @@ def _load_stored(
 ) -> Any | None:
     """Returns a model that stays as it is stored; None for a plain one, and for formats that only transformers reads.
     config: with a head of scores; None: its own. Raises UserError."""
-    config = config or load_auto(AutoConfig, name, trusted)
+    config = config or _config_of(name, trusted)
     try:
         if stored_format(config, name) is None:
             return None
