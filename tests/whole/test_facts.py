@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import make_smollm2
@@ -98,6 +99,17 @@ def test_numbers_are_those_of_the_file_that_they_are_from(quoted: dict[str, str]
     assert said is not None
     assert had is not None
     assert sorted(said.groups()) == sorted(had.groups())
+
+
+def test_curves_of_converted_examples_are_those_that_were_run() -> None:
+    page = PAGES["docs/guides/coming-from-other-tools.md"]
+    results = json.loads((ROOT / "benchmarks" / "results" / "converted_curves.json").read_text(encoding="utf-8"))
+    for name, losses in results["losses"].items():
+        shown = " | ".join(f"{losses[step - 1]:.3f}" for step in (1, 12, 24, 36))
+        assert f"| {name} | {shown} |" in page
+    assert f"differ by at most {results['differs_from_trl']:.1e}." in page
+    assert results["differs_from_trl"] < 1e-5
+    assert [len(losses) for losses in results["losses"].values()] == [results["steps"]] * 6
 
 
 def test_counts_are_those_of_the_code() -> None:
