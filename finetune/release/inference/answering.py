@@ -285,8 +285,8 @@ def render_prompt(chat: Chat | None, request: Conversation) -> str:
         chat = with_arguments(chat, request.template_arguments) if request.template_arguments else chat
         if request.tools and not chat.traits.writes_tools:
             raise UserError(
-                "tools: the model's chat template does not show them. Fix: leave them out, or take a model whose template "
-                "has them"
+                "tools: the model's chat template does not show them. Fix: leave them out, or take a model whose "
+                "template has them"
             )
         return chat.jinja.text(chat.traits.as_dicts(request), list(request.tools), prompt=True)
     except BadRow as error:
