@@ -4,5 +4,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
-environment "[docs]"
+# What mkdocs needs is installed once; an environment that has it, such as one of `[dev]`, stays as it is.
+if [ -x .venv/bin/mkdocs ]; then PATH="$PWD/.venv/bin:$PATH"; else environment "[docs]"; fi
 exec mkdocs "${1:-build}" --strict

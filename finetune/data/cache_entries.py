@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import filelock
 
 from finetune.data.checksums import Damaged
-from finetune.data.sources.files import cache_root
+from finetune.data.sources.files import cache_fix, cache_root
 from finetune.errors import RunFailure, UserError
 
 Entry = TypeVar("Entry")
@@ -64,7 +64,7 @@ def load_or_write(
     except OSError as error:
         raise UserError(
             f"{error.filename or folder}: the data cache cannot be written: {error.strerror or error}. Fix: set "
-            "FINETUNE_CACHE to a folder with room"
+            f"FINETUNE_CACHE to {cache_fix(error)}"
         ) from None
     with contextlib.suppress(Damaged):
         if (entry := load()) is not None:

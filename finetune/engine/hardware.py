@@ -61,6 +61,19 @@ class Device(Section):
     def has_flash_kernels(self) -> bool:
         return self.kernels is not None and self.kernels >= (8, 0)
 
+    def faster_precision(self, precision: str) -> str | None:
+        """Returns a note if a recipe is in fp32 and the device multiplies faster in 16 bits; as `new` writes it on a
+        CPU, though it may run elsewhere."""
+        peak = self.bf16 or self.fp16
+        if precision != "fp32" or peak is None or peak <= self.fp32:
+            return None
+        name = "bf16" if self.bf16 else "fp16"
+        return (
+            f"train.precision: fp32 leaves most of {self.name} unused. By its tables it multiplies "
+            f"{peak / self.fp32:.0f} times faster in {name}. Fix: train.precision={name}; `new` writes fp32 where "
+            "16 bits are emulated"
+        )
+
 
 class Link(Section):
     gb_s: Positive  # sent, and received at once, by one device

@@ -101,7 +101,9 @@ def run(
         print(json.dumps([*as_dicts(request, choices), *refused(results)], indent=1))
     else:
         show(console, request, choices, results, options.verbose)
-    notes: list[str] = []
+    devices = {one.key: one.device for one in machines_of(options) if one.key != CPU}
+    found = [one.faster_precision(request.recipe.train.precision) for one in devices.values()]
+    notes = [note for note in found if note]
     if options.html:
         write_page(options.html, request, choices, results)
         notes.append(f"wrote {options.html}")

@@ -1,9 +1,11 @@
-"""Warnings of a run while it trains: nothing is learnt, or a step takes far longer than those before."""
+"""Warnings of a run while it trains: nothing is learnt, a step takes far longer than those before, or other programs
+have the cores from the start."""
 
 from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -60,3 +62,33 @@ class PaceWatch:
         if load <= cores:
             return f"{slow}The machine is not busy (load {load:.1f}). Fix: look at its disk, network and device"
         return f"{slow}The machine is busy: {load:.1f} programs want its {cores} cores. Fix: pause other programs"
+
+
+_LOOKS_AFTER_S, _ENOUGH = 30.0, 0.5  # of a core: what is left beside as many programs as there are cores
+
+
+class CoresWatch:
+    """Looks once, half a minute after the first step, whether this process has a core: on a machine that is busy from
+    the start no step is slower than those before it."""
+
+    def __init__(self) -> None:
+        self._begun: tuple[float, float] | None = None  # by the clock, and of processors
+        self._has_looked = False
+
+    def step_done(self, line: Mapping[str, Any]) -> str | None:
+        """Returns a warning, once."""
+        clock, processors = time.monotonic(), time.process_time()
+        if self._begun is None:
+            self._begun = clock, processors
+        passed = clock - self._begun[0]
+        if self._has_looked or passed < _LOOKS_AFTER_S:
+            return None
+        self._has_looked = True
+        share, (load, cores) = (processors - self._begun[1]) / passed, (os.getloadavg()[0], os.cpu_count() or 1)
+        if share >= _ENOUGH or load <= cores:
+            return None
+        return (
+            f"this process has {share:.2f} of a core: {load:.1f} programs want the {cores} cores here. Steps take as "
+            "much longer, and the time left is that of a busy machine. Fix: pause other programs, or start fewer "
+            "processes"
+        )

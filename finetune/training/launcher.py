@@ -10,11 +10,11 @@
 `accelerate launch` reports 1 for a run that has saved and asks to be started again, dies of SIGUSR1, prints a traceback
 of its own below each message, and at SIGTERM gives its processes thirty seconds. Here it has a session of its own, so
 Ctrl-C does not reach it, and its children get each signal instead of it. Each signal is answered here at once, because
-this process is idle. A second signal ends them at once, and after five seconds whatever is left. The launcher ends with
-this process, also if this is killed; its ranks notice, save and stop. Only a
-launcher that would restart ended processes (`--max_restarts`) gets the signal itself, as SIGTERM, which it forwards; it
-has ten minutes for it. So one machine of an elastic launch can be removed: its ranks and all others save, and
-the others continue.
+this process is idle. Before the first step children get SIGTERM for it, which leaves no traceback of one that has no
+handler yet. A second signal ends them at once, and after five seconds whatever is left. The launcher ends with this
+process, also if this is killed; its ranks notice, save and stop. Only a launcher that would restart ended processes
+(`--max_restarts`) gets the signal itself, as SIGTERM, which it forwards; it has ten minutes for it. So one machine of
+an elastic launch can be removed: its ranks and all others save, and the others continue.
 
 Run as a program, this module is that launcher: accelerate's or torch's, without its tracebacks.
 """
@@ -53,6 +53,7 @@ DEFAULTS = {
 }
 
 _ENDS_S = 5.0  # after a second signal
+_signalled = threading.Event()  # in the launcher: `finetune launch` has received a signal, and forwards it
 
 
 def launch(
@@ -150,6 +151,8 @@ class _Launched:
         status = self._process.wait()
         if self._killed and self._last is not None:
             return 128 + self._last
+        if self.is_signalled and status == -signal.SIGTERM:  # it had started no process
+            return 128 - status
         return _status("the launcher", status)
 
     def _receive(self, number: int, _frame: object) -> None:
@@ -166,13 +169,16 @@ class _Launched:
             timer.daemon = True
             timer.start()
         self._last = number
+        with contextlib.suppress(OSError):  # it has ended
+            os.write(self._alive, b".")
         ranks = _below(self._process.pid, recursive=False)
         if self._restarts or not ranks:
             self._process.send_signal(signal.SIGTERM)
             return
+        forwarded = number if self._steps_begun() else signal.SIGTERM
         for process in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+                process.send_signal(forwarded)
 
     def _kill(self) -> None:
         """Kills the launcher and all below it: a stopped process, or one in a long call, ends by nothing else."""
@@ -236,6 +242,8 @@ def _status(process: str, code: int) -> int:
     """Returns an exit status as a shell would; prints the signal that ended the process."""
     if code >= 0:
         return code
+    if _signalled.is_set() and code == -signal.SIGTERM:  # the answer to the signal has said so
+        return 128 - code
     killed = " Most often the system does so for lack of memory: see `dmesg`" if code == -signal.SIGKILL else ""
     print(f"error: {process} was ended by {signal.Signals(-code).name}.{killed}", file=sys.stderr)
     return 128 - code
@@ -246,7 +254,8 @@ def _end_with(parent: int) -> None:
     os.set_inheritable(parent, False)  # ranks end by themselves, after a save
 
     def wait() -> None:
-        os.read(parent, 1)
+        while os.read(parent, 1):
+            _signalled.set()
         os._exit(STOPPED_STATUS)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()

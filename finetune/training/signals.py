@@ -4,6 +4,8 @@ The first SIGTERM, SIGINT or SIGUSR1 requests a stop: the ranks agree on a step,
 signal ends the process at once, as does a first one before there is anything to save (with 75). The launcher's end
 requests a stop, too: `accelerate launch` of one process dies of a SIGTERM without forwarding it, and always of SIGUSR1.
 
+While a command still imports its modules, a signal ends it, without a traceback (`end_while_starting`).
+
 Each is answered at once, by one process: by `finetune launch`, else by rank 0. Threads read the signals and watch the
 launcher, because the main thread may be in a long product, or waiting in a collective for a rank that is gone, and
 Python then runs no handler.
@@ -48,6 +50,32 @@ def say(text: str) -> None:
     with contextlib.suppress(OSError):
         behind = "\n" if os.isatty(2) else ""  # ^C, or a bar
         os.write(2, f"{behind}{text}\n".encode())
+
+
+def end_while_starting(trains: bool) -> None:
+    """Lets signals end this process, while it imports its modules, at once and without a traceback; until `listening`,
+    or `interruptible`.
+
+    trains: the command begins a run, so each signal ends it as before the first step; else Ctrl-C alone, with 130.
+    """
+    for number in SIGNALS if trains else (signal.SIGINT,):
+        signal.signal(number, _end_run if trains else _end_command)
+
+
+def interruptible() -> None:
+    """Lets Ctrl-C raise KeyboardInterrupt again, in a command that trains nothing."""
+    if signal.getsignal(signal.SIGINT) is _end_command:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_run(number: int, _frame: object) -> None:
+    if ANSWERED_VARIABLE not in os.environ and int(os.environ.get("RANK", "0")) == 0:
+        say(answer(signal.Signals(number).name, steps_begun=False))
+    os._exit(STOPPED_STATUS)
+
+
+def _end_command(number: int, _frame: object) -> None:
+    os._exit(128 + number)
 
 
 class StopRequest:
@@ -131,7 +159,7 @@ def listening() -> Iterator[StopRequest]:
         request.close()
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is _end_run else handler)
         os.close(writing)  # ends the reader
         reader.join()
         os.close(reading)

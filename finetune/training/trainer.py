@@ -58,7 +58,7 @@ from finetune.recipe.schema import is_better
 from finetune.tracking.headline import progress_text
 from finetune.tracking.meters import Meters
 from finetune.tracking.metrics import EXAMPLES, Status, Totals, read_metrics, read_status, write_status
-from finetune.tracking.watches import PaceWatch, VarianceWatch
+from finetune.tracking.watches import CoresWatch, PaceWatch, VarianceWatch
 from finetune.training import parts
 from finetune.training.display import next_command, show_evaluation, show_plan, show_totals
 from finetune.training.evaluation import Evaluator, as_columns, end_ids, sum_terms
@@ -184,7 +184,7 @@ class Trainer:
         self.meters = Meters(engine, facts.flops, peak)
         self.profiler = Profiler(recipe.profile, engine, self.folder, self.plan.steps) if recipe.profile else None
         self.totals, self.expert_load, self.compilations = Totals(), ExpertLoad(), CompilationWatch()
-        self.watches = VarianceWatch(), PaceWatch()
+        self.watches = VarianceWatch(), PaceWatch(), CoresWatch()
         self.last_loss: float | None = None
         self.status: Status | None = None
         self.first_step: int | None = None  # of this launch; None before it logs

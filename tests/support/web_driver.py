@@ -50,6 +50,15 @@ class Chromium:
     def open(self, address: str) -> None:
         self._ask("POST", "/url", {"url": address})
 
+    def open_tab(self) -> str:
+        """Opens another tab, which is the page from now on; returns the handle of the one before."""
+        before = self._ask("GET", "/window")
+        self.to_tab(self._ask("POST", "/window/new", {"type": "tab"})["handle"])
+        return before
+
+    def to_tab(self, handle: str) -> None:
+        self._ask("POST", "/window", {"handle": handle})
+
     def run(self, script: str, *arguments: Any) -> Any:
         return self._ask("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 

@@ -135,7 +135,7 @@ def test_configs_of_other_tools_that_are_shown_become_the_recipes_that_are_shown
     page = PAGES["coming-from-other-tools"]
     shown = dict(re.findall(r"```yaml\n# from (\S+)\n(.+?)```", page, re.DOTALL))
     theirs = dict(re.findall(r"```(?:yaml|python)\n# (\w+\.(?:yaml|py))\n(.+?)```", page, re.DOTALL))
-    assert len(shown) == 4
+    assert len(shown) == 5
     for name, text in shown.items():
         Path(name).write_text(theirs[name], encoding="utf-8")
         ours = write_converted(name, Path(f"ours-{Path(name).stem}.yaml"), None, 1, (), Console(quiet=True))

@@ -216,6 +216,11 @@ def cache_root() -> Path:
     return Path(os.environ.get("FINETUNE_CACHE") or "~/.cache/finetune").expanduser()
 
 
+def cache_fix(error: OSError) -> str:
+    """Returns the folder that helps where the cache cannot be written: one of another user's has room as well."""
+    return "a folder of your own" if isinstance(error, PermissionError) else "a folder with room"
+
+
 # sha256 of local files is remembered: a run that starts again does not read 100 GB to see that nothing changed. It is
 # trusted only while device, inode, size and both times of a file are what they were, and only if the file had been left
 # alone for two seconds before it was read. Otherwise a change within the clock tick of the last one could go unseen
@@ -240,7 +245,7 @@ def file_digest(path: Path) -> str:
     except OSError as error:
         raise UserError(
             f"{error.filename or memo}: the data cache cannot be written: {error.strerror or error}. Fix: set "
-            "FINETUNE_CACHE to a folder with room"
+            f"FINETUNE_CACHE to {cache_fix(error)}"
         ) from None
 
 

@@ -25,7 +25,16 @@ from urllib.parse import urlsplit
 import filelock
 
 from finetune.data.checksums import Damaged, verify_file, write_checksum
-from finetune.data.sources.files import BINARY_KINDS, SETTLED_S, File, cache_root, file_digest, kind_of, package_errors
+from finetune.data.sources.files import (
+    BINARY_KINDS,
+    SETTLED_S,
+    File,
+    cache_fix,
+    cache_root,
+    file_digest,
+    kind_of,
+    package_errors,
+)
 from finetune.data.sources.readers import expected_kinds, is_data, is_document
 from finetune.errors import UserError, without_secrets
 from finetune.recipe.urls import is_url, scrubbed, without_credentials
@@ -238,7 +247,7 @@ def _reason(error: BaseException, url: str) -> str:
     filename = getattr(error, "filename", None)
     in_cache = isinstance(filename, str) and filename.startswith(str(cache_root()))
     if isinstance(error, OSError) and (error.errno in _NO_ROOM or in_cache):
-        return f"cannot be kept in {cache_root()}: {error.strerror}. Fix: set FINETUNE_CACHE to a folder with room"
+        return f"cannot be kept in {cache_root()}: {error.strerror}. Fix: set FINETUNE_CACHE to {cache_fix(error)}"
     cause = error.__cause__ or error  # of a FileNotFoundError, if a web server could not be reached
     status = getattr(cause, "status", None)
     if status in (401, 403) or isinstance(error, PermissionError):

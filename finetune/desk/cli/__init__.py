@@ -20,6 +20,7 @@ from finetune import __version__
 from finetune.desk.cli import finished, launched, recipes
 from finetune.errors import STOPPED_STATUS, RunFailure, Stopped, UserError, unforeseen, without_secrets
 from finetune.startup import is_verbose, quiet_libraries, sleep_at_barriers, verbose_libraries
+from finetune.training.signals import interruptible
 
 
 def _without_type(params: list[Any]) -> list[Any]:
@@ -69,6 +70,7 @@ class Command(TyperCommand):
         return super().parse_args(ctx, [word for word in args if word not in _VERBOSE])
 
     def invoke(self, ctx: Any) -> Any:
+        interruptible()
         quiet_libraries()  # before the command imports them
         sleep_at_barriers()
         return super().invoke(ctx)

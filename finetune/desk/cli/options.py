@@ -54,7 +54,12 @@ NewColumns = Annotated[
     str | None, typer.Option(metavar="FIELD=COLUMN,...", help="Read these columns: prompt=question,completion=answer.")
 ]
 NewObjective = Annotated[
-    str | None, typer.Option(help="Train by this objective: dpo, kto, orpo, grpo, ... Default: by the rows.")
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE.py:FUNCTION",
+        help="Train by this objective: dpo, kto, orpo, grpo, ..., or a loss of your own; `own` writes a file with one. "
+        "Default: by the rows.",
+    ),
 ]
 NewRewards = Annotated[
     list[str] | None,

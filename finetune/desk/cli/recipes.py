@@ -51,7 +51,7 @@ def new(
         typer.Option(
             "--from",
             metavar="CONFIG",
-            help="Convert a config of TRL, axolotl, LLaMA-Factory or Unsloth, or a script of Unsloth.",
+            help="Convert a config of TRL, axolotl, LLaMA-Factory, Unsloth or torchtune, or a script with their calls.",
         ),
     ] = None,
     devices: Annotated[

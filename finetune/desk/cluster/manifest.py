@@ -43,6 +43,8 @@ def launch_on(
             notes.append(f"the volume {job.options.shared} must hold, as here: {', '.join(read)}")
     if job.options.secret is None and not Path(recipe.model.name or "").exists():
         notes.append(f"{recipe.model.name}: if it is gated, add --secret HF_TOKEN")
+    if job.gpus and (faster := job.machines.device.faster_precision(recipe.train.precision)):
+        notes.append(faster)
     if write is None and not submit:
         print(manifest, end="")
     else:

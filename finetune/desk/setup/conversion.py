@@ -26,6 +26,7 @@ _FILES = {  # with keys of the tool
     "LLaMA-Factory": ("llama_factory",),
     "TRL": ("trl",),
     "Unsloth": ("unsloth", "trl"),  # its scripts have TRL's trainers
+    "torchtune": ("torchtune",),
 }
 
 Source = tuple[dict[str, Any], str]  # of a recipe, and its comment

@@ -26,6 +26,7 @@ from finetune.desk.setup.new_objective import (
     fit_samples,
 )
 from finetune.desk.setup.new_options import NewOptions, parse_columns
+from finetune.desk.setup.own_objective import objective_name, own_objective, write_starter
 from finetune.desk.setup.recipe_text import NewRecipe, not_held_out, question, recipe_text, with_overrides
 from finetune.desk.setup.roles import RoleChoice, as_prompts, choose_columns, columns_shown, refusal
 from finetune.desk.setup.row_fit import (
@@ -60,9 +61,11 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
     """
     if options.mode not in MODES:
         raise UserError(f"--mode {options.mode}: no such mode. Fix: use one of {', '.join(MODES)}")
+    loss, options = options.objective or "", replace(options, objective=objective_name(options.objective))
     if options.objective is not None and options.objective not in OBJECTIVE_SECTIONS:
         raise UserError(
-            f"--objective {options.objective}: no such objective. Fix: use one of {', '.join(OBJECTIVE_SECTIONS)}"
+            f"--objective {options.objective}: no such objective. Fix: use one of {', '.join(OBJECTIVE_SECTIONS)}, or "
+            "FILE.py:FUNCTION"
         )
     stem = Path(options.data.rstrip("/")).name.split(".")[0]
     parts = (re.sub("[^A-Za-z0-9]+", "-", stem).strip("-") or "run", options.objective, options.mode)
@@ -83,6 +86,7 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
     folder = next((base for base in bases if (base / "lora.yaml").is_file()), SHIPPED / "recipes" / "base")
     rows = _rows(options, console, ask)
     rewards = chosen_rewards(rows.objective, options.rewards, ask)
+    own = own_objective(loss, options.overrides, ask) if options.objective == "own" else None
     base = folder / (BASE_OF_SAMPLES if rewards else f"{options.mode}.yaml")
     rows.check_labels()
     model = Model(name=options.model)
@@ -104,12 +108,14 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
         sampled = fit_samples(lengths, rewards, fit.held_out, context)
         fit = replace(fit, max_length=sampled.max_length, overlong=sampled.overlong, held_out=sampled.held_out)
     precision = native_precision(compute_device())
-    recipe = NewRecipe(options, name, path, base, rows, lengths, fit, template, parameters, precision, sampled)
+    recipe = NewRecipe(options, name, path, base, rows, lengths, fit, template, parameters, precision, sampled, own)
     if fit.overlong == len(lengths.examples) and fit.overlong and not rows.can_split:
         raise UserError(
             f"{options.data}: every example is longer than {fit.max_length:,} tokens. The shortest has "
             f"{int(lengths.examples.min()):,}. Fix: use a model with a longer context, or shorter rows"
         )
+    if own is not None and own.is_new:
+        write_starter(own)
     loaded = _write(recipe)
     _show(recipe, loaded, problem, renderer, console)
     return path
@@ -227,6 +233,8 @@ def _show(recipe: NewRecipe, loaded: Recipe, problem: str, renderer: Renderer | 
     if problem:
         estimate = f"lengths are estimated from characters, {CHARACTERS_PER_TOKEN} a token"
         notes.insert(0, f"{recipe.options.model}: {problem}; {estimate}. `check` counts them once the model is there")
+    if recipe.own is not None and recipe.own.is_new:
+        notes.append(f"{recipe.own.file} is written too, with the loss of sft: edit `{recipe.own.function}`")
     for note in notes:
         console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
     if recipe.options.launches:

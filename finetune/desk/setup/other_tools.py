@@ -1,4 +1,4 @@
-"""`finetune new --from`: a recipe from a config of TRL, axolotl, LLaMA-Factory or Unsloth."""
+"""`finetune new --from`: a recipe from a config of TRL, axolotl, LLaMA-Factory, Unsloth or torchtune."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from finetune.desk.setup.foreign_axolotl import convert_axolotl
 from finetune.desk.setup.foreign_command import COMMAND, command_values, is_command
 from finetune.desk.setup.foreign_llama_factory import convert_llama_factory
 from finetune.desk.setup.foreign_script import SUFFIXES, script_values
+from finetune.desk.setup.foreign_torchtune import convert_torchtune, is_torchtune
 from finetune.desk.setup.foreign_trl import convert_trl
 from finetune.desk.setup.foreign_unsloth import convert_unsloth, flattened
 from finetune.desk.setup.foreign_values import ForeignTable, one_line, read_config
@@ -26,6 +27,7 @@ _CONVERTERS: dict[str, Callable[[Conversion], None]] = {
     "LLaMA-Factory": convert_llama_factory,
     "TRL": convert_trl,
     "Unsloth": convert_unsloth,
+    "torchtune": convert_torchtune,
 }
 
 
@@ -98,6 +100,8 @@ def _values(source: str) -> tuple[str, dict[str, Any]]:
 
 def _tool_of(origin: str, theirs: dict[str, Any]) -> str:
     """Returns the tool that has such keys. Raises UserError if there is none."""
+    if is_torchtune(theirs):
+        return "torchtune"
     if "base_model" in theirs:
         return "axolotl"
     if {"stage", "finetuning_type"} & theirs.keys():
@@ -109,5 +113,6 @@ def _tool_of(origin: str, theirs: dict[str, Any]) -> str:
         return "TRL"
     raise UserError(
         f"{origin}: not a config of a tool that is known here. Fix: give one of axolotl (with `base_model`), LLaMA-"
-        "Factory (`stage`, `finetuning_type`), TRL (`model_name_or_path`) or Unsloth (`model_name`, `random_state`)"
+        "Factory (`stage`, `finetuning_type`), TRL (`model_name_or_path`), Unsloth (`model_name`, `random_state`) or "
+        "torchtune (sections with `_component_`)"
     )

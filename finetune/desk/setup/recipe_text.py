@@ -17,6 +17,7 @@ from finetune.data.chat.template_choice import built_in_templates
 from finetune.data.samples import FILE, Conversation, Labelled, MediaKind, Preference, PromptCompletion, Ranked, Sample
 from finetune.desk.setup.new_objective import SampledRun, sampled_lines
 from finetune.desk.setup.new_options import NewOptions
+from finetune.desk.setup.own_objective import OwnObjective
 from finetune.desk.setup.row_fit import GOAL_STEPS, LONGEST, SLACK, ExampleLengths, Fit
 from finetune.desk.setup.rows import RowsFound, conversation_of
 from finetune.desk.setup.template_fit import TemplateChoice
@@ -48,6 +49,7 @@ class NewRecipe:
     parameters: int | None  # number of the model's parameters; None: unknown
     precision: NativePrecision  # of this machine
     sampled: SampledRun | None = None  # of an objective on samples of the model
+    own: OwnObjective | None = None  # a loss of the user's
 
 
 def recipe_text(recipe: NewRecipe) -> str:
@@ -88,7 +90,7 @@ def _step_lines(recipe: NewRecipe) -> list[str]:
     few = "; these are few, and more rows would help most" if fit.steps < GOAL_STEPS // 2 else ""
     processes = {1: "1 process", 2: "1 or 2 processes", 4: "1, 2 or 4 processes"}
     lines = [
-        *_objective_lines(rows, options.mode),
+        *_objective_lines(rows, options.mode, recipe.own),
         f"batch: {{rows: {fit.rows}, rows_per_device: 1}}  # of about {fit.sequences:,} sequences; for "
         + processes.get(fit.rows, "1, 2, 4 or 8 processes"),
         _optimizer_line(recipe),
@@ -206,8 +208,10 @@ def _data_lines(options: NewOptions, rows: RowsFound, lengths: ExampleLengths, f
     return lines
 
 
-def _objective_lines(rows: RowsFound, mode: str) -> list[str]:
+def _objective_lines(rows: RowsFound, mode: str, own: OwnObjective | None) -> list[str]:
     objective: dict[str, Any] = {"name": rows.objective}
+    if own is not None:
+        return [f"objective: {flow({'file': own.file, 'function': own.function})}  # `check` tries the function"]
     if rows.objective == "sft":
         return []
     if rows.objective == "classify":

@@ -283,6 +283,11 @@ def render_prompt(chat: Chat | None, request: Conversation) -> str:
     try:
         chat = chat.selected(request)
         chat = with_arguments(chat, request.template_arguments) if request.template_arguments else chat
+        if request.tools and not chat.traits.writes_tools:
+            raise UserError(
+                "tools: the model's chat template does not show them. Fix: leave them out, or take a model whose "
+                "template has them"
+            )
         return chat.jinja.text(chat.traits.as_dicts(request), list(request.tools), prompt=True)
     except BadRow as error:
         raise UserError(str(error)) from None

@@ -30,6 +30,8 @@ from finetune.desk.setup.row_fit import GOAL_STEPS, ExampleLengths, fit_rows, pi
 from finetune.desk.setup.rows import read_sample
 from finetune.errors import UserError
 from finetune.features import load_recipe
+from finetune.objectives.own import load_own
+from finetune.recipe.objective_settings import Own
 
 
 def words(drawn: random.Random, least: int, most: int) -> str:
@@ -164,6 +166,37 @@ def test_an_objective_of_the_same_rows(made: Path, tmp_path: Path, objective: st
     recipe = load_recipe(output)
     assert (recipe.objective.name, recipe.run.name) == (objective, f"pairs-{objective}-lora")
     assert check_recipe(output, ()).error is None
+
+
+def test_a_loss_of_one_s_own(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = tiny.write_rows(tmp_path / "rows.jsonl", NUMBERS)
+    printed = new(made / "llama", data, output=tmp_path / "first.yaml", objective="own")
+    assert "my_loss.py is written too, with the loss of sft: edit `my_loss`" in printed
+    assert dict(load_own(Own(file="my_loss.py", function="my_loss")).units) == {"objective": "target_tokens"}
+    starter = Path("my_loss.py").read_text(encoding="utf-8")
+    Path("mine.py").write_text(starter.replace("my_loss(", "short("), encoding="utf-8")
+    for name, objective, answer, expected in (
+        ("second", "own", None, ("my_loss.py", "my_loss")),  # the file stays as it is
+        ("third", "mine.py:short", None, ("mine.py", "short")),
+        ("fourth", "own", "asked.py:f", ("asked.py", "f")),
+    ):
+        ask = None if answer is None else lambda _question, _default, answer=answer: answer
+        printed = new(made / "llama", data, output=Path(f"{name}.yaml"), objective=objective, ask=ask)
+        own = load_recipe(f"{name}.yaml").objective
+        assert isinstance(own, Own)
+        assert (own.file, own.function) == expected
+        assert ("is written too" in printed) == (answer is not None)
+    assert Path("my_loss.py").read_text(encoding="utf-8") == starter
+    for objective, message in (
+        ("absent.py:f", "no such file. Fix: correct the path, or give --objective own"),
+        ("mine.py:absent", "absent"),
+        ("mine.txt:f", "no such objective"),
+    ):
+        with pytest.raises(UserError, match=message):
+            new(made / "llama", data, output=Path("fifth.yaml"), objective=objective)
+    assert not Path("fifth.yaml").exists()
+    assert check_recipe(Path("first.yaml"), ()).error is None
 
 
 def test_a_template_for_a_tokenizer_without_one(made: Path, tmp_path: Path) -> None:

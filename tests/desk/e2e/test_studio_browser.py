@@ -195,22 +195,31 @@ def test_a_run_is_watched_from_its_start_to_its_end_without_a_reload(
         assert page.log() == []
 
 
-def test_the_older_of_two_tabs_is_refused(studio: tuple[Path, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [1280, 420])
+def test_the_older_of_two_tabs_is_refused(studio: tuple[Path, str], tmp_path: Path, width: int) -> None:
     folder, address = studio
-    site = address.partition("?")[0].rstrip("/")
-    (folder / "tabs.yaml").write_text(WATCHED.format(name="tabs"))
-    with chromium(tmp_path / "profile", 1280) as page:
+    site, file = address.partition("?")[0].rstrip("/"), folder / f"tabs-{width}.yaml"
+    file.write_text(WATCHED.format(name=f"tabs-{width}"))
+    steps = "return document.querySelector('[data-key=\"train.max_steps\"]').value == '60'"
+    with chromium(tmp_path / "profile", width) as page:
         page.open(address)
-        page.open(f"{site}/recipe?path=tabs.yaml")
-        (folder / "tabs.yaml").write_text("# of another tab\n" + WATCHED.format(name="tabs"))
-        page.until("return document.querySelector('[data-key=\"train.max_steps\"]').value == '60'")
+        page.open(f"{site}/recipe?path={file.name}")
+        page.until(steps)
+        older = page.open_tab()
+        page.open(f"{site}/recipe?path={file.name}")
+        page.until(steps)
+        page.type("#text", "# of the other tab")
+        page.click(".save")
+        page.until("return document.querySelector('.saved').textContent == 'saved'")
+        page.to_tab(older)
         page.type('[data-key="train.max_steps"]', "1\ue007")  # 601: Enter changes it
         page.until("return document.querySelector('#text').value.includes('max_steps: 601')")
         page.type("#text", "# mine")
         page.click(".save")
         page.until("return document.querySelector('.saved').textContent.includes('was changed elsewhere')")
         assert "# mine" in page.run("return document.querySelector('#text').value")
-    assert "# mine" not in (folder / "tabs.yaml").read_text()
+    assert "# of the other tab" in file.read_text()
+    assert "# mine" not in file.read_text()
 
 
 @pytest.mark.parametrize("width", [1280, 420])

@@ -233,6 +233,9 @@ def test_names_of_the_server(header: str, allowed: bool) -> None:
     assert is_allowed_host(header, hosts_of("127.0.0.1", ["*"]))
 
 
+FUNCTION = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
 @pytest.mark.parametrize(
     ("changed", "status", "message"),
     [
@@ -242,6 +245,7 @@ def test_names_of_the_server(header: str, allowed: bool) -> None:
         ({"temperature": "hot"}, 400, "expected a number of at least 0"),
         ({"messages": [*GREEN, {"role": "assistant", "content": "x"}]}, 400, "there is nothing to answer"),
         ({"messages": [{"role": "ant", "content": "x"}]}, 400, "messages[0].role is 'ant'"),
+        ({"tools": [FUNCTION]}, 400, "tools: the model's chat template does not show them"),
         ({"extra_body": {"unheard": 1}}, 400, "unknown field 'unheard'"),
     ],
 )

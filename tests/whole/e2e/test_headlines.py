@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from finetune import utils
 from finetune.desk.view.run_log import follow
 from finetune.plan.run_list import evaluation, list_runs, show_runs
 from finetune.tracking.headline import progress_text
-from finetune.tracking.watches import PaceWatch, VarianceWatch
+from finetune.tracking.watches import CoresWatch, PaceWatch, VarianceWatch
 
 WIDTH = 100
 NUMBER = r"-?\d[\d.,]*(?:e-?\d+)?"
@@ -126,3 +127,21 @@ def test_a_step_of_ten_times_the_usual_time_says_whether_the_machine_is_busy(
     assert warning is not None
     assert warning.startswith(f"step 11 took 36.0 s, 10 times its usual time. {said}")
     assert [done(step, 60.0) is not None for step in range(12, 15)] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("share", "load", "says"), [(0.1, 1e6, True), (1.9, 1e6, False), (0.1, 0.0, False)], ids=["busy", "enough", "idle"]
+)
+def test_a_machine_that_is_busy_from_the_start_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, share: float, load: float, says: bool
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "process_time", lambda: share * now[0])
+    watch, warnings = CoresWatch(), list[str | None]()
+    for step in range(1, 20):
+        now[0] += 10.0
+        warnings.append(watch.step_done({"step": step}))
+    assert [bool(one) for one in warnings] == [*[False] * 3, says, *[False] * 15]
+    assert not says or str(warnings[3]).startswith("this process has 0.10 of a core: 1000000.0 programs want the")

@@ -186,20 +186,24 @@ def test_it_is_submitted_only_if_asked(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = JobOptions(**OF_TARGET["slurm"], hours=5.0)
-    assert launch_on("slurm", own, (), options, Path("job.sbatch"), False) == 0
-    assert "wrote job.sbatch" in capfd.readouterr().err
+    assert launch_on("slurm", own, ("train.precision=fp32",), options, Path("job.sbatch"), False) == 0
+    said = capfd.readouterr().err
+    assert "wrote job.sbatch" in said
+    slow = "train.precision: fp32 leaves most of H100 SXM unused. By its tables it multiplies 15 times faster in bf16."
+    assert f"{slow} Fix: train.precision=bf16" in said
     tools = tmp_path / "tools"
     tools.mkdir()
     monkeypatch.setenv("PATH", str(tools))
     with pytest.raises(
         UserError, match=r"`sbatch` is not installed here\. my-run-1\.sbatch is written\. Fix: run `sbatch my"
     ):
-        launch_on("slurm", own, (), options, None, True)
+        launch_on("slurm", own, ("train.precision=bf16",), options, None, True)
     (tools / "sbatch").write_text('#!/bin/sh\necho "Submitted $1"\nexit 3\n', encoding="utf-8")
     (tools / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
-    assert launch_on("slurm", own, (), options, None, True) == 3
+    assert launch_on("slurm", own, ("train.precision=bf16",), options, None, True) == 3
     said = capfd.readouterr()
+    assert "train.precision" not in said.err
     assert "running sbatch my-run-1.sbatch" in said.err
     assert "Submitted my-run-1.sbatch" in said.out
 

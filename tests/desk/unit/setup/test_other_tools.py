@@ -1125,3 +1125,100 @@ def test_grpo(convert: Convert) -> None:
 def test_rewards_of_trl_score_alike(pattern: str, text: str, fits: bool) -> None:
     """The two cases of TRL's own docstring and tests."""
     assert (re.search(foreign_tool("trl").value("rewards.name", pattern).sets["pattern"], text) is not None) == fits
+
+
+# --- torchtune
+
+TORCHTUNE_LORA = """
+output_dir: out/tuned
+model:
+  _component_: torchtune.models.llama3_2.lora_llama3_2_1b
+  lora_attn_modules: ['q_proj', 'v_proj', 'output_proj']
+  apply_lora_to_mlp: True
+  lora_rank: 64
+  lora_alpha: 128
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /models/tokenizer.model, max_seq_len: 1024}
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: /models/llama/
+  checkpoint_files: [model.safetensors]
+resume_from_checkpoint: False
+dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset, packed: True}
+seed: null
+shuffle: True
+batch_size: 4
+optimizer: {_component_: bitsandbytes.optim.PagedAdamW8bit, lr: 3e-4, weight_decay: 0.05}
+lr_scheduler:
+  _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
+  num_warmup_steps: 100
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+epochs: 2
+max_steps_per_epoch: 50
+gradient_accumulation_steps: 8
+device: cuda
+dtype: bf16
+metric_logger: {_component_: torchtune.training.metric_logging.WandBLogger, project: mine}
+profiler: {_component_: torchtune.training.setup_torch_profiler, enabled: False, cpu: True}
+"""
+
+
+def test_torchtune_lora(convert: Convert) -> None:
+    recipe, printed, text = convert(TORCHTUNE_LORA, devices=2)
+    keys = ("model.name", "mode", "lora.rank", "lora.alpha", "lora.targets", "objective.name", "objective.train_on")
+    targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert values(recipe, *keys) == ["/models/llama", "lora", 64, 128.0, targets, "sft", "all"]
+    (source,) = recipe.data.train
+    assert (source.path, source.format) == ("yahma/alpaca-cleaned", "alpaca")
+    keys = ("data.max_length", "data.packing", "batch.rows", "batch.rows_per_device", "train.epochs", "train.precision")
+    assert values(recipe, *keys) == [1024, True, 64, 4, 2, "bf16_true"]
+    keys = ("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm", "schedule.name")
+    assert values(recipe, *keys, "schedule.warmup_steps") == ["paged_adamw_8bit", 3e-4, 0.05, None, "cosine", 100]
+    assert recipe.tracking.wandb is not None
+    assert (recipe.tracking.wandb.project, recipe.checkpoint.every_steps) == ("mine", None)
+    assert "max_steps_per_epoch=50: set `train.max_steps`" in printed
+    assert "TODO" not in text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "keys", "expected"),
+    [
+        ("lora_llama3_2_1b", "qlora_llama3_2_1b", ("mode", "quantization.type"), ["qlora", "nf4"]),
+        ("llama3_2.lora_llama3_2_1b", "llama3_2.llama3_2_1b", ("mode", "lora"), ["full", None]),
+        ("modules.loss.LinearCrossEntropyLoss", "rlhf.loss.DPOLoss, beta: 0.2", ("objective.beta",), [0.2]),
+        ("dtype: bf16", "dtype: fp32", ("train.precision",), ["fp32"]),
+        ("packed: True", "packed: False, train_on_input: False", ("objective.train_on",), ["assistant"]),
+        ("lr_scheduler:", "other:", ("schedule.name", "optimizer.lr"), ["constant", 3e-4]),
+    ],
+)
+def test_what_torchtune_s_components_decide(
+    before: str, after: str, keys: tuple[str, ...], expected: list[Any], convert: Convert
+) -> None:
+    assert before in TORCHTUNE_LORA
+    config = TORCHTUNE_LORA.replace(before, after)
+    if "DPOLoss" in after:
+        rows = "preference_dataset, source: json, data_files: pairs.jsonl, column_map: {chosen: good}"
+        config = config.replace("alpaca_cleaned_dataset, packed: True", rows)
+    recipe, _, _ = convert(config)
+    assert values(recipe, *keys) == expected
+
+
+@pytest.mark.parametrize(
+    ("component", "expected"),
+    [
+        (
+            "instruct_dataset, source: csv, data_files: faq.csv, column_map: {input: q, output: a}",
+            {"path": "faq.csv", "format": "prompt_completion", "columns": {"prompt": "q", "completion": "a"}},
+        ),
+        (
+            "chat_dataset, source: org/chats, conversation_column: turns, conversation_style: sharegpt, split: test",
+            {"path": "org/chats", "format": "sharegpt", "columns": {"conversations": "turns"}, "split": "test"},
+        ),
+        ("text_completion_dataset, source: org/books, column: body", {"format": "text", "columns": {"text": "body"}}),
+        ("samsum_dataset", {"path": "org/dataset"}),
+    ],
+)
+def test_rows_of_torchtune_s_builders(component: str, expected: dict[str, Any], convert: Convert) -> None:
+    recipe, printed, _ = convert(TORCHTUNE_LORA.replace("alpaca_cleaned_dataset, packed: True", component))
+    (source,) = recipe.data.train
+    assert source.model_dump(exclude_unset=True).items() >= expected.items()
+    assert ("samsum_dataset has no counterpart" in printed) == ("samsum" in component)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import csv
+import errno
 import gzip
 import hashlib
 import http.server
@@ -30,7 +31,7 @@ import pytest
 from data_helpers import prepare
 
 from finetune.data.sources import files, readers
-from finetune.data.sources.files import COMPRESSIONS, File
+from finetune.data.sources.files import COMPRESSIONS, File, file_digest
 from finetune.data.sources.readers import READERS, rows_of
 from finetune.data.sources.source import HubRows, SourceReader, dataset_rows, read_rows
 from finetune.errors import UserError
@@ -745,6 +746,16 @@ def test_a_cache_that_cannot_keep_a_remote_file(memory, tmp_path, monkeypatch):
     memory.pipe("/a.jsonl", jsonl())
     monkeypatch.setenv("FINETUNE_CACHE", str(written(tmp_path / "file") / "below"))
     refused("memory://a.jsonl", "cannot be kept in", "set FINETUNE_CACHE to a folder with room")
+
+
+def test_the_cache_of_another_user(tmp_path, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "theirs"))
+    monkeypatch.setattr(os, "mkdir", refuse)  # root may write anywhere
+    with pytest.raises(UserError, match=r"Permission denied\. Fix: set FINETUNE_CACHE to a folder of your own"):
+        file_digest(written(tmp_path / "rows.jsonl"))
 
 
 def test_urls_as_they_are_shown():
