@@ -359,7 +359,12 @@ def pipeline_recipe(c: Combination) -> Iterator[str]:
     key, loss = c.key("schedule"), recipe.model.cross_entropy  # torch runs each backward in two parts
     if recipe.train.compile:
         yield f"{key}: torch cannot split a compiled backward: use `1f1b`, or `compile: false`"
-    if loss != "plain":
+    if recipe.mtp_weight is not None:
+        yield (
+            f"{key} splits a backward into gradients of inputs and of weights, and the head of `model.mtp: train` has "
+            "a second path to the embedding: use `1f1b`"
+        )
+    elif loss != "plain":
         yield (
             f"{key} runs a backward twice, and `model.cross_entropy: {loss}` has its gradients once: use `1f1b`, or "
             "`cross_entropy: plain`, which stores all logits"
