@@ -162,8 +162,6 @@ def stored_base(c: Combination) -> Iterator[str]:
         yield f"{c.key('tensor')} with {what}: ranks would split blocks that share a scale: {instead}"
     if c.sizes.pipeline > 1:
         yield f"{c.key('pipeline')} with {what}: a stage reads its own layers, and these are read for all: {instead}"
-    if c.launch.kind == "zero" and c.launch.zero_stage == 3:
-        yield f"ZeRO-3 with {what}: it shards weights as transformers reads them, and these are read apart: {instead}"
 
 
 def data_parallel(c: Combination) -> Iterator[str]:

@@ -73,7 +73,6 @@ RECIPES = {
     "packed again": Bad("mxfp4", "would pack them again", ("mode=qlora", "lora={rank: 4}", "quantization={}")),
     "norms of rows": Bad("nvfp4", "peft cannot unpack", (*LORA, "lora.dora=true")),
     "compiled": Bad("fp8", "compiled layers unpack", (*LORA, "train.compile=true")),
-    "under ZeRO-3": Bad("fp8", "it shards weights as transformers reads them", config="zero3"),
     "divided matrices": Bad("fp8", "ranks would split blocks that share a scale", config="tp"),
     "stages": Bad("fp8", "a stage reads its own layers", config="pp"),
     "experts that do not divide": Bad(
