@@ -37,7 +37,7 @@ WORDS = 12  # of the first sentence
 class Bad:
     """A recipe that cannot run on a base."""
 
-    base: str  # a format of `stored.MAKE`, a row of `mtp_bases.BASES`, or llama
+    base: str  # a format of `stored.MAKE`, a row of `mtp_bases.BASES`, both, or llama
     message: str  # part of the error
     recipe: tuple[str, ...] = LORA  # overrides
     settings: dict[str, Any] = field(default_factory=dict)  # changes of `quantization_config`
@@ -87,7 +87,11 @@ RECIPES = {
     "half a head": Bad("qwen3_5_text", "lacks 1 tensors, such as `mtp.fc.weight`", HEAD, lacks=r"mtp\.fc\."),
     "two heads": Bad("qwen3_5_text", "has several heads", HEAD, has="mtp.layers.1.norm.weight"),
     "an unknown part": Bad("qwen3_5_text", "which is not trained here", HEAD, has="mtp.draft.weight"),
-    "a head in fewer bits": Bad("fp8", "is stored quantized, and its head with it", (*LORA, *HEAD)),
+    "a head in fewer bits without a scale": Bad(
+        *("fp8 glm4_moe", "lacks 1 tensors, such as `model.layers.2.self_attn.q_proj.weight_scale_inv`"),
+        recipe=(*LORA, *HEAD),
+        lacks=r"layers\.2\.self_attn\.q_proj\.weight_scale_inv",
+    ),
     "a schedule of halves": Bad(
         *("qwen3_5_text", "has a second path to the embedding", HEAD),
         config="pp",
@@ -105,9 +109,12 @@ def well_said(text: str) -> bool:
 @pytest.fixture(scope="module")
 def bases(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder, names = tmp_path_factory.mktemp("bases"), {bad.base for bad in RECIPES.values()}
-    plain = {kind: made / ("gpt_oss" if kind == "mxfp4" else "llama") for kind in names}
-    found = {kind: stored.store(plain[kind], folder, kind)[0] for kind in names & {*stored.MAKE}}
+    plain = {"mxfp4": "gpt_oss"}
+    found = {kind: stored.store(made / plain.get(kind, "llama"), folder, kind)[0] for kind in names & {*stored.MAKE}}
     found |= {name: mtp_bases.save_base(folder, name) for name in names & {*mtp_bases.BASES}}
+    for both in (name for name in names if " " in name):
+        kind, name = both.split()
+        found[both] = stored.store(mtp_bases.save_base(folder / both, name), folder / both, kind)[0]
     return {**found, "llama": made / "llama"}
 
 

@@ -102,19 +102,26 @@ def _unfit(trained: Trained, reason: str) -> UserError:
     return UserError(f"--head: {trained.run_dir} has no head that can be measured. {reason}. Fix: leave out --head")
 
 
+def _obstacle(recipe: Recipe | None) -> str | None:
+    """Returns why nothing can be measured, by the recipe alone; None if it may be."""
+    if recipe is None:
+        return "It has no recipe.yaml, which says what its held-out rows are"
+    if recipe.objective.scores_sequences:
+        return "Its model scores texts, and writes none"
+    if recipe.rollouts is not None:
+        return "Its rows are prompts without answers to draft"
+    if recipe.data.media is not None or recipe.model.train is not None:
+        return "It was trained with its tower, and heads are measured on text alone"
+    if recipe.model.name is None:
+        return "It was made from a config"
+    return "`model.mtp: drop` removed it" if recipe.model.mtp == "drop" else None
+
+
 def _with_head(trained: Trained) -> Recipe:
     """Returns the recipe of a model with its head, for measuring on one process. Raises UserError if it has none."""
-    recipe = trained.recipe
-    if recipe is None:
-        raise _unfit(trained, "It has no recipe.yaml, which says what its held-out rows are")
-    if recipe.objective.scores_sequences:
-        raise _unfit(trained, "Its model scores texts, and writes none")
-    if recipe.rollouts is not None:
-        raise _unfit(trained, "Its rows are prompts without answers to draft")
-    if recipe.data.media is not None or recipe.model.train is not None:
-        raise _unfit(trained, "It was trained with its tower, and heads are measured on text alone")
-    if recipe.model.mtp == "drop" or recipe.model.name is None:
-        raise _unfit(trained, "Its base has none" if recipe.model.name is None else "`model.mtp: drop` removed it")
+    if (reason := _obstacle(recipe := trained.recipe)) is not None:
+        raise _unfit(trained, reason)
+    assert recipe is not None  # or it is an obstacle
     model = recipe.model.model_copy(update={"mtp": "train", "cross_entropy": "auto"})
     base = Base(model, recipe.tokens)
     try:
