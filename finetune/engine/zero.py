@@ -25,6 +25,7 @@ from finetune.models.attention.mixers import is_mixer, with_positional_input
 from finetune.models.base_config import dtypes
 from finetune.models.packed_linear import linear_weights, move_states
 from finetune.models.stored_config import stored_format
+from finetune.models.stored_layers import stored_stacks
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel, trained_head
 from finetune.recipe.schema import Recipe
@@ -98,9 +99,11 @@ class Zero(Engine):
         self.unwrapped = model.causal_lm
         self.find_overflows(model)
         # Stage 3 gathers the weights of leaves once for all calls: a head with adapters is called once per chunk of
-        # positions, modules of a mixer once per document, and ranks have different numbers of both.
+        # positions, modules of a mixer once per document, and ranks have different numbers of both. Adapters on experts
+        # in the bytes of their files are read without a call of theirs: peft's way is to add them to plain weights.
         mixers = [module for module in self.unwrapped.modules() if is_mixer(module)]
-        for module in (trained_head(self.unwrapped), *mixers):
+        adapted = (path.partition(".base_layer")[0] for path in stored_stacks(self.unwrapped) if "base_layer" in path)
+        for module in (trained_head(self.unwrapped), *mixers, *map(self.unwrapped.get_submodule, adapted)):
             if next(module.children(), None) is not None:
                 set_z3_leaf_module(module, True)
         for module in mixers:
