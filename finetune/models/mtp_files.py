@@ -54,8 +54,8 @@ def check_base_has_head(model: Model, config: PretrainedConfig) -> None:
     others = sorted(one for one in names if is_of_head(one, layers) and not one.endswith(FREQUENCIES))
     if other := next((name for name in others if name not in own), None):
         raise UserError(
-            f"model.mtp: train: the head of {model.name!r} has `{other}`, which is not trained here. Fix: use "
-            "`model.mtp: keep`"
+            f"model.mtp: train: {model.name!r} has `{other}`. No part of a head that is trained here has this name. "
+            "Fix: use `model.mtp: keep`"
         )
     # Experts are in files one by one, or stacked as in memory.
     lacking = [one_by_one - {*names} for as_is, one_by_one in tensors if not as_is <= {*names}]

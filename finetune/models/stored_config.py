@@ -46,7 +46,7 @@ def stored_format(config: PretrainedConfig, name: str | None = None) -> StoredFo
 
 def _refused(name: str | None, what: str, why: str) -> UserError:
     place = "model.name" if name is None else f"model.name: {name!r}"
-    return UserError(f"{place} is stored as {what}, which is not read. {why}. Fix: name a copy in bfloat16")
+    return UserError(f"{place} is stored as {what}. That is not read. {why}. Fix: name a copy in bfloat16")
 
 
 def _fp8(settings: Settings, ignored: Ignored, _scales: torch.dtype, name: str | None) -> StoredFormat:

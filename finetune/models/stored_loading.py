@@ -77,8 +77,8 @@ def stored_parameters(model: Any, form: StoredFormat) -> list[StoredParameter]:
         own = [piece.rows for piece in pieces if piece.expert == 0]
         if [piece.rows for piece in pieces] != own * (experts or 1) or sum(own) != rows:
             raise UserError(
-                f"model.name: the files of {type(model).__name__} divide {path}.{name} in another way than is read "
-                f"here, as {form.name}. Fix: name a copy in bfloat16"
+                f"model.name: files of {type(model).__name__} divide {path}.{name} in another way. It is read in the "
+                f"rows that transformers writes, as {form.name}. Fix: name a copy in bfloat16"
             )
         matrix = StoredMatrix(form, tuple(own), columns)
         try:
@@ -265,7 +265,7 @@ class StoredFiles:
         missing = [f"a plain {one}" for name in scaled if (one := name.removesuffix("_scale_inv")) in plain] or missing
         if missing:
             raise UserError(
-                f"model.name: {name!r} lacks {missing[0]}, though its config says {form.name} ({len(missing):,} in "
+                f"model.name: {name!r} lacks {missing[0]}. Its config says {form.name} ({len(missing):,} such in "
                 "all). Fix: complete the folder, or correct `quantization_config` in its config.json"
             )
 

@@ -55,7 +55,7 @@ def compressed(*groups: dict[str, Any], layout: str = "pack-quantized") -> dict[
 INT8 = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
 RECIPES = {
     # --- formats
-    "of another library": Bad("fp8", "is stored as hqq, which is not read", settings={"quant_method": "hqq"}),
+    "of another library": Bad("fp8", "is stored as hqq. That is not read", settings={"quant_method": "hqq"}),
     "without a format's name": Bad("fp8", "has no `quant_method`", settings={"quant_method": None}),
     "fp8 without blocks": Bad("fp8", "Its config has no `weight_block_size`", settings={"weight_block_size": None}),
     "experts in fp4": Bad("fp8", "fp8 with other parts in fp4", settings={"expert_dtype": "fp4"}),
@@ -86,7 +86,7 @@ RECIPES = {
     "no head in the files": Bad("qwen3_5_text", "has no head that predicts several tokens", HEAD, lacks=r"mtp\."),
     "half a head": Bad("qwen3_5_text", "lacks 1 tensors, such as `mtp.fc.weight`", HEAD, lacks=r"mtp\.fc\."),
     "two heads": Bad("qwen3_5_text", "has several heads", HEAD, has="mtp.layers.1.norm.weight"),
-    "an unknown part": Bad("qwen3_5_text", "which is not trained here", HEAD, has="mtp.draft.weight"),
+    "an unknown part": Bad("qwen3_5_text", "No part of a head that is trained", HEAD, has="mtp.draft.weight"),
     "a head in fewer bits without a scale": Bad(
         *("fp8 glm4_moe", "lacks 1 tensors, such as `model.layers.2.self_attn.q_proj.weight_scale_inv`"),
         recipe=(*LORA, *HEAD),
