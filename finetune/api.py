@@ -159,12 +159,13 @@ def evaluate(
     limit: int | None = None,
     fewshot: int | None = None,
     base: bool = True,
+    head: bool = False,
 ) -> dict[str, Score]:
     """Returns the scores of a run and of its base on tasks of lm-evaluation-harness, by "task/metric", and writes them
     to evaluate.json of the run.
 
     folder: YAML files of own tasks; limit: rows of each; fewshot: examples in each prompt; base: whether the base is
-    scored as well.
+    scored as well; head: whether drafts of a head that predicts ahead are counted, as "mtp/acceptance".
     """
     quiet_libraries()
     sleep_at_barriers()
@@ -172,6 +173,6 @@ def evaluate(
 
     from finetune.release.inference.evaluate import EvaluateOptions, evaluate_runs
 
-    options = EvaluateOptions(tasks, None if folder is None else Path(folder), limit, fewshot, base=base)
+    options = EvaluateOptions(tasks, None if folder is None else Path(folder), limit, fewshot, base=base, head=head)
     (scores,) = evaluate_runs([Path(run_dir)], options, Console())
     return scores

@@ -33,7 +33,6 @@ def check_launch(recipe: Recipe, recipe_file: str, launch: Launch, config: Any |
     clip, train = recipe.optimizer.max_grad_norm, recipe.train
     problems = [*_contradictions(train, clip, launch, None if automatic else micro_batches)]
     problems += _not_offered(recipe.optimizer.name, train, launch)
-    problems += _not_with_heads(recipe, launch)
     if recipe.optimizer.in_backward and not automatic:  # a recipe rule refuses it with `auto`
         problems += _not_in_backward(recipe.batch.rows, rows, launch, micro_batches)
     if problems:
@@ -132,15 +131,6 @@ def _not_offered(optimizer: str, train: Train, launch: Launch) -> Iterator[str]:
         yield "`muon` was not tried with optimizer state on NVMe: use another config such as zero3_offload, or `adamw`"
     if kind == "zero" and train.compile:
         yield "`train.compile` does not support DeepSpeed's hooks on parameters: use ddp or fsdp2, or `compile: false`"
-
-
-def _not_with_heads(recipe: Recipe, launch: Launch) -> Iterator[str]:
-    """Yields why a head that predicts ahead is not trained here."""
-    if recipe.mtp_weight is not None and launch.parallelism.schedule == "zero_bubble":
-        yield (
-            "`model.mtp: train` has a second path to the embedding in the last stage, which `pp_schedule: zero_bubble` "
-            "does not divide into gradients of inputs and of weights: use 1f1b or interleaved"
-        )
 
 
 def _not_in_backward(rows: int, rows_per_device: int, launch: Launch, micro_batches: int) -> Iterator[str]:

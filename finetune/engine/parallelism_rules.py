@@ -162,8 +162,6 @@ def stored_base(c: Combination) -> Iterator[str]:
         yield f"{c.key('tensor')} with {what}: ranks would split blocks that share a scale: {instead}"
     if c.sizes.pipeline > 1:
         yield f"{c.key('pipeline')} with {what}: a stage reads its own layers, and these are read for all: {instead}"
-    if c.launch.kind == "zero" and c.launch.zero_stage == 3:
-        yield f"ZeRO-3 with {what}: it shards weights as transformers reads them, and these are read apart: {instead}"
 
 
 def data_parallel(c: Combination) -> Iterator[str]:
@@ -359,7 +357,12 @@ def pipeline_recipe(c: Combination) -> Iterator[str]:
     key, loss = c.key("schedule"), recipe.model.cross_entropy  # torch runs each backward in two parts
     if recipe.train.compile:
         yield f"{key}: torch cannot split a compiled backward: use `1f1b`, or `compile: false`"
-    if loss != "plain":
+    if recipe.mtp_weight is not None:
+        yield (
+            f"{key} splits a backward into gradients of inputs and of weights, and the head of `model.mtp: train` has "
+            "a second path to the embedding: use `1f1b`"
+        )
+    elif loss != "plain":
         yield (
             f"{key} runs a backward twice, and `model.cross_entropy: {loss}` has its gradients once: use `1f1b`, or "
             "`cross_entropy: plain`, which stores all logits"

@@ -24,6 +24,8 @@ from finetune.errors import UserError
 from finetune.models.attention.mixers import is_mixer, with_positional_input
 from finetune.models.base_config import dtypes
 from finetune.models.packed_linear import linear_weights, move_states
+from finetune.models.stored_config import stored_format
+from finetune.models.stored_layers import stored_stacks
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel, trained_head
 from finetune.recipe.schema import Recipe
@@ -43,11 +45,12 @@ class Zero(Engine):
         self.averaged_ranks = self.world_size
         self.plugin: Any = accelerator.state.deepspeed_plugin
         self.gathers_in_forward = self.is_stage_3 = self.plugin.zero_stage == 3
+        kept = recipe.model.stored == "keep" and stored_format(config) is not None
+        self._is_packed = recipe.quantization is not None or kept
 
     def placement(self, recipe: Recipe) -> Placement:
         if self.is_stage_3:
-            packs = recipe.quantization is not None
-            return Placement("load", self.device if packs else None, packed_on=torch.device("cpu"))
+            return Placement("load", self.device if self._is_packed else None, packed_on=torch.device("cpu"))
         return Placement("load", self.device, direct=recipe.mode == "full" and self.device.type != "cpu")
 
     @contextlib.contextmanager
@@ -56,8 +59,8 @@ class Zero(Engine):
         holds all of it.
 
         transformers does so in the config's compute type, which would be fp32: twice the memory for frozen weights.
-        Random weights drawn in shards would depend on the number of ranks, and rows of shards cannot be packed: these
-        models are created in full on every rank, and sharded at wrap.
+        Random weights drawn in shards would depend on the number of ranks, rows of shards cannot be packed, and bytes
+        of files are not read by transformers: these models are created in full on every rank, and sharded at wrap.
         """
         from transformers.integrations import unset_hf_deepspeed_config
 
@@ -71,7 +74,7 @@ class Zero(Engine):
         if recipe.mode == "lora" and half:
             self.plugin.deepspeed_config[half] = {"enabled": True}  # until `wrap`
             self.plugin.set_deepspeed_weakref()
-        if recipe.model.config is not None or recipe.quantization is not None:
+        if recipe.model.config is not None or self._is_packed:
             unset_hf_deepspeed_config()
         try:
             yield
@@ -96,9 +99,11 @@ class Zero(Engine):
         self.unwrapped = model.causal_lm
         self.find_overflows(model)
         # Stage 3 gathers the weights of leaves once for all calls: a head with adapters is called once per chunk of
-        # positions, modules of a mixer once per document, and ranks have different numbers of both.
+        # positions, modules of a mixer once per document, and ranks have different numbers of both. Adapters on experts
+        # in the bytes of their files are read without a call of theirs: peft's way is to add them to plain weights.
         mixers = [module for module in self.unwrapped.modules() if is_mixer(module)]
-        for module in (trained_head(self.unwrapped), *mixers):
+        adapted = (path.partition(".base_layer")[0] for path in stored_stacks(self.unwrapped) if "base_layer" in path)
+        for module in (trained_head(self.unwrapped), *mixers, *map(self.unwrapped.get_submodule, adapted)):
             if next(module.children(), None) is not None:
                 set_z3_leaf_module(module, True)
         for module in mixers:

@@ -18,7 +18,14 @@ from finetune.models.base_model import Base
 from finetune.models.checkpoint_files import loaded_names, tensor_places, unread_tensors
 from finetune.models.damage import check_weights, mismatched_sizes, weights_problem
 from finetune.models.moe import unpack_experts
-from finetune.models.mtp import attach_head, attach_without_weights, head_of, is_of_head, places_by
+from finetune.models.mtp import (
+    attach_head,
+    attach_without_weights,
+    head_of,
+    is_of_head,
+    places_by,
+    places_of_head,
+)
 from finetune.models.mtp import renames as renames_of
 from finetune.models.mtp_files import share_tables, unread_by_base
 from finetune.models.packed_linear import is_stored_quantized
@@ -69,10 +76,10 @@ def read_base(
     if placement.weights == "meta":
         model = without_weights(plain, auto, trusted=trusted, **common)
         model.tie_weights()  # no_init_weights leaves them apart
-        if form is not None and settings.stored == "keep":
-            put_in(model, stored_parameters(model, form), {}, compute)
         if settings.mtp == "train":
             attach_without_weights(model, dtype)
+        if form is not None and settings.stored == "keep":
+            put_in(model, stored_parameters(model, form), {}, compute)
         return model, None
     if settings.config is not None:
         return from_config(auto, config, trusted, **common), None
@@ -138,13 +145,18 @@ def _plain_model(
         for i, layer in enumerate(model.base_model.layers):
             if isinstance(layer, torch.nn.Identity):
                 model.base_model.layers[i] = skeleton.base_model.layers[i]
-    # transformers keeps here what it did to names and shapes, to undo it as it saves the model.
+    _leave_conversions(model, renames)
+    return model, report
+
+
+def _leave_conversions(model: Any, renames: dict[str, str]) -> None:
+    """Leave on a model what transformers did to names and shapes, which it undoes as it saves it, but for our own
+    renames."""
     if conversions := getattr(model, "_weight_conversions", None):
         used = [one for one in conversions if one.was_used()]
         # transformers changes the public lists as it reads a model; these are as they were given.
         used = [one for one in used if one._original_source_patterns[0] not in renames]
         set_attribute(model, "_weight_conversions", used, "read conversions")
-    return model, report
 
 
 class _Reading:
@@ -206,7 +218,7 @@ def load_stored(about: Model, config: PretrainedConfig, dtype: torch.dtype, auto
     form = stored_format(config, about.name)
     assert form is not None
     plain = without_quantization(config)
-    base = _StoredBase(about, auto, plain, form)
+    base = _StoredBase(about.model_copy(update={"mtp": "keep"}), auto, plain, form)
     return base.read(dtype, torch.device("cpu"), unpacks=False, dtype=dtype)[0].eval()
 
 
@@ -224,6 +236,8 @@ class _StoredBase:
     def __init__(self, settings: Model, auto: Any, plain: PretrainedConfig, form: StoredFormat):
         self._settings, self._plain = settings, plain
         self.skeleton = without_weights(plain, auto, settings.trust_remote_code)
+        if settings.mtp == "train":
+            attach_without_weights(self.skeleton, torch.float32)
         self.skeleton.tie_weights()
         self._places = tensor_places(settings)
         self._stored = stored_parameters(self.skeleton, form)
@@ -236,8 +250,15 @@ class _StoredBase:
 
     def read(self, stored_in: torch.dtype, kept_on: torch.device, unpacks: bool, **common: Any) -> tuple[Any, Any]:
         """Returns the model, and transformers' report; arguments as of `read_stored`."""
-        what = type(self.skeleton), self._plain, self._stored, self._files
-        return read_stored(*what, stored_in, kept_on, self._settings, unpacks, **common)
+        own, what = type(self.skeleton), (self._plain, self._stored, self._files, stored_in, kept_on, self._settings)
+        if head_of(self.skeleton) is None:
+            return read_stored(own, *what, unpacks, **common)
+        renames = renames_of(places_of_head(self.skeleton))
+        named = {"key_mapping": renames} if renames else {}
+        model, report = read_stored(_partly(own, None, "", has_head=True), *what, unpacks, **named, **common)
+        replace_class(model, own, "own class")
+        _leave_conversions(model, renames)
+        return model, report
 
 
 def _partly(model_class: Any, layers: frozenset[int] | None, ignored: str, has_head: bool) -> Any:

@@ -183,13 +183,15 @@ def renames(places: dict[str, str]) -> dict[str, str]:
     return {f"^{re.escape(there)}": here for here, there in places.items() if here != there}
 
 
+def name_in_files(model: Any, name: str) -> str:
+    """Returns the name in files of a tensor, or of a module, as transformers would save it."""
+    here, there = next(((a, b) for a, b in places_of_head(model).items() if f"{name}.".startswith(a)), ("", ""))
+    return f"{there}{f'{name}.'.removeprefix(here)}".removesuffix(".")
+
+
 def named_as_in_files(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors, named as transformers would save them, by their names in files."""
-    places, named = places_of_head(model), dict[str, Tensor]()
-    for name, tensor in tensors.items():
-        here = next((place for place in places if name.startswith(place)), "")
-        named[places.get(here, "") + name.removeprefix(here)] = tensor
-    return named
+    return {name_in_files(model, name): tensor for name, tensor in tensors.items()}
 
 
 def copies_in_result(model: Any) -> dict[str, str]:

@@ -29,6 +29,9 @@ from finetune.models.mtp import (
     named_as_in_files,
 )
 from finetune.models.packed_linear import is_stored_quantized
+from finetune.models.stored_config import stored_format
+from finetune.models.stored_formats import StoredFormat
+from finetune.models.stored_loading import stored_parameters, without_quantization
 from finetune.recipe.schema import Model
 
 
@@ -36,20 +39,23 @@ def check_base_has_head(model: Model, config: PretrainedConfig) -> None:
     """Raises UserError if a recipe trains a head that its base does not have, before anything large is read."""
     if model.mtp != "train" or model.name is None:
         return
-    if is_stored_quantized(config):
+    form = stored_format(config, model.name)
+    if form is None and is_stored_quantized(config):
         raise UserError(
-            f"model.mtp: train: {model.name!r} is stored quantized, and its head with it. Fix: name an unquantized "
+            f"model.mtp: train: {model.name!r} is stored as bitsandbytes has it, without its head. Fix: name another "
             "copy, or use `model.mtp: keep`"
         )
     names = tensor_names(model)
     check_head(config, names, model.name)
-    tensors, layers = _tensors_of_head(model, config), config.get_text_config().num_hidden_layers
-    own = {copy.name.format(n=layers) for copy in copies_in(config, names)}.union(*(a | b for a, b in tensors))
+    tensors, unread = _tensors_of_head(model, config, form)
+    layers = config.get_text_config().num_hidden_layers
+    own = unread.union(copy.name.format(n=layers) for copy in copies_in(config, names))
+    own = own.union(*(a | b for a, b in tensors))
     others = sorted(one for one in names if is_of_head(one, layers) and not one.endswith(FREQUENCIES))
     if other := next((name for name in others if name not in own), None):
         raise UserError(
-            f"model.mtp: train: the head of {model.name!r} has `{other}`, which is not trained here. Fix: use "
-            "`model.mtp: keep`"
+            f"model.mtp: train: {model.name!r} has `{other}`. No part of a head that is trained here has this name. "
+            "Fix: use `model.mtp: keep`"
         )
     # Experts are in files one by one, or stacked as in memory.
     lacking = [one_by_one - {*names} for as_is, one_by_one in tensors if not as_is <= {*names}]
@@ -60,16 +66,29 @@ def check_base_has_head(model: Model, config: PretrainedConfig) -> None:
         )
 
 
-def _tensors_of_head(model: Model, config: PretrainedConfig) -> list[tuple[set[str], set[str]]]:
+def _tensors_of_head(
+    model: Model, config: PretrainedConfig, form: StoredFormat | None
+) -> tuple[list[tuple[set[str], set[str]]], set[str]]:
     """Returns for each tensor of a head its name in files if they have it as memory does, and the names of those that
-    transformers makes of it as it saves."""
-    causal = without_weights(config, trusted=model.trust_remote_code)
+    transformers makes of it as it saves; and names of tensors in files that reading does not need. form: of the files;
+    None: plain."""
+    plain = config if form is None else without_quantization(config)
+    causal = without_weights(plain, trusted=model.trust_remote_code)
     attach_without_weights(causal, torch.float32)
+    stored = [] if form is None else [one for one in stored_parameters(causal, form) if in_head(one.path)]
+    parts, unread = dict[str, set[str]](), set[str]()
+    for one in stored:
+        for piece in one.pieces:
+            assert form is not None
+            kinds = form.parts(piece.rows, one.matrix.columns)
+            parts[piece.name] = {form.file_name(piece.name, part) for part in kinds}
+            unread |= {form.file_name(piece.name, part) for part in form.unread}
+
+    def in_files(tensors: dict[str, Tensor]) -> set[str]:
+        return set[str]().union(*(parts.get(name, {name}) for name in named_as_in_files(causal, tensors)))
+
     each = ({name: tensor} for name, tensor in causal.state_dict().items() if in_head(name))
-    return [
-        ({*named_as_in_files(causal, one)}, {*named_as_in_files(causal, revert_weight_conversion(causal, one))})
-        for one in each
-    ]
+    return [(in_files(one), in_files(revert_weight_conversion(causal, one))) for one in each], unread
 
 
 def share_tables(model: Any, about: Model) -> None:

@@ -32,11 +32,13 @@ def stored_format(config: PretrainedConfig, name: str | None = None) -> StoredFo
     """Returns the format of a checkpoint; None for a plain one, and for bitsandbytes', which transformers reads. name:
     of the model, for errors. Raises UserError for a format that is not read here."""
     settings = stored_settings(config)
-    if settings is None or (method := str(settings.get("quant_method", ""))) == "bitsandbytes":
+    if settings is None or (method := settings.get("quant_method")) == "bitsandbytes":
         return None
-    if (build := FORMATS.get(method)) is None:
+    if not method:
+        raise _refused(name, "a format without a name", "Its `quantization_config` has no `quant_method`")
+    if (build := FORMATS.get(str(method))) is None:
         others = ", ".join(FORMATS)
-        raise _refused(name, method, f"Nothing here unpacks it on GPUs and CPUs alike (but {others})")
+        raise _refused(name, str(method), f"Nothing here unpacks it on GPUs and CPUs alike (but {others})")
     ignored = settings.get("modules_to_not_convert", settings.get("ignored_layers"))
     scales = getattr(config, "dtype", None) or torch.bfloat16
     return build(settings, None if ignored is None else tuple(ignored), scales, name)
@@ -44,7 +46,7 @@ def stored_format(config: PretrainedConfig, name: str | None = None) -> StoredFo
 
 def _refused(name: str | None, what: str, why: str) -> UserError:
     place = "model.name" if name is None else f"model.name: {name!r}"
-    return UserError(f"{place} is stored as {what}, which is not read. {why}. Fix: name a copy in bfloat16")
+    return UserError(f"{place} is stored as {what}. That is not read. {why}. Fix: name a copy in bfloat16")
 
 
 def _fp8(settings: Settings, ignored: Ignored, _scales: torch.dtype, name: str | None) -> StoredFormat:

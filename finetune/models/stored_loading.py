@@ -25,6 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from finetune.errors import UserError
+from finetune.models.mtp import HEAD, name_in_files, named_as_in_files
 from finetune.models.patches import set_attribute
 from finetune.models.stored_formats import StoredFormat
 from finetune.models.stored_layers import StoredLinear, StoredMatrix
@@ -76,8 +77,8 @@ def stored_parameters(model: Any, form: StoredFormat) -> list[StoredParameter]:
         own = [piece.rows for piece in pieces if piece.expert == 0]
         if [piece.rows for piece in pieces] != own * (experts or 1) or sum(own) != rows:
             raise UserError(
-                f"model.name: the files of {type(model).__name__} divide {path}.{name} in another way than is read "
-                f"here, as {form.name}. Fix: name a copy in bfloat16"
+                f"model.name: files of {type(model).__name__} divide {path}.{name} in another way. It is read in the "
+                f"rows that transformers writes, as {form.name}. Fix: name a copy in bfloat16"
             )
         matrix = StoredMatrix(form, tuple(own), columns)
         try:
@@ -116,16 +117,20 @@ def is_transposed(experts: Any) -> bool:
 
 
 def _kept(model: Any, form: StoredFormat) -> Callable[[str], bool]:
-    """Returns whether the module of a path stays plain, by the config of the checkpoint."""
+    """Returns whether the module of a path stays plain, by the config of the checkpoint, which has the names of files.
+    So does the first matrix of a head that predicts ahead, of which published configs say nothing."""
     ignored = list(form.ignored) if form.ignored is not None else None
     patterns = [re.compile(one.removeprefix("re:")) for one in ignored or () if one.startswith("re:")]
     names = None if ignored is None else [one for one in ignored if not one.startswith("re:")]
     # The attribute by which transformers' models declare modules that stay in fp32.
     skipped = HfQuantizer.get_modules_to_not_convert(model, names, model._keep_in_fp32_modules)
-    heads = {path for path, module in model.named_modules() if module is model.get_output_embeddings()}
-    return lambda path: (
-        path in heads or any(one.match(path) for one in patterns) or not should_convert_module(path, skipped)
-    )
+    plain = {path for path, module in model.named_modules() if module is model.get_output_embeddings()} | {f"{HEAD}.fc"}
+
+    def is_kept(path: str) -> bool:
+        named = name_in_files(model, path)
+        return path in plain or any(one.match(named) for one in patterns) or not should_convert_module(named, skipped)
+
+    return is_kept
 
 
 def _names_in_files(model: Any, named: list[Any], form: StoredFormat) -> dict[str, list[PieceInFiles]]:
@@ -142,7 +147,7 @@ def _names_in_files(model: Any, named: list[Any], form: StoredFormat) -> dict[st
         count = torch.arange((experts or 1) * rows, device="cpu")  # a plan makes its models on `meta`
         numbered[name] = (count + i * _NUMBER).view(shape)
     found: dict[str, list[tuple[int, PieceInFiles]]] = {name: [] for name in names}
-    for name, values in revert_weight_conversion(model, numbered).items():
+    for name, values in named_as_in_files(model, revert_weight_conversion(model, numbered)).items():
         if values.ndim != 2 or not torch.equal(values.diff(dim=0), torch.ones_like(values[1:])):
             continue  # `stored_parameters` finds rows missing
         number, row = divmod(int(values[0, 0]), _NUMBER)
@@ -260,7 +265,7 @@ class StoredFiles:
         missing = [f"a plain {one}" for name in scaled if (one := name.removesuffix("_scale_inv")) in plain] or missing
         if missing:
             raise UserError(
-                f"model.name: {name!r} lacks {missing[0]}, though its config says {form.name} ({len(missing):,} in "
+                f"model.name: {name!r} lacks {missing[0]}. Its config says {form.name} ({len(missing):,} such in "
                 "all). Fix: complete the folder, or correct `quantization_config` in its config.json"
             )
 

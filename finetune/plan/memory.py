@@ -102,8 +102,11 @@ def estimate_memory(
     reading = 0
     if costs.loads_by_copies:  # a stage's first rank reads its layers, and embedding and head, which it may drop
         own = [{id(weight) for weight in weights_of_stage(shapes, sizes, rank)} for rank in different_ranks(sizes)]
-        reads = [sum(w.bytes for w in weights if w.trains and (w.layer is None or id(w) in kept)) for kept in own]
+        copied = [weight for weight in weights if weight.trains or weight.packed]
+        reads = [sum(w.bytes for w in copied if w.layer is None or id(w) in kept) for kept in own]
         reading = max(reads) * -(-place.per_host * sizes.pipeline // sizes.processes)
+    elif costs.reads_everywhere:
+        reading = place.per_host * sum(weight.bytes for weight in weights)
     for rank in different_ranks(sizes):
         phases, state = phases_of(costs, config, rank, place.capability, batch, micro_batches, most, place.gib)
         host, disk = state.host * place.per_host, state.disk * place.per_host

@@ -61,6 +61,7 @@ NAMES = {  # of the folders of recipes
     "lfm2.5-1.2b": "LFM2.5 1.2B",
     "gpt-oss-20b": "gpt-oss 20B",
     "gpt-oss-120b": "gpt-oss 120B",
+    "deepseek-v3": "DeepSeek-V3",
     "granite4-h-micro": "Granite 4.0-H-Micro",
     "nemotron-nano-9b-v2": "Nemotron Nano-9B-v2",
     "nemotron3.5-lightning-30b": "Nemotron 3.5 Lightning 30B A3B",

@@ -2,10 +2,11 @@
 
     python scripts/proofs/gguf_architectures.py --llama-cpp ~/llama.cpp --types q4_k_m --only olmo2 gpt2
 
-A random model of each architecture, in sizes that K-quants need (rows of 256), gets an adapter in a few steps, and
-`export --to gguf` writes it. The tokenizer is one of llama.cpp's own tests (the checkout's `models/ggml-vocab-*.gguf`),
-as its converter knows tokenizers by their ids of a long text. A line for each: types of tensors, figures of the gate.
-Exit status 1 if one does not pass. Not part of CI.
+A random model of each architecture, in sizes that K-quants need (rows of 256), gets an adapter in a few steps (`--mode
+full`: all weights), and `export --to gguf` writes it. The tokenizer is one of llama.cpp's own tests (the checkout's
+`models/ggml-vocab-*.gguf`), as its converter knows tokenizers by their ids of a long text; some of its classes want
+tokens of their family, or SentencePiece's own file. A line for each: types of tensors, figures of the gate. Exit status
+1 if one does not pass. Not part of CI.
 """
 
 from __future__ import annotations
@@ -55,8 +56,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere": {"pad_token_id": 0},
     "olmo": {"pad_token_id": 0},
     "exaone4": {"sliding_window": None, "pad_token_id": 0},
+    "nemotron": {"head_dim": 64, "partial_rotary_factor": 0.5},
+    "glm4": {"head_dim": 64, "pad_token_id": 0},
+    "gpt_neox": {"num_key_value_heads": None, "tie_word_embeddings": False},
+    "qwen3_moe": {**_MOE, "head_dim": 64},
     "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 256, "norm_topk_prob": False},
 }
+SENTENCEPIECE = ("nemotron",)  # whose class reads tokenizer.model alone
+TOKENS = {"glm4": ["<|user|>", "<|endoftext|>"]}  # that a class looks up
 WORDS = ("river", "stone", "light", "green", "quick", "north", "seven", "copper", "lantern", "wheel")
 
 
@@ -67,6 +74,7 @@ def main() -> int:
     parser.add_argument("--types", nargs="*", default=["q4_k_m"], choices=[*GGUF_TYPES, *LLAMA_TYPES])
     parser.add_argument("--vocabulary", default="gpt-2", help="of the checkout's models/ggml-vocab-NAME.gguf")
     parser.add_argument("--imatrix", type=int, help="rows of an importance matrix")
+    parser.add_argument("--mode", default="lora", choices=["lora", "full"], help="what is trained")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     found, failed = dict[str, Any](), 0
@@ -74,7 +82,7 @@ def main() -> int:
         for name in options.only:
             started = time.monotonic()
             try:
-                run = _run(Path(folder), name, options.llama_cpp / "models", options.vocabulary)
+                run = _run(Path(folder), name, options.llama_cpp / "models", options.vocabulary, options.mode)
             except (UserError, RunFailure, *FAILURES) as error:
                 print(f"{name:11} no run: {error}", flush=True)
                 failed += 1
@@ -89,11 +97,13 @@ def main() -> int:
     return int(bool(failed))
 
 
-def _run(folder: Path, name: str, vocabularies: Path, vocabulary: str) -> Path:
+def _run(folder: Path, name: str, vocabularies: Path, vocabulary: str, mode: str) -> Path:
     """Returns the folder of a run of a few steps on a random model."""
     torch.manual_seed(0)
     base = folder / name / "base"
+    vocabulary = "llama-spm" if name in SENTENCEPIECE else vocabulary
     tokenizer: Any = AutoTokenizer.from_pretrained(vocabularies, gguf_file=f"ggml-vocab-{vocabulary}.gguf")
+    tokenizer.add_special_tokens({"additional_special_tokens": TOKENS.get(name, [])})
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
     end = tokenizer.eos_token_id
     sizes = {**SIZES, "vocab_size": len(tokenizer), "bos_token_id": end, "eos_token_id": end, **MODELS[name]}
@@ -104,17 +114,19 @@ def _run(folder: Path, name: str, vocabularies: Path, vocabulary: str) -> Path:
             parameter.add_(torch.randn_like(parameter) * 0.02)  # nothing is zero or one
     model.save_pretrained(base)
     tokenizer.save_pretrained(base)
+    if name in SENTENCEPIECE:
+        _write_pieces(vocabularies / f"ggml-vocab-{vocabulary}.gguf", base / "tokenizer.model")
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": end}), encoding="utf-8")
     rows = [{"messages": _chat(a, b)} for a, b in product(WORDS, WORDS)]
     (folder / name / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     recipe = {
         "run": {"name": name, "dir": str(folder / name)},
         "model": {"name": str(base)},
-        "mode": "lora",
-        "lora": {"rank": 8},
+        "mode": mode,
+        **({"lora": {"rank": 8}} if mode == "lora" else {}),
         "data": {"train": [{"path": str(folder / name / "rows.jsonl"), "format": "messages"}], "max_length": 128},
         "batch": {"rows": 2},
-        "optimizer": {"lr": 1e-2},
+        "optimizer": {"lr": 1e-2 if mode == "lora" else 1e-3},
         "train": {"max_steps": 5, "precision": "fp32"},
     }
     (file := folder / name / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
@@ -125,6 +137,21 @@ def _run(folder: Path, name: str, vocabularies: Path, vocabulary: str) -> Path:
     ):
         warnings.simplefilter("ignore")
         return Path(train(file))
+
+
+def _write_pieces(vocabulary: Path, file: Path) -> None:
+    """Write SentencePiece's file of the pieces, scores and kinds in a GGUF file."""
+    import gguf
+    from sentencepiece import sentencepiece_model_pb2
+
+    fields = gguf.GGUFReader(vocabulary).fields
+    model = sentencepiece_model_pb2.ModelProto()
+    parts = (fields[f"tokenizer.ggml.{part}"].contents() for part in ("tokens", "scores", "token_type"))
+    for piece, score, kind in zip(*parts, strict=True):
+        model.pieces.add(piece=piece, score=score, type=kind)  # both number kinds alike
+    model.trainer_spec.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
+    model.trainer_spec.byte_fallback = True
+    file.write_bytes(model.SerializeToString())
 
 
 def _chat(a: str, b: str) -> list[dict[str, str]]:

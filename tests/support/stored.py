@@ -125,6 +125,7 @@ MAKE: dict[str, Callable[[Tensor, torch.Generator], Made]] = {
     "awq": awq,
 }
 KEPT = ("lm_head.weight", "embed_tokens.weight", ".gate.weight", "router.weight", "shared_expert_gate.weight")
+KEPT += ("eh_proj.weight", "mtp.fc.weight", "shared_head.head.weight")  # of heads that predict ahead
 
 
 def store(plain: Path, folder: Path, kind: str) -> tuple[Path, Path]:

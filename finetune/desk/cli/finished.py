@@ -339,10 +339,12 @@ def upload(
 def evaluate(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN_DIR...")],
     tasks: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Evaluate on these tasks of lm_eval, or of --task-folder.")
-    ],
+        str | None, typer.Option(metavar="NAME,...", help="Evaluate on these tasks of lm_eval, or of --task-folder.")
+    ] = None,
     task_folder: Annotated[Path | None, typer.Option(help="Read tasks in lm_eval's YAML from this folder.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Evaluate only the first rows of each task.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate only the first rows of each task, or of --head.")
+    ] = None,
     fewshot: Annotated[
         int | None, typer.Option(min=0, help="Put this many examples into the prompt. Default: the task's.")
     ] = None,
@@ -352,6 +354,10 @@ def evaluate(
         str | None,
         typer.Option(metavar="N|best", help="Evaluate this checkpoint. Default: the result, or the newest checkpoint."),
     ] = None,
+    head: Annotated[
+        bool,
+        typer.Option("--head", help="Measure how many drafts of the head that predicts ahead the model accepts."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate runs and their base on tasks of lm_eval, side by side, through each run's chat template.
@@ -362,7 +368,8 @@ def evaluate(
     """
     from finetune.release.inference.evaluate import EvaluateOptions, evaluate_runs
 
-    options = EvaluateOptions(tuple(tasks.split(",")), task_folder, limit, fewshot, batch_size, base, step)
+    names = () if tasks is None else tuple(tasks.split(","))
+    options = EvaluateOptions(names, task_folder, limit, fewshot, batch_size, base, step, head)
     every = evaluate_runs(run_dirs, options, Console(stderr=as_json))
     if as_json:
         of_runs = [{name: score.as_dict() for name, score in scores.items()} for scores in every]

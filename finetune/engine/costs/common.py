@@ -193,7 +193,8 @@ class Costs(abc.ABC):
     casts_weights = False  # gathers weights in the compute type
     keeps_inputs_alone = False  # linear layers keep no casts of their weights
     frees_gradients = True  # after the step; else they are one buffer for the engine's lifetime
-    loads_by_copies = False  # of trained weights, on the rank that reads them
+    loads_by_copies = False  # of trained and packed weights, on the rank that reads them
+    reads_everywhere = False  # each rank has all weights in the host's memory until they are sharded
 
     @property
     def sizes(self) -> Parallelism:

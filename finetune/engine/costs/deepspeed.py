@@ -51,6 +51,10 @@ class ZeroCosts(Costs):
     # --- memory
 
     @property
+    def reads_everywhere(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.launch.zero_stage == 3 and any(weight.packed for weight in self.shapes.weights)
+
+    @property
     def keeps_inputs_alone(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.launch.zero_stage == 3
 

@@ -8,6 +8,7 @@ which of these changes undoes a tensor is found by trying each on the first one 
     plus one     norms of Gemma, Nemotron, Qwen3-Next
     exp          A of state space models, as -exp(A_log)
     heads        rows of q and k in the order of llama.cpp's rotary embedding
+    fused        q, k and v of all heads one after the other, in place of those of each head (GPT-NeoX, Bloom)
     stacked      the experts of a layer in one tensor, each of them by one of the above
 
 A change that none of these is (a fused tensor that is split) leaves the tensor out: it is named, and not compared.
@@ -61,6 +62,11 @@ class Places:
 def turned(values: Tensor, heads: int, inner: int, outer: int) -> Tensor:
     """Returns rows of heads in the other order of rotary embeddings: halves of a head, or pairs."""
     return values.reshape(heads, inner, outer, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def by_head(values: Tensor, heads: int) -> Tensor:
+    """Returns rows of q, k and v, each of all heads, as those of each head."""
+    return values.reshape(3, heads, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
 
 
 def map_of_names(architecture: str, layers: int) -> Any:
@@ -130,6 +136,8 @@ def _changes(own: tuple[int, ...], shape: tuple[int, ...], config: Any) -> tuple
             if 1 <= len(own) <= 2 and own[0] % (2 * heads) == 0:
                 half = own[0] // heads // 2
                 changes.append((lambda x, heads=heads, half=half: turned(x, heads, half, 2).reshape(shape), 0.0))
+            if 1 <= len(own) <= 2 and own[0] % (3 * heads) == 0:
+                changes.append((lambda x, heads=heads: by_head(x, heads).reshape(shape), 0.0))
     if len(own) == 2 and own == shape[::-1]:
         changes.append((lambda x: x.T.contiguous(), 0.0))
     return tuple(changes)

@@ -28,6 +28,14 @@ INSTALL = (
     f"give --llama-cpp DIR (or {VARIABLE}), a checkout of https://github.com/ggml-org/llama.cpp: `cmake -B build && "
     "cmake --build build --target llama-quantize llama-imatrix`"
 )
+# What its converter ends with, and what to do: by a pattern in its output.
+_REMEDIES = {
+    r"File not found: .*tokenizer\.model": "its class reads SentencePiece's tokenizer.model alone: put that into the "
+    "base's folder",
+    r"KeyError: '(<\|?[\w ]+\|?>)'": "its class wants the special token {}: train from a base with its "
+    "family's tokenizer",
+    r"pre-tokenizer was not recognized": "this tokenizer is not known to llama.cpp: update its checkout",
+}
 _PYTHON = "pip install -r requirements/requirements-convert_hf_to_gguf.txt"
 
 
@@ -122,7 +130,16 @@ def _run(command: list[str], folder: Path) -> None:
     )
     if done.returncode:
         name = next(Path(one).name for one in command if one != sys.executable)
-        raise RunFailure(f"{name} ended with status {done.returncode}:\n{_tail(done.stdout)}")
+        what = f"{name} ended with status {done.returncode}:\n{_tail(done.stdout)}"
+        raise RunFailure(f"{what}\nFix: {_remedy(done.stdout)}, or serve the folder of `export --to hf`")
+
+
+def _remedy(output: str) -> str:
+    """Returns what to do about the error that a tool ended with."""
+    for pattern, remedy in _REMEDIES.items():
+        if (found := re.search(pattern, output)) is not None:
+            return remedy.format(*found.groups())
+    return "the lines above are llama.cpp's own: update it"
 
 
 def _tail(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from finetune.models.base_config import Parsing
 from finetune.models.base_weights import compute_stored, load_stored
 from finetune.models.config import model_config
 from finetune.models.damage import check_settings, check_weights, mismatched_sizes, read_object, weights_problem
+from finetune.models.lora_targets import names_as_given
 from finetune.models.remote_code import load_auto, trusts_code
 from finetune.models.score_model import labelled
 from finetune.models.stored_config import stored_format
+from finetune.models.stored_layers import StoredLinear
 from finetune.models.text_part import is_multimodal
 from finetune.models.tokenizer import read_tokenizer
 from finetune.recipe.schema import Model
@@ -86,9 +89,23 @@ def load_trained(
         # For patterns that peft 0.21 itself adds for stacked experts, and that do match: it looks for modules only.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
         on = _load_base(folder, base, device_map, dtype)
-        read_lora(folder)
-        with FittingAdapter(folder):
-            return compute_stored(PeftModel.from_pretrained(on, str(folder), adapter))
+        settings = read_lora(folder)
+        with FittingAdapter(folder), _by_layers(settings, on) as config:
+            return compute_stored(PeftModel.from_pretrained(on, str(folder), adapter, config=config))
+
+
+@contextlib.contextmanager
+def _by_layers(config: Any, on: Any) -> Iterator[Any]:
+    """Yields an adapter's config that names layers where results name their weights (`loadable_targets`): of a base
+    that stays as it is stored these are bytes, whose shape peft would take for the layer's. None: it is as it is."""
+    weights = [one for one in config.target_parameters or () if one.endswith(".weight")]
+    if not weights or not any(isinstance(module, StoredLinear) for module in on.modules()):
+        yield None
+        return
+    config.target_modules = {*config.target_modules, *(one.removesuffix(".weight") for one in weights)}
+    config.target_parameters = [one for one in config.target_parameters if one not in weights] or None
+    with names_as_given():
+        yield config
 
 
 def auto_class(name: str, trusted: bool | None = None) -> Any:

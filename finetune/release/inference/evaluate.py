@@ -1,4 +1,5 @@
-"""`evaluate RUN ... --tasks ...`: tasks of lm_eval on trained models and on their base, side by side.
+"""`evaluate RUN ... --tasks ...`: tasks of lm_eval on trained models and on their base, side by side. `--head`: the
+drafts of a head that predicts ahead, in the same way.
 
 Both use the run's chat template and end tokens, so the difference is the effect of training: gains in one task,
 forgetting in others. All answer the same rows, so differences have the standard error of paired samples. Figures go
@@ -33,24 +34,27 @@ from finetune.models.tokenizer import read_tokenizer
 from finetune.recipe import Recipe
 from finetune.release.export.loading import auto_class, default_device, load_result
 from finetune.release.export.verify_answers import load_reference
+from finetune.release.inference.head_acceptance import measure_head
 from finetune.startup import is_verbose
 from finetune.tracking.metrics import add_to_step, read_metrics
 from finetune.tracking.trackers import Trackers
 from finetune.utils import write_atomically
 
 EVALUATED = "evaluate.json"
+ACCEPTANCE = "mtp/acceptance"
 _FIELDS = ("trained", "trained_stderr", "base", "base_stderr", "difference", "difference_stderr")
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    tasks: tuple[str, ...]
+    tasks: tuple[str, ...]  # of lm_eval; may be empty if the head is measured
     folder: Path | None = None  # YAML files of tasks
     limit: int | None = None
     fewshot: int | None = None  # None: the task's own
     batch_size: int = 8
     base: bool = True  # whether to evaluate the base, too
     step: str | None = None  # a checkpoint's number or `best`; None: the result
+    head: bool = False  # whether to measure the head that predicts ahead
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,11 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[floa
 def evaluate_runs(run_dirs: Sequence[Path], options: EvaluateOptions, console: Console) -> list[dict[str, Score]]:
     """Returns scores by "task/metric" of each run, and writes them. A base shared by runs is evaluated once. Raises
     UserError for an invalid run or task."""
+    if not options.tasks and not options.head:
+        raise UserError("evaluate: nothing to measure. Fix: give --tasks, or --head for the drafts of a model's head")
     runs = [find_trained(run_dir, options.step) for run_dir in run_dirs]
-    manager, bases = _task_manager(options), dict[str, dict[str, TaskMetric]]()
+    manager = _task_manager(options) if options.tasks else None
+    bases = dict[str, dict[str, TaskMetric]]()
     scores_of_runs = [_evaluate(trained, options, manager, bases, console) for trained in runs]
     for scores in scores_of_runs[1:]:
         for name, score in scores.items():
@@ -122,48 +129,74 @@ def _evaluate(
     """Returns the scores of one run, and writes them. bases: results of bases, extended in place."""
     run_dir, recipe = trained.run_dir, trained.recipe
     with _locked(run_dir):
-        if not trained.is_checkpoint:
-            model, tokenizer = load_result(run_dir)
-        elif recipe is not None and recipe.objective.scores_sequences:
-            raise UserError(f"{run_dir}: reward models and classifiers do not generate text. Fix: use `finetune score`")
-        else:  # in fp32
-            model, tokenizer = load_reference(trained).to(default_device()), read_tokenizer(trained.settings)
-        ends = GenerationConfig.from_pretrained(trained.settings)
-
-        def measure(measured: Any) -> dict[str, TaskMetric]:
-            measured.generation_config = ends
-            return _measure(measured, tokenizer, manager, options)
-
-        is_adapter = hasattr(model, "disable_adapter")
-        results = measure(model.get_base_model() if is_adapter else model)
-        scores = {name: Score(one.rows, one.value, one.stderr, of_rows=one.of_rows) for name, one in results.items()}
-        name = recipe.model.name if recipe is not None else None
-        # Templates, ends and added tokens are the run's; a result runs in its own precision.
-        parts = (name, recipe and (recipe.model.revision, recipe.tokens), tokenizer.chat_template, ends.eos_token_id)
-        key = repr((*parts, trained.is_checkpoint, is_adapter))
-        of_base = bases.get(key, {}) if name is not None and options.base else {}
-        if options.base and not of_base and is_adapter:
-            with model.disable_adapter():
-                of_base = bases[key] = measure(model.get_base_model())
-        elif options.base and not of_base and recipe is not None and name is not None:
-            device, dtype, size = model.device, model.dtype, len(tokenizer)
-            del model  # before its base is loaded
-            code, revision = recipe.model.trust_remote_code, recipe.model.revision or "main"
-            try:
-                base = load_auto(auto_class(name, code), name, code, revision=revision, dtype="auto")
-            except (OSError, ValueError) as error:
-                reason = f"the base model {name!r} cannot be loaded: {first_line(error)}"
-                raise UserError(f"{reason}. Fix: put it where the run found it, or give --no-base") from None
-            base = grow_to(base, size)
-            of_base = bases[key] = measure((base.to(dtype) if trained.is_checkpoint else base).to(device).eval())
-        for task, one in of_base.items():
-            score = scores[task]
-            score.base, score.base_stderr = one.value, one.stderr
-            score.difference, score.difference_stderr = paired(score.of_rows, one.of_rows)
+        scores = _of_head(trained, options) if options.head else {}
+        if options.tasks:
+            scores |= _of_tasks(trained, options, manager, bases)
         show_scores(console, [run_dir], [scores])  # before writing: a full disk must not lose them
-        how = {"limit": options.limit, "fewshot": options.fewshot, "lm_eval": metadata.version("lm_eval")}
+        how: dict[str, Any] = {"limit": options.limit}
+        if options.tasks:
+            how |= {"fewshot": options.fewshot, "lm_eval": metadata.version("lm_eval")}
         write_scores(run_dir, recipe, scores, how, trained.step)
     return scores
+
+
+def _of_head(trained: Trained, options: EvaluateOptions) -> dict[str, Score]:
+    """Returns the share of a head's drafts that its model accepts."""
+    ours, before = measure_head(trained, options.limit, options.base)
+    score = Score(len(ours.of_rows), ours.acceptance, ours.stderr(), of_rows=ours.values())
+    if before is not None:
+        _compare(score, TaskMetric(score.rows, before.acceptance, before.stderr(), before.values()))
+    return {ACCEPTANCE: score}
+
+
+def _of_tasks(
+    trained: Trained, options: EvaluateOptions, manager: Any, bases: dict[str, dict[str, TaskMetric]]
+) -> dict[str, Score]:
+    """Returns the scores of tasks. bases: results of bases, extended in place."""
+    run_dir, recipe = trained.run_dir, trained.recipe
+    if not trained.is_checkpoint:
+        model, tokenizer = load_result(run_dir)
+    elif recipe is not None and recipe.objective.scores_sequences:
+        raise UserError(f"{run_dir}: reward models and classifiers do not generate text. Fix: use `finetune score`")
+    else:  # in fp32
+        model, tokenizer = load_reference(trained).to(default_device()), read_tokenizer(trained.settings)
+    ends = GenerationConfig.from_pretrained(trained.settings)
+
+    def measure(measured: Any) -> dict[str, TaskMetric]:
+        measured.generation_config = ends
+        return _measure(measured, tokenizer, manager, options)
+
+    is_adapter = hasattr(model, "disable_adapter")
+    results = measure(model.get_base_model() if is_adapter else model)
+    scores = {name: Score(one.rows, one.value, one.stderr, of_rows=one.of_rows) for name, one in results.items()}
+    name = recipe.model.name if recipe is not None else None
+    # Templates, ends and added tokens are the run's; a result runs in its own precision.
+    parts = (name, recipe and (recipe.model.revision, recipe.tokens), tokenizer.chat_template, ends.eos_token_id)
+    key = repr((*parts, trained.is_checkpoint, is_adapter))
+    of_base = bases.get(key, {}) if name is not None and options.base else {}
+    if options.base and not of_base and is_adapter:
+        with model.disable_adapter():
+            of_base = bases[key] = measure(model.get_base_model())
+    elif options.base and not of_base and recipe is not None and name is not None:
+        device, dtype, size = model.device, model.dtype, len(tokenizer)
+        del model  # before its base is loaded
+        code, revision = recipe.model.trust_remote_code, recipe.model.revision or "main"
+        try:
+            base = load_auto(auto_class(name, code), name, code, revision=revision, dtype="auto")
+        except (OSError, ValueError) as error:
+            reason = f"the base model {name!r} cannot be loaded: {first_line(error)}"
+            raise UserError(f"{reason}. Fix: put it where the run found it, or give --no-base") from None
+        base = grow_to(base, size)
+        of_base = bases[key] = measure((base.to(dtype) if trained.is_checkpoint else base).to(device).eval())
+    for task, one in of_base.items():
+        _compare(scores[task], one)
+    return scores
+
+
+def _compare(score: Score, base: TaskMetric) -> None:
+    """Add the base's value, and the difference to it."""
+    score.base, score.base_stderr = base.value, base.stderr
+    score.difference, score.difference_stderr = paired(score.of_rows, base.of_rows)
 
 
 def _task_manager(options: EvaluateOptions) -> Any:
@@ -301,7 +334,8 @@ def _log_scores(run_dir: Path, recipe: Recipe, scores: dict[str, Score], step: i
 def _add_to_card(run_dir: Path, scores: dict[str, Any]) -> None:
     """Write the scores of the result into its card, as the hub shows them. Raises OSError."""
     path = run_dir / "model" / "README.md"
-    of_result = {name: score["trained"] for name, score in scores.items() if "@" not in name}
+    # What a head drafts is said of the run's own rows, no data set that others have.
+    of_result = {name: one["trained"] for name, one in scores.items() if "@" not in name and name != ACCEPTANCE}
     if not of_result or not path.is_file():
         return
     by_task: dict[str, list[tuple[str, float]]] = {}

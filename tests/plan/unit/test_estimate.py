@@ -8,6 +8,7 @@ from typing import Any
 
 import mtp_bases
 import pytest
+import stored
 import tiny
 import torch
 import yaml
@@ -269,6 +270,28 @@ def test_a_rank_of_expert_parallel_gathers_its_own_experts(recipe: Any, made: Pa
         for name in ("fsdp2", "ep")
     }
     assert peaks["fsdp2"] - peaks["ep"] > experts // 2 * (2 + 4)
+
+
+def test_what_ranks_read_is_in_the_hosts_memory(recipe: Any, made: Path, tmp_path: Path) -> None:
+    """Bytes of a base that stays as it is stored, until they are sharded: on rank 0 under FSDP2, on every rank under
+    ZeRO-3. The files of a plain base are not copied."""
+    base, plain = stored.store(made / "llama", tmp_path, "fp8")
+
+    def reading(name: str, folder: Path) -> tuple[int, list[Weight]]:
+        loaded = recipe("mode=lora", "lora={rank: 4, alpha: 8}", f"model.name={folder}")
+        config = Base.of(loaded).config
+        launch = read_config_file(str(ROOT / "accelerate_configs" / f"{name}.yaml"), 4)
+        memory = estimate_memory(loaded, config, Place(launch, 2), HeaviestBatch.of_rows(1, 64))
+        return memory.reading, list(shapes_of(loaded, config).weights)
+
+    read, weights = reading("fsdp2", base)
+    assert any(weight.packed for weight in weights)
+    assert read == sum(weight.bytes for weight in weights if weight.packed or weight.trains)
+    read, weights = reading("zero3", base)
+    assert read == 2 * sum(weight.bytes for weight in weights)  # two processes on each machine
+    read, weights = reading("fsdp2", plain)
+    assert read == sum(weight.bytes for weight in weights if weight.trains)
+    assert reading("zero3", plain)[0] == 0
 
 
 def test_every_config_has_an_estimate(recipe: Any) -> None:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
+import torch
 import yaml
 from conftest import train_here
 from llama_cpp_tools import make_folder
 from rich.console import Console
+from transformers import AutoConfig
 from usual import usual
 
 from finetune.checkpoints.trained import find_trained
 from finetune.errors import RunFailure, UserError
 from finetune.release.export.commands import ExportOptions, export_run, verify_run
 from finetune.release.export.gguf_export import why_not_here
+from finetune.release.export.gguf_places import _changes, _fitting
 from finetune.release.export.llama_cpp import VARIABLE, Tools, check_converts, convert
 from finetune.release.export.streamed import StreamedModel
 
@@ -143,8 +148,15 @@ def test_a_tool_that_fails_is_shown(runs: Path, tmp_path: Path) -> None:
         UserError, match=r"converter does not run here\.\n  no torch\nFix: in its folder, pip install -r"
     ):
         check_converts([sys.executable, str(script)], "LlamaForCausalLM")
-    with pytest.raises(RunFailure, match="no torch"):
-        convert([sys.executable, str(script)], tmp_path, tmp_path / "x.gguf", "f32", "x")
+    for said, remedy in (
+        ("no torch", "the lines above are llama.cpp's own: update it"),
+        ("FileNotFoundError: File not found: /a b/hf/tokenizer.model", "put that into the base's folder"),
+        ("KeyError: '<|user|>'", r"wants the special token <\|user\|>: train from a base with its family's"),
+        ("NotImplementedError: BPE pre-tokenizer was not recognized - update", "is not known to llama.cpp: update"),
+    ):
+        script.write_text(f"raise SystemExit({said!r})")
+        with pytest.raises(RunFailure, match=rf"{re.escape(said)}\nFix: .*{remedy}.*, or serve the folder of `export"):
+            convert([sys.executable, str(script)], tmp_path, tmp_path / "x.gguf", "f32", "x")
 
 
 def test_code_of_the_base_is_not_handed_to_the_converter(runs: Path, tmp_path: Path) -> None:
@@ -163,6 +175,35 @@ def test_code_of_the_base_is_not_handed_to_the_converter(runs: Path, tmp_path: P
     assert not list((tmp_path / "hf").glob("*.py"))
     (model.base.folder / "own.py").unlink()
     (model.base.folder / "tokenizer.model").unlink()
+
+
+def test_names_of_older_configs_are_there_for_the_converter(tmp_path: Path) -> None:
+    """transformers 5 writes `rotary_pct` of GPT-NeoX as a key of `rope_parameters`, where its class does not look."""
+    from finetune.release.export.gguf_export import _add_older_names
+
+    file = tmp_path / "config.json"
+    AutoConfig.for_model("gpt_neox", rotary_pct=0.5).save_pretrained(tmp_path)
+    written = json.loads(file.read_text())
+    assert "rotary_pct" not in written
+    _add_older_names(file)
+    assert json.loads(file.read_text()) == {**written, "rotary_pct": 0.5}
+    file.write_text(before := json.dumps({**written, "rotary_pct": 0.25}))
+    _add_older_names(file)
+    assert file.read_text() == before
+
+
+def test_q_k_and_v_of_all_heads_are_found_in_those_of_each_head() -> None:
+    """As the converter writes GPT-NeoX's: a fused matrix of each head's q, k and v, and its bias."""
+    heads, size, columns = 4, 8, 16
+    config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=heads)
+    for rest in ((columns,), ()):
+        ours = torch.randn(3 * heads * size, *rest)
+        parts = [[ours[(3 * head + part) * size :][:size] for head in range(heads)] for part in range(3)]
+        theirs = torch.cat([rows for part in parts for rows in part])
+        change, is_clear = _fitting(_changes(theirs.shape, ours.shape, config), lambda x=theirs: x, lambda e=ours: e)
+        assert is_clear
+        assert change is not None
+        assert torch.equal(change[0](theirs), ours)
 
 
 @pytest.mark.long

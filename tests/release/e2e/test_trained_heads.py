@@ -10,6 +10,7 @@ from typing import Any
 
 import mtp_bases
 import pytest
+import stored
 import tiny
 import torch
 from conftest import metrics, train_here
@@ -168,6 +169,58 @@ def test_a_multimodal_base_drops_its_head(recipe: dict[str, Any], write_recipe: 
         assert tensors(folder).keys() == kept
 
 
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    shown = ("loss", "mtp_loss", "eval_loss", "eval_mtp_loss", "eval_mtp_acceptance")
+    return [{key: line[key] for key in shown if key in line} for line in metrics(run)]
+
+
+@pytest.mark.parametrize("case", usual([("fp8", "deepseek_v3"), ("nvfp4", "qwen3_5_text")], ("fp8", "deepseek_v3")))
+def test_a_head_in_fewer_bits_trains_as_the_unpacked_one(
+    case: tuple[str, str], recipe: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    """By adapters on its codes, as the layers do; and it is exported in them."""
+    kind, name = case
+    base, plain = stored.store(mtp_bases.save_base(tmp_path, name), tmp_path, kind)
+    before = tensors(base)
+    path = write_recipe({**recipe, "model": {"name": str(base), "mtp": "train"}})
+    settings = (*LORA, "evaluate={at_start: true, every_steps: 6}")
+    train_here(path, *settings, "run.name=kept")
+    train_here(path, *settings, "run.name=plain", f"model.name={plain}")
+    kept, unpacked = (tmp_path / "runs" / one for one in ("kept", "plain"))
+    for ours, theirs in zip(lines_of(kept), lines_of(unpacked), strict=True):
+        assert ours == pytest.approx(theirs, rel=5e-6)
+    ours, theirs = tensors(kept / "model"), tensors(unpacked / "model")
+    assert ours.keys() == theirs.keys()
+    assert any(".mtp." in key for key in ours)
+    largest = max(float(one.abs().max()) for one in theirs.values())
+    for key, one in theirs.items():
+        torch.testing.assert_close(ours[key], one, rtol=0, atol=1e-5 * largest, msg=lambda text, k=key: f"{k}: {text}")
+    export_run(kept, ExportOptions(to="base", out=tmp_path / "out"), Console(quiet=True))  # and its gate
+    after = tensors(tmp_path / "out")
+    assert after.keys() == before.keys()
+    changed = {key for key in before if not torch.equal(before[key].view(torch.uint8), after[key].view(torch.uint8))}
+    codes = {key for key in before if of_head(key) and before[key].itemsize == 1 and "scale" not in key}
+    assert codes
+    assert codes <= changed
+    assert not {key for key in changed if "norm" in key or "embed_tokens" in key or "shared_head.head" in key}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_a_head_that_is_unpacked_as_it_is_read(
+    mode: str, recipe: dict[str, Any], write_recipe: Write, tmp_path: Path
+) -> None:
+    base, plain = stored.store(mtp_bases.save_base(tmp_path, "glm4_moe"), tmp_path, "fp8")
+    settings = LORA if mode == "lora" else ()
+    for run, name, more in (("unpacked", base, {"stored": "unpack"}), ("plain", plain, {})):
+        path = write_recipe({**recipe, "model": {"name": str(name), "mtp": "train", **more}})
+        train_here(path, *settings, f"run.name={run}")
+    assert lines_of(tmp_path / "runs" / "unpacked") == lines_of(tmp_path / "runs" / "plain")
+    ours, theirs = (tensors(tmp_path / "runs" / run / "model") for run in ("unpacked", "plain"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], one) for key, one in theirs.items())
+
+
 def without(base: Path, *ends: str) -> None:
     file = base / "model.safetensors"
     left = {key: tensor for key, tensor in load_file(file).items() if not (of_head(key) and key.endswith(ends))}
@@ -189,7 +242,7 @@ def test_bases_whose_head_cannot_train_are_refused(start: Any, recipe: dict[str,
     ):
         train_here(path)
     mtp_bases.add_tensors(base, {**whole, "model.layers.2.draft.weight": torch.zeros(8)})
-    with pytest.raises(UserError, match=r"has `model\.layers\.2\.draft\.weight`, which is not trained here"):
+    with pytest.raises(UserError, match=r"has `model\.layers\.2\.draft\.weight`\. No part of a head"):
         train_here(path)
     mtp_bases.add_tensors(base, {**whole, "model.layers.3.eh_proj.weight": torch.zeros(64, 64)})
     with pytest.raises(UserError, match="has several heads"):

@@ -23,6 +23,10 @@ CASES = [
     ("gptq", "llama", "zero2"),
     ("awq", "llama", "fsdp2"),
     ("fp8", "qwen3_moe", "fsdp2_offload"),
+    ("fp8", "llama", "zero3"),
+    ("fp8", "qwen3_moe", "zero3"),
+    ("mxfp4", "gpt_oss", "zero3"),
+    ("gptq", "llama", "zero3_offload"),
 ]
 
 

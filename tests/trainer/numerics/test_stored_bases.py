@@ -241,10 +241,10 @@ def settings(folder: Path, out: Path, **changes: Any) -> Path:
 
 
 REFUSED = [
-    ("fp8", {"quant_method": "quark"}, r"is stored as quark, which is not read\. Nothing here unpacks it"),
+    ("fp8", {"quant_method": "quark"}, r"is stored as quark\. That is not read\. Nothing here unpacks it"),
     ("fp8", {"weight_block_size": None}, r"is stored as fp8 without blocks"),
     ("fp8", {"expert_dtype": "fp4"}, r"with other parts in fp4"),
-    ("gptq", {"bits": 3}, r"is stored as gptq of 3 bits, which is not read\. Four bits are read here"),
+    ("gptq", {"bits": 3}, r"is stored as gptq of 3 bits\. That is not read\. Four bits are read here"),
     ("gptq", {"checkpoint_format": "marlin"}, r"checkpoint_format marlin"),
     ("awq", {"version": "gemv"}, r"awq of 4 bits, version gemv"),
     ("w4a16", {"config_groups": {}}, r"compressed-tensors in several groups"),
@@ -259,7 +259,7 @@ REFUSED = [
     (
         "fp8",
         {"modules_to_not_convert": ["lm_head", "model.layers.0.self_attn"]},
-        r"lacks a plain model\.layers\.0\.self_attn\.\w+\.weight, though its config says fp8 blocks",
+        r"lacks a plain model\.layers\.0\.self_attn\.\w+\.weight\. Its config says fp8 blocks",
     ),
 ]
 
@@ -304,7 +304,7 @@ def test_a_tensor_that_is_missing_is_named(
     state = load_file(folder / "model.safetensors")
     del state["model.layers.1.mlp.up_proj.weight_scale_inv"]
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight_scale_inv, though its config"):
+    with pytest.raises(UserError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight_scale_inv\. Its config"):
         load(recipe, write_recipe, folder)
 
 

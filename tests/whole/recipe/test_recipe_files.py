@@ -133,7 +133,7 @@ def test_rows_fit_common_numbers_of_processes(path: Path):
 def test_a_base_model_is_given_a_chat_template(path: Path):
     model = load_recipe(path).model
     if model.name is not None and "/model" not in model.name:
-        brings_one = r"Instruct|-it$|gpt-oss|granite-4.0|Nemotron-Nano|Nemotron-3.5|Qwen3\.[68]-|Mistral-Large-4"
+        brings_one = r"Instruct|-it$|gpt-oss|granite-4.0|Nemotron-(Nano|3.5)|Qwen3\.[68]-|Mistral-Large-4|DeepSeek-V3"
         source = model.tokenizer or model.name
         instruct = re.search(brings_one, source) and "Mistral-Small-3.2" not in source  # it brings none
         assert bool(instruct) == (model.chat_template is None)
