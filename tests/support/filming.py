@@ -98,7 +98,7 @@ def write_films(
         seen = [rng.choice(sorted(COLOURS)) for _ in range(rng.choice(numbers))]
         parts: list[dict[str, str]] = []
         for n, colour in enumerate(seen):
-            film = square(colour, rng.randint(8, 20), 2 * rng.randint(28, 50), 2 * rng.randint(28, 50), rng)
+            film = square(colour, rng.randint(5, 12), 2 * rng.randint(28, 50), 2 * rng.randint(28, 50), rng)
             if listed:
                 write_frames(folder / name / f"{i}-{n}", film)
             else:
@@ -113,3 +113,29 @@ def write_films(
             answer = {"role": "assistant", "content": " ".join(seen)}
         rows.append({"messages": [question, answer]})
     return tiny.write_rows(folder / f"{name}.jsonl", rows)
+
+
+RATE = 7.5  # frames a second of the folders
+
+
+def recipe_of(folder: Path, name: str, rows: list[dict[str, Any]], format: str = "messages", **data: Any) -> Any:
+    """The recipe of a run of a model of `FILMING` on rows with videos, in `folder`."""
+    from finetune.recipe import Recipe
+
+    tiny.write_rows(folder / "chats.jsonl", rows)
+    return Recipe.model_validate(
+        {
+            "run": {"name": "r"},
+            "model": {"name": str(folder / f"{name}_films")},
+            "data": {
+                "train": [{"path": str(folder / "chats.jsonl"), "format": format}],
+                "max_length": 100_000,
+                "video": {"frame_rate": RATE},
+                **data,
+            },
+            "mode": "full",
+            "train": {"max_steps": 1, "precision": "fp32"},
+            "batch": {"rows": 1},
+            "optimizer": {"lr": 1e-3},
+        }
+    )

@@ -663,7 +663,7 @@ def prepare(folder: Path, rows: int = 300) -> None:
         hearing.write_clips(folder, name, 16, seed=1)
     for model in sorted({case.model.removesuffix("_films") for case in FILMS}):
         filming.save_filming(folder, model)
-    filming.write_films(folder, "films", 80, listed=True)
+    filming.write_films(folder, "films", 60, listed=True)
     filming.write_films(folder, "rare_films", 160, numbers=(0,) * 23 + (1,), listed=True)
     for name in ("held_out_films", "held_out_rare_films"):
         filming.write_films(folder, name, 16, seed=1, listed=True)

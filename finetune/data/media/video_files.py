@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from finetune.data.media.image_files import BROKEN, decode, side_by_side, size_of
+from finetune.data.media.mp4_boxes import check_sample_counts
 from finetune.data.media.stored_files import check_copy, part_of_file, source_of
 from finetune.data.samples import LISTED, BadRow, Video, files_of, listed
 from finetune.errors import UserError
@@ -219,6 +220,9 @@ def _opened(source: str | bytes) -> Iterator[tuple[Any, Any]]:
     kind = next((name for at, mark, name in _KINDS if head[at : at + len(mark)] == mark), None)
     if kind is None:
         raise ValueError(f"not a video of a kind that is read ({NAMED} are)")
+    if kind == "mov":
+        with io.BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb") as content:
+            check_sample_counts(content, content.seek(0, io.SEEK_END))
     # Its path is absolute, and the demuxer is given: no name is an address or a pattern.
     file: Any = io.BytesIO(source) if isinstance(source, bytes) else source
     with _av().open(file, format=kind, metadata_errors="ignore") as container:

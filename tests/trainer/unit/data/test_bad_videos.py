@@ -177,6 +177,19 @@ def only_sound(path: Path) -> Path:
     return path
 
 
+def with_counts(path: Path) -> Path:
+    """An mp4 of a few KB that states a hundred million frames, for which FFmpeg would make a table of 2.4 GB."""
+    filming.write_video(path, FILM)
+    content, count = bytearray(path.read_bytes()), struct.pack(">I", 100_000_000)
+    for name, at in ((b"stsz", 12), (b"stsc", 16), (b"stts", 12)):
+        place = content.find(name) + at
+        content[place : place + 4] = count
+    place = content.find(b"stsz") + 8
+    content[place : place + 4] = struct.pack(">I", 1)
+    path.write_bytes(content)
+    return path
+
+
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
 BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty.mp4": (lambda p: with_bytes(p, b""), "not a video of a kind that is read"),
@@ -190,6 +203,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "head.mp4": (lambda p: with_bytes(p, b"\0\0\0\x20ftypisom" + bytes(9999)), "cannot be used"),
     "head.webm": (lambda p: with_bytes(p, b"\x1aE\xdf\xa3" + os.urandom(9999)), "cannot be used"),
     "head.gif": (lambda p: with_bytes(p, b"GIF89a" + os.urandom(999)), "cannot be used"),
+    "counts.mp4": (with_counts, "its index states 100,000,000 samples"),
     "sound.mp4": (only_sound, "no pictures, only sound or text"),
     "large.avi": (
         lambda p: filming.write_video(p, np.zeros((1, 4200, 4200, 3), np.uint8), codec="mjpeg"),

@@ -22,9 +22,7 @@ from finetune.data.batch import collate
 from finetune.data.examples import media_reader, prepare_examples
 from finetune.models.base_model import Base
 from finetune.models.towers import row_positions
-from finetune.recipe import Recipe
 
-RATE = 7.5  # of the folders
 # What transformers' processors made of `chats`, by `video_processor.py` with torchvision 0.28 and transformers 5.23.
 RECORDED = Path(__file__).parent / "video_processor.json"
 SIZES = [(4, 56, 56), (2, 30, 64), (5, 57, 83), (17, 90, 33), (40, 28, 28), (11, 120, 200), (23, 61, 60), (8, 29, 140)]
@@ -58,26 +56,6 @@ def chats(count: int, seed: int, names: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def recipe_of(folder: Path, name: str, rows: list[dict[str, Any]], format: str = "messages", **data: Any) -> Recipe:
-    tiny.write_rows(folder / "chats.jsonl", rows)
-    return Recipe.model_validate(
-        {
-            "run": {"name": "r"},
-            "model": {"name": str(folder / f"{name}_films")},
-            "data": {
-                "train": [{"path": str(folder / "chats.jsonl"), "format": format}],
-                "max_length": 100_000,
-                "video": {"frame_rate": RATE},
-                **data,
-            },
-            "mode": "full",
-            "train": {"max_steps": 1, "precision": "fp32"},
-            "batch": {"rows": 1},
-            "optimizer": {"lr": 1e-3},
-        }
-    )
-
-
 def parts_of(row: dict[str, Any]) -> list[str]:
     contents = [message["content"] for message in row["messages"] if isinstance(message["content"], list)]
     return [part["video"] for content in contents for part in content if part["type"] == "video"]
@@ -85,7 +63,7 @@ def parts_of(row: dict[str, Any]) -> list[str]:
 
 def ours(folder: Path, name: str, rows: list[dict[str, Any]], **data: Any) -> list[dict[str, np.ndarray]]:
     """The inputs of each row's forward by us, and checks of its mask."""
-    recipe = recipe_of(folder, name, rows, **data)
+    recipe = filming.recipe_of(folder, name, rows, **data)
     base = Base.of(recipe)
     tokenizer, renderer = base.tokenizer, base.renderer(recipe.objective)
     reader: Any = media_reader(base.media)
@@ -176,7 +154,7 @@ def test_rows_are_the_processor_s(
         video, about = read_video_pyav(str(path), lambda metadata: np.arange(metadata.total_num_frames))
         np.save(f"{path}.npy", video)
         np.save(films / "videos" / f"{i}.npy", filming.noise(frames, height, width, i))
-        rates |= {f"videos/{i}.mp4": about.fps, f"videos/{i}": RATE}
+        rates |= {f"videos/{i}.mp4": about.fps, f"videos/{i}": filming.RATE}
     rows = chats(30, 2, [f"{i}{end}" for i in range(len(SIZES)) for end in ("", ".mp4")])
     size = dict(filming.FILMING[name]["size"])
     if settings:
@@ -196,7 +174,7 @@ def test_rows_are_the_processor_s(
     )
     mine = [
         inputs
-        for inputs in ours(films, name, rows, video={"frame_rate": RATE, **settings})
+        for inputs in ours(films, name, rows, video={"frame_rate": filming.RATE, **settings})
         if "video_grid_thw" in inputs
     ]
     assert len(mine) == len(theirs) > 15
@@ -211,7 +189,7 @@ def test_rows_are_the_processor_s(
 def record(films: Path, name: str) -> None:
     """Writes what the processor makes of the rows of the first test."""
     rows = chats(30, 1, [str(i) for i in range(len(SIZES))])
-    asked = calls(films, name, rows, {f"videos/{i}": RATE for i in range(len(SIZES))}, fps=2)
+    asked = calls(films, name, rows, {f"videos/{i}": filming.RATE for i in range(len(SIZES))}, fps=2)
     recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else {}
     recorded[name] = [summary(inputs) for inputs in by_processor(films, asked)]
     RECORDED.write_text(json.dumps(recorded) + "\n", encoding="utf-8")
