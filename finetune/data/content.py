@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from finetune.data.samples import files_of
 from finetune.data.token_cache import CacheEntry
 from finetune.errors import UserError
 
@@ -52,7 +53,9 @@ def _images_content(entry: CacheEntry) -> str:
     """Digest of places and sizes in tokens and pixels, and of the images: in full if rows contain them; of files the
     sizes, and the beginning or the middle of at most `_IMAGES_READ`."""
     places = entry.image_numbers.reshape(-1, 6)[:, :5]
-    sources = entry.image_list()
+    sources = [
+        one for source in entry.image_list() for one in ([source] if isinstance(source, bytes) else files_of(source))
+    ]
     every = -(-len(sources) // _IMAGES_READ)
     whole = hashlib.sha256(np.ascontiguousarray(places).data)
     for i, source in enumerate(sources):

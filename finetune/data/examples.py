@@ -45,7 +45,7 @@ from finetune.data.token_cache import CacheEntry, DataReport, find_or_build, loa
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import ObjectiveSettings
-from finetune.recipe.schema import Audio, Data, HeldOut, Images, Mixture, Model, Source
+from finetune.recipe.schema import Audio, Data, HeldOut, Images, Mixture, Model, Source, Video
 
 if TYPE_CHECKING:
     from finetune.data.media.expansion import RowMedia
@@ -238,7 +238,9 @@ def recipe_renderer(
     return build_renderer(tokenizer, template, trained_part(objective), is_scored, media)
 
 
-def row_media(model: Model, rules: Images | Audio | None, tokenizer: PreTrainedTokenizerBase) -> RowMedia | None:
+def row_media(
+    model: Model, rules: Images | Audio | Video | None, tokenizer: PreTrainedTokenizerBase
+) -> RowMedia | None:
     """Returns how a model takes the files of rows; None without rules (`data.media`). Raises UserError."""
     if rules is None:
         return None
@@ -341,7 +343,7 @@ def rendering_key(renderer: Renderer) -> str:
     backend = json.loads(fast.backend_tokenizer.to_str())
     images = None
     if renderer.media:
-        in_family = {"max_pixels", "min_pixels", "processor"}
+        in_family = {"fps", "max_frames", "max_pixels", "min_pixels", "processor"}
         rules = renderer.media.rules.model_dump(exclude={"threads", *in_family})
         images = [renderer.media.family.settings, rules]
     parts = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -21,14 +22,29 @@ class BadRow(Exception):
 
 # Stands in a message's content for each of its files (U+FFFC, which is for such things).
 FILE = "\N{OBJECT REPLACEMENT CHARACTER}"
-MediaKind = Literal["image", "audio"]
+MediaKind = Literal["image", "audio", "video"]
 
 
 class Reference(NamedTuple):
     """A file that a message of a row names."""
 
     kind: MediaKind
-    source: str | bytes | None  # a path, a data URL, or the file itself; None: the next in its kind's column
+    # A path, a data URL, or the file itself; of a video also `LISTED` and paths of its frames, as `listed` joins them.
+    # None: the next in its kind's column.
+    source: str | bytes | None
+
+
+LISTED = "\0"  # before each path of a list, as no path has it
+
+
+def listed(paths: Iterable[str]) -> str:
+    """Returns several paths as one source."""
+    return "".join(LISTED + path for path in paths)
+
+
+def files_of(source: str) -> list[str]:
+    """Returns the paths of a source: itself, or those of a list."""
+    return source.split(LISTED)[1:] if source.startswith(LISTED) else [source]
 
 
 @dataclass(frozen=True)
@@ -149,7 +165,21 @@ class Clip:
     end: int
 
 
-Medium = Image | Clip
+@dataclass(frozen=True)
+class Video:
+    """A video as it is stored, and the tokens of a sequence that stand for it; decoded when trained on."""
+
+    source: str | bytes  # path of its file, `LISTED` paths of its frames, or the file itself, if the row has it
+    frames: int  # that its file has
+    rate: Fraction  # of these, frames a second
+    height: int  # pixels, as it is seen: turned as its file says
+    width: int
+    seen: int  # frames that the model sees
+    begin: int  # its tokens [begin, end) of the sequence, times and marks of its frames included; none is ever trained
+    end: int
+
+
+Medium = Image | Clip | Video
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ An entry is a folder of flat arrays (`T` tokens in `M` sequences of `N` examples
     files.npy            (N,) int32, index in the report's `files`
     rows.npy             (N,) int64
     numbers.npy          (N * C,) float64, the report's `columns` of each example
-    image_numbers.npy    (I * 6,) int64, of each of `I` images or clips, see `ExampleArrays`; the last: its source's end
+    image_numbers.npy    (I * 6,) int64, of each of `I` files of media, see `ExampleArrays`; the last: its source's end
     image_sources.npy    (B,) uint8, paths of their files, or the files themselves if rows have them; no pixels
     example_checksums.npy (N,) uint32, of all that is read of an example, see `CacheEntry.checksum`
     report.json          counts, and checksums of the arrays
@@ -27,6 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ from finetune.data.checksums import (
     unsealed,
     verify,
 )
-from finetune.data.samples import Clip, Example, ExampleSizes, Image, Medium, Sequence
-from finetune.data.tokenizing import SOURCE_IN_ROW, SOURCE_OF_CLIP, ChunkResult
+from finetune.data.samples import Clip, Example, ExampleSizes, Image, Medium, Sequence, Video, files_of
+from finetune.data.tokenizing import SOURCE_IN_ROW, SOURCE_OF_CLIP, SOURCE_OF_VIDEO, VIDEO_NUMBERS, ChunkResult
 from finetune.errors import RunFailure
 from finetune.utils import fsync
 
@@ -157,8 +158,8 @@ class CacheEntry:
         media: dict[int, list[Medium]] = defaultdict(list)  # by sequence
         table = self.image_numbers.reshape(-1, 6)
         for n in range(*np.searchsorted(table[:, 0], (first, end)).tolist()):
-            sequence, first_size, second_size, begin, stop, _ = table[n].tolist()
-            media[sequence].append(self._kind_of(n)(self._image_source(n), first_size, second_size, begin, stop))
+            sequence, *numbers, _ = table[n].tolist()
+            media[sequence].append(self._medium(n, *numbers))
         sequences = []
         for j in range(first, end):
             tokens = slice(self.sequence_offsets[j], self.sequence_offsets[j + 1])
@@ -189,12 +190,17 @@ class CacheEntry:
         ends = self.image_numbers.reshape(-1, 6)[:, 5]
         return self.image_sources[int(ends[i - 1]) if i else 0 : int(ends[i])].tobytes()
 
-    def _kind_of(self, i: int) -> type[Image] | type[Clip]:
-        return Clip if self._stored_source(i)[0] & SOURCE_OF_CLIP else Image
+    def _medium(self, i: int, first_size: int, second_size: int, begin: int, end: int) -> Medium:
+        source, stored = self._image_source(i), self._stored_source(i)
+        if stored[0] & SOURCE_OF_VIDEO:
+            frames, *rate, seen = VIDEO_NUMBERS.unpack_from(stored, 1)
+            return Video(source, frames, Fraction(*rate), first_size, second_size, seen, begin, end)
+        return (Clip if stored[0] & SOURCE_OF_CLIP else Image)(source, first_size, second_size, begin, end)
 
     def _image_source(self, i: int) -> str | bytes:
         stored = self._stored_source(i)
-        return stored[1:] if stored[0] & SOURCE_IN_ROW else os.fsdecode(stored[1:])
+        source = stored[1 + (VIDEO_NUMBERS.size if stored[0] & SOURCE_OF_VIDEO else 0) :]
+        return source if stored[0] & SOURCE_IN_ROW else os.fsdecode(source)
 
     def image_list(self) -> list[str | bytes]:
         """Returns the path of each image, or the image itself if the row has it."""
@@ -202,7 +208,7 @@ class CacheEntry:
 
     def media_files(self) -> set[str]:
         """Returns the paths of images that are files of their own."""
-        return {source for source in self.image_list() if isinstance(source, str)}
+        return {path for source in self.image_list() if isinstance(source, str) for path in files_of(source)}
 
 
 def load(folder: Path) -> CacheEntry | None:

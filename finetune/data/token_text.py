@@ -13,7 +13,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from finetune.data.chat.renderer import labels_of
-from finetune.data.samples import Clip, Example, Medium, Sequence
+from finetune.data.samples import LISTED, Clip, Example, Medium, Sequence, Video, files_of
 from finetune.data.visible_text import Token, visible
 
 SHOWN_TOKENS = 400  # of an example inside an error message, and in a terminal
@@ -178,9 +178,13 @@ def render_rich(
 
 def media_note(medium: Medium, number: int) -> str:
     """Returns a description of a file, in a line: image 1: cats/1.jpg, 60 x 90 pixels, 6 tokens."""
-    name = visible(medium.source) if isinstance(medium.source, str) else "in the row"
+    name = "in the row" if isinstance(medium.source, bytes) else visible(files_of(medium.source)[0])
     if isinstance(medium, Clip):
         said = f"clip {number}: {name}, {medium.samples / medium.rate:.2f} s at {medium.rate:,} Hz"
+    elif isinstance(medium, Video):
+        more = " and more" if isinstance(medium.source, str) and medium.source.startswith(LISTED) else ""
+        size = f"{float(medium.frames / medium.rate):.2f} s of {medium.width} x {medium.height} pixels"
+        said = f"video {number}: {name}{more}, {size}, {medium.seen:,} of {medium.frames:,} frames"
     else:
         said = f"image {number}: {name}, {medium.width} x {medium.height} pixels"
     return f"{said}, {medium.end - medium.begin:,} tokens"

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import struct
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -28,7 +29,7 @@ from finetune.data.chat.encoding import Tokens, remember_words
 from finetune.data.chat.renderer import Rendered, Renderer, TokensAndMedia
 from finetune.data.formats.detect import parse_row
 from finetune.data.objective_rows import PLAIN, ObjectiveRows, examples_of
-from finetune.data.samples import BadRow, Clip, Medium, PromptOnly, Sequence, shared_prefix
+from finetune.data.samples import BadRow, Clip, Medium, PromptOnly, Sequence, Video, shared_prefix
 from finetune.errors import RunFailure, UserError
 from finetune.utils import end_with_parent
 
@@ -78,10 +79,11 @@ class ExampleArrays:
     files: NDArray[np.int32]  # (N,) index in `labels`
     rows: NDArray[np.int64]  # (N,)
     numbers: NDArray[np.float64]  # (N * columns,) example after example
-    # (I, 6): index of its sequence; height, width of an image, samples, rate of a clip; first and
+    # (I, 6): index of its sequence; height, width of an image or a video, samples, rate of a clip; first and
     # last + 1 of its tokens there; bytes of its source
     image_numbers: NDArray[np.int64]
-    # (B,) sources end to end: a byte of `SOURCE_IN_ROW` and `SOURCE_OF_CLIP`, and the path or the file itself
+    # (B,) sources end to end: a byte of `SOURCE_IN_ROW`, `SOURCE_OF_CLIP` and `SOURCE_OF_VIDEO`, of a video its
+    # `VIDEO_NUMBERS`, and the path or the file itself
     image_sources: NDArray[np.uint8]
 
 
@@ -270,15 +272,18 @@ def _turns(example: TokenizedExample, most: int) -> Iterator[TokenizedExample]:
         begin = end
 
 
-# Of the first byte of a stored source: the rest is the file itself, not its path; it is sound.
-SOURCE_IN_ROW, SOURCE_OF_CLIP = 1, 2
+# Of the first byte of a stored source: the rest is the file itself, not its path; it is sound; it is a video.
+SOURCE_IN_ROW, SOURCE_OF_CLIP, SOURCE_OF_VIDEO = 1, 2, 4
+VIDEO_NUMBERS = struct.Struct("<4q")  # frames, numerator and denominator of their rate, frames seen
 
 
 def _source_bytes(medium: Medium) -> bytes:
-    mark = SOURCE_OF_CLIP * isinstance(medium, Clip)
+    mark, numbers = SOURCE_OF_CLIP * isinstance(medium, Clip), b""
+    if isinstance(medium, Video):
+        mark, numbers = SOURCE_OF_VIDEO, VIDEO_NUMBERS.pack(medium.frames, *medium.rate.as_integer_ratio(), medium.seen)
     if isinstance(medium.source, bytes):
-        return bytes([mark | SOURCE_IN_ROW]) + medium.source
-    return bytes([mark]) + os.fsencode(medium.source)
+        return bytes([mark | SOURCE_IN_ROW]) + numbers + medium.source
+    return bytes([mark]) + numbers + os.fsencode(medium.source)
 
 
 def _size_of(medium: Medium) -> tuple[int, int]:

@@ -7,12 +7,13 @@ config, the tokenizer and the image processor that these name; then they are han
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
-from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME
+from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from finetune.data.chat.renderer import Renderer
 from finetune.data.examples import recipe_renderer, row_media
@@ -24,7 +25,7 @@ from finetune.models.config import model_config, with_steady_tower, without_drop
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import ObjectiveSettings
-from finetune.recipe.schema import Audio, Images, Model, Tokens
+from finetune.recipe.schema import Audio, Images, Model, Tokens, Video
 
 if TYPE_CHECKING:
     from finetune.data.media.expansion import RowMedia
@@ -36,7 +37,7 @@ class Base:
 
     model: Model
     tokens: Tokens | None = None  # that the tokenizer gets in addition
-    image: Images | Audio | None = None  # settings of the files that rows have
+    image: Images | Audio | Video | None = None  # settings of the files that rows have
     drops_nothing: bool = False  # see `Recipe.drops_nothing`
     given: PretrainedConfig | None = None  # in place of `config`, for a plan of a model that is not here
 
@@ -75,7 +76,7 @@ class Base:
 
     @cached_property
     def media(self) -> RowMedia | None:
-        """How the model takes the files of rows; None without `data.image` and `data.audio`."""
+        """How the model takes the files of rows; None without `data.image`, `data.audio` and `data.video`."""
         return row_media(self.model, self.image, self.tokenizer)
 
     def renderer(self, objective: ObjectiveSettings) -> Renderer:
@@ -134,6 +135,8 @@ def processor_settings(base: Base) -> dict[str, bytes]:
     name, revision = (model.name, model.revision) if rules is None else processor_place(model, rules)
     place = Model(name=name, revision=revision)
     files = {file: path.read_bytes() for file in PROCESSORS if (path := checkpoint_file(place, file))}
+    if isinstance(rules, Video) and base.media is not None:
+        return {**files, **_of_videos(base.media.family.processor, files)}
     if not isinstance(rules, Images) or not (rules.max_pixels or rules.min_pixels) or base.media is None:
         return files
     size = dict(base.media.family.processor.size)
@@ -148,3 +151,20 @@ def processor_settings(base: Base) -> dict[str, bytes]:
                 part[bound] = size[edge]
         files[file] = json.dumps(settings, indent=2).encode() + b"\n"
     return files
+
+
+def _of_videos(processor: Any, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Returns the files with the settings by which a run saw videos. processor: `video_families.VideoProcessor`.
+
+    A file of all processors has them if it has a video processor's, as it comes first; else a file of their own.
+    """
+    whole = json.loads(files.get(PROCESSOR_NAME, b"{}"))
+    name = PROCESSOR_NAME if "video_processor" in whole else VIDEO_PROCESSOR_NAME
+    older = json.loads(files.get(VIDEO_PROCESSOR_NAME, b"{}"))
+    own = whole["video_processor"] if name == PROCESSOR_NAME else older
+    for bound, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+        if own.get(bound) is not None:  # Qwen2.5-VL's older names, which come first
+            own[bound] = processor.size[edge]
+    own |= {"do_sample_frames": True, **json.loads(processor.to_json_string())}
+    content = whole | {"video_processor": own} if name == PROCESSOR_NAME else own
+    return {name: json.dumps(content, indent=2).encode() + b"\n"}

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from finetune.data.batch import Batch
-from finetune.data.media.family_table import FAMILIES, Family, family_of, tower_outputs
+from finetune.data.media.family_table import FAMILIES, VIDEO_INPUT, Family, family_of, tower_outputs
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import check_names_kept
 from finetune.models.lora_targets import AdapterTargets, find_targets
@@ -51,6 +51,8 @@ def patches_in(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
     side = config.vision_config.patch_size
     if (grid := inputs.get("image_grid_thw")) is not None:
         return grid.prod(1).tolist()
+    if (grid := inputs.get("video_grid_thw")) is not None:  # a tower sees the places in time apart
+        return [height * width for frames, height, width in grid.tolist() for _ in range(frames)]
     if (sizes := inputs.get("image_sizes")) is not None:
         return (sizes // side).prod(1).tolist()
     if (pixels := inputs.get("pixel_values")) is None:
@@ -234,7 +236,8 @@ class TowerPart:
         """
         cache = inputs.get("past_key_values")
         is_continued = cache is not None and cache.get_seq_length() > 0  # a generation: no rank has images then
-        if self.family.main_input in inputs or not self._always or is_continued:
+        has_files = self.family.main_input in inputs or VIDEO_INPUT in inputs
+        if has_files or not self._always or is_continued:
             yield
             return
         whole = unwrap_peft(model)
@@ -263,7 +266,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 # --- positions
 
-Positions = Callable[[Tensor, "Tensor | None"], Tensor]  # ids (1, t), image_grid_thw (n, 3) -> (3, 1, t)
+# Inputs of a forward that have a row for each of its files, from which positions are counted.
+GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+Grids = Mapping[str, Tensor]  # some of them
+Positions = Callable[[Tensor, Grids], Tensor]  # ids (1, t) and the grids of their files -> (3, 1, t)
+
+
+def grids_of(inputs: Mapping[str, Tensor]) -> list[Grids]:
+    """Returns the grids of each file among the inputs of a forward, in their order."""
+    there = {name: inputs[name] for name in GRIDS if name in inputs}
+    count = len(next(iter(there.values()), ()))
+    return [{name: grid[i : i + 1] for name, grid in there.items()} for i in range(count)]
 
 
 def document_positions(config: Any) -> Positions | None:
@@ -279,29 +292,34 @@ def document_positions(config: Any) -> Positions | None:
     model = object.__new__(kind)  # without weights: the method reads the config alone
     object.__setattr__(model, "config", config)
 
-    def positions(ids: Tensor, grid: Tensor | None) -> Tensor:
-        if grid is None or not len(grid):
+    def positions(ids: Tensor, grids: Grids) -> Tensor:
+        if not grids:
             return torch.arange(ids.shape[1]).expand(3, 1, -1)
-        types = (ids == config.image_token_id).int()
-        return model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid)[0]
+        types = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+        return model.get_rope_index(ids, mm_token_type_ids=types, **grids)[0]
 
     return positions
 
 
+def joined_grids(grids: Sequence[Grids]) -> Grids:
+    """Returns the grids of several files as those of one document; {} without files."""
+    return {name: torch.cat([grid[name] for grid in grids]) for name in grids[0]} if grids else {}
+
+
 def row_positions(config: Any) -> Callable[[Batch], Batch] | None:
-    """Returns a function for the positions of a batch with images, [4, 1, T]: indices in the document and its
+    """Returns a function for the positions of a batch with files, [4, 1, T]: indices in the document and its
     `document_positions`. None: indices suffice."""
     positions = document_positions(config)
 
     def with_positions(batch: Batch) -> Batch:
-        ids, grids = batch.inputs["input_ids"], batch.inputs.get("image_grid_thw")
-        if grids is None:
+        ids, grids = batch.inputs["input_ids"], grids_of(batch.inputs)
+        if not grids:
             return batch
         assert positions is not None  # below
         documents = []
         for i, document in enumerate(ids.split(list(batch.sequence_lengths), dim=1)):
-            mine = [n for n, image in enumerate(batch.media) if image.sequence == i]
-            documents.append(positions(document, grids[mine]))
+            mine = [grid for grid, medium in zip(grids, batch.media, strict=True) if medium.sequence == i]
+            documents.append(positions(document, joined_grids(mine)))
         whole = torch.cat([batch.inputs["position_ids"][None], torch.cat(documents, dim=2)])
         return replace(batch, inputs={**batch.inputs, "position_ids": whole})
 

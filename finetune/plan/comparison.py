@@ -147,7 +147,8 @@ def predict_run(prepared: Prepared, engine: Engine) -> dict[str, Any]:
         rows = widest(recipe, "a stream", config)
         if training.size(recipe.data.max_length):
             data = on_disk(training)
-            token = None if recipe.data.media is None else getattr(config, family_of(config).token_id)
+            kind = recipe.data.media_kind
+            token = None if kind is None else getattr(config, family_of(config, kind).token_id)
             rows = facts_of(data.examples, data.rows, "the data of the run", len(data.rows), token)
         if recipe.rollouts is not None:
             rows = Lengths("the data of the run", on_disk(training).examples, 1.0).rows(recipe, config)

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from finetune.data.batch import Batch, MediaPlace
 from finetune.data.media.family_table import family_of
 from finetune.models.towers import image_tokens, patches_per_token, row_positions
-from finetune.recipe.schema import Audio, Data
+from finetune.recipe.schema import Audio, Data, Video
 
 _MARKS = 2  # tokens around an image
 _LARGE = 2**24  # elements
@@ -37,6 +37,8 @@ def most_images(data: Data, config: PretrainedConfig) -> tuple[int, ...]:
     room = data.max_length - 1
     if data.audio is not None:
         return _most_clips(data.audio, whole, room)
+    if data.video is not None:
+        return _most_frames(data.video, whole, room)
     assert data.image is not None
     if family_of(config).tokens is not None:
         each = image_tokens(config, [1])[0]
@@ -56,6 +58,17 @@ def _most_clips(audio: Audio, config: Any, room: int) -> tuple[int, ...]:
         positions = getattr(config.audio_config, "max_source_positions", None)
         each = positions // 2 if positions else int(audio.max_seconds * 13)
         each = min(each, room - _MARKS)
+    return (each,) * (room // (each + _MARKS)) if each > 1 else ()
+
+
+def _most_frames(video: Video, config: Any, room: int) -> tuple[int, ...]:
+    """Returns the tokens of each two frames of a row of videos as large as they may be: a tower computes each two as an
+    image."""
+    side = config.vision_config.patch_size * int(patches_per_token(config) ** 0.5)
+    most = video.max_pixels
+    if most and config.model_type == "qwen3_vl":  # of all frames
+        most //= 2
+    each = min(room - _MARKS, max(2, most // side**2) if most else room)
     return (each,) * (room // (each + _MARKS)) if each > 1 else ()
 
 

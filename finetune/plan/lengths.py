@@ -17,6 +17,7 @@ from finetune.data.cache_entries import entries_folder
 from finetune.data.dataset import build_training, on_disk
 from finetune.data.examples import Examples, entry_key, rendering_key
 from finetune.data.packing import Rows, one_per_row, pack
+from finetune.data.samples import Medium, Video
 from finetune.data.token_cache import load
 from finetune.errors import UserError
 from finetune.models.base_model import Base
@@ -110,10 +111,13 @@ def facts_of(
     def images_of(members: NDArray[np.int64]) -> tuple[int, ...]:
         """Returns the tokens of each image of some examples, without the marks between them."""
         return tuple(
-            int(np.count_nonzero(sequence.input_ids[image.begin : image.end] == image_token))
+            tokens
             for i in (members if image_token is not None else ())
             for sequence in examples[int(i)].sequences
-            for image in sequence.media
+            for medium in sequence.media
+            for tokens in _tower_sequences(
+                medium, int(np.count_nonzero(sequence.input_ids[medium.begin : medium.end] == image_token))
+            )
         )
 
     some = np.unique(np.linspace(0, len(packed) - 1, min(len(packed), ROWS_KEPT)).astype(int)).tolist()
@@ -133,6 +137,14 @@ def facts_of(
         images=most,
         sample_images=tuple(images[:-1]) if most else (),
     )
+
+
+def _tower_sequences(medium: Medium, tokens: int) -> tuple[int, ...]:
+    """Returns the tokens that a tower computes together: all of a file, of a video those of two frames."""
+    if not isinstance(medium, Video):
+        return (tokens,)
+    places = -(-medium.seen // 2)
+    return (tokens // places,) * places
 
 
 def widest(recipe: Recipe, reason: str, config: PretrainedConfig) -> RowFacts:

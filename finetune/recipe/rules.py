@@ -410,6 +410,14 @@ def audio(recipe: Recipe) -> Iterator[Finding]:
     yield from _media(recipe, "audio", "sound", "clips of one length", "processor of sound")
 
 
+def video(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.data.video is None:
+        return
+    if others := [name for name in ("image", "audio") if getattr(recipe.data, name) is not None]:
+        yield "data.video", f"rows have files of one kind: keep one of `video` and `{others[0]}`"
+    yield from _media(recipe, "video", "videos", "videos of one size", "video processor")
+
+
 def _media(recipe: Recipe, kind: str, name: str, alike: str, processor: str) -> Iterator[Finding]:
     """Settings that rows with media files do not support. alike: files with the same number of tokens."""
     overlong, teacher = recipe.data.overlong, recipe.objective.other_models.get("teacher")
@@ -423,7 +431,7 @@ def _media(recipe: Recipe, kind: str, name: str, alike: str, processor: str) -> 
 
 RULES: tuple[Rule, ...] = (  # of the trainer's keys; `finetune/features.py` adds those of the wings
     *(folder, mode, precision, batch, evaluation, steps, learning_rate, in_backward, sources, streaming),
-    *(objective_keys, reference, distillation, answers, added_tokens, predicts_ahead, tower, images, audio),
+    *(objective_keys, reference, distillation, answers, added_tokens, predicts_ahead, tower, images, audio, video),
 )
 
 

@@ -142,7 +142,7 @@ class Model(Section):
     empty_thought: Literal["trained", "given"] = "trained"
     # Trained parts of a model that sees or hears: adapters in them, or all of their weights under `mode: full`.
     # projector: turns the tower's output into tokens; tower: the encoder of the files, also called vision. null:
-    # language, and without `data.image` and `data.audio` the language model by itself.
+    # language, and without `data.image`, `data.audio` and `data.video` the language model by itself.
     train: Parts | None = None
     # The head of a base that predicts a token further ahead, for speculative decoding (DeepSeek-V3, GLM-4 MoE,
     # Qwen3-Next, Qwen3.5). keep: copied as it is, and stale after training; train: trained together with the model, on
@@ -285,6 +285,29 @@ class Audio(Section):
     threads: Count = 4  # of each process, which decode and resample clips ahead of the steps
 
 
+class Video(Section):
+    """Videos in the rows: the frames that are seen of them, and the folder of their files."""
+
+    fps: Positive | None = None  # frames a second that are seen; null: as in the model's own processor, or 2
+    # Frames that are seen of a video, at most, from its beginning to its end. null: as in the model's own processor
+    max_frames: Annotated[int, Field(ge=2)] | None = None
+    # Pixels after frames are scaled down, at most: each costs memory, and tokens of `max_length`. Qwen3-VL: of all
+    # frames of a video together; Qwen2.5-VL: of a frame. null: as in the model's own processor
+    max_pixels: Count | None = None
+    max_seconds: Positive = 600.0  # of a video; longer ones are bad rows, and are not decoded
+    # Frames a second of videos that are a folder or a list of pictures. null: `fps`, so that all of them are seen
+    frame_rate: Positive | None = None
+    # Hub id or local folder with the processor and its settings, which the result gets; null: that of `model.name`.
+    processor: str | None = None
+    folder: str | None = None  # paths in rows start here; null: at the folder of the data file that has the row
+    outside: bool = False  # paths may lead out of that folder
+    allow_urls: bool = False  # http:// and https:// addresses in rows are fetched, once, into the cache
+    # Part of a video that is read when rows are tokenized. frames: all of them are decoded, so that a broken one is a
+    # bad row; header: their number and the first one, and whatever is broken ends the run that trains on it
+    verify: Literal["header", "frames"] = "frames"
+    threads: Count = 4  # of each process, which decode and scale frames ahead of the steps
+
+
 class Data(Section):
     """Training and evaluation data, and how it becomes packed sequences."""
 
@@ -308,11 +331,19 @@ class Data(Section):
     # Rows have sound, and the model is trained with its tower, `audio: {}` with all defaults; see
     # docs/reference/audio.md. null: rows with sound are refused.
     audio: Audio | None = None
+    # Rows have videos, and the model is trained with its tower, `video: {}` with all defaults; see
+    # docs/reference/video.md. null: rows with videos are refused.
+    video: Video | None = None
 
     @property
-    def media(self) -> Images | Audio | None:
+    def media(self) -> Images | Audio | Video | None:
         """Returns the settings of the files that rows have; None without."""
-        return self.image or self.audio
+        return self.image or self.audio or self.video
+
+    @property
+    def media_kind(self) -> Literal["image", "audio", "video"] | None:
+        """Returns the kind of the files that rows have; None without."""
+        return "image" if self.image else "audio" if self.audio else "video" if self.video else None
 
     @property
     def eval_sources(self) -> tuple[Source, ...]:

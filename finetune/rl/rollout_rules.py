@@ -207,9 +207,9 @@ def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "data.streaming", "prompts are drawn from all rows: set it to false"
     if data.mixture is not None:
         yield "data.mixture", "prompts are drawn from all rows alike: remove it"
-    if data.media is not None:
-        kind, what = ("image", "images") if data.image is not None else ("audio", "sound")
-        yield f"data.{kind}", f"samples of prompts with {what} are not supported: remove it"
+    if data.media_kind is not None:
+        what = {"image": "images", "audio": "sound", "video": "videos"}[data.media_kind]
+        yield f"data.{data.media_kind}", f"samples of prompts with {what} are not supported: remove it"
     if data.overlong in ("truncate", "split"):
         yield "data.overlong", f"`{data.overlong}` would cut prompts: use `drop` or `error`"
     if recipe.objective.train_on == "all":

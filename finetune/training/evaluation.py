@@ -28,7 +28,7 @@ from finetune.data.samples import Medium
 from finetune.data.token_text import media_note, special_ids
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
-from finetune.models.towers import document_positions
+from finetune.models.towers import document_positions, grids_of, joined_grids
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, Terms, TermSums
@@ -129,9 +129,10 @@ class Evaluator:
         inputs = self.loader.media_inputs([image for question in batch for image in question.media], ids)
         if (positions_of := document_positions(self.engine.unwrapped.config)) is None:
             return PromptMedia(inputs)
-        grids = inputs["image_grid_thw"].split([len(question.media) for question in batch])
+        grids = iter(grids_of(inputs))
         documents = [
-            positions_of(torch.tensor([question.prompt]), grid) for question, grid in zip(batch, grids, strict=True)
+            positions_of(torch.tensor([question.prompt]), joined_grids([next(grids) for _ in question.media]))
+            for question in batch
         ]
         padded = [pad(document[:, 0], (ids.shape[1] - document.shape[2], 0)) for document in documents]
         beyond = torch.stack([document.max() + 1 - document.shape[2] for document in documents])

@@ -20,6 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import filming
 import hearing
 import tiny
 from repository import ROOT
@@ -101,6 +102,24 @@ HEARS = (  # with the extra alone. Rows with none, one and two clips: in most st
         rows="clips",
         on=SEES_IMAGES,
     ),
+)
+VIDEO = ("data.video={max_frames: 6}", "data.max_length=192")
+FILMS = (  # of pictures, which need no extra
+    Case(
+        "full video tower",
+        (*VIDEO, "model.train=[language, projector, tower]", "train.activation_checkpointing=true"),
+        model="qwen3_vl_films",
+        rows="films",
+        on=SEES_IMAGES,
+    ),
+    Case(  # of most steps some ranks have no video, and some steps none at all
+        "full video rare",
+        (*VIDEO, "data.packing=false", "optimizer.weight_decay=0.1", "model.train=[language, projector, tower]"),
+        model="qwen2_5_vl_films",
+        rows="rare_films",
+        on=SEES_IMAGES,
+    ),
+    Case("lora video", (*LORA, *VIDEO, "optimizer.lr=1e-3"), "qwen2_5_vl_films", rows="films", on=SEES_IMAGES),
 )
 CASES = (
     Case("full", ()),
@@ -196,6 +215,7 @@ CASES = (
         rows="picture_pairs",
         on=SEES_IMAGES,
     ),
+    *FILMS,
     *(HEARS if importlib.util.find_spec("soundfile") else ()),
     # An evaluation leaves weights gathered, and pipelines of other rows have schedules of other shapes from a step on.
     Case(
@@ -416,7 +436,7 @@ SHARED_TOKENS = (
 UNDER_PIPELINES = tuple(
     case.name
     for case in CASES
-    if not {"balance", "images", "audio"} & set(case.name.split())  # towers are refused
+    if not {"balance", "images", "audio", "video"} & set(case.name.split())  # towers are refused
 )
 FEW_SHARED = ("full", "lora", "full tied", "lora tied")
 # Names of configs that have no file of their own: another's, with these sizes.
@@ -641,6 +661,12 @@ def prepare(folder: Path, rows: int = 300) -> None:
     hearing.write_clips(folder, "rare_clips", 160, numbers=(0,) * 23 + (1,))
     for name in ("held_out_clips", "held_out_rare_clips"):
         hearing.write_clips(folder, name, 16, seed=1)
+    for model in sorted({case.model.removesuffix("_films") for case in FILMS}):
+        filming.save_filming(folder, model)
+    filming.write_films(folder, "films", 60, listed=True)
+    filming.write_films(folder, "rare_films", 160, numbers=(0,) * 23 + (1,), listed=True)
+    for name in ("held_out_films", "held_out_rare_films"):
+        filming.write_films(folder, name, 16, seed=1, listed=True)
     tiny.write_rows(folder / "rows.jsonl", tiny.conversations(rows))
     tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(24, seed=1))
     made_rows = {"preference": tiny.preferences, "unpaired": tiny.unpaired, "classification": tiny.texts}
@@ -731,7 +757,7 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
         start = ["model.name=null", f"model.config={shape}", f"model.tokenizer={folder / case.model}"]
     if case.rows != "messages":
         sources = {"train": f"{case.rows}.jsonl", "eval": f"held_out_{case.rows}.jsonl"}
-        formats = dict.fromkeys(("pictures", "rare_pictures", "clips", "rare_clips"), "messages")
+        formats = dict.fromkeys(("pictures", "rare_pictures", "clips", "rare_clips", "films", "rare_films"), "messages")
         formats["picture_pairs"] = "preference"
         format = formats.get(case.rows, case.rows)
         start += [f"data.{key}=[{{path: {folder / name}, format: {format}}}]" for key, name in sources.items()]

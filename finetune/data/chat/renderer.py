@@ -123,7 +123,9 @@ class Renderer:
                 text, spans, images = self.media.expand(part.text, part.spans, references, data_file, chat.name)
                 examples.append((Rendered(text, spans, media=images),))
             elif references:
-                what, verb = ("images", "sees") if (kind := references[0].kind) == "image" else ("sound", "hears")
+                kind = references[0].kind
+                what = {"image": "images", "audio": "sound", "video": "videos"}[kind]
+                verb = "hears" if kind == "audio" else "sees"
                 raise BadRow(
                     f"the row has {what}. Fix: set `data.{kind}: {{}}` to train on it, with a model that {verb}"
                 )

@@ -55,9 +55,6 @@ from finetune.data.samples import (
 from finetune.errors import UserError
 from finetune.recipe.schema import check_template_arguments
 
-# Columns of chat rows that must not be lost unseen: the messages refer to them.
-MEDIA = ("videos",)
-
 
 class FileColumn(NamedTuple):
     """Columns with a chat row's files of a kind, a list or one, and the mark that stands for each in its texts, in the
@@ -69,13 +66,17 @@ class FileColumn(NamedTuple):
     mark: str
 
 
-FILES = (FileColumn("image", "images", "image", "<image>"), FileColumn("audio", "audios", "audio", "<audio>"))
+FILES = (
+    FileColumn("image", "images", "image", "<image>"),
+    FileColumn("audio", "audios", "audio", "<audio>"),
+    FileColumn("video", "videos", "video", "<video>"),
+)
 IMAGES = FILES[0].several
 OF_FILES = tuple(name for column in FILES for name in (column.several, column.one))
 
 # Of the chat template's variables, for a row; the other name is TRL's (docs "Dataset formats and types").
 ARGUMENTS, OTHER_ARGUMENTS = "chat_template_arguments", ("chat_template_kwargs",)
-READ_BY_MANY = (*OF_FILES, *MEDIA, ARGUMENTS, *OTHER_ARGUMENTS)  # without being a field of each
+READ_BY_MANY = (*OF_FILES, ARGUMENTS, *OTHER_ARGUMENTS)  # without being a field of each
 CHAT = ("tools", "system", ARGUMENTS, *(column.several for column in FILES))  # of every format of chat
 
 
@@ -545,7 +546,4 @@ def _of_two_kinds(fields: Mapping[str, Any]) -> BadRow:
 
 
 def _system_and_tools(row: Row) -> tuple[str, tuple[Tool, ...]]:
-    for name in MEDIA:
-        if has_value(row.get(name)):
-            raise BadRow(f"the row has `{name}`, which cannot be left out without changing it, and are not supported")
     return optional_text(row.get("system"), "`system`"), read_tools(row.get("tools"))

@@ -26,7 +26,7 @@ from finetune.data.formats.values import (
     shown,
     text,
 )
-from finetune.data.samples import FILE, BadRow, Conversation, MediaKind, Message, Reference
+from finetune.data.samples import FILE, BadRow, Conversation, MediaKind, Message, Reference, listed
 
 ROLES = {
     "system": "system",
@@ -161,13 +161,14 @@ def _role(value: Any, roles: dict[str, str], where: str) -> str:
 
 
 # Keys of the file in a part; the first is datasets' and Qwen's name, the others transformers' (docs "chat templates,
-# multimodal"), the last OpenAI's and, of sound, Qwen2-Audio's.
+# multimodal"), the last OpenAI's and, of sound, Qwen2-Audio's, of video, vLLM's.
 _OF_FILE = ("url", "path", "base64")
 _FILE_KEYS: dict[MediaKind, tuple[str, ...]] = {
     "image": ("image", *_OF_FILE, "image_url"),
     "audio": ("audio", *_OF_FILE, "audio_url"),
+    "video": ("video", *_OF_FILE, "video_url"),
 }
-_KINDS: dict[Any, MediaKind] = {"image": "image", "image_url": "image", "audio": "audio", "audio_url": "audio"}
+_KINDS: dict[Any, MediaKind] = {keys[at]: kind for kind, keys in _FILE_KEYS.items() for at in (0, -1)}
 
 
 def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> tuple[str, tuple[Reference, ...]]:
@@ -200,16 +201,21 @@ def _part(value: Any, where: str, files: list[Reference]) -> str:
         return FILE
     if type_ != "text":
         problem = f"has no `type`; it has {keys_of(part)}" if type_ is None else f"is of type {shown(type_)}"
-        raise BadRow(f"{where} {problem}; only parts of type 'text', 'image' and 'audio' are supported")
+        raise BadRow(f"{where} {problem}; only parts of type 'text', 'image', 'audio' and 'video' are supported")
     only_keys(part, ("type", "text"), where)
     return text(part.get("text"), f"{where}.text", may_be_blank=True)
 
 
-_FILE_NAMES: dict[MediaKind, str] = {"image": "an image", "audio": "a sound file"}
+_FILE_NAMES: dict[MediaKind, str] = {"image": "an image", "audio": "a sound file", "video": "a video"}
 
 
 def file_reference(kind: MediaKind, value: Any, where: str) -> str | bytes:
-    """Returns a path, a data URL or the bytes of a file; also from an object with one of them, as `datasets` has."""
+    """Returns a path, a data URL or the bytes of a file; also from an object with one of them, as `datasets` has.
+
+    Of a video also from a list of its frames' paths, as Qwen's and LLaMA-Factory's rows have it: see `samples.listed`.
+    """
+    if kind == "video" and isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        return listed(value)
     if isinstance(value, Mapping):
         only_keys(value, ("bytes", "path", "url"), where)
         # datasets keeps the name next to the bytes.

@@ -16,8 +16,8 @@ from finetune.data.media.stored_files import AS_ONE, NAMES, FileRules
 from finetune.data.samples import BadRow, MediaKind, Medium, Reference
 from finetune.errors import UserError
 
-_COLUMNS: dict[MediaKind, str] = {"image": "images", "audio": "audios"}
-_PLURALS: dict[MediaKind, str] = {"image": "images", "audio": "clips"}
+_COLUMNS: dict[MediaKind, str] = {"image": "images", "audio": "audios", "video": "videos"}
+_PLURALS: dict[MediaKind, str] = {"image": "images", "audio": "clips", "video": "videos"}
 Counted = tuple[Any, int]  # a file as it is stored, and the tokens of it that the model fills
 
 
@@ -84,7 +84,10 @@ class RowMedia:
             )
         if found:
             trained &= ~np.isin(input_ids, self.family.mark_ids)
-        return tuple(
-            self.family.placed(stored, int(places[begin]), int(places[end - 1]) + 1)
-            for (stored, _), begin, end in zip(found, ends[:-1], ends[1:], strict=True)
-        )
+        media = list[Medium]()
+        for (stored, _), begin, end in zip(found, ends[:-1], ends[1:], strict=True):
+            whole = self.family.whole(input_ids, int(places[begin]), int(places[end - 1]) + 1)
+            media.append(self.family.placed(stored, *whole))
+            if self.family.kind == "video":  # the times between its frames are no marks
+                trained[whole[0] : whole[1]] = False
+        return tuple(media)

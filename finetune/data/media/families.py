@@ -1,7 +1,7 @@
 """A family's handling of files in rows: the tokens that stand for a file, and the tensors of a forward for it.
 
 Tokens follow from the size of a file alone, so that packing, cache and plan never decode one. What a family does is in
-`image_families.py` and `audio_families.py`; which one a model has is in its row of `family_table.py`.
+`image_families.py`, `audio_families.py` and `video_families.py`; which one a model has, in `family_table.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finetune.data.media.family_table import Family, family_of
 from finetune.data.media.stored_files import FileRules
 from finetune.data.samples import MediaKind, Medium
 from finetune.errors import UserError
-from finetune.recipe.schema import Audio, Images, Model
+from finetune.recipe.schema import Audio, Images, Model, Video
 
 Features = dict[str, NDArray[Any]]  # output of a processor for one file, by its names
 
@@ -57,7 +57,7 @@ class FamilySettings:
             ) from None
 
 
-_NAMES = {"image": "images", "audio": "sound"}
+_NAMES = {"image": "images", "audio": "sound", "video": "videos"}
 
 
 def transformers_module(name: str) -> Any:
@@ -119,6 +119,10 @@ class MediaFamily:
         """Returns a file that `find` returned, at its tokens of a sequence."""
         raise NotImplementedError
 
+    def whole(self, input_ids: NDArray[np.int32], begin: int, end: int) -> tuple[int, int]:
+        """Returns the tokens [begin, end) of a file of a sequence. begin, end: of those that the model fills."""
+        return begin, end
+
     def read(self, medium: Any) -> Features:
         """Returns the features of a file. Raises UserError if it is damaged, or not the one that was tokenized."""
         raise NotImplementedError
@@ -137,7 +141,7 @@ def processor_place(model: Model, rules: FileRules) -> tuple[str, str]:
 def media_family(model: Model, rules: FileRules, tokenizer: PreTrainedTokenizerBase) -> MediaFamily:
     """Returns the file handling of the recipe's model. Raises UserError if its family is not in the table."""
     assert model.name is not None  # a rule of the recipe
-    kind = "audio" if isinstance(rules, Audio) else "image"
+    kind: MediaKind = "audio" if isinstance(rules, Audio) else "video" if isinstance(rules, Video) else "image"
     try:
         config: Any = AutoConfig.from_pretrained(
             model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
@@ -149,7 +153,7 @@ def media_family(model: Model, rules: FileRules, tokenizer: PreTrainedTokenizerB
         raise UserError(
             f"data.{kind}: {model.name!r} cannot be read: {reason}. Fix: check model.name and data.{kind}.processor"
         ) from None
-    name, row = config.model_type, family_of(config)
+    name, row = config.model_type, family_of(config, kind)
     if row.kind != kind:
         raise UserError(
             f"data.{kind}: {name!r} is trained on {_NAMES[row.kind]} here, not on {_NAMES[kind]}. Fix: use "

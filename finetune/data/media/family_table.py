@@ -1,6 +1,6 @@
 """The families of models that are trained on images or sound: one row each, by `model_type`.
 
-A row says how a file becomes tokens (the class of `image_families.py` or `audio_families.py` that writes it,
+A row says how a file becomes tokens (the class of `image_families.py`, `audio_families.py` or `video_families.py`,
 transformers' processor, the placeholder), where tower and projector are in the model (models/towers.py), and whether
 the tower drops at random. Only names and functions are here: the processors take a second to import. Families that are
 not in the table are refused: if their forward mixes the files of a row, or takes them by another attention, they would
@@ -23,6 +23,7 @@ from finetune.errors import UserError
 
 # (config, cells) -> the tower's inputs for files of so many tokens each, if a family has files of any size.
 Pictures = Callable[[Any, Sequence[int]], dict[str, Tensor]]
+VIDEO_INPUT = "pixel_values_videos"  # `Family.main_input` of all families that see videos
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Family:
     # Settings of the tower's config by which it drops at random. They are 0 in a run, or no two documents would be
     # computed alike; a layer that is dropped would also leave ranks waiting for its gradient.
     drops: tuple[str, ...] = ()
+    frames_apart: bool = False  # text stands between the frames of a video
     unused: str | None = None  # a module of the tower whose output is unused: it stays frozen, or DDP would wait
 
 
@@ -59,6 +61,20 @@ def _qwen_patches(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
     size = channels * vision.temporal_patch_size * vision.patch_size**2
     grid = torch.tensor([[1, merge, merge * count] for count in cells])
     return {"pixel_values": _values(int(grid.prod(1).sum()), size), "image_grid_thw": grid}
+
+
+def _qwen_frames(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
+    """Qwen's videos: as images, with as many places in time as `cells` says, each of two tokens."""
+    inputs = _qwen_patches(config, [2 * count for count in cells])
+    merge = config.vision_config.spatial_merge_size
+    grid = torch.tensor([[count, merge, 2 * merge] for count in cells])
+    return {"pixel_values_videos": inputs["pixel_values"], "video_grid_thw": grid}
+
+
+def _timed_frames(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
+    """Qwen2.5-VL: and the seconds between two places in time."""
+    seconds = torch.tensor([0.5 * (i % 3 + 1) for i in range(len(cells))])
+    return {**_qwen_frames(config, cells), "second_per_grid_ts": seconds}
 
 
 def _pixtral_images(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
@@ -116,6 +132,11 @@ def _qwen2_audio_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
 
 def _audio_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
     return [model.get_audio_features(**inputs, return_dict=True).pooler_output]
+
+
+def _video_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
+    features = model.get_video_features(inputs[VIDEO_INPUT], inputs["video_grid_thw"], return_dict=True)
+    return [features.pooler_output, getattr(features, "deepstack_features", None)]
 
 
 def tower_outputs(family: Family, model: Any, inputs: dict[str, Tensor]) -> list[Any]:
@@ -220,6 +241,27 @@ FAMILIES |= {
         features=_audio_features,
     ),
 }
+_VIDEOS = replace(
+    _QWEN,
+    handling="video_families.Qwen25Videos",
+    placeholder="<|video_pad|>",
+    pictures=_timed_frames,
+    kind="video",
+    token_id="video_token_id",
+    main_input=VIDEO_INPUT,
+    features=_video_features,
+)
+# Of the models of `FAMILIES` that see videos, too.
+SEE_VIDEOS: dict[str, Family] = {
+    "qwen2_5_vl": _VIDEOS,
+    "qwen3_vl": replace(
+        _VIDEOS,
+        handling="video_families.Qwen3Videos",
+        pictures=_qwen_frames,
+        projector=FAMILIES["qwen3_vl"].projector,
+        frames_apart=True,
+    ),
+}
 _REFUSALS = {
     # transformers' `_prepare_cross_attention_mask`: rows of its mask that are all closed become all open.
     "mllama": "In its cross attention a token that stands before its document's images looks at those of all others",
@@ -227,13 +269,18 @@ _REFUSALS = {
 }
 
 
-def family_of(config: PretrainedConfig) -> Family:
-    """Returns the family of a multimodal config. Raises UserError for those that are not verified."""
+def family_of(config: PretrainedConfig, kind: MediaKind | None = None) -> Family:
+    """Returns the family of a multimodal config. kind: `video` for its handling of videos, in place of images.
+
+    Raises UserError for those that are not verified.
+    """
+    if kind == "video" and (family := SEE_VIDEOS.get(config.model_type)) is not None:
+        return family
     if (family := FAMILIES.get(config.model_type)) is None:
         families, why = ", ".join(sorted(FAMILIES)), _REFUSALS.get(config.model_type)
         raise UserError(
             f"images and sound: {config.model_type!r} is not among the models trained on them here ({families})."
-            f"{f' {why}.' if why else ''} Fix: leave out `data.image`, `data.audio` and `model.train`; that trains "
-            "its text part"
+            f"{f' {why}.' if why else ''} Fix: leave out `data.image`, `data.audio`, `data.video` and `model.train`; "
+            "that trains its text part"
         )
     return family

@@ -36,6 +36,8 @@ class FeatureReader:
         inputs = self(media, input_ids) if media else {}
         if "image_grid_thw" in inputs:  # from which they count positions
             inputs["mm_token_type_ids"] = (input_ids == self.family.token_id).int()
+        if "video_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = 2 * (input_ids == self.family.token_id).int()
         return inputs
 
 

@@ -42,7 +42,7 @@ def find_image(reference: str | bytes, rules: Images, data_file: str) -> StoredI
     """Returns the image that a row of `data_file` names. Raises BadRow with the problem."""
     source = source_of(reference, "image", rules, data_file)
     try:
-        height, width = _size(source)
+        height, width = size_of(source)
         if rules.verify == "pixels":
             decode(source)
     except BROKEN as error:
@@ -55,7 +55,7 @@ def find_image(reference: str | bytes, rules: Images, data_file: str) -> StoredI
 _END_MARKS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 
 
-def _size(source: str | bytes) -> tuple[int, int]:
+def size_of(source: str | bytes) -> tuple[int, int]:
     """Returns (height, width) as displayed: from the header, if the format has an end mark or a length that shows a
     truncated file; else by decoding it. Raises ValueError and `BROKEN` for unusable files."""
     with _opened(source) as image:
@@ -110,9 +110,13 @@ THUMBNAIL_SIDE = 320  # pixels, at most
 
 def thumbnails(sources: Sequence[str | bytes]) -> bytes:
     """Returns images side by side, small, as one PNG file. Raises `BROKEN`."""
-    pictures = [decode(source) for source in sources]
+    return side_by_side([decode(source) for source in sources], THUMBNAIL_SIDE)
+
+
+def side_by_side(pictures: Sequence[Image.Image], side: int) -> bytes:
+    """Returns pictures as one PNG file, scaled down in place to at most `side` pixels a side."""
     for picture in pictures:
-        picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+        picture.thumbnail((side, side))
     gap = 8
     widths = [picture.width + gap for picture in pictures]
     shown = Image.new("RGB", (sum(widths) - gap, max(picture.height for picture in pictures)), "white")

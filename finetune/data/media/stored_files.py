@@ -17,14 +17,15 @@ from typing import Any
 from finetune.data.checksums import Damaged, verify_file, write_checksum
 from finetune.data.samples import BadRow, MediaKind
 from finetune.data.sources.files import cache_root, package_errors
-from finetune.recipe.schema import Audio, Images
+from finetune.recipe.schema import Audio, Images, Video
 from finetune.recipe.urls import is_url, scrubbed, without_credentials
 from finetune.utils import write_atomically
 
-FileRules = Images | Audio
+FileRules = Images | Audio | Video
 MAX_BYTES = 1 << 28  # of a file
-NAMES: dict[MediaKind, str] = {"image": "image", "audio": "sound file"}
-AS_ONE: dict[MediaKind, str] = {"image": "an image", "audio": "a sound file"}
+MAX_VIDEO_BYTES = 1 << 31  # of a video that is a file of its own, which is read in pieces
+NAMES: dict[MediaKind, str] = {"image": "image", "audio": "sound file", "video": "video"}
+AS_ONE: dict[MediaKind, str] = {"image": "an image", "audio": "a sound file", "video": "a video"}
 _FETCH_S = 60  # for a file of the web
 
 log = logging.getLogger(__name__)
@@ -68,10 +69,12 @@ def _located(reference: str, kind: MediaKind, rules: FileRules, data_file: str) 
         )
     if not path.exists():
         raise BadRow(f"no such {NAMES[kind]}: {path}")
+    if kind == "video" and path.is_dir():  # of its frames
+        return str(path)
     if not path.is_file():
         raise BadRow(f"{path}: not a file")
-    if (size := path.stat().st_size) > MAX_BYTES:
-        raise BadRow(f"{path}: {size:,} bytes; at most {MAX_BYTES:,} are read")
+    if (size := path.stat().st_size) > (most := MAX_VIDEO_BYTES if kind == "video" else MAX_BYTES):
+        raise BadRow(f"{path}: {size:,} bytes; at most {most:,} are read")
     return str(path)
 
 
@@ -108,12 +111,12 @@ def _fetched(url: str, kind: MediaKind, rules: FileRules) -> Path:
 
 
 def _copies(kind: MediaKind) -> Path:
-    return cache_root() / {"image": "images", "audio": "audio"}[kind]
+    return cache_root() / {"image": "images", "audio": "audio", "video": "videos"}[kind]
 
 
 def check_copy(source: str | bytes) -> None:
     """Raises ValueError if a file is the cache's copy of one of the web, and damaged."""
-    if isinstance(source, str) and Path(source).parent in (_copies("image"), _copies("audio")):
+    if isinstance(source, str) and Path(source).parent in map(_copies, NAMES):
         try:
             verify_file(Path(source))
         except Damaged:

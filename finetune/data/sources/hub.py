@@ -35,7 +35,7 @@ def check_hub(recipe: Recipe) -> None:
         "model.name": model.name,
         "model.tokenizer": model.tokenizer,
         **{f"objective.{key}": name for key, name in objective.other_models.items()},
-        f"data.{'audio' if recipe.data.audio else 'image'}.processor": files and files.processor,
+        f"data.{recipe.data.media_kind}.processor": files and files.processor,
     }
     on_hub = {key: name for key, name in models.items() if name and is_hub_model(name)}
     sources = (*recipe.data.train, *recipe.data.own_eval_sources)

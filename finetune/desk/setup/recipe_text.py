@@ -30,6 +30,7 @@ from finetune.shipped import SHIPPED
 _OF_FILES: dict[MediaKind, list[str]] = {
     "image": ["  image: {}  # the rows have images; `max_pixels` limits the tokens of one"],
     "audio": ["  audio: {}  # the rows have sound; `max_seconds` limits a clip"],
+    "video": ["  video: {}  # the rows have videos; `fps`, `max_frames` and `max_pixels` limit the tokens of one"],
 }
 LARGEST_BAD_SHARE = 0.1  # more bad rows are more likely a mistake than a few that can be spared
 

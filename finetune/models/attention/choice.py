@@ -14,6 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from finetune.data.media.family_table import family_of
+from finetune.data.samples import MediaKind
 from finetune.errors import UserError
 from finetune.models.attention import kernels, per_document
 from finetune.models.attention.isolation import Prepare, Verdict, isolation_problem, verdict
@@ -125,7 +126,7 @@ def attention_for(
     """Returns the attention of a run; see `choose_attention`. there: kernels; by default those of this machine."""
     requested, half = recipe.model.attention, dtypes(recipe).compute != torch.float32
     if recipe.model.train is not None:
-        return _with_images(requested, config, device, half, there)
+        return _with_images(requested, config, device, half, there, recipe.data.media_kind)
     try:
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
@@ -138,10 +139,17 @@ def attention_for(
 
 
 def _with_images(
-    requested: str, config: PretrainedConfig, device: str, half: bool, there: Kernels | None
+    requested: str,
+    config: PretrainedConfig,
+    device: str,
+    half: bool,
+    there: Kernels | None,
+    kind: MediaKind | None = None,
 ) -> AttentionChoice:
-    """Returns the attention of a multimodal model's language model. Raises UserError if it, or the family's handling of
-    images, does not keep packed documents apart."""
+    """Returns the attention of a multimodal model's language model. kind: see `family_of`.
+
+    Raises UserError if it, or the family's handling of images, does not keep packed documents apart.
+    """
     text, family = text_config(config, has_head=True), family_of(config)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     if requested in ("sdpa", "eager") or (family.sees_whole_images and requested not in ("auto", "documents")):
@@ -153,7 +161,7 @@ def _with_images(
         requested = "documents"  # the kernels have no mask within a document
     choice = choose_attention(requested, model_class, text, device, half, there)
     why = None if choice.isolates_documents else choice.reason
-    if (why := why or isolation_problem(config)) is not None:
+    if (why := why or isolation_problem(config, kind)) is not None:
         raise UserError(
             f"images: {config.model_type} cannot be trained on images here: {why}. Fix: leave out model.train to train "
             "on text alone, or choose another model"

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, Pretrai
 
 from finetune.data.batch import MediaPlace, collate, row_places
 from finetune.data.media.family_table import family_of
-from finetune.data.samples import Example
+from finetune.data.samples import Example, MediaKind
 from finetune.data.samples import Sequence as Document
 from finetune.models.attention import per_document
 from finetune.models.attention.kernels import WITHIN_DOCUMENTS, with_unread_mask
@@ -36,7 +36,7 @@ from finetune.models.attention.mixers import (
 from finetune.models.attention.per_document import DOCUMENTS, rotate_per_document, with_whole_images
 from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import CHUNK, IMAGE_TOKEN, PRETRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_whole
-from finetune.models.towers import attention_of_parts, image_tokens, row_positions
+from finetune.models.towers import GRIDS, attention_of_parts, image_tokens, row_positions
 from finetune.models.trials import FAILURES, cached, failure_text, not_tried, randomize, tiny_problem
 from finetune.models.wrapped import accepted, accepted_names
 
@@ -105,13 +105,14 @@ def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepa
         return Verdict(packed=not_tried(error), positions=not_tried(error), causal=None)
 
 
-def isolation_problem(config: PretrainedConfig) -> str | None:
-    """Returns why packed documents with images differ from each alone; None if they do not."""
+def isolation_problem(config: PretrainedConfig, kind: MediaKind | None = None) -> str | None:
+    """Returns why packed documents with files differ from each alone; None if they do not. kind: see `family_of`."""
 
     def differ(tiny: Any) -> str | None:
-        return trial_problem(lambda: compare(ImageTrial(tiny, None).alone(), ImageTrial(tiny, DOCUMENTS).packed()))
+        alone, packed = ImageTrial(tiny, None, kind), ImageTrial(tiny, DOCUMENTS, kind)
+        return trial_problem(lambda: compare(alone.alone(), packed.packed()))
 
-    return tiny_problem(config, tiny_whole, "images", differ)
+    return tiny_problem(config, tiny_whole, "videos" if kind == "video" else "images", differ)
 
 
 # --- trying
@@ -278,9 +279,9 @@ IMAGE_DOCUMENTS: tuple[tuple[int, ...], ...] = ((4, -2, 9), (11,), (3, -3, 2, -2
 class ImageTrial(TinyModel):
     """A tiny model with its tower; implementation: of the language model's attention, None: transformers' own."""
 
-    def __init__(self, tiny: Any, implementation: str | None):
+    def __init__(self, tiny: Any, implementation: str | None, kind: MediaKind | None = None):
         torch.manual_seed(0)
-        self.config, self.family = copy.deepcopy(tiny), family_of(tiny)
+        self.config, self.family = copy.deepcopy(tiny), family_of(tiny, kind)
         attention = attention_of_parts(self.config, implementation or "sdpa")
         model: Any = from_config(
             AutoModelForMultimodalLM, self.config, dtype=torch.float32, attn_implementation=attention
@@ -295,6 +296,8 @@ class ImageTrial(TinyModel):
         def ids(piece: int) -> Tensor:
             if piece > 0:
                 return torch.randint(_FIRST_TOKEN, 100, (piece,), generator=generator)
+            if self.family.kind == "video":
+                return self._video(-piece)
             return torch.full((image_tokens(self.config, [-piece])[0],), IMAGE_TOKEN)
 
         super().__init__(model, [torch.cat([ids(piece) for piece in pieces])[None] for pieces in IMAGE_DOCUMENTS])
@@ -303,15 +306,22 @@ class ImageTrial(TinyModel):
         ]  # of each document's images
         self.pictures = self.family.pictures(self.config, [count for cells in self.cells for count in cells])
 
+    def _video(self, count: int) -> Tensor:
+        """Returns the tokens of a video of so many places in time, of two tokens each."""
+        token = self.config.video_token_id
+        return torch.tensor([token, token, _FIRST_TOKEN] * count if self.family.frames_apart else [token] * 2 * count)
+
     def pictures_of(self, document: int) -> dict[str, Tensor]:
         """Returns views of a document's pictures among those of all, of which no two are equal."""
         first, count = sum(map(len, self.cells[:document])), len(self.cells[document])
         if not count:
             return {}
-        if (grid := self.pictures.get("image_grid_thw")) is not None:
-            patches = grid.prod(1).tolist()
-            pixels = self.pictures["pixel_values"].narrow(0, sum(patches[:first]), sum(patches[first : first + count]))
-            return {"pixel_values": pixels, "image_grid_thw": grid.narrow(0, first, count)}
+        grids = {name: self.pictures[name].narrow(0, first, count) for name in GRIDS if name in self.pictures}
+        if grids:
+            name, main = next(iter(grids)), self.family.main_input
+            patches = self.pictures[name].prod(1).tolist()
+            pixels = self.pictures[main].narrow(0, sum(patches[:first]), sum(patches[first : first + count]))
+            return {main: pixels, **grids}
         dimension = 1 if "pixel_attention_mask" in self.pictures else 0
         return {name: tensor.narrow(dimension, first, count) for name, tensor in self.pictures.items()}
 
@@ -322,6 +332,8 @@ class ImageTrial(TinyModel):
             inputs = self.pictures_of(i)
             if "image_grid_thw" in inputs:
                 inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
+            if "video_grid_thw" in inputs:
+                inputs["mm_token_type_ids"] = 2 * (ids == self.config.video_token_id).int()
             if self.family.sees_whole_images:
                 inputs["token_type_ids"] = (ids == IMAGE_TOKEN).long()
             logits.append(self.model(input_ids=ids, use_cache=False, **inputs).logits)

@@ -141,6 +141,9 @@ def compare_tokens(
     elif (audio := recipe.data.audio) is not None:
         audio = audio.model_copy(update={"processor": None})
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"audio": audio})})
+    elif (video := recipe.data.video) is not None:
+        video = video.model_copy(update={"processor": None, "fps": None, "max_frames": None, "max_pixels": None})
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"video": video})})
     try:
         theirs = held_out_examples(recipe, export, rows, str(export))
         tokenizers: list[Any] = [load_auto(AutoTokenizer, folder) for folder in (settings, export)]

@@ -83,8 +83,9 @@ def verify_url(url: str, trained: Trained, model: str | None, base: str | None, 
         )
     from transformers import AutoTokenizer
 
-    if trained.recipe.data.audio is not None:
-        raise UserError("a server cannot be compared on rows with sound. Fix: verify the export's folder instead")
+    if (kind := trained.recipe.data.media_kind) in ("audio", "video"):
+        what = "sound" if kind == "audio" else "videos"
+        raise UserError(f"a server cannot be compared on rows with {what}. Fix: verify the export's folder instead")
     server = Server(url)
     comparison = Live(server.choose(model, trained.run_dir.resolve().name))
     conversations = list(islice(_questions(trained.recipe), rows))

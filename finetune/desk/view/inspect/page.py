@@ -6,11 +6,11 @@ import base64
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from finetune.data.samples import Clip, Example, Medium
+from finetune.data.samples import Clip, Example, Medium, Video
 from finetune.data.samples import Sequence as TokenSequence
 from finetune.data.token_text import left_out_note, media_note, shortened, tokens_of
 from finetune.data.visible_text import Token, visible
@@ -25,6 +25,9 @@ from finetune.desk.view.inspect.terminal import COUNTS, epoch_facts, overlong, s
 from finetune.desk.view.token_html import sequence_names, tokens_html
 from finetune.desk.view.web_page import render
 from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    from finetune.data.media.expansion import RowMedia
 
 HERE = Path(__file__).parent
 SHOWN_TOKENS = 1500  # per example
@@ -176,7 +179,7 @@ def _page_example(view: DatasetView, example: Example, full: bool) -> dict[str, 
     for sequence, name in zip(example.sequences, names, strict=True):
         tokens, note, tail = tokens_of(sequence, view.renderer.tokenizer), "", Markup()
         if sequence.media:
-            begin = with_pictures(tokens, sequence)
+            begin = with_pictures(tokens, sequence, view.renderer.media)
         else:
             (first, last), left_out = shortened(tokens, None if full else SHOWN_TOKENS)
             common = Markup('<span class="p">{}</span>').format(tokens_html(first[:shared])) if shared else Markup()
@@ -187,19 +190,22 @@ def _page_example(view: DatasetView, example: Example, full: bool) -> dict[str, 
     return {"sequences": sequences, "shared": shared, "numbers": numbers_of(example, view.recipe.objective)}
 
 
-def with_pictures(tokens: Sequence[Token], sequence: TokenSequence) -> Markup:
-    """Returns the text of a sequence with its pictures at their tokens, small and inline, and its clips to play."""
+def with_pictures(tokens: Sequence[Token], sequence: TokenSequence, media: RowMedia | None = None) -> Markup:
+    """Returns the text of a sequence with its pictures at their tokens, small and inline, its clips to play, and frames
+    of its videos. media: that which read the row, of which videos need the frames that are seen."""
     if not sequence.media:
         return tokens_html(tokens)
     pieces, last = [], 0
     for number, medium in enumerate(sequence.media, start=1):
-        pieces += [tokens_html(tokens[last : medium.begin], last), _shown(medium, media_note(medium, number))]
+        pieces += [tokens_html(tokens[last : medium.begin], last), _shown(medium, media_note(medium, number), media)]
         last = medium.end
     return Markup().join([*pieces, tokens_html(tokens[last:], last)])
 
 
-def _shown(medium: Medium, note: str) -> Markup:
+def _shown(medium: Medium, note: str, media: RowMedia | None) -> Markup:
     """Returns a small picture, or a clip to play, with its note; the reason in its place if it cannot be read."""
+    if isinstance(medium, Video):
+        return _film(medium, note, media)
     if isinstance(medium, Clip):
         from finetune.data.media.audio_files import broken, playable
 
@@ -215,3 +221,15 @@ def _shown(medium: Medium, note: str) -> Markup:
         return Markup('<img src="data:image/png;base64,{}" alt="{}" title="{}">').format(source, note, note)
     except unreadable as error:
         return Markup("<span>[{}: {}]</span>").format(note, visible(str(error)))
+
+
+def _film(video: Video, note: str, media: RowMedia | None) -> Markup:
+    """Returns some of the frames that are seen of a video, side by side, with its note."""
+    from finetune.data.media.video_files import broken, film
+
+    family: Any = media and media.family
+    try:
+        source = base64.b64encode(film(video, family.frames_of(video))).decode()
+    except broken() as error:
+        return Markup("<span>[{}: {}]</span>").format(note, visible(str(error)))
+    return Markup('<img class="film" src="data:image/png;base64,{}" alt="{}" title="{}">').format(source, note, note)

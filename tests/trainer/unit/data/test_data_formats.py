@@ -639,7 +639,7 @@ BAD_MESSAGES = {
     "a part without a type": (said(say("user", [{"text": "x"}])), ["messages[2].content[0] has no `type`", "`text`"]),
     "an image": (
         said(say("user", [{"type": "text", "text": "x"}, {"type": "input_audio", "input_audio": LONG}])),
-        ["messages[2].content[1] is of type 'input_audio'", "only parts of type 'text', 'image' and 'audio'"],
+        ["messages[2].content[1] is of type 'input_audio'", "only parts of type 'text', 'image', 'audio' and 'video'"],
     ),
     "a part of text": (said(say("user", ["x"])), ["messages[2].content[0] is text ('x')"]),
     "a part without text": (said(say("user", [{"type": "text"}])), ["messages[2].content[0].text is null"]),
@@ -655,7 +655,7 @@ BAD_MESSAGES = {
     ),
     "a mask of another trainer": (said(say("user"), say("assistant", mask=True)), ["messages[3] has `mask` (True)"]),
     "images of the row": ({**said(), "images": ["a.png"]}, ["the row has 1 images", "0 places for them"]),
-    "videos of the row": ({**said(), "videos": ["a.mp4"]}, ["the row has `videos`", "not supported"]),
+    "videos of the row": ({**said(), "videos": ["a.mp4"]}, ["the row has 1 videos", "0 places for them"]),
     "train of text": (
         said(say("user"), say("assistant", train="yes")),
         ["messages[3].train is 'yes'"],

@@ -189,7 +189,7 @@ def test_datasets_own_image_column_is_not_decoded(model: Path, folder: Path) -> 
         (asked({"type": "image", "image": "data:image/png;base64,%%"}), "not base64"),
         (asked({"type": "image", "image": 7}), "expected the path of an image"),
         (asked({"type": "image", "image": "a.png", "url": "b.png"}), "keep one"),
-        (asked({"type": "video", "video": "a.mp4"}), "only parts of type 'text', 'image' and 'audio'"),
+        (asked({"type": "video", "video": "a.mp4"}), "the row has a video, and `data.video` is not set"),
         (asked({"type": "image", "image": "a.png"}, {"type": "text", "text": "\ufffc"}), "U\\+FFFC"),
         (asked({"type": "image", "image": "a.png"}, {"type": "text", "text": "<|image_pad|>"}), "special token"),
         (asked({"type": "image", "image": "rows.jsonl"}), "not an image of a kind that is read"),
