@@ -1,4 +1,4 @@
-"""`evaluate RUN ... --tasks ...`: tasks of lm_eval on trained models and on their base, side by side.
+"""`evaluate RUN ...`: tasks of lm_eval, or a file's rows, answered by trained models and their base, side by side.
 
 Both use the run's chat template and end tokens, so the difference is the effect of training: gains in one task,
 forgetting in others. All answer the same rows, so differences have the standard error of paired samples. Figures go
@@ -33,6 +33,7 @@ from finetune.models.tokenizer import read_tokenizer
 from finetune.recipe import Recipe
 from finetune.release.export.loading import auto_class, default_device, load_result
 from finetune.release.export.verify_answers import load_reference
+from finetune.release.inference.answered_rows import TaskMetric, measure_rows
 from finetune.startup import is_verbose
 from finetune.tracking.metrics import add_to_step, read_metrics
 from finetune.tracking.trackers import Trackers
@@ -44,23 +45,14 @@ _FIELDS = ("trained", "trained_stderr", "base", "base_stderr", "difference", "di
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    tasks: tuple[str, ...]
+    tasks: tuple[str, ...] = ()
     folder: Path | None = None  # YAML files of tasks
     limit: int | None = None
     fewshot: int | None = None  # None: the task's own
     batch_size: int = 8
     base: bool = True  # whether to evaluate the base, too
     step: str | None = None  # a checkpoint's number or `best`; None: the result
-
-
-@dataclass(frozen=True)
-class TaskMetric:
-    """A metric of a task by one model."""
-
-    rows: int
-    value: float
-    stderr: float | None  # None if lm_eval has none
-    of_rows: dict[int, float]  # by the row's number; empty if the metric is not a mean over rows
+    rows: Path | None = None  # a file whose answers are compared, see `answered_rows.py`
 
 
 @dataclass
@@ -102,7 +94,7 @@ def evaluate_runs(run_dirs: Sequence[Path], options: EvaluateOptions, console: C
     """Returns scores by "task/metric" of each run, and writes them. A base shared by runs is evaluated once. Raises
     UserError for an invalid run or task."""
     runs = [find_trained(run_dir, options.step) for run_dir in run_dirs]
-    manager, bases = _task_manager(options), dict[str, dict[str, TaskMetric]]()
+    manager, bases = _task_manager(options) if options.tasks else None, dict[str, dict[str, TaskMetric]]()
     scores_of_runs = [_evaluate(trained, options, manager, bases, console) for trained in runs]
     for scores in scores_of_runs[1:]:
         for name, score in scores.items():
@@ -132,7 +124,8 @@ def _evaluate(
 
         def measure(measured: Any) -> dict[str, TaskMetric]:
             measured.generation_config = ends
-            return _measure(measured, tokenizer, manager, options)
+            found = _measure(measured, tokenizer, manager, options) if options.tasks else {}
+            return found | (measure_rows(measured, tokenizer, trained, options) if options.rows else {})
 
         is_adapter = hasattr(model, "disable_adapter")
         results = measure(model.get_base_model() if is_adapter else model)
@@ -161,7 +154,8 @@ def _evaluate(
             score.base, score.base_stderr = one.value, one.stderr
             score.difference, score.difference_stderr = paired(score.of_rows, one.of_rows)
         show_scores(console, [run_dir], [scores])  # before writing: a full disk must not lose them
-        how = {"limit": options.limit, "fewshot": options.fewshot, "lm_eval": metadata.version("lm_eval")}
+        how = {"limit": options.limit, "fewshot": options.fewshot}
+        how |= {"lm_eval": metadata.version("lm_eval")} if options.tasks else {}
         write_scores(run_dir, recipe, scores, how, trained.step)
     return scores
 
