@@ -25,7 +25,7 @@ import contextlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,8 +157,7 @@ class CacheEntry:
         media: dict[int, list[Medium]] = defaultdict(list)  # by sequence
         table = self.image_numbers.reshape(-1, 6)
         for n in range(*np.searchsorted(table[:, 0], (first, end)).tolist()):
-            sequence, first_size, second_size, begin, stop, _ = table[n].tolist()
-            media[sequence].append(self._kind_of(n)(self._image_source(n), first_size, second_size, begin, stop))
+            media[int(table[n, 0])].append(self._medium(n))
         sequences = []
         for j in range(first, end):
             tokens = slice(self.sequence_offsets[j], self.sequence_offsets[j + 1])
@@ -195,6 +194,14 @@ class CacheEntry:
     def _image_source(self, i: int) -> str | bytes:
         stored = self._stored_source(i)
         return stored[1:] if stored[0] & SOURCE_IN_ROW else os.fsdecode(stored[1:])
+
+    def _medium(self, n: int) -> Medium:
+        _, first_size, second_size, begin, stop, _ = self.image_numbers.reshape(-1, 6)[n].tolist()
+        return self._kind_of(n)(self._image_source(n), first_size, second_size, begin, stop)
+
+    def media(self) -> Iterator[Medium]:
+        """Yields the files of all examples, in order."""
+        return map(self._medium, range(len(self.image_numbers) // 6))
 
     def image_list(self) -> list[str | bytes]:
         """Returns the path of each image, or the image itself if the row has it."""
