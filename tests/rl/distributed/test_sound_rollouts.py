@@ -3,6 +3,7 @@ same on several processes."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -158,3 +159,20 @@ def test_rows_that_have_changed_are_no_replay(ears: Path, write_recipe: Write, t
     other["rollouts"]["replay"] = str(tmp_path / "runs" / "run" / "rollouts")
     with pytest.raises(UserError, match=r"rollouts\.replay: .*clips\.jsonl:\d+ has another prompt now than its sample"):
         train_here(write_recipe(other, "again.yaml"))
+
+
+def test_a_row_without_an_answer_is_the_same_prompt_with_its_clips(
+    ears: Path, write_recipe: Write, tmp_path: Path
+) -> None:
+    prompts = []
+    for name in ("clips", "asked"):
+        lines = [json.loads(line) for line in (ears / "clips.jsonl").read_text().splitlines()]
+        rows = [{"messages": row["messages"][: 2 if name == "clips" else 1]} for row in lines]
+        (ears / f"{name}-rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        recipe = recipe_of(ears, "qwen2_audio", tmp_path)
+        recipe["data"] |= {"train": [{"path": str(ears / f"{name}-rows.jsonl"), "format": "messages"}], "eval": []}
+        recipe["evaluate"] = {}
+        prompts.append(Plain(write_recipe(recipe, f"{name}.yaml")).prompts)
+    ours, theirs = ([(prompt.ids, prompt.media) for prompt in of_rows.values()] for of_rows in prompts)
+    assert ours == theirs
+    assert sum(bool(media) for _, media in ours) > 4
