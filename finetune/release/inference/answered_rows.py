@@ -64,7 +64,8 @@ def measure_rows(model: Any, tokenizer: Any, trained: Trained, options: RowOptio
     for start in range(0, len(asked), options.batch_size):
         batch = [prompt for prompt, _ in asked[start : start + options.batch_size]]
         said += [one.text for one in answerer.answer(batch, Sampling(how.max_new_tokens))]
-    return _metrics(options.rows.stem, [reference for _, reference in asked], said, how.answer, _hears(model))
+    name = options.rows.stem.replace("@", "_")  # a checkpoint's step follows an @
+    return _metrics(name, [reference for _, reference in asked], said, how.answer, _hears(model))
 
 
 def _metrics(

@@ -133,6 +133,8 @@ def _evaluate(
         name = recipe.model.name if recipe is not None else None
         # Templates, ends and added tokens are the run's; a result runs in its own precision.
         parts = (name, recipe and (recipe.model.revision, recipe.tokens), tokenizer.chat_template, ends.eos_token_id)
+        if options.rows is not None and recipe is not None:  # and how rows are answered
+            parts = (*parts, recipe.evaluate.max_new_tokens, recipe.evaluate.answer, recipe.data.media)
         key = repr((*parts, trained.is_checkpoint, is_adapter))
         of_base = bases.get(key, {}) if name is not None and options.base else {}
         if options.base and not of_base and is_adapter:
