@@ -71,11 +71,12 @@ def generate(
     temperature: float = 0.0,
     system: str | None = None,
     images: Sequence[str | Path] = (),
+    audio: Sequence[str | Path] = (),
     **sampling: Any,
 ) -> list[str]:
     """Returns the answers of a trained model (a run directory or a model folder). temperature 0: greedy.
 
-    images: files of pictures that a model of a run on images sees ahead of each prompt.
+    images, audio: files that a model which sees, or hears, is given ahead of each prompt.
     sampling: top_p, top_k, repetition_penalty, seed, stop, as options of the command line.
     """
     quiet_libraries()
@@ -84,7 +85,7 @@ def generate(
     from finetune.release.inference.sampling import Sampling
 
     chosen = Sampling(max_new_tokens, temperature, **sampling)
-    return answers(Path(run_dir), prompts, chosen, system, [Path(image) for image in images])
+    return answers(Path(run_dir), prompts, chosen, system, [*map(Path, images)], [*map(Path, audio)])
 
 
 def plan(recipe: Recipe | str | Path, *on: str, nodes: int = 1, by: str = "time") -> list[dict[str, Any]]:
@@ -160,12 +161,14 @@ def evaluate(
     fewshot: int | None = None,
     base: bool = True,
     head: bool = False,
+    rows: str | Path | None = None,
 ) -> dict[str, Score]:
-    """Returns the scores of a run and of its base on tasks of lm-evaluation-harness, by "task/metric", and writes them
-    to evaluate.json of the run.
+    """Returns the scores of a run and of its base on tasks of lm-evaluation-harness, or on a file's rows, by
+    "task/metric", and writes them to evaluate.json of the run.
 
-    folder: YAML files of own tasks; limit: rows of each; fewshot: examples in each prompt; base: whether the base is
-    scored as well; head: whether drafts of a head that predicts ahead are counted, as "mtp/acceptance".
+    rows: a file of questions and answers, whose name is the task; folder: YAML files of own tasks; limit: rows of each;
+    fewshot: examples in each prompt; base: whether the base is scored as well; head: whether drafts of a head that
+    predicts ahead are counted, as "mtp/acceptance".
     """
     quiet_libraries()
     sleep_at_barriers()
@@ -173,6 +176,7 @@ def evaluate(
 
     from finetune.release.inference.evaluate import EvaluateOptions, evaluate_runs
 
-    options = EvaluateOptions(tasks, None if folder is None else Path(folder), limit, fewshot, base=base, head=head)
+    tasks_in, file = (None if path is None else Path(path) for path in (folder, rows))
+    options = EvaluateOptions(tasks, tasks_in, limit, fewshot, base=base, head=head, rows=file)
     (scores,) = evaluate_runs([Path(run_dir)], options, Console())
     return scores

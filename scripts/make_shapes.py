@@ -40,8 +40,11 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle", "cross")
 QUESTIONS = ("which colour and shape?", "what is this?", "name the colour and the shape")
-TOKEN_NAMES = ("image_token", "fake_image_token", "global_image_token")
-IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>")
+TOKENS = {
+    "image_token": "<image>",
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_token": "<global-img>",
+}
 
 
 def draw(shape: str, colour: str, rng: random.Random) -> Image.Image:
@@ -98,35 +101,35 @@ def write_rows(out: Path) -> None:
 CONTENT = """\
 {%- macro said(content) %}
     {%- for part in ([{'type': 'text', 'text': content}] if content is string else content) %}
-        {{- '<image>' if part['type'] == 'image' else part['text'] }}
+        {{- 'WRITTEN' if part['type'] == 'KIND' else part['text'] }}
     {%- endfor %}
 {%- endmacro %}
 """
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of the task's few words, and the tokens of images."""
+def chat_tokenizer(texts: list[str], tokens: dict[str, str], kind: str, written: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of a task's few words, and the tokens of its files. written: by the template for a file."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(IMAGE_TOKENS),
+        vocab_size=VOCAB_SIZE - len(tokens),
         special_tokens=[PAD, START, END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    answers = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
-    backend.train_from_iterator([f"user\n{text}\nassistant\n" for text in (*QUESTIONS, *answers)], trainer)
+    backend.train_from_iterator([f"user\n{text}\nassistant\n" for text in texts], trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD,
         bos_token=START,
         eos_token=END,
-        extra_special_tokens=dict(zip(TOKEN_NAMES, IMAGE_TOKENS, strict=True)),
+        extra_special_tokens=tokens,
         clean_up_tokenization_spaces=False,
         model_max_length=512,
     )
-    fast.chat_template = CONTENT + CHAT_TEMPLATE.replace("message['content']", "said(message['content'])")
+    content = CONTENT.replace("WRITTEN", written).replace("KIND", kind)
+    fast.chat_template = content + CHAT_TEMPLATE.replace("message['content']", "said(message['content'])")
     return fast
 
 
@@ -145,7 +148,7 @@ def write_model(folder: Path, fast: PreTrainedTokenizerFast) -> None:
             text_config=text,
             vision_config=vision,
             scale_factor=2,
-            image_token_id=fast.convert_tokens_to_ids(IMAGE_TOKENS[0]),
+            image_token_id=fast.convert_tokens_to_ids(TOKENS["image_token"]),
             tie_word_embeddings=False,
             **ids,
         )
@@ -167,7 +170,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart-shapes"), help="default: %(default)s")
     out = parser.parse_args().out
     write_rows(out)
-    write_model(out / "model", tokenizer())
+    answers = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
+    write_model(out / "model", chat_tokenizer([*QUESTIONS, *answers], TOKENS, "image", TOKENS["image_token"]))
     print(f"{out}: {NUM_TRAIN} rows to train on, {NUM_TEST} held out; a model of random weights")
 
 

@@ -6,6 +6,8 @@
 # --images, as the first argument: another task in place of these. A small SmolVLM learns from scratch to name colour and
 # shape in pictures.
 #
+# --audio, as the first argument: a small Qwen2-Audio learns from scratch which tone it hears, in which rhythm.
+#
 # --rollouts, as the first argument: from rewards. A small model that writes half of all numbers in reverse learns the
 # rest from its own answers and whether they are right. (Dates take too long for a first look; see the recipe.)
 #
@@ -14,7 +16,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
-case "${1:-}" in --smollm2) environment "[gguf]" ;; *) environment "" ;; esac
+case "${1:-}" in --smollm2) environment "[gguf]" ;; --audio) environment "[audio]" ;; *) environment "" ;; esac
 
 run() { # prints a command so that it can be copied, and runs it
   local word line="+"
@@ -28,6 +30,14 @@ if [ "${1:-}" = --images ]; then
   run python scripts/make_shapes.py
   run python -m finetune train recipes/quickstart/images-full.yaml "$@"
   run python scripts/quickstart_report.py runs images-full
+  exit
+fi
+if [ "${1:-}" = --audio ]; then
+  shift
+  run python scripts/make_tones.py
+  run python -m finetune train recipes/quickstart/audio-full.yaml "$@"
+  run python scripts/quickstart_report.py runs audio-full
+  printf '\nPlay it a clip:\n  .venv/bin/python -m finetune generate runs/quickstart-audio-full "what is this?" --audio runs/quickstart-tones/clips/000.wav\n'
   exit
 fi
 if [ "${1:-}" = --smollm2 ]; then

@@ -51,6 +51,7 @@ STAGES = (
         "#0072b2",
     ),
     Stage("images-full", "a picture -> yellow circle", {"exact match": (EXACT, 0.95)}, "#8a3f94"),
+    Stage("audio-full", "a sound -> la gallop", {"exact match": (EXACT, 0.95)}, "#8a3f94"),
 )
 DATES = ("full", "lora", "dpo-lora")  # what the script trains by default
 

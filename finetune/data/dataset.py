@@ -27,6 +27,7 @@ from finetune.data.predictions import Predictions
 from finetune.data.row_source import EpochSize, RowSource
 from finetune.data.samples import BadRow, Example, ExampleSizes, Medium, Sample
 from finetune.data.streaming import Stream, open_stream
+from finetune.data.transcripts import check_jiwer
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Data, Evaluate, HeldOut, Source
@@ -397,19 +398,23 @@ def until_end(ids: list[int], end_ids: Collection[int]) -> list[int]:
 def check_questions(recipe: Evaluate, examples: Examples, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns notes on references that no answer can match; before the model loads.
 
-    Raises UserError if no row has an answer, or a prompt, or if none of the references holds an answer.
+    Raises UserError if no row has an answer, or a prompt, if none of the references holds an answer, or if error rates
+    cannot be counted.
     """
     if not examples.num_targets.any():
         raise UserError("data.eval: no row has an answer, and eval_loss is that of answers. Fix: give rows with one")
-    if not max(recipe.exact_match, recipe.generate):
+    if not recipe.answered:
         return []
+    if recipe.word_error_rate:
+        check_jiwer()
     if next(questions(examples, ()), None) is None:
         raise UserError(
             "data.eval: no row has a prompt to answer. Fix: set evaluate.generate and evaluate.exact_match to 0"
         )
-    if not recipe.exact_match or recipe.answer is None:
+    compared = max(recipe.exact_match, recipe.word_error_rate)
+    if not compared or recipe.answer is None:
         return []
-    references = [one.reference for one in islice(questions(examples, ()), recipe.exact_match)]
+    references = [one.reference for one in islice(questions(examples, ()), compared)]
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in references]
     without = [text for text in texts if answer(text, recipe.answer) is None]
     if len(without) == len(texts):

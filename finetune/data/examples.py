@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,7 +40,7 @@ from finetune.data.chat.template_choice import template_of
 from finetune.data.content import source_content
 from finetune.data.epochs import UNBOUNDED, EpochRows, RunLength, SourceShare, source_order
 from finetune.data.objective_rows import objective_rows, trained_part
-from finetune.data.samples import Example, concatenate_sizes
+from finetune.data.samples import Example, Medium, concatenate_sizes
 from finetune.data.token_cache import CacheEntry, DataReport, find_or_build, load
 from finetune.errors import UserError
 from finetune.recipe import Recipe
@@ -124,6 +124,10 @@ class Examples:
     def content(self, key: str) -> dict[str, dict[str, Any]]:
         """Returns the content of each source (`source_content`) by its place in the recipe. key: `train` or `eval`."""
         return {f"{key}[{i}]": source_content(entry) for i, entry in enumerate(self._entries)}
+
+    def media(self) -> Iterator[Medium]:
+        """Yields all files that entries name."""
+        return chain.from_iterable(entry.media() for entry in self._entries)
 
     def media_files(self) -> list[str]:
         """Returns the paths of all files of images that entries name, sorted."""
@@ -256,7 +260,7 @@ def media_reader(media: RowMedia | None) -> MediaInputs | None:
         return None
     from finetune.data.media.feature_reader import feature_reader
 
-    return feature_reader(media.family, media.rules.threads)
+    return feature_reader(media.family, media.rules.threads, isinstance(media.rules, Audio) and media.rules.cache)
 
 
 def _choose_from(

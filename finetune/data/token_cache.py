@@ -25,7 +25,7 @@ import contextlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -158,8 +158,7 @@ class CacheEntry:
         media: dict[int, list[Medium]] = defaultdict(list)  # by sequence
         table = self.image_numbers.reshape(-1, 6)
         for n in range(*np.searchsorted(table[:, 0], (first, end)).tolist()):
-            sequence, *numbers, _ = table[n].tolist()
-            media[sequence].append(self._medium(n, *numbers))
+            media[int(table[n, 0])].append(self._medium(n))
         sequences = []
         for j in range(first, end):
             tokens = slice(self.sequence_offsets[j], self.sequence_offsets[j + 1])
@@ -190,7 +189,8 @@ class CacheEntry:
         ends = self.image_numbers.reshape(-1, 6)[:, 5]
         return self.image_sources[int(ends[i - 1]) if i else 0 : int(ends[i])].tobytes()
 
-    def _medium(self, i: int, first_size: int, second_size: int, begin: int, end: int) -> Medium:
+    def _medium(self, i: int) -> Medium:
+        _, first_size, second_size, begin, end, _ = self.image_numbers.reshape(-1, 6)[i].tolist()
         source, stored = self._image_source(i), self._stored_source(i)
         if stored[0] & SOURCE_OF_VIDEO:
             frames, *rate, seen = VIDEO_NUMBERS.unpack_from(stored, 1)
@@ -201,6 +201,10 @@ class CacheEntry:
         stored = self._stored_source(i)
         source = stored[1 + (VIDEO_NUMBERS.size if stored[0] & SOURCE_OF_VIDEO else 0) :]
         return source if stored[0] & SOURCE_IN_ROW else os.fsdecode(source)
+
+    def media(self) -> Iterator[Medium]:
+        """Yields the files of all examples, in order."""
+        return map(self._medium, range(len(self.image_numbers) // 6))
 
     def image_list(self) -> list[str | bytes]:
         """Returns the path of each image, or the image itself if the row has it."""

@@ -143,7 +143,9 @@ _GIVES_WAY = (
     ("schedule.warmup_steps", "schedule.warmup_ratio"),
     ("schedule.warmup_ratio", "schedule.warmup_steps"),
 )
-_ONLY_WITH_EVALUATION = tuple(f"evaluate.{name}" for name in ("every_steps", "generate", "exact_match", "answer"))
+_ONLY_WITH_EVALUATION = tuple(
+    f"evaluate.{name}" for name in ("every_steps", "generate", "exact_match", "word_error_rate", "answer")
+)
 
 
 def _with_name(recipe: Recipe) -> tuple[Recipe, list[Finding]]:

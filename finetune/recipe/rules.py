@@ -138,7 +138,7 @@ def batch(recipe: Recipe) -> Iterator[Finding]:
 def evaluation(recipe: Recipe) -> Iterator[Finding]:
     evaluate, best, wandb = recipe.evaluate, recipe.checkpoint.best, recipe.tracking.wandb
     stop_when = recipe.train.stop_when
-    for key in ("every_steps", "generate", "exact_match"):
+    for key in ("every_steps", "generate", "exact_match", "word_error_rate"):
         if not recipe.data.eval and getattr(evaluate, key):
             yield f"evaluate.{key}", "needs evaluation data: add `data.eval`, or remove this"
     for key in ("prompts", "samples"):
@@ -159,7 +159,7 @@ def evaluation(recipe: Recipe) -> Iterator[Finding]:
         yield "train.result", "`best` needs a metric: set `checkpoint.best`, such as `checkpoint: {best: eval_loss}`"
     if wandb is not None and wandb.log_model == "best" and best is None:
         yield "tracking.wandb.log_model", "`best` needs a metric: set `checkpoint.best`, or log_model to `result`"
-    generates, sources = bool(evaluate.generate or evaluate.exact_match), recipe.data.eval_sources
+    generates, sources = bool(evaluate.answered), recipe.data.eval_sources
     if generates and recipe.data.eval and all(source.format == "text" for source in sources):
         yield "evaluate.generate", "rows of format `text` have no prompt: set `generate` and `exact_match` to 0"
     if generates and recipe.objective.train_on == "all":
@@ -177,8 +177,8 @@ def evaluation(recipe: Recipe) -> Iterator[Finding]:
         return
     if groups < 1:
         yield "evaluate.answer", "needs a group for the answer, such as `#### (.+)`"
-    if not evaluate.exact_match:
-        yield "evaluate.answer", "is used only by `evaluate.exact_match`, which is 0"
+    if not (evaluate.exact_match or evaluate.word_error_rate):
+        yield "evaluate.answer", "is used only by `evaluate.exact_match` and `word_error_rate`, which are 0"
 
 
 def steps(recipe: Recipe) -> Iterator[Finding]:
@@ -326,7 +326,7 @@ def answers(recipe: Recipe) -> Iterator[Finding]:
         )
     if not objective.scores_sequences:
         return
-    for key in ("generate", "exact_match"):
+    for key in ("generate", "exact_match", "word_error_rate"):
         if getattr(recipe.evaluate, key):
             yield f"evaluate.{key}", f"a model of `objective.name: {name}` scores texts, it generates none: set it to 0"
     if recipe.model.cross_entropy != "auto":

@@ -25,6 +25,7 @@ HEADLINES = {
 # Of an evaluation; the first that is measured is shown.
 EVALUATIONS = {
     "exact_match": Headline("exact answers", ".1%"),
+    "word_error_rate": Headline("word errors", ".1%"),
     "eval_reward": Headline("reward", ".4f"),
     "eval_accuracy": Headline("accuracy", ".1%"),
     "eval_loss": Headline("loss", ".4f"),

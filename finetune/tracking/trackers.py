@@ -177,7 +177,7 @@ class Trackers:
 _GROUPS = {
     "data": ("epoch", "tokens", "supervised_tokens", "padding_tokens"),
     "time": ("step_s", "rank_spread", "straggler"),
-    "eval": ("exact_match",),
+    "eval": ("exact_match", "word_error_rate", "normalized_word_error_rate", "character_error_rate"),
 }
 
 

@@ -13,15 +13,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PretrainedConfig
 
+from finetune.data.batch import MediaInputs
+from finetune.data.samples import Medium
 from finetune.engine.base import Engine
+from finetune.models.towers import document_positions, grids_of, joined_grids
 
 Choose = Callable[[Tensor, int], Tensor]  # (logits (B, V), position of the new token, from 0) -> ids (B,)
 
 
 @dataclass(frozen=True)
 class PromptMedia:
-    """Inputs of a forward for the images of left-padded prompts."""
+    """Inputs of a forward for the files of left-padded prompts."""
 
     inputs: dict[str, Tensor]
     positions: Tensor | None = None  # (3, B, P) in time, height and width; None: places suffice
@@ -34,6 +39,30 @@ class PromptMedia:
         if places.shape[1] == self.positions.shape[2]:
             return self.positions.to(places.device)
         return (places + self.beyond.to(places.device)[:, None]).expand(3, -1, -1)
+
+
+def prompt_media(
+    reader: MediaInputs | None,
+    config: PretrainedConfig,
+    prompts: Sequence[list[int]],
+    media: Sequence[Sequence[Medium]],
+    pad_id: int,
+) -> PromptMedia | None:
+    """Returns the files of a batch of prompts; None if there are none. media: of each prompt. Raises UserError."""
+    if reader is None or not any(media):
+        return None
+    ids, _ = left_padded(list(prompts), pad_id, torch.device("cpu"))
+    inputs = reader([one for of_prompt in media for one in of_prompt], ids)
+    if (positions_of := document_positions(config)) is None:
+        return PromptMedia(inputs)
+    grids = iter(grids_of(inputs))
+    documents = [
+        positions_of(torch.tensor([prompt]), joined_grids([next(grids) for _ in of_prompt]))
+        for prompt, of_prompt in zip(prompts, media, strict=True)
+    ]
+    padded = [pad(document[:, 0], (ids.shape[1] - document.shape[2], 0)) for document in documents]
+    beyond = torch.stack([document.max() + 1 - document.shape[2] for document in documents])
+    return PromptMedia(inputs, torch.stack(padded, dim=1), beyond)
 
 
 @torch.no_grad()

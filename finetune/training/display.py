@@ -19,7 +19,7 @@ from finetune.training.evaluation import Generation
 from finetune.training.run_plan import Plan
 from finetune.utils import print_line
 
-_PERCENTAGES = ("exact_match", "accuracy", "acceptance", "_share")
+_PERCENTAGES = ("exact_match", "error_rate", "accuracy", "acceptance", "_share")
 
 
 def show_plan(console: Console, recipe: Recipe, plan: Plan) -> None:
@@ -105,6 +105,8 @@ def next_command(objective: ObjectiveSettings, data: Data, folder: Path) -> str:
         return f"python -m finetune score {folder} --data FILE"
     if data.image is not None:
         return f"python -m finetune generate {folder} PROMPT --image FILE"
+    if data.audio is not None:
+        return f"python -m finetune generate {folder} PROMPT --audio FILE"
     if all(source.format == "text" for source in data.train):
         return f"python -m finetune generate {folder} PROMPT"
     return f"python -m finetune chat {folder}"

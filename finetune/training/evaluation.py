@@ -1,4 +1,4 @@
-"""Held-out loss, exact match and sample generations; the same numbers for any number of processes.
+"""Held-out loss, exact match, error rates and sample generations; the same numbers for any number of processes.
 
 Generation is greedy and ends at the tokens of `end_ids`, which the result's generation config has, too.
 """
@@ -13,27 +13,26 @@ from itertools import chain, islice
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from finetune.data.batch import Batch
 from finetune.data.chat.template_check import last_question, turn_end_ids
 from finetune.data.chat.template_choice import template_of
-from finetune.data.dataset import Question, questions, until_end
+from finetune.data.dataset import questions, until_end
 from finetune.data.examples import Examples
 from finetune.data.loader import Loader
 from finetune.data.prefetch import fed_batches
 from finetune.data.row_source import RowSource
 from finetune.data.samples import Medium
 from finetune.data.token_text import media_note, special_ids
+from finetune.data.transcripts import error_rates
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
-from finetune.models.towers import document_positions, grids_of, joined_grids
 from finetune.models.wrapped import Outputs
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Sums, Terms, TermSums
 from finetune.recipe.schema import Evaluate, Model
-from finetune.training.decoding import PromptMedia, decode, left_padded
+from finetune.training.decoding import PromptMedia, decode, prompt_media
 from finetune.utils import answer
 
 _PROMPTS_PER_BATCH = 32  # per rank; bounds the KV cache
@@ -71,12 +70,16 @@ class Evaluator:
         metrics = {"eval_loss": total.loss()}
         metrics |= {f"eval_{name}": value for name, value in objective.metrics(total).items()}
         generations: list[Generation] = []
-        if num_generations := max(self.recipe.exact_match, self.recipe.generate):
+        if num_generations := self.recipe.answered:
             with self.engine.evaluating(), self.engine.generating(), uncompiled():
                 generations = self._generations(num_generations)
         if self.recipe.exact_match and generations:
             scored = generations[: self.recipe.exact_match]
             metrics["exact_match"] = sum(g.matches for g in scored) / len(scored)
+        if self.recipe.word_error_rate and generations:
+            transcripts = generations[: self.recipe.word_error_rate]
+            pairs = [[answer(text, self.recipe.answer) or "" for text in (g.reference, g.output)] for g in transcripts]
+            metrics |= error_rates(*zip(*pairs, strict=True))
         return metrics, generations[: self.recipe.generate]
 
     def _sums(self, terms: Callable[[Outputs, Batch], Terms], columns: Mapping[str, Tensor]) -> Sums:
@@ -100,8 +103,10 @@ class Evaluator:
         at_once = _PROMPTS_PER_BATCH if self.loader.media_inputs is None else _IMAGE_PROMPTS_PER_BATCH
         for start in range(0, -(-len(prompts) // num_ranks), at_once):
             batch = local[start : start + at_once]
-            ids, images = [question.prompt for question in batch], self._images(batch, pad_id)
-            outputs += greedy(self.engine, ids, self.end_ids, pad_id, self.recipe.max_new_tokens, images)
+            ids, of_prompts = [question.prompt for question in batch], [question.media for question in batch]
+            config = self.engine.unwrapped.config
+            media = prompt_media(self.loader.media_inputs, config, ids, of_prompts, pad_id)
+            outputs += greedy(self.engine, ids, self.end_ids, pad_id, self.recipe.max_new_tokens, media)
         # Ranks that share sequences generate the same tokens.
         by_rank = dict(self.engine.ranks.gather((self.engine.data_rank, outputs)))
         ordered = [by_rank[i % num_ranks][i // num_ranks] for i in range(len(prompts))]
@@ -120,23 +125,6 @@ class Evaluator:
             asked = last_question(prompt, self.tokenizer)
             generations.append(Generation(prompt, asked, output, reference, matches, question.media))
         return generations
-
-    def _images(self, batch: Sequence[Question], pad_id: int) -> PromptMedia | None:
-        """Returns the images of a batch of prompts; None if there are none."""
-        if self.loader.media_inputs is None or not any(question.media for question in batch):
-            return None
-        ids, _ = left_padded([question.prompt for question in batch], pad_id, torch.device("cpu"))
-        inputs = self.loader.media_inputs([image for question in batch for image in question.media], ids)
-        if (positions_of := document_positions(self.engine.unwrapped.config)) is None:
-            return PromptMedia(inputs)
-        grids = iter(grids_of(inputs))
-        documents = [
-            positions_of(torch.tensor([question.prompt]), joined_grids([next(grids) for _ in question.media]))
-            for question in batch
-        ]
-        padded = [pad(document[:, 0], (ids.shape[1] - document.shape[2], 0)) for document in documents]
-        beyond = torch.stack([document.max() + 1 - document.shape[2] for document in documents])
-        return PromptMedia(inputs, torch.stack(padded, dim=1), beyond)
 
 
 def greedy(

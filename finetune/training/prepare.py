@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal, ParamSpec, Protocol, TypeVar
 
+from rich.console import Console
 from transformers import PretrainedConfig
 
 from finetune.data.building import OpenedSources
@@ -219,6 +221,19 @@ def prepare(
     notes += [*data_notes(recipe.data, opened, training, held_out), *stored_notes(recipe, config)]
     read = (base, micro_batches, renderer, training, held_out)
     return Prepared(recipe, recipe_file, launch, features, *read, tuple(notes))
+
+
+def make_sound_features(prepared: Prepared) -> str | None:
+    """Computes the features of a run's clips into the cache, under `data.audio.cache`, and returns their counts; None
+    without. Uses no process group: the first process works, the others wait. Raises UserError."""
+    audio, media = prepared.recipe.data.audio, prepared.base.media
+    if audio is None or not audio.cache or media is None:
+        return None
+    from finetune.data.media.feature_cache import FeatureCache, make_features
+
+    of_run = [data.examples for data in (prepared.training, prepared.held_out) if isinstance(data, Dataset)]
+    clips = chain.from_iterable(examples.media() for examples in of_run)
+    return str(make_features(FeatureCache.of(media.family), clips, Console(stderr=True)))
 
 
 def check_features(recipe: Recipe, features: Features) -> None:

@@ -42,6 +42,7 @@ from finetune.data.samples import (
     Drawable,
     Ids,
     Medium,
+    Message,
     Preference,
     PromptCompletion,
     PromptOnly,
@@ -112,26 +113,27 @@ class Renderer:
         if isinstance(sample, PromptOnly):
             if self.chat is None and sample.text is not None:
                 return [(Rendered(sample.text, is_plain=True, is_prompt=True),)]
-            if any(message.media for message in sample.conversation.messages):
-                raise BadRow("the row has files, such as images, and answers to prompts with files are not sampled")
-            return [(Rendered(prompt_of(self.chat_for(sample.conversation), sample.conversation), is_prompt=True),)]
+            chat = self.chat_for(sample.conversation)
+            prompt = Rendered(prompt_of(chat, sample.conversation), is_prompt=True)
+            return [(self._with_files(prompt, sample.conversation.messages, data_file, chat),)]
         chat = self.chat_for(sample)
-        examples = []
-        for part in parts_of(chat, sample, self.train_on):
-            references = [one for message in sample.messages[: part.messages] for one in message.media]
-            if self.media is not None:
-                text, spans, images = self.media.expand(part.text, part.spans, references, data_file, chat.name)
-                examples.append((Rendered(text, spans, media=images),))
-            elif references:
-                kind = references[0].kind
-                what = {"image": "images", "audio": "sound", "video": "videos"}[kind]
-                verb = "hears" if kind == "audio" else "sees"
-                raise BadRow(
-                    f"the row has {what}. Fix: set `data.{kind}: {{}}` to train on it, with a model that {verb}"
-                )
-            else:
-                examples.append((Rendered(part.text, part.spans),))
-        return examples
+        return [
+            (self._with_files(Rendered(part.text, part.spans), sample.messages[: part.messages], data_file, chat),)
+            for part in parts_of(chat, sample, self.train_on)
+        ]
+
+    def _with_files(self, rendered: Rendered, messages: Sequence[Message], data_file: str, chat: Chat) -> Rendered:
+        """Returns a text with the tokens of its messages' files. Raises BadRow."""
+        references = [one for message in messages for one in message.media]
+        if self.media is not None:
+            text, spans, files = self.media.expand(rendered.text, rendered.spans, references, data_file, chat.name)
+            return replace(rendered, text=text, spans=spans, media=files)
+        if references:
+            kind = references[0].kind
+            what = {"image": "images", "audio": "sound", "video": "videos"}[kind]
+            verb = "hears" if kind == "audio" else "sees"
+            raise BadRow(f"the row has {what}. Fix: set `data.{kind}: {{}}` to train on it, with a model that {verb}")
+        return rendered
 
     def chat_for(self, sample: Conversation) -> Chat:
         """Returns the template under the arguments of a row. Raises UserError if there is none, and BadRow for special

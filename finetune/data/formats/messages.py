@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from finetune.data.formats.tools import Call, Tool, function_of, read_calls, read_turn_calls
@@ -161,14 +162,14 @@ def _role(value: Any, roles: dict[str, str], where: str) -> str:
 
 
 # Keys of the file in a part; the first is datasets' and Qwen's name, the others transformers' (docs "chat templates,
-# multimodal"), the last OpenAI's and, of sound, Qwen2-Audio's, of video, vLLM's.
+# multimodal"), then OpenAI's for images and, of sound, Qwen2-Audio's, of video, vLLM's; the last OpenAI's for sound.
 _OF_FILE = ("url", "path", "base64")
 _FILE_KEYS: dict[MediaKind, tuple[str, ...]] = {
     "image": ("image", *_OF_FILE, "image_url"),
-    "audio": ("audio", *_OF_FILE, "audio_url"),
+    "audio": ("audio", *_OF_FILE, "audio_url", "input_audio"),
     "video": ("video", *_OF_FILE, "video_url"),
 }
-_KINDS: dict[Any, MediaKind] = {keys[at]: kind for kind, keys in _FILE_KEYS.items() for at in (0, -1)}
+_KINDS: dict[Any, MediaKind] = {key: kind for kind, keys in _FILE_KEYS.items() for key in keys if key not in _OF_FILE}
 
 
 def _content(value: Any, role: str, where: str, *, has_calls: bool = False) -> tuple[str, tuple[Reference, ...]]:
@@ -196,7 +197,8 @@ def _part(value: Any, where: str, files: list[Reference]) -> str:
         given = [key for key in _FILE_KEYS[of_kind] if has_value(part.get(key))]
         if len(given) > 1:
             raise BadRow(f"{where} has {names(given)}; keep one")
-        source = file_reference(of_kind, part[given[0]], f"{where}.{given[0]}") if given else None
+        read = _input_audio if given == ["input_audio"] else partial(file_reference, of_kind)
+        source = read(part[given[0]], f"{where}.{given[0]}") if given else None
         files.append(Reference(of_kind, source))
         return FILE
     if type_ != "text":
@@ -224,6 +226,17 @@ def file_reference(kind: MediaKind, value: Any, where: str) -> str | bytes:
         return value
     expected = f"the path of {_FILE_NAMES[kind]}, a data URL, or the bytes of its file"
     raise BadRow(f"{where} is {shown(value)}; expected {expected}")
+
+
+def _input_audio(value: Any, where: str) -> str:
+    """Returns a data URL for OpenAI's {data, format}, whose data is base64.
+
+    https://platform.openai.com/docs/api-reference/chat/create
+    """
+    part = mapping(value, where, 'an object such as {"data": BASE64, "format": "wav"}')
+    only_keys(part, ("data", "format"), where)
+    data, format = (text(part.get(key), f"{where}.{key}") for key in ("data", "format"))
+    return f"data:audio/{format};base64,{data}"
 
 
 def _from_parts(item: Row, where: str) -> tuple[Row, tuple[Call, ...]]:

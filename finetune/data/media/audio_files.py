@@ -143,22 +143,23 @@ def load_clip(source: str | bytes, samples: int, rate: int, to: int) -> NDArray[
     """Returns a clip, mixed down and at rate `to`. samples, rate: as it was found. Raises `broken` errors, ValueError
     if the file is another one."""
     check_copy(source)
+    wave = np.zeros(resampled_length(samples, rate, to), np.float32)
+    read = written = 0
+    # By blocks, whose bits are those of the whole: an hour takes the memory of what it becomes.
+    resampler = None if rate == to else _package("soxr").ResampleStream(rate, to, 1, dtype="float32", quality="HQ")
     with _opened(source) as file:
         if file.samplerate != rate:
             raise ValueError(f"{file.samplerate:,} samples a second, but it had {rate:,} when its row was tokenized")
-        wave = np.empty(samples, np.float32)
-        read = 0
         for block in _blocks(file, samples):
-            if read + len(block) <= samples:
-                wave[read : read + len(block)] = block.mean(axis=1) if block.shape[1] > 1 else block[:, 0]
             read += len(block)
+            mono = block.mean(axis=1) if block.shape[1] > 1 else np.ascontiguousarray(block[:, 0])
+            piece = mono if resampler is None else resampler.resample_chunk(mono, last=read == samples)
+            piece = piece[: len(wave) - written]
+            wave[written : written + len(piece)] = piece
+            written += len(piece)
     if read != samples:
         raise ValueError(f"not the {samples:,} samples that it had when its row was tokenized")
-    if rate == to:
-        return wave
-    length = resampled_length(samples, rate, to)
-    wave = _package("soxr").resample(wave, rate, to, quality="HQ")
-    return np.ascontiguousarray(np.pad(wave, (0, max(0, length - len(wave))))[:length], dtype=np.float32)
+    return wave
 
 
 _PLAYED = (16_000, 60)  # samples a second, and seconds

@@ -1,18 +1,19 @@
 """Tensors that the model's forward takes for the files of a micro-batch.
 
 A few threads decode files, and scale or resample them, while the steps before are computed (`data/prefetch.py`). The
-tensors are not kept: pixels take about a hundred times the room of their file.
+tensors of pixels are not kept: they take about a hundred times the room of their file. Those of sound take twice the
+room of their samples, and may be kept (`feature_cache.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from finetune.data.media.families import MediaFamily
+from finetune.data.media.families import Features, MediaFamily
 from finetune.data.samples import Medium
 
 
@@ -22,12 +23,13 @@ class FeatureReader:
 
     family: MediaFamily
     pool: ThreadPoolExecutor
+    read: Callable[[Medium], Features]  # the family's, or that of a cache
 
     def __call__(self, media: Sequence[Medium], input_ids: Tensor) -> dict[str, Tensor]:
         """input_ids: (1, T). A file that several sequences have, as both answers of a pair, is read once. Raises
         UserError for a file that is damaged, or not the one that was tokenized."""
         distinct = {one.source: one for one in media}
-        features = dict(zip(distinct, self.pool.map(self.family.read, distinct.values()), strict=True))
+        features = dict(zip(distinct, self.pool.map(self.read, distinct.values()), strict=True))
         return self.family.join([features[one.source] for one in media], input_ids)
 
     def plain_inputs(self, media: Sequence[Medium], input_ids: Tensor) -> dict[str, Tensor]:
@@ -41,5 +43,10 @@ class FeatureReader:
         return inputs
 
 
-def feature_reader(family: MediaFamily, threads: int) -> FeatureReader:
-    return FeatureReader(family, ThreadPoolExecutor(threads, "media"))
+def feature_reader(family: MediaFamily, threads: int, caches: bool = False) -> FeatureReader:
+    read = family.read
+    if caches:
+        from finetune.data.media.feature_cache import FeatureCache
+
+        read = FeatureCache.of(family).read
+    return FeatureReader(family, ThreadPoolExecutor(threads, "media"), read)

@@ -29,6 +29,10 @@ def generate(
         list[Path] | None,
         typer.Option("--image", metavar="FILE", help="Show this picture before each prompt; may be repeated."),
     ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option("--audio", metavar="FILE", help="Play this sound before each prompt; may be repeated."),
+    ] = None,
     rows: Annotated[
         Path | None,
         typer.Option(
@@ -44,7 +48,7 @@ def generate(
     sampling: Sampling = _ANSWER,
     as_json: AsJson = False,
 ) -> None:
-    """Generate answers of a trained model: to prompts, with pictures for a model that sees, or to each row of a file.
+    """Generate answers of a trained model to prompts, with pictures or sound if it takes them, or to a file's rows.
 
     Example: [bold]python -m finetune generate runs/quickstart-full "the 3rd of March, 2021"[/bold]
     """
@@ -56,14 +60,15 @@ def generate(
         raise UserError(
             "generate: prompts and --input exclude each other. Fix: give prompts, or --input with a file of them"
         )
-    if rows is not None and images:
+    if rows is not None and (images or audio):
         raise UserError(
-            "generate: --image is only for prompts. Fix: name the pictures in the rows of --input, as rows of data do"
+            f"generate: --{'image' if images else 'audio'} is only for prompts. Fix: name the files in the rows of "
+            "--input, as rows of data do"
         )
-    from finetune.release.inference.answering import answer_file, answer_prompts
+    from finetune.release.inference.answering import Files, answer_file, answer_prompts
 
     if rows is None or output is None:
-        answer_prompts(run_dir, prompt or [], sampling, system, images or [], as_json)
+        answer_prompts(run_dir, prompt or [], sampling, system, Files(images or (), audio or ()), as_json)
         return
     count = answer_file(run_dir, rows, output, sampling, system, batch_size, Console(stderr=True))
     print(json.dumps({"rows": count, "output": str(output)}) if as_json else f"{count:,} answers in {output}")
@@ -81,8 +86,8 @@ def chat(
 ) -> None:
     """Talk to a trained model, in this process or on a server (`serve`, vLLM, ...); it sees the conversation so far.
 
-    /clear begins again, /system TEXT sets a system prompt, /image FILE shows a picture with the next question, /save
-    FILE adds the conversation to a file of rows.
+    /clear begins again, /system TEXT sets a system prompt, /image FILE and /audio FILE go with the next question,
+    /save FILE adds the conversation to a file of rows.
 
     Example: [bold]python -m finetune chat runs/quickstart-lora --temperature 0.7[/bold]
     """
@@ -341,6 +346,10 @@ def evaluate(
     tasks: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Evaluate on these tasks of lm_eval, or of --task-folder.")
     ] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Answer the questions of these rows, and compare with their answers."),
+    ] = None,
     task_folder: Annotated[Path | None, typer.Option(help="Read tasks in lm_eval's YAML from this folder.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Evaluate only the first rows of each task, or of --head.")
@@ -360,16 +369,21 @@ def evaluate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate runs and their base on tasks of lm_eval, side by side, through each run's chat template.
+    """Evaluate runs and their base on tasks of lm_eval or rows of a file, side by side, by each run's chat template.
 
-    Writes figures, with standard errors of paired differences, to RUN_DIR/evaluate.json, metrics.jsonl and trackers.
+    Of --rows it measures exact matches, and of a model that hears word error rates; answers are greedy, with the run's
+    `evaluate.max_new_tokens` and `evaluate.answer`. Writes figures, with standard errors of paired differences, to
+    RUN_DIR/evaluate.json, metrics.jsonl and trackers.
 
     Example: [bold]python -m finetune evaluate runs/gsm8k-full --tasks gsm8k_local --task-folder recipes/tasks[/bold]
     """
     from finetune.release.inference.evaluate import EvaluateOptions, evaluate_runs
 
-    names = () if tasks is None else tuple(tasks.split(","))
-    options = EvaluateOptions(names, task_folder, limit, fewshot, batch_size, base, step, head)
+    for name, value in {"--task-folder": task_folder, "--fewshot": fewshot}.items():
+        if tasks is None and value is not None:
+            raise UserError(f"evaluate: {name} is of --tasks alone. Fix: leave it out, or give --tasks")
+    names = tuple(tasks.split(",")) if tasks is not None else ()
+    options = EvaluateOptions(names, task_folder, limit, fewshot, batch_size, base, step, head, rows)
     every = evaluate_runs(run_dirs, options, Console(stderr=as_json))
     if as_json:
         of_runs = [{name: score.as_dict() for name, score in scores.items()} for scores in every]

@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 # Nothing from elsewhere, in no frame of others: https://www.w3.org/TR/CSP3/
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "frame-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    "media-src 'self'; frame-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
 # Of a page that a command has written: it has a policy of its own, and here no origin, so no cookie and no request.
 FRAMED = "sandbox allow-scripts; frame-ancestors 'self'"

@@ -1,4 +1,4 @@
-"""The first rows of a file as a table, with the role that `new` would give each column."""
+"""The first rows of a file as a table, with the role that `new` would give each column, and their sound to play."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.formats.converters import FORMATS
+from finetune.data.formats.detect import parse_row
 from finetune.data.formats.values import Row
-from finetune.data.samples import BadRow
+from finetune.data.samples import BadRow, Clip
+from finetune.desk.setup.roles import RoleChoice
+from finetune.desk.setup.rows import conversation_of
 from finetune.desk.studio.project_folder import inside
 from finetune.errors import UserError
+from finetune.recipe.schema import Audio
 
 _ROWS, _SHOWN_ROWS, _SHOWN_COLUMNS = 200, 6, 40  # read for the roles; shown
 _LONGEST = 240  # characters of a cell
@@ -25,13 +29,16 @@ def row_table(path: str, folder: Path) -> dict[str, Any]:
     if not (folder / file).is_file():
         raise UserError(f"{path}: no such file. Fix: choose a file of rows")
     table: dict[str, Any] = {"path": str(file), "columns": [], "rows": [], "more": 0}
-    table |= {"problem": "", "doubts": (), "reason": ""}
+    table |= {"problem": "", "doubts": (), "reason": "", "sounds": []}
     try:
         rows = _read(str(file))
     except UserError as error:
         return {**table, "problem": str(error)}
     names = list(dict.fromkeys(str(name) for row in rows for name in row))
     roles, said = _roles(rows)
+    choice = said.pop("choice")
+    sounds = [len(_clips_of(row, choice)) for row in rows[:_SHOWN_ROWS]]
+    said["sounds"] = sounds if any(sounds) else []  # clips of each row
     shown = names[:_SHOWN_COLUMNS]
     cells = [[_cell(row.get(name)) for name in shown] for row in rows[:_SHOWN_ROWS]]
     columns = [{"name": name, "role": roles.get(name, "")} for name in shown]
@@ -61,10 +68,41 @@ def _roles(rows: Sequence[Row]) -> tuple[dict[str, str], dict[str, Any]]:
     try:
         choice = choose_columns(rows)
     except UserError as error:
-        return {}, {"problem": str(error)}
+        return {}, {"problem": str(error), "choice": None}
     given = {column: field for field, column in choice.fields.items()}
     optional = {name: name for name in FORMATS[choice.format].optional if name in rows[0] and name not in given}
-    return {**optional, **given}, {"reason": choice.reason, "doubts": choice.doubts}
+    return {**optional, **given}, {"reason": choice.reason, "doubts": choice.doubts, "choice": choice}
+
+
+def _clips_of(row: Row, choice: RoleChoice | None) -> list[str | bytes]:
+    """Returns the sound files that a row names, in order; none of a row that cannot be read."""
+    try:
+        sample = parse_row(row, choice.format, choice.columns) if choice is not None else None
+    except BadRow:
+        return []
+    conversation = conversation_of(sample) if sample is not None else None
+    files = [one for message in conversation.messages for one in message.media] if conversation is not None else []
+    return [one.source for one in files if one.kind == "audio" and one.source is not None]
+
+
+def sound_of(path: str, row: int, clip: int, folder: Path) -> bytes:
+    """Returns the beginning of a clip of a row that is shown, as a WAV file. row, clip: from 0.
+
+    Files are located and bounded as in a run: none outside of the file's folder, no address fetched. Raises UserError.
+    """
+    from finetune.data.media.audio_files import broken, find_clip, playable
+
+    file = inside(path, folder)
+    rows = _read(str(file))[:_SHOWN_ROWS]
+    _, said = _roles(rows)
+    clips = _clips_of(rows[row], said["choice"]) if 0 <= row < len(rows) else []
+    if not 0 <= clip < len(clips):
+        raise UserError(f"{path}: row {row + 1} has no clip {clip + 1}. Fix: reload the page")
+    try:
+        found = find_clip(clips[clip], Audio(), str(file))
+        return playable(Clip(found.source, found.samples, found.rate, 0, 0))
+    except (BadRow, *broken()) as error:
+        raise UserError(f"{path}, row {row + 1}: {error}. Fix: restore the file") from None
 
 
 def role_names() -> list[str]:

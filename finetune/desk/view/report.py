@@ -53,7 +53,7 @@ _DAMAGE = (
 _OF_SAMPLES = ("entropy", "sampler_kl", "truncated", "zero_variance", "margin", "completion_tokens")
 _GROUPS: dict[str, Callable[[str], bool]] = {
     "Rollouts": lambda key: key in ("reward", *_OF_SAMPLES) or key.startswith(("reward/", "pass@", "reward_failures/")),
-    "Held-out data": lambda key: key.startswith("eval_") or key == "exact_match",
+    "Held-out data": lambda key: key.startswith("eval_") or key == "exact_match" or key.endswith("error_rate"),
     "Speed": lambda key: key.endswith("_per_s") or key in ("step_s", "mfu", "tflops_per_device"),
     "Time by phase": lambda key: (
         key.startswith(("time/", "share/")) or (key.endswith("_s") and not key.endswith("_per_s"))

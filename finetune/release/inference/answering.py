@@ -1,8 +1,8 @@
 """`generate` and `chat`: a trained model answers prompts, conversations and files of them.
 
 A prompt is rendered as in training: the same reader of messages, the same template, the same tokens, and for
-images the same pixels, within the bounds of the run's `data.image`. Sampling starts from the model's
-generation_config.json, as in transformers' servers; options take precedence.
+images and sound the same features, within the bounds of the run's `data.image` or `data.audio`. Sampling starts from
+the model's generation_config.json, as in transformers' servers; options take precedence.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import islice, takewhile
@@ -30,18 +30,18 @@ from finetune.data.dataset import until_end
 from finetune.data.formats.converters import with_files_of
 from finetune.data.formats.messages import context_of, read_messages
 from finetune.data.formats.tools import read_tools
-from finetune.data.samples import BadRow, Conversation, Medium
+from finetune.data.samples import BadRow, Conversation, Medium, Reference
 from finetune.errors import RunFailure, UserError
 from finetune.models.remote_code import trusts_code
 from finetune.recipe import load_recipe
-from finetune.recipe.schema import Images, Model
+from finetune.recipe.schema import Audio, Data, Images, Model
 from finetune.release.export.loading import load_result, model_folder
-from finetune.release.inference.chat import as_messages, converse, image_part, typed_lines
+from finetune.release.inference.chat import as_messages, audio_part, converse, image_part, typed_lines
 from finetune.release.inference.control_tokens import ControlTokens
 from finetune.release.inference.sampling import Sampling
 from finetune.utils import sha256_file, write_atomically
 
-if TYPE_CHECKING:  # Pillow and transformers' processors are needed for images only
+if TYPE_CHECKING:  # Pillow and transformers' processors are needed for files only
     from finetune.data.media.expansion import RowMedia
     from finetune.data.media.feature_reader import FeatureReader
 
@@ -120,28 +120,28 @@ class Answerer:
     model: Any  # transformers' or peft's
     tokenizer: Any
     chat: Chat | None  # None: no template, so that prompts are texts
-    processor: Model | None = None  # base of the image processor
-    rules: Images = field(default_factory=Images)  # `data.image` of a run on images
+    processor: Model | None = None  # base of the processor of files
+    rules: Images | Audio = field(default_factory=Images)  # `data.image` or `data.audio` of a run on files
 
     def prompt(self, messages: Any, tools: Any = (), data_file: str = "") -> Prompt:
-        """Returns the tokens of a conversation. data_file: its folder is the base of image paths. Raises UserError."""
+        """Returns the tokens of a conversation. data_file: its folder is the base of paths. Raises UserError."""
         return self.tokens(read_request(messages, tools), data_file)
 
     def tokens(self, request: Conversation, data_file: str = "") -> Prompt:
         """Returns the tokens of a parsed conversation; typed special tokens are text. Raises UserError."""
         if self.chat is None:
             return self.plain(render_prompt(None, request))
-        hidden, references = self._control.hide(request), images_of(request)
-        row_media = self._row_images if references else None  # before the template, which may not know images
+        hidden, references = self._control.hide(request), files_of(request)
+        row_media = self._row_media(references) if references else None  # before the template, which may not know them
         text = render_prompt(self.chat, hidden.conversation)
         if row_media is None:
             return self._fitting(Prompt(self._control.ids(text, hidden.typed)))
         try:
-            text, _, images = row_media.expand(text, (), references, data_file, self.chat.name)
+            text, _, files = row_media.expand(text, (), references, data_file, self.chat.name)
         except BadRow as error:
             raise UserError(str(error)) from None
         ids = self._control.ids(text, hidden.typed)
-        placed = row_media.place(np.array(ids, np.int32), np.zeros(len(ids), np.bool_), images)
+        placed = row_media.place(np.array(ids, np.int32), np.zeros(len(ids), np.bool_), files)
         return self._fitting(Prompt(ids, placed))
 
     def plain(self, text: str) -> Prompt:
@@ -168,31 +168,35 @@ class Answerer:
     def _control(self) -> ControlTokens:
         return ControlTokens(self.tokenizer)
 
-    @cached_property
-    def _row_images(self) -> RowMedia:
-        from finetune.data.media.expansion import RowMedia
-        from finetune.data.media.families import media_family
+    def _row_media(self, references: Sequence[Reference]) -> RowMedia:
+        """Returns the model's handling of these files. Raises UserError for a kind that it does not take."""
         from finetune.data.media.family_table import FAMILIES
 
-        kind = self.model.config.model_type
-        if kind in FAMILIES and FAMILIES[kind].kind != "image":
-            raise UserError(
-                f"this model ({kind}) hears, and answers to sound are not given here. Fix: load the result with "
-                "transformers, whose processor takes sound"
-            )
-        if kind not in FAMILIES or self.processor is None:
-            raise UserError(f"this model ({kind}) takes no images. Fix: use one of {', '.join(FAMILIES)}")
+        model_type = self.model.config.model_type
+        taken = FAMILIES[model_type].kind if model_type in FAMILIES and self.processor is not None else None
+        if other := [reference.kind for reference in references if reference.kind != taken]:
+            able = ", ".join(name for name, family in FAMILIES.items() if family.kind == other[0])
+            what = "images" if other[0] == "image" else "sound"
+            raise UserError(f"this model ({model_type}) takes no {what}. Fix: use one of {able}")
+        return self._media
+
+    @cached_property
+    def _media(self) -> RowMedia:
+        from finetune.data.media.expansion import RowMedia
+        from finetune.data.media.families import media_family
+
+        assert self.processor is not None  # above
         return RowMedia(media_family(self.processor, self.rules, self.tokenizer), self.rules)
 
     @cached_property
-    def _pixels(self) -> FeatureReader:
+    def _reader(self) -> FeatureReader:
         from finetune.data.media.feature_reader import feature_reader
 
-        return feature_reader(self._row_images.family, self.rules.threads)
+        return feature_reader(self._media.family, self.rules.threads)
 
     def inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
         """Returns inputs of transformers' `generate` for prompts as one batch (B, T), padded on the left. Raises
-        UserError for an image that cannot be decoded."""
+        UserError for a file that cannot be decoded."""
         width = max(len(prompt.ids) for prompt in prompts)
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -200,8 +204,8 @@ class Answerer:
             ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids, dtype=torch.int64)
             mask[row, width - len(prompt.ids) :] = 1
         inputs = {"input_ids": ids, "attention_mask": mask}
-        if images := [image for prompt in prompts for image in prompt.media]:
-            inputs |= self._pixels.plain_inputs(images, ids)
+        if files := [one for prompt in prompts for one in prompt.media]:
+            inputs |= self._reader.plain_inputs(files, ids)
         return {name: value.to(self.model.device) for name, value in inputs.items()}
 
     @torch.no_grad()
@@ -234,17 +238,25 @@ def load_answerer(run_dir: Path) -> Answerer:
 
 
 def answerer_of(run_dir: Path, model: Any, tokenizer: Any) -> Answerer:
-    """Returns a loaded result, which processes images as its run did, or as its folder says if there is no run."""
-    folder, rules = model_folder(run_dir), None
+    """Returns a loaded result, which processes files as its run did, or as its folder says if there is no run."""
+    folder = model_folder(run_dir)
     trusted = trusts_code(folder)
     processor = Model(name=str(folder), trust_remote_code=trusted)
     if (file := folder / "adapter_config.json").is_file():  # an adapter folder has no config of the model
         settings = json.loads(file.read_text(encoding="utf-8"))
         base, revision = settings["base_model_name_or_path"], settings.get("revision")
         processor = Model(name=base, revision=revision, trust_remote_code=trusted)
-    if hasattr(model.config, "vision_config") and (run_dir / "recipe.yaml").is_file():
-        rules = load_recipe(run_dir / "recipe.yaml").data.image
-    return Answerer(model, tokenizer, chat_template(tokenizer), processor, rules or Images())
+    rules = file_rules(
+        model, load_recipe(run_dir / "recipe.yaml").data if (run_dir / "recipe.yaml").is_file() else None
+    )
+    return Answerer(model, tokenizer, chat_template(tokenizer), processor, rules)
+
+
+def file_rules(model: Any, data: Data | None) -> Images | Audio:
+    """Returns the bounds of a model's files: those of its run, or the defaults for what it takes."""
+    if data is not None and data.media is not None:
+        return data.media
+    return Audio() if hasattr(model.config, "audio_config") else Images()
 
 
 def chat_template(tokenizer: Any) -> Chat | None:
@@ -266,18 +278,18 @@ def read_request(messages: Any, tools: Any = ()) -> Conversation:
     return conversation
 
 
-def images_of(request: Conversation) -> list[Any]:
-    """Returns a conversation's image parts, in order."""
-    return [image for message in request.messages for image in message.media]
+def files_of(request: Conversation) -> list[Reference]:
+    """Returns a conversation's files, in order."""
+    return [one for message in request.messages for one in message.media]
 
 
 def render_prompt(chat: Chat | None, request: Conversation) -> str:
-    """Returns a conversation as text, with the generation prompt and a placeholder for each image. Raises UserError."""
+    """Returns a conversation as text, with the generation prompt and a placeholder for each file. Raises UserError."""
     if chat is None:
         first, *others = request.messages
         if others or request.tools or first.media:
             raise UserError(
-                "this model has no chat template. Fix: give one text as the prompt, without system, history or images"
+                "this model has no chat template. Fix: give one text as the prompt, without system, history or files"
             )
         return first.content
     try:
@@ -296,26 +308,38 @@ def render_prompt(chat: Chat | None, request: Conversation) -> str:
 # --- generate
 
 
+@dataclass(frozen=True)
+class Files:
+    """Files that go with each prompt."""
+
+    images: Sequence[Path] = ()
+    audio: Sequence[Path] = ()
+
+    def parts(self) -> list[Mapping[str, Any]]:
+        """Returns them as parts of a message. Raises UserError."""
+        return [*map(image_part, self.images), *map(audio_part, self.audio)]
+
+
 def answer_prompts(
     run_dir: Path,
     prompts: Sequence[str],
     sampling: Sampling,
     system: str | None,
-    images: Sequence[Path],
+    files: Files,
     as_json: bool,
 ) -> None:
     """Print each prompt with its answer; without prompts, read them from standard input up to an empty line.
 
-    images: placed before each prompt. Raises UserError.
+    files: placed before each prompt. Raises UserError.
     """
     sampling.check()
-    parts = [image_part(path) for path in images]
+    parts = files.parts()
     answerer = load_answerer(run_dir)
     _seed(sampling)
     for prompt in prompts or takewhile(bool, typed_lines(not as_json)):
         if prompts and not as_json:
             print(f"> {prompt}")
-        messages = as_messages(prompt, system, images=parts)
+        messages = as_messages(prompt, system, files=parts)
         (answer,) = answerer.answer([answerer.prompt(messages)], sampling, shown=not as_json)
         if as_json:
             print(json.dumps({"prompt": prompt, "answer": answer.text}, ensure_ascii=False), flush=True)
@@ -327,13 +351,14 @@ def answers(
     sampling: Sampling,
     system: str | None = None,
     images: Sequence[Path] = (),
+    audio: Sequence[Path] = (),
 ) -> list[str]:
-    """Returns the answer to each prompt. images: placed before each. Raises UserError if there is no result."""
+    """Returns the answer to each prompt. images, audio: placed before each. Raises UserError if there is no result."""
     sampling.check()
-    parts = [image_part(path) for path in images]
+    parts = Files(images, audio).parts()
     answerer = load_answerer(run_dir)
     _seed(sampling)
-    conversations = [as_messages(prompt, system, images=parts) for prompt in prompts]
+    conversations = [as_messages(prompt, system, files=parts) for prompt in prompts]
     return [answerer.answer([answerer.prompt(messages)], sampling)[0].text for messages in conversations]
 
 

@@ -13,13 +13,14 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.cli.serving.utils import build_response_parser
 
+from finetune.data.samples import MediaKind
 from finetune.errors import UserError
 from finetune.recipe.schema import check_template_arguments
-from finetune.release.inference.answering import Answerer, generation_settings, images_of, read_request
+from finetune.release.inference.answering import Answerer, files_of, generation_settings, read_request
 from finetune.release.inference.lane import Request
 from finetune.release.inference.sampling import Sampling
 
-MAX_BODY_BYTES = 32 * 2**20  # a prompt with images; a quarter for models without
+MAX_BODY_BYTES = 32 * 2**20  # a prompt with images or sound; a quarter for models without
 MAX_VALUES = 200_000  # in a body's JSON: lists, objects and their items
 MAX_DEPTH = 64
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
@@ -75,6 +76,10 @@ _KINDS = {  # fields of other types, by required type
 }
 _OF_CHAT = {"messages", "tools", "chat_template_kwargs", "tool_choice", "parallel_tool_calls", "max_completion_tokens"}
 _OF_TEXT = {"prompt", "best_of", "echo", "suffix"}
+_AS_DATA: dict[MediaKind, str] = {
+    "image": "images must be data URLs (data:image/png;base64,...)",
+    "audio": "sound must be base64 in a part of type `input_audio`, or a data URL (data:audio/wav;base64,...)",
+}
 _FIELDS = {*_NUMBERS, *_WITHOUT_EFFECT, *_KINDS, "stop"}
 
 
@@ -199,8 +204,9 @@ class Prompts:
 
     def __init__(self, entries: dict[str, Answerer]):
         self.entries, self._thread = entries, ThreadPoolExecutor(1, "prompts")
-        sees = any(hasattr(entry.model.config, "vision_config") for entry in entries.values())
-        self.max_body = MAX_BODY_BYTES if sees else MAX_BODY_BYTES // 4
+        configs = [entry.model.config for entry in entries.values()]
+        takes_files = any(hasattr(one, "vision_config") or hasattr(one, "audio_config") for one in configs)
+        self.max_body = MAX_BODY_BYTES if takes_files else MAX_BODY_BYTES // 4
         self._longest: dict[int, int] = {}  # characters of the longest token, by tokenizer
 
     async def make(self, body: bytes, is_chat: bool) -> tuple[dict[str, Any], Request]:
@@ -222,10 +228,9 @@ class Prompts:
                 if entry.chat is None:
                     raise Refused(400, "this model has no chat template: use /v1/completions")
                 request = read_request(fields["messages"], fields.get("tools"))
-                if not all(isinstance(image, str) and image[:5].lower() == "data:" for image in images_of(request)):
-                    raise Refused(
-                        400, "images must be data URLs (data:image/png;base64,...): no file is read, no address fetched"
-                    )
+                for file in files_of(request):
+                    if not (isinstance(file.source, str) and file.source[:5].lower() == "data:"):
+                        raise Refused(400, f"{_AS_DATA[file.kind]}: no file is read, no address fetched")
                 texts = [(message.content, message.reasoning, message.tool_calls) for message in request.messages]
                 if len(texts) > entry.context:
                     raise Refused(

@@ -19,33 +19,51 @@ from finetune.release.inference.server_client import Server
 
 Messages = Sequence[Mapping[str, Any]]
 _HELP = (
-    "/clear forgets the conversation, /system TEXT sets a system prompt, /image FILE shows an image with the next "
+    "/clear forgets the conversation, /system TEXT sets a system prompt, /image FILE and /audio FILE go with the next "
     "question, /save FILE writes the conversation, /exit ends"
 )
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"  # https://ecma-international.org/publications-and-standards/standards/ecma-48/
 
 
 def as_messages(
-    prompt: str, system: str | None, history: Messages = (), images: Sequence[Mapping[str, Any]] = ()
+    prompt: str, system: str | None, history: Messages = (), files: Sequence[Mapping[str, Any]] = ()
 ) -> list[Mapping[str, Any]]:
-    """Returns a prompt as messages, after a system prompt and the history. images: parts before its text."""
+    """Returns a prompt as messages, after a system prompt and the history. files: parts before its text."""
     first = [{"role": "system", "content": system}] if system else []
-    content = [*images, {"type": "text", "text": prompt}] if images else prompt
+    content = [*files, {"type": "text", "text": prompt}] if files else prompt
     return [*first, *history, {"role": "user", "content": content}]
 
 
 def image_part(path: Path) -> dict[str, Any]:
     """Returns a file as a part of a message, as OpenAI's clients send images. Raises UserError if it cannot be read."""
+    return image_url_part(_content_of(path, "image"), path.name)
+
+
+def audio_part(path: Path) -> dict[str, Any]:
+    """Returns a file as a part of a message, as OpenAI's clients send sound. Raises UserError if it cannot be read."""
+    return input_audio_part(_content_of(path, "sound file"))
+
+
+def _content_of(path: Path, kind: str) -> bytes:
     try:
-        return image_url_part(path.read_bytes(), path.name)
+        return path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: this image cannot be read: {error.strerror}. Fix: check the path") from None
+        raise UserError(f"{path}: this {kind} cannot be read: {error.strerror}. Fix: check the path") from None
 
 
 def image_url_part(content: bytes, name: str) -> dict[str, Any]:
     kind = mimetypes.guess_type(name)[0] or ""
     kind = kind if kind.startswith("image/") else "image/png"
     return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(content).decode()}"}}
+
+
+# First bytes of sound files; MP3 begins with a tag or with any frame.
+_SOUNDS = {b"RIFF": "wav", b"RF64": "wav", b"fLaC": "flac", b"OggS": "ogg"}
+
+
+def input_audio_part(content: bytes) -> dict[str, Any]:
+    format = _SOUNDS.get(content[:4], "mp3")
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(content).decode(), "format": format}}
 
 
 def typed_lines(shows_prompt: bool = True) -> Iterator[str]:
@@ -64,7 +82,7 @@ def converse(answer: Callable[[Messages], str], system: str | None) -> None:
     answer: shows and returns the model's answer to a conversation. Raises UserError if `answer` does.
     """
     history: list[Mapping[str, Any]] = []
-    images: list[Mapping[str, Any]] = []  # for the next question
+    files: list[Mapping[str, Any]] = []  # for the next question
     if sys.stdin.isatty():
         print(_HELP)
     for line in filter(None, map(str.strip, typed_lines())):
@@ -72,12 +90,12 @@ def converse(answer: Callable[[Messages], str], system: str | None) -> None:
         if command == "/exit":
             return
         if command == "/clear":
-            history, images = [], []
+            history, files = [], []
         elif command == "/system":
             system, history = rest.strip() or None, []
-        elif command == "/image":
+        elif command in ("/image", "/audio"):
             try:
-                images.append(image_part(Path(rest.strip())))
+                files.append((image_part if command == "/image" else audio_part)(Path(rest.strip())))
             except UserError as error:
                 print(error)
         elif command == "/save":
@@ -91,7 +109,7 @@ def converse(answer: Callable[[Messages], str], system: str | None) -> None:
         elif command.startswith("/"):
             print(_HELP)
         else:
-            messages, images = as_messages(line, system, history, images), []
+            messages, files = as_messages(line, system, history, files), []
             try:
                 text = answer(messages)
             except UserError as error:  # such as a conversation beyond the context: /save and /clear are still there

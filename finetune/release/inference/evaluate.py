@@ -1,5 +1,5 @@
-"""`evaluate RUN ... --tasks ...`: tasks of lm_eval on trained models and on their base, side by side. `--head`: the
-drafts of a head that predicts ahead, in the same way.
+"""`evaluate RUN ...`: tasks of lm_eval, or a file's rows, answered by trained models and their base, side by side;
+`--head`: the drafts of a head that predicts ahead, in the same way.
 
 Both use the run's chat template and end tokens, so the difference is the effect of training: gains in one task,
 forgetting in others. All answer the same rows, so differences have the standard error of paired samples. Figures go
@@ -34,6 +34,7 @@ from finetune.models.tokenizer import read_tokenizer
 from finetune.recipe import Recipe
 from finetune.release.export.loading import auto_class, default_device, load_result
 from finetune.release.export.verify_answers import load_reference
+from finetune.release.inference.answered_rows import TaskMetric, measure_rows
 from finetune.release.inference.head_acceptance import measure_head
 from finetune.startup import is_verbose
 from finetune.tracking.metrics import add_to_step, read_metrics
@@ -47,7 +48,7 @@ _FIELDS = ("trained", "trained_stderr", "base", "base_stderr", "difference", "di
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    tasks: tuple[str, ...]  # of lm_eval; may be empty if the head is measured
+    tasks: tuple[str, ...] = ()
     folder: Path | None = None  # YAML files of tasks
     limit: int | None = None
     fewshot: int | None = None  # None: the task's own
@@ -55,16 +56,7 @@ class EvaluateOptions:
     base: bool = True  # whether to evaluate the base, too
     step: str | None = None  # a checkpoint's number or `best`; None: the result
     head: bool = False  # whether to measure the head that predicts ahead
-
-
-@dataclass(frozen=True)
-class TaskMetric:
-    """A metric of a task by one model."""
-
-    rows: int
-    value: float
-    stderr: float | None  # None if lm_eval has none
-    of_rows: dict[int, float]  # by the row's number; empty if the metric is not a mean over rows
+    rows: Path | None = None  # a file whose answers are compared, see `answered_rows.py`
 
 
 @dataclass
@@ -105,8 +97,9 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[floa
 def evaluate_runs(run_dirs: Sequence[Path], options: EvaluateOptions, console: Console) -> list[dict[str, Score]]:
     """Returns scores by "task/metric" of each run, and writes them. A base shared by runs is evaluated once. Raises
     UserError for an invalid run or task."""
-    if not options.tasks and not options.head:
-        raise UserError("evaluate: nothing to measure. Fix: give --tasks, or --head for the drafts of a model's head")
+    if not (options.tasks or options.rows or options.head):
+        fix = "give --tasks, --rows FILE of questions and answers, or --head for the drafts of a model's head"
+        raise UserError(f"evaluate: nothing to measure. Fix: {fix}")
     runs = [find_trained(run_dir, options.step) for run_dir in run_dirs]
     manager = _task_manager(options) if options.tasks else None
     bases = dict[str, dict[str, TaskMetric]]()
@@ -130,12 +123,11 @@ def _evaluate(
     run_dir, recipe = trained.run_dir, trained.recipe
     with _locked(run_dir):
         scores = _of_head(trained, options) if options.head else {}
-        if options.tasks:
+        if options.tasks or options.rows:
             scores |= _of_tasks(trained, options, manager, bases)
         show_scores(console, [run_dir], [scores])  # before writing: a full disk must not lose them
-        how: dict[str, Any] = {"limit": options.limit}
-        if options.tasks:
-            how |= {"fewshot": options.fewshot, "lm_eval": metadata.version("lm_eval")}
+        how = {"limit": options.limit, "fewshot": options.fewshot}
+        how |= {"lm_eval": metadata.version("lm_eval")} if options.tasks else {}
         write_scores(run_dir, recipe, scores, how, trained.step)
     return scores
 
@@ -164,7 +156,8 @@ def _of_tasks(
 
     def measure(measured: Any) -> dict[str, TaskMetric]:
         measured.generation_config = ends
-        return _measure(measured, tokenizer, manager, options)
+        found = _measure(measured, tokenizer, manager, options) if options.tasks else {}
+        return found | (measure_rows(measured, tokenizer, trained, options) if options.rows else {})
 
     is_adapter = hasattr(model, "disable_adapter")
     results = measure(model.get_base_model() if is_adapter else model)
@@ -172,6 +165,8 @@ def _of_tasks(
     name = recipe.model.name if recipe is not None else None
     # Templates, ends and added tokens are the run's; a result runs in its own precision.
     parts = (name, recipe and (recipe.model.revision, recipe.tokens), tokenizer.chat_template, ends.eos_token_id)
+    if options.rows is not None and recipe is not None:  # and how rows are answered
+        parts = (*parts, recipe.evaluate.max_new_tokens, recipe.evaluate.answer, recipe.data.media)
     key = repr((*parts, trained.is_checkpoint, is_adapter))
     of_base = bases.get(key, {}) if name is not None and options.base else {}
     if options.base and not of_base and is_adapter:

@@ -23,14 +23,23 @@ from rich.table import Table
 from finetune.checkpoints.trained import Trained
 from finetune.data.building import OpenedSources
 from finetune.data.formats.detect import parse_row
-from finetune.data.samples import BadRow, Conversation, Message, Preference, PromptCompletion, PromptOnly, Ranked
+from finetune.data.samples import (
+    BadRow,
+    Conversation,
+    Message,
+    Preference,
+    PromptCompletion,
+    PromptOnly,
+    Ranked,
+    Reference,
+)
 from finetune.errors import RunFailure, UserError
 from finetune.models.remote_code import load_auto
 from finetune.recipe import Recipe
-from finetune.recipe.schema import HeldOut, Images
+from finetune.recipe.schema import Audio, HeldOut, Images
 from finetune.release.export.verify_answers import end_tokens, load_reference, quiet_loading
-from finetune.release.inference.answering import Answerer, Prompt, chat_template
-from finetune.release.inference.chat import image_url_part
+from finetune.release.inference.answering import Answerer, Prompt, chat_template, file_rules
+from finetune.release.inference.chat import image_url_part, input_audio_part
 from finetune.release.inference.server_client import Server
 
 # For any format of a server; docs/reference/export.md.
@@ -83,9 +92,8 @@ def verify_url(url: str, trained: Trained, model: str | None, base: str | None, 
         )
     from transformers import AutoTokenizer
 
-    if (kind := trained.recipe.data.media_kind) in ("audio", "video"):
-        what = "sound" if kind == "audio" else "videos"
-        raise UserError(f"a server cannot be compared on rows with {what}. Fix: verify the export's folder instead")
+    if trained.recipe.data.video is not None:
+        raise UserError("a server cannot be compared on rows with videos. Fix: verify the export's folder instead")
     server = Server(url)
     comparison = Live(server.choose(model, trained.run_dir.resolve().name))
     conversations = list(islice(_questions(trained.recipe), rows))
@@ -93,8 +101,9 @@ def verify_url(url: str, trained: Trained, model: str | None, base: str | None, 
         tokenizer, processor = load_auto(AutoTokenizer, trained.settings), trained.recipe.model
         if base:
             processor = processor.model_copy(update={"name": base, "revision": None})
-        rules = trained.recipe.data.image or Images()
-        answerer = Answerer(load_reference(trained, base), tokenizer, chat_template(tokenizer), processor, rules)
+        reference = load_reference(trained, base)
+        rules = file_rules(reference, trained.recipe.data)
+        answerer = Answerer(reference, tokenizer, chat_template(tokenizer), processor, rules)
         if answerer.chat is None:
             raise UserError(
                 f"{trained.run_dir}: no chat template, so there is nothing to ask a chat server. Fix: verify an "
@@ -119,7 +128,7 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
         for path, number, row in islice(source.reader.rows(), _ROWS_PER_SOURCE):
             try:
                 sample = parse_row(row, source.source.format, source.source.columns, recipe.rollouts is not None)
-                messages = _request_messages(sample, data.image or Images(), path)
+                messages = _request_messages(sample, data.media, path)
             except BadRow as error:
                 if data.on_bad_row == "skip":
                     continue
@@ -133,7 +142,7 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
         )
 
 
-def _request_messages(sample: Any, rules: Images, path: str) -> list[dict[str, Any]]:
+def _request_messages(sample: Any, rules: Images | Audio | None, path: str) -> list[dict[str, Any]]:
     """Returns a sample's messages before its last answer, as the API expects them; [] for other samples."""
     if isinstance(sample, Preference):
         sample = sample.chosen
@@ -151,20 +160,31 @@ def _request_messages(sample: Any, rules: Images, path: str) -> list[dict[str, A
     return [{"role": one.role, "content": _content(one, rules, path)} for one in kept]
 
 
-def _content(message: Message, rules: Images, path: str) -> str | list[dict[str, Any]]:
-    """Returns the content as text, or as parts with images as data URLs."""
+def _content(message: Message, rules: Images | Audio | None, path: str) -> str | list[dict[str, Any]]:
+    """Returns the content as text, or as parts with files as base64."""
     if not message.media:
         return message.content
-    from finetune.data.media.image_files import find_image
-
     parts: list[dict[str, Any]] = []
     for i, text in enumerate(message.texts):
         if i:
-            source = find_image(message.media[i - 1].source or b"", rules, path).source
-            content = source if isinstance(source, bytes) else Path(source).read_bytes()
-            parts.append(image_url_part(content, path if isinstance(source, bytes) else source))
+            parts.append(_file_part(message.media[i - 1], rules, path))
         parts += [{"type": "text", "text": text}] * bool(text)
     return parts
+
+
+def _file_part(file: Reference, rules: Images | Audio | None, path: str) -> dict[str, Any]:
+    """Returns a file of a row of `path` as a part. Raises BadRow."""
+    from finetune.data.media.audio_files import find_clip
+    from finetune.data.media.image_files import find_image
+
+    if file.kind == "audio":
+        source = find_clip(file.source or b"", rules if isinstance(rules, Audio) else Audio(), path).source
+    else:
+        source = find_image(file.source or b"", rules if isinstance(rules, Images) else Images(), path).source
+    content = source if isinstance(source, bytes) else Path(source).read_bytes()
+    if file.kind == "audio":
+        return input_audio_part(content)
+    return image_url_part(content, path if isinstance(source, bytes) else source)
 
 
 # --- the comparison

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from finetune.data.batch import MediaInputs
+from finetune.data.samples import Medium
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
 from finetune.recipe.schema import Rollouts
@@ -23,7 +25,7 @@ from finetune.rl.rewards.completion import Outcome
 from finetune.rl.rollouts.noise import sample_keys
 from finetune.rl.rollouts.records import Turns
 from finetune.rl.rollouts.sampler import Sampler
-from finetune.training.decoding import decode
+from finetune.training.decoding import decode, prompt_media
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Beginning:
     ids: list[int]  # of the prompt and all that followed
     begun: int  # of these, tokens after the prompt
     room: int  # tokens that may follow
+    media: tuple[Medium, ...] = ()  # of the prompt
 
 
 @dataclass(frozen=True)
@@ -66,15 +69,22 @@ class Drawer:
     seed: int
     end_ids: set[int]
     pad_id: int
+    reader: MediaInputs | None = None  # of the files of prompts
 
-    def draw(self, first_draw: int, prompts: Sequence[list[int]], each: int) -> list[Drawn]:
+    def draw(
+        self,
+        first_draw: int,
+        prompts: Sequence[list[int]],
+        each: int,
+        media: Sequence[tuple[Medium, ...]] | None = None,
+    ) -> list[Drawn]:
         """Returns `each` samples of each prompt, prompt after prompt, on every rank. Collective.
 
-        first_draw: number of the first prompt's draw in the run; the others follow.
+        first_draw: number of the first prompt's draw in the run; the others follow. media: the files of each prompt.
         """
-        room = self.settings.max_new_tokens
+        room, files = self.settings.max_new_tokens, media or [()] * len(prompts)
         places = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(each)]
-        return self.turns([Beginning(first_draw + i, sample, prompts[i], 0, room) for i, sample in places])
+        return self.turns([Beginning(first_draw + i, sample, prompts[i], 0, room, files[i]) for i, sample in places])
 
     def turns(self, beginnings: Sequence[Beginning]) -> list[Drawn]:
         """Returns the next turn of each sample, in order, on every rank. Collective."""
@@ -99,8 +109,9 @@ class Drawer:
         )
         sampler = Sampler(self.settings, sample_keys(self.seed, draws, samples), begun)
         ids, rooms = [one.ids for one in beginnings], [one.room for one in beginnings]
-        most = self.settings.max_new_tokens
-        rows = decode(self.engine, ids, self.end_ids, self.pad_id, most, sampler, rooms=rooms)
+        most, config = self.settings.max_new_tokens, self.engine.unwrapped.config
+        media = prompt_media(self.reader, config, ids, [one.media for one in beginnings], self.pad_id)
+        rows = decode(self.engine, ids, self.end_ids, self.pad_id, most, sampler, media, rooms)
         log_probs, margins = (
             torch.stack(of_tokens, 1).cpu().numpy() for of_tokens in (sampler.log_probs, sampler.margins)
         )

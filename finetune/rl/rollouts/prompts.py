@@ -16,7 +16,7 @@ from finetune.data.dataset import Dataset, question_of
 from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import parse_row
 from finetune.data.packing import RowOrder
-from finetune.data.samples import Conversation, Example, Message, PromptCompletion, PromptOnly
+from finetune.data.samples import FILE, Conversation, Example, Medium, Message, PromptCompletion, PromptOnly
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.schema import RewardList, Source
@@ -35,6 +35,7 @@ class RowPrompt:
     source: int  # index in `data.train`, of a held-out row in `data.eval`
     ids: list[int]
     reference: list[int]  # ids of the row's last answer, with its end token, as samples have it; [] without one
+    media: tuple[Medium, ...] = ()  # in the order of their tokens
 
     @property
     def key(self) -> RowKey:
@@ -105,6 +106,11 @@ class RunPrompts:
         return [self._contents[prompt.key] for prompt in prompts]
 
     @cached_property
+    def by_row(self) -> dict[RowKey, RowPrompt]:
+        """The prompt of each row."""
+        return {prompt.key: prompt for prompt in self.prompts}
+
+    @cached_property
     def _contents(self) -> dict[RowKey, PromptContent]:
         return read_contents(self._recipe, self._sources, self.prompts)
 
@@ -113,9 +119,10 @@ def prompt_of(example: Example, format: str) -> RowPrompt | None:
     """Returns the prompt of an example of a source of `format`; None if its first token is trained."""
     place = (example.path, example.row, example.source)
     if not example.num_targets:
-        return RowPrompt(*place, example.sequences[0].input_ids.tolist(), [])
+        (whole,) = example.sequences
+        return RowPrompt(*place, whole.input_ids.tolist(), [], whole.media)
     question = question_of(example, format, ())
-    return None if question is None else RowPrompt(*place, question.prompt, question.reference)
+    return None if question is None else RowPrompt(*place, question.prompt, question.reference, question.media)
 
 
 def check_references(rewards: RewardList, prompts: Iterable[RowPrompt]) -> None:
@@ -165,7 +172,7 @@ def content_of(row: Mapping[str, Any], source: Source) -> PromptContent:
 
 
 def message_dict(message: Message) -> dict[str, Any]:
-    """Returns a message with the keys that its row has."""
+    """Returns a message with the keys that its row has; a file is `<image>` or `<audio>` in its text."""
     optional = {
         "reasoning_content": message.reasoning,
         "tool_calls": [dict(call) for call in message.tool_calls],
@@ -173,7 +180,10 @@ def message_dict(message: Message) -> dict[str, Any]:
         "tool_call_id": message.tool_call_id,
     }
     present = {key: value for key, value in optional.items() if value}
-    return {"role": message.role, "content": message.content, **present}
+    content = message.content
+    for file in message.media:
+        content = content.replace(FILE, f"<{file.kind}>", 1)
+    return {"role": message.role, "content": content, **present}
 
 
 def completion_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from finetune.data.dataset import Dataset, on_disk
+from finetune.data.examples import media_reader
 from finetune.data.row_source import RunRows
 from finetune.engine.base import Engine
 from finetune.models.attention import AttentionChoice
@@ -40,4 +41,5 @@ def make_rows(
         questions = RunPrompts(recipe, prepared.held_out, "eval")
     prompts, renderer = RunPrompts(recipe, data), prepared.renderer
     of_run = (prompts, data.content(), prepared.base.tokenizer, renderer, end_ids, run_folder(recipe.run))
-    return RolloutRows(recipe, engine, *of_run, attention, loader, teacher, questions)
+    reader = media_reader(prepared.base.media)
+    return RolloutRows(recipe, engine, *of_run, attention, loader, teacher, questions, reader)

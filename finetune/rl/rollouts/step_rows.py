@@ -32,11 +32,12 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.checkpoints.folder import step_of
 from finetune.checkpoints.inputs import on_main, reward_files, sample_teacher
+from finetune.data.batch import MediaInputs
 from finetune.data.chat.renderer import Renderer
 from finetune.data.chat.turns import TurnRenderer
 from finetune.data.predictions import IDS, LOG_PROBS
 from finetune.data.row_source import RunRows
-from finetune.data.samples import Example, SharedPrompt
+from finetune.data.samples import Example, Medium, SharedPrompt
 from finetune.data.samples import Sequence as Tokens
 from finetune.engine.base import Engine
 from finetune.engine.kept_weights import KeptWeights
@@ -106,9 +107,10 @@ class RolloutRows(RunRows):
         loader: MakeLoader,
         teacher: Teacher | None = None,
         held_out: RunPrompts | None = None,
+        reader: MediaInputs | None = None,
     ):
         """content: of the rows of `data.train`, see `RowSource.content`; folder: of the run; held_out: prompts of
-        which evaluations reward samples. The engine has the initial weights."""
+        which evaluations reward samples; reader: of the files of prompts. The engine has the initial weights."""
         assert recipe.rollouts is not None  # the caller's condition
         assert isinstance(tokenizer.pad_token_id, int)  # load_tokenizer ensures it
         self._recipe, self._settings, self._engine, self._prompts = recipe, recipe.rollouts, engine, prompts
@@ -120,12 +122,11 @@ class RolloutRows(RunRows):
             if recipe.rollouts.engine == "vllm"
             else None
         )
-        own = Drawer(engine, recipe.rollouts, recipe.run.seed, end_ids, tokenizer.pad_token_id)
-        self._drawer = self._server or own
+        self._drawer = Drawer(engine, recipe.rollouts, recipe.run.seed, end_ids, tokenizer.pad_token_id, reader)
         self._episodes = None
         if recipe.rollouts.environment is not None and recipe.rollouts.replay is None:
             turns = TurnRenderer(renderer, frozenset(end_ids))
-            self._episodes = EpisodeDrawer(engine, own, Episodes(recipe, turns, folder))
+            self._episodes = EpisodeDrawer(engine, self._drawer, Episodes(recipe, turns, folder))
         self._rewards = Rewards(recipe.rewards, folder)
         self._identity = on_main(engine, lambda: run_identity(recipe, content))
         self._held_out = None
@@ -209,7 +210,7 @@ class RolloutRows(RunRows):
                 weights = [correction_weights(old, sampler, policy) for old, sampler in pairs]
                 advantage = advantages(rewards, policy)
             of_samples = zip(samples, advantage.ravel().tolist(), strict=True)
-            examples = [example_of(one, value) for one, value in of_samples]
+            examples = [example_of(one, value, self._media_of(one)) for one, value in of_samples]
             if weights:
                 corrected = zip(examples, weights, strict=True)
                 examples = [replace(one, target_columns={**one.target_columns, CORRECTION: w}) for one, w in corrected]
@@ -289,12 +290,27 @@ class RolloutRows(RunRows):
         """Returns `each` samples of each prompt of a source, in order. Collective. Raises UserError."""
         if self._episodes is not None:
             return self._episodes.draw(first_draw, source, prompts, each)
-        return self._drawer.draw(first_draw, [prompt.ids for prompt in prompts], each)
+        ids = [prompt.ids for prompt in prompts]
+        if self._server is not None:
+            return self._server.draw(first_draw, ids, each)
+        return self._drawer.draw(first_draw, ids, each, [prompt.media for prompt in prompts])
+
+    def _media_of(self, sample: Sample) -> tuple[Medium, ...]:
+        """Returns the files of a sample's prompt, which records do not hold. Raises UserError if its row is gone."""
+        if self._recipe.data.media is None:
+            return ()
+        prompt = self._prompts.by_row.get((sample.source, sample.path, sample.row))
+        if prompt is None or prompt.ids != sample.prompt:
+            raise UserError(
+                f"rollouts.replay: {sample.path}:{sample.row} has another prompt now than its sample. Its files are "
+                "read from the row. Fix: restore the rows that the samples were drawn for"
+            )
+        return prompt.media
 
     def _completed(self, samples: list[Sample], names: Iterable[str]) -> list[Sample]:
         """Returns samples with log-probabilities in these fields, by the passes of the same names. Collective."""
         for name in names:
-            computed = self._passes[name]([example_of(sample, 0.0) for sample in samples])
+            computed = self._passes[name]([example_of(sample, 0.0, self._media_of(sample)) for sample in samples])
             fields: list[Any] = [-values[0].astype(np.float64) for (values,) in computed]
             if self._teacher is not None and name == "teacher":
                 predicted = (values[1:] for (values,) in computed)
@@ -357,8 +373,9 @@ class RolloutRows(RunRows):
         return row
 
 
-def example_of(sample: Sample, advantage: float) -> Example:
-    """Returns a sample as an example of one sequence, whose sampled tokens are its targets."""
+def example_of(sample: Sample, advantage: float, media: tuple[Medium, ...] = ()) -> Example:
+    """Returns a sample as an example of one sequence, whose sampled tokens are its targets. media: of its prompt,
+    which then shares nothing: prompts of equal tokens may have other files."""
     ids = np.array([*sample.prompt, *sample.ids], np.int32)
     loss_mask = np.concatenate([np.zeros(len(sample.prompt), bool), sample.sampled])
     columns = {ADVANTAGE: advantage, SAMPLED: float(sample.num_sampled)}
@@ -366,8 +383,8 @@ def example_of(sample: Sample, advantage: float) -> Example:
     given: dict[str, NDArray[Any]] = {name: values for name, values in of_targets.items() if values is not None}
     if sample.teacher is not None:
         given |= {IDS: sample.teacher.ids.astype(np.int64), LOG_PROBS: sample.teacher.log_probs}
-    shared = SharedPrompt(tuple(sample.prompt), len(sample.prompt))
-    return Example(sample.path, sample.row, sample.source, (Tokens(ids, loss_mask),), columns, given, shared)
+    shared = None if media else SharedPrompt(tuple(sample.prompt), len(sample.prompt))
+    return Example(sample.path, sample.row, sample.source, (Tokens(ids, loss_mask, media),), columns, given, shared)
 
 
 def masked(example: Example, keeps: bool) -> Example:

@@ -170,7 +170,7 @@ def test_what_the_model_cannot_take_is_refused_before_the_work(taught: Path, tmp
         answer_file(taught / "lights", rows, tmp_path / "out.jsonl", Sampling(8), None, 2, Console())
     picture = {"type": "image", "image": "a.png"}
     with pytest.raises(UserError, match=r"this model \(llama\) takes no images\. Fix: use one of "):
-        answerer.prompt(as_messages("green", None, images=[picture]))
+        answerer.prompt(as_messages("green", None, files=[picture]))
     long = answerer.prompt(as_messages("river " * (answerer.context // 2), None))
     (answer,) = answerer.answer([long], Sampling(10 * answerer.context))
     tokens = len(answerer.tokenizer(answer.text, add_special_tokens=False)["input_ids"])

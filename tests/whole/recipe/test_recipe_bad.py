@@ -460,7 +460,7 @@ CASES = [
     ),
     Bad(
         "an answer that nobody asks for",
-        [":8: evaluate.answer: is used only by `evaluate.exact_match`, which is 0"],
+        [":8: evaluate.answer: is used only by `evaluate.exact_match` and `word_error_rate`, which are 0"],
         {4: EVAL, 8: "evaluate: {answer: '#### (.+)'}"},
     ),
     Bad(

@@ -638,8 +638,16 @@ BAD_MESSAGES = {
     "no parts": (said(say("user", [])), ["messages[2].content is a list"]),
     "a part without a type": (said(say("user", [{"text": "x"}])), ["messages[2].content[0] has no `type`", "`text`"]),
     "an image": (
-        said(say("user", [{"type": "text", "text": "x"}, {"type": "input_audio", "input_audio": LONG}])),
-        ["messages[2].content[1] is of type 'input_audio'", "only parts of type 'text', 'image', 'audio' and 'video'"],
+        said(say("user", [{"type": "text", "text": "x"}, {"type": "input_video", "input_video": LONG}])),
+        ["messages[2].content[1] is of type 'input_video'", "only parts of type 'text', 'image', 'audio' and 'video'"],
+    ),
+    "sound that is no object": (
+        said(say("user", [{"type": "input_audio", "input_audio": LONG}])),
+        ["messages[2].content[0].input_audio is text", 'expected an object such as {"data": BASE64, "format": "wav"}'],
+    ),
+    "sound without its format": (
+        said(say("user", [{"type": "input_audio", "input_audio": {"data": "UklGRg=="}}])),
+        ["messages[2].content[0].input_audio.format is null"],
     ),
     "a part of text": (said(say("user", ["x"])), ["messages[2].content[0] is text ('x')"]),
     "a part without text": (said(say("user", [{"type": "text"}])), ["messages[2].content[0].text is null"]),

@@ -1,0 +1,149 @@
+"""The cache of features: what the family computes, made once, by any number of processes; damage is made again."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import hearing
+import numpy as np
+import pytest
+import yaml
+from conftest import finetune, metrics, train_alone
+from rich.console import Console
+from usual import usual
+
+from finetune.data.cache_entries import list_entries, remove
+from finetune.data.dataset import build_training, on_disk
+from finetune.data.media.feature_cache import FeatureCache, make_features
+from finetune.data.samples import Clip
+from finetune.errors import UserError
+from finetune.models.base_model import Base
+from finetune.recipe import load_recipe
+
+pytest.importorskip("soundfile")
+pytest.importorskip("soxr")
+
+
+@pytest.fixture(scope="module")
+def ears(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("feature-cache")
+    for name in hearing.HEARING:
+        hearing.save_hearing(folder, name)
+    hearing.write_clips(folder, "clips", 10, seed=2, numbers=(1,))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+
+
+def recipe_file(ears: Path, name: str, out: Path, **audio: Any) -> Path:
+    recipe = {
+        "run": {"name": "run", "dir": str(out / "runs")},
+        "model": {"name": str(ears / f"{name}_hears"), "train": ["language", "projector", "tower"]},
+        "mode": "full",
+        "data": {
+            "train": [{"path": str(ears / "clips.jsonl"), "format": "messages"}],
+            "max_length": 128,
+            "audio": {"cache": True, **audio},
+        },
+        "batch": {"rows": 2},
+        "optimizer": {"lr": 1e-3},
+        "train": {"max_steps": 3, "precision": "fp32"},
+    }
+    path = out / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return path
+
+
+def cache_and_clips(path: Path) -> tuple[FeatureCache, list[Clip]]:
+    recipe = load_recipe(path)
+    base = Base.of(recipe)
+    assert base.media is not None
+    clips = list(on_disk(build_training(recipe, base.renderer(recipe.objective))).examples.media())
+    return FeatureCache.of(base.media.family), [one for one in clips if isinstance(one, Clip)]
+
+
+@pytest.mark.parametrize("name", usual(hearing.HEARING, "qwen3_asr"))
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_features_are_the_family_s_and_made_once(name: str, workers: int, ears: Path, tmp_path: Path) -> None:
+    cache, clips = cache_and_clips(recipe_file(ears, name, tmp_path))
+    again = [*clips, *clips]
+    said = io.StringIO()
+    made = make_features(cache, again, Console(file=said), workers)
+    assert (made.clips, made.made) == (len(clips), len(clips)) == (10, 10)
+    assert made.seconds == pytest.approx(sum(one.samples / one.rate for one in clips))
+    for clip in clips:
+        wanted, found = cache.family.read(clip), cache.read(clip)
+        assert wanted.keys() == found.keys()
+        for key, values in wanted.items():
+            assert found[key].dtype == values.dtype
+            assert np.allclose(found[key], values, rtol=0, atol=1e-6)
+    times = {path: path.stat().st_mtime_ns for path in cache.folder.iterdir() if path.suffix != ".json"}
+    assert make_features(cache, clips, Console(file=said), workers).made == 0
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    (entry,) = [one for one in list_entries() if one.of and one.of["format"] == "audio"]
+    assert (entry.examples, entry.is_whole) == (10, True)
+    assert remove([entry]) == []
+    assert make_features(cache, clips, Console(file=said), workers).made == 10
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut", "empty", "other bytes"])
+def test_damage_is_told_and_made_again(
+    damage: str, ears: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, clips = cache_and_clips(recipe_file(ears, "qwen2_audio", tmp_path))
+    wanted, path = cache.read(clips[0]), cache.path(clips[0])
+    content = bytearray(path.read_bytes())
+    if damage == "a bit":
+        content[len(content) // 2] ^= 1
+    written = {"a bit": content, "cut": content[:-5], "empty": b"", "other bytes": b"no features at all"}[damage]
+    path.write_bytes(bytes(written))
+    with caplog.at_level(logging.WARNING):
+        found = cache.read(clips[0])
+    assert all(np.array_equal(found[key], values) for key, values in wanted.items())
+    assert "damaged on the disk" in caplog.text
+    assert path.read_bytes() == bytes(content) if damage != "a bit" else path.read_bytes() != bytes(content)
+
+
+def test_a_file_with_another_content_has_other_features(ears: Path, tmp_path: Path) -> None:
+    """Under the same path, of the same length; and one that is gone is told by its path."""
+    (tmp_path / "rows").mkdir()
+    for place in ("clips", "clips.jsonl", "qwen2_audio_hears"):
+        copy = shutil.copytree if (ears / place).is_dir() else shutil.copy
+        copy(ears / place, tmp_path / "rows" / place)
+    cache, clips = cache_and_clips(recipe_file(tmp_path / "rows", "qwen2_audio", tmp_path))
+    before, clip = cache.read(clips[0]), clips[0]
+    assert isinstance(clip.source, str)
+    samples = hearing.tone(700, clip.samples / clip.rate, clip.rate)[: clip.samples]
+    hearing.write_wav(Path(clip.source), samples, clip.rate)
+    after = cache.read(clip)
+    assert not np.array_equal(before["input_features"], after["input_features"])
+    Path(clip.source).unlink()
+    with pytest.raises(UserError, match=r"\.wav: cannot be read"):
+        cache.read(clip)
+
+
+def test_a_run_has_the_losses_that_it_has_without(ears: Path, tmp_path: Path) -> None:
+    losses = {}
+    for caches in (False, True):
+        path = recipe_file(ears, "voxtral", tmp_path, cache=caches)
+        said = train_alone(path, f"run.name={caches}")
+        losses[caches] = [line["loss"] for line in metrics(tmp_path / "runs" / str(caches)) if "loss" in line]
+        assert ("data.audio.cache: 10 clips" in said) == caches
+    assert losses[True] == pytest.approx(losses[False], rel=1e-6)
+    assert "10 clips, 0.00 h of sound, none made, 10 from the cache" in train_alone(path, "run.name=again")
+
+
+def test_prepare_makes_them_and_says_how_many(ears: Path, tmp_path: Path) -> None:
+    path = recipe_file(ears, "qwen2_audio", tmp_path)
+    done = finetune("prepare", path, "--json")
+    assert done.returncode == 0, done.stderr
+    (note,) = [note for note in json.loads(done.stdout)["notes"] if note.startswith("data.audio.cache")]
+    assert note.startswith("data.audio.cache: 10 clips, 0.00 h of sound, 10 made in ")
