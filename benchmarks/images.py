@@ -163,7 +163,7 @@ def prepare(folder: Path, work: Work, trained: list[str]) -> Cell:
     steps = [list(ordered.row(step)) for step in range(work.steps)]
     workload.write_rows(folder / "in_order.jsonl", [rows[one.row - 1] for step in steps for one in step])
     lengths = [[len(one.sequences[0].input_ids) for one in step] for step in steps]
-    images = [[image for one in step for image in one.sequences[0].images] for step in steps]
+    images = [[image for one in step for image in one.sequences[0].media] for step in steps]
     return {
         "parameters": parameters,
         "trained": trained,
