@@ -152,6 +152,7 @@ def _plain_model(
 def _leave_conversions(model: Any, renames: dict[str, str]) -> None:
     """Leave on a model what transformers did to names and shapes, which it undoes as it saves it, but for our own
     renames."""
+    # Where transformers keeps them; there is no public name.
     if conversions := getattr(model, "_weight_conversions", None):
         used = [one for one in conversions if one.was_used()]
         # transformers changes the public lists as it reads a model; these are as they were given.

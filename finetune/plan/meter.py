@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# torch documents these modes, and has them under no other name.
+# torch documents both, and has them under no other name.
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode  # as above
 from torch.utils._pytree import tree_leaves  # as this function
 
 BLOCK = 512  # bytes: CUDA's allocator rounds up to a multiple (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)

@@ -333,8 +333,8 @@ MUTANTS = (
         "optimizer",
         "clipped by the last chunk's norm",
         "finetune/engine/optimizer_step.py",
-        "cpu_total += torch.dot(wide, wide)",
-        "cpu_total = torch.dot(wide, wide)",
+        "total += torch.dot(wide, wide)",
+        "total = torch.dot(wide, wide)",
         ("tests/trainer/numerics/test_norms.py",),
     ),
     Mutant(

@@ -31,7 +31,7 @@ from finetune.data.media.families import FamilySettings, Features, MediaFamily, 
 from finetune.data.media.video_files import StoredVideo, broken, find_video, frames_at, is_listed, reason
 from finetune.data.samples import BadRow, Video
 from finetune.errors import UserError
-from finetune.recipe.schema import Video as VideoRules
+from finetune.recipe.schema import Videos as VideoRules
 
 _BICUBIC = 3  # Pillow's number, in the processor's settings
 _FPS = 2.0  # if neither recipe nor processor says: both models' own (`qwen_vl_utils`, FPS)

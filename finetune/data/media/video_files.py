@@ -25,7 +25,7 @@ from finetune.data.media.mp4_boxes import check_sample_counts
 from finetune.data.media.stored_files import check_copy, part_of_file, source_of
 from finetune.data.samples import LISTED, BadRow, Video, files_of, listed
 from finetune.errors import UserError
-from finetune.recipe.schema import Video as VideoRules
+from finetune.recipe.schema import Videos as VideoRules
 
 MAX_PIXELS = 1 << 24  # of a frame as it is stored; a decoder holds some twenty of them
 MAX_LISTED = 10_000  # frames of a folder or a list

@@ -17,7 +17,7 @@ from PIL import Image
 
 from finetune.data.media.video_files import StoredVideo, find_video, frames_at
 from finetune.data.samples import BadRow, Video, listed
-from finetune.recipe.schema import Video as Rules
+from finetune.recipe.schema import Videos as Rules
 
 FILM = filming.noise(12, 48, 64, 0)
 
