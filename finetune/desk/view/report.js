@@ -32,6 +32,8 @@ function smoothed(values, share) {
 
 function short(value, digits = 4) {
   const rounded = Number(Number(value).toPrecision(digits));
+  // As the page's own text has it: an axis has no room for zeros.
+  if (rounded && Math.abs(rounded) < 1e-4) return rounded.toExponential().replace(/e-(\d)$/, "e-0$1");
   return Math.abs(rounded) < 1 ? String(rounded) : rounded.toLocaleString("en", { maximumSignificantDigits: digits });
 }
 
