@@ -63,7 +63,7 @@ function draw(figure) {
     best.setAttribute("x2", at);
   }
   const back = log ? (value) => 10 ** value : (value) => value;
-  figure.querySelectorAll("text.y").forEach((text, n) => { text.textContent = short(back(high - (n / 2) * (high - low)), 3); });
+  figure.querySelectorAll("text.y").forEach((text, n) => { text.textContent = short(back(high - (n / 2) * (high - low))); });
   figure.querySelectorAll("text.x").forEach((text, n) => {
     text.textContent = `${n ? "" : by + " "}${by === "epoch" ? short(first + (n / 2) * (last - first), 3) : Math.round(first + (n / 2) * (last - first)).toLocaleString("en")}`;
   });

@@ -365,7 +365,7 @@ def _chart(keys: Sequence[str], runs: Sequence[RunData]) -> dict[str, Any]:
     for (_, run, key), curve in zip(owners, curves, strict=True):
         words = [*([run.name] if len(runs) > 1 else []), *([key] if len(keys) > 1 else [])]
         ends += [" ".join([*words, _short(curve[-1][1])])] if curve else []
-    heights = [_short(y, 3) for y in (high, (low + high) / 2, low)]
+    heights = [_short(y) for y in (high, (low + high) / 2, low)]
     title = " and ".join(keys)
     return {"key": title, "ends": ", ".join(ends), "heights": heights, "first": first, "last": last, "curves": drawn}
 
