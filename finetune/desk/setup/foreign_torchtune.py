@@ -100,8 +100,8 @@ def _data(c: Conversion) -> None:
     c.set("data.packing", packs)
     if not t.is_on("shuffle", default=True):
         t.leave("shuffle", "rows are shuffled in each epoch, by `run.seed`")
-    if (template := t.table("tokenizer").take("prompt_template")) is not None:
-        t.table("tokenizer").leave("prompt_template", f"write it as `model.chat_template`: {template} there")
+    if "prompt_template" in t.table("tokenizer"):
+        t.table("tokenizer").leave("prompt_template", "write it as a chat template: `model.chat_template: FILE.jinja`")
 
 
 def _source(one: ForeignTable) -> Source:

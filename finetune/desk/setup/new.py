@@ -114,9 +114,9 @@ def write_new(options: NewOptions, console: Console, ask: Ask | None = None) -> 
             f"{options.data}: every example is longer than {fit.max_length:,} tokens. The shortest has "
             f"{int(lengths.examples.min()):,}. Fix: use a model with a longer context, or shorter rows"
         )
+    loaded = _write(recipe)
     if own is not None and own.is_new:
         write_starter(own)
-    loaded = _write(recipe)
     _show(recipe, loaded, problem, renderer, console)
     return path
 

@@ -176,7 +176,9 @@ def _by_roles(rows: Sequence[Row], table: Mapping[str, Column], format: str | No
     for find in finders:
         choice = find(rows, table)
         if choice is not None and (format is None or choice.format == format):
-            return replace(choice, doubts=tuple(dict.fromkeys((*choice.doubts, *_doubts(rows, table, choice)))))
+            said = dict.fromkeys((*choice.doubts, *_doubts(rows, table, choice)))
+            longest = [one for one in said if not any(one != other and one in other for other in said)]  # says it too
+            return replace(choice, doubts=tuple(longest))
     return None
 
 

@@ -32,6 +32,8 @@ function smoothed(values, share) {
 
 function short(value, digits = 4) {
   const rounded = Number(Number(value).toPrecision(digits));
+  // As the page's own text has it: an axis has no room for zeros.
+  if (rounded && Math.abs(rounded) < 1e-4) return rounded.toExponential().replace(/e-(\d)$/, "e-0$1");
   return Math.abs(rounded) < 1 ? String(rounded) : rounded.toLocaleString("en", { maximumSignificantDigits: digits });
 }
 
@@ -61,7 +63,7 @@ function draw(figure) {
     best.setAttribute("x2", at);
   }
   const back = log ? (value) => 10 ** value : (value) => value;
-  figure.querySelectorAll("text.y").forEach((text, n) => { text.textContent = short(back(high - (n / 2) * (high - low)), 3); });
+  figure.querySelectorAll("text.y").forEach((text, n) => { text.textContent = short(back(high - (n / 2) * (high - low))); });
   figure.querySelectorAll("text.x").forEach((text, n) => {
     text.textContent = `${n ? "" : by + " "}${by === "epoch" ? short(first + (n / 2) * (last - first), 3) : Math.round(first + (n / 2) * (last - first)).toLocaleString("en")}`;
   });

@@ -365,7 +365,7 @@ def _chart(keys: Sequence[str], runs: Sequence[RunData]) -> dict[str, Any]:
     for (_, run, key), curve in zip(owners, curves, strict=True):
         words = [*([run.name] if len(runs) > 1 else []), *([key] if len(keys) > 1 else [])]
         ends += [" ".join([*words, _short(curve[-1][1])])] if curve else []
-    heights = [_short(y, 3) for y in (high, (low + high) / 2, low)]
+    heights = [_short(y) for y in (high, (low + high) / 2, low)]
     title = " and ".join(keys)
     return {"key": title, "ends": ", ".join(ends), "heights": heights, "first": first, "last": last, "curves": drawn}
 
@@ -375,8 +375,10 @@ def _chart(keys: Sequence[str], runs: Sequence[RunData]) -> dict[str, Any]:
 
 def _summary(runs: Sequence[RunData]) -> list[Section]:
     """Returns what one asks of a run first: how far it is, its best evaluation, how fast it was."""
-    rows: dict[str, list[Any]] = {}
-    for run in runs:
+    headlines = [_headline_rows(run) for run in runs]
+    of_any = dict.fromkeys(key for rows in headlines for key in rows)  # a run without one has an empty cell
+    columns = list[dict[str, Any]]()
+    for run, headline in zip(runs, headlines, strict=True):
         evaluations, losses = run.curve("eval_loss"), run.curve("loss")
         best = min(evaluations, key=lambda point: point[1]) if evaluations else None
         seconds = [line["step_s"] for line in run.lines if _is_number(line.get("step_s"))]
@@ -386,15 +388,15 @@ def _summary(runs: Sequence[RunData]) -> list[Section]:
             "steps": f"{losses[-1][0] if losses else 0:,} of {run.status.get('steps', '?')}",
             "best eval_loss": f"{_short(best[1])} at step {best[0]}" if best else None,
             "last loss": _short(losses[-1][1]) if losses else None,
-            **_headline_rows(run),
+            **of_any,
+            **headline,
             "tokens": f"{int(run.curve('tokens')[-1][1]):,}" if run.curve("tokens") else None,
             "tokens per second, median": _short(speeds[len(speeds) // 2]) if speeds else None,
             "time of steps": readable_hours(sum(seconds) / 3600) if seconds else None,
             "price": run.price,
         }
-        for key, value in shown.items():
-            rows.setdefault(key, []).append(value)
-    kept = [[key, *values] for key, values in rows.items() if any(value is not None for value in values)]
+        columns.append(shown)
+    kept = [row for row in _rows(columns) if any(value is not None for value in row[1:])]
     return [_table("Summary", ["", *(run.name for run in runs)], kept)]
 
 

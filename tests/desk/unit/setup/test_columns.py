@@ -255,3 +255,10 @@ def test_what_is_given_is_certain() -> None:
     with pytest.raises(UserError, match="`columns` names `column3`"):
         choose_columns(rows, "prompt_completion", {"prompt": "column3", "completion": "column1"})
     assert choose_columns(rows_of(TABLES["notes"][0]), "text").columns == {"text": "notes"}
+
+
+def test_a_reason_is_said_once() -> None:
+    rows = [{"day": f"{day} Nov 27", "quarter": f"20{day}-Q{day % 4 + 1}"} for day in range(10, 30)]
+    choice = choose_columns(rows)
+    assert choice.doubts
+    assert "; ".join(choice.doubts).count("`quarter` holds ids") == 1

@@ -156,6 +156,14 @@ def test_two_runs_are_laid_over_each_other(tmp_path: Path) -> None:
     assert rows == [("optimizer.lr", "0.1", "0.25"), ("run.name", "a", "b")]
 
 
+def test_a_value_stands_below_the_run_that_has_it(tmp_path: Path) -> None:
+    first, second = (make_run(tmp_path / name, 0.1) for name in "ab")
+    with (second / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 31, "loss": 1.0, "reward": 0.75}) + "\n")
+    summary = render([read_run(first), read_run(second)]).replace("<wbr>", "").partition("<h2>Training")[0]
+    assert row_of(summary, "last reward") == ["–", "0.75"]
+
+
 def test_long_runs_are_thinned_and_stay_small(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", 0.1, steps=12_345)
     text = render([read_run(run)])
