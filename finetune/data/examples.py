@@ -45,7 +45,7 @@ from finetune.data.token_cache import CacheEntry, DataReport, find_or_build, loa
 from finetune.errors import UserError
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import ObjectiveSettings
-from finetune.recipe.schema import Audio, Data, HeldOut, Images, Mixture, Model, Source, Video
+from finetune.recipe.schema import Audio, Data, HeldOut, Images, Mixture, Model, Source, Videos
 
 if TYPE_CHECKING:
     from finetune.data.media.expansion import RowMedia
@@ -239,7 +239,7 @@ def recipe_renderer(
 
 
 def row_media(
-    model: Model, rules: Images | Audio | Video | None, tokenizer: PreTrainedTokenizerBase
+    model: Model, rules: Images | Audio | Videos | None, tokenizer: PreTrainedTokenizerBase
 ) -> RowMedia | None:
     """Returns how a model takes the files of rows; None without rules (`data.media`). Raises UserError."""
     if rules is None:

@@ -25,7 +25,7 @@ from finetune.models.config import model_config, with_steady_tower, without_drop
 from finetune.models.tokenizer import load_tokenizer
 from finetune.recipe import Recipe
 from finetune.recipe.objective_settings import ObjectiveSettings
-from finetune.recipe.schema import Audio, Images, Model, Tokens, Video
+from finetune.recipe.schema import Audio, Images, Model, Tokens, Videos
 
 if TYPE_CHECKING:
     from finetune.data.media.expansion import RowMedia
@@ -37,7 +37,7 @@ class Base:
 
     model: Model
     tokens: Tokens | None = None  # that the tokenizer gets in addition
-    image: Images | Audio | Video | None = None  # settings of the files that rows have
+    image: Images | Audio | Videos | None = None  # settings of the files that rows have
     drops_nothing: bool = False  # see `Recipe.drops_nothing`
     given: PretrainedConfig | None = None  # in place of `config`, for a plan of a model that is not here
 
@@ -135,7 +135,7 @@ def processor_settings(base: Base) -> dict[str, bytes]:
     name, revision = (model.name, model.revision) if rules is None else processor_place(model, rules)
     place = Model(name=name, revision=revision)
     files = {file: path.read_bytes() for file in PROCESSORS if (path := checkpoint_file(place, file))}
-    if isinstance(rules, Video) and base.media is not None:
+    if isinstance(rules, Videos) and base.media is not None:
         return {**files, **_of_videos(base.media.family.processor, files)}
     if not isinstance(rules, Images) or not (rules.max_pixels or rules.min_pixels) or base.media is None:
         return files

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from finetune.data.batch import Batch, MediaPlace
 from finetune.data.media.family_table import family_of
 from finetune.models.towers import image_tokens, patches_per_token, row_positions
-from finetune.recipe.schema import Audio, Data, Video
+from finetune.recipe.schema import Audio, Data, Videos
 
 _MARKS = 2  # tokens around an image
 _LARGE = 2**24  # elements
@@ -61,7 +61,7 @@ def _most_clips(audio: Audio, config: Any, room: int) -> tuple[int, ...]:
     return (each,) * (room // (each + _MARKS)) if each > 1 else ()
 
 
-def _most_frames(video: Video, config: Any, room: int) -> tuple[int, ...]:
+def _most_frames(video: Videos, config: Any, room: int) -> tuple[int, ...]:
     """Returns the tokens of each two frames of a row of videos as large as they may be: a tower computes each two as an
     image."""
     side = config.vision_config.patch_size * int(patches_per_token(config) ** 0.5)

@@ -285,7 +285,7 @@ class Audio(Section):
     threads: Count = 4  # of each process, which decode and resample clips ahead of the steps
 
 
-class Video(Section):
+class Videos(Section):
     """Videos in the rows: the frames that are seen of them, and the folder of their files."""
 
     fps: Positive | None = None  # frames a second that are seen; null: as in the model's own processor, or 2
@@ -333,10 +333,10 @@ class Data(Section):
     audio: Audio | None = None
     # Rows have videos, and the model is trained with its tower, `video: {}` with all defaults; see
     # docs/reference/video.md. null: rows with videos are refused.
-    video: Video | None = None
+    video: Videos | None = None
 
     @property
-    def media(self) -> Images | Audio | Video | None:
+    def media(self) -> Images | Audio | Videos | None:
         """Returns the settings of the files that rows have; None without."""
         return self.image or self.audio or self.video
 

@@ -20,7 +20,7 @@ from finetune.data.media.family_table import Family, family_of
 from finetune.data.media.stored_files import FileRules
 from finetune.data.samples import MediaKind, Medium
 from finetune.errors import UserError
-from finetune.recipe.schema import Audio, Images, Model, Video
+from finetune.recipe.schema import Audio, Images, Model, Videos
 
 Features = dict[str, NDArray[Any]]  # output of a processor for one file, by its names
 
@@ -141,7 +141,7 @@ def processor_place(model: Model, rules: FileRules) -> tuple[str, str]:
 def media_family(model: Model, rules: FileRules, tokenizer: PreTrainedTokenizerBase) -> MediaFamily:
     """Returns the file handling of the recipe's model. Raises UserError if its family is not in the table."""
     assert model.name is not None  # a rule of the recipe
-    kind: MediaKind = "audio" if isinstance(rules, Audio) else "video" if isinstance(rules, Video) else "image"
+    kind: MediaKind = "audio" if isinstance(rules, Audio) else "video" if isinstance(rules, Videos) else "image"
     try:
         config: Any = AutoConfig.from_pretrained(
             model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code

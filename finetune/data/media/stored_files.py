@@ -17,11 +17,11 @@ from typing import Any
 from finetune.data.checksums import Damaged, verify_file, write_checksum
 from finetune.data.samples import BadRow, MediaKind
 from finetune.data.sources.files import cache_root, package_errors
-from finetune.recipe.schema import Audio, Images, Video
+from finetune.recipe.schema import Audio, Images, Videos
 from finetune.recipe.urls import is_url, scrubbed, without_credentials
 from finetune.utils import write_atomically
 
-FileRules = Images | Audio | Video
+FileRules = Images | Audio | Videos
 MAX_BYTES = 1 << 28  # of a file
 MAX_VIDEO_BYTES = 1 << 31  # of a video that is a file of its own, which is read in pieces
 NAMES: dict[MediaKind, str] = {"image": "image", "audio": "sound file", "video": "video"}

@@ -25,7 +25,7 @@ from finetune.data.media.mp4_boxes import check_sample_counts
 from finetune.data.media.stored_files import check_copy, part_of_file, source_of
 from finetune.data.samples import LISTED, BadRow, Video, files_of, listed
 from finetune.errors import UserError
-from finetune.recipe.schema import Video as VideoRules
+from finetune.recipe.schema import Videos
 
 MAX_PIXELS = 1 << 24  # of a frame as it is stored; a decoder holds some twenty of them
 MAX_LISTED = 10_000  # frames of a folder or a list
@@ -55,7 +55,7 @@ class StoredVideo:
     width: int
 
 
-def find_video(reference: str | bytes, rules: VideoRules, data_file: str, listed_rate: float) -> StoredVideo:
+def find_video(reference: str | bytes, rules: Videos, data_file: str, listed_rate: float) -> StoredVideo:
     """Returns the video that a row of `data_file` names. listed_rate: frames a second of one that is pictures.
 
     Raises BadRow with the problem.
@@ -105,7 +105,7 @@ def _av() -> Any:
 # --- which file
 
 
-def _source(reference: str | bytes, rules: VideoRules, data_file: str) -> str | bytes:
+def _source(reference: str | bytes, rules: Videos, data_file: str) -> str | bytes:
     """Returns `samples.Video.source` of a reference; a folder becomes the list of its files."""
     if is_listed(reference):
         assert isinstance(reference, str)
@@ -127,7 +127,7 @@ def _few(paths: list[str], name: str) -> list[str]:
     return paths
 
 
-def _picture(path: str, rules: VideoRules, data_file: str) -> str:
+def _picture(path: str, rules: Videos, data_file: str) -> str:
     source = source_of(path, "video", rules, data_file)
     if isinstance(source, bytes) or Path(source).is_dir():
         raise BadRow(f"{path[:60]}: the frames of a video have to be files of pictures")
@@ -142,7 +142,7 @@ def _by_number(path: str) -> list[tuple[int, str]]:
 # --- its size
 
 
-def _measured_pictures(source: str | bytes, rules: VideoRules, rate: Fraction) -> StoredVideo:
+def _measured_pictures(source: str | bytes, rules: Videos, rate: Fraction) -> StoredVideo:
     assert isinstance(source, str)
     paths = files_of(source)
     if len(paths) > rules.max_seconds * rate:

@@ -19,7 +19,7 @@ from finetune.data.tokenizing import RowSettings, tokenize_chunk
 from finetune.desk.setup.rows import RowsFound
 from finetune.errors import UserError
 from finetune.recipe.objective_settings import OBJECTIVE_SECTIONS, Classify, ObjectiveSection
-from finetune.recipe.schema import Audio, Images, Model, Video
+from finetune.recipe.schema import Audio, Images, Model, Videos
 
 CHARACTERS_PER_TOKEN = 4  # about, for English with current vocabularies, if there is no tokenizer
 SLACK = 2  # times the longest estimate: other languages and vocabularies need twice the tokens, or more
@@ -77,7 +77,7 @@ def row_renderer(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, template: 
         from finetune.data.media.expansion import RowMedia
         from finetune.data.media.families import media_family
 
-        rules = {"image": Images, "audio": Audio, "video": Video}[rows.media_kind]()
+        rules = {"image": Images, "audio": Audio, "video": Videos}[rows.media_kind]()
         images = RowMedia(media_family(model, rules, tokenizer), rules)
     part = trained_part(_objective(rows))
     return build_renderer(tokenizer, resolve_template(template, tokenizer), part, is_text, images)

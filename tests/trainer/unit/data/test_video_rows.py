@@ -15,7 +15,6 @@ import tiny
 from filming import recipe_of
 
 from finetune.data.batch import collate
-from finetune.data.content import source_content
 from finetune.data.dataset import build_training, on_disk
 from finetune.data.examples import Examples, media_reader, prepare_examples
 from finetune.data.samples import Video
@@ -102,12 +101,11 @@ def test_a_changed_video_is_an_error(films: Path) -> None:
     renderer = Base.of(recipe).renderer(recipe.objective)
     reader: Any = media_reader(renderer.media)
     data = on_disk(build_training(recipe, renderer))
-    (entry,) = data.examples._entries
-    before = source_content(entry)
+    before = data.examples.content("train")
     filming.write_frames(films / "changed", FILM[:, :40])
     with pytest.raises(UserError, match="56 x 40 pixels, but it had 56 x 56"):
         collate([data.examples[0]], media_inputs=reader)
-    assert source_content(entry)["images"] != before["images"]
+    assert data.examples.content("train") != before
     (films / "changed" / "0.png").unlink()
     with pytest.raises(UserError, match=r"0\.png: cannot be decoded: .*No such file"):
         collate([data.examples[0]], media_inputs=reader)
