@@ -8,6 +8,7 @@ No more than one frame is in memory at its stored size.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 from collections.abc import Iterator, Sequence
@@ -74,10 +75,9 @@ def find_video(reference: str | bytes, rules: Videos, data_file: str, listed_rat
 def broken() -> tuple[type[Exception], ...]:
     """Returns the errors that reading raises for a file that is no video, is cut off, or needs too much memory."""
     try:
-        from av import FFmpegError
+        return (importlib.import_module("av").FFmpegError, *BROKEN)
     except ImportError:  # pictures need no package
         return BROKEN
-    return (FFmpegError, *BROKEN)
 
 
 def reason(error: Exception) -> str:
@@ -94,12 +94,11 @@ def is_listed(source: str | bytes) -> bool:
 def _av() -> Any:
     """Returns the package of the extra `video`. Raises UserError if it is missing."""
     try:
-        import av
+        return importlib.import_module("av")
     except ImportError:
         raise UserError(
             "data.video: av is not installed, which reads videos. Fix: pip install 'finetune-recipes[video]', or av"
         ) from None
-    return av
 
 
 # --- which file
