@@ -31,7 +31,7 @@ from finetune.data.media.families import FamilySettings, Features, MediaFamily, 
 from finetune.data.media.video_files import StoredVideo, broken, find_video, frames_at, is_listed, reason
 from finetune.data.samples import BadRow, Video
 from finetune.errors import UserError
-from finetune.recipe.schema import Videos as VideoRules
+from finetune.recipe.schema import Videos
 
 _BICUBIC = 3  # Pillow's number, in the processor's settings
 _FPS = 2.0  # if neither recipe nor processor says: both models' own (`qwen_vl_utils`, FPS)
@@ -94,7 +94,7 @@ def _video_processor(settings: FamilySettings, defaults: Mapping[str, Any]) -> V
             f"data.video: {path!r} scales or normalizes frames in another way than Qwen's models. Fix: name a place of "
             "the model's own settings as `data.video.processor`"
         )
-    rules: VideoRules = settings.rules
+    rules: Videos = settings.rules
     size = {**defaults["size"], **given["size"]}
     if defaults is _QWEN25:  # the older names of the bounds, which come first
         size = {edge: given.get(older) or size[edge] for edge, older in _OLDER.items()}

@@ -8,6 +8,7 @@ No more than one frame is in memory at its stored size.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from finetune.data.media.mp4_boxes import check_sample_counts
 from finetune.data.media.stored_files import check_copy, part_of_file, source_of
 from finetune.data.samples import LISTED, BadRow, Video, files_of, listed
 from finetune.errors import UserError
-from finetune.recipe.schema import Videos as VideoRules
+from finetune.recipe.schema import Videos
 
 MAX_PIXELS = 1 << 24  # of a frame as it is stored; a decoder holds some twenty of them
 MAX_LISTED = 10_000  # frames of a folder or a list
@@ -55,7 +56,7 @@ class StoredVideo:
     width: int
 
 
-def find_video(reference: str | bytes, rules: VideoRules, data_file: str, listed_rate: float) -> StoredVideo:
+def find_video(reference: str | bytes, rules: Videos, data_file: str, listed_rate: float) -> StoredVideo:
     """Returns the video that a row of `data_file` names. listed_rate: frames a second of one that is pictures.
 
     Raises BadRow with the problem.
@@ -74,10 +75,9 @@ def find_video(reference: str | bytes, rules: VideoRules, data_file: str, listed
 def broken() -> tuple[type[Exception], ...]:
     """Returns the errors that reading raises for a file that is no video, is cut off, or needs too much memory."""
     try:
-        from av import FFmpegError
+        return (importlib.import_module("av").FFmpegError, *BROKEN)
     except ImportError:  # pictures need no package
         return BROKEN
-    return (FFmpegError, *BROKEN)
 
 
 def reason(error: Exception) -> str:
@@ -94,18 +94,17 @@ def is_listed(source: str | bytes) -> bool:
 def _av() -> Any:
     """Returns the package of the extra `video`. Raises UserError if it is missing."""
     try:
-        import av
+        return importlib.import_module("av")
     except ImportError:
         raise UserError(
             "data.video: av is not installed, which reads videos. Fix: pip install 'finetune-recipes[video]', or av"
         ) from None
-    return av
 
 
 # --- which file
 
 
-def _source(reference: str | bytes, rules: VideoRules, data_file: str) -> str | bytes:
+def _source(reference: str | bytes, rules: Videos, data_file: str) -> str | bytes:
     """Returns `samples.Video.source` of a reference; a folder becomes the list of its files."""
     if is_listed(reference):
         assert isinstance(reference, str)
@@ -127,7 +126,7 @@ def _few(paths: list[str], name: str) -> list[str]:
     return paths
 
 
-def _picture(path: str, rules: VideoRules, data_file: str) -> str:
+def _picture(path: str, rules: Videos, data_file: str) -> str:
     source = source_of(path, "video", rules, data_file)
     if isinstance(source, bytes) or Path(source).is_dir():
         raise BadRow(f"{path[:60]}: the frames of a video have to be files of pictures")
@@ -142,7 +141,7 @@ def _by_number(path: str) -> list[tuple[int, str]]:
 # --- its size
 
 
-def _measured_pictures(source: str | bytes, rules: VideoRules, rate: Fraction) -> StoredVideo:
+def _measured_pictures(source: str | bytes, rules: Videos, rate: Fraction) -> StoredVideo:
     assert isinstance(source, str)
     paths = files_of(source)
     if len(paths) > rules.max_seconds * rate:

@@ -17,13 +17,13 @@ from PIL import Image
 
 from finetune.data.media.video_files import StoredVideo, find_video, frames_at
 from finetune.data.samples import BadRow, Video, listed
-from finetune.recipe.schema import Videos as Rules
+from finetune.recipe.schema import Videos
 
 FILM = filming.noise(12, 48, 64, 0)
 
 
 def found(name: str | bytes, folder: Path, **rules: Any) -> StoredVideo:
-    return find_video(name, Rules(**rules), str(folder / "rows.jsonl"), 2.0)
+    return find_video(name, Videos(**rules), str(folder / "rows.jsonl"), 2.0)
 
 
 def frames_of(stored: StoredVideo, indices: list[int]) -> list[np.ndarray]:
