@@ -23,7 +23,7 @@ RATES = ("word_error_rate", "normalized_word_error_rate", "character_error_rate"
 def check_jiwer() -> Any:
     """Returns the package. Raises UserError if it is missing."""
     try:
-        import jiwer
+        import jiwer  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError(
             "word error rates: jiwer is not installed, which counts them. Fix: pip install 'finetune-recipes[audio]', "

@@ -68,6 +68,7 @@ NAMES = {  # of the folders of recipes
     "smolvlm-256m": "SmolVLM 256M",
     "qwen3-vl-4b": "Qwen3-VL 4B",
     "qwen3-vl-8b": "Qwen3-VL 8B",
+    "qwen2-audio-7b": "Qwen2-Audio 7B",
     "gsm8k": "GSM8K, any model",
     "quickstart": "quickstart, no download",
 }

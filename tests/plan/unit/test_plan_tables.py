@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForMultimodalLM
 
 from finetune.engine.hardware import read_hardware, shipped_hardware
 from finetune.errors import UserError
@@ -24,7 +24,7 @@ MODELS, SEEING = TABLE["models"], TABLE["seeing"]
 def test_models_with_a_tower_have_the_published_number_of_parameters(name: str) -> None:
     config = shipped_config(name, sees_images=True)
     assert config is not None
-    model = without_weights(config, AutoModelForImageTextToText)
+    model = without_weights(config, AutoModelForMultimodalLM)
     model.tie_weights()
     assert sum(parameter.numel() for parameter in model.parameters()) == SEEING[name]["parameters"]
 
