@@ -23,6 +23,7 @@ from finetune.engine.state_shards import ShardPart, Types
 from finetune.errors import UserError
 from finetune.models.attention.mixers import is_mixer, with_positional_input
 from finetune.models.base_config import dtypes
+from finetune.models.clips_alone import is_run_alone
 from finetune.models.packed_linear import linear_weights, move_states
 from finetune.models.weights import Placement
 from finetune.models.wrapped import WrappedModel, trained_head
@@ -96,9 +97,11 @@ class Zero(Engine):
         self.unwrapped = model.causal_lm
         self.find_overflows(model)
         # Stage 3 gathers the weights of leaves once for all calls: a head with adapters is called once per chunk of
-        # positions, modules of a mixer once per document, and ranks have different numbers of both.
+        # positions, modules of a mixer once per document, those of some towers once per clip, and ranks have different
+        # numbers of them.
         mixers = [module for module in self.unwrapped.modules() if is_mixer(module)]
-        for module in (trained_head(self.unwrapped), *mixers):
+        towers = [module for module in self.unwrapped.modules() if is_run_alone(module)]
+        for module in (trained_head(self.unwrapped), *mixers, *towers):
             if next(module.children(), None) is not None:
                 set_z3_leaf_module(module, True)
         for module in mixers:
