@@ -93,7 +93,12 @@ def part_of(family: Family, name: str) -> str:
     inside = name.removeprefix("model.")
     if any(_is_in(inside, path) for path in family.projector):
         return "projector"
-    return "tower" if any(_is_in(inside, path) for path in (family.tower, *family.others)) else "language"
+    return "tower" if _is_in(inside, family.tower) or is_of_others(family, name) else "language"
+
+
+def is_of_others(family: Family, name: str) -> bool:
+    """Returns whether a parameter or module is of a tower for files of another kind, which does not run."""
+    return any(_is_in(name.removeprefix("model."), path) for path in family.others)
 
 
 def _is_in(name: str, path: str) -> bool:
@@ -102,7 +107,7 @@ def _is_in(name: str, path: str) -> bool:
 
 def _trains(family: Family, name: str, trained: Sequence[str]) -> bool:
     inside = name.removeprefix("model.")
-    is_unused = any(_is_in(inside, path) for path in (*family.unused, *family.others))
+    is_unused = any(_is_in(inside, path) for path in family.unused) or is_of_others(family, name)
     return part_of(family, name) in trained and not is_unused
 
 

@@ -242,7 +242,7 @@ class Gemma4Clips(AudioFamily):
         return (length + extractor.frame_length // 2 - extractor.frame_length - 1) // extractor.hop_length + 1
 
     def features_of(self, wave: NDArray[np.float32]) -> Features:
-        found = self.extractor(wave, return_tensors="np")
+        found = self.extractor([wave], return_tensors="np")  # it fails at an array alone
         return {name: np.asarray(found[name]) for name in ("input_features", "input_features_mask")}
 
     def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:

@@ -199,7 +199,7 @@ def _hears(ear: Ear, handling: str, like: Family = _HEARS, **traits: Any) -> Fam
     return replace(like, handling=f"audio_families.{handling}", **{**common, **traits})
 
 
-_OMNI = replace(_HEARS, placeholder="<|audio_pad|>", others=("visual",))
+_OMNI = replace(_HEARS, others=("visual",))
 FAMILIES |= {
     "qwen2_audio": _HEARS,
     "voxtral": _hears(
@@ -226,6 +226,7 @@ FAMILIES |= {
         clip_shapes.EIGHT_SECONDS,
         "Qwen3OmniClips",
         _OMNI,
+        placeholder="<|audio_pad|>",
         projector=("audio_tower.proj1", "audio_tower.proj2"),
     ),
     "gemma4": _hears(

@@ -144,6 +144,13 @@ def by_processor(name: str, processor: Any, text: str, waves: list[Any]) -> dict
         return {"input_features": features, **processor.tokenizer([text], return_tensors="pt")}
     rate = {} if name in ("gemma3n", "gemma4", "granite_speech") else {"sampling_rate": 16_000}
     found = dict(processor(text=[text], audio=waves, return_tensors="pt", **rate))
+    if name == "qwen3_omni_moe_thinker":  # beside a longer clip, its extractor does not reflect the end
+        alone = [
+            processor.feature_extractor(wave, sampling_rate=16_000, padding=True)["input_features"] for wave in waves
+        ]
+        found["input_features"] = torch.zeros_like(found["input_features"])
+        for row, features in zip(found["input_features"], alone, strict=True):
+            row[:, : features[0].shape[1]] = torch.as_tensor(features[0])
     if name == "qwen2_5_omni_thinker":  # whose tower reads nothing behind a clip's end
         longest = int(found["feature_attention_mask"].sum(1).max())
         found |= {key: found[key][..., :longest] for key in ("input_features", "feature_attention_mask")}
