@@ -208,6 +208,7 @@ class TowerPart:
             for name, module in whole.named_modules()
             if (part := part_of(self.family, name)) != "language" and (self.family.steady or part not in trained)
         ]
+        self.evaluate_frozen()  # a model is in training mode from the start
 
     def evaluate_frozen(self) -> None:
         """Put the frozen modules of tower and projector into evaluation mode: without dropout."""

@@ -148,7 +148,7 @@ HEARING: dict[str, Hearing] = {
             },
             "audio_config": {
                 "model_type": "gemma3n_audio",
-                "vocab_size": 8,
+                "vocab_size": 24,
                 "vocab_offset": 360,
                 "input_feat_size": 8,
                 "hidden_size": 32,
@@ -315,6 +315,9 @@ def save_hearing(folder: Path, name: str, **changes: Any) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)  # nothing is zero or one
+        for module in model.modules():  # Gemma 3n and 4: roundings would grow where attention is sharp
+            if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
+                module.q_norm.weight.mul_(module.head_dim**-0.5)
     shutil.rmtree(into, ignore_errors=True)
     model.save_pretrained(into)
     fast.save_pretrained(into)

@@ -20,6 +20,7 @@ from finetune.data.dataset import build_training, on_disk
 from finetune.data.examples import Examples, media_reader
 from finetune.data.media.family_table import family_of
 from finetune.data.samples import Sequence
+from finetune.errors import UserError
 from finetune.features import load_recipe
 from finetune.models.base_model import Base
 from finetune.models.towers import part_of
@@ -194,3 +195,7 @@ def test_the_thinker_of_a_model_that_talks_is_trained(ears: Path) -> None:
     result = AutoModelForMultimodalLM.from_pretrained(runs[0] / "model")
     assert type(result).__name__ == "Qwen2_5OmniThinkerForConditionalGeneration"
     assert not any("talker" in key for key in load_file(runs[0] / "model" / "model.safetensors"))
+    with pytest.raises(UserError, match=r"also talks, and an adapter of its thinker would not load"):
+        train_on_clips(
+            ears, name, "adapter", model={"name": str(whole), "train": ["language"]}, mode="lora", lora={"rank": 2}
+        )
