@@ -23,6 +23,7 @@ from finetune.engine.state_shards import ShardPart, Types
 from finetune.errors import UserError
 from finetune.models.attention.mixers import is_mixer, with_positional_input
 from finetune.models.base_config import dtypes
+from finetune.models.clips_alone import is_run_alone
 from finetune.models.packed_linear import linear_weights, move_states
 from finetune.models.stored_config import stored_format
 from finetune.models.stored_layers import stored_stacks
@@ -99,11 +100,14 @@ class Zero(Engine):
         self.unwrapped = model.causal_lm
         self.find_overflows(model)
         # Stage 3 gathers the weights of leaves once for all calls: a head with adapters is called once per chunk of
-        # positions, modules of a mixer once per document, and ranks have different numbers of both. Adapters on experts
-        # in the bytes of their files are read without a call of theirs: peft's way is to add them to plain weights.
+        # positions, modules of a mixer once per document, those of some towers once per clip, and ranks have different
+        # numbers of them. Adapters on experts in the bytes of their files are read without a call of theirs: peft's way
+        # is to add them to plain weights.
         mixers = [module for module in self.unwrapped.modules() if is_mixer(module)]
-        adapted = (path.partition(".base_layer")[0] for path in stored_stacks(self.unwrapped) if "base_layer" in path)
-        for module in (trained_head(self.unwrapped), *mixers, *map(self.unwrapped.get_submodule, adapted)):
+        towers = [module for module in self.unwrapped.modules() if is_run_alone(module)]
+        paths = (path.partition(".base_layer")[0] for path in stored_stacks(self.unwrapped) if "base_layer" in path)
+        adapted = map(self.unwrapped.get_submodule, paths)
+        for module in (trained_head(self.unwrapped), *mixers, *towers, *adapted):
             if next(module.children(), None) is not None:
                 set_z3_leaf_module(module, True)
         for module in mixers:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.utils import CONFIG_NAME
 
+from finetune.data.media.family_table import part_that_hears
 from finetune.errors import UserError
 from finetune.models.damage import ADAPTER_CONFIG, check_settings, read_object, short
 from finetune.models.remote_code import from_config, load_auto
@@ -47,7 +48,8 @@ def base_config(model: Model) -> PretrainedConfig:
             )
         check_unpacked("model.name", folder)
         check_settings(folder)
-        return load_auto(AutoConfig, model.name, model.trust_remote_code, revision=model.revision or "main")
+        config = load_auto(AutoConfig, model.name, model.trust_remote_code, revision=model.revision or "main")
+        return config if model.train is None else part_that_hears(config)
 
 
 def check_unpacked(key: str, path: Path) -> None:

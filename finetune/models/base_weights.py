@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
+from finetune.data.media.family_table import SPEECH
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice
 from finetune.models.base_checkpoint import lost_to_scores
@@ -197,6 +198,8 @@ def _list_unread(
         kept = stored.unread
     else:
         kept = unread_by_base(model, files) if files is not None else unread_tensors(model, settings, is_packed)
+        if settings.train is not None:  # config.json of a thinker does not declare them
+            kept = {name: file for name, file in kept.items() if not name.startswith(SPEECH)}
     layers = config.get_text_config().num_hidden_layers
     if settings.mtp == "train":
         share_tables(model, settings)

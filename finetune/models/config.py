@@ -8,13 +8,13 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from finetune.data.media.family_table import family_of
+from finetune.data.media.family_table import family_of, part_that_hears
 from finetune.errors import UserError
 from finetune.models.base_config import base_config, depends_on_length, rope_types, without_weights
 from finetune.models.checkpoint_files import tensor_names
 from finetune.models.damage import check_weights, short
 from finetune.models.text_part import check_text_part, is_multimodal, text_part_of
-from finetune.recipe.schema import Model
+from finetune.recipe.schema import Model, Recipe
 
 
 def model_config(model: Model) -> PretrainedConfig:
@@ -42,6 +42,20 @@ def model_config(model: Model) -> PretrainedConfig:
             f"its text part alone, `model_type: {text}`"
         )
     return config
+
+
+def check_adapter_base(recipe: Recipe) -> None:
+    """Raises UserError for adapters of the thinker of a model that also talks: no class loads them on such a base."""
+    if recipe.lora is None or recipe.model.train is None or recipe.model.name is None:
+        return
+    whole = base_config(recipe.model.model_copy(update={"train": None}))
+    if part_that_hears(whole) is not whole:
+        raise UserError(
+            f"lora: {recipe.model.name!r} also talks, and an adapter of its thinker would not load on it. Fix: save "
+            f"the thinker by itself (transformers' {type(whole).__name__.removesuffix('Config')}Thinker"
+            "ForConditionalGeneration, from_pretrained and save_pretrained, with tokenizer and processor), and name "
+            "that folder"
+        )
 
 
 MAX_LAYERS = 1000

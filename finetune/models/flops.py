@@ -31,7 +31,7 @@ from finetune.data.media.family_table import family_of
 from finetune.models.attention import DOCUMENTS
 from finetune.models.base_config import head_sizes, layer_configs
 from finetune.models.mtp import head_of, in_head
-from finetune.models.towers import part_of, patches_in, patches_per_token, tower_modules
+from finetune.models.towers import is_of_others, part_of, patches_in, patches_per_token, tower_modules
 from finetune.models.wrapped import has_scores, output_head
 from finetune.utils import full_shape, unwrap_peft
 
@@ -154,7 +154,7 @@ def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
     products: list[_Product] = []  # `after_trained`: something before it is trained
     after_trained = False
     for path, module in unwrap_peft(model).named_modules():
-        if part_of(family, path) == "language" or isinstance(module, nn.Embedding):
+        if part_of(family, path) == "language" or is_of_others(family, path) or isinstance(module, nn.Embedding):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             shape, full_name = _shape(module, name, parameter), f"{path}.{name}"
@@ -172,7 +172,8 @@ def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
     # Queries with keys, and weights with values; fused attention computes the first again in its backward.
     pair = 4.0 * (getattr(tower, "hidden_size", None) or tower.d_model)
     pairs = Flops(pair * 3, pair * (3.5 + recomputes)) if layers_train else Flops(pair, pair)
-    layers = getattr(tower, "num_hidden_layers", None) or tower.depth
+    names = ("num_hidden_layers", "depth", "conf_num_hidden_layers")
+    layers = next(count for name in names if (count := getattr(tower, name, None)))
     full = getattr(tower, "fullatt_block_indexes", None)
     windows = 0 if full is None else layers - len(full)
     window = (tower.window_size // tower.patch_size) ** 2 if windows else 0

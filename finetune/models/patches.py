@@ -116,6 +116,10 @@ PATCHES: dict[str, tuple[str, str]] = {
         "`inputs_merger` of SmolVLM and Idefics 3",
         "transformers 5.17 puts features in autocast's type among embeddings in fp32, which needs a cast",
     ),
+    "clip by clip": (
+        "towers of Gemma 3n and Granite Speech, and `_no_split_modules` of their models",
+        "it runs once for each clip, within its own call, around which backends gather weights",
+    ),
     "scores in fp32": (
         "the head of a sequence classification model",
         "the product runs in another type, outside of autocast",

@@ -82,10 +82,7 @@ def _causal_class(text: PretrainedConfig) -> Any:
     for name, value in vars(modeling).items():
         if name.endswith("ForCausalLM") and value.config_class is type(text):
             return value
-    try:
-        body: Any = MODEL_MAPPING[type(text)]  # which transformers has only within a multimodal model
-    except KeyError:
-        raise UserError(f"{type(text).__name__} has no text model in transformers. Fix: choose another model") from None
+    body: Any = _text_body(text, modeling)
     family = next(base for base in body.__mro__ if base.__module__ == body.__module__ and base is not body)
 
     class TextForCausalLM(family, transformers.GenerationMixin):
@@ -112,6 +109,17 @@ def _causal_class(text: PretrainedConfig) -> Any:
     TextForCausalLM.config_class = type(text)
     TextForCausalLM.base_model_prefix = "model"
     return TextForCausalLM
+
+
+def _text_body(text: PretrainedConfig, modeling: Any) -> Any:
+    """Returns the model without a head of a config's text, which transformers has only within a multimodal model: the
+    one of its auto class, or the one in the same file (Qwen2.5-Omni). Raises UserError."""
+    if type(text) in MODEL_MAPPING:
+        return MODEL_MAPPING[type(text)]
+    for name, value in vars(modeling).items():
+        if name.endswith("TextModel") and value.config_class is type(text):
+            return value
+    raise UserError(f"{type(text).__name__} has no text model in transformers. Fix: choose another model")
 
 
 def name_body(model: Any) -> None:

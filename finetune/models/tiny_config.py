@@ -218,18 +218,55 @@ _SMALL_EAR: dict[str, Any] = {
     "max_source_positions": 16,
     "downsample_hidden_size": 8,
     "output_dim": HIDDEN_SIZE,
+    "output_proj_dims": _WIDTH,
+    "subsampling_conv_channels": [8, 8],
+    "attention_chunk_size": 4,
+    "attention_context_left": 5,
+    "n_window_infer": 100,
+    # Gemma 3n
+    "input_feat_size": 8,
+    "sscp_conv_channel_size": [8, 8],
+    "conf_num_attention_heads": 2,
+    "conf_num_hidden_layers": 2,
+    "conf_attention_chunk_size": 4,
+    "conf_attention_context_left": 5,
+    # Granite Speech
+    "dim_head": HEAD_SIZE,
+    "context_size": 8,
+    "max_pos_emb": 16,
 }
+_SMALL_OTHER: dict[str, Any] = {**_SMALL_TOWER, "num_key_value_heads": 2, "position_embedding_size": 64}
+
+
+def _set_there(part: Any, sizes: dict[str, Any]) -> None:
+    for key, value in sizes.items():
+        if hasattr(part, key):
+            setattr(part, key, value)
 
 
 def _with_small_ear(tiny: Any, tower: Any) -> Any:
-    for key, value in _SMALL_EAR.items():
-        if hasattr(tower, key):
-            setattr(tower, key, value)
+    _set_there(tower, _SMALL_EAR)
+    if hasattr(tower, "n_window") and not hasattr(tower, "n_window_infer"):
+        tower.n_window = 4  # Qwen2.5-Omni: a clip has several windows
     for name in family_of(tiny).drops:
         if hasattr(tower, name):
             setattr(tower, name, 0.0)
     tiny.audio_token_id = IMAGE_TOKEN
+    if (projector := getattr(tiny, "projector_config", None)) is not None:
+        _set_there(projector, {**_SMALL_TOWER, "encoder_hidden_size": _WIDTH})
+    if hasattr(tiny, "audio_soft_tokens_per_image"):
+        _with_own_tokens(tiny)
     return tiny
+
+
+def _with_own_tokens(tiny: Any) -> None:
+    """Gemma 3n: the last ids are those of towers, which have embeddings of their own; and a small network of timm."""
+    count = 8
+    for part, after in ((tiny.vision_config, 2 * count), (tiny.audio_config, count)):
+        part.vocab_size, part.vocab_offset = count, VOCABULARY - after
+    tiny.text_config.vocab_size_per_layer_input = VOCABULARY - 2 * count
+    tiny.audio_soft_tokens_per_image, tiny.image_token_id = 4, VOCABULARY - count - 1
+    tiny.vision_config.architecture = "test_resnet"
 
 
 def tiny_whole(config: PretrainedConfig) -> Any:
@@ -241,9 +278,9 @@ def tiny_whole(config: PretrainedConfig) -> Any:
     getattr(tiny, name).pad_token_id = 0
     family = family_of(config)
     tower = getattr(tiny, family.config)
-    for key, value in _SMALL_TOWER.items():
-        if hasattr(tower, key):
-            setattr(tower, key, value)
+    _set_there(tower, _SMALL_TOWER)
+    if family.others:
+        _set_there(tiny.vision_config, _SMALL_OTHER)
     if family.kind == "audio":
         return _with_small_ear(tiny, tower)
     vision = tower

@@ -30,6 +30,7 @@ from finetune.data.batch import Batch
 from finetune.data.media.family_table import FAMILIES, VIDEO_INPUT, Family, family_of, tower_outputs
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import check_names_kept
+from finetune.models.clips_alone import run_clips_alone
 from finetune.models.lora_targets import AdapterTargets, find_targets
 from finetune.models.patches import set_attribute
 from finetune.recipe.schema import Lora
@@ -46,8 +47,8 @@ def image_tokens(config: Any, cells: Sequence[int]) -> list[int]:
 
 def patches_in(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
     """Returns the patches of each picture, or crop of one, among the inputs of a forward."""
-    if family_of(config).kind == "audio":
-        return _positions_of_clips(config, inputs)
+    if (ear := family_of(config).ear) is not None:
+        return [count for frames in ear.frames_in(inputs) for count in ear.positions(config, frames)]
     side = config.vision_config.patch_size
     if (grid := inputs.get("image_grid_thw")) is not None:
         return grid.prod(1).tolist()
@@ -61,23 +62,10 @@ def patches_in(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
     return [(height // side) * (width // side)] * math.prod(pictures)
 
 
-def _positions_of_clips(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
-    """Returns the positions of each clip, or piece of 30 s, in the tower's layers."""
-    if (features := inputs.get("input_features")) is None:
-        return []
-    if (mask := inputs.get("input_features_mask")) is not None:
-        window = 2 * config.audio_config.n_window
-        whole_and_rest = [divmod(int(frames), window) for frames in mask.sum(1)]
-        return [whole * math.ceil(window / 8) + math.ceil(rest / 8) for whole, rest in whole_and_rest]
-    return [features.shape[-1] // 2] * len(features)
-
-
 def patches_of(config: Any, tokens: Sequence[int]) -> list[int]:
-    """Returns the patches of each picture. tokens: of each image."""
-    family = family_of(config)
-    if family.kind == "audio" and hasattr(config.audio_config, "max_source_positions"):
-        each = sum(tokens) // family.tokens(config) if family.tokens is not None else len(tokens)
-        return [config.audio_config.max_source_positions] * each
+    """Returns the patches of each picture, or the positions of clips by what sees each other. tokens: of each file."""
+    if (ear := family_of(config).ear) is not None:
+        return [part for count in tokens for part in ear.positions(config, ear.frames(config, count))]
     ratio = patches_per_token(config)
     if (of_image := family_of(config).tokens) is None:
         return [count * ratio for count in tokens]
@@ -85,22 +73,14 @@ def patches_of(config: Any, tokens: Sequence[int]) -> list[int]:
 
 
 def patches_per_token(config: Any) -> int:
-    """Returns the patches of an image that the projector joins to one token."""
-    if family_of(config).kind == "audio":
-        audio = config.audio_config
-        return (
-            1 if not hasattr(audio, "max_source_positions") else audio.max_source_positions // _tokens_of_piece(config)
-        )
+    """Returns the patches of an image, or the positions of sound, that the projector joins to one token."""
+    family = family_of(config)
+    if family.ear is not None:
+        return family.ear.per_token(config)
     vision = config.vision_config
-    if (tokens := family_of(config).tokens) is not None:
-        return (vision.image_size // vision.patch_size) ** 2 // tokens(config)
+    if (of_image := family.tokens) is not None:
+        return (vision.image_size // vision.patch_size) ** 2 // of_image(config)
     return (getattr(config, "spatial_merge_size", None) or vision.spatial_merge_size) ** 2
-
-
-def _tokens_of_piece(config: Any) -> int:
-    """Returns the tokens of 30 s, of a family that computes so much for each clip or piece."""
-    tokens = family_of(config).tokens
-    return config.audio_config.max_source_positions // 2 if tokens is None else tokens(config)
 
 
 # --- parts
@@ -115,7 +95,12 @@ def part_of(family: Family, name: str) -> str:
     inside = name.removeprefix("model.")
     if any(_is_in(inside, path) for path in family.projector):
         return "projector"
-    return "tower" if _is_in(inside, family.tower) else "language"
+    return "tower" if _is_in(inside, family.tower) or is_of_others(family, name) else "language"
+
+
+def is_of_others(family: Family, name: str) -> bool:
+    """Returns whether a parameter or module is of a tower for files of another kind, which does not run."""
+    return any(_is_in(name.removeprefix("model."), path) for path in family.others)
 
 
 def _is_in(name: str, path: str) -> bool:
@@ -123,7 +108,8 @@ def _is_in(name: str, path: str) -> bool:
 
 
 def _trains(family: Family, name: str, trained: Sequence[str]) -> bool:
-    is_unused = family.unused is not None and _is_in(name.removeprefix("model."), family.unused)
+    inside = name.removeprefix("model.")
+    is_unused = any(_is_in(inside, path) for path in family.unused) or is_of_others(family, name)
     return part_of(family, name) in trained and not is_unused
 
 
@@ -159,9 +145,9 @@ def targets_in_parts(model: Any, family: Family, trained: Sequence[str], lora: L
 
 def attention_of_parts(config: PretrainedConfig, of_language: str) -> dict[str, str]:
     """Returns `from_pretrained`'s argument: the language model's attention; a tower has transformers' own."""
-    text = config.get_text_config(decoder=True)
+    text, family = config.get_text_config(decoder=True), family_of(config)
     parts = {name: of_language if getattr(config, name) is text else "sdpa" for name in config.sub_configs}
-    return {"": "sdpa", **parts}
+    return {"": "sdpa", **parts, family.config: family.attention}
 
 
 def part_sizes(model: Any) -> dict[str, tuple[int, int]]:
@@ -182,7 +168,7 @@ def tower_modules(model: Any) -> list[nn.Module]:
     whole = unwrap_peft(model)
     if (family := FAMILIES.get(whole.config.model_type)) is None or not hasattr(whole.base_model, family.language):
         return []
-    return [whole.base_model.get_submodule(path) for path in (family.tower, *family.projector)]
+    return [whole.base_model.get_submodule(path) for path in (family.tower, *family.projector, *family.others)]
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -197,6 +183,8 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 class TowerPart:
     """The tower in a forward: frozen parts stay in evaluation mode, a micro-batch without images gets a dummy one.
+
+    Parts that are never in training mode (`Family.steady`) stay so as well.
 
     Backends gather weights or add up gradients at the same place of every rank's forward. A rank without images would
     skip the tower, and all would wait for ever (DeepSpeed issue 7170). So it sends the smallest image there is through
@@ -213,14 +201,16 @@ class TowerPart:
 
             set_attribute(whole.base_model, "inputs_merger", merged, "type of images")
         self.family = family_of(whole.config)
+        run_clips_alone(whole, self.family)
         self._smallest = self.family.pictures(whole.config, [2])  # Mistral 3 fails at an image of one token
         trained = {part_of(self.family, name) for name, p in whole.named_parameters() if p.requires_grad}
         self._always = always or bool(trained - {"language"})
         self._frozen = [
             module
             for name, module in whole.named_modules()
-            if (part := part_of(self.family, name)) != "language" and part not in trained
+            if (part := part_of(self.family, name)) != "language" and (self.family.steady or part not in trained)
         ]
+        self.evaluate_frozen()  # a model is in training mode from the start
 
     def evaluate_frozen(self) -> None:
         """Put the frozen modules of tower and projector into evaluation mode: without dropout."""

@@ -103,7 +103,10 @@ def cached(
     models = Path(__file__).parent
     data = models.parent / "data"
     code = [*sorted((models / "attention").glob("*.py")), data / "batch.py", data / "media" / "family_table.py"]
-    code += [models / f"{file}.py" for file in ("fused_layers", "patches", "tiny_config", "towers", "trials")]
+    code += [data / "media" / "clip_shapes.py"]
+    code += [
+        models / f"{file}.py" for file in ("clips_alone", "fused_layers", "patches", "tiny_config", "towers", "trials")
+    ]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in code)).hexdigest()
     settings = sorted((key, repr(value)) for key, value in tiny.to_dict().items() if key not in _WITHOUT_EFFECT)
     depends_on = (type(tiny).__qualname__, name, torch.__version__, transformers.__version__, digest, settings)

@@ -156,7 +156,7 @@ def _pack(
     family: of a model with its tower."""
     whole = [SCORE] if of_scores else None
     if family is not None:
-        whole = ["lm_head", *(f"model.{path}" for path in (family.tower, *family.projector))]
+        whole = ["lm_head", *(f"model.{path}" for path in (family.tower, *family.projector, *family.others))]
     device = placement.device or torch.device("cpu")
     kept_on = placement.packed_on or device
     layers = placement.layers  # DoRA cannot copy packed weights without values
@@ -167,8 +167,8 @@ def _check_complete(model: Model, config: PretrainedConfig, missing: set[str]) -
     """Raises UserError if a checkpoint lacks weights: transformers only warns of them and draws them at random."""
     if is_read_packed(config):  # its tensors have other names than the weights
         return
-    unused = None if model.train is None else family_of(config).unused
-    absent = sorted(name for name in missing if unused is None or f".{unused}." not in f".{name}")
+    unused = () if model.train is None else family_of(config).unused
+    absent = sorted(name for name in missing if not any(f".{path}." in f".{name}" for path in unused))
     if absent:
         raise UserError(
             f"model.name: {model.name!r} lacks {len(absent):,} weights of its model, such as `{absent[0]}`. They would "

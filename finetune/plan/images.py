@@ -54,10 +54,9 @@ def _most_clips(audio: Audio, config: Any, room: int) -> tuple[int, ...]:
     family = family_of(config)
     if family.tokens is not None:
         each = family.tokens(config)
-    else:  # 25 tokens a second of 100 frames, or 13
-        positions = getattr(config.audio_config, "max_source_positions", None)
-        each = positions // 2 if positions else int(audio.max_seconds * 13)
-        each = min(each, room - _MARKS)
+    else:
+        assert family.ear is not None  # of every family that hears
+        each = min(int(family.ear.most(config, audio.max_seconds)), room - _MARKS)
     return (each,) * (room // (each + _MARKS)) if each > 1 else ()
 
 

@@ -36,7 +36,7 @@ from finetune.engine.launch import Launch
 from finetune.errors import UserError
 from finetune.models.attention import AttentionChoice, attention_for, check_rows_per_forward
 from finetune.models.base_model import Base, check_same_media, check_same_vocabulary
-from finetune.models.config import check_no_dropout, check_sizes
+from finetune.models.config import check_adapter_base, check_no_dropout, check_sizes
 from finetune.models.mtp_files import check_base_has_head
 from finetune.models.stored_config import check_stored, stored_notes
 from finetune.models.tokenizer import check_token_ids
@@ -256,6 +256,7 @@ def _lacking(needed: str) -> UserError:
 
 def _checked_config(base: Base, recipe: Recipe) -> PretrainedConfig:
     check_stored(recipe, base.config)
+    check_adapter_base(recipe)
     check_sizes(base.model, base.config)
     check_base_has_head(base.model, base.config)
     if recipe.batch.rows_per_device == "auto":

@@ -102,6 +102,17 @@ HEARS = (  # with the extra alone. Rows with none, one and two clips: in most st
         rows="clips",
         on=SEES_IMAGES,
     ),
+    *(  # each other family with its tower; some need packages that are not here
+        Case(
+            f"full audio {name}",
+            (*SOUND, "model.train=[language, projector, tower]"),
+            model=f"{name}_hears",
+            rows="single_clips" if name in hearing.ALONE else "clips",
+            on=SEES_IMAGES,
+        )
+        for name in hearing.available()
+        if name not in ("qwen2_audio", "qwen3_asr", "voxtral")
+    ),
 )
 VIDEO = ("data.video={max_frames: 6}", "data.max_length=192")
 FILMS = (  # of pictures, which need no extra
@@ -658,7 +669,9 @@ def prepare(folder: Path, rows: int = 300) -> None:
     for model in sorted({case.model.removesuffix("_hears") for case in CASES if "clips" in case.rows}):
         hearing.save_hearing(folder, model)
     hearing.write_clips(folder, "clips", 120)
+    hearing.write_clips(folder, "single_clips", 120, numbers=(0, 1, 1))
     hearing.write_clips(folder, "rare_clips", 160, numbers=(0,) * 23 + (1,))
+    hearing.write_clips(folder, "held_out_single_clips", 16, seed=1, numbers=(0, 1, 1))
     for name in ("held_out_clips", "held_out_rare_clips"):
         hearing.write_clips(folder, name, 16, seed=1)
     for model in sorted({case.model.removesuffix("_films") for case in FILMS}):
@@ -757,7 +770,8 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
         start = ["model.name=null", f"model.config={shape}", f"model.tokenizer={folder / case.model}"]
     if case.rows != "messages":
         sources = {"train": f"{case.rows}.jsonl", "eval": f"held_out_{case.rows}.jsonl"}
-        formats = dict.fromkeys(("pictures", "rare_pictures", "clips", "rare_clips", "films", "rare_films"), "messages")
+        kinds = ("pictures", "rare_pictures", "clips", "rare_clips", "single_clips", "films", "rare_films")
+        formats = dict.fromkeys(kinds, "messages")
         formats["picture_pairs"] = "preference"
         format = formats.get(case.rows, case.rows)
         start += [f"data.{key}=[{{path: {folder / name}, format: {format}}}]" for key, name in sources.items()]

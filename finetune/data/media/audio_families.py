@@ -4,6 +4,11 @@
     qwen2_audio    <|AUDIO|>                    one token for 40 ms, at most 30 s               30 s, the rest masked
     voxtral        [AUDIO]                      375 tokens for each 30 s that have begun        pieces of 30 s
     qwen3_asr      <|audio_pad|>                13 tokens a second, at least half a second      whole seconds, masked
+    qwen2_5_omni   <|AUDIO|>                    one token for 40 ms, at most 300 s              masked
+    qwen3_omni     <|audio_pad|>                13 tokens a second                              masked
+    gemma4         <|audio|>                    <|audio>, a token for 40 ms, <audio|>           masked
+    gemma3n        <audio_soft_token>           a mark, 188 tokens, a mark                      masked
+    granite        <|audio|>                    3 tokens for 300 ms that have begun             pairs of frames
 
 All follow from the number of samples alone. A clip's features are those that transformers' extractor computes for it
 by itself: within a batch, some pad a clip to the longest, and reflect its end otherwise.
@@ -20,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.data.media.audio_files import StoredClip, broken, find_clip, load_clip, resampled_length
+from finetune.data.media.clip_shapes import halved, thrice_halved, voxtral_tokens
 from finetune.data.media.families import FamilySettings, Features, MediaFamily, Written
 from finetune.data.samples import BadRow, Clip
 from finetune.errors import UserError
@@ -42,7 +48,7 @@ class AudioFamily(MediaFamily):
             count = self.count(length)
         except ValueError as error:
             raise BadRow(f"a clip of {stored.samples / stored.rate:.2f} s cannot be used: {error}") from None
-        return Written(self.token * count, count)
+        return Written(self.written_as(count), count)
 
     def placed(self, stored: StoredClip, begin: int, end: int) -> Clip:
         return Clip(stored.source, stored.samples, stored.rate, begin, end)
@@ -58,6 +64,10 @@ class AudioFamily(MediaFamily):
                 "`data.audio: {verify: samples}` finds broken clips before the run"
             ) from None
         return self.features_of(wave)
+
+    def written_as(self, count: int) -> str:
+        """Returns the text of a clip of so many tokens."""
+        return self.token * count
 
     def count(self, length: int) -> int:
         """Returns the tokens of a clip of so many samples. Raises ValueError for a length that it cannot take."""
@@ -97,7 +107,7 @@ class VoxtralClips(AudioFamily):
     def __init__(self, settings: FamilySettings):
         audio: Any = settings.config.audio_config
         self.frames = 2 * audio.max_source_positions  # of a piece: the first convolutions halve them
-        self.tokens = audio.max_source_positions * audio.d_model // audio.intermediate_size
+        self.tokens = voxtral_tokens(settings.config)
         super().__init__(settings, ("[BEGIN_AUDIO]",), self.frames, self.tokens)
         self.piece = self.frames * self.extractor.hop_length  # samples
 
@@ -126,7 +136,7 @@ class Qwen3AsrClips(AudioFamily):
     def count(self, length: int) -> int:
         frames = max(length, self.extractor.min_length) // self.extractor.hop_length
         whole, rest = divmod(frames, self.window)
-        return whole * _thrice_halved(self.window) + _thrice_halved(rest)
+        return whole * thrice_halved(self.window) + thrice_halved(rest)
 
     def features_of(self, wave: NDArray[np.float32]) -> Features:
         found = self.extractor(
@@ -144,19 +154,180 @@ class Qwen3AsrClips(AudioFamily):
 
     def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
         """input_features (N, bins, frames) and input_features_mask (N, frames), padded to the longest clip."""
-        longest = max(of_clip["input_features"].shape[-1] for of_clip in features)
-        padded = [
-            {
-                name: np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, longest - values.shape[-1])])
-                for name, values in of_clip.items()
-            }
-            for of_clip in features
-        ]
-        return super().join(padded, input_ids)
+        return super().join(_to_longest(features, axis=-1), input_ids)
 
 
-def _thrice_halved(frames: int) -> int:
-    """Returns the frames after three convolutions of stride 2; 0 for 0."""
-    for _ in range(3):
-        frames = -(-frames // 2)
-    return frames
+class QwenOmniClips(AudioFamily):
+    """Qwen2.5-Omni: as Qwen2-Audio, of up to 300 s and without what is behind a clip's end."""
+
+    def __init__(self, settings: FamilySettings):
+        super().__init__(settings, ("<|audio_bos|>", "<|audio_eos|>"))
+
+    def count(self, length: int) -> int:
+        if length > self.extractor.n_samples:
+            most = self.extractor.n_samples / self.rate
+            raise ValueError(f"this model hears {most:g} s, and its processor drops the rest: cut the clip")
+        count = ((-(-length // self.extractor.hop_length) - 1) // 2 + 1 - 2) // 2 + 1
+        if count < 1:
+            raise ValueError("too short: it would be no token")
+        return count
+
+    def features_of(self, wave: NDArray[np.float32]) -> Features:
+        found = self.extractor(
+            wave, sampling_rate=self.rate, padding="max_length", return_attention_mask=True, return_tensors="np"
+        )
+        frames = int(found["attention_mask"].sum())
+        return {
+            "input_features": found["input_features"][..., :frames],
+            "feature_attention_mask": found["attention_mask"][..., :frames],
+        }
+
+    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
+        """input_features (N, bins, frames) and feature_attention_mask (N, frames), padded to the longest clip."""
+        return super().join(_to_longest(features, axis=-1), input_ids)
+
+
+class Qwen3OmniClips(AudioFamily):
+    def __init__(self, settings: FamilySettings):
+        self.window = 2 * settings.config.audio_config.n_window
+        super().__init__(settings, ("<|audio_start|>", "<|audio_end|>"), self.window)
+
+    def count(self, length: int) -> int:
+        whole, rest = divmod(length // self.extractor.hop_length, self.window)
+        if not whole + rest:
+            raise ValueError("too short: it would be no token")
+        return whole * thrice_halved(self.window) + thrice_halved(rest)
+
+    def features_of(self, wave: NDArray[np.float32]) -> Features:
+        found = self.extractor(
+            wave,
+            sampling_rate=self.rate,
+            padding=True,
+            truncation=False,
+            return_attention_mask=True,
+            return_tensors="np",
+        )
+        return {
+            "input_features": np.asarray(found["input_features"]),
+            "feature_attention_mask": np.asarray(found["attention_mask"]),
+        }
+
+    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
+        """input_features (N, bins, frames) and feature_attention_mask (N, frames), padded to the longest clip."""
+        return super().join(_to_longest(features, axis=-1), input_ids)
+
+
+class Gemma4Clips(AudioFamily):
+    """Gemma 4: marks around one token for four frames; frames end where the samples do."""
+
+    def __init__(self, settings: FamilySettings):
+        self.begin, self.end = _named_tokens(settings, "boa_token", "eoa_token")
+        super().__init__(settings, (self.begin, self.end))
+        self.most = 30 * self.rate  # samples that its extractor keeps
+
+    def written_as(self, count: int) -> str:
+        return f"{self.begin}{self.token * count}{self.end}"
+
+    def count(self, length: int) -> int:
+        if length > self.most:
+            raise ValueError("this model hears 30 s, and its processor drops the rest: cut the clip")
+        frames = self._frames(length)
+        if frames < 1:
+            raise ValueError("too short: it would be no token")
+        return halved(frames, 2)
+
+    def _frames(self, length: int) -> int:
+        """Returns the frames of which all samples are the clip's, half a frame before it aside."""
+        extractor = self.extractor
+        return (length + extractor.frame_length // 2 - extractor.frame_length - 1) // extractor.hop_length + 1
+
+    def features_of(self, wave: NDArray[np.float32]) -> Features:
+        found = self.extractor([wave], return_tensors="np")  # it fails at an array alone
+        return {name: np.asarray(found[name]) for name in ("input_features", "input_features_mask")}
+
+    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
+        """input_features (N, frames, bins) and input_features_mask (N, frames), padded to the longest clip."""
+        return super().join(_to_longest(features, axis=1), input_ids)
+
+
+class Gemma3nClips(AudioFamily):
+    """Gemma 3n: as many tokens for every clip, the last of them without sound if it is shorter than 30 s."""
+
+    def __init__(self, settings: FamilySettings):
+        self.begin, self.end = _named_tokens(settings, "boa_token", "eoa_token")
+        self.tokens = int(settings.processor.get("audio_seq_length", 188))
+        super().__init__(settings, (self.begin, self.end), self.tokens)
+        self.most = 30 * self.rate  # samples that its extractor keeps
+
+    def written_as(self, count: int) -> str:
+        return f"\n\n{self.begin}{self.token * count}{self.end}\n\n"
+
+    def count(self, length: int) -> int:
+        if length > self.most:
+            raise ValueError("this model hears 30 s, and its processor drops the rest: cut the clip")
+        if -(-length // _PADDED) * _PADDED <= self.extractor.frame_length:
+            raise ValueError("too short: it has no frame")
+        return self.tokens
+
+    def features_of(self, wave: NDArray[np.float32]) -> Features:
+        found = self.extractor(wave, return_tensors="np")
+        return {name: np.asarray(found[name]) for name in ("input_features", "input_features_mask")}
+
+    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
+        """input_features (N, frames, bins) and input_features_mask (N, frames), padded to the longest clip."""
+        return super().join(_to_longest(features, axis=1), input_ids)
+
+
+_PADDED = 128  # samples: Gemma 3n's extractor pads to a multiple of it
+
+
+class GraniteClips(AudioFamily):
+    """Granite Speech: three tokens for fifteen pairs of frames that have begun. Its mask is of tokens."""
+
+    def __init__(self, settings: FamilySettings):
+        if getattr(settings.config, "has_lora_adapter", False):
+            raise UserError(
+                f"{settings.model.name}: it hears by a LoRA adapter beside its weights (has_lora_adapter). Fix: merge "
+                "that into a copy of the model, and set `has_lora_adapter` to false in its config.json"
+            )
+        super().__init__(settings, ())
+
+    def count(self, length: int) -> int:
+        if length <= self.extractor.melspec_kwargs["n_fft"] // 2:
+            raise ValueError("too short: it has no frame")
+        window, rate = self.extractor.projector_window_size, self.extractor.projector_downsample_rate
+        pairs = (length // self.extractor.melspec_kwargs["hop_length"] + 1) // 2
+        return -(-pairs // window) * (window // rate)
+
+    def features_of(self, wave: NDArray[np.float32]) -> Features:
+        found = self.extractor(wave)
+        return {name: np.asarray(found[name]) for name in ("input_features", "input_features_mask")}
+
+    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
+        """input_features (N, pairs, 2 bins) and input_features_mask (N, tokens), padded to the longest clip."""
+        return super().join(_to_longest(features, axis=1), input_ids)
+
+
+def _to_longest(features: Sequence[Features], axis: int) -> list[Features]:
+    """Returns features (1, ...) and their masks (1, frames) with zeros up to the longest. axis: of frames."""
+    names = {name: axis if values.ndim > 2 else 1 for name, values in features[0].items()}
+    longest = {name: max(of_clip[name].shape[at] for of_clip in features) for name, at in names.items()}
+
+    def padded(values: NDArray[Any], name: str) -> NDArray[Any]:
+        widths = [(0, 0)] * values.ndim
+        widths[names[name]] = (0, longest[name] - values.shape[names[name]])
+        return np.pad(values, widths)
+
+    return [{name: padded(values, name) for name, values in of_clip.items()} for of_clip in features]
+
+
+def _named_tokens(settings: FamilySettings, *names: str) -> list[str]:
+    """Returns the tokens of sound that a tokenizer names. Raises UserError."""
+    tokenizer: Any = settings.tokenizer
+    try:
+        return [getattr(tokenizer, name) for name in names]
+    except AttributeError as error:
+        raise UserError(
+            f"{settings.model.name}: its tokenizer does not name the tokens of sound ({error}). Fix: use the model's "
+            "own tokenizer"
+        ) from None

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data.media.stored_files import check_copy, part_of_file, source_of
+from finetune.data.media.stored_files import check_copy, part_of_file, printable, source_of
 from finetune.data.samples import BadRow, Clip
 from finetune.errors import UserError
 from finetune.recipe.schema import Audio
@@ -46,7 +46,7 @@ def find_clip(reference: str | bytes, rules: Audio, data_file: str) -> StoredCli
         if rules.verify == "samples":
             _check_content(source, samples)
     except broken() as error:
-        name = "its bytes" if isinstance(source, bytes) else source
+        name = "its bytes" if isinstance(source, bytes) else printable(source)
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise BadRow(f"the sound file cannot be used ({name}): {reason}") from None
     return StoredClip(source, samples, rate)

@@ -54,6 +54,11 @@ class RowMedia:
                 f"{template} writes {len(begins)} times {placeholder!r} for {len(references)} {_PLURALS[kind]}: give a "
                 f"model.chat_template that writes {_PLURALS[kind]} as the model's own does"
             )
+        if self.family.takes_one and len(references) > 1:
+            raise BadRow(
+                f"{len(references)} {_PLURALS[kind]}: this model's tower computes one otherwise beside a longer one. A "
+                "row has one at most: make several rows of it"
+            )
         pieces, last, found, gained = [], 0, [], [(0, 0)]  # gained: characters added from this one of the text on
         for begin, reference in zip(begins, references, strict=True):
             stored = self.family.find(reference.source or b"", data_file)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from finetune.data.media.family_table import Family, family_of
+from finetune.data.media.family_table import Family, family_of, part_that_hears
 from finetune.data.media.stored_files import FileRules
 from finetune.data.samples import MediaKind, Medium
 from finetune.errors import UserError
@@ -100,6 +100,7 @@ class MediaFamily:
         vocabulary: dict[str, int] = settings.tokenizer.get_vocab()
         ids = {int(number), *(vocabulary[mark] for mark in marks if mark in vocabulary)}
         self.kind: MediaKind = row.kind
+        self.takes_one = row.alone is not None  # a document has one file at most
         self.rules: Any = settings.rules
         self.processor, self.token, self.placeholder = processor, token, placeholder or token
         self.token_id = int(number)
@@ -143,9 +144,10 @@ def media_family(model: Model, rules: FileRules, tokenizer: PreTrainedTokenizerB
     assert model.name is not None  # a rule of the recipe
     kind: MediaKind = "audio" if isinstance(rules, Audio) else "video" if isinstance(rules, Videos) else "image"
     try:
-        config: Any = AutoConfig.from_pretrained(
+        whole = AutoConfig.from_pretrained(
             model.name, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
         )
+        config: Any = part_that_hears(whole)
         path, revision = processor_place(model, rules)
         processor = ProcessorMixin.get_processor_dict(path, revision=revision)[0]
     except (OSError, ValueError) as error:

@@ -9,7 +9,6 @@ be trained wrongly in silence.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from finetune.data.media import clip_shapes
+from finetune.data.media.clip_shapes import Ear, values
 from finetune.data.samples import MediaKind
 from finetune.errors import UserError
 
@@ -44,6 +45,7 @@ class Family:
     tokens: Callable[[Any], int] | None = None  # of an image by the config, if all have as many
     sees_whole_images: bool = False  # an image's tokens see each other, also those that follow
     joins_images: bool = False  # its tower computes attention over all images of a row, under a mask
+    attention: str = "sdpa"  # of the tower, transformers' name
     as_weights: bool = False  # its forward casts the tower's output to the weights' type, and needs such embeddings
     scales_up: bool = False  # its processor scales small files up
     features: Callable[[Any, dict[str, Tensor]], list[Any]] | None = None  # see `tower_outputs`
@@ -51,7 +53,15 @@ class Family:
     # computed alike; a layer that is dropped would also leave ranks waiting for its gradient.
     drops: tuple[str, ...] = ()
     frames_apart: bool = False  # text stands between the frames of a video
-    unused: str | None = None  # a module of the tower whose output is unused: it stays frozen, or DDP would wait
+    # Modules of the tower whose output is unused: they stay frozen, or DDP would wait.
+    unused: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # towers and projectors of another kind of file, which a run on this one leaves
+    ear: Ear | None = None  # sizes of clips, if the tower hears
+    # The module that computes a clip otherwise beside a longer one: it runs once for each (models/clips_alone.py), and
+    # a document has one clip at most.
+    alone: str | None = None
+    # Tower and projector are never in training mode: batch norms would mix the clips of a step, and keep of them.
+    steady: bool = False
 
 
 def _qwen_patches(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
@@ -60,7 +70,7 @@ def _qwen_patches(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
     merge, channels = vision.spatial_merge_size, getattr(vision, "in_channels", None) or vision.in_chans
     size = channels * vision.temporal_patch_size * vision.patch_size**2
     grid = torch.tensor([[1, merge, merge * count] for count in cells])
-    return {"pixel_values": _values(int(grid.prod(1).sum()), size), "image_grid_thw": grid}
+    return {"pixel_values": values(int(grid.prod(1).sum()), size), "image_grid_thw": grid}
 
 
 def _qwen_frames(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
@@ -81,7 +91,7 @@ def _pixtral_images(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
     """Pixtral: images as large as the largest, and the size of each."""
     side = config.vision_config.patch_size * config.spatial_merge_size
     sizes = torch.tensor([[side, side * count] for count in cells])
-    return {"pixel_values": _values(len(cells), 3, side, side * max(cells)), "image_sizes": sizes}
+    return {"pixel_values": values(len(cells), 3, side, side * max(cells)), "image_sizes": sizes}
 
 
 def _idefics_crops(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
@@ -89,7 +99,7 @@ def _idefics_crops(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
     side = config.vision_config.image_size
     shape = (1, len(cells), side, side)
     return {
-        "pixel_values": _values(1, len(cells), 3, side, side) + 2.0,
+        "pixel_values": values(1, len(cells), 3, side, side) + 2.0,
         "pixel_attention_mask": torch.ones(shape, dtype=torch.int64),
     }
 
@@ -97,33 +107,13 @@ def _idefics_crops(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
 def _gemma_squares(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
     """Gemma 3: squares of one size."""
     side = config.vision_config.image_size
-    return {"pixel_values": _values(len(cells), 3, side, side)}
-
-
-def _half_minutes(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
-    """Qwen2-Audio: clips of 30 s under a mask; four frames of it are a token."""
-    audio = config.audio_config
-    frames = torch.arange(2 * audio.max_source_positions)
-    mask = (frames < torch.tensor([[4 * count - 1] for count in cells])).to(torch.int32)
-    shape = (len(cells), audio.num_mel_bins, len(frames))
-    return {"input_features": _values(*shape), "feature_attention_mask": mask}
+    return {"pixel_values": values(len(cells), 3, side, side)}
 
 
 def _voxtral_pieces(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
     """Voxtral: pieces of 30 s."""
     audio = config.audio_config
-    return {"input_features": _values(len(cells), audio.num_mel_bins, 2 * audio.max_source_positions)}
-
-
-def _whole_seconds(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
-    """Qwen3-ASR: seconds of 100 frames, which are 13 tokens; eight frames of the last one are a token."""
-    window = 2 * config.audio_config.n_window
-    of_window = -(-window // 8)
-    frames = [window * (count // of_window) + 8 * (count % of_window) for count in cells]
-    longest = -(-max(frames) // window) * window
-    mask = (torch.arange(longest) < torch.tensor(frames)[:, None]).to(torch.int32)
-    features = _values(len(cells), config.audio_config.num_mel_bins, longest) * mask[:, None]
-    return {"input_features": features, "input_features_mask": mask}
+    return {"input_features": values(len(cells), audio.num_mel_bins, 2 * audio.max_source_positions)}
 
 
 def _qwen2_audio_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
@@ -139,17 +129,20 @@ def _video_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
     return [features.pooler_output, getattr(features, "deepstack_features", None)]
 
 
+def _gemma3n_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
+    return [model.get_audio_features(inputs["input_features"], ~inputs["input_features_mask"]).pooler_output]
+
+
+def _granite_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
+    return [model.get_audio_features(inputs["input_features"]).pooler_output]
+
+
 def tower_outputs(family: Family, model: Any, inputs: dict[str, Tensor]) -> list[Any]:
     """Returns all that the language model gets from the tower for these inputs. model: transformers' base model."""
     if family.features is not None:
         return family.features(model, inputs)
     features = model.get_image_features(**inputs, return_dict=True)
     return [features.pooler_output, getattr(features, "deepstack_features", None)]
-
-
-def _values(*shape: int) -> Tensor:
-    """Returns numbers between -1 and 1, different in neighbouring places."""
-    return torch.sin(torch.arange(math.prod(shape), dtype=torch.float32) * 0.7311).reshape(shape)
 
 
 _CROPS = Family(
@@ -190,7 +183,7 @@ FAMILIES: dict[str, Family] = {
         pictures=_gemma_squares,
         tokens=lambda config: config.mm_tokens_per_image,
         sees_whole_images=True,
-        unused="vision_tower.head",
+        unused=("vision_tower.head",),
     ),
     "mistral3": Family(
         handling="image_families.MistralImages",
@@ -210,35 +203,87 @@ _HEARS = Family(
     language="language_model",
     tower="audio_tower",
     projector=("multi_modal_projector",),
-    pictures=_half_minutes,
+    pictures=clip_shapes.THIRTY_SECONDS.clips,
     kind="audio",
     config="audio_config",
     token_id="audio_token_id",
     main_input="input_features",
     drops=("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "layerdrop"),
     features=_qwen2_audio_features,
+    ear=clip_shapes.THIRTY_SECONDS,
 )
+
+
+def _hears(ear: Ear, handling: str, like: Family = _HEARS, **traits: Any) -> Family:
+    """Returns a row that differs from another one in its clips. handling: a class of `audio_families.py`."""
+    common: dict[str, Any] = {"pictures": ear.clips, "ear": ear, "features": _audio_features}
+    return replace(like, handling=f"audio_families.{handling}", **{**common, **traits})
+
+
+_OMNI = replace(_HEARS, others=("visual",))
 FAMILIES |= {
     "qwen2_audio": _HEARS,
-    "voxtral": replace(
-        _HEARS,
-        handling="audio_families.VoxtralClips",
+    "voxtral": _hears(
+        clip_shapes.PIECES_OF_THIRTY,
+        "VoxtralClips",
         placeholder="[AUDIO]",
         pictures=_voxtral_pieces,
-        tokens=lambda config: (
-            config.audio_config.max_source_positions
-            * config.audio_config.d_model
-            // config.audio_config.intermediate_size
-        ),
-        features=_audio_features,
+        tokens=clip_shapes.voxtral_tokens,
     ),
-    "qwen3_asr": replace(
-        _HEARS,
-        handling="audio_families.Qwen3AsrClips",
+    "qwen3_asr": _hears(
+        clip_shapes.WHOLE_SECONDS,
+        "Qwen3AsrClips",
         processor="qwen3_asr.feature_extraction_qwen3_asr.Qwen3ASRFeatureExtractor",
         placeholder="<|audio_pad|>",
-        pictures=_whole_seconds,
-        features=_audio_features,
+    ),
+    "qwen2_5_omni_thinker": _hears(
+        clip_shapes.TWO_SECONDS,
+        "QwenOmniClips",
+        _OMNI,
+        projector=("audio_tower.proj",),
+        unused=("audio_tower.audio_bos_eos_token",),
+    ),
+    "qwen3_omni_moe_thinker": _hears(
+        clip_shapes.EIGHT_SECONDS,
+        "Qwen3OmniClips",
+        _OMNI,
+        placeholder="<|audio_pad|>",
+        projector=("audio_tower.proj1", "audio_tower.proj2"),
+    ),
+    "gemma4": _hears(
+        clip_shapes.GEMMA_4,
+        "Gemma4Clips",
+        processor="gemma4.feature_extraction_gemma4.Gemma4AudioFeatureExtractor",
+        placeholder="<|audio|>",
+        projector=("embed_audio",),
+        others=("vision_tower", "embed_vision"),
+        attention="eager",
+    ),
+    "gemma3n": _hears(
+        clip_shapes.GEMMA_3N,
+        "Gemma3nClips",
+        processor="gemma3n.feature_extraction_gemma3n.Gemma3nAudioFeatureExtractor",
+        placeholder="<audio_soft_token>",
+        projector=("embed_audio",),
+        others=("vision_tower", "embed_vision"),
+        pictures=clip_shapes.gemma3n_clips,
+        tokens=lambda config: config.audio_soft_tokens_per_image,
+        features=_gemma3n_features,
+        attention="eager",
+        alone="audio_tower",
+    ),
+    "granite_speech": _hears(
+        clip_shapes.GRANITE,
+        "GraniteClips",
+        processor="granite_speech.feature_extraction_granite_speech.GraniteSpeechFeatureExtractor",
+        placeholder="<|audio|>",
+        tower="encoder",
+        projector=("projector",),
+        config="encoder_config",
+        pictures=clip_shapes.granite_clips,
+        features=_granite_features,
+        alone="encoder",
+        steady=True,
     ),
 }
 _VIDEOS = replace(
@@ -265,8 +310,23 @@ SEE_VIDEOS: dict[str, Family] = {
 _REFUSALS = {
     # transformers' `_prepare_cross_attention_mask`: rows of its mask that are all closed become all open.
     "mllama": "In its cross attention a token that stands before its document's images looks at those of all others",
+    "phi4_multimodal": (
+        "Its published weights hear by an adapter beside them, `speech-lora`, and its tower hides no padding: its mask "
+        "adds one to what may be seen"
+    ),
     "llava_next": "Its images end their lines with a token that is trained, which a row of several images would mix",
 }
+
+
+def part_that_hears(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns the config of the thinker of a model that also talks (Qwen2.5-Omni, Qwen3-Omni), else the same."""
+    if (thinker := getattr(config, "thinker_config", None)) is None:
+        return config
+    thinker.name_or_path, thinker.architectures = config.name_or_path, None
+    return thinker
+
+
+SPEECH = ("talker.", "token2wav.", "code2wav.")  # tensors of the parts that talk, which a thinker does not have
 
 
 def family_of(config: PretrainedConfig, kind: MediaKind | None = None) -> Family:

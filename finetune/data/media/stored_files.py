@@ -32,11 +32,20 @@ log = logging.getLogger(__name__)
 
 
 def source_of(reference: str | bytes, kind: MediaKind, rules: FileRules, data_file: str) -> str | bytes:
-    """Returns the path that a reference in a row of `data_file` means, or the file itself. Raises BadRow."""
-    source = reference if isinstance(reference, bytes) else _located(reference, kind, rules, data_file)
+    """Returns the path that a reference in a row of `data_file` means, or the file itself. Raises BadRow, in one
+    line."""
+    try:
+        source = reference if isinstance(reference, bytes) else _located(reference, kind, rules, data_file)
+    except BadRow as problem:
+        raise BadRow(printable(str(problem))) from None
     if isinstance(source, bytes) and len(source) > MAX_BYTES:
         raise BadRow(f"{AS_ONE[kind]} of {len(source):,} bytes; at most {MAX_BYTES:,} are read")
     return source
+
+
+def printable(name: str) -> str:
+    """Returns a name in one line: a row may have line ends and control characters in it."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in name)
 
 
 def _located(reference: str, kind: MediaKind, rules: FileRules, data_file: str) -> str | bytes:
@@ -60,6 +69,7 @@ def _located(reference: str, kind: MediaKind, rules: FileRules, data_file: str) 
         path, root = (folder / Path(reference)).resolve(), folder.resolve()
         if os.path.lexists(path):
             path.stat()
+        is_there = path.exists()  # an error for a name that is too long
     except (OSError, RuntimeError) as error:  # links that lead in circles: a RuntimeError before Python 3.13
         raise BadRow(f"{reference}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not rules.outside and not path.is_relative_to(root):
@@ -67,7 +77,7 @@ def _located(reference: str, kind: MediaKind, rules: FileRules, data_file: str) 
             f"{reference}: leads out of {folder}; `data.{kind}: {{folder: ...}}` names another folder, and `outside: "
             "true` allows any"
         )
-    if not path.exists():
+    if not is_there:
         raise BadRow(f"no such {NAMES[kind]}: {path}")
     if kind == "video" and path.is_dir():  # of its frames
         return str(path)

@@ -34,9 +34,10 @@ from finetune.models.attention.mixers import (
     takes_batches,
 )
 from finetune.models.attention.per_document import DOCUMENTS, rotate_per_document, with_whole_images
+from finetune.models.clips_alone import run_clips_alone
 from finetune.models.remote_code import from_config
 from finetune.models.tiny_config import CHUNK, IMAGE_TOKEN, PRETRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_whole
-from finetune.models.towers import GRIDS, attention_of_parts, image_tokens, row_positions
+from finetune.models.towers import GRIDS, attention_of_parts, image_tokens, row_positions, tower_modules
 from finetune.models.trials import FAILURES, cached, failure_text, not_tried, randomize, tiny_problem
 from finetune.models.wrapped import accepted, accepted_names
 
@@ -274,6 +275,7 @@ def _positions(lengths: Sequence[int]) -> Tensor:  # (1, T)
 
 # Tokens of text, or an image of so many cells (negative), of each document. They begin and end with text.
 IMAGE_DOCUMENTS: tuple[tuple[int, ...], ...] = ((4, -2, 9), (11,), (3, -3, 2, -2, 6))
+ONE_CLIP_DOCUMENTS = ((4, -3, 9), (11,), (3, -6, 6))  # for `Family.alone`; Granite Speech has three tokens of a window
 
 
 class ImageTrial(TinyModel):
@@ -282,6 +284,7 @@ class ImageTrial(TinyModel):
     def __init__(self, tiny: Any, implementation: str | None, kind: MediaKind | None = None):
         torch.manual_seed(0)
         self.config, self.family = copy.deepcopy(tiny), family_of(tiny, kind)
+        self._documents = ONE_CLIP_DOCUMENTS if self.family.alone else IMAGE_DOCUMENTS
         attention = attention_of_parts(self.config, implementation or "sdpa")
         model: Any = from_config(
             AutoModelForMultimodalLM, self.config, dtype=torch.float32, attn_implementation=attention
@@ -291,6 +294,9 @@ class ImageTrial(TinyModel):
             for parameter in model.parameters():  # convolutions: as large as their inputs
                 if parameter.dim() > 2:
                     parameter.mul_((parameter.shape[-1] / parameter[0].numel()) ** 0.5)
+            for module in model.modules():  # Gemma 3n and 4 do not scale products of queries and keys: norms do
+                if getattr(module, "scaling", None) == 1.0 and hasattr(module, "q_norm"):
+                    module.q_norm.weight.mul_(module.head_dim**-0.5)
         generator = torch.Generator().manual_seed(1)
 
         def ids(piece: int) -> Tensor:
@@ -300,9 +306,14 @@ class ImageTrial(TinyModel):
                 return self._video(-piece)
             return torch.full((image_tokens(self.config, [-piece])[0],), IMAGE_TOKEN)
 
-        super().__init__(model, [torch.cat([ids(piece) for piece in pieces])[None] for pieces in IMAGE_DOCUMENTS])
+        super().__init__(model, [torch.cat([ids(piece) for piece in pieces])[None] for pieces in self._documents])
+        if self.family.steady:
+            for module in tower_modules(model):
+                module.eval()
+        if implementation is not None:
+            run_clips_alone(model, self.family)
         self.cells = [
-            [-piece for piece in pieces if piece < 0] for pieces in IMAGE_DOCUMENTS
+            [-piece for piece in pieces if piece < 0] for pieces in self._documents
         ]  # of each document's images
         self.pictures = self.family.pictures(self.config, [count for cells in self.cells for count in cells])
 
@@ -323,7 +334,11 @@ class ImageTrial(TinyModel):
             pixels = self.pictures[main].narrow(0, sum(patches[:first]), sum(patches[first : first + count]))
             return {main: pixels, **grids}
         dimension = 1 if "pixel_attention_mask" in self.pictures else 0
-        return {name: tensor.narrow(dimension, first, count) for name, tensor in self.pictures.items()}
+        mine = {name: tensor.narrow(dimension, first, count) for name, tensor in self.pictures.items()}
+        if self.family.alone is None or self.family.ear is None:
+            return mine
+        (frames,) = self.family.ear.frames_in(mine)  # of one clip, without what is behind its end
+        return {name: one[:, : int(one.sum()) if one.dim() == 2 else frames] for name, one in mine.items()}
 
     def alone(self) -> Computed:
         """Returns the losses of each document as plain transformers computes them."""

@@ -254,8 +254,8 @@ def answerer_of(run_dir: Path, model: Any, tokenizer: Any) -> Answerer:
 
 def file_rules(model: Any, data: Data | None) -> Images | Audio:
     """Returns the bounds of a model's files: those of its run, or the defaults for what it takes."""
-    if data is not None and data.media is not None:
-        return data.media
+    if data is not None and (rules := data.image or data.audio) is not None:
+        return rules
     return Audio() if hasattr(model.config, "audio_config") else Images()
 
 

@@ -128,7 +128,7 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
         for path, number, row in islice(source.reader.rows(), _ROWS_PER_SOURCE):
             try:
                 sample = parse_row(row, source.source.format, source.source.columns, recipe.rollouts is not None)
-                messages = _request_messages(sample, data.media, path)
+                messages = _request_messages(sample, data.image or data.audio, path)
             except BadRow as error:
                 if data.on_bad_row == "skip":
                     continue

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import inspect
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hearing
@@ -12,17 +15,18 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from transformers import ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, SequenceFeatureExtractor
 from transformers.audio_utils import load_audio
-from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
-from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor
-from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
 
 from finetune.data.batch import collate
 from finetune.data.examples import media_reader, prepare_examples
+from finetune.data.media.expansion import RowMedia
+from finetune.data.media.family_table import FAMILIES
+from finetune.data.samples import BadRow, Reference
 from finetune.errors import UserError
 from finetune.models.base_model import Base
 from finetune.recipe import Recipe
+from finetune.recipe.schema import Audio
 
 pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
@@ -32,7 +36,7 @@ pytest.importorskip("soxr")
 def ears(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the models of `HEARING`, and clips of many lengths, rates and channels."""
     folder = tmp_path_factory.mktemp("ears")
-    for name in hearing.HEARING:
+    for name in hearing.available():
         hearing.save_hearing(folder, name)
     (folder / "clips").mkdir()
     rng = np.random.default_rng(0)
@@ -81,20 +85,50 @@ def recipe_of(folder: Path, name: str, rows: list[dict[str, Any]], format: str =
     )
 
 
-def by_processor(
-    name: str, tokenizer: Any, extractor: Any, text: str, waves: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Any]:
+PROCESSORS = {
+    "qwen2_audio": "qwen2_audio.processing_qwen2_audio.Qwen2AudioProcessor",
+    "voxtral": "voxtral.processing_voxtral.VoxtralProcessor",
+    "qwen3_asr": "qwen3_asr.processing_qwen3_asr.Qwen3ASRProcessor",
+    "qwen2_5_omni_thinker": "qwen2_5_omni.processing_qwen2_5_omni.Qwen2_5OmniProcessor",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe.processing_qwen3_omni_moe.Qwen3OmniMoeProcessor",
+    "gemma4": "gemma4.processing_gemma4.Gemma4Processor",
+    "gemma3n": "gemma3n.processing_gemma3n.Gemma3nProcessor",
+    "granite_speech": "granite_speech.processing_granite_speech.GraniteSpeechProcessor",
+}
+_OF_IMAGES = ("image", "video", "boi", "eoi", "vision_bos", "vision_eos")  # tokens that these processors ask for
+
+
+def processor_of(name: str, tokenizer: Any, extractor: Any, settings: dict[str, Any], patch: pytest.MonkeyPatch) -> Any:
+    """transformers' processor of sound and text alone: those of images need torchvision, and are not called."""
+
+    def keep(self: Any, *parts: Any, **named: Any) -> None:
+        for part in (*parts, *named.values()):
+            if isinstance(part, PreTrainedTokenizerBase):
+                self.tokenizer = part
+            elif isinstance(part, SequenceFeatureExtractor):
+                self.feature_extractor = self.audio_processor = part
+
+    module, _, kind = PROCESSORS[name].rpartition(".")
+    patch.setattr(ProcessorMixin, "__init__", keep)
+    own: Any = copy.deepcopy(tokenizer)
+    for role in _OF_IMAGES:
+        if getattr(own, f"{role}_token", None) is None:
+            setattr(own, f"{role}_token", "<pad>")
+            setattr(own, f"{role}_token_id", 0)
+    build = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
+    takes = inspect.signature(build).parameters
+    parts = {"tokenizer": own, **settings, **{key: None for key in takes if key.endswith("_processor")}}
+    parts |= {key: extractor for key in ("feature_extractor", "audio_processor") if key in takes}
+    return build(**parts, **({"chat_template": ""} if "chat_template" in takes else {}))
+
+
+def by_processor(name: str, processor: Any, text: str, waves: list[Any]) -> dict[str, Any]:
     """The inputs of a text by transformers' own processor; of Voxtral, whose texts another library writes,
     its features and the ids of as many placeholders as they fill."""
     if not waves:
-        return dict(tokenizer([text], return_tensors="pt"))
-
-    def keep(self: Any, feature_extractor: Any, tokenizer: Any, *_: Any, **__: Any) -> None:
-        self.feature_extractor, self.tokenizer = feature_extractor, tokenizer
-
+        return dict(processor.tokenizer([text], return_tensors="pt"))
     if name == "voxtral":
-        monkeypatch.setattr(ProcessorMixin, "__init__", keep)
-        features = VoxtralProcessor(extractor, tokenizer)._retrieve_input_features(
+        features = processor._retrieve_input_features(
             waves,
             96,
             sampling_rate=16_000,
@@ -106,32 +140,46 @@ def by_processor(
         pieces = [-(-len(wave) // (96 * 160)) for wave in waves]
         for count in pieces:
             text = text.replace("[AUDIO]", "[A]" * 12 * count, 1)
-        return {"input_features": features, **tokenizer([text.replace("[A]", "[AUDIO]")], return_tensors="pt")}
-    kinds = {"qwen2_audio": Qwen2AudioProcessor, "qwen3_asr": Qwen3ASRProcessor}
-    arguments = {"chat_template": ""} if "chat_template" in inspect.signature(kinds[name]).parameters else {}
-    processor: Any = kinds[name](feature_extractor=extractor, tokenizer=tokenizer, **arguments)
-    found = dict(processor(text=[text], audio=waves, sampling_rate=16_000, return_tensors="pt"))
+        text = text.replace("[A]", "[AUDIO]")
+        return {"input_features": features, **processor.tokenizer([text], return_tensors="pt")}
+    rate = {} if name in ("gemma3n", "gemma4", "granite_speech") else {"sampling_rate": 16_000}
+    found = dict(processor(text=[text], audio=waves, return_tensors="pt", **rate))
+    if name == "qwen3_omni_moe_thinker":  # beside a longer clip, its extractor does not reflect the end
+        alone = [
+            processor.feature_extractor(wave, sampling_rate=16_000, padding=True)["input_features"] for wave in waves
+        ]
+        found["input_features"] = torch.zeros_like(found["input_features"])
+        for row, features in zip(found["input_features"], alone, strict=True):
+            row[:, : features[0].shape[1]] = torch.as_tensor(features[0])
+    if name == "qwen2_5_omni_thinker":  # whose tower reads nothing behind a clip's end
+        longest = int(found["feature_attention_mask"].sum(1).max())
+        found |= {key: found[key][..., :longest] for key in ("input_features", "feature_attention_mask")}
     return {key: value for key, value in found.items() if key != "num_audio_tokens"}
 
 
-@pytest.mark.parametrize("name", hearing.HEARING)
+def test_every_family_is_compared() -> None:
+    assert PROCESSORS.keys() == hearing.HEARING.keys()
+
+
+@pytest.mark.parametrize("name", hearing.families())
 def test_ids_masks_and_features_are_the_processors(
     name: str, ears: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
-    rows = chats(30, 1 if name == "qwen3_asr" else 3, seed=1)  # its processor takes one clip a text
+    rows = chats(30, 1 if name in hearing.ALONE else 3, seed=1)
     recipe = recipe_of(ears, name, rows)
     base = Base.of(recipe)
     tokenizer, renderer = base.tokenizer, base.renderer(recipe.objective)
     reader: Any = media_reader(base.media)
     examples = prepare_examples(recipe, recipe.data.train, renderer)
     assert len(examples) == 30
+    processor = processor_of(name, tokenizer, reader.family.extractor, hearing.HEARING[name].processor, monkeypatch)
     seen = 0
     for row, example in zip(rows, examples, strict=True):
         parts = [p for m in row["messages"] if isinstance(m["content"], list) for p in m["content"]]
         waves = [load_audio(str(ears / p["audio"]), 16_000, backend="soundfile") for p in parts if p["type"] == "audio"]
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-        theirs = by_processor(name, tokenizer, reader.family.extractor, text, waves, monkeypatch)
+        theirs = by_processor(name, processor, text, waves)
         (sequence,) = example.sequences
         assert sequence.input_ids.tolist() == theirs["input_ids"][0].tolist()
         assert not sequence.loss_mask[np.isin(sequence.input_ids, reader.family.mark_ids)].any()
@@ -227,3 +275,11 @@ def test_a_file_that_changed_is_an_error(ears: Path, monkeypatch: pytest.MonkeyP
     path.unlink()
     with pytest.raises(UserError, match=r"other\.wav: cannot be read: .*No such file"):
         collate([example], media_inputs=reader)
+
+
+def test_a_row_of_several_clips_is_refused_if_its_tower_mixes_them() -> None:
+    assert {name for name, family in FAMILIES.items() if family.alone} == {"gemma3n", "granite_speech"}
+    expansion = RowMedia(SimpleNamespace(kind="audio", placeholder="<|audio|>", takes_one=True), Audio())  # pyright: ignore[reportArgumentType]
+    two = [Reference("audio", "a.wav")] * 2
+    with pytest.raises(BadRow, match="2 clips: this model's tower computes one otherwise beside a longer one"):
+        expansion.expand("<|audio|><|audio|>", (), two, "rows.jsonl", "the template")

@@ -68,6 +68,32 @@ def without_samples(path: Path) -> Path:
     return path
 
 
+def link_to_folder(path: Path) -> Path:
+    """`path` within a folder that is a link to one outside."""
+    outside = path.parent.parent.parent / "elsewhere"
+    outside.mkdir()
+    hearing.write_wav(outside / path.name, TONE)
+    path.parent.symlink_to(outside)
+    return path
+
+
+def as_text(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def hole(path: Path, size: int) -> Path:
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path
+
+
+def scrambled(path: Path) -> Path:
+    """Other bytes from the middle on, of the same number."""
+    half = path.stat().st_size // 2
+    return with_bytes(path, half, bytes(np.random.default_rng(0).integers(0, 256, half, dtype=np.uint8)))
+
+
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "silent.wav": (lambda p: hearing.write_wav(p, np.zeros(8_000, np.float32)), "silent: every sample is zero"),
     "empty.wav": (without_samples, "empty: it has no samples"),
@@ -90,6 +116,23 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "folder.wav": (lambda p: (p.mkdir(), p)[1], "not a file"),
     "linked.wav": (linked_out, "leads out of"),
     "circle.wav": (lambda p: (p.symlink_to(p), p)[1], "cannot be read|no such"),
+    "dangling.wav": (lambda p: (p.symlink_to(p.parent / "nowhere.wav"), p)[1], "no such sound file"),
+    "way/out.wav": (link_to_folder, "leads out of"),
+    "pipe.wav": (lambda p: (os.mkfifo(p), p)[1], "not a file"),  # would never end
+    "huge.wav": (lambda p: hole(p, (1 << 28) + 1), "bytes; at most"),
+    "hole.wav": (lambda p: hole(p, 1 << 20), "cannot be used"),
+    "page.mp3": (lambda p: as_text(p, "<!doctype html><title>404</title>" * 99), "cannot be used"),
+    "pointer.flac": (lambda p: as_text(p, "version https://git-lfs.github.com/spec/v1\n"), "cannot be used"),
+    "archive.ogg": (lambda p: (p.write_bytes(b"PK\x03\x04" + bytes(4_000)), p)[1], "cannot be used"),
+    "scrambled.flac": (lambda p: scrambled(stored(p)), "cannot be used|cut off, or damaged"),
+    "cut.ogg": (lambda p: cut(stored(p), 0.2), "cannot be used|cut off, or damaged"),
+    "head.flac": (lambda p: cut(stored(p), 0.01), "cannot be used"),
+    "silent.flac": (lambda p: stored(p, np.zeros(8_000, np.float32)), "silent: every sample is zero"),
+    "channels.wav": (lambda p: with_bytes(hearing.write_wav(p, TONE), 22, b"\xff\xff"), "cannot be used|channels"),
+    "codec.wav": (lambda p: with_bytes(hearing.write_wav(p, TONE), 20, b"\x77\x77"), "cannot be used"),
+    "bad\nname.wav": (lambda p: as_text(p, "no sound"), "cannot be used"),
+    "double.wav": (lambda p: stored(p, TONE * 9.0, subtype="DOUBLE"), "floats up to .*, and full scale is 1"),
+    "two\nlines.wav": (lambda p: p, "no such sound file"),
 }
 
 
@@ -101,6 +144,7 @@ def test_a_bad_file_is_a_bad_row_with_its_reason(name: str, tmp_path: Path) -> N
     make, why = BAD[name]
     with np.errstate(all="ignore"):
         make(tmp_path / "data" / name)
+    assert len(BAD) + len(REFERENCES) >= 40
     tracemalloc.start()
     with pytest.raises(BadRow, match=why) as refused:
         find_clip(name, Audio(), str(tmp_path / "data" / "rows.jsonl"))
@@ -110,25 +154,36 @@ def test_a_bad_file_is_a_bad_row_with_its_reason(name: str, tmp_path: Path) -> N
     assert len(str(refused.value)) < 500
 
 
-@pytest.mark.parametrize(
-    ("reference", "why"),
-    [
-        ("https://example.org/a.wav", "sound files are not fetched"),
-        ("file:///etc/passwd", "only|not fetched|no such"),
-        ("../outside.wav", "leads out of"),
-        ("/etc/passwd", "leads out of"),
-        ("missing.wav", "no such sound file"),
-        ("data:audio/wav;base64,####", "not base64"),
-        ("data:audio/wav,abc", "expected data:audio/"),
-        (b"RIFF", "its bytes"),
-        ("a\0b.wav", "NUL"),
-    ],
-)
+REFERENCES: list[tuple[str | bytes, str]] = [
+    ("https://example.org/a.wav", "sound files are not fetched"),
+    ("http://169.254.169.254/latest/meta-data", "sound files are not fetched"),
+    ("s3://bucket/a.wav", "sound files are not fetched"),
+    ("file:///etc/passwd", "only|not fetched|no such"),
+    ("../outside.wav", "leads out of"),
+    ("/etc/passwd", "leads out of"),
+    ("~/.ssh/id_rsa", "no such sound file"),
+    ("%2e%2e/outside.wav", "no such sound file"),
+    ("missing.wav", "no such sound file"),
+    ("a" * 5_000, "more than 4,096 characters"),
+    ("a" * 300, "cannot be read|no such"),
+    ("data:audio/wav;base64,####", "not base64"),
+    ("data:audio/wav,abc", "expected data:audio/"),
+    ("data:text/html;base64,PGI+aGk8L2I+", "its bytes"),
+    (b"RIFF", "its bytes"),
+    (b"", "its bytes"),
+    ("a\0b.wav", "NUL"),
+    ("", "not a file"),
+]
+
+
+@pytest.mark.parametrize(("reference", "why"), REFERENCES, ids=[str(i) for i in range(len(REFERENCES))])
 def test_references_are_not_trusted(reference: str | bytes, why: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("")
-    with pytest.raises(BadRow, match=why):
+    with pytest.raises(BadRow, match=why) as refused:
         find_clip(reference, Audio(), str(rows))
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 500
 
 
 @pytest.mark.parametrize("name", ["one.wav", "two.flac", "three.ogg", "four.mp3", "five.wav", "long.flac"])
