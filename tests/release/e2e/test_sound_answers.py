@@ -18,7 +18,6 @@ import torch
 from conftest import finetune, metrics, serving
 from rich.console import Console
 from transformers import AutoModelForMultimodalLM
-from usual import usual
 
 from finetune.checkpoints.trained import find_trained
 from finetune.errors import UserError
@@ -40,7 +39,7 @@ def ears(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models that are sure of themselves, unlike random weights, and rows with clips."""
     folder = tmp_path_factory.mktemp("sound-answers")
     (folder / "untaught").mkdir()
-    for name in hearing.HEARING:
+    for name in hearing.available():
         path = hearing.save_hearing(folder, name)
         model: Any = AutoModelForMultimodalLM.from_pretrained(path)
         with torch.no_grad():
@@ -67,7 +66,7 @@ def plain_answer(folder: Path, messages: list[dict[str, Any]], rows: Path) -> st
     return answerer.tokenizer.decode(list(kept), skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("name", usual(hearing.HEARING, "qwen2_audio"))
+@pytest.mark.parametrize("name", hearing.families("qwen2_audio"))
 def test_rows_with_clips_are_answered_as_plain_transformers_does(name: str, ears: Path, tmp_path: Path) -> None:
     """As one batch of prompts with and without clips, which are padded."""
     rows, out = ears / "clips.jsonl", tmp_path / "out.jsonl"

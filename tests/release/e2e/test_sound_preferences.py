@@ -16,7 +16,6 @@ from conftest import launch, metrics
 from test_audio_runs import train_on_clips
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForMultimodalLM
-from usual import usual
 
 from finetune.data.dataset import build_held_out
 from finetune.data.examples import media_reader
@@ -33,7 +32,7 @@ BETA = 0.1
 @pytest.fixture(scope="module")
 def ears(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound-preferences")
-    for name in hearing.HEARING:
+    for name in hearing.available():
         hearing.save_hearing(folder, name)
     rows = [json.loads(line) for line in hearing.write_clips(folder, "clips", 12, seed=6).read_text().splitlines()]
     pairs = []
@@ -78,7 +77,7 @@ class Plain:
         return torch.tensor([[self.log_prob(model, one) for one in e.sequences] for e in self.examples])
 
 
-@pytest.mark.parametrize("name", usual(hearing.HEARING, "voxtral"))
+@pytest.mark.parametrize("name", hearing.families("voxtral"))
 @pytest.mark.parametrize("objective", ["dpo", pytest.param("kto", marks=pytest.mark.long)])
 def test_preferences_of_sound_are_what_plain_transformers_computes(objective: str, name: str, ears: Path) -> None:
     """DPO: arXiv:2305.18290, equation 7; KTO: arXiv:2402.01306, equations 7 and 8, with answers of other rows."""

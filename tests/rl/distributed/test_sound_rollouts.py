@@ -16,7 +16,6 @@ import torch
 from conftest import launch, train_here
 from test_rollouts import assert_same_curve, curve, evaluations, steps_of
 from transformers import AutoModelForMultimodalLM
-from usual import usual
 
 from finetune.data.dataset import build_training, on_disk
 from finetune.data.examples import media_reader
@@ -38,7 +37,7 @@ WHOLE = ["language", "projector", "tower"]
 @pytest.fixture(scope="module")
 def ears(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound-rollouts")
-    for name in hearing.HEARING:
+    for name in hearing.available():
         hearing.save_hearing(folder, name)
     hearing.write_clips(folder, "clips", 12, seed=5, numbers=(0, 1, 1, 2))
     return folder
@@ -82,7 +81,7 @@ class Plain:
         return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[len(sample.prompt) - 1 :, 0]
 
 
-@pytest.mark.parametrize("name", usual(hearing.HEARING, "qwen2_audio"))
+@pytest.mark.parametrize("name", hearing.families("qwen2_audio"))
 def test_samples_and_steps_are_those_of_plain_transformers(
     name: str, ears: Path, write_recipe: Write, tmp_path: Path
 ) -> None:

@@ -824,7 +824,7 @@ PUBLISHED = {
 }
 # Whose own templates are not among these.
 NOT_WRITTEN = ("google/gemma-4", "mistralai/Mistral-Large-4", "nvidia/NVIDIA-Nemotron", "Hugging")
-NOT_WRITTEN += ("Qwen/Qwen3-VL", "Qwen/Qwen3.6", "Qwen/Qwen3.8", "deepseek-ai")
+NOT_WRITTEN += ("Qwen/Qwen3-VL", "Qwen/Qwen3.6", "Qwen/Qwen3.8", "Qwen/Qwen2-Audio", "deepseek-ai")
 RECIPES = [path for path in sorted((ROOT / "recipes").rglob("*.yaml")) if path.parent.name not in ("base", "tasks")]
 
 

@@ -15,7 +15,6 @@ import pytest
 import yaml
 from conftest import finetune, metrics, train_alone
 from rich.console import Console
-from usual import usual
 
 from finetune.data.cache_entries import list_entries, remove
 from finetune.data.dataset import build_training, on_disk
@@ -32,7 +31,7 @@ pytest.importorskip("soxr")
 @pytest.fixture(scope="module")
 def ears(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("feature-cache")
-    for name in hearing.HEARING:
+    for name in hearing.available():
         hearing.save_hearing(folder, name)
     hearing.write_clips(folder, "clips", 10, seed=2, numbers=(1,))
     return folder
@@ -70,7 +69,7 @@ def cache_and_clips(path: Path) -> tuple[FeatureCache, list[Clip]]:
     return FeatureCache.of(base.media.family), [one for one in clips if isinstance(one, Clip)]
 
 
-@pytest.mark.parametrize("name", usual(hearing.HEARING, "qwen3_asr"))
+@pytest.mark.parametrize("name", hearing.families("qwen3_asr"))
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_features_are_the_family_s_and_made_once(name: str, workers: int, ears: Path, tmp_path: Path) -> None:
     cache, clips = cache_and_clips(recipe_file(ears, name, tmp_path))
