@@ -153,12 +153,13 @@ def _write_pieces(vocabulary: Path, file: Path) -> None:
     import gguf
     from sentencepiece import sentencepiece_model_pb2
 
+    kinds: Any = sentencepiece_model_pb2
     fields = gguf.GGUFReader(vocabulary).fields
-    model = sentencepiece_model_pb2.ModelProto()
+    model = kinds.ModelProto()
     parts = (fields[f"tokenizer.ggml.{part}"].contents() for part in ("tokens", "scores", "token_type"))
     for piece, score, kind in zip(*parts, strict=True):
         model.pieces.add(piece=piece, score=score, type=kind)  # both number kinds alike
-    model.trainer_spec.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
+    model.trainer_spec.model_type = kinds.TrainerSpec.BPE
     model.trainer_spec.byte_fallback = True
     file.write_bytes(model.SerializeToString())
 

@@ -151,8 +151,8 @@ def _load(recipe: Recipe) -> tuple[WrappedModel, ForwardPass]:
     """Returns a base with its head, and with adapters that change nothing, on this process's device."""
     device, base = default_device(), Base.of(recipe)
     attention = attention_for(recipe, base.config, device.type)
-    model: Any = load_model(recipe, base, attention, Placement("load", None)).to(device)
-    wrapped = assemble(model, recipe, device, has_scores=False, only_sums=False)
+    model: Any = load_model(recipe, base, attention, Placement("load", None))
+    wrapped = assemble(model.to(device), recipe, device, has_scores=False, only_sums=False)
     if wrapped.choice.implementation == "plain":
         raise UserError(
             f"--head: the LM head gives no losses of its own here. {wrapped.choice.reason}. Fix: leave out --head"
