@@ -3,9 +3,9 @@
     python video_processor.py FOLDER TORCHVISION
 
 reads FOLDER/chats.json, a list of {"model": folder, "text": ..., "videos": [{"file": FRAMES.npy, "fps": ...}],
-"settings": of the call}, and writes FOLDER/processed.npz with the tensors of each, `NUMBER.NAME`. TORCHVISION: a folder
-that has the package, or `-`. With a torch that has no CUDA, a wheel of torchvision lacks its operators. Resizing needs
-none of them; two names are made known, or it would not import.
+"settings": of the processor}, and writes FOLDER/processed.npz with the tensors of each, `NUMBER.NAME`. TORCHVISION: a
+folder that has the package, or `-`. With a torch that has no CUDA, a wheel of torchvision lacks its operators. Resizing
+needs none of them; two names are made known, or it would not import.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def processed(call: dict[str, Any]) -> dict[str, np.ndarray]:
     config = AutoConfig.from_pretrained(call["model"])
     name = config.model_type
     tokenizer = PreTrainedTokenizerFast.from_pretrained(call["model"])
-    video_processor = found(VIDEO_PROCESSORS, name).from_pretrained(call["model"])
+    video_processor = found(VIDEO_PROCESSORS, name).from_pretrained(call["model"], **call["settings"])
     images = Qwen2VLImageProcessorPil.from_pretrained(call["model"])
     processor = found(PROCESSORS, name)(image_processor=images, tokenizer=tokenizer, video_processor=video_processor)
     videos = [np.load(video["file"]) for video in call["videos"]]
@@ -50,7 +50,7 @@ def processed(call: dict[str, Any]) -> dict[str, np.ndarray]:
         {"total_num_frames": len(video), "fps": one["fps"], "height": video.shape[1], "width": video.shape[2]}
         for video, one in zip(videos, call["videos"], strict=True)
     ]
-    settings = {"do_sample_frames": True, "cap_pixels_per_frame": False, **call["settings"]}
+    settings = {"do_sample_frames": True, "cap_pixels_per_frame": False}
     inputs = processor(text=[call["text"]], videos=videos, video_metadata=about, return_tensors="pt", **settings)
     model = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     whole = getattr(model, {"qwen2_5_vl": "Qwen2_5_VLModel", "qwen3_vl": "Qwen3VLModel"}[name])
