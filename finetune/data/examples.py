@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from finetune import __version__
-from finetune.data.batch import MediaInputs
 from finetune.data.building import EntryBuild, OpenedSource, OpenedSources, build_source
 from finetune.data.cache_entries import entries_folder
 from finetune.data.chat.renderer import Renderer, build_renderer
@@ -49,6 +48,7 @@ from finetune.recipe.schema import Audio, Data, HeldOut, Images, Mixture, Model,
 
 if TYPE_CHECKING:
     from finetune.data.media.expansion import RowMedia
+    from finetune.data.media.feature_reader import FeatureReader
 
 CODE_VERSION = 10  # raise it whenever the same row would give other tokens or another mask, or is kept in another form
 # Keys of a source that choose among its examples, or name them.
@@ -254,7 +254,7 @@ def row_media(
     return RowMedia(media_family(model, rules, tokenizer), rules)
 
 
-def media_reader(media: RowMedia | None) -> MediaInputs | None:
+def media_reader(media: RowMedia | None) -> FeatureReader | None:
     """Returns the function that builds a micro-batch's image inputs; None without images."""
     if media is None:
         return None

@@ -205,7 +205,9 @@ class Answerer:
             mask[row, width - len(prompt.ids) :] = 1
         inputs = {"input_ids": ids, "attention_mask": mask}
         if files := [one for prompt in prompts for one in prompt.media]:
-            inputs |= self._reader.plain_inputs(files, ids)
+            features = self._reader.plain_inputs(files, ids)
+            # In the type of the weights, to which not every tower casts them itself (Qwen3-ASR's does not).
+            inputs |= {name: v.to(self.model.dtype) if v.is_floating_point() else v for name, v in features.items()}
         return {name: value.to(self.model.device) for name, value in inputs.items()}
 
     @torch.no_grad()

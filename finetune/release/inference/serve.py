@@ -41,6 +41,10 @@ class Served:
     def device(self) -> torch.device:
         return self._model.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.dtype
+
     def generate(self, **arguments: Any) -> Any:
         if self._adapter is not None:
             self._model.set_adapter(self._adapter)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from finetune.data.batch import MediaInputs
 from finetune.data.samples import Medium
 from finetune.engine.base import Engine
 from finetune.models.compiled import uncompiled
@@ -26,6 +25,9 @@ from finetune.rl.rollouts.noise import sample_keys
 from finetune.rl.rollouts.records import Turns
 from finetune.rl.rollouts.sampler import Sampler
 from finetune.training.decoding import decode, prompt_media
+
+if TYPE_CHECKING:  # transformers' processors are needed for files only
+    from finetune.data.media.feature_reader import FeatureReader
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Drawer:
     seed: int
     end_ids: set[int]
     pad_id: int
-    reader: MediaInputs | None = None  # of the files of prompts
+    reader: FeatureReader | None = None  # of the files of prompts
 
     def draw(
         self,
@@ -107,7 +109,8 @@ class Drawer:
             torch.tensor([getattr(one, name) for one in beginnings] or [0], device=self.engine.device)
             for name in ("draw", "sample", "begun")
         )
-        sampler = Sampler(self.settings, sample_keys(self.seed, draws, samples), begun)
+        never = self.reader.family.token_id if self.reader is not None else None
+        sampler = Sampler(self.settings, sample_keys(self.seed, draws, samples), begun, never)
         ids, rooms = [one.ids for one in beginnings], [one.room for one in beginnings]
         most, config = self.settings.max_new_tokens, self.engine.unwrapped.config
         media = prompt_media(self.reader, config, ids, [one.media for one in beginnings], self.pad_id)

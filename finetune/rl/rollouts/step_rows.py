@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,6 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.checkpoints.folder import step_of
 from finetune.checkpoints.inputs import on_main, reward_files, sample_teacher
-from finetune.data.batch import MediaInputs
 from finetune.data.chat.renderer import Renderer
 from finetune.data.chat.turns import TurnRenderer
 from finetune.data.predictions import IDS, LOG_PROBS
@@ -74,6 +73,9 @@ from finetune.rl.rollouts.sample_metrics import measured, measured_corrections
 from finetune.rl.rollouts.server_drawing import ServerDrawer
 from finetune.training.target_values import ExampleRows, MakeLoader, TargetPass, Values
 
+if TYPE_CHECKING:  # transformers' processors are needed for files only
+    from finetune.data.media.feature_reader import FeatureReader
+
 log = logging.getLogger(__name__)
 
 
@@ -107,7 +109,7 @@ class RolloutRows(RunRows):
         loader: MakeLoader,
         teacher: Teacher | None = None,
         held_out: RunPrompts | None = None,
-        reader: MediaInputs | None = None,
+        reader: FeatureReader | None = None,
     ):
         """content: of the rows of `data.train`, see `RowSource.content`; folder: of the run; held_out: prompts of
         which evaluations reward samples; reader: of the files of prompts. The engine has the initial weights."""

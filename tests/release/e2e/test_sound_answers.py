@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -22,7 +23,7 @@ from transformers import AutoModelForMultimodalLM
 from finetune.checkpoints.trained import find_trained
 from finetune.errors import UserError
 from finetune.release.inference.answering import answer_file, answers, chat_with, load_answerer
-from finetune.release.inference.chat import audio_part, chat_with_server
+from finetune.release.inference.chat import as_messages, audio_part, chat_with_server
 from finetune.release.inference.evaluate import EvaluateOptions, evaluate_runs
 from finetune.release.inference.live import verify_url
 from finetune.release.inference.sampling import Sampling
@@ -75,6 +76,20 @@ def test_rows_with_clips_are_answered_as_plain_transformers_does(name: str, ears
     wanted = [plain_answer(ears / f"{name}_hears", messages, rows) for messages in asked]
     assert [json.loads(line)["answer"] for line in out.read_text().splitlines()] == wanted
     assert len(set(wanted)) > 4
+
+
+@pytest.mark.parametrize("name", usual(hearing.HEARING, "qwen3_asr"))
+def test_a_result_in_bf16_hears(name: str, ears: Path, tmp_path: Path) -> None:
+    """Features have the type of the weights, to which not every tower casts them: torch would refuse others."""
+    folder = tmp_path / "half"
+    shutil.copytree(ears / f"{name}_hears", folder)
+    AutoModelForMultimodalLM.from_pretrained(folder).to(torch.bfloat16).save_pretrained(folder)
+    answerer = load_answerer(folder)
+    assert answerer.model.dtype == torch.bfloat16
+    prompt = answerer.prompt(as_messages("which?", None, files=[audio_part(min((ears / "clips").iterdir()))]))
+    inputs = answerer.inputs([prompt])
+    assert inputs["input_features"].dtype == torch.bfloat16
+    assert answerer.model(**inputs).logits.isfinite().all()
 
 
 def test_files_of_the_command_are_heard_and_bad_ones_told(ears: Path, tmp_path: Path) -> None:

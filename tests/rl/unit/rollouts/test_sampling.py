@@ -50,6 +50,19 @@ def test_tokens_have_their_probabilities() -> None:
     torch.testing.assert_close(sampler.log_probs[0], probabilities.log()[tokens])
 
 
+def test_the_token_of_files_is_never_drawn() -> None:
+    """Others are as without it, and their log-probabilities those of all tokens, which a trainer computes."""
+    probabilities = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    draws = torch.arange(2_000)
+    keys, logits = sample_keys(3, draws, torch.zeros_like(draws)), probabilities.log().expand(len(draws), -1)
+    free, sampler = Sampler(SETTINGS, keys), Sampler(SETTINGS, keys, never=0)
+    drawn, tokens = free(logits, 0), sampler(logits, 0)
+    assert (drawn == 0).any()
+    assert not (tokens == 0).any()
+    assert torch.equal(tokens[drawn != 0], drawn[drawn != 0])
+    torch.testing.assert_close(sampler.log_probs[0], probabilities.log()[tokens])
+
+
 def test_a_sample_does_not_depend_on_what_is_drawn_with_it() -> None:
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
     draws, samples = torch.arange(8) // 2, torch.arange(8) % 2
