@@ -744,7 +744,9 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
         start = ["model.name=null", f"model.config={shape}", f"model.tokenizer={folder / case.model}"]
     if case.rows != "messages":
         sources = {"train": f"{case.rows}.jsonl", "eval": f"held_out_{case.rows}.jsonl"}
-        formats = dict.fromkeys(("pictures", "rare_pictures", "clips", "rare_clips", "single_clips"), "messages")
+        formats: dict[str, str] = dict.fromkeys(
+            ("pictures", "rare_pictures", "clips", "rare_clips", "single_clips"), "messages"
+        )
         formats["picture_pairs"] = "preference"
         format = formats.get(case.rows, case.rows)
         start += [f"data.{key}=[{{path: {folder / name}, format: {format}}}]" for key, name in sources.items()]
