@@ -857,7 +857,8 @@ def parameter_difference(reference: Path, other: Path) -> float:
         return float("inf")
     import torch
 
-    differences = [(ours[name].float() - theirs[name].float()).abs().max() for name in ours]
+    pairs = [(ours[name].float(), theirs[name].float()) for name in ours]
+    differences = [torch.where(a == b, 0.0, (a - b).abs()).max() for a, b in pairs]  # bounds may be infinite
     return torch.stack(differences).max().item()  # not a number wherever one is; Python's max would lose it
 
 
