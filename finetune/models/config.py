@@ -6,13 +6,14 @@ import copy
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import PretrainedConfig
+from transformers import AutoModelForMultimodalLM, PretrainedConfig
 
 from finetune.data.media.family_table import family_of, part_that_hears
 from finetune.errors import UserError
 from finetune.models.base_config import base_config, depends_on_length, rope_types, without_weights
 from finetune.models.checkpoint_files import tensor_names
 from finetune.models.damage import check_weights, short
+from finetune.models.head.token_loss import logit_map
 from finetune.models.text_part import check_text_part, is_multimodal, text_part_of
 from finetune.recipe.schema import Model, Recipe
 
@@ -44,6 +45,24 @@ def model_config(model: Model) -> PretrainedConfig:
     return config
 
 
+def check_scaled_logits(config: PretrainedConfig) -> None:
+    """Raises UserError if transformers' class of a model with its tower leaves out the scale of its text model's logits
+    (Granite Speech, 5.23): answers by the likeliest token are the same, losses are not."""
+    scaling = getattr(config.get_text_config(decoder=True), "logits_scaling", 1.0)
+    if scaling == 1.0 or config.get_text_config(decoder=True) is config:
+        return
+    model = without_weights(copy.deepcopy(config), AutoModelForMultimodalLM)
+    if abs(logit_map(model).scale * scaling - 1) > _SAME:
+        raise UserError(
+            f"model.train: {type(model).__name__} does not divide logits by {scaling:g}. Its config says so "
+            "(`logits_scaling`), and the weights were trained with it: losses would be those of other logits. Fix: "
+            "leave out model.train to train the text part, or use a transformers whose class divides"
+        )
+
+
+_SAME = 1e-3  # relative
+
+
 def check_adapter_base(recipe: Recipe) -> None:
     """Raises UserError for adapters of the thinker of a model that also talks: no class loads them on such a base."""
     if recipe.lora is None or recipe.model.train is None or recipe.model.name is None:
@@ -69,6 +88,8 @@ def check_sizes(model: Model, config: PretrainedConfig) -> None:
     """
     if model.config is None:
         check_weights(Path(model.name or "").expanduser())
+        if model.train is not None:
+            check_scaled_logits(config)
         check_text_part(model)
         return
     layers = getattr(config.get_text_config(), "num_hidden_layers", 1)

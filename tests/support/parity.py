@@ -771,7 +771,7 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
     if case.rows != "messages":
         sources = {"train": f"{case.rows}.jsonl", "eval": f"held_out_{case.rows}.jsonl"}
         kinds = ("pictures", "rare_pictures", "clips", "rare_clips", "single_clips", "films", "rare_films")
-        formats = dict.fromkeys(kinds, "messages")
+        formats: dict[str, str] = dict.fromkeys(kinds, "messages")
         formats["picture_pairs"] = "preference"
         format = formats.get(case.rows, case.rows)
         start += [f"data.{key}=[{{path: {folder / name}, format: {format}}}]" for key, name in sources.items()]
@@ -882,7 +882,8 @@ def parameter_difference(reference: Path, other: Path) -> float:
         return float("inf")
     import torch
 
-    differences = [(ours[name].float() - theirs[name].float()).abs().max() for name in ours]
+    pairs = [(ours[name].float(), theirs[name].float()) for name in ours]
+    differences = [torch.where(a == b, 0.0, (a - b).abs()).max() for a, b in pairs]  # bounds may be infinite
     return torch.stack(differences).max().item()  # not a number wherever one is; Python's max would lose it
 
 

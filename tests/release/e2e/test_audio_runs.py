@@ -161,11 +161,15 @@ def test_steps_without_a_clip_leave_tower_and_projector(name: str, ears: Path) -
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")  # of stacked experts
 @pytest.mark.parametrize("name", hearing.families())
 def test_adapters_in_all_parts(name: str, ears: Path) -> None:
     from peft import PeftModel
 
-    lora = {"lora": {"rank": 2, "alpha": 4.0}, "model": {"train": WHOLE, "name": str(ears / f"{name}_hears")}}
+    lora: dict[str, Any] = {
+        "lora": {"rank": 2, "alpha": 4.0},
+        "model": {"train": WHOLE, "name": str(ears / f"{name}_hears")},
+    }
     run = train_on_clips(ears, name, "lora", mode="lora", **lora)
     base = AutoModelForMultimodalLM.from_pretrained(ears / f"{name}_hears")
     plain, result = Plain(run), PeftModel.from_pretrained(base, run / "model").eval()

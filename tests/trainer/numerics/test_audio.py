@@ -10,9 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from finetune.data.media.family_table import FAMILIES, family_of
+from finetune.errors import UserError
 from finetune.models.attention import isolation, per_document
 from finetune.models.attention.isolation import isolation_problem
-from finetune.models.config import restore_dropout, with_steady_tower
+from finetune.models.config import check_scaled_logits, restore_dropout, with_steady_tower
 from finetune.models.head.token_loss import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
 from finetune.models.towers import (
@@ -103,3 +104,11 @@ def test_a_tower_that_drops_at_random_does_not_in_a_run() -> None:
     restore_dropout(steady, published)  # the result has what its base has
     assert (steady.audio_config.encoder_layerdrop, steady.audio_config.dropout) == (0.1, 0.2)
     assert published.audio_config.dropout == 0.2
+
+
+def test_logits_that_transformers_leaves_unscaled_are_refused() -> None:
+    text = hearing.HEARING["granite_speech"].config["text_config"]
+    with pytest.raises(UserError, match="GraniteSpeechForConditionalGeneration does not divide logits by 8"):
+        check_scaled_logits(config_of("granite_speech", text_config={**text, "logits_scaling": 8.0}))
+    for name in ("granite_speech", "gemma4"):
+        check_scaled_logits(config_of(name))

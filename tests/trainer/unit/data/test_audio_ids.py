@@ -178,7 +178,7 @@ def test_ids_masks_and_features_are_the_processors(
     for row, example in zip(rows, examples, strict=True):
         parts = [p for m in row["messages"] if isinstance(m["content"], list) for p in m["content"]]
         waves = [load_audio(str(ears / p["audio"]), 16_000, backend="soundfile") for p in parts if p["type"] == "audio"]
-        text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        text = str(tokenizer.apply_chat_template(row["messages"], tokenize=False))
         theirs = by_processor(name, processor, text, waves)
         (sequence,) = example.sequences
         assert sequence.input_ids.tolist() == theirs["input_ids"][0].tolist()
