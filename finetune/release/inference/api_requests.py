@@ -79,6 +79,7 @@ _OF_TEXT = {"prompt", "best_of", "echo", "suffix"}
 _AS_DATA: dict[MediaKind, str] = {
     "image": "images must be data URLs (data:image/png;base64,...)",
     "audio": "sound must be base64 in a part of type `input_audio`, or a data URL (data:audio/wav;base64,...)",
+    "video": "videos must be data URLs (data:video/mp4;base64,...)",
 }
 _FIELDS = {*_NUMBERS, *_WITHOUT_EFFECT, *_KINDS, "stop"}
 
