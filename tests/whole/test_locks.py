@@ -20,7 +20,8 @@ LOCKS = sorted((ROOT / "locks").glob("*.txt"))
 
 def pins(path: Path) -> dict[str, str]:
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    return {name.lower().replace("_", "-"): version for name, _, version in (line.partition(";")[0].partition("==") for line in lines)}
+    parts = [line.partition(";")[0].partition("==") for line in lines]  # without a marker of Python's version
+    return {name.lower().replace("_", "-"): version for name, _, version in parts}
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.stem)

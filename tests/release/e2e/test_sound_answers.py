@@ -78,7 +78,7 @@ def test_rows_with_clips_are_answered_as_plain_transformers_does(name: str, ears
     assert len(set(wanted)) > 4
 
 
-@pytest.mark.parametrize("name", usual(hearing.HEARING, "qwen3_asr"))
+@pytest.mark.parametrize("name", hearing.families("qwen3_asr"))
 def test_a_result_in_bf16_hears(name: str, ears: Path, tmp_path: Path) -> None:
     """Features have the type of the weights, to which not every tower casts them: torch would refuse others."""
     folder = tmp_path / "half"
