@@ -146,14 +146,19 @@ def by_processor(name: str, processor: Any, text: str, waves: list[Any]) -> dict
     found = dict(processor(text=[text], audio=waves, return_tensors="pt", **rate))
     if name == "qwen3_omni_moe_thinker":  # beside a longer clip, its extractor does not reflect the end
         alone = [
-            processor.feature_extractor(wave, sampling_rate=16_000, padding=True)["input_features"] for wave in waves
+            processor.feature_extractor(wave, sampling_rate=16_000, padding=True, return_attention_mask=True)
+            for wave in waves
         ]
-        found["input_features"] = torch.zeros_like(found["input_features"])
-        for row, features in zip(found["input_features"], alone, strict=True):
-            row[:, : features[0].shape[1]] = torch.as_tensor(features[0])
+        for key, theirs in (("input_features", "input_features"), ("feature_attention_mask", "attention_mask")):
+            found[key] = torch.zeros_like(found[key])
+            for row, features in zip(found[key], alone, strict=True):
+                own = torch.as_tensor(features[theirs][0])
+                row[..., : own.shape[-1]] = own
     if name == "qwen2_5_omni_thinker":  # whose tower reads nothing behind a clip's end
-        longest = int(found["feature_attention_mask"].sum(1).max())
-        found |= {key: found[key][..., :longest] for key in ("input_features", "feature_attention_mask")}
+        mask = found["feature_attention_mask"]
+        longest = int(mask.sum(1).max())
+        found |= {"input_features": (found["input_features"] * mask[:, None])[..., :longest]}
+        found |= {"feature_attention_mask": mask[..., :longest]}
     return {key: value for key, value in found.items() if key != "num_audio_tokens"}
 
 
