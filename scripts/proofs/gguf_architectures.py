@@ -56,11 +56,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "cohere": {"pad_token_id": 0},
     "olmo": {"pad_token_id": 0},
     "exaone4": {"sliding_window": None, "pad_token_id": 0},
+    "nemotron": {"head_dim": 64, "partial_rotary_factor": 0.5},
     "qwen2_moe": {**_MOE, "shared_expert_intermediate_size": 256, "norm_topk_prob": False},
 }
-# Not run yet with what their classes want here; before, the converter refused the first three (its message is a fix).
+# glm4: all tensors fit, but this random model does not end answers by <|user|>, as the converter says. gpt_neox: the
+# converter of llama-cpp-python 0.3.36 cannot read it under transformers 5. The last was not run yet.
 NOT_RUN: dict[str, dict[str, Any]] = {
-    "nemotron": {"head_dim": 64, "partial_rotary_factor": 0.5},
     "glm4": {"head_dim": 64, "pad_token_id": 0},
     "gpt_neox": {"num_key_value_heads": None, "tie_word_embeddings": False},
     "qwen3_moe": {**_MOE, "head_dim": 64},

@@ -43,9 +43,6 @@ from finetune.release.export.weight_types import GGUF_TYPES, LLAMA_TYPES
 MMPROJ = "which llama.cpp's `convert_hf_to_gguf.py FOLDER --mmproj` makes of the folder of `export --to hf`"
 _WORK = "llama.cpp"  # the folder of what only llama.cpp's tools read
 _CONTEXT = 512  # tokens of a text that importance matrices are made of, as llama-imatrix has it
-# Names in config.json that transformers 5 no longer writes and the converter reads, by `model_type`; each is a key of
-# `rope_parameters` now.
-_OLDER_NAMES = {"gpt_neox": {"rotary_pct": "partial_rotary_factor"}}
 _FLOATS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -153,7 +150,6 @@ def _write_folder(model: StreamedModel, folder: Path) -> None:
     """Write the folder of `--to hf` for the converter, which runs code of a model's repository unasked."""
     write_shards(folder, model.shapes, model.make, SHARD_BYTES, lambda n, total: None)
     write_settings(model, folder)
-    _add_older_names(folder / "config.json")
     if not model.about.trust_remote_code:
         for path in folder.glob("*.py"):
             path.unlink()
@@ -161,16 +157,6 @@ def _write_folder(model: StreamedModel, folder: Path) -> None:
     own = model.base.folder / "tokenizer.model" if model.base and model.about.tokenizer is None else None
     if own is not None and own.is_file() and not (folder / own.name).exists():
         shutil.copyfile(own, folder / own.name)
-
-
-def _add_older_names(file: Path) -> None:
-    """Let config.json say again what the converter reads under the names of transformers 4."""
-    config = read_object(file)
-    rope = config.get("rope_parameters") or {}
-    names = _OLDER_NAMES.get(str(config.get("model_type")), {})
-    older = {name: rope[key] for name, key in names.items() if key in rope and name not in config}
-    if older:
-        file.write_text(json.dumps({**config, **older}, indent=2) + "\n", encoding="utf-8")
 
 
 def _matrix(model: StreamedModel, source: Path, way: Way, rows: int | None, say: Say) -> Path | None:

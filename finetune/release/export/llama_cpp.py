@@ -34,6 +34,8 @@ _REMEDIES = {
     "base's folder",
     r"KeyError: '(<\|?[\w ]+\|?>)'": "its class wants the special token {}: train from a base with its "
     "family's tokenizer",
+    r"KeyError: '(rotary_pct|rotary_dim)'": "its class reads `{}`, which transformers 5 does not write any more: "
+    "update llama.cpp",
     r"pre-tokenizer was not recognized": "this tokenizer is not known to llama.cpp: update its checkout",
 }
 _PYTHON = "pip install -r requirements/requirements-convert_hf_to_gguf.txt"

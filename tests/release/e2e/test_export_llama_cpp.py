@@ -17,7 +17,6 @@ import yaml
 from conftest import train_here
 from llama_cpp_tools import make_folder
 from rich.console import Console
-from transformers import AutoConfig
 from usual import usual
 
 from finetune.checkpoints.trained import find_trained
@@ -152,6 +151,10 @@ def test_a_tool_that_fails_is_shown(runs: Path, tmp_path: Path) -> None:
         ("no torch", "the lines above are llama.cpp's own: update it"),
         ("FileNotFoundError: File not found: /a b/hf/tokenizer.model", "put that into the base's folder"),
         ("KeyError: '<|user|>'", r"wants the special token <\|user\|>: train from a base with its family's"),
+        (
+            "KeyError: 'rotary_pct'",
+            "reads `rotary_pct`, which transformers 5 does not write any more: update llama.cpp",
+        ),
         ("NotImplementedError: BPE pre-tokenizer was not recognized - update", "is not known to llama.cpp: update"),
     ):
         script.write_text(f"raise SystemExit({said!r})")
@@ -175,21 +178,6 @@ def test_code_of_the_base_is_not_handed_to_the_converter(runs: Path, tmp_path: P
     assert not list((tmp_path / "hf").glob("*.py"))
     (model.base.folder / "own.py").unlink()
     (model.base.folder / "tokenizer.model").unlink()
-
-
-def test_names_of_older_configs_are_there_for_the_converter(tmp_path: Path) -> None:
-    """transformers 5 writes `rotary_pct` of GPT-NeoX as a key of `rope_parameters`, where its class does not look."""
-    from finetune.release.export.gguf_export import _add_older_names
-
-    file = tmp_path / "config.json"
-    AutoConfig.for_model("gpt_neox", rotary_pct=0.5).save_pretrained(tmp_path)
-    written = json.loads(file.read_text())
-    assert "rotary_pct" not in written
-    _add_older_names(file)
-    assert json.loads(file.read_text()) == {**written, "rotary_pct": 0.5}
-    file.write_text(before := json.dumps({**written, "rotary_pct": 0.25}))
-    _add_older_names(file)
-    assert file.read_text() == before
 
 
 def test_q_k_and_v_of_all_heads_are_found_in_those_of_each_head() -> None:
