@@ -115,6 +115,7 @@ HEARING: dict[str, Hearing] = {
             },
             "image_token_id": 380,
             "video_token_id": 381,
+            "vision_start_token_id": 382,
             **_TOKENS,
         },
         ("<|audio|>", "<|audio>", "<audio|>"),
@@ -210,6 +211,7 @@ HEARING: dict[str, Hearing] = {
             "audio_config": {**_EAR, "model_type": "qwen2_5_omni_audio_encoder", "n_window": 8, "output_dim": 64},
             "image_token_index": 380,
             "video_token_index": 381,
+            "vision_start_token_id": 382,  # as published: positions of a generation ask for it
             "audio_token_index": 370,
         },
         ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"),
@@ -241,6 +243,7 @@ HEARING: dict[str, Hearing] = {
             },
             "image_token_id": 380,
             "video_token_id": 381,
+            "vision_start_token_id": 382,
             **_TOKENS,
         },
         ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),

@@ -21,6 +21,7 @@ from rich.console import Console
 from transformers import AutoModelForMultimodalLM
 
 from finetune.checkpoints.trained import find_trained
+from finetune.data.media.family_table import family_of
 from finetune.errors import UserError
 from finetune.release.inference.answering import answer_file, answers, chat_with, load_answerer
 from finetune.release.inference.chat import as_messages, audio_part, chat_with_server
@@ -33,6 +34,8 @@ pytest.importorskip("soxr")
 
 TOKENS = 5
 QUIET = Console(quiet=True)
+# Gemma 4 normalizes what its tower says: a random one answers all clips alike.
+ANSWERING = [one for one in hearing.families("qwen2_audio") if one.values[0] != "gemma4"]
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +46,12 @@ def ears(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in hearing.available():
         path = hearing.save_hearing(folder, name)
         model: Any = AutoModelForMultimodalLM.from_pretrained(path)
+        projector = family_of(model.config).projector
         with torch.no_grad():
-            model.model.language_model.norm.weight.mul_(20)
-            for parameter in model.model.multi_modal_projector.parameters():
-                parameter.mul_(10)
+            model.get_decoder().norm.weight.mul_(20)
+            for place, parameter in model.named_parameters():
+                if any(f".{part}." in f".{place}" for part in projector):
+                    parameter.mul_(10)
         model.save_pretrained(path)
     hearing.write_clips(folder, "clips", 8, seed=4)
     return folder
@@ -67,7 +72,7 @@ def plain_answer(folder: Path, messages: list[dict[str, Any]], rows: Path) -> st
     return answerer.tokenizer.decode(list(kept), skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("name", hearing.families("qwen2_audio"))
+@pytest.mark.parametrize("name", ANSWERING)
 def test_rows_with_clips_are_answered_as_plain_transformers_does(name: str, ears: Path, tmp_path: Path) -> None:
     """As one batch of prompts with and without clips, which are padded."""
     rows, out = ears / "clips.jsonl", tmp_path / "out.jsonl"
