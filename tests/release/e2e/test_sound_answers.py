@@ -46,11 +46,15 @@ def ears(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in hearing.available():
         path = hearing.save_hearing(folder, name)
         model: Any = AutoModelForMultimodalLM.from_pretrained(path)
-        projector = family_of(model.config).projector
+        louder = [*family_of(model.config).projector]
+        if (
+            model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        ):  # or its last token is its next one
+            louder.append("layers.0.self_attn.o_proj")
         with torch.no_grad():
             model.get_decoder().norm.weight.mul_(20)
             for place, parameter in model.named_parameters():
-                if any(f".{part}." in f".{place}" for part in projector):
+                if any(f".{part}." in f".{place}" for part in louder):
                     parameter.mul_(10)
         model.save_pretrained(path)
     hearing.write_clips(folder, "clips", 8, seed=4)
