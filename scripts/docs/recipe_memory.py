@@ -2,8 +2,8 @@
 
     python scripts/docs/recipe_memory.py                 # minutes; after a change of a recipe or of finetune/plan
 
-Each row counts as one document of `data.max_length` tokens, all supervised, and full of images if the recipe sees
-any: the most there can be. A size of devices is named if `plan` says `fits`, with its margin. Left out:
+Each row counts as one document of `data.max_length` tokens, all supervised, and full of images, clips or videos if the
+recipe takes any: the most there can be. A size of devices is named if `plan` says `fits`, with its margin. Left out:
 quickstart, which is for a CPU; Mistral Large 4's, whose layers cannot run without values.
 """
 
@@ -110,8 +110,9 @@ def micro_batch(recipe: Recipe, config: PretrainedConfig) -> str:
         size = f"{recipe.batch.tokens_per_device:,}"
     else:
         size = f"{recipe.batch.rows_per_device} x {recipe.data.max_length:,}"
-    images = most_images(recipe.data, config)
-    return size + (f", {len(images)} x {images[0]:,} of images" if images else "")
+    files = most_images(recipe.data, config)
+    what = {"image": "images", "audio": "sound", "video": "videos"}.get(recipe.data.media_kind or "")
+    return size + (f", {len(files)} x {files[0]:,} of {what}" if files else "")
 
 
 def main() -> None:
