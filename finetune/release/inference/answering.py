@@ -174,6 +174,8 @@ class Answerer:
 
         model_type = self.model.config.model_type
         taken = FAMILIES[model_type].kind if model_type in FAMILIES and self.processor is not None else None
+        if any(reference.kind == "video" for reference in references):
+            raise UserError("videos are trained on, but not answered. Fix: give frames of it as images")
         if other := [reference.kind for reference in references if reference.kind != taken]:
             able = ", ".join(name for name, family in FAMILIES.items() if family.kind == other[0])
             what = "images" if other[0] == "image" else "sound"

@@ -121,6 +121,9 @@ def test_files_of_the_command_are_heard_and_bad_ones_told(ears: Path, tmp_path: 
             answers(folder, ["what?"], Sampling(TOKENS), audio=[path])
     with pytest.raises(UserError, match=r"this model \(qwen2_audio\) takes no images\. Fix: use one of .*qwen3_vl"):
         answers(folder, ["what?"], Sampling(TOKENS), images=[clips[0]])
+    film = [{"role": "user", "content": [{"type": "video", "video": "film.mp4"}]}]
+    with pytest.raises(UserError, match="videos are trained on, but not answered"):
+        load_answerer(folder).prompt(film)
 
 
 @pytest.fixture(scope="module")
