@@ -35,6 +35,8 @@ _NOT_UNDER_ZERO_3 = {
     "rwkv": "transformers cannot load its weights into shards",
     "xlstm": "transformers cannot load its weights into shards",
 }
+# With their towers of sound: Gemma 4's third step never ended, and the others have not been tried.
+_NOT_HEARD_UNDER_ZERO_3 = ("gemma3n", "gemma4", "granite_speech", "qwen2_5_omni", "qwen3_omni")
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,14 @@ def row_parallel_widths(config: Any) -> dict[str, int]:
 
 def zero_3(c: Combination) -> Iterator[str]:
     """DeepSpeed gathers the weights of a module as it is called, on all ranks at the same time."""
-    if c.launch.kind == "zero" and c.launch.zero_stage == 3 and c.model and c.model.model_type in _NOT_UNDER_ZERO_3:
-        yield f"ZeRO-3: {c.model.model_type}: {_NOT_UNDER_ZERO_3[c.model.model_type]}: use fsdp2 or zero2"
+    if c.launch.kind != "zero" or c.launch.zero_stage != 3 or c.model is None:
+        return
+    name = c.model.model_type
+    if name in _NOT_UNDER_ZERO_3:
+        yield f"ZeRO-3: {name}: {_NOT_UNDER_ZERO_3[name]}: use fsdp2 or zero2"
+    if c.recipe.data.audio is not None and name.startswith(_NOT_HEARD_UNDER_ZERO_3):
+        why = "ranks with other clips waited for each other forever under Gemma 4"
+        yield f"ZeRO-3 with `data.audio` is not verified for {name}: {why}: use fsdp2 or zero2"
 
 
 def stored_base(c: Combination) -> Iterator[str]:

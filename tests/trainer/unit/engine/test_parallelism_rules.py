@@ -62,10 +62,17 @@ HSDP, SHARDED = launch("zero", 4, dp_replicate=2), launch("replicated", 4, dp_sh
 ZERO_3 = Launch("zero", 2, "it.yaml", {"deepspeed_config": {"zero_stage": 3}})
 TENSOR, CONTEXT, SEQUENCE = launch("fsdp2", 2, tp=2), launch("replicated", 2, cp=2), launch("replicated", 2, sp=2)
 EXPERT = launch("fsdp2", 2, ep=2)
+HEARS = ("data.audio={}", "model.train=[language]")
 REFUSED = [
     (HSDP, LLAMA, (), "DeepSpeed shards over all ranks here: use hsdp"),
     (ZERO_3, AutoConfig.for_model("rwkv"), (), "ZeRO-3: rwkv: transformers cannot load its weights .*: use fsdp2 or"),
     (ZERO_3, AutoConfig.for_model("longcat_flash"), (), "ZeRO-3: longcat_flash: ranks call .* in different numbers"),
+    (
+        ZERO_3,
+        AutoConfig.for_model("gemma4"),
+        HEARS,
+        "ZeRO-3 with `data.audio` is not verified for gemma4: .*: use fsdp2",
+    ),
     (SHARDED, LLAMA, (), "MULTI_GPU` shards nothing: use fsdp2 or hsdp"),
     (launch("zero", 2, tp=2), LLAMA, (), "DeepSpeed needs unsharded matrices: use fsdp2_tp or tp"),
     (launch("fsdp2", 4, tp=4), LLAMA, (), "the 12 attention heads and the 6 key-value heads: set it to 3 or 6"),
