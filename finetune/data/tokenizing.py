@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import multiprocessing
 import os
-import pickle
-import signal
 import struct
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +26,8 @@ from finetune.data.chat.renderer import Rendered, Renderer, TokensAndMedia
 from finetune.data.formats.detect import parse_row
 from finetune.data.objective_rows import PLAIN, ObjectiveRows, examples_of
 from finetune.data.samples import BadRow, Clip, Medium, PromptOnly, Sequence, Video, shared_prefix
-from finetune.errors import RunFailure, UserError
-from finetune.utils import end_with_parent
+from finetune.data.workers import worker_pool
+from finetune.errors import UserError
 
 Item = tuple[str, int, "Mapping[str, Any] | str"]  # file or dataset, row number, the row or why it cannot be read
 RowId = tuple[str, int]  # file or dataset, row number
@@ -339,37 +335,25 @@ def tokenize_chunks(
     if workers == 1:
         yield from (tokenize_chunk(settings, chunk) for chunk in chunks)
         return
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload([__name__])
-    # Pickled once, not once a worker: a large vocabulary takes half a second. It never lies on a disk.
-    pool = ProcessPoolExecutor(workers, context, _begin, (pickle.dumps(settings),))
-    gc.freeze()  # as in the workers, see `_begin`
-    try:
-        most = workers * CHUNKS_PER_WORKER
-        # When this process would wait for the others, it works, too: they take seconds to start.
-        waiting: deque[Future[ChunkResult]] = deque()
-        for chunk in chunks:
-            if sum(not future.done() for future in waiting) >= most:
-                finished: Future[ChunkResult] = Future()
-                finished.set_result(tokenize_chunk(settings, chunk))
-                waiting.append(finished)
-            else:
-                waiting.append(pool.submit(_tokenize_in_worker, chunk))
-            while waiting and (waiting[0].done() or len(waiting) > MOST_WAITING * most):
+    with worker_pool(workers, _begin, settings, "tokenize") as pool:
+        gc.freeze()  # as in the workers, see `_begin`
+        try:
+            most = workers * CHUNKS_PER_WORKER
+            # When this process would wait for the others, it works, too: they take seconds to start.
+            waiting: deque[Future[ChunkResult]] = deque()
+            for chunk in chunks:
+                if sum(not future.done() for future in waiting) >= most:
+                    finished: Future[ChunkResult] = Future()
+                    finished.set_result(tokenize_chunk(settings, chunk))
+                    waiting.append(finished)
+                else:
+                    waiting.append(pool.submit(_tokenize_in_worker, chunk))
+                while waiting and (waiting[0].done() or len(waiting) > MOST_WAITING * most):
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool:
-        raise RunFailure(
-            f"one of the {workers} processes that tokenize has died. Most often the system ended it for want of memory "
-            "(`dmesg` says so). Fix: start fewer processes, which need less; `taskset -c 0-3 python -m finetune "
-            "prepare ...` starts four"
-        ) from None
-    finally:
-        gc.unfreeze()
-        pool.shutdown(cancel_futures=True)
+        finally:
+            gc.unfreeze()
 
 
 # --- in a worker
@@ -377,12 +361,10 @@ def tokenize_chunks(
 _settings: RowSettings | None = None
 
 
-def _begin(pickled: bytes) -> None:
+def _begin(settings: RowSettings) -> None:
     global _settings
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us as well; our parent ends us
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every core has a process already
-    end_with_parent()
-    _settings = settings = pickle.loads(pickled)  # noqa: S301 - from our parent, through a pipe
+    _settings = settings
     remember_words(settings.renderer.tokenizer)
     gc.freeze()  # or each collection walks through all objects of the libraries: a tenth of the time
 

@@ -34,6 +34,9 @@ from finetune.errors import UserError
 class AudioFamily(MediaFamily):
     """Handling of clips. Subclasses say how many tokens they become, and which features."""
 
+    # The dimension of `input_features` in which clips differ: they are padded to the longest. None: all have one size.
+    frames_axis: int | None = None
+
     def __init__(self, settings: FamilySettings, marks: Sequence[str] = (), *more: Any):
         self.extractor: Any = settings.load_processor()
         self.rate = int(self.extractor.sampling_rate)
@@ -78,11 +81,15 @@ class AudioFamily(MediaFamily):
         raise NotImplementedError
 
     def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
-        """input_features (N, bins, frames) of clips, or pieces, of one length."""
+        """The extractor's tensors of all clips, or pieces, (N, ...)."""
+        if self.frames_axis is not None:
+            features = _to_longest(features, self.frames_axis)
         return {name: torch.from_numpy(np.concatenate([of_clip[name] for of_clip in features])) for name in features[0]}
 
 
 class Qwen2AudioClips(AudioFamily):
+    fewest = 2  # tokens: transformers' forward takes single ones for those of an older processor
+
     def __init__(self, settings: FamilySettings):
         super().__init__(settings, ("<|audio_bos|>", "<|audio_eos|>"))
 
@@ -92,8 +99,9 @@ class Qwen2AudioClips(AudioFamily):
             raise ValueError(f"this model hears {most:g} s, and its processor drops the rest: cut the clip")
         frames = -(-length // self.extractor.hop_length)
         count = ((frames - 1) // 2 + 1 - 2) // 2 + 1
-        if count < 2:  # transformers' forward takes single tokens for those of an older processor
-            raise ValueError("too short: it would be fewer than two tokens")
+        if count < self.fewest:
+            few = "no token" if self.fewest == 1 else f"fewer than {self.fewest} tokens"
+            raise ValueError(f"too short: it would be {few}")
         return count
 
     def features_of(self, wave: NDArray[np.float32]) -> Features:
@@ -128,6 +136,8 @@ class VoxtralClips(AudioFamily):
 
 
 class Qwen3AsrClips(AudioFamily):
+    frames_axis = -1  # of (1, bins, frames)
+
     def __init__(self, settings: FamilySettings):
         audio: Any = settings.config.audio_config
         self.window = 2 * audio.n_window  # frames that the convolutions see at a time
@@ -152,42 +162,22 @@ class Qwen3AsrClips(AudioFamily):
             "input_features_mask": np.asarray(found["attention_mask"]),
         }
 
-    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
-        """input_features (N, bins, frames) and input_features_mask (N, frames), padded to the longest clip."""
-        return super().join(_to_longest(features, axis=-1), input_ids)
 
-
-class QwenOmniClips(AudioFamily):
+class QwenOmniClips(Qwen2AudioClips):
     """Qwen2.5-Omni: as Qwen2-Audio, of up to 300 s and without what is behind a clip's end."""
 
-    def __init__(self, settings: FamilySettings):
-        super().__init__(settings, ("<|audio_bos|>", "<|audio_eos|>"))
-
-    def count(self, length: int) -> int:
-        if length > self.extractor.n_samples:
-            most = self.extractor.n_samples / self.rate
-            raise ValueError(f"this model hears {most:g} s, and its processor drops the rest: cut the clip")
-        count = ((-(-length // self.extractor.hop_length) - 1) // 2 + 1 - 2) // 2 + 1
-        if count < 1:
-            raise ValueError("too short: it would be no token")
-        return count
+    fewest = 1
+    frames_axis = -1  # of (1, bins, frames)
 
     def features_of(self, wave: NDArray[np.float32]) -> Features:
-        found = self.extractor(
-            wave, sampling_rate=self.rate, padding="max_length", return_attention_mask=True, return_tensors="np"
-        )
-        frames = int(found["attention_mask"].sum())
-        return {
-            "input_features": found["input_features"][..., :frames],
-            "feature_attention_mask": found["attention_mask"][..., :frames],
-        }
-
-    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
-        """input_features (N, bins, frames) and feature_attention_mask (N, frames), padded to the longest clip."""
-        return super().join(_to_longest(features, axis=-1), input_ids)
+        found = super().features_of(wave)
+        frames = int(found["feature_attention_mask"].sum())
+        return {name: values[..., :frames] for name, values in found.items()}
 
 
 class Qwen3OmniClips(AudioFamily):
+    frames_axis = -1  # of (1, bins, frames)
+
     def __init__(self, settings: FamilySettings):
         self.window = 2 * settings.config.audio_config.n_window
         super().__init__(settings, ("<|audio_start|>", "<|audio_end|>"), self.window)
@@ -212,13 +202,11 @@ class Qwen3OmniClips(AudioFamily):
             "feature_attention_mask": np.asarray(found["attention_mask"]),
         }
 
-    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
-        """input_features (N, bins, frames) and feature_attention_mask (N, frames), padded to the longest clip."""
-        return super().join(_to_longest(features, axis=-1), input_ids)
-
 
 class Gemma4Clips(AudioFamily):
     """Gemma 4: marks around one token for four frames; frames end where the samples do."""
+
+    frames_axis = 1  # of (1, frames, bins)
 
     def __init__(self, settings: FamilySettings):
         self.begin, self.end = _named_tokens(settings, "boa_token", "eoa_token")
@@ -245,13 +233,11 @@ class Gemma4Clips(AudioFamily):
         found = self.extractor([wave], return_tensors="np")  # it fails at an array alone
         return {name: np.asarray(found[name]) for name in ("input_features", "input_features_mask")}
 
-    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
-        """input_features (N, frames, bins) and input_features_mask (N, frames), padded to the longest clip."""
-        return super().join(_to_longest(features, axis=1), input_ids)
-
 
 class Gemma3nClips(AudioFamily):
     """Gemma 3n: as many tokens for every clip, the last of them without sound if it is shorter than 30 s."""
+
+    frames_axis = 1  # of (1, frames, bins)
 
     def __init__(self, settings: FamilySettings):
         self.begin, self.end = _named_tokens(settings, "boa_token", "eoa_token")
@@ -273,16 +259,14 @@ class Gemma3nClips(AudioFamily):
         found = self.extractor(wave, return_tensors="np")
         return {name: np.asarray(found[name]) for name in ("input_features", "input_features_mask")}
 
-    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
-        """input_features (N, frames, bins) and input_features_mask (N, frames), padded to the longest clip."""
-        return super().join(_to_longest(features, axis=1), input_ids)
-
 
 _PADDED = 128  # samples: Gemma 3n's extractor pads to a multiple of it
 
 
 class GraniteClips(AudioFamily):
     """Granite Speech: three tokens for fifteen pairs of frames that have begun. Its mask is of tokens."""
+
+    frames_axis = 1  # of (1, pairs of frames, their 2 bins)
 
     def __init__(self, settings: FamilySettings):
         if getattr(settings.config, "has_lora_adapter", False):
@@ -302,10 +286,6 @@ class GraniteClips(AudioFamily):
     def features_of(self, wave: NDArray[np.float32]) -> Features:
         found = self.extractor(wave)
         return {name: np.asarray(found[name]) for name in ("input_features", "input_features_mask")}
-
-    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
-        """input_features (N, pairs, 2 bins) and input_features_mask (N, tokens), padded to the longest clip."""
-        return super().join(_to_longest(features, axis=1), input_ids)
 
 
 def _to_longest(features: Sequence[Features], axis: int) -> list[Features]:

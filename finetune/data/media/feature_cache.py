@@ -12,13 +12,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import multiprocessing
-import pickle
-import signal
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -36,8 +31,9 @@ from finetune.data.checksums import Damaged, checksum, sealed
 from finetune.data.media.families import Features, MediaFamily
 from finetune.data.samples import Clip, Medium
 from finetune.data.sources.files import file_digest
-from finetune.errors import RunFailure, UserError
-from finetune.utils import ProgressBar, end_with_parent, num_cores, readable_bytes, write_atomically
+from finetune.data.workers import worker_pool
+from finetune.errors import UserError
+from finetune.utils import ProgressBar, num_cores, readable_bytes, write_atomically
 
 _COMPUTED_BY = ("transformers", "torch", "numpy", "soundfile", "soxr")
 _DIGITS = 8  # of the checksum, in hex
@@ -168,21 +164,8 @@ def _made(cache: FeatureCache, ordered: list[tuple[Path, Clip]], workers: int) -
             cache.make(clip, path)
             yield
         return
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(workers, context, _begin, (pickle.dumps(cache),))
-    try:
+    with worker_pool(workers, _begin, cache, "compute features") as pool:
         yield from pool.map(_make, ordered, chunksize=1)
-    except BrokenProcessPool:
-        raise RunFailure(
-            f"one of the {workers} processes that compute features has died. Most often the system ended it for want "
-            "of memory (`dmesg` says so). Fix: start fewer processes, which need less; `taskset -c 0-3 python -m "
-            "finetune prepare ...` starts four"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _write_report(cache: FeatureCache, clips: int, took: float) -> None:
@@ -200,12 +183,10 @@ def _write_report(cache: FeatureCache, clips: int, took: float) -> None:
 _cache: FeatureCache | None = None
 
 
-def _begin(pickled: bytes) -> None:
+def _begin(cache: FeatureCache) -> None:
     global _cache
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches us as well; our parent ends us
     torch.set_num_threads(1)  # every core has a process already
-    end_with_parent()
-    _cache = pickle.loads(pickled)  # noqa: S301 - from our parent, through a pipe
+    _cache = cache
 
 
 def _make(item: tuple[Path, Clip]) -> None:

@@ -8,21 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import hearing
-import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import train_here
+from plain_documents import Plain, metric, own_loop
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM
 
-from finetune.data.dataset import build_training, on_disk
-from finetune.data.examples import Examples, media_reader
 from finetune.data.media.family_table import family_of
-from finetune.data.samples import Sequence
 from finetune.errors import UserError
-from finetune.features import load_recipe
-from finetune.models.base_model import Base
 from finetune.models.towers import part_of
 
 pytest.importorskip("soundfile")
@@ -70,69 +65,17 @@ def train_on_clips(folder: Path, name: str, label: str, rows: str = "", **change
     return Path(recipe["run"]["dir"]) / recipe["run"]["name"]
 
 
-def metrics(run: Path, key: str) -> list[float]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [line[key] for line in lines if key in line]
-
-
-class Plain:
-    """The examples of a run, each alone through plain transformers."""
-
-    def __init__(self, run: Path):
-        recipe = load_recipe(run / "recipe.yaml")
-        base = Base.of(recipe)
-        self.examples: Examples = on_disk(build_training(recipe, base.renderer(recipe.objective))).examples
-        self.reader: Any = media_reader(base.media)
-
-    def losses(self, model: Any, one: Sequence) -> torch.Tensor:  # (S,)
-        ids = torch.from_numpy(one.input_ids[None].astype(np.int64))
-        inputs = self.reader.plain_inputs(one.media, ids)
-        logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, :-1]
-        targets = torch.from_numpy(one.loss_mask[1:])
-        return torch.nn.functional.cross_entropy(logits[targets], ids[0, 1:][targets], reduction="none")
-
-
-def own_loop(run: Path, base: Path, trained: list[str]) -> list[float]:
-    """The losses of a loop over plain transformers on the rows of the run's steps, one document at a time."""
-    plain, model = Plain(run), AutoModelForMultimodalLM.from_pretrained(base)
-    family = family_of(model.config)
-    kept = (*family.unused, *family.others)
-    named = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if part_of(family, name) in trained and not any(f".{path}." in name for path in kept)
-    ]
-    groups = [[p for _, p in named if (p.ndim >= 2) == matrices] for matrices in (True, False)]
-    optimizer = torch.optim.AdamW(
-        [{"params": params, "weight_decay": decay} for params, decay in zip(groups, (0.1, 0.0), strict=True)],
-        lr=3e-3,
-        betas=(0.9, 0.95),
-    )
-    by_row = {f"{example.path}:{example.row}": example.sequences[0] for example in plain.examples}
-    losses = []
-    for line in (run / "samples" / "rank-00000.jsonl").read_text(encoding="utf-8").splitlines():
-        nll = torch.cat([plain.losses(model, by_row[row]) for row in json.loads(line)["rows"]]).mean()
-        optimizer.zero_grad()
-        nll.backward()
-        if not any(by_row[row].media for row in json.loads(line)["rows"]):  # Gemma 3n: zeros, of an id without use
-            for name, parameter in named:
-                parameter.grad = parameter.grad if part_of(family, name) == "language" else None
-        optimizer.step()
-        losses.append(nll.item())
-    return losses
-
-
 @pytest.mark.parametrize("name", hearing.families("qwen2_audio"))
 @pytest.mark.parametrize(
     "parts", [pytest.param(["language"], marks=pytest.mark.long), WHOLE], ids=["language", "tower"]
 )
 def test_losses_are_those_of_plain_transformers(name: str, parts: list[str], ears: Path) -> None:
     run = train_on_clips(ears, name, "-".join(parts[-1:]), model={"train": parts, "name": str(ears / f"{name}_hears")})
-    assert metrics(run, "loss") == pytest.approx(own_loop(run, ears / f"{name}_hears", parts), rel=2e-6)
+    assert metric(run, "loss") == pytest.approx(own_loop(run, ears / f"{name}_hears", parts), rel=2e-6)
     plain, result = Plain(run), AutoModelForMultimodalLM.from_pretrained(run / "model")
     with torch.no_grad():
         alone = torch.cat([plain.losses(result, example.sequences[0]) for example in plain.examples]).mean()
-    assert metrics(run, "eval_loss")[-1] == pytest.approx(float(alone), rel=2e-6)
+    assert metric(run, "eval_loss")[-1] == pytest.approx(float(alone), rel=2e-6)
     assert (run / "model" / "preprocessor_config.json").is_file()
     tower = (json.loads((run / "plan.json").read_text())["parts"])["tower"]
     assert (tower[1] > 0) == (parts == WHOLE)
@@ -157,7 +100,7 @@ def test_steps_without_a_clip_leave_tower_and_projector(name: str, ears: Path) -
         batch={"rows": 2},
         train={"max_steps": 8, "precision": "fp32"},
     )
-    assert metrics(run, "loss") == pytest.approx(own_loop(run, ears / f"{name}_hears", WHOLE), rel=2e-6)
+    assert metric(run, "loss") == pytest.approx(own_loop(run, ears / f"{name}_hears", WHOLE), rel=2e-6)
 
 
 @pytest.mark.long
@@ -178,7 +121,7 @@ def test_adapters_in_all_parts(name: str, ears: Path) -> None:
     assert {part_of(family, key) for key in adapted} == {*WHOLE}
     with torch.no_grad():
         alone = torch.cat([plain.losses(result, example.sequences[0]) for example in plain.examples]).mean()
-    assert metrics(run, "eval_loss")[-1] == pytest.approx(float(alone), rel=2e-6)
+    assert metric(run, "eval_loss")[-1] == pytest.approx(float(alone), rel=2e-6)
 
 
 def test_the_thinker_of_a_model_that_talks_is_trained(ears: Path) -> None:
@@ -195,7 +138,7 @@ def test_the_thinker_of_a_model_that_talks_is_trained(ears: Path) -> None:
         train_on_clips(ears, name, label, model={"name": str(folder), "train": ["language"]})
         for label, folder in (("whole", whole), ("part", ears / f"{name}_hears"))
     ]
-    assert metrics(runs[0], "loss") == metrics(runs[1], "loss")
+    assert metric(runs[0], "loss") == metric(runs[1], "loss")
     result = AutoModelForMultimodalLM.from_pretrained(runs[0] / "model")
     assert type(result).__name__ == "Qwen2_5OmniThinkerForConditionalGeneration"
     assert not any("talker" in key for key in load_file(runs[0] / "model" / "model.safetensors"))

@@ -8,20 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import filming
-import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import train_here
+from plain_documents import Plain, metric, own_loop
 from rich.console import Console
 from transformers import AutoModelForMultimodalLM, AutoTokenizer
 from usual import usual
 
-from finetune.data.dataset import build_training, on_disk, questions
-from finetune.data.examples import Examples, media_reader
-from finetune.data.samples import Sequence
-from finetune.features import load_recipe
-from finetune.models.base_model import Base
+from finetune.data.dataset import questions
 from finetune.release.export.commands import ExportOptions, export_run
 
 WHOLE = ["language", "projector", "tower"]
@@ -68,53 +64,6 @@ def train_on_films(folder: Path, name: str, label: str, rows: str = "films", **c
     return Path(recipe["run"]["dir"]) / recipe["run"]["name"]
 
 
-def metrics(run: Path, key: str) -> list[float]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [line[key] for line in lines if key in line]
-
-
-class Plain:
-    """The examples of a run, each alone through plain transformers."""
-
-    def __init__(self, run: Path):
-        recipe = load_recipe(run / "recipe.yaml")
-        base = Base.of(recipe)
-        self.examples: Examples = on_disk(build_training(recipe, base.renderer(recipe.objective))).examples
-        self.reader: Any = media_reader(base.media)
-
-    def losses(self, model: Any, one: Sequence) -> torch.Tensor:  # (S,)
-        ids = torch.from_numpy(one.input_ids[None].astype(np.int64))
-        inputs = self.reader.plain_inputs(one.media, ids)
-        logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, :-1]
-        targets = torch.from_numpy(one.loss_mask[1:])
-        return torch.nn.functional.cross_entropy(logits[targets], ids[0, 1:][targets], reduction="none")
-
-    def loss(self, model: Any) -> float:
-        with torch.no_grad():
-            return float(torch.cat([self.losses(model, one.sequences[0]) for one in self.examples]).mean())
-
-
-def own_loop(run: Path, base: Path, parts: list[str]) -> list[float]:
-    """The losses of a loop over plain transformers on the rows of the run's steps, one document at a time."""
-    plain, model = Plain(run), AutoModelForMultimodalLM.from_pretrained(base)
-    named = [(name, p) for name, p in model.named_parameters() if parts == WHOLE or ".visual." not in name]
-    groups = [[p for _, p in named if (p.ndim >= 2) == matrices] for matrices in (True, False)]
-    optimizer = torch.optim.AdamW(
-        [{"params": params, "weight_decay": decay} for params, decay in zip(groups, (0.1, 0.0), strict=True)],
-        lr=3e-3,
-        betas=(0.9, 0.95),
-    )
-    by_row = {f"{example.path}:{example.row}": example.sequences[0] for example in plain.examples}
-    losses = []
-    for line in (run / "samples" / "rank-00000.jsonl").read_text(encoding="utf-8").splitlines():
-        nll = torch.cat([plain.losses(model, by_row[row]) for row in json.loads(line)["rows"]]).mean()
-        optimizer.zero_grad()
-        nll.backward()
-        optimizer.step()
-        losses.append(nll.item())
-    return losses
-
-
 def plain_answers(run: Path, model: Any, prompts: int, count: int) -> list[list[int]]:
     """The likeliest next tokens of the first prompts, by whole forwards without a cache."""
     plain, answers = Plain(run), []
@@ -137,9 +86,9 @@ def test_losses_are_those_of_plain_transformers(name: str, last: str, films: Pat
     parts = WHOLE if last == "tower" else ["language"]
     base = films / f"{name}_films"
     run = train_on_films(films, name, parts[-1], model={"train": parts, "name": str(base)})
-    assert metrics(run, "loss") == pytest.approx(own_loop(run, base, parts), rel=2e-6)
+    assert metric(run, "loss") == pytest.approx(own_loop(run, base, parts), rel=2e-6)
     result = AutoModelForMultimodalLM.from_pretrained(run / "model")
-    assert metrics(run, "eval_loss")[-1] == pytest.approx(Plain(run).loss(result), rel=2e-6)
+    assert metric(run, "eval_loss")[-1] == pytest.approx(Plain(run).loss(result), rel=2e-6)
     tower = (json.loads((run / "plan.json").read_text())["parts"])["tower"]
     assert (tower[1] > 0) == (parts == WHOLE)
     settings = json.loads((run / "model" / "video_preprocessor_config.json").read_text(encoding="utf-8"))
@@ -159,14 +108,14 @@ def test_steps_without_a_video_leave_tower_and_projector(name: str, films: Path)
     run = train_on_films(
         films, name, "rare", "rare", data={"packing": False}, batch={"rows": 2}, train={"max_steps": 8}
     )
-    assert metrics(run, "loss") == pytest.approx(own_loop(run, films / f"{name}_films", WHOLE), rel=2e-6)
+    assert metric(run, "loss") == pytest.approx(own_loop(run, films / f"{name}_films", WHOLE), rel=2e-6)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", filming.FILMING)
 def test_batches_by_tokens(name: str, films: Path) -> None:
     run = train_on_films(films, name, "tokens", data={"packing": False}, batch={"rows": 5, "tokens_per_device": 300})
-    assert metrics(run, "loss") == pytest.approx(own_loop(run, films / f"{name}_films", WHOLE), rel=2e-6)
+    assert metric(run, "loss") == pytest.approx(own_loop(run, films / f"{name}_films", WHOLE), rel=2e-6)
 
 
 @pytest.mark.long
@@ -179,7 +128,7 @@ def test_adapters_in_all_parts_are_exported(name: str, films: Path, tmp_path: Pa
     plain, result = Plain(run), PeftModel.from_pretrained(base, run / "model").eval()
     keys = {part for key in result.state_dict() if "lora_" in key for part in key.split(".")}
     assert {"visual", "merger", "language_model"} <= keys
-    assert metrics(run, "eval_loss")[-1] == pytest.approx(plain.loss(result), rel=2e-6)
+    assert metric(run, "eval_loss")[-1] == pytest.approx(plain.loss(result), rel=2e-6)
     out = tmp_path / "export"
     compared = export_run(run, ExportOptions(out=out), Console(quiet=True))
     assert compared["kl_mean"] < 1e-9

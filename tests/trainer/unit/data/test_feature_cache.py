@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -13,7 +12,7 @@ import hearing
 import numpy as np
 import pytest
 import yaml
-from conftest import finetune, metrics, train_alone
+from conftest import metrics, train_alone
 from rich.console import Console
 
 from finetune.data.cache_entries import list_entries, remove
@@ -138,11 +137,3 @@ def test_a_run_has_the_losses_that_it_has_without(ears: Path, tmp_path: Path) ->
         assert ("data.audio.cache: 10 clips" in said) == caches
     assert losses[True] == pytest.approx(losses[False], rel=1e-6)
     assert "10 clips, 0.00 h of sound, none made, 10 from the cache" in train_alone(path, "run.name=again")
-
-
-def test_prepare_makes_them_and_says_how_many(ears: Path, tmp_path: Path) -> None:
-    path = recipe_file(ears, "qwen2_audio", tmp_path)
-    done = finetune("prepare", path, "--json")
-    assert done.returncode == 0, done.stderr
-    (note,) = [note for note in json.loads(done.stdout)["notes"] if note.startswith("data.audio.cache")]
-    assert note.startswith("data.audio.cache: 10 clips, 0.00 h of sound, 10 made in ")
