@@ -10,7 +10,7 @@ import mtp_bases
 import parity
 import pytest
 import torch
-from conftest import launch, metrics, train_here
+from conftest import launch, metrics, train_alone
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -56,7 +56,7 @@ def test_losses_and_results_are_those_of_one_process(
     batch = {"rows": 4, "rows_per_device": 1}
     path = write_recipe({**recipe, "model": {"name": str(base), "mtp": "train"}, "batch": batch})
     settings = ("optimizer.eps=1e-6", "evaluate.every_steps=3", "objective.router_aux_loss_coef=0", *overrides)
-    train_here(path, *settings, "run.name=one")
+    train_alone(path, *settings, "run.name=one")
     done = launch(config, 2, "train", path, *settings, "run.name=two")
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = (metrics(tmp_path / "runs" / run) for run in ("one", "two"))

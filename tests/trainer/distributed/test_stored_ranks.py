@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import stored
-from conftest import launch, train_here
+from conftest import launch, train_alone
 from usual import usual
 
 CASES = [
@@ -47,8 +47,8 @@ def test_losses_on_ranks_are_those_of_one_process(
     recipe["train"] |= {"max_steps": 4, "precision": precision}
     recipe["model"]["name"] = str(folder)
     path = write_recipe(recipe)
-    train_here(path, "run.name=single")
-    train_here(path, "run.name=unpacked", f"model.name={plain}")
+    train_alone(path, "run.name=single")
+    train_alone(path, "run.name=unpacked", f"model.name={plain}")
     done = launch(config, 2, "train", path, "run.name=ranks")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     single, unpacked, ranks = (losses(tmp_path / "runs" / run) for run in ("single", "unpacked", "ranks"))
