@@ -3,6 +3,7 @@
 # Uses `python` as it is and installs nothing. Results: runs/gpu-check/results.jsonl, a line a test.
 #   --references      on a machine without a GPU, first: what GPUs are compared with; carry runs/gpu-check along
 #   --rehearse N      the same tests on N CPU processes, with tiny shapes, in runs/gpu-check/rehearsal
+#   --first           the first case of each test alone
 #   --out FOLDER      results, logs and references; default runs/gpu-check
 #   --seconds S       start no test that may take longer than what is left of them; default 570
 #   other arguments   go to pytest: -k "devices or parity" chooses tests, --collect-only lists them

@@ -2,7 +2,7 @@
 
     python scripts/proofs/parity_matrix.py                      # everything that fits this machine
     python scripts/proofs/parity_matrix.py --only zero3 lora    # configs or cases whose names contain one of the words
-    python scripts/proofs/parity_matrix.py --covering 7         # a third that covers, as `./scripts/test.sh --all` runs
+    python scripts/proofs/parity_matrix.py --covering 7         # a quarter that covers: `./scripts/test.sh --all`
 
 The cases are in `tests/support/parity.py`. Each accelerate config is launched once and runs all its cases in that one
 group. Exit status 1 if a difference exceeds its tolerance.

@@ -132,20 +132,21 @@ def rewrite(folder: Path, copy: Path, rounds: bool) -> None:
         write_record(copy, step, samples, "made up")
 
 
-def micro_batches_at(processes: int) -> tuple[str, ...]:
-    return ("many",) if processes == 4 else tuple(BUDGETS)  # on four each has few samples anyway
+def replays(processes: int) -> list[tuple[str, str]]:
+    """Returns the cases of a launch, each with its micro-batches: one and many; many alone on four processes, where
+    each has few samples anyway."""
+    return [(case, size) for case in cases() for size in (["many"] if processes == 4 else BUDGETS)]
 
 
-def replay(folder: Path, config: str, processes: int, micro_batches: Sequence[str] = tuple(BUDGETS)) -> list[Cell]:
-    """Runs all cases in one launch, and compares them with those of one process; `single` has to be first."""
-    places = [(case, size) for case in cases() for size in micro_batches]
+def replay(folder: Path, config: str, processes: int, chosen: Sequence[tuple[str, str]]) -> list[Cell]:
+    """Runs `replays` in one launch, and compares them with those of one process; all of `single` have to be first."""
     jobs = []
-    for case, size in places:
+    for case, size in chosen:
         overrides = [value.format(folder=folder) for value in cases()[case]]
         overrides.append(f"batch.tokens_per_device={BUDGETS[size]}")
         jobs.append([*overrides, f"run.name={run_name(config, processes, case, size)}"])
     parity.launch_jobs(folder, config, processes, jobs, (__file__, RANK))
-    return [compared(folder, config, processes, case, size) for case, size in places]
+    return [compared(folder, config, processes, case, size) for case, size in chosen]
 
 
 def run_name(config: str, processes: int, case: str, size: str) -> str:
@@ -167,11 +168,11 @@ def matrix(folder: Path, only: Sequence[str]) -> Iterator[list[Cell]]:
     """Yields the cells of each launch. only: names of configs, sizes such as x2."""
     sizes = [int(word[1:]) for word in only if word[1:].isdigit()]
     configs = [word for word in only if not word[1:].isdigit()]
-    yield replay(folder, "single", 1)
+    yield replay(folder, "single", 1, replays(1))
     for config, processes in PLACES:
         chosen = (not configs or config in configs) and (not sizes or processes in sizes)
         if chosen and config != "single":
-            yield replay(folder, config, processes, micro_batches_at(processes))
+            yield replay(folder, config, processes, replays(processes))
 
 
 RANK = "--rank"  # this script as a rank of a launch: then FOLDER and JOBS of `parity.work`

@@ -1,7 +1,7 @@
 """Stop on one backend, go on on any other: every pair (saved under, resumed under), against the run never stopped.
 
     python scripts/proofs/resume_matrix.py                           # every config with 1, 2 and 4 processes: hours
-    python scripts/proofs/resume_matrix.py --covering 7              # one of eighteen pairs, drawn to cover the others
+    python scripts/proofs/resume_matrix.py --covering 7              # one of thirty pairs, drawn to cover the others
     python scripts/proofs/resume_matrix.py --only ddp:2 zero3:2 tp   # each of these with each; tp at every size it has
     python scripts/proofs/resume_matrix.py --cases "full images tower" "lora images"   # these, if a config runs them
 
@@ -126,32 +126,38 @@ def cases(*places: Place) -> tuple[parity.Case, ...]:
 def covering(seed: int) -> list[Pair]:
     """A selection of all pairs that covers
 
-    - every place as the one that saves, twice, as the one that resumes, twice, and as both;
+    - every place as the one that saves, as the one that resumes, and as both;
     - every kind of config with every kind;
-    - every word of a case's name with every kind of config that saves it, and that resumes it.
+    - every word of a case's name saved twice and resumed twice by another place.
 
-    Greedy: next is what covers most that is not covered yet, for the number of its processes; the seed decides ties.
+    Greedy: next is what covers most that is not covered yet, for the processes it starts; the seed decides ties.
     """
     pairs = [Pair(saved, on, case) for saved in PLACES for on in PLACES for case in cases(saved, on)]
     Random(seed).shuffle(pairs)
-
-    def covers(pair: Pair) -> list[object]:
-        kinds = kind_of(pair.saved), kind_of(pair.resumed)
-        ends = list(zip(("saved", "resumed"), (pair.saved, pair.resumed), kinds, strict=True))
-        both = ["itself", pair.saved] if pair.saved == pair.resumed else kinds
-        words = [(end, kind, word) for end, _, kind in ends for word in pair.case.name.split()]
-        return [tuple(both), *((end, place) for end, place, _ in ends), *words]
-
-    wanted = Counter({covered: 1 for pair in pairs for covered in covers(pair)})
-    for end in ("saved", "resumed"):
-        wanted.update((end, place) for place in PLACES)
+    wanted = Counter({what: times for pair in pairs for what, times in covered_by(pair).items()})
     chosen: list[Pair] = []
+    runs: set[tuple[Place, parity.Case]] = set()  # that save what has been chosen, or are compared with it
     while any(number > 0 for number in wanted.values()):
-        best = max(pairs, key=lambda p: sum(wanted[one] > 0 for one in covers(p)) / (p.saved[1] + p.resumed[1]))
+        best = max(pairs, key=lambda pair: sum(wanted[one] > 0 for one in covered_by(pair)) / cost(pair, runs))
         pairs.remove(best)
         chosen.append(best)
-        wanted.subtract(covers(best))
+        runs |= {(best.saved, best.case), (SINGLE, best.case)}
+        wanted.subtract(dict.fromkeys(covered_by(best), 1))
     return chosen
+
+
+def covered_by(pair: Pair) -> dict[tuple[Any, ...], int]:
+    """What a pair covers, and how often `covering` wants it."""
+    is_same, ends = pair.saved == pair.resumed, {"saved": pair.saved, "resumed": pair.resumed}
+    kinds = ("itself", pair.saved) if is_same else (kind_of(pair.saved), kind_of(pair.resumed))
+    words = [] if is_same else [(end, word) for end in ends for word in pair.case.name.split()]
+    return {kinds: 1, **dict.fromkeys(ends.items(), 1), **dict.fromkeys(words, 2)}
+
+
+def cost(pair: Pair, runs: set[tuple[Place, parity.Case]]) -> float:
+    """Processes that train for a pair beside `runs`; the resumed run makes two thirds of the steps."""
+    needed = {(pair.saved, pair.case), (SINGLE, pair.case)} - runs
+    return pair.resumed[1] * (STEPS - STOP) / STEPS + sum(place[1] for place, _ in needed)
 
 
 def kind_of(place: Place) -> str:

@@ -79,12 +79,13 @@ USUAL = [
     Cell("fsdp2_tp", 8, "lora"),
     Cell("zero3", 8, "lora"),
 ]
+CONFIGS = [path.stem for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")) if path.stem not in CANNOT]
+# Every config in every mode, at its sizes in turns.
 ALL = [
-    Cell(path.stem, processes, mode)
-    for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-    if path.stem not in CANNOT
-    for processes in SIZES.get(path.stem, (2, 8))
-    for mode in MODES
+    Cell(config, sizes[(i + j) % len(sizes)], mode)
+    for i, config in enumerate(CONFIGS)
+    for sizes in [SIZES.get(config, (2, 8))]
+    for j, mode in enumerate(MODES)
 ]
 
 

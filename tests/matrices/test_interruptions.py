@@ -1,4 +1,4 @@
-"""Runs that are killed and hosts that are lost: six kills of each config by scripts/proofs/crash_test.py (which takes
+"""Runs that are killed and hosts that are lost: four kills of each config by scripts/proofs/crash_test.py (which takes
 thirty by itself), at other moments each time, and scripts/proofs/two_hosts.py, whole."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(4 * 3600)
 @pytest.mark.parametrize("config", crash_test.CONFIGS)
 def test_nothing_is_lost_when_killed(config: str) -> None:
     """With another seed each time, which the output shows."""
-    run_script("proofs/crash_test.py", "--only", config, "--kills", 6)
+    run_script("proofs/crash_test.py", "--only", config, "--kills", 4)
 
 
 def test_nothing_is_lost_when_eight_processes_are_killed() -> None:

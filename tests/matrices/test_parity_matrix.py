@@ -1,11 +1,10 @@
 """The parity matrix, thinned so that it still covers (`parity.covering`):
 
-- every case, under two launches of several processes where two have it;
-- every config and size, by two cases; but of the seven launches of eight processes four;
+- every case, and every config and size; but of the seven launches of eight processes four;
 - every word of a case's name (its mode, model, objective, precision, head, ...) with every kind of config that has it:
   ddp, fsdp2, zero, pp, tp, cp and ep.
 
-Two ranks of a shipped config are started by accelerate's own launcher. That is a third of all cells, drawn each time.
+Two ranks of a shipped config are started by accelerate's own launcher. That is a quarter of all cells, drawn each time.
 scripts/proofs/parity_matrix.py runs the whole matrix, some hours on two cores; with `--covering SEED` what a seed draws
 here.
 """

@@ -182,6 +182,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--out", type=Path, default=Path("runs/gpu-check"), help="results, logs and references")
     group.addoption("--seconds", type=float, default=570.0, help="start nothing that may take longer than what is left")
     group.addoption("--rehearse", type=int, default=0, metavar="N", help="on N CPU processes; in OUT/rehearsal")
+    group.addoption("--first", action="store_true", help="the first case of each test alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -208,6 +209,10 @@ class Check:
     @pytest.hookimpl(trylast=True)  # after `-k`
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leaves out what is ok. What has no result comes first."""
+        if config.getoption("--first"):
+            first = {item.name.partition("[")[0]: item for item in reversed(items)}.values()
+            config.hook.pytest_deselected(items=[item for item in items if item not in first])
+            items[:] = [item for item in items if item in first]
         done = [item for item in items if self.before.get(item.name) == "ok"]
         items[:] = sorted((item for item in items if item not in done), key=lambda item: item.name in self.before)
         config.hook.pytest_deselected(items=done)

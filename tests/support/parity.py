@@ -925,9 +925,8 @@ def kind(config: str) -> str:
 def covering(seed: int) -> list[tuple[str, int, list[Case]]]:
     """A selection of all launches and their cases that covers
 
-    - every case, twice where two launches have it;
-    - every launch, by two cases if it has them; of those of eight processes one for each config that they vary, and
-      those that alone have a case;
+    - every case;
+    - every launch; of those of eight processes one for each config that they vary, and those that alone have a case;
     - every word of a case's name with every kind of config that has it.
 
     Greedy: next is what covers most that is not covered yet, for the number of its processes; the seed decides ties.
@@ -947,9 +946,6 @@ def covering(seed: int) -> list[tuple[str, int, list[Case]]]:
         return [case.name, place, *((word, kind(place[0])) for word in case.name.split())]
 
     wanted = Counter({covered: 1 for cell in cells for covered in covers(*cell)})
-    wanted.update(name for name in counts if counts[name] > 1)
-    launches = Counter(place for place, _ in cells)
-    wanted.update(place for place in launches if launches[place] > 1)
     chosen: dict[tuple[str, int], list[Case]] = {}
     while any(number > 0 for number in wanted.values()):
         place, case = max(cells, key=lambda cell: sum(wanted[one] > 0 for one in covers(*cell)) / cell[0][1])

@@ -1,5 +1,6 @@
 """Results are written: each causal class that an accelerate config takes trains a step, and its folder, read back by
-transformers, has the tensors of one process's result."""
+transformers, has the tensors of one process's result. Each class runs under one config of each way to divide a model,
+drawn each time."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from random import Random, SystemRandom
 from typing import Any
 
 import architectures as sweep
@@ -25,6 +27,7 @@ from finetune.models.trials import FAILURES
 
 WORKER = Path(__file__).with_name("results_worker.py")
 LAUNCHES = {"fsdp2": 2, "zero3": 2, "tp": 2, "pp": 2, "pp_fsdp2": 4, "pp_tp": 4, "ep": 2}
+DIVIDED = {"shards": ("fsdp2", "zero3"), "stages": ("pp", "pp_fsdp2", "pp_tp"), "layers": ("tp", "ep")}
 # Their layers save buffers: the router's bias, which no gradient changes.
 WITH_BUFFERS = ("deepseek_v3", "glm4_moe")
 CHUNK = 12  # classes of a launch
@@ -142,11 +145,19 @@ def test_zero_3_steps_with_every_gradient_or_not_at_all(launched: Launched) -> N
     assert "DeepSpeed's hooks do not reduce its gradient" in became["openai-gpt"]["message"]
 
 
+@pytest.fixture(scope="module")
+def seed() -> int:
+    return SystemRandom().randrange(2**31)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("config", LAUNCHES)
+@pytest.mark.parametrize("configs", DIVIDED.values(), ids=DIVIDED)
 @pytest.mark.parametrize("names", chunks(), ids=lambda names: names[0])
-def test_every_class_that_a_config_takes_is_written(launched: Launched, config: str, names: tuple[str, ...]) -> None:
-    assert check_results(launched, config, names) == []
+def test_every_class_that_a_config_takes_is_written(
+    launched: Launched, seed: int, configs: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    config = Random(f"{seed} {configs} {names}").choice(configs)
+    assert check_results(launched, config, names) == [], f"under {config}, drawn by {seed}"
 
 
 @pytest.mark.long

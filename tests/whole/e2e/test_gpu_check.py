@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from gpu_check import Runs, write_inputs
+
+from finetune.engine.launch import read_config_file
+from finetune.features import load_recipe
 
 TRIAL = """
 import os, time
@@ -166,12 +170,33 @@ def test_references_are_carried_to_a_gpu_and_trained_once(tmp_path: Path) -> Non
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-def test_all_of_it_on_the_cpu(tmp_path: Path) -> None:
-    checked = check(tmp_path / "rehearsal", "--rehearse", "2", "--seconds", "7200")
+def test_each_of_its_tests_on_the_cpu(tmp_path: Path) -> None:
+    """The first case of each: all of them are half an hour, and `test_its_cases_are_recipes` reads the others."""
+    checked = check(tmp_path / "rehearsal", "--rehearse", "2", "--first", "--seconds", "7200")
     assert checked.status == 0, checked.said
     results = {one["test"]: one for one in checked.results}
-    assert "(+0.0%)" in results["test_memory[full-recomputed]"]["weights"]
+    assert len(results) == len({test.partition("[")[0] for test in results}) > 15
+    assert "(+0.0%)" in results["test_memory[full]"]["weights"]
     why = {one["test"]: one["why"] for one in checked.results if one["status"] == "left out"}
     expected = "CUDA|devices, here|not installed|No module|needs torchao|skipped in"
     unexpected = {test: text for test, text in why.items() if not re.search(expected, text)}
     assert not {test for test in unexpected if not test.startswith("test_benchmark")}, unexpected
+
+
+def test_its_cases_are_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tests" / "gpu")
+    import runs as cases
+
+    write_inputs(tmp_path, is_rehearsal=True)
+    gpu = Runs(tmp_path, rehearse=1)
+    overrides = [
+        *(of_case for of_case, _ in cases.PARITY.values()),
+        *(tuple(f"{key}={value}" for key, value in chosen.items()) for chosen in cases.KERNELS.values()),
+        *((override, *both) for override, both in cases.SAVERS.values()),
+        *(*cases.FALLING.values(), *cases.MEMORY.values(), *cases.GRAPHED.values()),
+    ]
+    for one in overrides:
+        load_recipe(str(tmp_path / "recipe.yaml"), cases.in_folder(gpu, one))
+    assert len(overrides) > 30
+    for config in cases.SEVERAL:
+        read_config_file(str(ROOT / "accelerate_configs" / f"{config}.yaml"), 2)
