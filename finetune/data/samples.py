@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,7 +147,6 @@ Sample = Drawable | Ranked | Labelled
 class Image:
     """An image as it is stored, and the tokens of a sequence that stand for it; its pixels are read when trained on."""
 
-    kind: ClassVar[MediaKind] = "image"
     source: str | bytes  # path of its file, or the file itself, if the row has it
     height: int  # pixels, as it is seen: turned as its EXIF data says
     width: int
@@ -159,7 +158,6 @@ class Image:
 class Clip:
     """A sound file as it is stored, and the tokens of a sequence that stand for it; read when trained on."""
 
-    kind: ClassVar[MediaKind] = "audio"
     source: str | bytes  # path of its file, or the file itself, if the row has it
     samples: int  # of one channel
     rate: int  # samples a second
@@ -171,7 +169,6 @@ class Clip:
 class Video:
     """A video as it is stored, and the tokens of a sequence that stand for it; decoded when trained on."""
 
-    kind: ClassVar[MediaKind] = "video"
     source: str | bytes  # path of its file, `LISTED` paths of its frames, or the file itself, if the row has it
     frames: int  # that its file has
     rate: Fraction  # of these, frames a second
@@ -183,6 +180,11 @@ class Video:
 
 
 Medium = Image | Clip | Video
+
+
+def kind_of(medium: Medium) -> MediaKind:
+    """Returns the kind of a file."""
+    return "image" if isinstance(medium, Image) else "audio" if isinstance(medium, Clip) else "video"
 
 
 @dataclass(frozen=True)

@@ -209,8 +209,7 @@ def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "data.mixture", "prompts are drawn from all rows alike: remove it"
     kind = data.media_kind
     if kind is not None and recipe.objective.name == "distill":
-        name = {"image": "images", "audio": "sound", "video": "videos"}[kind]
-        yield f"data.{kind}", f"a teacher does not read the samples of prompts with {name}: use `objective.name: grpo`"
+        yield f"data.{kind}", "a teacher does not read the samples of prompts with files: use `objective.name: grpo`"
     if kind is not None and recipe.rollouts is not None and recipe.rollouts.environment is not None:
         yield "rollouts.environment", f"its turns follow prompts of text alone: remove it, or `data.{kind}`"
     if data.overlong in ("truncate", "split"):

@@ -11,7 +11,7 @@ import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
@@ -30,7 +30,7 @@ from finetune.data.dataset import until_end
 from finetune.data.formats.converters import with_files_of
 from finetune.data.formats.messages import context_of, read_messages
 from finetune.data.formats.tools import read_tools
-from finetune.data.samples import BadRow, Conversation, MediaKind, Medium, Reference
+from finetune.data.samples import BadRow, Conversation, MediaKind, Medium, Reference, kind_of
 from finetune.errors import RunFailure, UserError
 from finetune.models.remote_code import trusts_code
 from finetune.recipe import load_recipe
@@ -124,7 +124,7 @@ class Answerer:
     tokenizer: Any
     chat: Chat | None  # None: no template, so that prompts are texts
     processor: Model | None = None  # base of the processor of files
-    rules: FileRules = field(default_factory=Images)  # of the kind of files that a run was on; others have the defaults
+    rules: tuple[FileRules, ...] = ()  # of the kinds of files that a run was on; others have the defaults
 
     def prompt(self, messages: Any, tools: Any = (), data_file: str = "") -> Prompt:
         """Returns the tokens of a conversation. data_file: its folder is the base of paths. Raises UserError."""
@@ -190,7 +190,7 @@ class Answerer:
 
     def rules_of(self, kind: MediaKind) -> FileRules:
         """Returns the bounds of a kind of files: those of the run, or the defaults for what it was not trained on."""
-        return self.rules if isinstance(self.rules, _RULES[kind]) else _RULES[kind]()
+        return next((rules for rules in self.rules if isinstance(rules, _RULES[kind])), None) or _RULES[kind]()
 
     @cached_property
     def _of_kinds(self) -> dict[MediaKind, tuple[RowMedia, FeatureReader]]:
@@ -215,8 +215,8 @@ class Answerer:
         """Returns the inputs of transformers' forward for the files of texts (B, T), in order, whose kinds may differ.
         Raises UserError for a file that cannot be decoded."""
         inputs: dict[str, torch.Tensor] = {}
-        for kind in dict.fromkeys(file.kind for file in files):
-            found = self._of_kind(kind)[1].plain_inputs([file for file in files if file.kind == kind], input_ids)
+        for kind in dict.fromkeys(map(kind_of, files)):
+            found = self._of_kind(kind)[1].plain_inputs([one for one in files if kind_of(one) == kind], input_ids)
             if "mm_token_type_ids" in inputs:  # (B, T), of which each kind has its own number where its tokens are
                 found["mm_token_type_ids"] = found["mm_token_type_ids"] + inputs["mm_token_type_ids"]
             inputs |= found
@@ -276,17 +276,14 @@ def answerer_of(run_dir: Path, model: Any, tokenizer: Any) -> Answerer:
         settings = json.loads(file.read_text(encoding="utf-8"))
         base, revision = settings["base_model_name_or_path"], settings.get("revision")
         processor = Model(name=base, revision=revision, trust_remote_code=trusted)
-    rules = file_rules(
-        model, load_recipe(run_dir / "recipe.yaml").data if (run_dir / "recipe.yaml").is_file() else None
-    )
+    recipe = run_dir / "recipe.yaml"
+    rules = file_rules(load_recipe(recipe).data) if recipe.is_file() else ()
     return Answerer(model, tokenizer, chat_template(tokenizer), processor, rules)
 
 
-def file_rules(model: Any, data: Data | None) -> FileRules:
-    """Returns the bounds of a model's files: those of its run, or the defaults for what it takes."""
-    if data is not None and (rules := data.media) is not None:
-        return rules
-    return Audio() if hasattr(model.config, "audio_config") else Images()
+def file_rules(data: Data) -> tuple[FileRules, ...]:
+    """Returns the bounds of the files that a run was on."""
+    return tuple(rules for rules in (data.image, data.audio, data.video) if rules is not None)
 
 
 def chat_template(tokenizer: Any) -> Chat | None:

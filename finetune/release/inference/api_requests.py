@@ -21,7 +21,7 @@ from finetune.release.inference.lane import Request
 from finetune.release.inference.sampling import Sampling
 
 MAX_BODY_BYTES = 32 * 2**20  # a prompt with images, videos or sound; a quarter for models without
-MAX_VIDEO_PIXELS = 2**32  # of all frames of a prompt's videos: two minutes of 720p; a CPU decodes them in half a minute
+MAX_VIDEO_PIXELS = 2**32  # of all frames of a prompt's videos: two and a half minutes of 720p, 30 frames a second
 MAX_VALUES = 200_000  # in a body's JSON: lists, objects and their items
 MAX_DEPTH = 64
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256

@@ -10,7 +10,7 @@ base alone explains them better, as if the adapter were missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -103,7 +103,7 @@ def verify_url(url: str, trained: Trained, model: str | None, base: str | None, 
         if base:
             processor = processor.model_copy(update={"name": base, "revision": None})
         reference = load_reference(trained, base)
-        rules = file_rules(reference, trained.recipe.data)
+        rules = file_rules(trained.recipe.data)
         answerer = Answerer(reference, tokenizer, chat_template(tokenizer), processor, rules)
         if answerer.chat is None:
             raise UserError(
@@ -129,7 +129,7 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
         for path, number, row in islice(source.reader.rows(), _ROWS_PER_SOURCE):
             try:
                 sample = parse_row(row, source.source.format, source.source.columns, recipe.rollouts is not None)
-                messages = _request_messages(sample, data.media, path)
+                messages = _request_messages(sample, file_rules(data), path)
             except BadRow as error:
                 if data.on_bad_row == "skip":
                     continue
@@ -143,7 +143,7 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
         )
 
 
-def _request_messages(sample: Any, rules: FileRules | None, path: str) -> list[dict[str, Any]]:
+def _request_messages(sample: Any, rules: Sequence[FileRules], path: str) -> list[dict[str, Any]]:
     """Returns a sample's messages before its last answer, as the API expects them; [] for other samples."""
     if isinstance(sample, Preference):
         sample = sample.chosen
@@ -161,7 +161,7 @@ def _request_messages(sample: Any, rules: FileRules | None, path: str) -> list[d
     return [{"role": one.role, "content": _content(one, rules, path)} for one in kept]
 
 
-def _content(message: Message, rules: FileRules | None, path: str) -> str | list[dict[str, Any]]:
+def _content(message: Message, rules: Sequence[FileRules], path: str) -> str | list[dict[str, Any]]:
     """Returns the content as text, or as parts with files as base64."""
     if not message.media:
         return message.content
@@ -173,7 +173,7 @@ def _content(message: Message, rules: FileRules | None, path: str) -> str | list
     return parts
 
 
-def _file_part(file: Reference, rules: FileRules | None, path: str) -> dict[str, Any]:
+def _file_part(file: Reference, rules: Sequence[FileRules], path: str) -> dict[str, Any]:
     """Returns a file of a row of `path` as a part. Raises BadRow, UserError for a video that is pictures."""
     source = _source_of(file, rules, path)
     content = source if isinstance(source, bytes) else Path(source).read_bytes()
@@ -183,22 +183,20 @@ def _file_part(file: Reference, rules: FileRules | None, path: str) -> dict[str,
     return as_part(content, path if isinstance(source, bytes) else source)
 
 
-def _source_of(file: Reference, rules: FileRules | None, path: str) -> str | bytes:
-    """Returns the path of a file of a row, or the file itself, if a run would read it."""
+def _source_of(file: Reference, rules: Sequence[FileRules], path: str) -> str | bytes:
+    """Returns the path of a file of a row, or the file itself, if a run would read it. rules: of the run."""
     from finetune.data.media.audio_files import find_clip
     from finetune.data.media.image_files import find_image
     from finetune.data.media.video_files import find_video, is_listed
 
-    reference = file.source or b""
+    reference, bounds = file.source or b"", {type(one): one for one in rules}
     if file.kind == "audio":
-        return find_clip(reference, rules if isinstance(rules, Audio) else Audio(), path).source
+        return find_clip(reference, bounds.get(Audio) or Audio(), path).source
     if file.kind == "image":
-        return find_image(reference, rules if isinstance(rules, Images) else Images(), path).source
-    source = find_video(reference, rules if isinstance(rules, Videos) else Videos(), path, 1.0).source
+        return find_image(reference, bounds.get(Images) or Images(), path).source
+    source = find_video(reference, bounds.get(Videos) or Videos(), path, 1.0).source
     if is_listed(source):
-        raise UserError(
-            f"{path}: a video of pictures cannot be sent to a server. Fix: verify the export's folder instead"
-        )
+        raise UserError(f"{path}: videos of pictures are not sent to servers. Fix: verify the export's folder instead")
     return source
 
 

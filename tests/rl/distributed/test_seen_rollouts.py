@@ -124,7 +124,7 @@ def test_processes_sample_the_same_tokens_and_train_on_them_alike(
     [
         (
             {"objective": {"name": "distill", "teacher": "teacher"}, "rewards": [], "evaluate": {}},
-            "a teacher does not read the samples of prompts with videos",
+            "a teacher does not read the samples of prompts with files",
         ),
         ({"rollouts": {"environment": "game.py"}}, "its turns follow prompts of text alone"),
         ({"rollouts": {"engine": "vllm", "url": "http://localhost:8000"}}, "vllm gets the weights of models of text"),
