@@ -11,6 +11,7 @@ import pytest
 from conftest import finetune
 from plain_documents import Plain, metric
 from rich.console import Console
+from safetensors.torch import load_file
 from test_audio_runs import WHOLE, train_on_clips
 from transformers import AutoFeatureExtractor, AutoModelForMultimodalLM, AutoTokenizer
 
@@ -77,3 +78,18 @@ def test_an_export_is_the_run(mode: str, name: str, ears: Path, tmp_path: Path) 
     (tmp_path / "export" / "preprocessor_config.json").unlink()
     with pytest.raises(RunFailure, match=r"preprocessor_config\.json is missing"):
         verify_run(tmp_path / "export", run, None, None, 2, QUIET)
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_a_model_that_talks_is_exported_as_its_thinker(ears: Path, tmp_path: Path) -> None:
+    """Untrained tensors are those of the whole model's files, under the names of the thinker's class."""
+    name = "qwen2_5_omni_thinker"
+    model = {"train": ["language"], "name": str(hearing.save_talking(ears, name))}
+    run = train_on_clips(ears, name, "talking", "single", model=model, checkpoint={"every_steps": 4})
+    out = tmp_path / "export"
+    assert export_run(run, ExportOptions(out=out, step="4"), QUIET)["kl_mean"] < 1e-9
+    written, plain = AutoModelForMultimodalLM.from_pretrained(out).eval(), Plain(run)
+    assert type(written).__name__ == "Qwen2_5OmniThinkerForConditionalGeneration"
+    assert plain.loss(written) == pytest.approx(metric(run, "eval_loss")[-1], rel=2e-6)
+    assert not any("talker" in key or key.startswith("thinker") for key in load_file(out / "model.safetensors"))
+    assert settings_of(out) == settings_of(ears / f"{name}_hears")
