@@ -331,8 +331,8 @@ def save_hearing(folder: Path, name: str, **changes: Any) -> Path:
 
 
 def save_talking(folder: Path, name: str) -> Path:
-    """The files of a model that also talks, whose thinker is `folder/<name>_hears`, in `folder/<name>_talks`: its config
-    within that of the whole, its tensors below `thinker.`."""
+    """The files of a model that also talks, whose thinker is `folder/<name>_hears`, in `folder/<name>_talks`: its
+    config within that of the whole, its tensors below `thinker.`."""
     import torch
     from safetensors.torch import load_file, save_file
 
