@@ -72,11 +72,12 @@ def generate(
     system: str | None = None,
     images: Sequence[str | Path] = (),
     audio: Sequence[str | Path] = (),
+    videos: Sequence[str | Path] = (),
     **sampling: Any,
 ) -> list[str]:
     """Returns the answers of a trained model (a run directory or a model folder). temperature 0: greedy.
 
-    images, audio: files that a model which sees, or hears, is given ahead of each prompt.
+    images, audio, videos: files that a model which sees, or hears, is given ahead of each prompt.
     sampling: top_p, top_k, repetition_penalty, seed, stop, as options of the command line.
     """
     quiet_libraries()
@@ -85,7 +86,8 @@ def generate(
     from finetune.release.inference.sampling import Sampling
 
     chosen = Sampling(max_new_tokens, temperature, **sampling)
-    return answers(Path(run_dir), prompts, chosen, system, [*map(Path, images)], [*map(Path, audio)])
+    files = ([*map(Path, of_kind)] for of_kind in (images, audio, videos))
+    return answers(Path(run_dir), prompts, chosen, system, *files)
 
 
 def plan(recipe: Recipe | str | Path, *on: str, nodes: int = 1, by: str = "time") -> list[dict[str, Any]]:

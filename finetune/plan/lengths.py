@@ -6,7 +6,7 @@ functions that build rows of tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +63,9 @@ class Lengths:
         length = recipe.data.max_length
         if recipe.rollouts is not None:
             prompts = tokens - np.asarray(self.examples.sizes.target_tokens, np.int64)
-            return sampled_rows(recipe, prompts, self.source, config)
+            facts = sampled_rows(recipe, prompts, self.source, config)
+            fitting = np.flatnonzero(prompts <= length - recipe.rollouts.max_new_tokens)
+            return facts if self.image_token is None or not len(fitting) else self._with_files(facts, fitting)
         kept = np.flatnonzero(tokens <= length)
         if not len(kept):
             return widest(recipe, f"no example of {self.source} has at most {length} tokens", config)
@@ -72,6 +74,12 @@ class Lengths:
         unknown = None if self.times else "number of rows: run `prepare` with these data"
         packed = Rows(packed.offsets, kept[packed.members])
         return facts_of(self.examples, packed, self.source, rows, self.image_token, unknown)
+
+    def _with_files(self, facts: RowFacts, kept: NDArray[np.int64]) -> RowFacts:
+        """Returns the rows of samples with the files of their prompts. kept: the prompts that leave room for one."""
+        rows = one_per_row(np.asarray(self.examples.sizes.tokens, np.int64)[kept])
+        seen = facts_of(self.examples, Rows(rows.offsets, kept[rows.members]), self.source, None, self.image_token)
+        return replace(facts, images=seen.images, sample_images=seen.sample_images)
 
 
 def sampled_rows(recipe: Recipe, prompts: NDArray[np.int64], source: str, config: PretrainedConfig) -> RowFacts:
@@ -152,8 +160,11 @@ def widest(recipe: Recipe, reason: str, config: PretrainedConfig) -> RowFacts:
     images if it sees any."""
     length, images = recipe.data.max_length, most_images(recipe.data, config)
     if recipe.rollouts is not None:
-        of_prompts = np.array([length - recipe.rollouts.max_new_tokens])
-        return sampled_rows(recipe, of_prompts, f"data.max_length, as lengths are not known ({reason})", config)
+        room = length - recipe.rollouts.max_new_tokens
+        of_prompt = most_images(recipe.data.model_copy(update={"max_length": room}), config)
+        source = f"data.max_length, as lengths are not known ({reason})"
+        facts = sampled_rows(recipe, np.array([room]), source, config)
+        return replace(facts, images=of_prompt, sample_images=(of_prompt,) if of_prompt else ())
     full = f" with {len(images)} images of {images[0]:,} tokens" if images else ""
     return RowFacts(
         f"not known ({reason}): every row is taken as one document of data.max_length tokens{full}, all supervised, "

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from transformers import DynamicCache, PretrainedConfig
 
 from finetune.models.base_config import dtypes
+from finetune.plan.images import KnownIntegers
 from finetune.plan.meter import Meter, OperatorCounter, Work
 from finetune.plan.micro_batch import How, NotEstimated, attention_at, fill, model_at, short_model
 from finetune.plan.shapes import CacheKey, shortened
@@ -90,7 +91,7 @@ def _sampling(key: CacheKey) -> CohortCosts:
                     _lengthen(cache, place - prompt)
                 operators.part = phase
                 meter.begin(phase)
-                _one_forward(model, sampler, cache, tokens, place)
+                _one_forward(model, sampler, cache, tokens, place, has_tower=recipe.model.train is not None)
         except DynamicOutputShapeException as error:
             raise NotEstimated(
                 f"{type(config).__name__}: what its layers compute depends on values ({error}), so the memory of "
@@ -107,18 +108,22 @@ def _sampling(key: CacheKey) -> CohortCosts:
     return CohortCosts(samples, whole, int(peaks["prompts"] + more * share), peaks["tokens"] + more, *works)
 
 
-def _one_forward(model: torch.nn.Module, sampler: Sampler, cache: DynamicCache, tokens: int, place: int) -> None:
-    """Runs one turn of `rollouts.decoding.decode`. place: of the first of `tokens` in each sequence."""
+def _one_forward(
+    model: torch.nn.Module, sampler: Sampler, cache: DynamicCache, tokens: int, place: int, *, has_tower: bool
+) -> None:
+    """Runs one turn of `rollouts.decoding.decode`. place: of the first of `tokens` in each sequence; has_tower: which
+    reads sizes of files, here of the smallest there is."""
     samples = len(sampler.keys)
-    positions = torch.arange(place, place + tokens).expand(samples, -1)
-    output = model(
-        input_ids=torch.zeros(samples, tokens, dtype=torch.int64),
-        attention_mask=torch.ones(samples, place + tokens, dtype=torch.int64),
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    with KnownIntegers() if has_tower else contextlib.nullcontext():
+        positions = torch.arange(place, place + tokens).expand(samples, -1)
+        output = model(
+            input_ids=torch.zeros(samples, tokens, dtype=torch.int64),
+            attention_mask=torch.ones(samples, place + tokens, dtype=torch.int64),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
     sampler(output.logits[:, -1], place)
 
 

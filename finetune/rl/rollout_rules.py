@@ -207,12 +207,11 @@ def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "data.streaming", "prompts are drawn from all rows: set it to false"
     if data.mixture is not None:
         yield "data.mixture", "prompts are drawn from all rows alike: remove it"
-    if (kind := data.media_kind) in ("image", "video"):
-        yield f"data.{kind}", f"samples of prompts with {kind}s are not supported: remove it"
-    if data.audio is not None and recipe.objective.name == "distill":
-        yield "data.audio", "a teacher does not read the samples of prompts with sound: use `objective.name: grpo`"
-    if data.audio is not None and recipe.rollouts is not None and recipe.rollouts.environment is not None:
-        yield "rollouts.environment", "its turns follow prompts of text alone: remove it, or `data.audio`"
+    kind = data.media_kind
+    if kind is not None and recipe.objective.name == "distill":
+        yield f"data.{kind}", "a teacher does not read the samples of prompts with files: use `objective.name: grpo`"
+    if kind is not None and recipe.rollouts is not None and recipe.rollouts.environment is not None:
+        yield "rollouts.environment", f"its turns follow prompts of text alone: remove it, or `data.{kind}`"
     if data.overlong in ("truncate", "split"):
         yield "data.overlong", f"`{data.overlong}` would cut prompts: use `drop` or `error`"
     if recipe.objective.train_on == "all":

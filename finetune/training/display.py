@@ -103,10 +103,8 @@ def next_command(objective: ObjectiveSettings, data: Data, folder: Path) -> str:
     """Returns the command that uses a result: what it can be asked depends on its objective and its rows."""
     if objective.scores_sequences:
         return f"python -m finetune score {folder} --data FILE"
-    if data.image is not None:
-        return f"python -m finetune generate {folder} PROMPT --image FILE"
-    if data.audio is not None:
-        return f"python -m finetune generate {folder} PROMPT --audio FILE"
+    if data.media_kind is not None:
+        return f"python -m finetune generate {folder} PROMPT --{data.media_kind} FILE"
     if all(source.format == "text" for source in data.train):
         return f"python -m finetune generate {folder} PROMPT"
     return f"python -m finetune chat {folder}"

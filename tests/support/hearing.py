@@ -330,6 +330,23 @@ def save_hearing(folder: Path, name: str, **changes: Any) -> Path:
     return into
 
 
+def save_talking(folder: Path, name: str) -> Path:
+    """The files of a model that also talks, whose thinker is `folder/<name>_hears`, in `folder/<name>_talks`: its
+    config within that of the whole, its tensors below `thinker.`."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    into = folder / f"{name}_talks"
+    shutil.rmtree(into, ignore_errors=True)
+    shutil.copytree(folder / f"{name}_hears", into)
+    tensors = {f"thinker.{key}": value for key, value in load_file(into / "model.safetensors").items()}
+    save_file({**tensors, "talker.norm.weight": torch.ones(4)}, into / "model.safetensors", {"format": "pt"})
+    thinker = json.loads((into / "config.json").read_text())
+    config = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"], "thinker_config": thinker}
+    (into / "config.json").write_text(json.dumps(config))
+    return into
+
+
 TONES = {"red": 220.0, "green": 440.0, "blue": 880.0}  # words of the tokenizer, and Hz
 
 

@@ -57,6 +57,7 @@ class FamilySettings:
             ) from None
 
 
+_TOKEN_IDS = ("image_token_id", "video_token_id", "audio_token_id")  # of a file, in transformers' configs
 _NAMES = {"image": "images", "audio": "sound", "video": "videos"}
 
 
@@ -105,6 +106,8 @@ class MediaFamily:
         self.processor, self.token, self.placeholder = processor, token, placeholder or token
         self.token_id = int(number)
         self.mark_ids: NDArray[np.int32] = np.array(sorted(ids), np.int32)  # never trained
+        # Of files of every kind that the model takes: nothing may write them, as a forward would look for features.
+        self.file_ids = sorted({getattr(settings.config, key, number) for key in _TOKEN_IDS} - {None})
         # All that a file's tokens depend on.
         self.settings = f"{settings.config.model_type} {processor.to_json_string()} {more}"
 

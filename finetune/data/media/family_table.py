@@ -307,6 +307,8 @@ SEE_VIDEOS: dict[str, Family] = {
         frames_apart=True,
     ),
 }
+
+
 _REFUSALS = {
     # transformers' `_prepare_cross_attention_mask`: rows of its mask that are all closed become all open.
     "mllama": "In its cross attention a token that stands before its document's images looks at those of all others",
@@ -316,6 +318,12 @@ _REFUSALS = {
     ),
     "llava_next": "Its images end their lines with a token that is trained, which a row of several images would mix",
 }
+
+
+def kinds_taken(model_type: str) -> tuple[MediaKind, ...]:
+    """Returns the kinds of files that models of a type take, the usual one first; () for those of text."""
+    own = (FAMILIES[model_type].kind,) if model_type in FAMILIES else ()
+    return (*own, "video") if model_type in SEE_VIDEOS else own
 
 
 def part_that_hears(config: PretrainedConfig) -> PretrainedConfig:

@@ -33,6 +33,10 @@ def generate(
         list[Path] | None,
         typer.Option("--audio", metavar="FILE", help="Play this sound before each prompt; may be repeated."),
     ] = None,
+    videos: Annotated[
+        list[Path] | None,
+        typer.Option("--video", metavar="FILE", help="Show this video before each prompt; may be repeated."),
+    ] = None,
     rows: Annotated[
         Path | None,
         typer.Option(
@@ -48,10 +52,12 @@ def generate(
     sampling: Sampling = _ANSWER,
     as_json: AsJson = False,
 ) -> None:
-    """Generate answers of a trained model to prompts, with pictures or sound if it takes them, or to a file's rows.
+    """Generate answers of a trained model to prompts, with pictures, sound or videos if it takes them, or to a file's
+    rows.
 
     Example: [bold]python -m finetune generate runs/quickstart-full "the 3rd of March, 2021"[/bold]
     """
+    files = ("--image", images), ("--audio", audio), ("--video", videos)
     if (rows is None) != (output is None):
         raise UserError(
             "generate: --input and --output go together. Fix: give both, a file of rows and the file of their answers"
@@ -60,15 +66,16 @@ def generate(
         raise UserError(
             "generate: prompts and --input exclude each other. Fix: give prompts, or --input with a file of them"
         )
-    if rows is not None and (images or audio):
+    if rows is not None and (given := [name for name, of_kind in files if of_kind]):
         raise UserError(
-            f"generate: --{'image' if images else 'audio'} is only for prompts. Fix: name the files in the rows of "
-            "--input, as rows of data do"
+            f"generate: {given[0]} is only for prompts. Fix: name the files in the rows of --input, as rows of data do"
         )
     from finetune.release.inference.answering import Files, answer_file, answer_prompts
 
     if rows is None or output is None:
-        answer_prompts(run_dir, prompt or [], sampling, system, Files(images or (), audio or ()), as_json)
+        answer_prompts(
+            run_dir, prompt or [], sampling, system, Files(*(of_kind or () for _, of_kind in files)), as_json
+        )
         return
     count = answer_file(run_dir, rows, output, sampling, system, batch_size, Console(stderr=True))
     print(json.dumps({"rows": count, "output": str(output)}) if as_json else f"{count:,} answers in {output}")
@@ -86,8 +93,8 @@ def chat(
 ) -> None:
     """Talk to a trained model, in this process or on a server (`serve`, vLLM, ...); it sees the conversation so far.
 
-    /clear begins again, /system TEXT sets a system prompt, /image FILE and /audio FILE go with the next question,
-    /save FILE adds the conversation to a file of rows.
+    /clear begins again, /system TEXT sets a system prompt, /image FILE, /audio FILE and /video FILE go with the next
+    question, /save FILE adds the conversation to a file of rows.
 
     Example: [bold]python -m finetune chat runs/quickstart-lora --temperature 0.7[/bold]
     """

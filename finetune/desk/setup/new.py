@@ -244,7 +244,7 @@ def _show(recipe: NewRecipe, loaded: Recipe, problem: str, renderer: Renderer | 
     path, asked = shlex.quote(str(recipe.path)), question(rows)
     run = shlex.quote(f"{loaded.run.dir}/{loaded.run.name}")
     use = f"generate {run} {shlex.quote(asked or 'Once upon a time')}" + (
-        " --image FILE" if rows.media_kind == "image" else ""
+        f" --{rows.media_kind} FILE" if rows.media_kind else ""
     )
     if OBJECTIVE_SECTIONS[rows.objective].score_model is not None:
         use = f"score {run} --data {shlex.quote(rows.items[0][0])}"

@@ -172,6 +172,8 @@ def write_settings(model: StreamedModel, folder: Path, as_base: bool = False) ->
     if base is not None and (trained.is_adapter or model.part or sees_images) and not model.is_scoring:
         # The base's own, with the changes of training: rows of the vocabulary, a head that is no longer tied.
         config = read_object(base.folder / "config.json")
+        if sees_images and "thinker_config" in config:  # a model that also talks
+            config = config["thinker_config"] | {"architectures": [type(model.model).__name__]}
         if not as_base:
             config.pop("quantization_config", None)
         for part in (one for one in (config, config.get("text_config")) if isinstance(one, dict)):

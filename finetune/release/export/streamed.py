@@ -371,7 +371,7 @@ def _find_files(trained: Trained, about: Model) -> BaseFolder | None:
         return replace(find_base(str(trained.folder), None), name=about.name or "")
     if about.name is None:
         return None
-    base = find_base(about.name, about.revision)
+    base = _of_thinker(find_base(about.name, about.revision), about)
     if not trained.labels or (checkpoint := base_checkpoint(about)) is None:
         return base
     # A head of scores is on the text part of a multimodal base, as a model of its own.
@@ -385,6 +385,19 @@ def _find_files(trained: Trained, about: Model) -> BaseFolder | None:
             names[renamed] = name
     assert isinstance(base.files, TensorFiles)  # a multimodal base is plain
     return replace(base, files=base.files.renamed(names))
+
+
+def _of_thinker(base: BaseFolder, about: Model) -> BaseFolder:
+    """Returns the files of a model that also talks with its thinker's tensors alone, by the names of their own class;
+    those of other models as they are."""
+    if about.train is None or "thinker_config" not in read_object(base.folder / "config.json"):
+        return base
+    assert isinstance(base.files, TensorFiles)  # a multimodal base is plain
+    names = {name.removeprefix(_THINKER): name for name in base.files.names() if name.startswith(_THINKER)}
+    return replace(base, files=base.files.renamed(names))
+
+
+_THINKER = "thinker."  # before its tensors in the files of Qwen2.5-Omni and Qwen3-Omni
 
 
 def own_tensors(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -34,6 +34,7 @@ from finetune.data.samples import Example
 from finetune.errors import UserError
 from finetune.models.base_config import base_config, first_line
 from finetune.models.base_model import Base, processor_settings
+from finetune.models.checkpoint_files import PROCESSORS
 from finetune.models.config import model_config
 from finetune.models.damage import ADAPTER_CONFIG, read_object
 from finetune.models.mtp_files import undeclared
@@ -318,6 +319,7 @@ def compare_adapter(figures: Figures, trained: Trained, export: Path) -> None:
     place = {"base_model_name_or_path", "revision"}  # of the copy that is on the hub
     figures.problems += other_keys(ADAPTER_CONFIG, ours, theirs, place)
     settings = settings_files(trained.settings)
+    settings |= {name: path for name in PROCESSORS if (path := trained.folder / name).is_file()}  # of a run on files
     if (trained.folder / LABELS).is_file():
         settings[LABELS] = trained.folder / LABELS
     compare_each(figures, settings, export)

@@ -218,7 +218,7 @@ def load_reference(trained: Trained, base: str | None = None) -> Any:
     else:  # of a multimodal one its text part
         files = of_run.files
         more: dict[str, Any] = {"config": config, "key_mapping": files.renames} if files is not None else {}
-        more |= {"config": config} if trained.labels else {}
+        more |= {"config": config} if trained.labels or about.train is not None else {}  # also of a thinker
         revision = about.revision or "main"
         try:
             model = load_auto(

@@ -55,7 +55,7 @@ def measure_rows(model: Any, tokenizer: Any, trained: Trained, options: RowOptio
     assert options.rows is not None
     recipe = trained.recipe
     if trained.is_checkpoint and recipe is not None:
-        answerer = Answerer(model, tokenizer, chat_template(tokenizer), recipe.model, file_rules(model, recipe.data))
+        answerer = Answerer(model, tokenizer, chat_template(tokenizer), recipe.model, file_rules(recipe.data))
     else:
         answerer = answerer_of(trained.run_dir, model, tokenizer)
     how = recipe.evaluate if recipe is not None else Evaluate()

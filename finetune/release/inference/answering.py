@@ -1,8 +1,8 @@
 """`generate` and `chat`: a trained model answers prompts, conversations and files of them.
 
 A prompt is rendered as in training: the same reader of messages, the same template, the same tokens, and for
-images and sound the same features, within the bounds of the run's `data.image` or `data.audio`. Sampling starts from
-the model's generation_config.json, as in transformers' servers; options take precedence.
+images, videos and sound the same features, within the bounds of the run's `data.image`, `data.video` or `data.audio`.
+Sampling starts from the model's generation_config.json, as in transformers' servers; options take precedence.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
@@ -30,13 +30,13 @@ from finetune.data.dataset import until_end
 from finetune.data.formats.converters import with_files_of
 from finetune.data.formats.messages import context_of, read_messages
 from finetune.data.formats.tools import read_tools
-from finetune.data.samples import BadRow, Conversation, Medium, Reference
+from finetune.data.samples import BadRow, Conversation, MediaKind, Medium, Reference, kind_of
 from finetune.errors import RunFailure, UserError
 from finetune.models.remote_code import trusts_code
 from finetune.recipe import load_recipe
-from finetune.recipe.schema import Audio, Data, Images, Model
+from finetune.recipe.schema import Audio, Data, Images, Model, Videos
 from finetune.release.export.loading import load_result, model_folder
-from finetune.release.inference.chat import as_messages, audio_part, converse, image_part, typed_lines
+from finetune.release.inference.chat import as_messages, audio_part, converse, image_part, typed_lines, video_part
 from finetune.release.inference.control_tokens import ControlTokens
 from finetune.release.inference.sampling import Sampling
 from finetune.utils import sha256_file, write_atomically
@@ -44,9 +44,12 @@ from finetune.utils import sha256_file, write_atomically
 if TYPE_CHECKING:  # Pillow and transformers' processors are needed for files only
     from finetune.data.media.expansion import RowMedia
     from finetune.data.media.feature_reader import FeatureReader
+    from finetune.data.media.stored_files import FileRules
 
 
 _CONTEXT = 32_768  # tokens, for a model without a limit
+_RULES: Mapping[MediaKind, Any] = {"image": Images, "audio": Audio, "video": Videos}
+_NAMES: Mapping[MediaKind, str] = {"image": "images", "audio": "sound", "video": "videos"}
 
 
 def generation_settings(config: GenerationConfig, sampling: Sampling) -> GenerationConfig:
@@ -121,7 +124,7 @@ class Answerer:
     tokenizer: Any
     chat: Chat | None  # None: no template, so that prompts are texts
     processor: Model | None = None  # base of the processor of files
-    rules: Images | Audio = field(default_factory=Images)  # `data.image` or `data.audio` of a run on files
+    rules: tuple[FileRules, ...] = ()  # of the kinds of files that a run was on; others have the defaults
 
     def prompt(self, messages: Any, tools: Any = (), data_file: str = "") -> Prompt:
         """Returns the tokens of a conversation. data_file: its folder is the base of paths. Raises UserError."""
@@ -169,32 +172,55 @@ class Answerer:
         return ControlTokens(self.tokenizer)
 
     def _row_media(self, references: Sequence[Reference]) -> RowMedia:
-        """Returns the model's handling of these files. Raises UserError for a kind that it does not take."""
-        from finetune.data.media.family_table import FAMILIES
+        """Returns the model's handling of these files. Raises UserError for a kind that it does not take, and for files
+        of several kinds."""
+        from finetune.data.media.family_table import FAMILIES, kinds_taken
 
         model_type = self.model.config.model_type
-        taken = FAMILIES[model_type].kind if model_type in FAMILIES and self.processor is not None else None
-        if any(reference.kind == "video" for reference in references):
-            raise UserError("videos are trained on, but not answered. Fix: give frames of it as images")
-        if other := [reference.kind for reference in references if reference.kind != taken]:
-            able = ", ".join(name for name, family in FAMILIES.items() if family.kind == other[0])
-            what = "images" if other[0] == "image" else "sound"
-            raise UserError(f"this model ({model_type}) takes no {what}. Fix: use one of {able}")
-        return self._media
+        kinds = list(dict.fromkeys(reference.kind for reference in references))
+        if other := [kind for kind in kinds if self.processor is None or kind not in kinds_taken(model_type)]:
+            able = ", ".join(name for name in FAMILIES if other[0] in kinds_taken(name))
+            raise UserError(f"this model ({model_type}) takes no {_NAMES[other[0]]}. Fix: use one of {able}")
+        if len(kinds) > 1:
+            one, two = (_NAMES[kind] for kind in kinds[:2])
+            raise UserError(
+                f"a conversation has {one} and {two}, and files of one kind are answered. Fix: keep one kind"
+            )
+        return self._media(kinds[0])
+
+    def rules_of(self, kind: MediaKind) -> FileRules:
+        """Returns the bounds of a kind of files: those of the run, or the defaults for what it was not trained on."""
+        return next((rules for rules in self.rules if isinstance(rules, _RULES[kind])), None) or _RULES[kind]()
 
     @cached_property
-    def _media(self) -> RowMedia:
+    def _of_kinds(self) -> dict[MediaKind, tuple[RowMedia, FeatureReader]]:
+        return {}  # filled when a kind is first met: processors take time to load
+
+    def _of_kind(self, kind: MediaKind) -> tuple[RowMedia, FeatureReader]:
         from finetune.data.media.expansion import RowMedia
         from finetune.data.media.families import media_family
-
-        assert self.processor is not None  # above
-        return RowMedia(media_family(self.processor, self.rules, self.tokenizer), self.rules)
-
-    @cached_property
-    def _reader(self) -> FeatureReader:
         from finetune.data.media.feature_reader import feature_reader
 
-        return feature_reader(self._media.family, self.rules.threads)
+        if kind not in self._of_kinds:
+            assert self.processor is not None  # of a model that takes files
+            rules = self.rules_of(kind)
+            family = media_family(self.processor, rules, self.tokenizer)
+            self._of_kinds[kind] = RowMedia(family, rules), feature_reader(family, rules.threads)
+        return self._of_kinds[kind]
+
+    def _media(self, kind: MediaKind) -> RowMedia:
+        return self._of_kind(kind)[0]
+
+    def file_inputs(self, files: Sequence[Medium], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the inputs of transformers' forward for the files of texts (B, T), in order, whose kinds may differ.
+        Raises UserError for a file that cannot be decoded."""
+        inputs: dict[str, torch.Tensor] = {}
+        for kind in dict.fromkeys(map(kind_of, files)):
+            found = self._of_kind(kind)[1].plain_inputs([one for one in files if kind_of(one) == kind], input_ids)
+            if "mm_token_type_ids" in inputs:  # (B, T), of which each kind has its own number where its tokens are
+                found["mm_token_type_ids"] = found["mm_token_type_ids"] + inputs["mm_token_type_ids"]
+            inputs |= found
+        return inputs
 
     def inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
         """Returns inputs of transformers' `generate` for prompts as one batch (B, T), padded on the left. Raises
@@ -207,7 +233,7 @@ class Answerer:
             mask[row, width - len(prompt.ids) :] = 1
         inputs = {"input_ids": ids, "attention_mask": mask}
         if files := [one for prompt in prompts for one in prompt.media]:
-            features = self._reader.plain_inputs(files, ids)
+            features = self.file_inputs(files, ids)
             # In the type of the weights, to which not every tower casts them itself (Qwen3-ASR's does not).
             inputs |= {name: v.to(self.model.dtype) if v.is_floating_point() else v for name, v in features.items()}
         return {name: value.to(self.model.device) for name, value in inputs.items()}
@@ -250,17 +276,14 @@ def answerer_of(run_dir: Path, model: Any, tokenizer: Any) -> Answerer:
         settings = json.loads(file.read_text(encoding="utf-8"))
         base, revision = settings["base_model_name_or_path"], settings.get("revision")
         processor = Model(name=base, revision=revision, trust_remote_code=trusted)
-    rules = file_rules(
-        model, load_recipe(run_dir / "recipe.yaml").data if (run_dir / "recipe.yaml").is_file() else None
-    )
+    recipe = run_dir / "recipe.yaml"
+    rules = file_rules(load_recipe(recipe).data) if recipe.is_file() else ()
     return Answerer(model, tokenizer, chat_template(tokenizer), processor, rules)
 
 
-def file_rules(model: Any, data: Data | None) -> Images | Audio:
-    """Returns the bounds of a model's files: those of its run, or the defaults for what it takes."""
-    if data is not None and (rules := data.image or data.audio) is not None:
-        return rules
-    return Audio() if hasattr(model.config, "audio_config") else Images()
+def file_rules(data: Data) -> tuple[FileRules, ...]:
+    """Returns the bounds of the files that a run was on."""
+    return tuple(rules for rules in (data.image, data.audio, data.video) if rules is not None)
 
 
 def chat_template(tokenizer: Any) -> Chat | None:
@@ -318,10 +341,11 @@ class Files:
 
     images: Sequence[Path] = ()
     audio: Sequence[Path] = ()
+    videos: Sequence[Path] = ()
 
     def parts(self) -> list[Mapping[str, Any]]:
         """Returns them as parts of a message. Raises UserError."""
-        return [*map(image_part, self.images), *map(audio_part, self.audio)]
+        return [*map(image_part, self.images), *map(audio_part, self.audio), *map(video_part, self.videos)]
 
 
 def answer_prompts(
@@ -356,10 +380,12 @@ def answers(
     system: str | None = None,
     images: Sequence[Path] = (),
     audio: Sequence[Path] = (),
+    videos: Sequence[Path] = (),
 ) -> list[str]:
-    """Returns the answer to each prompt. images, audio: placed before each. Raises UserError if there is no result."""
+    """Returns the answer to each prompt. images, audio, videos: placed before each. Raises UserError if there is no
+    result."""
     sampling.check()
-    parts = Files(images, audio).parts()
+    parts = Files(images, audio, videos).parts()
     answerer = load_answerer(run_dir)
     _seed(sampling)
     conversations = [as_messages(prompt, system, files=parts) for prompt in prompts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -13,14 +13,15 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.cli.serving.utils import build_response_parser
 
-from finetune.data.samples import MediaKind
+from finetune.data.samples import BadRow, MediaKind, Reference
 from finetune.errors import UserError
 from finetune.recipe.schema import check_template_arguments
 from finetune.release.inference.answering import Answerer, files_of, generation_settings, read_request
 from finetune.release.inference.lane import Request
 from finetune.release.inference.sampling import Sampling
 
-MAX_BODY_BYTES = 32 * 2**20  # a prompt with images or sound; a quarter for models without
+MAX_BODY_BYTES = 32 * 2**20  # a prompt with images, videos or sound; a quarter for models without
+MAX_VIDEO_PIXELS = 2**32  # of all frames of a prompt's videos: two and a half minutes of 720p, 30 frames a second
 MAX_VALUES = 200_000  # in a body's JSON: lists, objects and their items
 MAX_DEPTH = 64
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
@@ -238,6 +239,7 @@ class Prompts:
                         400, f"the prompt has {len(texts):,} messages, and the model takes {entry.context:,} tokens"
                     )
                 self._check_length(entry, len(json.dumps([texts, request.tools], ensure_ascii=False)))
+                _check_videos(entry, files_of(request))
                 prompt = entry.tokens(replace(request, template_arguments=fields.get("chat_template_kwargs") or {}))
             else:
                 self._check_length(entry, len(fields["prompt"]))
@@ -245,7 +247,7 @@ class Prompts:
                 if not prompt.ids:
                     raise Refused(400, "`prompt` is empty")
             room = entry.context - len(prompt.ids)
-        except (UserError, RecursionError) as error:
+        except (UserError, BadRow, RecursionError) as error:
             raise Refused(400, str(error)) from None
         settings = settings_of(fields, entry.model.generation_config, room, len(entry.tokenizer))
         tools = fields.get("tools") or None
@@ -261,3 +263,20 @@ class Prompts:
             raise Refused(
                 400, f"the prompt has {characters:,} characters, and the model takes {entry.context:,} tokens"
             )
+
+
+def _check_videos(entry: Answerer, files: Sequence[Reference]) -> None:
+    """Raises Refused for videos that take minutes to decode, as a few bytes may, whose frames are alike. Raises BadRow
+    for one that cannot be measured."""
+    from finetune.data.media.family_table import kinds_taken
+    from finetune.data.media.video_files import find_video
+
+    if "video" not in kinds_taken(entry.model.config.model_type):
+        return  # it is refused, and not opened
+    rules, pixels = entry.rules_of("video").model_copy(update={"verify": "header"}), 0
+    for file in files:
+        if file.kind == "video":
+            found = find_video(file.source or b"", rules, "", 1.0)
+            pixels += found.frames * found.height * found.width
+    if pixels > MAX_VIDEO_PIXELS:
+        raise Refused(400, f"the videos have {pixels:,} pixels in all frames; at most {MAX_VIDEO_PIXELS:,} are decoded")

@@ -19,9 +19,10 @@ from finetune.release.inference.server_client import Server
 
 Messages = Sequence[Mapping[str, Any]]
 _HELP = (
-    "/clear forgets the conversation, /system TEXT sets a system prompt, /image FILE and /audio FILE go with the next "
-    "question, /save FILE writes the conversation, /exit ends"
+    "/clear forgets the conversation, /system TEXT sets a system prompt, /image FILE, /audio FILE and /video FILE go "
+    "with the next question, /save FILE writes the conversation, /exit ends"
 )
+MOST_BYTES = 1 << 28  # of a file: as of one within a row, see finetune/data/media/stored_files.py
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"  # https://ecma-international.org/publications-and-standards/standards/ecma-48/
 
 
@@ -44,17 +45,33 @@ def audio_part(path: Path) -> dict[str, Any]:
     return input_audio_part(_content_of(path, "sound file"))
 
 
+def video_part(path: Path) -> dict[str, Any]:
+    """Returns a file as a part of a message, as vLLM's clients send videos. Raises UserError if it cannot be read."""
+    return video_url_part(_content_of(path, "video"), path.name)
+
+
 def _content_of(path: Path, kind: str) -> bytes:
     try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise UserError(f"{path}: {size:,} bytes, and at most {MOST_BYTES:,} are sent. Fix: make the file smaller")
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: this {kind} cannot be read: {error.strerror}. Fix: check the path") from None
 
 
 def image_url_part(content: bytes, name: str) -> dict[str, Any]:
-    kind = mimetypes.guess_type(name)[0] or ""
-    kind = kind if kind.startswith("image/") else "image/png"
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{base64.b64encode(content).decode()}"}}
+    return {"type": "image_url", "image_url": {"url": _data_url(content, name, "image/png")}}
+
+
+def video_url_part(content: bytes, name: str) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": _data_url(content, name, "video/mp4")}}
+
+
+def _data_url(content: bytes, name: str, usual: str) -> str:
+    """Returns a file as a data URL. usual: its media type, if its name says no other of that kind."""
+    guessed = mimetypes.guess_type(name)[0] or ""
+    kind = guessed if guessed.partition("/")[0] == usual.partition("/")[0] else usual
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 # First bytes of sound files; MP3 begins with a tag or with any frame.
@@ -64,6 +81,9 @@ _SOUNDS = {b"RIFF": "wav", b"RF64": "wav", b"fLaC": "flac", b"OggS": "ogg"}
 def input_audio_part(content: bytes) -> dict[str, Any]:
     format = _SOUNDS.get(content[:4], "mp3")
     return {"type": "input_audio", "input_audio": {"data": base64.b64encode(content).decode(), "format": format}}
+
+
+_PARTS = {"/image": image_part, "/audio": audio_part, "/video": video_part}  # what a file becomes, by command
 
 
 def typed_lines(shows_prompt: bool = True) -> Iterator[str]:
@@ -93,9 +113,9 @@ def converse(answer: Callable[[Messages], str], system: str | None) -> None:
             history, files = [], []
         elif command == "/system":
             system, history = rest.strip() or None, []
-        elif command in ("/image", "/audio"):
+        elif command in _PARTS:
             try:
-                files.append((image_part if command == "/image" else audio_part)(Path(rest.strip())))
+                files.append(_PARTS[command](Path(rest.strip())))
             except UserError as error:
                 print(error)
         elif command == "/save":

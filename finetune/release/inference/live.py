@@ -10,11 +10,11 @@ base alone explains them better, as if the adapter were missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -36,11 +36,14 @@ from finetune.data.samples import (
 from finetune.errors import RunFailure, UserError
 from finetune.models.remote_code import load_auto
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Audio, HeldOut, Images
+from finetune.recipe.schema import Audio, HeldOut, Images, Videos
 from finetune.release.export.verify_answers import end_tokens, load_reference, quiet_loading
 from finetune.release.inference.answering import Answerer, Prompt, chat_template, file_rules
-from finetune.release.inference.chat import image_url_part, input_audio_part
+from finetune.release.inference.chat import image_url_part, input_audio_part, video_url_part
 from finetune.release.inference.server_client import Server
+
+if TYPE_CHECKING:
+    from finetune.data.media.stored_files import FileRules
 
 # For any format of a server; docs/reference/export.md.
 TOP1, GAP_MEAN, GAP_MAX = 0.95, 1e-2, 1.0  # share; nats for a token that is not the likeliest
@@ -92,8 +95,6 @@ def verify_url(url: str, trained: Trained, model: str | None, base: str | None, 
         )
     from transformers import AutoTokenizer
 
-    if trained.recipe.data.video is not None:
-        raise UserError("a server cannot be compared on rows with videos. Fix: verify the export's folder instead")
     server = Server(url)
     comparison = Live(server.choose(model, trained.run_dir.resolve().name))
     conversations = list(islice(_questions(trained.recipe), rows))
@@ -102,7 +103,7 @@ def verify_url(url: str, trained: Trained, model: str | None, base: str | None, 
         if base:
             processor = processor.model_copy(update={"name": base, "revision": None})
         reference = load_reference(trained, base)
-        rules = file_rules(reference, trained.recipe.data)
+        rules = file_rules(trained.recipe.data)
         answerer = Answerer(reference, tokenizer, chat_template(tokenizer), processor, rules)
         if answerer.chat is None:
             raise UserError(
@@ -128,7 +129,7 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
         for path, number, row in islice(source.reader.rows(), _ROWS_PER_SOURCE):
             try:
                 sample = parse_row(row, source.source.format, source.source.columns, recipe.rollouts is not None)
-                messages = _request_messages(sample, data.image or data.audio, path)
+                messages = _request_messages(sample, file_rules(data), path)
             except BadRow as error:
                 if data.on_bad_row == "skip":
                     continue
@@ -142,7 +143,7 @@ def _questions(recipe: Recipe) -> Iterator[list[dict[str, Any]]]:
         )
 
 
-def _request_messages(sample: Any, rules: Images | Audio | None, path: str) -> list[dict[str, Any]]:
+def _request_messages(sample: Any, rules: Sequence[FileRules], path: str) -> list[dict[str, Any]]:
     """Returns a sample's messages before its last answer, as the API expects them; [] for other samples."""
     if isinstance(sample, Preference):
         sample = sample.chosen
@@ -160,7 +161,7 @@ def _request_messages(sample: Any, rules: Images | Audio | None, path: str) -> l
     return [{"role": one.role, "content": _content(one, rules, path)} for one in kept]
 
 
-def _content(message: Message, rules: Images | Audio | None, path: str) -> str | list[dict[str, Any]]:
+def _content(message: Message, rules: Sequence[FileRules], path: str) -> str | list[dict[str, Any]]:
     """Returns the content as text, or as parts with files as base64."""
     if not message.media:
         return message.content
@@ -172,19 +173,31 @@ def _content(message: Message, rules: Images | Audio | None, path: str) -> str |
     return parts
 
 
-def _file_part(file: Reference, rules: Images | Audio | None, path: str) -> dict[str, Any]:
-    """Returns a file of a row of `path` as a part. Raises BadRow."""
-    from finetune.data.media.audio_files import find_clip
-    from finetune.data.media.image_files import find_image
-
-    if file.kind == "audio":
-        source = find_clip(file.source or b"", rules if isinstance(rules, Audio) else Audio(), path).source
-    else:
-        source = find_image(file.source or b"", rules if isinstance(rules, Images) else Images(), path).source
+def _file_part(file: Reference, rules: Sequence[FileRules], path: str) -> dict[str, Any]:
+    """Returns a file of a row of `path` as a part. Raises BadRow, UserError for a video that is pictures."""
+    source = _source_of(file, rules, path)
     content = source if isinstance(source, bytes) else Path(source).read_bytes()
     if file.kind == "audio":
         return input_audio_part(content)
-    return image_url_part(content, path if isinstance(source, bytes) else source)
+    as_part = video_url_part if file.kind == "video" else image_url_part
+    return as_part(content, path if isinstance(source, bytes) else source)
+
+
+def _source_of(file: Reference, rules: Sequence[FileRules], path: str) -> str | bytes:
+    """Returns the path of a file of a row, or the file itself, if a run would read it. rules: of the run."""
+    from finetune.data.media.audio_files import find_clip
+    from finetune.data.media.image_files import find_image
+    from finetune.data.media.video_files import find_video, is_listed
+
+    reference, bounds = file.source or b"", {type(one): one for one in rules}
+    if file.kind == "audio":
+        return find_clip(reference, bounds.get(Audio) or Audio(), path).source
+    if file.kind == "image":
+        return find_image(reference, bounds.get(Images) or Images(), path).source
+    source = find_video(reference, bounds.get(Videos) or Videos(), path, 1.0).source
+    if is_listed(source):
+        raise UserError(f"{path}: videos of pictures are not sent to servers. Fix: verify the export's folder instead")
+    return source
 
 
 # --- the comparison

@@ -109,7 +109,7 @@ class Drawer:
             torch.tensor([getattr(one, name) for one in beginnings] or [0], device=self.engine.device)
             for name in ("draw", "sample", "begun")
         )
-        never = self.reader.family.token_id if self.reader is not None else None
+        never = self.reader.family.file_ids if self.reader is not None else ()
         sampler = Sampler(self.settings, sample_keys(self.seed, draws, samples), begun, never)
         ids, rooms = [one.ids for one in beginnings], [one.room for one in beginnings]
         most, config = self.settings.max_new_tokens, self.engine.unwrapped.config

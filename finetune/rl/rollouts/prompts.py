@@ -172,7 +172,7 @@ def content_of(row: Mapping[str, Any], source: Source) -> PromptContent:
 
 
 def message_dict(message: Message) -> dict[str, Any]:
-    """Returns a message with the keys that its row has; a file is `<image>` or `<audio>` in its text."""
+    """Returns a message with the keys that its row has; a file is `<image>`, `<video>` or `<audio>` in its text."""
     optional = {
         "reasoning_content": message.reasoning,
         "tool_calls": [dict(call) for call in message.tool_calls],

@@ -5,6 +5,7 @@ Letters: B sequences, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,9 +22,9 @@ class Sampler:
     settings: Rollouts
     keys: Tensor  # (B,) int64, see `noise.sample_keys`
     begun: Tensor | int = 0  # (B,) int64: tokens after the prompt that a sample has already, of earlier turns
-    # A token that is never drawn: the one that stands for a file, for which a forward would look in vain. As with
-    # `top_k`, log-probabilities are those of all tokens.
-    never: int | None = None
+    # Tokens that are never drawn: those that stand for files, for which a forward would look in vain. As with `top_k`,
+    # log-probabilities are those of all tokens.
+    never: Sequence[int] = ()
     log_probs: list[Tensor] = field(default_factory=list)  # (B,) fp64 each, under the temperature
     # (B,) fp64 each: distance of the chosen token's logit with noise from the next best. A difference of logits below
     # it cannot change the token.
@@ -33,8 +34,8 @@ class Sampler:
         """Returns the token at a position (from 0) of each turn: the first of the largest."""
         log_p = torch.log_softmax(logits.double() / self.settings.temperature, 1)
         noisy = within(log_p, self.settings) + gumbel(self.keys, self.begun + position, logits.shape[1])
-        if self.never is not None:
-            noisy[:, self.never] = -torch.inf
+        if self.never:
+            noisy[:, list(self.never)] = -torch.inf
         best, second = noisy.topk(2, 1).values.unbind(1)
         tokens = noisy.argmax(1)
         self.log_probs.append(log_p.gather(1, tokens[:, None])[:, 0])

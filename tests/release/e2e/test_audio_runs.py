@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import yaml
 from conftest import train_here
 from plain_documents import Plain, metric, own_loop
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForMultimodalLM
 
 from finetune.data.media.family_table import family_of
@@ -127,13 +126,7 @@ def test_adapters_in_all_parts(name: str, ears: Path) -> None:
 def test_the_thinker_of_a_model_that_talks_is_trained(ears: Path) -> None:
     """From files of the whole model, whose config has the thinker's within and whose tensors begin with `thinker.`."""
     name = "qwen2_5_omni_thinker"
-    whole = ears / "omni_hears"
-    shutil.copytree(ears / f"{name}_hears", whole)
-    tensors = {f"thinker.{key}": value for key, value in load_file(whole / "model.safetensors").items()}
-    save_file({**tensors, "talker.norm.weight": torch.ones(4)}, whole / "model.safetensors", {"format": "pt"})
-    thinker = json.loads((whole / "config.json").read_text())
-    config = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"], "thinker_config": thinker}
-    (whole / "config.json").write_text(json.dumps(config))
+    whole = hearing.save_talking(ears, name)
     runs = [
         train_on_clips(ears, name, label, model={"name": str(folder), "train": ["language"]})
         for label, folder in (("whole", whole), ("part", ears / f"{name}_hears"))

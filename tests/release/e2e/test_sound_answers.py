@@ -69,7 +69,7 @@ def plain_answer(folder: Path, messages: list[dict[str, Any]], rows: Path) -> st
     for _ in range(TOKENS):
         batch = torch.tensor([ids])
         with torch.no_grad():
-            logits = model(batch, use_cache=False, **answerer._reader.plain_inputs(prompt.media, batch)).logits
+            logits = model(batch, use_cache=False, **answerer.file_inputs(prompt.media, batch)).logits
         ids.append(int(logits[0, -1].argmax()))
     ends = model.generation_config.eos_token_id
     kept = takewhile(lambda token: token != ends, ids[len(prompt.ids) :])
@@ -122,7 +122,9 @@ def test_files_of_the_command_are_heard_and_bad_ones_told(ears: Path, tmp_path: 
     with pytest.raises(UserError, match=r"this model \(qwen2_audio\) takes no images\. Fix: use one of .*qwen3_vl"):
         answers(folder, ["what?"], Sampling(TOKENS), images=[clips[0]])
     film = [{"role": "user", "content": [{"type": "video", "video": "film.mp4"}]}]
-    with pytest.raises(UserError, match="videos are trained on, but not answered"):
+    with pytest.raises(
+        UserError, match=r"this model \(qwen2_audio\) takes no videos\. Fix: use one of qwen2_5_vl, qwen3_vl"
+    ):
         load_answerer(folder).prompt(film)
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForMultimodalLM, AutoTokenizer
 from usual import usual
 
 from finetune.data.dataset import questions
-from finetune.release.export.commands import ExportOptions, export_run
+from finetune.release.export.commands import ExportOptions, export_run, verify_run
 
 WHOLE = ["language", "projector", "tower"]
 
@@ -132,6 +132,8 @@ def test_adapters_in_all_parts_are_exported(name: str, films: Path, tmp_path: Pa
     out = tmp_path / "export"
     compared = export_run(run, ExportOptions(out=out), Console(quiet=True))
     assert compared["kl_mean"] < 1e-9
+    for verified in (out, run / "model"):  # the adapter by itself as well
+        assert verify_run(verified, run, None, None, 4, Console(quiet=True))
     written = AutoModelForMultimodalLM.from_pretrained(out)
     assert plain.loss(written) == pytest.approx(plain.loss(result), rel=2e-6)
     settings = json.loads((out / "video_preprocessor_config.json").read_text(encoding="utf-8"))

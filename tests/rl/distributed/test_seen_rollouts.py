@@ -1,0 +1,139 @@
+"""Rollouts of prompts with images and with videos: samples and steps are those of plain transformers, one document at a
+time, and the same on several processes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import filming
+import numpy as np
+import pytest
+import tiny
+import torch
+from conftest import launch, train_here
+from test_rollouts import assert_same_curve, curve, evaluations
+from test_sound_rollouts import PROMPTS, RATE, SAMPLES, WHOLE, Plain
+from usual import usual
+
+from finetune.errors import UserError
+from finetune.features import load_recipe
+from finetune.rl.rollouts.advantages import advantages
+from finetune.rl.rollouts.records import read_record
+
+Write = Callable[..., Path]
+CASES = [*(("image", name) for name in tiny.SEEING), *(("video", name) for name in filming.FILMING)]
+HAS_AV = importlib.util.find_spec("av") is not None
+
+
+@pytest.fixture(scope="module")
+def eyes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seen-rollouts")
+    for name in tiny.SEEING:
+        tiny.save_seeing(folder, name)
+    for name in filming.FILMING:
+        filming.save_filming(folder, name)
+    tiny.write_pictures(folder, "image", 12, seed=5)
+    filming.write_films(folder, "video", 12, seed=5, listed=not HAS_AV)
+    return folder
+
+
+def recipe_of(folder: Path, kind: str, name: str, out: Path, **changes: Any) -> dict[str, Any]:
+    """Answers with an `e` are rewarded, which a random model writes now and then."""
+    rows = [{"path": str(folder / f"{kind}.jsonl"), "format": "messages"}]
+    base, rules = (f"{name}_sees", {}) if kind == "image" else (f"{name}_films", {"max_frames": 4})
+    data = {"train": rows, "eval": rows, "max_length": 256, "packing": False, kind: rules}
+    return {
+        "run": {"name": "run", "dir": str(out / "runs"), "seed": 3},
+        "model": {"name": str(folder / base), "train": WHOLE},
+        "mode": "full",
+        "data": data,
+        "objective": {"name": "grpo", "loss": "dapo"},
+        "rollouts": {"prompts": PROMPTS, "samples": SAMPLES, "max_new_tokens": 6, "cohort": 4},
+        "rewards": [{"name": "regex", "pattern": "e"}],
+        "batch": {"rows": PROMPTS * SAMPLES, "tokens_per_device": 256},
+        "optimizer": {"name": "sgd", "lr": RATE, "momentum": 0.0, "max_grad_norm": None},
+        "schedule": {"name": "constant"},
+        "train": {"max_steps": 4, "precision": "fp32"},
+        "evaluate": {"every_steps": 2, "at_start": False, "prompts": 3, "samples": 2},
+        **changes,
+    }
+
+
+@pytest.mark.parametrize("case", usual(CASES, ("video", "qwen3_vl")), ids="-".join)
+def test_samples_and_steps_are_those_of_plain_transformers(
+    case: tuple[str, str], eyes: Path, write_recipe: Write, tmp_path: Path
+) -> None:
+    recipe = recipe_of(eyes, *case, tmp_path)
+    recipe["train"]["max_steps"] = 2
+    path = write_recipe(recipe)
+    train_here(path)
+    run, plain, objective = tmp_path / "runs" / "run", Plain(path), load_recipe(path).objective
+    optimizer, seen = torch.optim.SGD(plain.model.parameters(), lr=RATE), 0
+    for step, loss in enumerate(curve(run), start=1):
+        samples, _ = read_record(run / "rollouts", step) or ([], "")
+        seen += sum(bool(plain.prompts[one.source, one.path, one.row].media) for one in samples)
+        log_probs = [plain.log_probs(sample) for sample in samples]
+        for sample, ours in zip(samples, log_probs, strict=True):
+            assert sample.log_probs == pytest.approx(ours.detach().numpy(), abs=2e-5), step
+        rewards = np.array([sample.reward.total for sample in samples]).reshape(-1, SAMPLES)
+        weights = advantages(rewards, objective).ravel()
+        total = sum(-weight * one.sum() for weight, one in zip(weights.tolist(), log_probs, strict=True))
+        mean = total / sum(map(len, log_probs))
+        assert loss == pytest.approx(mean.item(), rel=5e-6, abs=1e-6)
+        optimizer.zero_grad()
+        mean.backward()
+        optimizer.step()
+    assert seen > PROMPTS * SAMPLES
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("config", "kind", "name"),
+    [
+        ("ddp", "image", "smolvlm"),
+        ("fsdp2", "image", "qwen2_5_vl"),
+        ("ddp", "video", "qwen2_5_vl"),
+        ("fsdp2", "video", "qwen3_vl"),
+    ],
+)
+def test_processes_sample_the_same_tokens_and_train_on_them_alike(
+    config: str, kind: str, name: str, eyes: Path, write_recipe: Write, tmp_path: Path
+) -> None:
+    """With older samples and a reference, whose log-probabilities are passes of their own; also from the record."""
+    changes = {"objective": {"name": "grpo", "kl": 0.1}, "optimizer": {"lr": 3e-3}}
+    recipe = recipe_of(eyes, kind, name, tmp_path, **changes)
+    recipe["rollouts"]["reuse"] = 2
+    train_here(write_recipe(recipe))
+    single = tmp_path / "runs" / "run"
+    replayed = {"rollouts": {**recipe["rollouts"], "replay": str(single / "rollouts")}, "rewards": [], "evaluate": {}}
+    for label, more in {"sampled": {}, "replayed": replayed}.items():
+        run = {**recipe["run"], "name": label}
+        done = launch(config, 2, "train", write_recipe({**recipe, **more, "run": run}, f"{label}.yaml"))
+        assert done.returncode == 0, done.stderr
+        assert_same_curve(curve(single), curve(tmp_path / "runs" / label))
+    records = [(read_record(tmp_path / "runs" / label / "rollouts", 3) or ([], ""))[0] for label in ("run", "sampled")]
+    assert [one.ids for one in records[0]] == [one.ids for one in records[1]]
+    assert evaluations(tmp_path / "runs" / "sampled") == evaluations(single)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"objective": {"name": "distill", "teacher": "teacher"}, "rewards": [], "evaluate": {}},
+            "a teacher does not read the samples of prompts with files",
+        ),
+        ({"rollouts": {"environment": "game.py"}}, "its turns follow prompts of text alone"),
+        ({"rollouts": {"engine": "vllm", "url": "http://localhost:8000"}}, "vllm gets the weights of models of text"),
+    ],
+)
+def test_what_is_not_sampled_is_refused(
+    changes: dict[str, Any], message: str, eyes: Path, write_recipe: Write, tmp_path: Path
+) -> None:
+    recipe = recipe_of(eyes, "video", "qwen3_vl", tmp_path)
+    of_rollouts = {**recipe["rollouts"], **changes.get("rollouts", {})}
+    with pytest.raises(UserError, match=message):
+        load_recipe(write_recipe({**recipe, **changes, "rollouts": of_rollouts}))
