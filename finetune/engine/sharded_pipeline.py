@@ -31,7 +31,7 @@ from finetune.engine.fsdp2 import Fsdp2
 from finetune.engine.pipeline import CalledStage, Pipeline
 from finetune.engine.ranks import group_over
 from finetune.engine.sharding import ReadingRank, Sharding, fill_shards, local_tensor, shard_layers, take_weights
-from finetune.engine.stages import parts_of
+from finetune.engine.stages import StageModel, parts_of
 from finetune.engine.tensor_packed import shard_scales
 from finetune.models.packed_linear import make_plain
 from finetune.models.weights import Placement
@@ -134,6 +134,11 @@ class ShardedPipeline(Fsdp2, Pipeline):
     def scheduled_module(self, stage: CalledStage) -> nn.Module:
         """Returns a module by which torch's schedule sees FSDP2, and reduces once, or does not."""
         return _OneByOne(stage) if self.launch.frees_gathered else stage
+
+    def run_scheduled(self, stage: StageModel, received: Tensor | None, index: int) -> Tensor:
+        """As `Pipeline`, but never a view, as layers of tensor parallel return one: FSDP2 hooks what a stage returns,
+        and torch warns that an operation in place on a view would drop the hook."""
+        return super().run_scheduled(stage, received, index).clone()
 
     def reduce_gradients(self) -> None:
         named = [(name, p.grad) for name, p, _ in self._shards if p.grad is not None]

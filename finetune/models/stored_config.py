@@ -117,7 +117,8 @@ def stored_notes(recipe: Recipe, config: PretrainedConfig) -> list[str]:
         return []
     if recipe.model.stored == "unpack":
         return [f"the base is unpacked as it is read, from {form.name} (`model.stored`)"]
-    return [f"the base stays in {form.name}, as it is stored, and is unpacked for each product"]
+    stays = f"the base stays in {form.name}, as it is stored, and is unpacked for each product"
+    return [f"{stays}; plain weights (`model.stored: unpack`) take more memory and less time"]
 
 
 def check_stored(recipe: Recipe, config: PretrainedConfig) -> None:

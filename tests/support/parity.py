@@ -13,6 +13,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -727,6 +728,8 @@ def work(folder: Path, jobs: Path, load: Callable[..., Any] | None = None, **fea
     from finetune.startup import quiet_libraries
 
     quiet_libraries()
+    # An operation in place on a view would drop the hook that FSDP2 has on what a stage returns.
+    warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDPCalledStage\) returned a view")
     from rich.console import Console
 
     from finetune.data.teacher_file import is_teacher_file

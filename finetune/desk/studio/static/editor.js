@@ -25,6 +25,7 @@ function draw() {
   gutter.replaceChildren(...lines.map((_, at) => Object.assign(document.createElement("div"), {
     textContent: at + 1, className: marked.has(at + 1) ? "wrong" : "",
   })));
+  editing.style.setProperty("--lines", lines.length); // the height of the sheet, within bounds
   const isSaved = text.value === onDisk;
   save.disabled = isSaved;
   if (!isSaved) saved.textContent = "not saved";

@@ -199,7 +199,12 @@ function fits(one) {
     const page = one.contentDocument?.documentElement;
     if (page) one.style.height = `${Math.max(320, page.scrollHeight + 4)}px`;
   };
-  one.addEventListener("load", () => { fit(); if (one.contentDocument) new ResizeObserver(fit).observe(one.contentDocument.body); });
+  one.addEventListener("load", () => {
+    // A bar that scrolls makes the page narrower, so its curves lower, and so stays where nothing has to be scrolled.
+    if (one.contentDocument) one.contentDocument.documentElement.style.overflowY = "hidden";
+    fit();
+    if (one.contentDocument) new ResizeObserver(fit).observe(one.contentDocument.body);
+  });
 }
 
 // Reads a report again behind the one that is shown, and shows it as that one was: opened parts, and how curves are drawn.
