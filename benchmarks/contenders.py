@@ -34,6 +34,7 @@ LAUNCHED = "BENCHMARK_LAUNCHED"  # environment: time.time() when the process was
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30), "THP_MEM_ALLOC_ENABLE": "0"}
 RUN_SEED = 42  # the recipe's default
 CLIP = 1.0
+ABOUT = ("attention", "cross_entropy", "kernels", "graphs", "parameters", "trainable_parameters")  # of our plan.json
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of a Llama: all-linear
 
 Result = dict[str, Any]
@@ -75,7 +76,7 @@ def ours(folder: Path, work: Work, *overrides: str) -> Result:
         **watch.result(),
         "losses": [line["loss"] for line in steps],
         "supervised": [b - a for a, b in itertools.pairwise(totals)],
-        "about": {key: plan[key] for key in ("attention", "parameters", "trainable_parameters")},
+        "about": {key: plan[key] for key in ABOUT},
         "metrics": {key: value for key, value in steps[-1].items() if isinstance(value, int | float)},
     }
 
@@ -115,6 +116,7 @@ def bare(folder: Path, work: Work) -> Result:
         **watch.result(),
         "losses": torch.stack(losses).tolist(),
         "supervised": [len(targets) for _, _, _, targets in batches],
+        "about": {"attention": attention.implementation, "trainable_parameters": trainable(model)},
     }
 
 
@@ -442,14 +444,34 @@ def each_row_is_a_batch(collate: Callable[[list[dict[str, Any]]], Any]) -> Calla
 
 
 def trained_by(trainer: Any, watch: Any) -> Result:
-    """The trainer's own count of supervised tokens is read from its batches, after the clock has stopped."""
+    """The trainer's own count of supervised tokens is read from its batches, after the clock has stopped.
+
+    Its log has the first loss, and if it logged once more, at the end, the mean of all others.
+    """
     with contextlib.redirect_stdout(sys.stderr):
         trainer.train()
     measured = watch.result()
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    logged = [line for line in trainer.state.log_history if "loss" in line]
     batches = trainer.get_train_dataloader()
     supervised = [int((batch["labels"][:, 1:] != UNTRAINED).sum()) for batch in batches]
-    return {**measured, "losses": losses[:1], "supervised": supervised}
+    model = trainer.model
+    about = {
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "liger": bool(getattr(trainer.args, "use_liger_kernel", False)),
+        "trainable_parameters": trainable(model),
+    }
+    at_the_end = [line["step"] for line in logged[1:]] == [len(supervised)]
+    return {
+        **measured,
+        "losses": [line["loss"] for line in logged[:1]],
+        **({"later_loss": logged[1]["loss"]} if at_the_end else {}),
+        "supervised": supervised,
+        "about": about,
+    }
+
+
+def trainable(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 CONTENDERS: dict[str, Callable[[Path, Work], Result]] = {

@@ -1,5 +1,5 @@
-"""Llama shapes on a GPU: tokens/s, MFU and peak memory of ours, the bare loop and TRL at its best: with flash-attn and
-Liger where they are installed.
+"""Llama shapes on a GPU: tokens/s, MFU and peak memory of ours, the bare loop, and TRL and Unsloth at their best: with
+flash-attn and Liger where they are installed.
 
     python benchmarks/gpu.py                                # every cell
     python benchmarks/gpu.py --only 8b-lora --budget-s 500  # one; what is there already is not measured again
@@ -12,7 +12,8 @@ needs (our `tflops_per_device`: real document lengths, LoRA's smaller backward, 
 share of what a large bf16 product reaches on this device, which is measured first. The same FLOPs count for everyone.
 
 Each contender of each cell is a process of its own, and its figures are written before the next one starts: a run that
-is cut off resumes where it was. On the disk, in --folder: 2.5 GB for the weights of 1b, 16 GB for those of 8b.
+is cut off resumes where it was, if all that takes part has the same version. On the disk, in --folder: 2.5 GB for the
+weights of 1b, 16 GB for those of 8b.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-DEFAULT = ("ours", "ours_graphs", "bare", "trl")
+DEFAULT = ("ours", "ours_graphs", "bare", "trl", "unsloth")
 EXTREMES = ("tokens_per_s_slowest", "tokens_per_s_fastest")
-SAME_FIRST_LOSS = 2.0**-6  # relative; roundings of bf16, in other places for each
+SAME_LOSS = 2.0**-6  # relative; roundings of bf16, in other places for each
 # Of the check: weights so large that attention decides much of the loss, which moves by 0.9 % if documents see each
 # other, and by 0.03 % in bf16.
 LARGE_WEIGHTS = {**SHAPES["tiny"], "initializer_range": 0.2}
@@ -76,7 +77,7 @@ def main() -> None:
     arguments = parse_arguments()
     os.environ["HF_HUB_OFFLINE"] = "1"
     started = time.monotonic()
-    result = measured_before(arguments.json) or about(arguments.device)
+    result = measured_before(arguments.json, arguments.device) or about(arguments.device)
     for name in arguments.only:
         for who in arguments.contenders:
             if any((cell["cell"], cell["contender"]) == (name, who) for cell in result["cells"]):
@@ -96,6 +97,8 @@ def main() -> None:
             result["cells"].append(measure(name, who, arguments, left))
             write(arguments.json, result)
     Console(width=140).print(table(result))
+    for line in equipment(result["cells"]):
+        print(line)
     differences = [*problems(result["cells"]), *documents_problems(result["checks"])]
     for problem in differences:
         print(f"NOT THE SAME WORK: {problem}", file=sys.stderr)
@@ -221,11 +224,14 @@ def about(device: str) -> dict[str, Any]:
     }
 
 
-def measured_before(path: Path) -> dict[str, Any] | None:
-    """What failed is tried again."""
+def measured_before(path: Path, device: str) -> dict[str, Any] | None:
+    """What failed is tried again. Figures of another device or of other versions are not added to."""
     if not path.exists():
         return None
     saved = json.loads(path.read_text(encoding="utf-8"))
+    here = {"device": device_name(device), "versions": contenders.versions()}
+    if other := {key: saved[key] for key, value in here.items() if saved[key] != value}:
+        raise SystemExit(f"{path} was measured with {other}; here it is {here}. Write to another file: --json FILE")
     return {**saved, **{key: [one for one in saved.get(key, ()) if "failed" not in one] for key in ("checks", "cells")}}
 
 
@@ -241,11 +247,27 @@ def problems(cells: list[Cell]) -> list[str]:
         who = f"{cell['cell']}, {contenders.LABELS[cell['contender']]}"
         if cell["supervised"] != cell["expected_supervised"]:
             differences.append(f"{who}: {cell['supervised']} supervised tokens, expected {cell['expected_supervised']}")
-        ours = [one for one in cells if (one["cell"], one["contender"]) == (cell["cell"], "ours") and "losses" in one]
-        for one in ours:
-            if not abs(cell["losses"][0] - one["losses"][0]) <= SAME_FIRST_LOSS * one["losses"][0]:
-                differences.append(f"{who}: first loss {cell['losses'][0]}, ours {one['losses'][0]}")
+        for ours in (one for one in cells if _is_ours(one, cell["cell"])):
+            differences += [f"{who}: {difference}" for difference in unlike(cell, ours)]
     return differences
+
+
+def unlike(cell: Cell, ours: Cell) -> list[str]:
+    """The losses and the number of trained parameters that are not those of ours, in words."""
+    found = []
+    for name, own, other in zip(("first loss", "mean of the later losses"), losses(cell), losses(ours), strict=True):
+        if own is not None and other is not None and not abs(own - other) <= SAME_LOSS * other:
+            found.append(f"{name} {own}, ours {other}")
+    trained, of_ours = (one.get("about", {}).get("trainable_parameters") for one in (cell, ours))
+    if None not in (trained, of_ours) and trained != of_ours:
+        found.append(f"{trained:,} trained parameters, ours {of_ours:,}")
+    return found
+
+
+def losses(cell: Cell) -> tuple[float | None, float | None]:
+    """The first one, and the mean of the others where it is known: peers log it once, at the end."""
+    first, *later = cell["losses"]
+    return first, statistics.fmean(later) if later else cell.get("later_loss")
 
 
 # --- showing
@@ -273,6 +295,18 @@ def table(result: dict[str, Any]) -> Table:
             f"{peak(ours) / peak(cell):.2f}" if ours else "-",
         )
     return shown
+
+
+def equipment(cells: list[Cell]) -> list[str]:
+    """What each contender computed with, as it says itself: a line for each."""
+    kept = {
+        f"{cell['cell']}, {contenders.LABELS[cell['contender']]}": {
+            key: value for key, value in cell["about"].items() if "parameters" not in key
+        }
+        for cell in cells
+        if cell.get("about")
+    }
+    return [f"{who}: {'; '.join(f'{key} {value}' for key, value in about.items())}" for who, about in kept.items()]
 
 
 def peak(cell: Cell) -> int:

@@ -26,7 +26,15 @@ from transformers import DynamicCache, PretrainedConfig
 from finetune.data.batch import TokenShare
 from finetune.engine.context_parallel import token_ranks
 from finetune.engine.launch import Launch
-from finetune.engine.optimizer_step import IDLE, OF_MEDIA, LossScale, NonFinite, StepInBackward, squared_norm
+from finetune.engine.optimizer_step import (
+    IDLE,
+    OF_MEDIA,
+    LossScale,
+    NonFinite,
+    StepInBackward,
+    scale_gradients,
+    squared_norm,
+)
 from finetune.engine.overflow import HalfProduct, Sum, half_products, overflow_as_sum
 from finetune.engine.ranks import Ranks
 from finetune.engine.state_shards import ShardPart, Types, make_room
@@ -252,7 +260,7 @@ class Engine(abc.ABC):
         if steps := self.loss_scale.update(norm):
             clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
             if clip / scale != 1.0 and gradients:
-                torch._foreach_mul_(gradients, clip / scale)
+                scale_gradients(gradients, clip / scale)
             for optimizer in self.optimizers:
                 optimizer.step()
         self.drop_gradients()

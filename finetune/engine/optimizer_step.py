@@ -67,25 +67,33 @@ def squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     every element of the update would depend on the sharding.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    on_cpu = [gradient.reshape(-1) for gradient in gradients if gradient.device.type == "cpu"]
-    others = [gradient for gradient in gradients if gradient.device.type != "cpu"]
+    on_cpu = [gradient for gradient in gradients if gradient.is_cpu]
+    others = [gradient for gradient in gradients if not gradient.is_cpu] if len(on_cpu) < len(gradients) else []
     if others:
         total += torch.stack(torch._foreach_norm(others, 2, torch.float64)).to(device).square().sum()
     return total + _squared_norm_on_cpu(on_cpu).to(device) if on_cpu else total
 
 
 def _squared_norm_on_cpu(gradients: Sequence[Tensor]) -> Tensor:
-    """Of flat tensors. `_foreach_norm` makes an fp64 copy of each gradient on one thread there: five times slower, and
-    8 bytes for each element of the largest."""
+    """`_foreach_norm` makes an fp64 copy of each gradient on one thread there: five times slower, and 8 bytes for each
+    element of the largest. `view` where it is possible: `reshape` starts two operators."""
     total = torch.zeros((), dtype=torch.float64)
-    small = [gradient for gradient in gradients if len(gradient) <= _SMALL]
-    flat = [gradient for gradient in gradients if len(gradient) > _SMALL] + ([torch.cat(small)] if small else [])
+    flat = [one.view(-1) if one.is_contiguous() else one.reshape(-1) for one in gradients]
+    small = [one for one in flat if one.numel() <= _SMALL]
+    flat = [one for one in flat if one.numel() > _SMALL] + ([torch.cat(small)] if small else [])
     buffer = torch.empty(min(_CHUNK, max(map(len, flat))), dtype=torch.float64)
     for gradient in flat:
         for chunk in gradient.split(_CHUNK):
             wide = buffer[: len(chunk)].copy_(chunk)
             total += torch.dot(wide, wide)
     return total
+
+
+def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiplies gradients in place. On a CPU by a tensor of their type, which torch would make of the number for each
+    of them, in fp64, and cast: the same bits, a quarter of the time."""
+    types = {gradient.dtype for gradient in gradients} if all(gradient.is_cpu for gradient in gradients) else set()
+    torch._foreach_mul_(gradients, torch.tensor(factor, dtype=types.pop()) if len(types) == 1 else factor)
 
 
 def hold_back_idle_groups(optimizer: Optimizer) -> None:

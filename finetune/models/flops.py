@@ -20,8 +20,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,8 +96,7 @@ class ModelFlops:
         products = self.token_forward + self.token_backward
         model += products * sum(counted)
         hardware += (products + self.token_recomputed) * sum(executed)
-        for layer in dict.fromkeys(self.attention):
-            number = self.attention.count(layer)
+        for layer, number in self._layers.items():
             pairs = causal_pairs(counted, layer.window, prefixes)
             model += number * layer.per_pair * pairs * (3 if layer.backward else 1)
             per_pair = layer.per_pair * (2 if self.recomputes else 1)
@@ -113,6 +114,10 @@ class ModelFlops:
                 )
             hardware += number * per_pair * executed_pairs
         return Flops(model, hardware if self.hardware_known else math.nan)
+
+    @cached_property
+    def _layers(self) -> Counter[AttentionFlops]:
+        return Counter(self.attention)
 
     def patches_in(self, inputs: Mapping[str, Tensor]) -> list[int]:
         """Returns the patches of each picture among the inputs of a forward."""

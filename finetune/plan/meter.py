@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +49,7 @@ class Meter(TorchDispatchMode):
         self.phase, self.peaks, self.now = "begin", defaultdict[str, int](int), 0
         self._device, self._block, self._count = device, block, count
         self._sizes: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}  # the storages, by the keys of their sizes
 
     def begin(self, phase: str) -> None:
         self.phase = phase
@@ -68,7 +71,7 @@ class Meter(TorchDispatchMode):
                 key = storage._cdata  # of the storage itself: torch makes a new Python object for it at each access
                 if key not in self._sizes:
                     self._sizes[key] = 0
-                    weakref.finalize(storage, self._freed, key)
+                    self._alive[key] = weakref.ref(storage, partial(self._freed, key))
                 self._resized(key, storage.nbytes())
             self._count(func, args[1:] if named.get("beta") == 0 else args, out)
         return out
@@ -79,8 +82,9 @@ class Meter(TorchDispatchMode):
         self._sizes[key] = rounded
         self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
 
-    def _freed(self, key: int) -> None:
+    def _freed(self, key: int, _storage: object) -> None:
         self.now -= self._sizes.pop(key)
+        del self._alive[key]
 
     def __enter__(self) -> Any:
         resize = self._resize = torch.UntypedStorage.resize_
@@ -125,6 +129,18 @@ def together(parts: Sequence[Work]) -> Work:
     return Work(sum(part.operators for part in parts), sum(part.views for part in parts), moved, multiplied)
 
 
+class _Kind(NamedTuple):
+    name: str
+    is_free: bool  # it moves nothing
+    is_attention: bool
+
+
+@functools.cache
+def _kind(func: Any) -> _Kind:
+    name = func.name().partition("::")[2].partition(".")[0]
+    return _Kind(name, func.is_view or name in _FREE, any(word in name for word in _ATTENTION))
+
+
 class OperatorCounter:
     """Counts operators by part: those that the host starts, and the bytes of those that wait for memory.
 
@@ -145,15 +161,15 @@ class OperatorCounter:
 
     def count(self, func: Any, args: Any, out: Any) -> None:
         """Counts an operator that was called with these arguments; to be given to a `Meter`."""
-        name = func.name().partition("::")[2].partition(".")[0]
-        if func.is_view or name in _FREE:
+        kind = _kind(func)
+        if kind.is_free:
             self._views[self.part] += 1
             return
         self._operators[self.part] += 1
-        if any(word in name for word in _ATTENTION):
+        if kind.is_attention:
             return
         size = sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in _tensors((*args, out)))
-        is_product = name in _PRODUCTS and _flops(name, args) >= _FEW_FLOPS * size
+        is_product = kind.name in _PRODUCTS and _flops(kind.name, args) >= _FEW_FLOPS * size
         sums = self._sizes[self.part, is_product].setdefault(int(size).bit_length(), [0.0, 0])
         sums[0] += size
         sums[1] += 1

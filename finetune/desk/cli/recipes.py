@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,9 +28,11 @@ from finetune.desk.cli.options import (
     RecipePath,
 )
 from finetune.errors import UserError, without_secrets
+from finetune.startup import import_peft_for_shapes, importing
 
 if TYPE_CHECKING:
     from finetune.desk.setup.new_options import NewOptions
+    from finetune.recipe import Recipe
 
 
 def new(
@@ -196,9 +199,9 @@ def plan(
     Compare predictions with finished runs: [bold]python -m finetune plan --report runs/*[/bold]
     """
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
-    from finetune.desk.view.memory_page import write_page
-    from finetune.features import load_recipe
-    from finetune.plan.command import PlanOptions, run
+    with importing():
+        from finetune.desk.view.memory_page import write_page
+        from finetune.plan.command import PlanOptions, run
 
     if report:
         from finetune.plan.comparison import as_json as comparisons_json
@@ -209,7 +212,18 @@ def plan(
         return
     places = (tuple(on or ()), nodes, by, write, html, memory)
     options = PlanOptions(*places, hardware, prices, as_json, verbose, host_memory)
-    run(recipe, overrides or (), options, Console(), load_recipe, write_page)
+    run(recipe, overrides or (), options, Console(), _load_for_shapes, write_page)
+
+
+def _load_for_shapes(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Loads a recipe whose model is made without values."""
+    from finetune.features import load_recipe
+
+    recipe = load_recipe(path, overrides)
+    if recipe.mode != "full":
+        with importing():
+            import_peft_for_shapes()
+    return recipe
 
 
 def inspect(

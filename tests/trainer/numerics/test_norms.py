@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from finetune.engine import optimizer_step
-from finetune.engine.optimizer_step import squared_norm
+from finetune.engine.optimizer_step import scale_gradients, squared_norm
 
 CPU = torch.device("cpu")
 
@@ -49,3 +49,21 @@ def test_what_is_not_finite_stays_so(value: float) -> None:
     gradient = torch.zeros(optimizer_step._CHUNK + 5)
     gradient[-1] = value
     assert not torch.isfinite(squared_norm([torch.ones(3), gradient], CPU))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_clipping_multiplies_as_torch_by_the_number(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gradients = [3 * torch.randn(size) for size in ((40, 30), (7,), (513,))]
+    gradients = [*(gradient.to(dtype) for gradient in gradients), gradients[0].to(dtype).t()]
+    for factor in (1 / 3, 0.9990001, 1e-5, 7.1234567891234, 0.3337 / 2**16):
+        expected, scaled = ([gradient.clone() for gradient in gradients] for _ in range(2))
+        torch._foreach_mul_(expected, factor)
+        scale_gradients(scaled, factor)
+        assert all(torch.equal(*pair) for pair in zip(scaled, expected, strict=True)), factor
+
+
+def test_gradients_of_two_types_are_clipped() -> None:
+    gradients = [torch.ones(3), torch.ones(3, dtype=torch.bfloat16)]
+    scale_gradients(gradients, 0.5)
+    assert [gradient.tolist() for gradient in gradients] == [[0.5] * 3] * 2

@@ -117,7 +117,8 @@ def test_turns_go_back_and_forth(bench: ModuleType) -> None:
 def test_a_gpu_cell_on_the_cpu(run: Any, tmp_path: Path) -> None:
     """The device's peak was measured before, as by a run that was cut off; what is there is not measured again."""
     gpu = script("benchmarks/gpu.py")
-    found = {"device": "CPU", "versions": {}, "matmul_tflops": products.best_tflops("cpu", "bfloat16"), "cells": []}
+    found = {"device": "CPU", "versions": gpu.contenders.versions(), "cells": []}
+    found |= {"matmul_tflops": products.best_tflops("cpu", "bfloat16")}
     (tmp_path / "gpu.json").write_text(json.dumps(found))
     arguments = ["--shape", "tiny", "--device", "cpu", "--only", "8b-lora-rows", "--contenders", "ours", "--steps", "2"]
     arguments += ["--json", tmp_path / "gpu.json", "--folder", tmp_path / "work", "--threads", "1"]
@@ -137,6 +138,26 @@ def test_a_gpu_cell_on_the_cpu(run: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "gpu.json").read_text()) == result
     counted = {**cell, "metrics": {"tflops_per_device": 2.0, "tokens_per_s": 100.0}}
     assert products.share({"tokens_per_s": 50.0}, counted, 4.0) == pytest.approx(0.25)
+    (tmp_path / "gpu.json").write_text(json.dumps({**result, "versions": {"torch": "1.0"}}))
+    with pytest.raises(SystemExit, match="was measured with"):
+        gpu.measured_before(tmp_path / "gpu.json", "cpu")
+
+
+def test_other_work_on_a_gpu_is_noticed() -> None:
+    gpu = script("benchmarks/gpu.py")
+    ours = {"cell": "8b-lora", "contender": "ours", "supervised": [3, 3], "expected_supervised": [3, 3]}
+    ours |= {"losses": [8.0, 7.0, 6.0], "about": {"trainable_parameters": 10, "attention": "varlen"}}
+    peer = {**ours, "contender": "trl", "losses": [8.01], "later_loss": 6.51}
+    assert gpu.problems([ours, peer, {**peer, "failed": "no time left"}]) == []
+    for change, problem in (
+        ({"supervised": [3, 4]}, "[3, 4] supervised tokens, expected [3, 3]"),
+        ({"losses": [8.2]}, "first loss 8.2, ours 8.0"),
+        ({"losses": [float("nan")]}, "first loss nan, ours 8.0"),
+        ({"later_loss": 6.7}, "mean of the later losses 6.7, ours 6.5"),
+        ({"about": {"trainable_parameters": 8}}, "8 trained parameters, ours 10"),
+    ):
+        assert gpu.problems([ours, {**peer, **change}]) == [f"8b-lora, TRL, packed: {problem}"]
+    assert gpu.equipment([ours]) == ["8b-lora, ours: attention varlen"]
 
 
 def test_slopes_and_their_plot(scaling: ModuleType, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from finetune.engine.stages import Layout, StageModel, holders, keep_only, lay_o
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
 from finetune.models.base_config import without_weights
-from finetune.models.dropout import seed_layers, seed_micro_batch
+from finetune.models.dropout import seed_generators, seed_layers, seed_micro_batch
 from finetune.models.loss_model import CausalLMWithLoss
 from finetune.models.remote_code import from_config
 from finetune.recipe import load_recipe
@@ -99,6 +99,14 @@ def assert_same_with_caches(whole: Any, layout: Layout, stages: list[StageModel]
             hidden = stage.run({**arguments, "past_key_values": caches}, hidden)
         assert torch.equal(hidden.logits, whole(**arguments, past_key_values=own).logits)
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+
+
+def test_seeds_are_those_of_torch() -> None:
+    torch.manual_seed(5 << 40)
+    drawn = torch.rand(3)
+    seed_generators(5 << 40)
+    assert torch.equal(torch.rand(3), drawn)
+    assert torch.initial_seed() == 5 << 40
 
 
 def test_stages_draw_the_dropout_of_the_whole_model() -> None:
