@@ -19,7 +19,7 @@ from finetune.data.formats.converters import check_columns
 from finetune.data.formats.detect import detect_format
 from finetune.data.mismatched import write_with_mismatched
 from finetune.data.objective_rows import objective_rows
-from finetune.data.samples import BadRow
+from finetune.data.samples import BadRow, MediaKind
 from finetune.data.sources.source import SourceReader
 from finetune.data.token_cache import EntryWriter
 from finetune.data.token_text import plain_text
@@ -33,6 +33,8 @@ from finetune.utils import ProgressBar, num_cores
 CHUNK_ROWS = 256
 CHUNK_CHARACTERS = 500_000  # a chunk ends early after as much text, or a few of them would fill the memory
 SMALL_CHARACTERS = 8_000_000  # less is tokenized here: it takes about as long as to start the other processes
+# Characters that are tokenized in the time in which a file is decoded: a picture, ten seconds of sound, of film.
+DECODED: dict[MediaKind, int] = {"image": 20_000, "audio": 20_000, "video": 200_000}
 HEAD_ROWS = 20  # of every source, rendered before any is tokenized
 FORMAT_ROWS = 100  # that `format: auto` looks at
 
@@ -222,15 +224,15 @@ def _write(writer: EntryWriter, build: EntryBuild, items: Iterator[Item]) -> Tok
     report.path, report.format = opened.name, opened.source.format
     settings = row_settings(build.recipe, opened.source, build.renderer)
     writer.columns = settings.objective.columns
-    name = f"tokenizing {opened.name}"
+    name, decoding = f"tokenizing {opened.name}", _decoding(build.renderer)
     with (
         ProgressBar(Console(stderr=True), name, opened.reader.estimated_rows(), unit="rows") as progress,
-        closing(_chunks(items)) as chunks,
+        closing(chunks_of(items, decoding)) as chunks,
     ):
-        head, characters = [], 0  # the first chunks: is there enough text for more than one process?
+        head, characters = [], 0  # the first chunks: is there enough to do for more than one process?
         while characters < SMALL_CHARACTERS and (chunk := next(chunks, None)):
             head.append(chunk)
-            characters += sum(num_characters(item[2]) for item in chunk if not isinstance(item, UserError))
+            characters += sum(num_characters(item[2]) + decoding for item in chunk if not isinstance(item, UserError))
         workers = build.workers or (num_cores() if characters >= SMALL_CHARACTERS else 1)
         with closing(tokenize_chunks(settings, chain(head, chunks), workers)) as results:
             for result in results:
@@ -258,14 +260,23 @@ def read_items(reader: SourceReader) -> Generator[Item, None, None]:
         raise UserError(f"{name}: cannot be read: {reason}. Fix: check the path and its permissions") from None
 
 
-def _chunks(items: Iterable[Item]) -> Generator[list[Item | UserError], None, None]:
-    """Yields rows by the hundred; an error of the file itself comes last, so that the rows before it are first."""
+def _decoding(renderer: Renderer) -> int:
+    """Returns the time that a row's file takes, in characters of text; 0 if its header alone is read."""
+    media = renderer.media
+    return 0 if media is None or media.rules.verify == "header" else DECODED[media.family.kind]
+
+
+def chunks_of(items: Iterable[Item], decoding: int) -> Generator[list[Item | UserError], None, None]:
+    """Yields rows by the hundred; an error of the file itself comes last, so that the rows before it are first.
+
+    decoding: characters of text in whose time a row's file is decoded.
+    """
     chunk: list[Item | UserError] = []
     characters = 0
     try:
         for item in items:
             chunk.append(item)
-            characters += num_characters(item[2])
+            characters += num_characters(item[2]) + decoding
             if len(chunk) == CHUNK_ROWS or characters >= CHUNK_CHARACTERS:
                 yield chunk
                 chunk, characters = [], 0

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+from transformers.integrations.mistral.constants import is_tekken_vocab_filename
+from transformers.utils.hub import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
 from finetune.errors import UserError
 from finetune.models.base_config import Parsing, check_unpacked
+from finetune.models.damage import read_object
 from finetune.models.remote_code import load_auto
 from finetune.recipe.schema import Model, Tokens
 
@@ -27,7 +30,9 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
     check_unpacked(key, Path(source).expanduser())
     where = f"{key}: no tokenizer from {source!r}"
     with Parsing(where, source):
-        tokenizer = load_auto(AutoTokenizer, source, model.trust_remote_code, revision=revision or "main")
+        # With Mistral's library installed, transformers would take its class, which knows no offsets.
+        settings = {"revision": revision or "main", "mistral_format": False}
+        tokenizer = _with_specials(load_auto(AutoTokenizer, source, model.trust_remote_code, **settings))
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             tokenizer("a")  # settings such as `model_max_length` are used here for the first time
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -35,6 +40,8 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
             f"{source!r} has only a slow tokenizer ({type(tokenizer).__name__}). Exact masks need character offsets. "
             "Fix: give `model.tokenizer` a folder with a tokenizer.json"
         )
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = _processor_template(source, revision or "main")
     if tokenizer.eos_token is None:
         raise UserError(
             f"the tokenizer of {source!r} has no end token (eos_token). Generation would never stop. Fix: set "
@@ -43,6 +50,30 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _with_specials(tokenizer: Any) -> Any:
+    """Returns a tokenizer made of Mistral's `tekken.json` alone with its special tokens, others as they are."""
+    file = getattr(tokenizer, "vocab_file", None)
+    if tokenizer.eos_token is not None or not is_tekken_vocab_filename(file or ""):
+        return tokenizer
+    from transformers.integrations.mistral import convert_tekken_tokenizer
+
+    return convert_tekken_tokenizer(file, tokenizer.chat_template or "")
+
+
+def _processor_template(source: str, revision: str) -> str | None:
+    """Returns the chat template that a repository keeps with its processor alone (Qwen3-Omni), None without one. Raises
+    UserError for a damaged file."""
+    path = cached_file(
+        source,
+        LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+        revision=revision,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if path is None else read_object(Path(path)).get("chat_template")
 
 
 def check_token_ids(config: PretrainedConfig, tokenizer_size: int, tokens: Tokens | None = None) -> None:
@@ -58,6 +89,6 @@ def check_token_ids(config: PretrainedConfig, tokenizer_size: int, tokens: Token
 def read_tokenizer(folder: Path) -> Any:
     """Returns the tokenizer of a result as it is. Raises UserError if a file of it is damaged."""
     with Parsing(f"{folder}: no tokenizer can be read", str(folder)):
-        tokenizer = load_auto(AutoTokenizer, folder)
+        tokenizer = load_auto(AutoTokenizer, folder, mistral_format=False)
         tokenizer("a")  # settings such as `model_max_length` are used here for the first time
         return tokenizer

@@ -46,6 +46,7 @@ NAMES = {  # of the folders of recipes
     "ministral3-8b": "Ministral 3 8B",
     "llama4-scout": "Llama 4 Scout",
     "gemma3-4b": "Gemma 3 4B",
+    "gemma4-e2b": "Gemma 4 E2B, sound",
     "gemma4-12b": "Gemma 4 12B",
     "gemma4-31b": "Gemma 4 31B",
     "qwen3-0.6b": "Qwen3 0.6B",
@@ -69,6 +70,8 @@ NAMES = {  # of the folders of recipes
     "qwen3-vl-4b": "Qwen3-VL 4B",
     "qwen3-vl-8b": "Qwen3-VL 8B",
     "qwen2-audio-7b": "Qwen2-Audio 7B",
+    "qwen3-omni-30b-a3b": "Qwen3-Omni 30B A3B, sound",
+    "voxtral-mini-3b": "Voxtral Mini 3B",
     "gsm8k": "GSM8K, any model",
     "quickstart": "quickstart, no download",
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from finetune.data.media.stored_files import check_copy, part_of_file, source_of
+from finetune.data.media.stored_files import check_copy, part_of_file, printable, source_of
 from finetune.data.samples import BadRow
 from finetune.recipe.schema import Images
 
@@ -46,7 +46,7 @@ def find_image(reference: str | bytes, rules: Images, data_file: str) -> StoredI
         if rules.verify == "pixels":
             decode(source)
     except BROKEN as error:
-        name = "its bytes" if isinstance(source, bytes) else source
+        name = "its bytes" if isinstance(source, bytes) else printable(source)
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise BadRow(f"the image cannot be read ({name}): {reason}") from None
     return StoredImage(source, height, width)

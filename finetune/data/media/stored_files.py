@@ -1,7 +1,7 @@
 """Files that rows name: located by the row's reference, within bounds.
 
 References in a row are not trusted: a path stays within its folder, only plain files are read, and of no more than
-`MAX_BYTES`.
+`MAX_BYTES`, or `MAX_STREAMED_BYTES` if they are read in pieces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from finetune.utils import write_atomically
 
 FileRules = Images | Audio | Videos
 MAX_BYTES = 1 << 28  # of a file
-MAX_VIDEO_BYTES = 1 << 31  # of a video that is a file of its own, which is read in pieces
+MAX_STREAMED_BYTES = 1 << 31  # of sound or a video that is a file of its own, which is read in pieces
 NAMES: dict[MediaKind, str] = {"image": "image", "audio": "sound file", "video": "video"}
 AS_ONE: dict[MediaKind, str] = {"image": "an image", "audio": "a sound file", "video": "a video"}
 _FETCH_S = 60  # for a file of the web
@@ -83,7 +83,7 @@ def _located(reference: str, kind: MediaKind, rules: FileRules, data_file: str) 
         return str(path)
     if not path.is_file():
         raise BadRow(f"{path}: not a file")
-    if (size := path.stat().st_size) > (most := MAX_VIDEO_BYTES if kind == "video" else MAX_BYTES):
+    if (size := path.stat().st_size) > (most := MAX_BYTES if kind == "image" else MAX_STREAMED_BYTES):
         raise BadRow(f"{path}: {size:,} bytes; at most {most:,} are read")
     return str(path)
 

@@ -23,7 +23,7 @@ from PIL import Image
 
 from finetune.data.media.image_files import BROKEN, decode, side_by_side, size_of
 from finetune.data.media.mp4_boxes import check_sample_counts
-from finetune.data.media.stored_files import check_copy, part_of_file, source_of
+from finetune.data.media.stored_files import check_copy, part_of_file, printable, source_of
 from finetune.data.samples import LISTED, BadRow, Video, files_of, listed
 from finetune.errors import UserError
 from finetune.recipe.schema import Videos
@@ -68,7 +68,7 @@ def find_video(reference: str | bytes, rules: Videos, data_file: str, listed_rat
         stored = _measured(source, rules.max_seconds)
         return _decoded(stored) if rules.verify == "frames" else stored
     except broken() as error:
-        name = "its bytes" if isinstance(source, bytes) else files_of(source)[0]
+        name = "its bytes" if isinstance(source, bytes) else printable(files_of(source)[0])
         raise BadRow(f"the video cannot be used ({name}): {reason(error)}") from None
 
 
@@ -114,7 +114,7 @@ def _source(reference: str | bytes, rules: Videos, data_file: str) -> str | byte
         return source
     paths = [str(path) for path in Path(source).iterdir() if not path.name.startswith(".")]
     if not paths:
-        raise BadRow(f"{source}: the folder has no files, which would be the frames of a video")
+        raise BadRow(f"{printable(source)}: the folder has no files, which would be the frames of a video")
     # A link in it may not lead out of it, either.
     inside = rules if rules.outside else rules.model_copy(update={"folder": source})
     return listed(_picture(path, inside, data_file) for path in sorted(_few(paths, source), key=_by_number))
@@ -122,14 +122,14 @@ def _source(reference: str | bytes, rules: Videos, data_file: str) -> str | byte
 
 def _few(paths: list[str], name: str) -> list[str]:
     if len(paths) > MAX_LISTED:
-        raise BadRow(f"{name}: a video of {len(paths):,} pictures; at most {MAX_LISTED:,} are read")
+        raise BadRow(f"{printable(name)}: a video of {len(paths):,} pictures; at most {MAX_LISTED:,} are read")
     return paths
 
 
 def _picture(path: str, rules: Videos, data_file: str) -> str:
     source = source_of(path, "video", rules, data_file)
     if isinstance(source, bytes) or Path(source).is_dir():
-        raise BadRow(f"{path[:60]}: the frames of a video have to be files of pictures")
+        raise BadRow(f"{printable(path[:60])}: the frames of a video have to be files of pictures")
     return source
 
 

@@ -34,12 +34,16 @@ class TemplateChoice:
 
 
 def fitting_template(rows: RowsFound, tokenizer: PreTrainedTokenizerBase | None) -> TemplateChoice:
-    """Returns the built-in template that these rows need; images are written by a model's own alone."""
+    """Returns the built-in template that these rows need; files are written by a model's own alone, but for Voxtral,
+    whose repository has none."""
     renames = rows.columns is not None and rows.format == "prompt_completion"
     is_chat = renames or any(conversation_of(sample) is not None for sample in rows.samples[:100])
-    if tokenizer is None or not is_chat or rows.media_kind:
+    if tokenizer is None or not is_chat:
         return TemplateChoice()
     vocabulary = tokenizer.get_vocab().keys()
+    if rows.media_kind:
+        of_voxtral = not tokenizer.chat_template and "[BEGIN_AUDIO]" in vocabulary
+        return TemplateChoice("voxtral", "the tokenizer has no chat template") if of_voxtral else TemplateChoice()
     names = [name for name, tokens in _TOKENS if vocabulary >= set(tokens)]
     if not tokenizer.chat_template:
         # `plain` has no tokens of its own; `chatml` writes tools, as text where its tokens are missing.

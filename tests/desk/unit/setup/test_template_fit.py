@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.samples import Conversation, Message, PromptCompletion
+from finetune.data.samples import Conversation, Message, PromptCompletion, Reference
 from finetune.desk.setup.rows import RowsFound
 from finetune.desk.setup.template_fit import fitting_template
 
@@ -67,6 +67,17 @@ def test_the_tokenizer_s_own_unless_it_refuses_the_rows() -> None:
     choice = fitting_template(rows(TOOLS), tokenizer(template=own))
     assert choice.name == "chatml"
     assert choice.reason.startswith("the tokenizer's own refuses these rows: ")
+
+
+def test_rows_with_files_have_the_model_s_own_but_for_voxtral() -> None:
+    clip = Conversation((Message("user", "", media=(Reference("audio", "a.wav"),)), Message("assistant", "b")))
+
+    def heard(tokens: tuple[str, ...], template: str | None = None) -> str | None:
+        return fitting_template(rows(clip), tokenizer(*tokens, template=template)).name
+
+    assert heard(("[INST]", "[/INST]", "[BEGIN_AUDIO]")) == "voxtral"
+    assert heard(("[INST]", "[/INST]", "[BEGIN_AUDIO]"), "{{ messages }}") is None
+    assert heard(("<|im_start|>", "<|im_end|>")) is None
 
 
 def test_texts_need_none() -> None:

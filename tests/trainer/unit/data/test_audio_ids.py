@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import random
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,12 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, SequenceFeatur
 from transformers.audio_utils import load_audio
 
 from finetune.data.batch import collate
+from finetune.data.building import EntryBuild, OpenedSources, build_source
 from finetune.data.examples import media_reader, prepare_examples
 from finetune.data.media.expansion import RowMedia
 from finetune.data.media.family_table import FAMILIES
 from finetune.data.samples import BadRow, Reference
+from finetune.data.token_cache import ARRAYS, find_or_build
 from finetune.errors import UserError
 from finetune.models.base_model import Base
 from finetune.recipe import Recipe
@@ -201,6 +204,23 @@ def test_ids_masks_and_features_are_the_processors(
                 assert torch.equal(ours[key], torch.as_tensor(theirs[key])), key
             seen += 1
     assert seen > 10
+
+
+@pytest.mark.long
+def test_clips_are_checked_by_any_number_of_processes(ears: Path, tmp_path: Path) -> None:
+    rows = [*chats(40, 3, seed=3), {"audio": "clips/none.wav", "text": "red"}]
+    recipe = recipe_of(ears, "qwen3_asr", rows, on_bad_row="skip", max_bad_share=0.5)
+    renderer = Base.of(recipe).renderer(recipe.objective)
+    opened = OpenedSources(recipe).open(recipe.data.train[0])
+    reports = []
+    for workers in (1, 2):
+        build = EntryBuild(recipe, opened, renderer, workers=workers)
+        fill = partial(build_source, build=build, digest=opened.reader.digest())
+        reports.append(find_or_build(tmp_path / str(workers), {"source": opened.source.path}, fill)[0].report)
+    assert reports[0] == reports[1]
+    assert (reports[0].rows, reports[0].bad) == (41, 1)
+    for name in ARRAYS:
+        assert (tmp_path / "1" / f"{name}.npy").read_bytes() == (tmp_path / "2" / f"{name}.npy").read_bytes()
 
 
 def test_forms_of_rows(ears: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

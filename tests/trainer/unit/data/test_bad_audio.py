@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import tracemalloc
@@ -15,8 +16,8 @@ import numpy as np
 import pytest
 from transformers.audio_utils import load_audio
 
-from finetune.data.media.audio_files import find_clip, load_clip
-from finetune.data.samples import BadRow
+from finetune.data.media.audio_files import find_clip, load_clip, playable
+from finetune.data.samples import BadRow, Clip
 from finetune.recipe.schema import Audio
 
 soundfile = pytest.importorskip("soundfile")
@@ -119,7 +120,11 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "dangling.wav": (lambda p: (p.symlink_to(p.parent / "nowhere.wav"), p)[1], "no such sound file"),
     "way/out.wav": (link_to_folder, "leads out of"),
     "pipe.wav": (lambda p: (os.mkfifo(p), p)[1], "not a file"),  # would never end
-    "huge.wav": (lambda p: hole(p, (1 << 28) + 1), "bytes; at most"),
+    "huge.wav": (lambda p: hole(p, (1 << 31) + 1), "bytes; at most"),
+    "stated.flac": (lambda p: with_bytes(stored(p), 22, b"\xff" * 4), r"268,435 s; `data\.audio\.max_seconds`"),
+    "tag.mp3": (lambda p: (p.write_bytes(b"ID3\x04\0\0\x7f\x7f\x7f\x7f" + bytes(1 << 20)), p)[1], "cannot be used"),
+    "pages.ogg": (lambda p: (p.write_bytes(b"OggS" * 9_999), p)[1], "cannot be used"),
+    "chunk.wav": (lambda p: with_bytes(hearing.write_wav(p, TONE), 16, b"\xff" * 4), "cannot be used"),
     "hole.wav": (lambda p: hole(p, 1 << 20), "cannot be used"),
     "page.mp3": (lambda p: as_text(p, "<!doctype html><title>404</title>" * 99), "cannot be used"),
     "pointer.flac": (lambda p: as_text(p, "version https://git-lfs.github.com/spec/v1\n"), "cannot be used"),
@@ -210,10 +215,10 @@ def test_headers_alone_are_read_if_the_recipe_says(tmp_path: Path) -> None:
     assert find_clip("a.wav", Audio(verify="header"), str(tmp_path / "rows.jsonl")).samples == 8_000
 
 
-@pytest.mark.long
-def test_two_hours_are_checked_in_little_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rate", [4_000, pytest.param(44_100, marks=pytest.mark.long)])
+def test_two_hours_are_checked_in_little_memory(rate: int, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("")
-    assert endless(tmp_path / "long.wav").stat().st_size > 200 << 20
+    assert endless(tmp_path / "long.wav", rate=rate).stat().st_size > 14_000 * rate
     tracemalloc.start()
     with pytest.raises(BadRow, match="silent"):
         find_clip("long.wav", Audio(max_seconds=7200), str(tmp_path / "rows.jsonl"))
@@ -230,3 +235,13 @@ def test_a_long_clip_takes_the_memory_of_what_it_becomes(tmp_path: Path) -> None
     tracemalloc.stop()
     assert len(wave) == 300 * 16_000
     assert peak < 2 * wave.nbytes
+
+
+def test_of_a_long_clip_that_is_played_the_beginning_is_read(tmp_path: Path) -> None:
+    path, samples = endless(tmp_path / "long.wav", rate=8_000), 7_200 * 8_000
+    tracemalloc.start()
+    content = playable(Clip(str(path), samples, 8_000, 0, 0))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert soundfile.info(io.BytesIO(content)).duration == 60
+    assert peak < 32 << 20

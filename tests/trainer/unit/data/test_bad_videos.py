@@ -93,24 +93,31 @@ def test_a_bad_folder_of_frames_is_a_bad_row(name: str, data: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("reference", "why"),
-    [
-        ("https://example.org/a.mp4", "videos are not fetched"),
-        ("file:///etc/passwd", "only|not fetched|no such"),
-        ("../outside.mp4", "leads out of"),
-        ("/etc/passwd", "leads out of"),
-        ("missing.mp4", "no such video"),
-        ("data:video/mp4;base64,####", "not base64"),
-        ("data:video/mp4,abc", "expected data:video/"),
-        (listed(["missing.png"]), "no such video"),
-        (listed(["/etc/passwd"]), "leads out of"),
-        (listed(["data:image/png;base64,AAAA"]), "have to be files of pictures"),
-    ],
-)
-def test_references_are_not_trusted(reference: str, why: str, data: Path) -> None:
-    with pytest.raises(BadRow, match=why):
+REFERENCES: list[tuple[str | bytes, str]] = [
+    ("https://example.org/a.mp4", "videos are not fetched"),
+    ("s3://bucket/a.mp4", "videos are not fetched"),
+    ("file:///etc/passwd", "only|not fetched|no such"),
+    ("../outside.mp4", "leads out of"),
+    ("%2e%2e/outside.mp4", "no such video"),
+    ("/etc/passwd", "leads out of"),
+    ("missing.mp4", "no such video"),
+    ("two\nlines.mp4", "no such video"),
+    ("a\0b.mp4", "NUL"),
+    ("a" * 5_000, "more than 4,096 characters"),
+    ("data:video/mp4;base64,####", "not base64"),
+    ("data:video/mp4,abc", "expected data:video/"),
+    (b"", "its bytes"),
+    (listed(["missing.png"]), "no such video"),
+    (listed(["/etc/passwd"]), "leads out of"),
+    (listed(["data:image/png;base64,AAAA"]), "have to be files of pictures"),
+]
+
+
+@pytest.mark.parametrize(("reference", "why"), REFERENCES, ids=[str(i) for i in range(len(REFERENCES))])
+def test_references_are_not_trusted(reference: str | bytes, why: str, data: Path) -> None:
+    with pytest.raises(BadRow, match=why) as refused:
         found(reference, data)
+    assert "\n" not in str(refused.value)
 
 
 def test_frames_of_a_folder_are_in_the_order_of_their_numbers(data: Path) -> None:
@@ -196,6 +203,13 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "text.mp4": (lambda p: with_bytes(p, b"no video at all, " * 99), "not a video of a kind that is read"),
     "list.mp4": (lambda p: with_bytes(p, PLAYLIST), "not a video of a kind that is read"),
     "concat.mp4": (lambda p: with_bytes(p, b"ffconcat version 1.0\nfile /etc/passwd\n"), "not a video of a kind"),
+    "page.mp4": (lambda p: with_bytes(p, b"<!doctype html><title>404</title>" * 99), "not a video of a kind"),
+    "pointer.webm": (lambda p: with_bytes(p, b"version https://git-lfs.github.com/spec/v1\n"), "not a video of a kind"),
+    "archive.mkv": (lambda p: with_bytes(p, b"PK\x03\x04" + bytes(4_000)), "not a video of a kind that is read"),
+    "bad\nname.mp4": (lambda p: with_bytes(p, b"no video"), "not a video of a kind that is read"),
+    "pipe.mp4": (os.mkfifo, "not a file"),  # would never end
+    "circle.mp4": (lambda p: p.symlink_to(p), "cannot be read|no such"),
+    "huge.mp4": (lambda p: (p.touch(), os.truncate(p, (1 << 31) + 1)), "bytes; at most"),
     "picture.mp4": (lambda p: Image.fromarray(FILM[0]).save(p, "png"), "not a video of a kind that is read"),
     "cut.mp4": (lambda p: cut(p, 0.6), "cannot be used"),  # its index was at the end
     "ahead.mp4": (with_index_ahead, "cannot be used"),
@@ -218,6 +232,7 @@ def test_a_bad_file_is_a_bad_row_with_its_reason(name: str, data: Path) -> None:
     pytest.importorskip("av")
     make, why = BAD_FILES[name]
     make(data / name)
+    assert len(BAD_FILES) + len(BAD_FOLDERS) + len(REFERENCES) >= 35
     tracemalloc.start()
     with pytest.raises(BadRow, match=why) as refused:
         found(name, data, max_seconds=60)

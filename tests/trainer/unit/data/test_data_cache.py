@@ -33,7 +33,7 @@ from data_helpers import (
 from forks import start_forkserver
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.building import CHUNK_ROWS, EntryBuild, OpenedSources, build_source
+from finetune.data.building import CHUNK_ROWS, DECODED, EntryBuild, OpenedSources, build_source, chunks_of
 from finetune.data.cache_entries import age_in_seconds, list_entries, lock_of, not_used_for, remove
 from finetune.data.chat.renderer import Rendered, Renderer, build_renderer
 from finetune.data.examples import prepare_examples
@@ -95,6 +95,14 @@ def test_an_entry_is_bitwise_the_same_with_two_processes(tmp_path):
     assert one.sequence_offsets[-1] == one.report.tokens == len(one.input_ids)
     assert one.targets.tolist() == np.add.reduceat(one.loss_mask, one.sequence_offsets[:-1], dtype=np.int64).tolist()
     assert one.example_offsets.tolist() == list(range(len(one) + 1))
+
+
+def test_rows_whose_files_are_decoded_come_in_small_chunks() -> None:
+    """Ten thousand clips are little text: they would be decoded by one process, 256 of them at a time."""
+    items = [("rows.jsonl", number, {"audio": "a.wav", "text": "hello"}) for number in range(100)]
+    assert [len(chunk) for chunk in chunks_of(items, decoding=0)] == [100]
+    assert [len(chunk) for chunk in chunks_of(items, DECODED["audio"])] == [25] * 4
+    assert [len(chunk) for chunk in chunks_of(items[:7], DECODED["video"])] == [3, 3, 1]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -51,6 +51,7 @@ WRITES: dict[str, Callable[[Message], str]] = {
     "mistral_v1": _plain("</s>", " "),
     "built-in mistral-v3": _plain("</s>", " ", lambda text: text.rstrip(" ")),
     "built-in mistral-tekken": _plain("</s>", "", lambda text: text.rstrip(" ")),
+    "built-in voxtral": _plain("</s>", "", lambda text: text.rstrip(" ")),
     "mixtral": _plain("</s>"),
     "llama4": _plain("<|eot|>", form=str.strip),
     "lfm2": _plain("<|im_end|>"),

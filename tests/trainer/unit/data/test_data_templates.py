@@ -508,6 +508,13 @@ FAMILIES = {
         MISTRAL_V3,
         **{name: _tekken(str(getattr(MISTRAL_V3, name))) for name in ("one", "two", "system", "tools")},
     ),
+    "built-in voxtral": replace(
+        MISTRAL_V1,
+        specials=("<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+        one="<s>[INST]what is two?[/INST]«four</s>»",
+        two="<s>[INST]hello[/INST]«I am fine</s>»[INST]and you?[/INST]«so am I</s>»",
+        system="<s>[SYSTEM_PROMPT]Be quick.[/SYSTEM_PROMPT][INST]what is two?[/INST]«four</s>»",
+    ),
     "mixtral": replace(
         MISTRAL_V1,
         one="<s>[INST] what is two? [/INST]«four</s>»",
@@ -824,7 +831,7 @@ PUBLISHED = {
 }
 # Whose own templates are not among these.
 NOT_WRITTEN = ("google/gemma-4", "mistralai/Mistral-Large-4", "nvidia/NVIDIA-Nemotron", "Hugging")
-NOT_WRITTEN += ("Qwen/Qwen3-VL", "Qwen/Qwen3.6", "Qwen/Qwen3.8", "Qwen/Qwen2-Audio", "deepseek-ai")
+NOT_WRITTEN += ("./Qwen3-Omni", "Qwen/Qwen3-VL", "Qwen/Qwen3.6", "Qwen/Qwen3.8", "Qwen/Qwen2-Audio", "deepseek-ai")
 RECIPES = [path for path in sorted((ROOT / "recipes").rglob("*.yaml")) if path.parent.name not in ("base", "tasks")]
 
 
