@@ -182,6 +182,11 @@ class Video:
 Medium = Image | Clip | Video
 
 
+def kind_of(medium: Medium) -> MediaKind:
+    """Returns the kind of a file."""
+    return "image" if isinstance(medium, Image) else "audio" if isinstance(medium, Clip) else "video"
+
+
 @dataclass(frozen=True)
 class Sequence:
     """Tokens that attention keeps apart from all others: a document, or one answer of a preference."""

@@ -405,16 +405,12 @@ def images(recipe: Recipe) -> Iterator[Finding]:
 def audio(recipe: Recipe) -> Iterator[Finding]:
     if recipe.data.audio is None:
         return
-    if recipe.data.image is not None:
-        yield "data.audio", "no model is trained on images and on sound at once: keep one of `image` and `audio`"
     yield from _media(recipe, "audio", "sound", "clips of one length", "processor of sound")
 
 
 def video(recipe: Recipe) -> Iterator[Finding]:
     if recipe.data.video is None:
         return
-    if others := [name for name in ("image", "audio") if getattr(recipe.data, name) is not None]:
-        yield "data.video", f"rows have files of one kind: keep one of `video` and `{others[0]}`"
     yield from _media(recipe, "video", "videos", "videos of one size", "video processor")
 
 
