@@ -410,6 +410,11 @@ _REFUSALS = {
 }
 
 
+def kinds_taken(model_type: str) -> tuple[MediaKind, ...]:
+    """Returns the kinds of files that models of a type take, the usual one first; () for those of text."""
+    return tuple(rows_of(model_type))
+
+
 def file_tokens(config: Any, kinds: Sequence[MediaKind]) -> dict[MediaKind, int]:
     """Returns the token that stands for files of each of these kinds in a model's rows."""
     return {row.kind: getattr(config, row.token_id) for row in family_of(config, kinds).each} if kinds else {}

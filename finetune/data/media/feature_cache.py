@@ -154,7 +154,8 @@ class MadeFeatures:
     def __str__(self) -> str:
         how = f"{self.made:,} made in {self.took_s:,.1f} s" if self.made else "none made"
         return (
-            f"data.{self.kind}.cache: {self.clips:,} {_UNITS[self.kind]}, {self.seconds / 3600:,.2f} h, {how}, "
+            f"data.{self.kind}.cache: {self.clips:,} {_UNITS[self.kind]}, {self.seconds / 3600:,.2f} h of "
+            f"{_NAMES[self.kind]}, {how}, "
             f"{self.clips - self.made:,} from the cache, {readable_bytes(self.bytes)}"
         )
 

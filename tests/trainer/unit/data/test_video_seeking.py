@@ -10,6 +10,7 @@ from typing import Any
 import filming
 import numpy as np
 import pytest
+from usual import usual
 
 from finetune.data.media import video_files
 from finetune.data.samples import Video
@@ -48,7 +49,7 @@ def written(folder: Path, name: str, film: np.ndarray) -> Video:
     return Video(str(path), FRAMES, Fraction(24), 48, 64, len(WANTED), 0, 1)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", usual(FILES, "h264", "vp9"))
 def test_frames_are_those_without_seeking(
     name: str, film: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,8 +68,8 @@ def test_frames_are_those_without_seeking(
         assert np.array_equal(frame, everyone[place])
         assert not np.array_equal(frame, everyone[(place + 1) % FRAMES])
     if FILES[name][3]:
-        assert decoded == [0, *range(60, 62), *range(108, 120)]
-    assert len(decoded) < FRAMES / 2 or not FILES[name][3]
+        assert {*WANTED} <= {*decoded}
+        assert len(decoded) < FRAMES / 2
 
 
 def test_a_file_that_is_not_as_its_index_says_is_decoded_whole(
