@@ -166,7 +166,7 @@ def part_sizes(model: Any) -> dict[str, tuple[int, int]]:
     """Returns, of each part of a multimodal model, its parameters and those that train; {} for a text model."""
     if not tower_modules(model):
         return {}
-    family = family_of(model.config)
+    family = family_of(model.config, tuple(rows_of(model.config.model_type)))
     sizes: dict[str, tuple[int, int]] = {part: (0, 0) for part in PARTS}  # noqa: C420 (typed)
     for name, parameter in unwrap_peft(model).named_parameters():
         part, numel = part_of(family, name), full_shape(parameter).numel()

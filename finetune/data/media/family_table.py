@@ -439,7 +439,7 @@ def rows_of(model_type: str) -> dict[MediaKind, Family]:
 
 def family_of(config: PretrainedConfig, kinds: Kinds = None) -> Family:
     """Returns the family of a multimodal config. kinds: of the files of a run; None, or one that the model does not
-    take: the kind that comes first. Several: the row of the first of them, with the others in `also`.
+    take: the first kind whose tower it has. Several: the row of the first of them, with the others in `also`.
 
     Raises UserError for those that are not verified.
     """
@@ -451,7 +451,8 @@ def family_of(config: PretrainedConfig, kinds: Kinds = None) -> Family:
             "that trains its text part"
         )
     asked = (kinds,) if isinstance(kinds, str) else tuple(kinds or ())
-    taken = [rows[kind] for kind in asked if kind in rows] or [next(iter(rows.values()))]
+    there = [row for row in rows.values() if getattr(config, row.config, None) is not None]
+    taken = [rows[kind] for kind in asked if kind in rows] or there[:1] or [*rows.values()][:1]
     first, *also = (row.fitted(config, row) for row in taken)
     used = {path for row in (first, *also) for path in (row.tower, *row.projector)}
     others = dict.fromkeys(path for row in (first, *also) for path in row.others if path not in used)

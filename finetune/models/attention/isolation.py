@@ -376,7 +376,8 @@ class ImageTrial(TinyModel):
         for i, ids in enumerate(self.documents):
             inputs = self.pictures_of(i)
             types = sum((kind * (ids == token).int() for kind, token in self._types()), torch.zeros_like(ids))
-            if self.family.in_windows_only or any(name in inputs for names in GRIDS.values() for name in names):
+            in_windows = any(row.in_windows_only for row in self.family.each)
+            if in_windows or any(name in inputs for names in GRIDS.values() for name in names):
                 inputs["mm_token_type_ids"] = types
             elif self.family.sees_whole_images:
                 inputs["token_type_ids"] = types

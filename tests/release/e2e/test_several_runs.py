@@ -10,7 +10,7 @@ import filming
 import pytest
 import several
 import yaml
-from conftest import train_here
+from conftest import launch, train_here
 from plain_documents import Plain, metric, own_loop
 from transformers import AutoModelForMultimodalLM
 from usual import usual
@@ -78,6 +78,20 @@ def test_losses_are_those_of_plain_transformers(name: str, last: str, folder: Pa
     logged = (run / "generations.jsonl").read_text(encoding="utf-8")
     assert "<|image|>" not in logged
     assert "<|image_pad|>" not in logged
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gemma4 image audio video", "qwen3_vl_films image video"])
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_two_processes_compute_what_one_does(config: str, name: str, folder: Path) -> None:
+    """In most steps the rows of the ranks have files of other kinds, or none."""
+    changes = {"batch": {"rows": 4}, "train": {"max_steps": 5}, "data": {"packing": False}}
+    alone = train_on(folder, name, f"one-{config}", "rare_", **changes)
+    done = launch(config, 2, "train", folder / f"{alone.name}.yaml", f"run.name={alone.name}-of-two")
+    assert done.returncode == 0, done.stdout[-3000:]
+    both = alone.parent / f"{alone.name}-of-two"
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert metric(both, key) == pytest.approx(metric(alone, key), rel=1e-5 if key == "grad_norm" else 2e-6), key
 
 
 @pytest.mark.long
