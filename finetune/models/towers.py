@@ -298,7 +298,7 @@ def _nothing_in_turn(whole: Any, row: Family, smallest: dict[str, Tensor], befor
         outputs = own(*args, **kwargs)
         if not ran:  # Qwen's method for videos calls that for images
             ran.append(True)
-            run(whole.device)
+            run(next(_tensors([*args, *kwargs.values()])).device)
         return outputs
 
     def read(_language: Any, args: Any, kwargs: dict[str, Any]) -> Any:
