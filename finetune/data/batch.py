@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finetune.data.samples import Example, ExampleSizes, Medium, Sequence
+from finetune.data.samples import Example, ExampleSizes, MediaKind, Medium, Sequence, kind_of
 
 PADDING_DOCUMENT = 128  # tokens; short, so that attention within padding costs little
 
@@ -75,6 +75,7 @@ class MediaPlace(NamedTuple):
     begin: int
     end: int
     source: str | bytes = b""  # path of its file, or the file itself
+    kind: MediaKind = "image"
 
 
 # Tensors that a model's forward takes for these files, in their order; see `media/feature_reader.py`.
@@ -295,7 +296,7 @@ def _media(sequences: ListLike[Sequence], own_lengths: tuple[int, ...]) -> tuple
     """Returns the files of sequences end to end; those with files share no beginning (`shared_prefix`)."""
     begins = np.cumsum((0, *own_lengths)).tolist()
     placed = [
-        (image, MediaPlace(i, begins[i] + image.begin, begins[i] + image.end, image.source))
+        (image, MediaPlace(i, begins[i] + image.begin, begins[i] + image.end, image.source, kind_of(image)))
         for i, sequence in enumerate(sequences)
         for image in sequence.media
     ]

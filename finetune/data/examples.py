@@ -243,24 +243,29 @@ def recipe_renderer(
 
 
 def row_media(
-    model: Model, rules: Images | Audio | Videos | None, tokenizer: PreTrainedTokenizerBase
+    model: Model, rules: Sequence[Images | Audio | Videos] | None, tokenizer: PreTrainedTokenizerBase
 ) -> RowMedia | None:
     """Returns how a model takes the files of rows; None without rules (`data.media`). Raises UserError."""
-    if rules is None:
+    if not rules:
         return None
     from finetune.data.media.expansion import RowMedia
     from finetune.data.media.families import media_family
 
-    return RowMedia(media_family(model, rules, tokenizer), rules)
+    first, *others = (media_family(model, of_kind, tokenizer) for of_kind in rules)
+    return RowMedia(first, rules[0], tuple(others))
 
 
 def media_reader(media: RowMedia | None) -> FeatureReader | None:
-    """Returns the function that builds a micro-batch's image inputs; None without images."""
+    """Returns the function that builds the inputs of a micro-batch for its files; None without files."""
     if media is None:
         return None
     from finetune.data.media.feature_reader import feature_reader
 
-    return feature_reader(media.family, media.rules.threads, isinstance(media.rules, Audio) and media.rules.cache)
+    families = [
+        (family, not isinstance(family.rules, Images) and family.rules.cache) for family in media.families.values()
+    ]
+    (first, caches), *others = families
+    return feature_reader(first, max(family.rules.threads for family, _ in families), caches, others)
 
 
 def _choose_from(
@@ -347,9 +352,9 @@ def rendering_key(renderer: Renderer) -> str:
     backend = json.loads(fast.backend_tokenizer.to_str())
     images = None
     if renderer.media:
-        in_family = {"fps", "max_frames", "max_pixels", "min_pixels", "processor"}
-        rules = renderer.media.rules.model_dump(exclude={"threads", *in_family})
-        images = [renderer.media.family.settings, rules]
+        in_family = {"threads", "cache", "fps", "max_frames", "max_pixels", "min_pixels", "processor"}
+        families = renderer.media.families.values()
+        images = [part for one in families for part in (one.settings, one.rules.model_dump(exclude=in_family))]
     parts = {
         "tokenizer": {name: part for name, part in backend.items() if name not in ("truncation", "padding")},
         "special": [renderer.special, renderer.adds_bos],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from finetune.data.batch import UNSHARDED, Batch, MediaInputs, TokenShare, collate, dummy_batch, token_shard, with_ahead
 from finetune.data.row_source import RunRows
-from finetune.data.samples import SharedPrompt
+from finetune.data.samples import MediaKind, SharedPrompt, kind_of
 from finetune.errors import UserError
 from finetune.recipe import divisibility_message
 
@@ -26,7 +26,7 @@ class StepBatches:
     counts: dict[str, int]  # of the whole step over all ranks, by the names of `ExampleSizes.counts`
     padding: int  # uncounted tokens of its forwards: padding and dummies
     epoch: float  # passes over the data that are done after this step
-    has_media: bool = False  # in any row of any rank
+    kinds: frozenset[MediaKind] = frozenset()  # of files, in any row of any rank
     measured: Mapping[str, float] = field(default_factory=dict)  # metrics of its rows, see `RunRows.measured`
 
     def map_tensors(self, call: Callable[[Tensor], Tensor]) -> StepBatches:
@@ -70,6 +70,7 @@ class Loader:
     media_inputs: MediaInputs | None = None  # see `collate`
     positions: Callable[[Batch], Batch] | None = None  # gives a batch those of a model that has others than places
     ahead: bool = False  # see `with_ahead`
+    kinds: tuple[MediaKind, ...] = ()  # of the files that rows may have
 
     def __post_init__(self) -> None:
         if self.tokens_per_device is None and self.rows_per_step % (self.rows_per_device * self.world_size):
@@ -87,15 +88,18 @@ class Loader:
             counts=self._counts(positions),
             padding=computed - sum(assignment.micro_batch_tokens),
             epoch=self.rows.epoch_at(positions.stop),
-            has_media=self.media_inputs is not None
-            and any(
-                sequence.media
-                for position in positions
-                for example in self.rows.row(position)
-                for sequence in example.sequences
-            ),
+            kinds=self._kinds(positions),
             measured=self.rows.measured(step),
         )
+
+    def _kinds(self, positions: Sequence[int]) -> frozenset[MediaKind]:
+        """Returns the kinds of files in some rows; reads no more of them than it has to."""
+        found = set[MediaKind]()
+        for position in positions if self.kinds else ():
+            found |= {kind_of(one) for example in self.rows.row(position) for s in example.sequences for one in s.media}
+            if len(found) == len(self.kinds):
+                break
+        return frozenset(found)
 
     def row_positions(self, step: int) -> list[list[int]]:
         """Returns the positions of the rows in each micro-batch of a step, over all ranks, by `Batch.index`."""

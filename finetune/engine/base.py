@@ -11,7 +11,7 @@ import abc
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import psutil
@@ -266,13 +266,15 @@ class Engine(abc.ABC):
         self.drop_gradients()
         return norm if steps else None
 
-    def prepare_groups(self, lr_factor: float, has_media: bool) -> None:
-        """Set each group's rate. A step without images leaves out tower and projector, as torch does."""
+    def prepare_groups(self, lr_factor: float, kinds: Collection[str]) -> None:
+        """Set each group's rate. A step without images leaves out tower and projector, as torch does. kinds: of the
+        step's files."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
                 group["lr"] = group["initial_lr"] * lr_factor
-                group[IDLE] = group.get(OF_MEDIA, False) and not has_media
+                of_media = group.get(OF_MEDIA, ())  # kinds of files
+                group[IDLE] = bool(of_media) and not any(kind in kinds for kind in of_media)
 
     # --- meters
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-OF_MEDIA, IDLE = "of_images", "idle"  # keys of a parameter group: it has image parameters; the next step skips it
+OF_MEDIA, IDLE = "of_images", "idle"  # keys of a parameter group: kinds of files of its tower; the next step skips it
 FIRST_SCALE, GROWTH_INTERVAL = 2.0**16, 2000  # good steps before the loss scale doubles; as torch.amp.GradScaler
 _CHUNK = 2**18  # elements: 2 MB in fp64, which stays in a core's cache; 2**17 to 2**20 take as long
 _SMALL = 2**14  # elements: their time is that of the operators

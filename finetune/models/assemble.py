@@ -100,7 +100,8 @@ def assemble(
     }
     if has_scores:
         return ScoreModel(model, **surroundings)
-    images = TowerPart(model, gathers_in_forward) if recipe.model.train is not None else None
+    kinds = recipe.data.media_kinds
+    images = TowerPart(model, gathers_in_forward, kinds) if recipe.model.train is not None else None
     return CausalLMWithLoss(
         model, recipe.model.cross_entropy, only_sums, head_device=head_device, images=images, **surroundings
     )

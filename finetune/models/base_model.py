@@ -37,7 +37,7 @@ class Base:
 
     model: Model
     tokens: Tokens | None = None  # that the tokenizer gets in addition
-    image: Images | Audio | Videos | None = None  # settings of the files that rows have
+    image: tuple[Images | Audio | Videos, ...] | None = None  # settings of each kind of files that rows have
     drops_nothing: bool = False  # see `Recipe.drops_nothing`
     given: PretrainedConfig | None = None  # in place of `config`, for a plan of a model that is not here
 
@@ -119,7 +119,8 @@ def check_same_media(key: str, name: str | None, base: Base) -> None:
     if name is None or base.media is None:
         return
     other = row_media(base.other(name).model, base.image, base.tokenizer)
-    if other is None or base.media.family.settings != other.family.settings:
+    ours, theirs = ([one.settings for one in media.families.values()] for media in (base.media, other or base.media))
+    if other is None or ours != theirs:
         raise UserError(
             f"{key}: {name!r} reads images in another way than the trained model. It sees them as other tokens, or by "
             "other settings of its processor. Fix: name a model whose processor has the same settings, such as a "
@@ -131,26 +132,34 @@ def processor_settings(base: Base) -> dict[str, bytes]:
     """Returns the files with the settings of the base's processors, with the recipe's bounds of an image's size."""
     from finetune.data.media.families import processor_place
 
-    model, rules = base.model, base.image
-    name, revision = (model.name, model.revision) if rules is None else processor_place(model, rules)
-    place = Model(name=name, revision=revision)
-    files = {file: path.read_bytes() for file in PROCESSORS if (path := checkpoint_file(place, file))}
-    if isinstance(rules, Videos) and base.media is not None:
-        return {**files, **_of_videos(base.media.family.processor, files)}
-    if not isinstance(rules, Images) or not (rules.max_pixels or rules.min_pixels) or base.media is None:
-        return files
-    size = dict(base.media.family.processor.size)
+    model, files = base.model, dict[str, bytes]()
+    places = [processor_place(model, rules) for rules in base.image or ()] or [(model.name, model.revision)]
+    for name, revision in places:  # the first of them comes first
+        place = Model(name=name, revision=revision)
+        found = {file: path.read_bytes() for file in PROCESSORS if (path := checkpoint_file(place, file))}
+        files = {**found, **files}
+    for family in base.media.families.values() if base.media is not None else ():
+        if isinstance(family.rules, Videos):
+            files |= _of_videos(family.processor, files)
+        elif isinstance(family.rules, Images) and (family.rules.max_pixels or family.rules.min_pixels):
+            files |= _of_images(family, files)
+    return files
+
+
+def _of_images(family: Any, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Returns the files with a recipe's bounds of an image's size. family: `image_families.ImageFamily`."""
+    changed, bounds = dict[str, bytes](), family.bounds()
     for file in {FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME} & {*files}:
         settings = json.loads(files[file])
         part = settings if file == FEATURE_EXTRACTOR_NAME else settings.get("image_processor")
         if part is None:
             continue
-        part["size"] = size
+        part |= bounds
         for bound, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             if part.get(bound) is not None:  # Qwen's older names, which come first
-                part[bound] = size[edge]
-        files[file] = json.dumps(settings, indent=2).encode() + b"\n"
-    return files
+                part[bound] = bounds["size"][edge]
+        changed[file] = json.dumps(settings, indent=2).encode() + b"\n"
+    return changed
 
 
 def _of_videos(processor: Any, files: Mapping[str, bytes]) -> dict[str, bytes]:

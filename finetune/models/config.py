@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoModelForMultimodalLM, PretrainedConfig
 
-from finetune.data.media.family_table import family_of, part_that_hears
+from finetune.data.media.family_table import family_of, part_that_hears, rows_of
 from finetune.errors import UserError
 from finetune.models.base_config import base_config, depends_on_length, rope_types, without_weights
 from finetune.models.checkpoint_files import tensor_names
@@ -152,14 +152,13 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 def with_steady_tower(config: PretrainedConfig) -> PretrainedConfig:
     """Returns the config of a multimodal model, or a copy, whose tower drops nothing at random (`Family.drops`)."""
-    family = family_of(config)
-    if not any(getattr(getattr(config, family.config), name, 0) for name in family.drops):
+    drops = [(row.config, name) for row in rows_of(config.model_type).values() for name in row.drops]
+    if not any(getattr(getattr(config, tower), name, 0) for tower, name in drops):
         return config
     config = copy.deepcopy(config)
-    tower = getattr(config, family.config)
-    for name in family.drops:
-        if hasattr(tower, name):
-            setattr(tower, name, 0.0)
+    for tower, name in drops:
+        if hasattr(getattr(config, tower), name):
+            setattr(getattr(config, tower), name, 0.0)
     return config
 
 

@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from finetune.data.media.family_table import family_of
+from finetune.data.media.family_table import family_of, rows_of
+from finetune.data.samples import MediaKind
 from finetune.models.attention import DOCUMENTS
 from finetune.models.base_config import head_sizes, layer_configs
 from finetune.models.mtp import head_of, in_head
@@ -73,7 +74,7 @@ class ModelFlops:
     implementation: str  # transformers' name
     recomputes: bool  # full activation checkpointing
     hardware_known: bool
-    tower: TowerFlops | None = None
+    towers: tuple[TowerFlops, ...] = ()  # of each kind of files
 
     def of(
         self,
@@ -81,18 +82,19 @@ class ModelFlops:
         executed: Sequence[int],
         supervised: int,
         prefixes: Sequence[int] = (),
-        patches: Sequence[int] = (),
+        patches: Mapping[MediaKind, Sequence[int]] | None = None,
     ) -> Flops:
         """Returns the FLOPs of forward and backward of one micro-batch.
 
         counted: lengths of the documents; executed: lengths including padding; supervised: positions that reach the LM
         head; prefixes: of the documents, tokens of another that each sees as its beginning, which are computed there;
-        patches: of each picture that the tower sees.
+        patches: of each picture that a tower sees.
         """
         model = hardware = self.head * supervised
-        if self.tower is not None and patches:
-            of_tower = self.tower.of(patches)
-            model, hardware = model + of_tower.model, hardware + of_tower.hardware
+        for tower in self.towers:
+            if mine := (patches or {}).get(tower.kind):
+                of_tower = tower.of(mine)
+                model, hardware = model + of_tower.model, hardware + of_tower.hardware
         products = self.token_forward + self.token_backward
         model += products * sum(counted)
         hardware += (products + self.token_recomputed) * sum(executed)
@@ -119,15 +121,16 @@ class ModelFlops:
     def _layers(self) -> Counter[AttentionFlops]:
         return Counter(self.attention)
 
-    def patches_in(self, inputs: Mapping[str, Tensor]) -> list[int]:
-        """Returns the patches of each picture among the inputs of a forward."""
-        return [] if self.tower is None else patches_in(self.tower.config, inputs)
+    def patches_in(self, inputs: Mapping[str, Tensor]) -> dict[MediaKind, list[int]]:
+        """Returns the patches of each picture of each kind among the inputs of a forward."""
+        return {tower.kind: patches_in(tower.config, inputs, tower.kind) for tower in self.towers}
 
 
 @dataclass(frozen=True)
 class TowerFlops:
-    """FLOPs of tower and projector. Backwards are included if there are any."""
+    """FLOPs of tower and projector of a kind of files. Backwards are included if there are any."""
 
+    kind: MediaKind
     config: Any  # the multimodal model's
     patch: Flops  # products for one patch
     token: Flops  # for one token of the projector
@@ -142,7 +145,7 @@ class TowerFlops:
         pairs = (self.layers - self.windows) * sum(n * n for n in patches)
         executed = (self.layers - self.windows) * total**2 if self.together else pairs
         in_windows = self.windows * sum(n * min(n, self.window) for n in patches)
-        tokens = total / patches_per_token(self.config)
+        tokens = total / patches_per_token(self.config, self.kind)
         model, hardware = (
             products * total + merged * tokens + each * (count + in_windows)
             for products, merged, each, count in zip(self.patch, self.token, self.pair, (pairs, executed), strict=True)
@@ -150,11 +153,18 @@ class TowerFlops:
         return Flops(model, hardware)
 
 
-def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
-    """Returns the FLOPs of tower and projector. Modules created before the first trained weight have no backward."""
+def _towers(model: Any, recomputes: bool) -> tuple[TowerFlops, ...]:
+    """Returns the FLOPs of the tower of each kind of files; () for a text model."""
     if not tower_modules(model):
-        return None
-    config, family = model.config, family_of(model.config)
+        return ()
+    rows = rows_of(model.config.model_type).values()
+    there = [row.kind for row in rows if getattr(model.config, row.config) is not None]
+    return tuple(_tower(model, kind, recomputes) for kind in there)
+
+
+def _tower(model: Any, kind: MediaKind, recomputes: bool) -> TowerFlops:
+    """Returns the FLOPs of tower and projector. Modules created before the first trained weight have no backward."""
+    config, family = model.config, family_of(model.config, kind)
     tower = getattr(config, family.config)
     products: list[_Product] = []  # `after_trained`: something before it is trained
     after_trained = False
@@ -183,7 +193,7 @@ def _tower(model: Any, recomputes: bool) -> TowerFlops | None:
     windows = 0 if full is None else layers - len(full)
     window = (tower.window_size // tower.patch_size) ** 2 if windows else 0
     products_of = Flops(patch, patch + again), Flops(token, token), pairs
-    return TowerFlops(config, *products_of, layers, windows, window, family.joins_images)
+    return TowerFlops(kind, config, *products_of, layers, windows, window, family.joins_images)
 
 
 def causal_pairs(lengths: Sequence[int], window: int | None, prefixes: Sequence[int] = ()) -> float:
@@ -238,7 +248,7 @@ def model_flops(model: Any, implementation: str, checkpointing: bool | str) -> M
             type(module).__name__ == "ParamWrapper" or getattr(module, "lora_magnitude_vector", None)
             for module in model.modules()
         ),
-        tower=_tower(model, recomputes),
+        towers=_towers(model, recomputes),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from finetune.data.media.family_table import family_of
+from finetune.data.media.family_table import Family, Kinds, family_of, rows_of
 from finetune.models.base_config import rope_types
 
 VOCABULARY = 128
@@ -24,7 +24,6 @@ EXPERTS = 4
 WINDOW = 5  # tokens
 CHUNK = 8  # tokens
 POSITIONS = 64
-IMAGE_TOKEN = VOCABULARY - 1
 PRETRAINED_POSITIONS = 16  # length at which RoPE types that grow with the document begin to
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
@@ -244,19 +243,17 @@ def _set_there(part: Any, sizes: dict[str, Any]) -> None:
             setattr(part, key, value)
 
 
-def _with_small_ear(tiny: Any, tower: Any) -> Any:
+def _with_small_ear(tiny: Any, tower: Any, row: Family) -> None:
     _set_there(tower, _SMALL_EAR)
     if hasattr(tower, "n_window") and not hasattr(tower, "n_window_infer"):
         tower.n_window = 4  # Qwen2.5-Omni: a clip has several windows
-    for name in family_of(tiny).drops:
+    for name in row.drops:
         if hasattr(tower, name):
             setattr(tower, name, 0.0)
-    tiny.audio_token_id = IMAGE_TOKEN
     if (projector := getattr(tiny, "projector_config", None)) is not None:
         _set_there(projector, {**_SMALL_TOWER, "encoder_hidden_size": _WIDTH})
     if hasattr(tiny, "audio_soft_tokens_per_image"):
         _with_own_tokens(tiny)
-    return tiny
 
 
 def _with_own_tokens(tiny: Any) -> None:
@@ -269,27 +266,30 @@ def _with_own_tokens(tiny: Any) -> None:
     tiny.vision_config.architecture = "test_resnet"
 
 
-def tiny_whole(config: PretrainedConfig) -> Any:
-    """Returns a tiny copy of a multimodal config: small text model, small tower, few patches."""
+def tiny_whole(config: PretrainedConfig, kinds: Kinds = None) -> Any:
+    """Returns a tiny copy of a multimodal config: small text model, small towers, few patches. kinds: see
+    `family_of`."""
     tiny: Any = copy.deepcopy(config)
     text = tiny.get_text_config(decoder=True)
     name = next(name for name in tiny.sub_configs if getattr(tiny, name) is text)
     setattr(tiny, name, tiny_config(text))
     getattr(tiny, name).pad_token_id = 0
-    family = family_of(config)
-    tower = getattr(tiny, family.config)
-    _set_there(tower, _SMALL_TOWER)
-    if family.others:
-        _set_there(tiny.vision_config, _SMALL_OTHER)
-    if family.kind == "audio":
-        return _with_small_ear(tiny, tower)
-    vision = tower
-    if family_of(config).tokens is not None:
-        side = 2 * getattr(tiny, "scale_factor", 1)
-        vision.image_size = vision.patch_size * side
-        if hasattr(tiny, "mm_tokens_per_image"):
-            vision.image_size, tiny.mm_tokens_per_image = vision.patch_size * 4, 4
-    tiny.image_token_id = IMAGE_TOKEN
-    if hasattr(tiny, "video_token_id"):
-        tiny.video_token_id = VOCABULARY - 2
+    for row in rows_of(config.model_type).values():
+        if (tower := getattr(tiny, row.config)) is not None:
+            _set_there(tower, _SMALL_TOWER)
+            if row.others:
+                _set_there(tiny.vision_config, _SMALL_OTHER)
+            if row.kind == "audio":
+                _with_small_ear(tiny, tower, row)
+            elif row.tokens is not None:
+                _with_small_squares(tiny, tower)
+    last = VOCABULARY
+    for row in family_of(config, kinds).each:
+        setattr(tiny, row.token_id, last := last - 1)
     return tiny
+
+
+def _with_small_squares(tiny: Any, vision: Any) -> None:
+    vision.image_size = vision.patch_size * 2 * getattr(tiny, "scale_factor", 1)
+    if hasattr(tiny, "mm_tokens_per_image"):
+        vision.image_size, tiny.mm_tokens_per_image = vision.patch_size * 4, 4

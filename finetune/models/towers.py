@@ -27,7 +27,8 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from finetune.data.batch import Batch
-from finetune.data.media.family_table import FAMILIES, VIDEO_INPUT, Family, family_of, tower_outputs
+from finetune.data.media.family_table import FAMILIES, Family, Kinds, family_of, rows_of, tower_outputs
+from finetune.data.samples import MediaKind
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import check_names_kept
 from finetune.models.clips_alone import run_clips_alone
@@ -45,15 +46,18 @@ def image_tokens(config: Any, cells: Sequence[int]) -> list[int]:
     return list(cells) if tokens is None else [tokens(config)] * len(cells)
 
 
-def patches_in(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
-    """Returns the patches of each picture, or crop of one, among the inputs of a forward."""
-    if (ear := family_of(config).ear) is not None:
+def patches_in(config: Any, inputs: Mapping[str, Tensor], kind: MediaKind | None = None) -> list[int]:
+    """Returns the patches of each picture, or crop of one, among the inputs of a forward; or the positions of clips.
+    kind: see `family_of`."""
+    if (ear := family_of(config, kind).ear) is not None:
         return [count for frames in ear.frames_in(inputs) for count in ear.positions(config, frames)]
     side = config.vision_config.patch_size
-    if (grid := inputs.get("image_grid_thw")) is not None:
+    if kind != "video" and (grid := inputs.get("image_grid_thw")) is not None:
         return grid.prod(1).tolist()
     if (grid := inputs.get("video_grid_thw")) is not None:  # a tower sees the places in time apart
         return [height * width for frames, height, width in grid.tolist() for _ in range(frames)]
+    if (places := inputs.get("video_position_ids" if kind == "video" else "image_position_ids")) is not None:
+        return [places.shape[1]] * len(places)  # those behind a picture's end are computed as well
     if (sizes := inputs.get("image_sizes")) is not None:
         return (sizes // side).prod(1).tolist()
     if (pixels := inputs.get("pixel_values")) is None:
@@ -62,25 +66,31 @@ def patches_in(config: Any, inputs: Mapping[str, Tensor]) -> list[int]:
     return [(height // side) * (width // side)] * math.prod(pictures)
 
 
-def patches_of(config: Any, tokens: Sequence[int]) -> list[int]:
-    """Returns the patches of each picture, or the positions of clips by what sees each other. tokens: of each file."""
-    if (ear := family_of(config).ear) is not None:
+def patches_of(config: Any, tokens: Sequence[int], kind: MediaKind | None = None) -> list[int]:
+    """Returns the patches of each picture, or the positions of clips by what sees each other. tokens: of each file;
+    kind: see `family_of`."""
+    if (ear := family_of(config, kind).ear) is not None:
         return [part for count in tokens for part in ear.positions(config, ear.frames(config, count))]
-    ratio = patches_per_token(config)
-    if (of_image := family_of(config).tokens) is None:
+    ratio = patches_per_token(config, kind)
+    if (of_image := family_of(config, kind).tokens) is None:
         return [count * ratio for count in tokens]
     return [of_image(config) * ratio] * (sum(tokens) // of_image(config))
 
 
-def patches_per_token(config: Any) -> int:
-    """Returns the patches of an image, or the positions of sound, that the projector joins to one token."""
-    family = family_of(config)
+def patches_per_token(config: Any, kind: MediaKind | None = None) -> int:
+    """Returns the patches of an image, or the positions of sound, that the projector joins to one token. kind: see
+    `family_of`."""
+    family = family_of(config, kind)
     if family.ear is not None:
         return family.ear.per_token(config)
     vision = config.vision_config
     if (of_image := family.tokens) is not None:
         return (vision.image_size // vision.patch_size) ** 2 // of_image(config)
-    return (getattr(config, "spatial_merge_size", None) or vision.spatial_merge_size) ** 2
+    sides = (getattr(config, "spatial_merge_size", None), *(getattr(vision, name, None) for name in _SIDES))
+    return next(side for side in sides if side) ** 2
+
+
+_SIDES = ("spatial_merge_size", "pooling_kernel_size")  # of a token, in patches
 
 
 # --- parts
@@ -93,9 +103,10 @@ def part_of(family: Family, name: str) -> str:
     'projector'
     """
     inside = name.removeprefix("model.")
-    if any(_is_in(inside, path) for path in family.projector):
+    if any(_is_in(inside, path) for row in family.each for path in row.projector):
         return "projector"
-    return "tower" if _is_in(inside, family.tower) or is_of_others(family, name) else "language"
+    is_in_tower = any(_is_in(inside, row.tower) for row in family.each)
+    return "tower" if is_in_tower or is_of_others(family, name) else "language"
 
 
 def is_of_others(family: Family, name: str) -> bool:
@@ -109,7 +120,8 @@ def _is_in(name: str, path: str) -> bool:
 
 def _trains(family: Family, name: str, trained: Sequence[str]) -> bool:
     inside = name.removeprefix("model.")
-    is_unused = any(_is_in(inside, path) for path in family.unused) or is_of_others(family, name)
+    unused = [path for row in family.each for path in row.unused]
+    is_unused = any(_is_in(inside, path) for path in unused) or is_of_others(family, name)
     return part_of(family, name) in trained and not is_unused
 
 
@@ -145,16 +157,16 @@ def targets_in_parts(model: Any, family: Family, trained: Sequence[str], lora: L
 
 def attention_of_parts(config: PretrainedConfig, of_language: str) -> dict[str, str]:
     """Returns `from_pretrained`'s argument: the language model's attention; a tower has transformers' own."""
-    text, family = config.get_text_config(decoder=True), family_of(config)
+    text = config.get_text_config(decoder=True)
     parts = {name: of_language if getattr(config, name) is text else "sdpa" for name in config.sub_configs}
-    return {"": "sdpa", **parts, family.config: family.attention}
+    return {"": "sdpa", **parts, **{row.config: row.attention for row in rows_of(config.model_type).values()}}
 
 
 def part_sizes(model: Any) -> dict[str, tuple[int, int]]:
     """Returns, of each part of a multimodal model, its parameters and those that train; {} for a text model."""
     if not tower_modules(model):
         return {}
-    family = FAMILIES[model.config.model_type]
+    family = family_of(model.config, tuple(rows_of(model.config.model_type)))
     sizes: dict[str, tuple[int, int]] = {part: (0, 0) for part in PARTS}  # noqa: C420 (typed)
     for name, parameter in unwrap_peft(model).named_parameters():
         part, numel = part_of(family, name), full_shape(parameter).numel()
@@ -164,11 +176,20 @@ def part_sizes(model: Any) -> dict[str, tuple[int, int]]:
 
 
 def tower_modules(model: Any) -> list[nn.Module]:
-    """Returns tower and projector of transformers' or peft's model; [] for a text model."""
+    """Returns towers and projectors of transformers' or peft's model; [] for a text model."""
     whole = unwrap_peft(model)
-    if (family := FAMILIES.get(whole.config.model_type)) is None or not hasattr(whole.base_model, family.language):
+    rows = rows_of(whole.config.model_type).values()
+    if not any(hasattr(whole.base_model, row.language) for row in rows):
         return []
-    return [whole.base_model.get_submodule(path) for path in (family.tower, *family.projector, *family.others)]
+    paths = dict.fromkeys(path for row in rows for path in (row.tower, *row.projector, *row.others))
+    return [module for path in paths if (module := part_at(whole.base_model, path)) is not None]
+
+
+def part_at(base: Any, path: str) -> nn.Module | None:
+    """Returns a part of a base model; None if this one has none, as of sound."""
+    first, _, rest = path.partition(".")
+    module = getattr(base, first)
+    return module if module is None or not rest else module.get_submodule(rest)
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -182,17 +203,23 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 class TowerPart:
-    """The tower in a forward: frozen parts stay in evaluation mode, a micro-batch without images gets a dummy one.
+    """The towers in a forward: frozen parts stay in evaluation mode, a micro-batch without images gets a dummy one.
 
     Parts that are never in training mode (`Family.steady`) stay so as well.
 
     Backends gather weights or add up gradients at the same place of every rank's forward. A rank without images would
     skip the tower, and all would wait for ever (DeepSpeed issue 7170). So it sends the smallest image there is through
-    the tower and adds the result times 0 to its embeddings: the gradients are zero, and the waiting ranks meet.
+    the tower and adds the result times 0 to its embeddings: the gradients are zero, and the waiting ranks meet. In a
+    run on several kinds of files each kind has its turn, also if one tower computes two of them:
+
+        ranks            a forward of Gemma 4
+        with images      embed   images         nothing as sound   language model
+        with sound       embed   nothing as an image   sound       language model
     """
 
-    def __init__(self, model: Any, always: bool):
-        """model: transformers' or peft's. always: also a tower that is all frozen runs in every forward."""
+    def __init__(self, model: Any, always: bool, kinds: Kinds = None):
+        """model: transformers' or peft's. always: also a tower that is all frozen runs in every forward. kinds: see
+        `family_of`."""
         whole = unwrap_peft(model)
         if (merge := getattr(whole.base_model, "inputs_merger", None)) is not None:
 
@@ -200,15 +227,18 @@ class TowerPart:
                 return merge(input_ids, inputs_embeds, image_hidden_states.to(inputs_embeds.dtype))
 
             set_attribute(whole.base_model, "inputs_merger", merged, "type of images")
-        self.family = family_of(whole.config)
-        run_clips_alone(whole, self.family)
-        self._smallest = self.family.pictures(whole.config, [2])  # Mistral 3 fails at an image of one token
+        self.family = family_of(whole.config, kinds)
+        self._smallest: list[tuple[Family, dict[str, Tensor]]] = []
+        for row in self.family.each:
+            run_clips_alone(whole, row)
+            self._smallest.append((row, row.pictures(whole.config, [2])))  # Mistral 3 fails at an image of one token
         trained = {part_of(self.family, name) for name, p in whole.named_parameters() if p.requires_grad}
         self._always = always or bool(trained - {"language"})
+        steady = any(row.steady for row in self.family.each)
         self._frozen = [
             module
             for name, module in whole.named_modules()
-            if (part := part_of(self.family, name)) != "language" and (self.family.steady or part not in trained)
+            if (part := part_of(self.family, name)) != "language" and (steady or part not in trained)
         ]
         self.evaluate_frozen()  # a model is in training mode from the start
 
@@ -226,24 +256,64 @@ class TowerPart:
         """
         cache = inputs.get("past_key_values")
         is_continued = cache is not None and cache.get_seq_length() > 0  # a generation: no rank has images then
-        has_files = self.family.main_input in inputs or VIDEO_INPUT in inputs
-        if has_files or not self._always or is_continued:
+        if not self._always or is_continued:
             yield
             return
-        whole = unwrap_peft(model)
+        with contextlib.ExitStack() as turns:
+            before: str | None = None  # the call of the last kind that has files
+            for row, smallest in self._smallest:
+                if row.main_input in inputs:
+                    before = row.call
+                else:
+                    turns.enter_context(_nothing_in_turn(unwrap_peft(model), row, smallest, before))
+            yield
 
-        def add_nothing(_embedding: Any, _inputs: Any, embeddings: Tensor) -> Tensor:
-            pictures = {name: tensor.to(embeddings.device) for name, tensor in self._smallest.items()}
-            for tensor in _tensors(tower_outputs(self.family, whole.base_model, pictures)):
-                if tensor.requires_grad:
-                    embeddings = embeddings + (tensor.sum() * 0).to(embeddings.dtype)
-            return embeddings
 
-        hook = whole.get_input_embeddings().register_forward_hook(add_nothing)
+@contextlib.contextmanager
+def _nothing_in_turn(whole: Any, row: Family, smallest: dict[str, Tensor], before: str | None) -> Iterator[None]:
+    """A context for a forward in which a tower without files runs on the smallest there is, and nothing comes of it.
+
+    before: the base model's method for the files after which it does; None: after the embedding.
+    """
+    base, zeros = whole.base_model, list[Tensor]()
+
+    def run(device: torch.device) -> None:
+        inputs = {name: tensor.to(device) for name, tensor in smallest.items()}
+        zeros.extend(tensor.sum() * 0 for tensor in _tensors(tower_outputs(row, base, inputs)) if tensor.requires_grad)
+
+    def embedded(_embedding: Any, _inputs: Any, embeddings: Tensor) -> Tensor:
+        run(embeddings.device)
+        return sum((zero.to(embeddings.dtype) for zero in zeros), embeddings)
+
+    if before is None:
+        hook = whole.get_input_embeddings().register_forward_hook(embedded)
         try:
             yield
         finally:
             hook.remove()
+        return
+    own, outer, ran = getattr(base, before), vars(base).get(before), list[bool]()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        outputs = own(*args, **kwargs)
+        if not ran:  # Qwen's method for videos calls that for images
+            ran.append(True)
+            run(next(_tensors([*args, *kwargs.values()])).device)
+        return outputs
+
+    def read(_language: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        embeddings = kwargs["inputs_embeds"]
+        return args, {**kwargs, "inputs_embeds": sum((zero.to(embeddings.dtype) for zero in zeros), embeddings)}
+
+    hook = base.get_submodule(row.language).register_forward_pre_hook(read, with_kwargs=True)
+    vars(base)[before] = called
+    try:
+        yield
+    finally:
+        hook.remove()
+        del vars(base)[before]
+        if outer is not None:  # another kind's turn is there, too
+            vars(base)[before] = outer
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -256,23 +326,31 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 # --- positions
 
-# Inputs of a forward that have a row for each of its files, from which positions are counted.
-GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+# Inputs of a forward that have a row for each of its files of a kind, from which positions are counted.
+GRIDS: Mapping[MediaKind, tuple[str, ...]] = {
+    "image": ("image_grid_thw",),
+    "video": ("video_grid_thw", "second_per_grid_ts"),
+}
 Grids = Mapping[str, Tensor]  # some of them
 Positions = Callable[[Tensor, Grids], Tensor]  # ids (1, t) and the grids of their files -> (3, 1, t)
 
 
-def grids_of(inputs: Mapping[str, Tensor]) -> list[Grids]:
-    """Returns the grids of each file among the inputs of a forward, in their order."""
-    there = {name: inputs[name] for name in GRIDS if name in inputs}
-    count = len(next(iter(there.values()), ()))
-    return [{name: grid[i : i + 1] for name, grid in there.items()} for i in range(count)]
+def grids_of(inputs: Mapping[str, Tensor], files: Sequence[Sequence[MediaKind]]) -> list[Grids]:
+    """Returns the grids of each document's files among the inputs of a forward. files: kinds of each document's."""
+    documents: list[dict[str, Tensor]] = [{} for _ in files]
+    for kind, names in GRIDS.items():
+        counts = [sum(one == kind for one in of_document) for of_document in files]
+        for name in (name for name in names if name in inputs):
+            for document, grid, count in zip(documents, inputs[name].split(counts), counts, strict=True):
+                if count:
+                    document[name] = grid
+    return documents
 
 
 def document_positions(config: Any) -> Positions | None:
     """Returns a function for a document's positions in time, height and width, by transformers' `get_rope_index`; None
     for models without such positions."""
-    if family_of(config).kind == "audio":  # tokens of sound follow each other like those of text
+    if not rows_of(config.model_type).keys() & GRIDS.keys():  # tokens of sound follow each other like those of text
         return None
     module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     causal = str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type])
@@ -291,25 +369,19 @@ def document_positions(config: Any) -> Positions | None:
     return positions
 
 
-def joined_grids(grids: Sequence[Grids]) -> Grids:
-    """Returns the grids of several files as those of one document; {} without files."""
-    return {name: torch.cat([grid[name] for grid in grids]) for name in grids[0]} if grids else {}
-
-
 def row_positions(config: Any) -> Callable[[Batch], Batch] | None:
     """Returns a function for the positions of a batch with files, [4, 1, T]: indices in the document and its
     `document_positions`. None: indices suffice."""
     positions = document_positions(config)
 
     def with_positions(batch: Batch) -> Batch:
-        ids, grids = batch.inputs["input_ids"], grids_of(batch.inputs)
-        if not grids:
+        documents = batch.inputs["input_ids"].split(list(batch.sequence_lengths), dim=1)
+        files = [[place.kind for place in batch.media if place.sequence == i] for i in range(len(documents))]
+        grids = grids_of(batch.inputs, files)
+        if not any(grids):
             return batch
         assert positions is not None  # below
-        documents = []
-        for i, document in enumerate(ids.split(list(batch.sequence_lengths), dim=1)):
-            mine = [grid for grid, medium in zip(grids, batch.media, strict=True) if medium.sequence == i]
-            documents.append(positions(document, joined_grids(mine)))
+        documents = [positions(ids, mine) for ids, mine in zip(documents, grids, strict=True)]
         whole = torch.cat([batch.inputs["position_ids"][None], torch.cat(documents, dim=2)])
         return replace(batch, inputs={**batch.inputs, "position_ids": whole})
 

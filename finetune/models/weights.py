@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from finetune.data.media.family_table import Family, family_of
+from finetune.data.media.family_table import Family, family_of, rows_of
 from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
 from finetune.models.added_tokens import start_rows, train_rows
@@ -76,7 +76,7 @@ def load_model(
     base_dtype = types.trained if recipe.mode == "full" else types.frozen
     check_stored(recipe, config)
     model, missing = read_base(base, config, attention, base_dtype, types.compute, placement, auto)
-    family = None if recipe.model.train is None else family_of(config)
+    family = None if recipe.model.train is None else family_of(config, recipe.data.media_kinds)
     if recipe.quantization is not None and not is_read_packed(config):
         _pack(model, recipe.quantization, types.compute, placement, of_scores=bool(labels), family=family)
     if labels:
@@ -156,7 +156,8 @@ def _pack(
     family: of a model with its tower."""
     whole = [SCORE] if of_scores else None
     if family is not None:
-        whole = ["lm_head", *(f"model.{path}" for path in (family.tower, *family.projector, *family.others))]
+        parts = [(row.tower, *row.projector, *family.others) for row in family.each]
+        whole = ["lm_head", *(f"model.{path}" for path in dict.fromkeys(path for of_row in parts for path in of_row))]
     device = placement.device or torch.device("cpu")
     kept_on = placement.packed_on or device
     layers = placement.layers  # DoRA cannot copy packed weights without values
@@ -167,7 +168,8 @@ def _check_complete(model: Model, config: PretrainedConfig, missing: set[str]) -
     """Raises UserError if a checkpoint lacks weights: transformers only warns of them and draws them at random."""
     if is_read_packed(config):  # its tensors have other names than the weights
         return
-    unused = () if model.train is None else family_of(config).unused
+    rows = () if model.train is None else rows_of(config.model_type).values()
+    unused = {path for row in rows for path in row.unused}
     absent = sorted(name for name in missing if not any(f".{path}." in f".{name}" for path in unused))
     if absent:
         raise UserError(

@@ -23,7 +23,7 @@ import torch
 from transformers import PretrainedConfig
 
 from finetune.data.dataset import on_disk
-from finetune.data.media.family_table import family_of
+from finetune.data.media.family_table import file_tokens
 from finetune.engine.base import Engine
 from finetune.engine.costs.common import different_ranks
 from finetune.engine.hardware import CPU, GIB, read_hardware
@@ -147,9 +147,8 @@ def predict_run(prepared: Prepared, engine: Engine) -> dict[str, Any]:
         rows = widest(recipe, "a stream", config)
         if training.size(recipe.data.max_length):
             data = on_disk(training)
-            kind = recipe.data.media_kind
-            token = None if kind is None else getattr(config, family_of(config, kind).token_id)
-            rows = facts_of(data.examples, data.rows, "the data of the run", len(data.rows), token)
+            tokens = file_tokens(config, recipe.data.media_kinds)
+            rows = facts_of(data.examples, data.rows, "the data of the run", len(data.rows), tokens)
         if recipe.rollouts is not None:
             rows = Lengths("the data of the run", on_disk(training).examples, 1.0).rows(recipe, config)
         on_gpu = engine.device.type == "cuda"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,66 +21,72 @@ from transformers import PretrainedConfig
 
 from finetune.data.batch import Batch, MediaPlace
 from finetune.data.media.family_table import family_of
-from finetune.models.towers import image_tokens, patches_per_token, row_positions
-from finetune.recipe.schema import Audio, Data, Videos
+from finetune.data.samples import MediaKind
+from finetune.models.towers import patches_of, patches_per_token, row_positions
+from finetune.recipe.schema import Audio, Data, Images, Videos
 
 _MARKS = 2  # tokens around an image
 _LARGE = 2**24  # elements
 _BY_INDEX = tuple(getattr(torch.ops.aten, name) for name in ("index", "index_put", "index_put_", "_index_put_impl_"))
 
 
-def most_images(data: Data, config: PretrainedConfig) -> tuple[int, ...]:
-    """Returns the tokens of each image of a row that has as many as fit into it; () if the recipe sees none."""
-    if data.media is None:
-        return ()
-    whole: Any = config
-    room = data.max_length - 1
-    if data.audio is not None:
-        return _most_clips(data.audio, whole, room)
-    if data.video is not None:
-        return _most_frames(data.video, whole, room)
-    assert data.image is not None
-    if family_of(config).tokens is not None:
-        each = image_tokens(config, [1])[0]
-    else:
-        side = whole.vision_config.patch_size * int(patches_per_token(config) ** 0.5)
-        pixels = data.image.max_pixels
-        each = min(room - _MARKS, max(2, pixels // side**2) if pixels else room)
-    return (each,) * (room // (each + _MARKS)) if each > 1 else ()
+class SeenFile(NamedTuple):
+    """What a tower computes by itself of a file: all of it, of a video a frame, or those that it takes as one."""
+
+    kind: MediaKind
+    tokens: int
+
+    @property
+    def as_still(self) -> MediaKind:
+        """The kind by which a forward is tried: a frame as an image."""
+        return "image" if self.kind == "video" else self.kind
 
 
-def _most_clips(audio: Audio, config: Any, room: int) -> tuple[int, ...]:
-    """Returns the tokens of each clip of a row of clips as long as they may be."""
-    family = family_of(config)
+def most_images(data: Data, config: PretrainedConfig) -> tuple[SeenFile, ...]:
+    """Returns the files of a row that has as many as fit into it, as large as they may be; () if it has none. Of a run
+    on several kinds those whose tower has the most work."""
+    room, found = data.max_length - 1, list[tuple[SeenFile, ...]]()
+    for rules in data.media or ():
+        kind: MediaKind = "audio" if isinstance(rules, Audio) else "video" if isinstance(rules, Videos) else "image"
+        each = _most_tokens(rules, config, room, kind)
+        found.append((SeenFile(kind, each),) * (room // (each + _MARKS)) if each > 1 else ())
+
+    def work(files: tuple[SeenFile, ...]) -> int:
+        return sum(n * n for n in patches_of(config, [one.tokens for one in files], files[0].kind)) if files else 0
+
+    return max(found, key=work, default=())
+
+
+def _most_tokens(rules: Images | Audio | Videos, config: Any, room: int, kind: MediaKind) -> int:
+    """Returns the tokens of the largest `SeenFile` of a kind."""
+    family = family_of(config, kind)
     if family.tokens is not None:
-        each = family.tokens(config)
-    else:
+        return family.tokens(config)
+    if isinstance(rules, Audio):
         assert family.ear is not None  # of every family that hears
-        each = min(int(family.ear.most(config, audio.max_seconds)), room - _MARKS)
-    return (each,) * (room // (each + _MARKS)) if each > 1 else ()
-
-
-def _most_frames(video: Videos, config: Any, room: int) -> tuple[int, ...]:
-    """Returns the tokens of each two frames of a row of videos as large as they may be: a tower computes each two as an
-    image."""
-    side = config.vision_config.patch_size * int(patches_per_token(config) ** 0.5)
-    most = video.max_pixels
-    if most and config.model_type == "qwen3_vl":  # of all frames
-        most //= 2
-    each = min(room - _MARKS, max(2, most // side**2) if most else room)
-    return (each,) * (room // (each + _MARKS)) if each > 1 else ()
+        return min(int(family.ear.most(config, rules.max_seconds)), room - _MARKS)
+    side, pixels = config.vision_config.patch_size * int(patches_per_token(config, kind) ** 0.5), rules.max_pixels
+    if pixels and kind == "video" and config.model_type == "qwen3_vl":  # of all frames
+        pixels //= 2
+    most = (pixels // side**2 if pixels else None) or family.most_tokens or room
+    return min(room - _MARKS, max(2, most))
 
 
 def with_pictures(
-    batch: Batch, config: PretrainedConfig, images: Sequence[Sequence[int]], fakes: FakeTensorMode
+    batch: Batch, config: PretrainedConfig, images: Sequence[Sequence[SeenFile]], fakes: FakeTensorMode
 ) -> Batch:
-    """Returns a batch with fake pixels of its images and their real sizes. images: tokens of each, by document."""
-    cells = [count for of_document in images for count in of_document]
-    if not cells:
+    """Returns a batch with fake pixels of its images and their real sizes. images: files of each document."""
+    files = [one for of_document in images for one in of_document]
+    if not files:
         return batch
+    kinds = tuple(dict.fromkeys(one.as_still for one in files))
+    pictures: dict[str, Tensor] = {}
     with fakes, KnownIntegers():
-        pictures = family_of(config).pictures(config, cells)
-    places = tuple(MediaPlace(i, 0, 0) for i, of_document in enumerate(images) for _ in of_document)
+        for row in family_of(config, kinds).each:
+            pictures |= row.pictures(config, [one.tokens for one in files if one.as_still == row.kind])
+    places = tuple(
+        MediaPlace(i, 0, 0, kind=one.as_still) for i, of_document in enumerate(images) for one in of_document
+    )
     batch = replace(batch, inputs={**batch.inputs, **pictures}, media=places)
     positions = row_positions(config)
     return positions(batch) if positions else batch

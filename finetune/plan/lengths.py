@@ -6,7 +6,8 @@ functions that build rows of tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +18,11 @@ from finetune.data.cache_entries import entries_folder
 from finetune.data.dataset import build_training, on_disk
 from finetune.data.examples import Examples, entry_key, rendering_key
 from finetune.data.packing import Rows, one_per_row, pack
-from finetune.data.samples import Medium, Video
+from finetune.data.samples import MediaKind, Medium, Video, kind_of
 from finetune.data.token_cache import load
 from finetune.errors import UserError
 from finetune.models.base_model import Base
-from finetune.plan.images import most_images
+from finetune.plan.images import SeenFile, most_images
 from finetune.recipe import Recipe
 
 SAMPLE_ROWS = 500  # of each source, if the cache has no entry
@@ -40,8 +41,8 @@ class RowFacts:
     most_targets: int
     rows: int | None  # of an epoch; None: not known
     unknown: str | None = None  # facts that are not known, and the reason
-    images: tuple[int, ...] = ()  # tokens of each image of the heaviest row, which is one document then
-    sample_images: tuple[tuple[int, ...], ...] = ()  # of each row of the sample
+    images: tuple[SeenFile, ...] = ()  # of the heaviest row, which is one document then
+    sample_images: tuple[tuple[SeenFile, ...], ...] = ()  # of each row of the sample
 
     @property
     def supervised_share(self) -> float:
@@ -55,7 +56,7 @@ class Lengths:
     source: str
     examples: Examples
     times: float | None  # examples of the data over those here; None: not known
-    image_token: int | None = None  # None: the recipe sees no images
+    tokens: Mapping[MediaKind, int] = field(default_factory=dict)  # see `file_tokens`; without files none
 
     def rows(self, recipe: Recipe, config: PretrainedConfig) -> RowFacts:
         """Packs the examples as the recipe says, without those beyond its max_length, as `overlong: drop` does."""
@@ -73,12 +74,12 @@ class Lengths:
         rows = None if self.times is None else max(1, round(len(packed) * self.times))
         unknown = None if self.times else "number of rows: run `prepare` with these data"
         packed = Rows(packed.offsets, kept[packed.members])
-        return facts_of(self.examples, packed, self.source, rows, self.image_token, unknown)
+        return facts_of(self.examples, packed, self.source, rows, self.tokens, unknown)
 
     def _with_files(self, facts: RowFacts, kept: NDArray[np.int64]) -> RowFacts:
         """Returns the rows of samples with the files of their prompts. kept: the prompts that leave room for one."""
         rows = one_per_row(np.asarray(self.examples.sizes.tokens, np.int64)[kept])
-        seen = facts_of(self.examples, Rows(rows.offsets, kept[rows.members]), self.source, None, self.image_token)
+        seen = facts_of(self.examples, Rows(rows.offsets, kept[rows.members]), self.source, None, self.tokens)
         return replace(facts, images=seen.images, sample_images=seen.sample_images)
 
 
@@ -103,9 +104,14 @@ def sampled_rows(recipe: Recipe, prompts: NDArray[np.int64], source: str, config
 
 
 def facts_of(
-    examples: Examples, packed: Rows, source: str, rows: int | None, image_token: int | None, unknown: str | None = None
+    examples: Examples,
+    packed: Rows,
+    source: str,
+    rows: int | None,
+    tokens: Mapping[MediaKind, int],
+    unknown: str | None = None,
 ) -> RowFacts:
-    """image_token: None if the recipe sees no images."""
+    """tokens: see `file_tokens`; without files none."""
     sizes = examples.sizes
     totals, targets = (
         np.add.reduceat(np.asarray(counts, np.int64)[packed.members], packed.offsets[:-1])
@@ -116,22 +122,21 @@ def facts_of(
         parts = [sizes.lengths[sizes.offsets[i] : sizes.offsets[i + 1]] for i in members]
         return tuple(int(n) for n in np.concatenate(parts))
 
-    def images_of(members: NDArray[np.int64]) -> tuple[int, ...]:
-        """Returns the tokens of each image of some examples, without the marks between them."""
+    def images_of(members: NDArray[np.int64]) -> tuple[SeenFile, ...]:
+        """Returns the files of some examples, without the marks between them."""
         return tuple(
-            tokens
-            for i in (members if image_token is not None else ())
+            SeenFile(kind, count)
+            for i in (members if tokens else ())
             for sequence in examples[int(i)].sequences
             for medium in sequence.media
-            for tokens in _tower_sequences(
-                medium, int(np.count_nonzero(sequence.input_ids[medium.begin : medium.end] == image_token))
-            )
+            for kind in (kind_of(medium),)
+            for count in _tower_sequences(medium, sequence.input_ids[medium.begin : medium.end] == tokens[kind])
         )
 
     some = np.unique(np.linspace(0, len(packed) - 1, min(len(packed), ROWS_KEPT)).astype(int)).tolist()
     sample, fullest = [packed[row] for row in some], packed[int(totals.argmax())]
     images = [images_of(row) for row in (*sample, fullest)]
-    most, heaviest = max(images, key=sum), documents(fullest)
+    most, heaviest = max(images, key=lambda row: sum(one.tokens for one in row)), documents(fullest)
     return RowFacts(
         source=source,
         sample=tuple(map(documents, sample)),
@@ -147,11 +152,14 @@ def facts_of(
     )
 
 
-def _tower_sequences(medium: Medium, tokens: int) -> tuple[int, ...]:
-    """Returns the tokens that a tower computes together: all of a file, of a video those of two frames."""
+def _tower_sequences(medium: Medium, filled: NDArray[np.bool_]) -> tuple[int, ...]:
+    """Returns the tokens that a tower computes together: all of a file; of a video those between its times, or of two
+    frames, if it has none. filled: (t,) of the file's tokens, those that the model fills."""
+    tokens = int(np.count_nonzero(filled))
     if not isinstance(medium, Video):
         return (tokens,)
-    places = -(-medium.seen // 2)
+    apart = int(np.count_nonzero(filled[1:] & ~filled[:-1])) + int(filled[0])
+    places = apart if apart > 1 else -(-medium.seen // 2)
     return (tokens // places,) * places
 
 
@@ -165,7 +173,7 @@ def widest(recipe: Recipe, reason: str, config: PretrainedConfig) -> RowFacts:
         source = f"data.max_length, as lengths are not known ({reason})"
         facts = sampled_rows(recipe, np.array([room]), source, config)
         return replace(facts, images=of_prompt, sample_images=(of_prompt,) if of_prompt else ())
-    full = f" with {len(images)} images of {images[0]:,} tokens" if images else ""
+    full = f" with {len(images)} images of {images[0].tokens:,} tokens" if images else ""
     return RowFacts(
         f"not known ({reason}): every row is taken as one document of data.max_length tokens{full}, all supervised, "
         "which is the most there can be",
@@ -204,6 +212,7 @@ def read_lengths(recipe: Recipe) -> Lengths | str:
                 times = sum(rows) / sum(min(count, limit) for count, limit in zip(rows, limits, strict=True))
             what = "all rows" if times == 1 else f"a sample of {' and '.join(map(str, limits))} rows"
         data, images = on_disk(build_training(recipe, renderer)), base.media
-        return Lengths(what, data.examples, times, images.family.token_id if images else None)
+        tokens = {kind: family.token_id for kind, family in images.families.items()} if images else {}
+        return Lengths(what, data.examples, times, tokens)
     except UserError as error:
         return str(error).splitlines()[0]

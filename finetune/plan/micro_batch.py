@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from finetune.data.samples import Example
+from finetune.data.samples import Example, MediaKind
 from finetune.data.samples import Sequence as TokenSequence
 from finetune.engine import tensor_packed, tensor_parallel
 from finetune.engine.split_trial import token_split_problem
@@ -26,6 +27,7 @@ from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
 from finetune.objectives.objective import Objective, Term
 from finetune.objectives.table import OBJECTIVES
+from finetune.plan.images import SeenFile
 from finetune.plan.shapes import shortened, skeleton, with_layers
 from finetune.plan.stand_ins import EvenExchange, unpacked_product
 from finetune.recipe import Recipe
@@ -38,7 +40,7 @@ class HeaviestBatch:
 
     documents: tuple[int, ...]  # tokens of each
     targets: int  # supervised tokens
-    images: tuple[tuple[int, ...], ...] = ()  # of each document, tokens of its images; () without images
+    images: tuple[tuple[SeenFile, ...], ...] = ()  # of each document; () without images
 
     @classmethod
     def of_rows(cls, rows: int, length: int, share: float = 1.0) -> HeaviestBatch:
@@ -66,8 +68,11 @@ class NotEstimated(UserError):
     """The memory of a recipe cannot be calculated from shapes, though the recipe can be trained."""
 
 
-def examples_of(objective: ObjectiveSettings, batch: HeaviestBatch, image_token: int = 0) -> list[Example]:
-    """Returns documents with targets at their ends; for a reward, each is a pair of answers of half its length."""
+def examples_of(
+    objective: ObjectiveSettings, batch: HeaviestBatch, tokens: Mapping[MediaKind, int] | None = None
+) -> list[Example]:
+    """Returns documents with targets at their ends; for a reward, each is a pair of answers of half its length. tokens:
+    see `file_tokens`."""
     left, examples = batch.targets, []
     row = OBJECTIVES.get(objective.name)  # None: of a wing
     columns = {} if row is not None and row.averages_tokens else {"label": 0.0}
@@ -79,9 +84,9 @@ def examples_of(objective: ObjectiveSettings, batch: HeaviestBatch, image_token:
             TokenSequence(np.zeros(n, dtype=np.int32), np.arange(n) >= n - min(n - 1, targets)) for n in lengths
         ]
         begin = 1
-        for count in images:  # a token between two
-            sequences[0].input_ids[begin : begin + count] = image_token
-            begin += count + 1
+        for image in images:  # a token between two
+            sequences[0].input_ids[begin : begin + image.tokens] = (tokens or {})[image.as_still]
+            begin += image.tokens + 1
         examples.append(Example("", 1, 0, tuple(sequences), columns))
     return examples
 

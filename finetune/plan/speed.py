@@ -291,8 +291,10 @@ class Job:
         times = self.recipe.batch.rows / sizes.data / (sizes.tokens * sizes.tensor)
         attention = max(0.0, sum(every) / len(every))
         tower = 0.0  # with the projector, for a row
-        if flops.tower is not None and (images := rows.sample_images):
-            tower = sum(flops.tower.of(patches_of(self.config, row)).hardware for row in images) / len(images)
+        for of_kind in flops.towers if rows.sample_images else ():
+            tokens = [[one.tokens for one in row if one.kind == of_kind.kind] for row in rows.sample_images]
+            patches = [patches_of(self.config, row, of_kind.kind) for row in tokens]
+            tower += sum(of_kind.of(of_row).hardware for of_row in patches) / len(patches)
         return times * (share * of_layers * rows.tokens_per_row + of_head + tower), times * share * attention
 
     def time(self) -> StepTime:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from transformers import PretrainedConfig
 
 from finetune.data.batch import collate, with_ahead
-from finetune.data.media.family_table import family_of
+from finetune.data.media.family_table import file_tokens
 from finetune.models.base_config import dtypes
 from finetune.models.casts import cast_once
 from finetune.models.towers import decoder_layers
@@ -84,8 +84,8 @@ def _timeline(key: CacheKey) -> Timeline:
     attention = attention_at(recipe, config, how)
     model, forward = model_at(recipe, short, attention, how)
     fakes, marks = FakeTensorMode(allow_non_fake_inputs=True), Marks()
-    image_token = 0 if recipe.model.train is None else getattr(config, family_of(config).token_id)
-    rows = collate(examples_of(recipe.objective, heaviest, image_token))
+    kinds = tuple(dict.fromkeys(one.as_still for of_document in heaviest.images for one in of_document))
+    rows = collate(examples_of(recipe.objective, heaviest, file_tokens(config, kinds)))
     rows = rows if recipe.mtp_weight is None else with_ahead(rows)
     batch = with_pictures(rows, short, heaviest.images, fakes)
     sees_images = recipe.model.train is not None  # the forward reads masks of images even if a row has none

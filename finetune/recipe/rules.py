@@ -405,17 +405,21 @@ def images(recipe: Recipe) -> Iterator[Finding]:
 def audio(recipe: Recipe) -> Iterator[Finding]:
     if recipe.data.audio is None:
         return
-    if recipe.data.image is not None:
-        yield "data.audio", "no model is trained on images and on sound at once: keep one of `image` and `audio`"
     yield from _media(recipe, "audio", "sound", "clips of one length", "processor of sound")
 
 
 def video(recipe: Recipe) -> Iterator[Finding]:
     if recipe.data.video is None:
         return
-    if others := [name for name in ("image", "audio") if getattr(recipe.data, name) is not None]:
-        yield "data.video", f"rows have files of one kind: keep one of `video` and `{others[0]}`"
     yield from _media(recipe, "video", "videos", "videos of one size", "video processor")
+
+
+def several_kinds(recipe: Recipe) -> Iterator[Finding]:
+    """Settings that files of several kinds in one run do not support."""
+    if len(kinds := recipe.data.media_kinds) < 2:
+        return
+    if recipe.rollouts is not None:
+        yield f"data.{kinds[1]}", f"samples follow prompts with files of one kind: remove it, or `data.{kinds[0]}`"
 
 
 def _media(recipe: Recipe, kind: str, name: str, alike: str, processor: str) -> Iterator[Finding]:
@@ -432,6 +436,7 @@ def _media(recipe: Recipe, kind: str, name: str, alike: str, processor: str) -> 
 RULES: tuple[Rule, ...] = (  # of the trainer's keys; `finetune/features.py` adds those of the wings
     *(folder, mode, precision, batch, evaluation, steps, learning_rate, in_backward, sources, streaming),
     *(objective_keys, reference, distillation, answers, added_tokens, predicts_ahead, tower, images, audio, video),
+    several_kinds,
 )
 
 

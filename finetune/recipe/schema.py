@@ -309,6 +309,9 @@ class Videos(Section):
     # bad row; header: their number and the first one, and whatever is broken ends the run that trains on it
     verify: Literal["header", "frames"] = "frames"
     threads: Count = 4  # of each process, which decode and scale frames ahead of the steps
+    # Frames are decoded and scaled once, by processes on all cores before the run, and kept in the cache: 3 bytes for a
+    # pixel that is seen. false: in each epoch anew, by the threads.
+    cache: bool = False
 
 
 class Data(Section):
@@ -339,14 +342,20 @@ class Data(Section):
     video: Videos | None = None
 
     @property
-    def media(self) -> Images | Audio | Videos | None:
-        """Returns the settings of the files that rows have; None without."""
-        return self.image or self.audio or self.video
+    def media(self) -> tuple[Images | Audio | Videos, ...] | None:
+        """Returns the settings of each kind of files that rows have; None without."""
+        return tuple(rules for rules in (self.image, self.audio, self.video) if rules is not None) or None
 
     @property
     def media_kind(self) -> Literal["image", "audio", "video"] | None:
-        """Returns the kind of the files that rows have; None without."""
-        return "image" if self.image else "audio" if self.audio else "video" if self.video else None
+        """Returns the kind of files that rows have, the first of several; None without."""
+        return next(iter(self.media_kinds), None)
+
+    @property
+    def media_kinds(self) -> tuple[Literal["image", "audio", "video"], ...]:
+        """Returns the kinds of the files that rows have, in the order of `media`."""
+        given = {"image": self.image, "audio": self.audio, "video": self.video}
+        return tuple(kind for kind, rules in given.items() if rules is not None)
 
     @property
     def eval_sources(self) -> tuple[Source, ...]:

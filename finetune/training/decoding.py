@@ -17,9 +17,9 @@ from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
 from finetune.data.batch import MediaInputs
-from finetune.data.samples import Medium
+from finetune.data.samples import Medium, kind_of
 from finetune.engine.base import Engine
-from finetune.models.towers import document_positions, grids_of, joined_grids
+from finetune.models.towers import document_positions, grids_of
 
 Choose = Callable[[Tensor, int], Tensor]  # (logits (B, V), position of the new token, from 0) -> ids (B,)
 
@@ -53,13 +53,10 @@ def prompt_media(
         return None
     ids, _ = left_padded(list(prompts), pad_id, torch.device("cpu"))
     inputs = reader([one for of_prompt in media for one in of_prompt], ids)
-    if (positions_of := document_positions(config)) is None:
+    grids = grids_of(inputs, [[kind_of(one) for one in of_prompt] for of_prompt in media])
+    if (positions_of := document_positions(config)) is None or not any(grids):
         return PromptMedia(inputs)
-    grids = iter(grids_of(inputs))
-    documents = [
-        positions_of(torch.tensor([prompt]), joined_grids([next(grids) for _ in of_prompt]))
-        for prompt, of_prompt in zip(prompts, media, strict=True)
-    ]
+    documents = [positions_of(torch.tensor([prompt]), mine) for prompt, mine in zip(prompts, grids, strict=True)]
     padded = [pad(document[:, 0], (ids.shape[1] - document.shape[2], 0)) for document in documents]
     beyond = torch.stack([document.max() + 1 - document.shape[2] for document in documents])
     return PromptMedia(inputs, torch.stack(padded, dim=1), beyond)

@@ -39,12 +39,13 @@ def build_optimizers(recipe: OptimizerRecipe, roles: ParameterRoles, named: Name
 
 def decay_groups(roles: ParameterRoles, named: NamedTensors, weight_decay: float) -> list[Group]:
     """Returns parameter groups: weight decay on matrices, none on biases, norms and other vectors (Loshchilov & Hutter
-    2017, https://arxiv.org/abs/1711.05101, in the convention of GPT-2); tower and projector separately, because
-    steps without an image leave them out. Empty groups are left out: DeepSpeed rejects them.
+    2017, https://arxiv.org/abs/1711.05101, in the convention of GPT-2); each tower and its projector separately,
+    because steps without its files leave them out. Empty groups are left out: DeepSpeed rejects them.
     """
     groups: list[Group] = []
-    for of_media in (False, True):
-        of_part = [tensor for name, tensor in named if (name in roles.of_media) == of_media]
+    kinds = {name: roles.of_media.get(name, ()) for name, _ in named}
+    for of_media in sorted(dict.fromkeys(kinds.values())):  # the language model first
+        of_part = [tensor for name, tensor in named if kinds[name] == of_media]
         for matrices, decay in ((True, weight_decay), (False, 0.0)):
             if params := [tensor for tensor in of_part if is_matrix(tensor) == matrices]:
                 groups.append({"params": params, "weight_decay": decay, OF_MEDIA: of_media})

@@ -261,4 +261,5 @@ class Loaders(NamedTuple):
             media_inputs=self.media,
             positions=None if recipe.model.train is None else row_positions(self.base.config),
             ahead=recipe.mtp_weight is not None,
+            kinds=recipe.data.media_kinds,
         )

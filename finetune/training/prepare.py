@@ -223,17 +223,18 @@ def prepare(
     return Prepared(recipe, recipe_file, launch, features, *read, tuple(notes))
 
 
-def make_sound_features(prepared: Prepared) -> str | None:
-    """Computes the features of a run's clips into the cache, under `data.audio.cache`, and returns their counts; None
-    without. Uses no process group: the first process works, the others wait. Raises UserError."""
-    audio, media = prepared.recipe.data.audio, prepared.base.media
-    if audio is None or not audio.cache or media is None:
-        return None
+def make_file_features(prepared: Prepared) -> list[str]:
+    """Computes the features of a run's clips and videos into the cache, under `cache` of `data.audio` and `data.video`,
+    and returns their counts. Uses no process group: the first process works, the others wait. Raises UserError."""
+    kept = [rules for rules in (prepared.recipe.data.audio, prepared.recipe.data.video) if rules and rules.cache]
+    if not kept or prepared.base.media is None:
+        return []
     from finetune.data.media.feature_cache import FeatureCache, make_features
 
     of_run = [data.examples for data in (prepared.training, prepared.held_out) if isinstance(data, Dataset)]
-    clips = chain.from_iterable(examples.media() for examples in of_run)
-    return str(make_features(FeatureCache.of(media.family), clips, Console(stderr=True)))
+    files = list(chain.from_iterable(examples.media() for examples in of_run))
+    caches = [FeatureCache.of(one) for one in prepared.base.media.families.values() if one.rules in kept]
+    return [str(make_features(cache, files, Console(stderr=True))) for cache in caches]
 
 
 def check_features(recipe: Recipe, features: Features) -> None:

@@ -22,7 +22,7 @@ from finetune.engine.start import start_engine
 from finetune.errors import RunFailure, Stopped, UserError
 from finetune.models.base_model import Base, check_same_media, check_same_vocabulary
 from finetune.recipe import Recipe
-from finetune.training.prepare import TRAINER, Features, Prepared, make_sound_features, prepare
+from finetune.training.prepare import TRAINER, Features, Prepared, make_file_features, prepare
 from finetune.training.reference import reads_columns, recipe_of_reference
 from finetune.training.run_dir import make_run_folder, run_folder
 from finetune.training.run_lock import in_use
@@ -115,10 +115,10 @@ def started(
     if launch.launched:
         stop.watch_launcher()
     prepared = prepare(recipe, recipe_file, launch, features)
-    made = make_sound_features(prepared)
+    made = make_file_features(prepared)
     engine = start_engine(recipe, launch, prepared.base.config)
-    if made is not None and engine.is_main:
-        print_line(console, made, highlight=False, markup=False)
+    for line in made if engine.is_main else ():
+        print_line(console, line, highlight=False, markup=False)
     make_run_folder(recipe.run)
     with in_use(engine, run_folder(recipe.run)) as run_lock:
         predicted = predict(prepared, engine) if predict is not None and engine.is_main else None

@@ -323,7 +323,7 @@ class Trainer:
         Raises RunFailure on all ranks before the optimizer step if loss or gradient is not finite.
         """
         factor = lr_factor(self.recipe.schedule, self.state.step, self.plan.steps)
-        self.engine.prepare_groups(factor, step.has_media)
+        self.engine.prepare_groups(factor, step.kinds)
         step = self._completed(step)
         micro_batches = _MicroBatches(self, step)
         with cast_once():

@@ -111,8 +111,8 @@ def micro_batch(recipe: Recipe, config: PretrainedConfig) -> str:
     else:
         size = f"{recipe.batch.rows_per_device} x {recipe.data.max_length:,}"
     files = most_images(recipe.data, config)
-    what = {"image": "images", "audio": "sound", "video": "videos"}.get(recipe.data.media_kind or "")
-    return size + (f", {len(files)} x {files[0]:,} of {what}" if files else "")
+    names = {"image": "images", "audio": "sound", "video": "videos"}
+    return size + (f", {len(files)} x {files[0].tokens:,} of {names[files[0].kind]}" if files else "")
 
 
 def main() -> None:

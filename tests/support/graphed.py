@@ -161,7 +161,7 @@ def trained(
             return value
 
         step = step.map_tensors(lambda tensor: tensor.to(engine.device))
-        engine.prepare_groups(1.0, False)
+        engine.prepare_groups(1.0, ())
         with cast_once():
             engine.accumulate(step.batches, forward, loss)
         losses.append(torch.stack(total).sum().item())

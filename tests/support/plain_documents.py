@@ -50,8 +50,8 @@ def own_loop(run: Path, base: Path, trained: list[str]) -> list[float]:
     """The losses of a loop over plain transformers on the rows of the run's steps, one document at a time: AdamW of
     3e-3 and (0.9, 0.95), a decay of 0.1. trained: parts, as in `model.train`."""
     plain, model = Plain(run), AutoModelForMultimodalLM.from_pretrained(base)
-    family = family_of(model.config)
-    kept = (*family.unused, *family.others)
+    family = family_of(model.config, load_recipe(run / "recipe.yaml").data.media_kinds)
+    kept = (*(path for row in family.each for path in row.unused), *family.others)
     named = [
         (name, parameter)
         for name, parameter in model.named_parameters()

@@ -23,11 +23,21 @@ OPERATORS = tuple(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tenso
 PROCESSORS = {
     "qwen2_5_vl": ("qwen2_5_vl.processing_qwen2_5_vl", "Qwen2_5_VLProcessor"),
     "qwen3_vl": ("qwen3_vl.processing_qwen3_vl", "Qwen3VLProcessor"),
+    "gemma4": ("gemma4.processing_gemma4", "Gemma4Processor"),
 }
 VIDEO_PROCESSORS = {
     "qwen2_5_vl": ("qwen2_vl.video_processing_qwen2_vl", "Qwen2VLVideoProcessor"),
     "qwen3_vl": ("qwen3_vl.video_processing_qwen3_vl", "Qwen3VLVideoProcessor"),
+    "gemma4": ("gemma4.video_processing_gemma4", "Gemma4VideoProcessor"),
 }
+QWEN_IMAGES = ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")
+IMAGE_PROCESSORS = {
+    "qwen2_5_vl": QWEN_IMAGES,
+    "qwen3_vl": QWEN_IMAGES,
+    "gemma4": ("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil"),
+}
+# Of Qwen's processors; Gemma 4's takes no such setting.
+OF_CALL = {"do_sample_frames": True, "cap_pixels_per_frame": False}
 
 
 def found(table: dict[str, tuple[str, str]], name: str) -> Any:
@@ -36,22 +46,25 @@ def found(table: dict[str, tuple[str, str]], name: str) -> Any:
 
 
 def processed(call: dict[str, Any]) -> dict[str, np.ndarray]:
-    from transformers import AutoConfig, PreTrainedTokenizerFast
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers import AutoConfig, AutoFeatureExtractor, PreTrainedTokenizerFast
 
     config = AutoConfig.from_pretrained(call["model"])
     name = config.model_type
     tokenizer = PreTrainedTokenizerFast.from_pretrained(call["model"])
     video_processor = found(VIDEO_PROCESSORS, name).from_pretrained(call["model"], **call["settings"])
-    images = Qwen2VLImageProcessorPil.from_pretrained(call["model"])
-    processor = found(PROCESSORS, name)(image_processor=images, tokenizer=tokenizer, video_processor=video_processor)
+    parts = {"image_processor": found(IMAGE_PROCESSORS, name).from_pretrained(call["model"])}
+    if name == "gemma4":
+        parts["feature_extractor"] = AutoFeatureExtractor.from_pretrained(call["model"])
+    processor = found(PROCESSORS, name)(tokenizer=tokenizer, video_processor=video_processor, **parts)
     videos = [np.load(video["file"]) for video in call["videos"]]
     about = [
         {"total_num_frames": len(video), "fps": one["fps"], "height": video.shape[1], "width": video.shape[2]}
         for video, one in zip(videos, call["videos"], strict=True)
     ]
-    settings = {"do_sample_frames": True, "cap_pixels_per_frame": False}
+    settings = {} if name == "gemma4" else OF_CALL
     inputs = processor(text=[call["text"]], videos=videos, video_metadata=about, return_tensors="pt", **settings)
+    if name == "gemma4":  # whose positions are places
+        return {key: np.asarray(value) for key, value in inputs.items()}
     model = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     whole = getattr(model, {"qwen2_5_vl": "Qwen2_5_VLModel", "qwen3_vl": "Qwen3VLModel"}[name])
     blank = object.__new__(whole)  # without weights: the method reads the config alone

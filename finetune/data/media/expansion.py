@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,14 @@ from finetune.errors import UserError
 
 _COLUMNS: dict[MediaKind, str] = {"image": "images", "audio": "audios", "video": "videos"}
 _PLURALS: dict[MediaKind, str] = {"image": "images", "audio": "clips", "video": "videos"}
-Counted = tuple[Any, int]  # a file as it is stored, and the tokens of it that the model fills
+
+
+class Counted(NamedTuple):
+    """A file as it is stored."""
+
+    stored: Any
+    count: int  # of the tokens of it that the model fills
+    kind: MediaKind
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,12 @@ class RowMedia:
 
     family: MediaFamily
     rules: FileRules
+    also: tuple[MediaFamily, ...] = ()  # of other kinds of files, with rules of their own
+
+    @cached_property
+    def families(self) -> dict[MediaKind, MediaFamily]:
+        """The handling of each kind of files that rows may have."""
+        return {family.kind: family for family in (self.family, *self.also)}
 
     def expand(
         self, text: str, spans: Sequence[Span], references: Sequence[Reference], data_file: str, template: str
@@ -39,39 +53,57 @@ class RowMedia:
 
         Raises BadRow for an unusable file, or if the template does not write as many as there are.
         """
-        kind, placeholder = self.family.kind, self.family.placeholder
-        begins = [match.start() for match in re.finditer(re.escape(placeholder), text)]
-        for reference in references:
-            if reference.kind != kind:
-                raise BadRow(f"the row has {AS_ONE[reference.kind]}, and `data.{reference.kind}` is not set")
-            if reference.source is None:
-                raise BadRow(
-                    f"a part of type `{kind}` names no {NAMES[kind]}, and the row has no column `{_COLUMNS[kind]}` "
-                    "that would"
-                )
-        if len(begins) != len(references):
-            raise BadRow(
-                f"{template} writes {len(begins)} times {placeholder!r} for {len(references)} {_PLURALS[kind]}: give a "
-                f"model.chat_template that writes {_PLURALS[kind]} as the model's own does"
-            )
-        if self.family.takes_one and len(references) > 1:
-            raise BadRow(
-                f"{len(references)} {_PLURALS[kind]}: this model's tower computes one otherwise beside a longer one. A "
-                "row has one at most: make several rows of it"
-            )
+        self._check(references)
         pieces, last, found, gained = [], 0, [], [(0, 0)]  # gained: characters added from this one of the text on
-        for begin, reference in zip(begins, references, strict=True):
-            stored = self.family.find(reference.source or b"", data_file)
-            written = self.family.written(stored)
-            found.append((stored, written.count))
+        for begin, reference in zip(self._begins(text, references, template), references, strict=True):
+            family = self.families[reference.kind]
+            stored = family.find(reference.source or b"", data_file)
+            written = family.written(stored)
+            found.append(Counted(stored, written.count, reference.kind))
             pieces += [text[last:begin], written.text]
-            last = begin + len(placeholder)
-            gained.append((last, gained[-1][1] + len(written.text) - len(placeholder)))
+            last = begin + len(family.placeholder)
+            gained.append((last, gained[-1][1] + len(written.text) - len(family.placeholder)))
 
         def moved(border: int) -> int:  # a border within a placeholder stays at its beginning
             return border + next(more for begin, more in reversed(gained) if begin <= border)
 
         return "".join([*pieces, text[last:]]), [(moved(begin), moved(end)) for begin, end in spans], tuple(found)
+
+    def _check(self, references: Sequence[Reference]) -> None:
+        """Raises BadRow for files of another kind, that are not named, or that are too many."""
+        for kind, source in references:
+            if kind not in self.families:
+                raise BadRow(f"the row has {AS_ONE[kind]}, and `data.{kind}` is not set")
+            if source is None:
+                raise BadRow(
+                    f"a part of type `{kind}` names no {NAMES[kind]}, and the row has no column `{_COLUMNS[kind]}` "
+                    "that would"
+                )
+        for kind, family in self.families.items():
+            count = sum(reference.kind == kind for reference in references)
+            if family.takes_one and count > 1:
+                raise BadRow(
+                    f"{count} {_PLURALS[kind]}: this model's tower computes one otherwise beside a longer one. A row "
+                    "has one at most: make several rows of it"
+                )
+
+    def _begins(self, text: str, references: Sequence[Reference], template: str) -> list[int]:
+        """Returns where the placeholder of each file begins. Raises BadRow if the template writes others."""
+        by_text = {family.placeholder: kind for kind, family in self.families.items()}
+        places = [*re.finditer("|".join(map(re.escape, by_text)), text)]
+        written = [by_text[place.group()] for place in places]
+        for placeholder, kind in by_text.items():
+            count, expected = written.count(kind), sum(reference.kind == kind for reference in references)
+            if count != expected:
+                raise BadRow(
+                    f"{template} writes {count} times {placeholder!r} for {expected} {_PLURALS[kind]}: give a "
+                    f"model.chat_template that writes {_PLURALS[kind]} as the model's own does"
+                )
+        if written != [reference.kind for reference in references]:
+            raise BadRow(
+                f"{template} moves files of different kinds: give a model.chat_template that keeps their order"
+            )
+        return [place.start() for place in places]
 
     def place(
         self, input_ids: NDArray[np.int32], trained: NDArray[np.bool_], found: Sequence[Counted]
@@ -80,19 +112,33 @@ class RowMedia:
 
         Raises UserError if the text has another number of them.
         """
-        places = np.flatnonzero(input_ids == self.family.token_id)
-        ends = np.cumsum([0, *(count for _, count in found)], dtype=np.int64)
+        of_kind = {
+            kind: iter(self._placed(family, input_ids, trained, found)) for kind, family in self.families.items()
+        }
+        return tuple(next(of_kind[one.kind]) for one in found)
+
+    def _placed(
+        self,
+        family: MediaFamily,
+        input_ids: NDArray[np.int32],
+        trained: NDArray[np.bool_],
+        found: Sequence[Counted],
+    ) -> list[Medium]:
+        """Returns the files of one kind."""
+        mine = [one for one in found if one.kind == family.kind]
+        places = np.flatnonzero(input_ids == family.token_id)
+        ends = np.cumsum([0, *(one.count for one in mine)], dtype=np.int64)
         if len(places) != ends[-1]:
             raise UserError(
-                f"{len(places)} tokens {self.family.token!r}, but {len(found)} {_PLURALS[self.family.kind]} have "
-                f"{ends[-1]}. Fix: take this token out of the row's own text or ids"
+                f"{len(places)} tokens {family.token!r}, but {len(mine)} {_PLURALS[family.kind]} have {ends[-1]}. Fix: "
+                "take this token out of the row's own text or ids"
             )
         if found:
-            trained &= ~np.isin(input_ids, self.family.mark_ids)
+            trained &= ~np.isin(input_ids, family.mark_ids)
         media = list[Medium]()
-        for (stored, _), begin, end in zip(found, ends[:-1], ends[1:], strict=True):
-            whole = self.family.whole(input_ids, int(places[begin]), int(places[end - 1]) + 1)
-            media.append(self.family.placed(stored, *whole))
-            if self.family.kind == "video":  # the times between its frames are no marks
+        for one, begin, end in zip(mine, ends[:-1], ends[1:], strict=True):
+            whole = family.whole(input_ids, int(places[begin]), int(places[end - 1]) + 1)
+            media.append(family.placed(one.stored, *whole))
+            if family.kind == "video":  # the times between its frames are no marks
                 trained[whole[0] : whole[1]] = False
-        return tuple(media)
+        return media

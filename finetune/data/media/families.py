@@ -67,7 +67,9 @@ def transformers_module(name: str) -> Any:
 
 
 class MediaFamily:
-    """Handling of the files of one model. Build it with `media_family`."""
+    """Handling of the files of one kind of one model. Build it with `media_family`."""
+
+    type_id = 0  # of its tokens in `mm_token_type_ids` of transformers' own forward; 0: that reads none of them
 
     def __init__(
         self,
@@ -131,6 +133,14 @@ class MediaFamily:
         """Returns the features of a file. Raises UserError if it is damaged, or not the one that was tokenized."""
         raise NotImplementedError
 
+    def kept(self, medium: Any) -> Features:
+        """Returns what a cache keeps of a file: its features, or less from which they are made. Raises as `read`."""
+        return self.read(medium)
+
+    def from_kept(self, kept: Features, medium: Any) -> Features:
+        """Returns the features of a file from what a cache has kept of it."""
+        return kept
+
     def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
         """Returns the tensors of a forward for a row's files. input_ids: (1, T)."""
         raise NotImplementedError
@@ -159,7 +169,7 @@ def media_family(model: Model, rules: FileRules, tokenizer: PreTrainedTokenizerB
             f"data.{kind}: {model.name!r} cannot be read: {reason}. Fix: check model.name and data.{kind}.processor"
         ) from None
     name, row = config.model_type, family_of(config, kind)
-    if row.kind != kind:
+    if row.kind != kind or getattr(config, row.config, None) is None:
         raise UserError(
             f"data.{kind}: {name!r} is trained on {_NAMES[row.kind]} here, not on {_NAMES[kind]}. Fix: use "
             f"`data.{row.kind}`, or another model"

@@ -1,10 +1,15 @@
-"""The families of models that are trained on images or sound: one row each, by `model_type`.
+"""The families of models that are trained on files: a row for each kind of file that a model takes, by `model_type`.
 
-A row says how a file becomes tokens (the class of `image_families.py`, `audio_families.py` or `video_families.py`,
-transformers' processor, the placeholder), where tower and projector are in the model (models/towers.py), and whether
-the tower drops at random. Only names and functions are here: the processors take a second to import. Families that are
-not in the table are refused: if their forward mixes the files of a row, or takes them by another attention, they would
-be trained wrongly in silence.
+    table          rows                                             kinds
+    FAMILIES       of all models, of the kind that comes first      images, sound
+    SEE_IMAGES     of models that hear and see                      images
+    SEE_VIDEOS     of models that see and film                      videos
+
+A run on several kinds has several rows as one (`family_of`). A row says how a file becomes tokens (the class of
+`image_families.py`, `audio_families.py` or `video_families.py`, transformers' processor, the placeholder), where tower
+and projector are in the model (models/towers.py), and whether the tower drops at random. Only names and functions are
+here: the processors take a second to import. Families that are not in the table are refused: if their forward mixes the
+files of a row, or takes them by another attention, they would be trained wrongly in silence.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from finetune.errors import UserError
 # (config, cells) -> the tower's inputs for files of so many tokens each, if a family has files of any size.
 Pictures = Callable[[Any, Sequence[int]], dict[str, Tensor]]
 VIDEO_INPUT = "pixel_values_videos"  # `Family.main_input` of all families that see videos
+Kinds = MediaKind | Sequence[MediaKind] | None
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,9 @@ class Family:
     token_id: str = "image_token_id"  # of a file, in the model's config
     main_input: str = "pixel_values"  # of its forward, which is there if there are files
     tokens: Callable[[Any], int] | None = None  # of an image by the config, if all have as many
+    most_tokens: int | None = None  # of an image, or a frame, by the processor's class
     sees_whole_images: bool = False  # an image's tokens see each other, also those that follow
+    in_windows_only: bool = False  # in layers with a sliding window they do, as far back as that, and in no others
     joins_images: bool = False  # its tower computes attention over all images of a row, under a mask
     attention: str = "sdpa"  # of the tower, transformers' name
     as_weights: bool = False  # its forward casts the tower's output to the weights' type, and needs such embeddings
@@ -62,6 +70,16 @@ class Family:
     alone: str | None = None
     # Tower and projector are never in training mode: batch norms would mix the clips of a step, and keep of them.
     steady: bool = False
+    call: str = "get_image_features"  # method of the base model that runs the tower
+    turn: int = 0  # place of that call among those of other kinds in transformers' forward
+    # (config, row) -> the row of a model whose config has more or less than others of its type.
+    fitted: Callable[[Any, Family], Family] = lambda _config, row: row
+    also: tuple[Family, ...] = ()  # rows of the other kinds of files of a run
+
+    @property
+    def each(self) -> tuple[Family, ...]:
+        """Returns the rows of all kinds of files of a run, in the order of transformers' forward."""
+        return tuple(sorted((self, *self.also), key=lambda row: row.turn))
 
 
 def _qwen_patches(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
@@ -104,6 +122,30 @@ def _idefics_crops(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
     }
 
 
+def _gemma4_patches(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
+    """Gemma 4: patches in a row and their places, `kernel` x `kernel` of them a token; an image is one token high, and
+    has places of -1 behind its end."""
+    vision = config.vision_config
+    kernel, size = vision.pooling_kernel_size, 3 * vision.patch_size**2
+    longest = kernel**2 * max(cells)
+    places = torch.full((len(cells), longest, 2), -1)
+    for place, count in zip(places, cells, strict=True):
+        rows, columns = torch.arange(kernel), torch.arange(kernel * count)
+        place[: kernel**2 * count] = torch.stack(torch.meshgrid(columns, rows, indexing="xy"), -1).reshape(-1, 2)
+    pixels = values(len(cells), longest, size) * (places[..., :1] >= 0)
+    return {"pixel_values": pixels, "image_position_ids": places}
+
+
+def _gemma4_frames(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
+    """Gemma 4's videos: as many frames as `cells` says, each of two tokens."""
+    inputs = _gemma4_patches(config, [2] * sum(cells))
+    return {
+        VIDEO_INPUT: inputs["pixel_values"],
+        "video_position_ids": inputs["image_position_ids"],
+        "num_frames_per_video": torch.tensor(cells),
+    }
+
+
 def _gemma_squares(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
     """Gemma 3: squares of one size."""
     side = config.vision_config.image_size
@@ -127,6 +169,14 @@ def _audio_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
 def _video_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
     features = model.get_video_features(inputs[VIDEO_INPUT], inputs["video_grid_thw"], return_dict=True)
     return [features.pooler_output, getattr(features, "deepstack_features", None)]
+
+
+def _gemma4_image_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
+    return list(model.get_image_features(**inputs, return_dict=True).pooler_output)
+
+
+def _gemma4_video_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
+    return list(model.get_video_features(**inputs, return_dict=True).pooler_output)
 
 
 def _gemma3n_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
@@ -211,6 +261,7 @@ _HEARS = Family(
     drops=("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop", "layerdrop"),
     features=_qwen2_audio_features,
     ear=clip_shapes.THIRTY_SECONDS,
+    call="get_audio_features",
 )
 
 
@@ -258,6 +309,7 @@ FAMILIES |= {
         projector=("embed_audio",),
         others=("vision_tower", "embed_vision"),
         attention="eager",
+        turn=2,
     ),
     "gemma3n": _hears(
         clip_shapes.GEMMA_3N,
@@ -295,8 +347,34 @@ _VIDEOS = replace(
     token_id="video_token_id",
     main_input=VIDEO_INPUT,
     features=_video_features,
+    call="get_video_features",
+    turn=1,
 )
-# Of the models of `FAMILIES` that see videos, too.
+
+
+def _fitted_gemma4(config: Any, row: Family) -> Family:
+    """Larger models have no sound; some let the tokens of an image see each other."""
+    others = row.others if config.audio_config is not None else ()
+    sees_whole = config.get_text_config().use_bidirectional_attention == "vision"
+    return replace(row, others=others, sees_whole_images=sees_whole, in_windows_only=sees_whole)
+
+
+_GEMMA4_IMAGES = Family(
+    handling="image_families.Gemma4Images",
+    processor="gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil",
+    placeholder="<|image|>",
+    language="language_model",
+    tower="vision_tower",
+    projector=("embed_vision",),
+    pictures=_gemma4_patches,
+    features=_gemma4_image_features,
+    most_tokens=280,
+    others=("audio_tower", "embed_audio"),
+    fitted=_fitted_gemma4,
+)
+# Of the models of `FAMILIES` that hear, those that see images, too.
+SEE_IMAGES: dict[str, Family] = {"gemma4": _GEMMA4_IMAGES}
+# Of the models of both that see videos, too.
 SEE_VIDEOS: dict[str, Family] = {
     "qwen2_5_vl": _VIDEOS,
     "qwen3_vl": replace(
@@ -305,6 +383,20 @@ SEE_VIDEOS: dict[str, Family] = {
         pictures=_qwen_frames,
         projector=FAMILIES["qwen3_vl"].projector,
         frames_apart=True,
+    ),
+    "gemma4": replace(
+        _GEMMA4_IMAGES,
+        handling="video_families.Gemma4Videos",
+        placeholder="<|video|>",
+        pictures=_gemma4_frames,
+        kind="video",
+        token_id="video_token_id",
+        main_input=VIDEO_INPUT,
+        features=_gemma4_video_features,
+        most_tokens=70,
+        frames_apart=True,
+        call="get_video_features",
+        turn=1,
     ),
 }
 
@@ -322,8 +414,12 @@ _REFUSALS = {
 
 def kinds_taken(model_type: str) -> tuple[MediaKind, ...]:
     """Returns the kinds of files that models of a type take, the usual one first; () for those of text."""
-    own = (FAMILIES[model_type].kind,) if model_type in FAMILIES else ()
-    return (*own, "video") if model_type in SEE_VIDEOS else own
+    return tuple(rows_of(model_type))
+
+
+def file_tokens(config: Any, kinds: Sequence[MediaKind]) -> dict[MediaKind, int]:
+    """Returns the token that stands for files of each of these kinds in a model's rows."""
+    return {row.kind: getattr(config, row.token_id) for row in family_of(config, kinds).each} if kinds else {}
 
 
 def part_that_hears(config: PretrainedConfig) -> PretrainedConfig:
@@ -337,18 +433,29 @@ def part_that_hears(config: PretrainedConfig) -> PretrainedConfig:
 SPEECH = ("talker.", "token2wav.", "code2wav.")  # tensors of the parts that talk, which a thinker does not have
 
 
-def family_of(config: PretrainedConfig, kind: MediaKind | None = None) -> Family:
-    """Returns the family of a multimodal config. kind: `video` for its handling of videos, in place of images.
+def rows_of(model_type: str) -> dict[MediaKind, Family]:
+    """Returns the rows of a model, by the kind of file; {} for a model that is not in the table."""
+    rows = (table.get(model_type) for table in (FAMILIES, SEE_IMAGES, SEE_VIDEOS))
+    return {row.kind: row for row in rows if row is not None}
+
+
+def family_of(config: PretrainedConfig, kinds: Kinds = None) -> Family:
+    """Returns the family of a multimodal config. kinds: of the files of a run; None, or one that the model does not
+    take: the first kind whose tower it has. Several: the row of the first of them, with the others in `also`.
 
     Raises UserError for those that are not verified.
     """
-    if kind == "video" and (family := SEE_VIDEOS.get(config.model_type)) is not None:
-        return family
-    if (family := FAMILIES.get(config.model_type)) is None:
+    if not (rows := rows_of(config.model_type)):
         families, why = ", ".join(sorted(FAMILIES)), _REFUSALS.get(config.model_type)
         raise UserError(
             f"images and sound: {config.model_type!r} is not among the models trained on them here ({families})."
             f"{f' {why}.' if why else ''} Fix: leave out `data.image`, `data.audio`, `data.video` and `model.train`; "
             "that trains its text part"
         )
-    return family
+    asked = (kinds,) if isinstance(kinds, str) else tuple(kinds or ())
+    there = [row for row in rows.values() if getattr(config, row.config, None) is not None]
+    taken = [rows[kind] for kind in asked if kind in rows] or there[:1] or [*rows.values()][:1]
+    first, *also = (row.fitted(config, row) for row in taken)
+    used = {path for row in (first, *also) for path in (row.tower, *row.projector)}
+    others = dict.fromkeys(path for row in (first, *also) for path in row.others if path not in used)
+    return replace(first, also=tuple(also), others=tuple(others))

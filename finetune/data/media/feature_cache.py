@@ -1,10 +1,12 @@
-"""Features of clips on the disk: made once, by worker processes, and found again by the clip's content.
+"""Features of clips, and frames of videos, on the disk: made once, by worker processes, and found again by content.
 
     <cache>/data/<key>/              an entry of the cache: a model's processor, its settings, versions of what computes
         <sha256>-<samples>-<rate>    a clip: CRC-32 of the rest, 8 hex digits, then safetensors
+        <sha256>-<frames>-...        a video
 
 A file that is missing or damaged is made again where it is read, so an entry may be removed at any time. What is read
-is what `MediaFamily.read` returns, but that it was computed with one thread.
+is what `MediaFamily.read` returns, but that it was computed with one thread. Of a video that is a folder or a list of
+pictures, sizes and times of their files stand for the content.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -29,16 +32,24 @@ from finetune import __version__
 from finetune.data.cache_entries import entries_folder, lock_of, made_now
 from finetune.data.checksums import Damaged, checksum, sealed
 from finetune.data.media.families import Features, MediaFamily
-from finetune.data.samples import Clip, Medium
+from finetune.data.samples import LISTED, Clip, Image, MediaKind, Medium, files_of, kind_of
 from finetune.data.sources.files import file_digest
 from finetune.data.workers import worker_pool
 from finetune.errors import UserError
 from finetune.utils import ProgressBar, num_cores, readable_bytes, write_atomically
 
-_COMPUTED_BY = ("transformers", "torch", "numpy", "soundfile", "soxr")
+_COMPUTED_BY: dict[MediaKind, tuple[str, ...]] = {
+    "audio": ("transformers", "torch", "numpy", "soundfile", "soxr"),
+    "video": ("torch", "numpy", "pillow", "av"),
+}
 _DIGITS = 8  # of the checksum, in hex
-_FEW_SECONDS = 600.0  # of sound; less is heard here: it takes about as long as to start the other processes
+# Of sound, and of videos; less is read here: it takes about as long as to start the other processes.
+_FEW_SECONDS: dict[MediaKind, float] = {"audio": 600.0, "video": 60.0}
 _BYTES_A_SAMPLE = 48  # of a clip while its features are made: samples, spectrum (complex), bands, and copies of them
+_BYTES_A_PIXEL = 80  # of a frame as it is stored: a decoder holds some twenty of them
+
+_NAMES: dict[MediaKind, str] = {"audio": "sound", "video": "videos"}
+_UNITS: dict[MediaKind, str] = {"audio": "clips", "video": "videos"}
 
 log = logging.getLogger(__name__)
 
@@ -52,31 +63,37 @@ class FeatureCache:
 
     @classmethod
     def of(cls, family: MediaFamily) -> FeatureCache:
-        versions = [f"{name} {metadata.version(name)}" for name in _COMPUTED_BY]
+        versions = [f"{name} {_version(name)}" for name in _COMPUTED_BY[family.kind]]
         key = hashlib.sha256("\n".join(["features 1", family.settings, *versions]).encode()).hexdigest()
         return cls(family, entries_folder() / key)
 
     def path(self, medium: Medium) -> Path:
-        """Returns the file of a clip. Raises UserError if it cannot be read."""
-        assert isinstance(medium, Clip)  # a rule of the recipe: `data.audio.cache`
+        """Returns the file of a clip or a video. Raises UserError if it cannot be read."""
+        assert not isinstance(medium, Image)  # no recipe has `data.image.cache`
         source = medium.source
-        content = hashlib.sha256(source).hexdigest() if isinstance(source, bytes) else file_digest(Path(source))
-        return self.folder / f"{content}-{medium.samples}-{medium.rate}"
+        if isinstance(source, bytes):
+            content = hashlib.sha256(source).hexdigest()
+        else:
+            content = _digest_of_list(files_of(source)) if source.startswith(LISTED) else file_digest(Path(source))
+        if isinstance(medium, Clip):
+            return self.folder / f"{content}-{medium.samples}-{medium.rate}"
+        rate = "-".join(map(str, medium.rate.as_integer_ratio()))
+        return self.folder / f"{content}-{medium.frames}-{rate}-{medium.height}-{medium.width}"
 
     def read(self, medium: Medium) -> Features:
-        """Returns the features of a clip, made and written if they are missing or damaged. Raises UserError."""
+        """Returns the features of a file, made and written if they are missing or damaged. Raises UserError."""
         path = self.path(medium)
         try:
-            return _unpacked(path.read_bytes(), path)
+            return self.family.from_kept(_unpacked(path.read_bytes(), path), medium)
         except FileNotFoundError:
             pass
         except Damaged as damage:
             log.warning("%s: damaged on the disk (%s); it is made again", path, damage)
-        return self.make(medium, path)
+        return self.family.from_kept(self.make(medium, path), medium)
 
     def make(self, medium: Medium, path: Path) -> Features:
-        """Computes and writes the features of a clip. Raises UserError."""
-        features = self.family.read(medium)
+        """Computes and writes what is kept of a file. Raises UserError."""
+        features = self.family.kept(medium)
         # Of a view, such as every 160th sample's mask, safetensors would write the memory as it lies.
         content = save({name: np.ascontiguousarray(values) for name, values in features.items()})
         try:
@@ -85,9 +102,28 @@ class FeatureCache:
         except OSError as error:
             raise UserError(
                 f"{error.filename or path}: the data cache cannot be written: {error.strerror or error}. Fix: set "
-                "FINETUNE_CACHE to a folder with room, or data.audio.cache to false"
+                f"FINETUNE_CACHE to a folder with room, or data.{self.family.kind}.cache to false"
             ) from None
         return features
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # of videos that are pictures
+        return "-"
+
+
+def _digest_of_list(paths: list[str]) -> str:
+    """Returns the sha256 of sizes and times of files. Raises UserError if one cannot be read."""
+    whole = hashlib.sha256()
+    for path in paths:
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}. Fix: restore it") from None
+        whole.update(f"{path}\0{stat.st_size} {stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    return whole.hexdigest()
 
 
 def _unpacked(content: bytes, path: Path) -> Features:
@@ -106,10 +142,11 @@ def _unpacked(content: bytes, path: Path) -> Features:
 
 @dataclass(frozen=True)
 class MadeFeatures:
-    """Counts of the clips of a run, each once."""
+    """Counts of the clips, or videos, of a run, each once."""
 
+    kind: MediaKind
     clips: int
-    seconds: float  # of sound
+    seconds: float  # of all of them
     made: int  # the others were there
     took_s: float
     bytes: int  # of all features
@@ -117,7 +154,8 @@ class MadeFeatures:
     def __str__(self) -> str:
         how = f"{self.made:,} made in {self.took_s:,.1f} s" if self.made else "none made"
         return (
-            f"data.audio.cache: {self.clips:,} clips, {self.seconds / 3600:,.2f} h of sound, {how}, "
+            f"data.{self.kind}.cache: {self.clips:,} {_UNITS[self.kind]}, {self.seconds / 3600:,.2f} h of "
+            f"{_NAMES[self.kind]}, {how}, "
             f"{self.clips - self.made:,} from the cache, {readable_bytes(self.bytes)}"
         )
 
@@ -125,43 +163,57 @@ class MadeFeatures:
 def make_features(
     cache: FeatureCache, media: Iterable[Medium], console: Console, workers: int | None = None
 ) -> MadeFeatures:
-    """Makes the features of these clips that are missing; any number of processes may call it at once, one works.
+    """Makes the features of those files of the cache's kind that are missing; any number of processes may call it at
+    once, one works.
 
-    workers: processes; None: one per core, as far as memory goes. Raises UserError for a clip that cannot be read, and
+    workers: processes; None: one per core, as far as memory goes. Raises UserError for a file that cannot be read, and
     RunFailure for a worker that was killed.
     """
+    kind = cache.family.kind
     begun = time.monotonic()
     cache.folder.parent.mkdir(parents=True, exist_ok=True)
     with lock_of(cache.folder):
-        by_path = {cache.path(one): one for one in media if isinstance(one, Clip)}
+        by_path = {cache.path(one): one for one in media if kind_of(one) == kind}
         missing = {path: one for path, one in by_path.items() if not path.is_file()}
         # The longest first, or the others would wait for it at the end.
-        ordered = sorted(missing.items(), key=lambda item: -item[1].samples / item[1].rate)
-        name = "computing features of sound"
-        with ProgressBar(console, name, len(ordered), shown=bool(ordered), unit="clips") as progress:
-            for done, _ in enumerate(_made(cache, ordered, workers or _workers(ordered)), start=1):
+        ordered = sorted(missing.items(), key=lambda item: -_seconds(item[1]))
+        name = f"computing features of {_NAMES[kind]}"
+        with ProgressBar(console, name, len(ordered), shown=bool(ordered), unit=_UNITS[kind]) as progress:
+            for done, _ in enumerate(_made(cache, ordered, workers or _workers(ordered, kind)), start=1):
                 progress.update(done)
         took = time.monotonic() - begun
         size = sum(path.stat().st_size for path in by_path)
         _write_report(cache, len(by_path), took)
-    sound = sum(one.samples / one.rate for one in by_path.values())
-    return MadeFeatures(len(by_path), sound, len(missing), took, size)
+    seconds = sum(map(_seconds, by_path.values()))
+    return MadeFeatures(kind, len(by_path), seconds, len(missing), took, size)
 
 
-def _workers(ordered: list[tuple[Path, Clip]]) -> int:
-    """Returns the processes that clips are worth, at most as many as hold the longest of them at once."""
-    if sum(one.samples / one.rate for _, one in ordered) < _FEW_SECONDS:
+def _seconds(medium: Medium) -> float:
+    assert not isinstance(medium, Image)  # as in `path`
+    return medium.samples / medium.rate if isinstance(medium, Clip) else float(medium.frames / medium.rate)
+
+
+def _bytes(medium: Medium) -> int:
+    """Returns the memory of a file while its features are made, at most."""
+    assert not isinstance(medium, Image)  # as in `path`
+    if isinstance(medium, Clip):
+        return medium.samples * _BYTES_A_SAMPLE
+    return medium.height * medium.width * (_BYTES_A_PIXEL + 3 * medium.seen)
+
+
+def _workers(ordered: list[tuple[Path, Medium]], kind: MediaKind) -> int:
+    """Returns the processes that files are worth, at most as many as hold the largest of them at once."""
+    if sum(_seconds(one) for _, one in ordered) < _FEW_SECONDS[kind]:
         return 1
-    longest = max(one.samples for _, one in ordered)
-    room = psutil.virtual_memory().available // 2
-    return max(1, min(num_cores(), len(ordered), room // (longest * _BYTES_A_SAMPLE)))
+    largest, room = max(_bytes(one) for _, one in ordered), psutil.virtual_memory().available // 2
+    return max(1, min(num_cores(), len(ordered), room // largest))
 
 
-def _made(cache: FeatureCache, ordered: list[tuple[Path, Clip]], workers: int) -> Iterator[None]:
-    """Yields once for each clip whose features are on the disk. Raises as `make_features`."""
+def _made(cache: FeatureCache, ordered: list[tuple[Path, Medium]], workers: int) -> Iterator[None]:
+    """Yields once for each file whose features are on the disk. Raises as `make_features`."""
     if workers == 1:
-        for path, clip in ordered:
-            cache.make(clip, path)
+        for path, medium in ordered:
+            cache.make(medium, path)
             yield
         return
     with worker_pool(workers, _begin, cache, "compute features") as pool:
@@ -171,7 +223,8 @@ def _made(cache: FeatureCache, ordered: list[tuple[Path, Clip]], workers: int) -
 def _write_report(cache: FeatureCache, clips: int, took: float) -> None:
     """Writes what `cache list` and `cache clean` read: of what the entry is, when it was last used, how large."""
     model_type = cache.family.settings.split(" ", 1)[0]
-    of = {"source": f"features of sound, {model_type}", "format": "audio", "finetune": __version__}
+    kind = cache.family.kind
+    of = {"source": f"features of {_NAMES[kind]}, {model_type}", "format": kind, "finetune": __version__}
     report = {"of": of, "made": made_now(took), "report": {"examples": clips, "tokens": 0}}
     with contextlib.suppress(OSError):  # a cache on read-only storage is as good
         cache.folder.mkdir(exist_ok=True)
@@ -189,7 +242,7 @@ def _begin(cache: FeatureCache) -> None:
     _cache = cache
 
 
-def _make(item: tuple[Path, Clip]) -> None:
+def _make(item: tuple[Path, Medium]) -> None:
     assert _cache is not None  # _begin was called
-    path, clip = item
-    _cache.make(clip, path)
+    path, medium = item
+    _cache.make(medium, path)

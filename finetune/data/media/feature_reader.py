@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from finetune.data.media.families import Features, MediaFamily
-from finetune.data.samples import Medium
+from finetune.data.samples import Medium, kind_of
 
 
 @dataclass(frozen=True)
@@ -24,29 +25,48 @@ class FeatureReader:
     family: MediaFamily
     pool: ThreadPoolExecutor
     read: Callable[[Medium], Features]  # the family's, or that of a cache
+    also: tuple[tuple[MediaFamily, Callable[[Medium], Features]], ...] = ()  # of other kinds of files
 
     def __call__(self, media: Sequence[Medium], input_ids: Tensor) -> dict[str, Tensor]:
         """input_ids: (1, T). A file that several sequences have, as both answers of a pair, is read once. Raises
         UserError for a file that is damaged, or not the one that was tokenized."""
-        distinct = {one.source: one for one in media}
-        features = dict(zip(distinct, self.pool.map(self.read, distinct.values()), strict=True))
-        return self.family.join([features[one.source] for one in media], input_ids)
+        distinct = {(kind_of(one), one.source): one for one in media}
+        readers = {family.kind: read for family, read in self._readers}
+        read = self.pool.map(lambda item: readers[item[0][0]](item[1]), distinct.items())
+        features = dict(zip(distinct, read, strict=True))
+        inputs: dict[str, Tensor] = {}
+        for family, _ in self._readers:
+            if mine := [features[kind_of(one), one.source] for one in media if kind_of(one) == family.kind]:
+                inputs |= family.join(mine, input_ids)
+        return inputs
+
+    @property
+    def _readers(self) -> tuple[tuple[MediaFamily, Callable[[Medium], Features]], ...]:
+        return ((self.family, self.read), *self.also)
 
     def plain_inputs(self, media: Sequence[Medium], input_ids: Tensor) -> dict[str, Tensor]:
         """Returns the inputs of transformers' own forward and `generate` for files of texts (B, T); {} without files.
         Raises as `__call__`."""
         inputs = self(media, input_ids) if media else {}
-        if "image_grid_thw" in inputs:  # from which they count positions
-            inputs["mm_token_type_ids"] = (input_ids == self.family.token_id).int()
-        if "video_grid_thw" in inputs:
-            inputs["mm_token_type_ids"] = 2 * (input_ids == self.family.token_id).int()
+        typed = [family for family, _ in self._readers if inputs and family.type_id]
+        if typed:  # by which they count positions, or let tokens see each other
+            types = [family.type_id * (input_ids == family.token_id).int() for family in typed]
+            inputs["mm_token_type_ids"] = torch.stack(types).sum(0, dtype=torch.int32)
         return inputs
 
 
-def feature_reader(family: MediaFamily, threads: int, caches: bool = False) -> FeatureReader:
-    read = family.read
-    if caches:
-        from finetune.data.media.feature_cache import FeatureCache
+def feature_reader(
+    family: MediaFamily, threads: int, caches: bool = False, also: Sequence[tuple[MediaFamily, bool]] = ()
+) -> FeatureReader:
+    """Returns the reader of a model's files. caches: whether features are kept on the disk; also: families of other
+    kinds of files, and whether theirs are."""
+    others = tuple((one, _reading(one, kept)) for one, kept in also)
+    return FeatureReader(family, ThreadPoolExecutor(threads, "media"), _reading(family, caches), others)
 
-        read = FeatureCache.of(family).read
-    return FeatureReader(family, ThreadPoolExecutor(threads, "media"), read)
+
+def _reading(family: MediaFamily, caches: bool) -> Callable[[Medium], Features]:
+    if not caches:
+        return family.read
+    from finetune.data.media.feature_cache import FeatureCache
+
+    return FeatureCache.of(family).read

@@ -4,6 +4,7 @@
     qwen2_5_vl, qwen3_vl    <|image_pad|>                <|image_pad|> for every 2 x 2 patches
     mistral3 (pixtral)      [IMG]                        lines of [IMG], ended by [IMG_BREAK], the last by [IMG_END]
     gemma3                  <start_of_image>             that, 256 x <image_soft_token>, <end_of_image>
+    gemma4                  <|image|>                    <|image>, <|image|> for every 3 x 3 patches, <image|>
     smolvlm, idefics3       <image>                      tiles: <fake_token_around_image> <row_1_col_1> 64 x <image>
 
 Both follow from an image's size alone, so that packing, cache and plan never decode one. The processors are
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,6 +66,10 @@ class ImageFamily(MediaFamily):
         """Returns the text of an image of so many pixels. Raises ValueError for a shape that it cannot take."""
         raise NotImplementedError
 
+    def bounds(self) -> dict[str, Any]:
+        """Returns the processor's settings of an image's size, as the recipe has them."""
+        return {"size": dict(self.processor.size)}
+
     def call(self, image: Any) -> Features:
         """Returns the processor's output for an image in RGB."""
         return dict(self.processor(images=[image], return_tensors="np"))
@@ -75,6 +80,8 @@ def _joined(features: Sequence[Features], name: str, axis: int = 0) -> Tensor:
 
 
 class QwenImages(ImageFamily):
+    type_id = 1
+
     def __init__(self, settings: FamilySettings):
         processor = settings.load_processor()
         rules, size = settings.rules, processor.size  # areas
@@ -139,18 +146,12 @@ class MistralImages(ImageFamily):
 class GemmaImages(ImageFamily):
     def __init__(self, settings: FamilySettings):
         processor = settings.load_processor()
-        name, tokenizer = settings.model.name, cast("Any", settings.tokenizer)
+        name = settings.model.name
         if settings.rules.max_pixels:
             raise UserError("data.image.max_pixels: Gemma 3 sees every image as a square of one size. Fix: remove it")
         if processor.do_pan_and_scan:
             raise UserError(f"{name}: its image processor cuts out crops (do_pan_and_scan). Fix: set that to false")
-        try:
-            begin, token, end = tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token
-        except AttributeError as error:
-            raise UserError(
-                f"{name}: its tokenizer does not name the tokens of an image ({error}). Fix: use the model's own "
-                "tokenizer"
-            ) from None
+        begin, token, end = image_marks(settings)
         count = settings.processor.get("image_seq_length", 256)
         self.of_each = Written(f"\n\n{begin}{token * count}{end}\n\n", count)
         super().__init__(settings, processor, token, (begin, end), placeholder=begin)
@@ -165,6 +166,68 @@ class GemmaImages(ImageFamily):
         """pixel_values (N, 3, H, W), token_type_ids (1, T): 1 for tokens of an image, which all see each other."""
         types = (input_ids == self.token_id).to(torch.int64)
         return {"pixel_values": _joined(features, "pixel_values"), "token_type_ids": types}
+
+
+SOFT_TOKENS = (70, 140, 280, 560, 1120)  # of an image or a frame, at most: those that Gemma 4's processors take
+
+
+def most_soft_tokens(key: str, most: int | None, stored: int, side: int) -> int:
+    """Returns the largest number of tokens that a picture of `most` pixels may have. side: pixels of a token; stored:
+    in the model's folder. Raises UserError if there is none."""
+    if most is None:
+        return stored
+    able = [count for count in SOFT_TOKENS if count * side**2 <= most]
+    if not able:
+        raise UserError(
+            f"{key}: Gemma 4 scales every picture to at least {SOFT_TOKENS[0]} tokens. Fix: set it to "
+            f"{SOFT_TOKENS[0] * side**2} or more"
+        )
+    return able[-1]
+
+
+def scaled_picture(height: int, width: int, look: Any) -> tuple[int, int]:
+    """Returns (height, width) that Gemma 4 scales a picture to: as close to its most tokens as its shape allows. look:
+    a processor. Raises ValueError for a shape that it cannot take."""
+    scaled = transformers_module("gemma4.image_processing_pil_gemma4").get_aspect_ratio_preserving_size
+    kernel = look.pooling_kernel_size
+    return scaled(height, width, look.patch_size, look.max_soft_tokens * kernel**2, kernel)
+
+
+class Gemma4Images(ImageFamily):
+    type_id = 1
+
+    def __init__(self, settings: FamilySettings):
+        processor = settings.load_processor()
+        self.side = processor.patch_size * processor.pooling_kernel_size  # pixels of a token
+        processor.max_soft_tokens = most_soft_tokens(
+            "data.image.max_pixels", settings.rules.max_pixels, processor.max_soft_tokens, self.side
+        )
+        self.begin, token, self.end = image_marks(settings)
+        super().__init__(settings, processor, token, (self.begin, self.end))
+
+    def write(self, height: int, width: int) -> Written:
+        height, width = scaled_picture(height, width, self.processor)
+        count = height * width // self.side**2
+        return Written(f"{self.begin}{self.token * count}{self.end}", count)
+
+    def bounds(self) -> dict[str, Any]:
+        return {"max_soft_tokens": self.processor.max_soft_tokens}
+
+    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
+        """pixel_values (N, P, D) of patches, image_position_ids (N, P, 2): columns and rows, -1 behind an image."""
+        return {name: _joined(features, name) for name in ("pixel_values", "image_position_ids")}
+
+
+def image_marks(settings: FamilySettings) -> tuple[str, str, str]:
+    """Returns the tokens of an image that a tokenizer of Gemma names: before, of, and behind it. Raises UserError."""
+    tokenizer: Any = settings.tokenizer
+    try:
+        return tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token
+    except AttributeError as error:
+        raise UserError(
+            f"{settings.model.name}: its tokenizer does not name the tokens of an image ({error}). Fix: use the "
+            "model's own tokenizer"
+        ) from None
 
 
 class IdeficsImages(ImageFamily):

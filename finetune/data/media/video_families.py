@@ -4,6 +4,8 @@
     qwen2_5_vl     <|vision_start|><|video_pad|><|vision_end|>    <|video_pad|> for every 2 x 2 patches of two frames
     qwen3_vl       the same                                       of every two frames: <0.5 seconds>, their mean time,
                                                                   and <|vision_start|> <|video_pad|> ... <|vision_end|>
+    gemma4         <|video|>                                      of every frame: 00:01, its time, and <|image>
+                                                                  <|video|> for every 3 x 3 patches <image|>
 
 Both follow from a video's frames, their rate and size alone. transformers' processors of videos need torchvision, whose
 wheels want one torch each; what they compute is written here in torch, to the same bits: frames at a rate
@@ -23,11 +25,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as scaled_frame
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as scaled_video
 
 from finetune.data.media.families import FamilySettings, Features, MediaFamily, Written, processor_place
+from finetune.data.media.image_families import image_marks, most_soft_tokens, scaled_picture
 from finetune.data.media.video_files import StoredVideo, broken, find_video, frames_at, is_listed, reason
 from finetune.data.samples import BadRow, Video
 from finetune.errors import UserError
@@ -76,8 +80,8 @@ _QWEN25: Mapping[str, Any] = {
 _OLDER = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
 
 
-def _video_processor(settings: FamilySettings, defaults: Mapping[str, Any]) -> VideoProcessor:
-    """Returns the settings of the model's folder, with the recipe's. Raises UserError."""
+def _stored_settings(settings: FamilySettings, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the model's folder, or the defaults of its processor's class. Raises UserError."""
     path, revision = processor_place(settings.model, settings.rules)
     try:
         stored = Qwen3VLVideoProcessor.get_video_processor_dict(path, revision=revision)[0]
@@ -91,9 +95,15 @@ def _video_processor(settings: FamilySettings, defaults: Mapping[str, Any]) -> V
         given.get(f"do_{step}", True) for step in ("resize", "rescale", "normalize")
     ):
         raise UserError(
-            f"data.video: {path!r} scales or normalizes frames in another way than Qwen's models. Fix: name a place of "
-            "the model's own settings as `data.video.processor`"
+            f"data.video: {path!r} scales or normalizes frames in another way than the model's processor. Fix: name a "
+            "place of the model's own settings as `data.video.processor`"
         )
+    return given
+
+
+def _video_processor(settings: FamilySettings, defaults: Mapping[str, Any]) -> VideoProcessor:
+    """Returns the settings of the model's folder, with the recipe's. Raises UserError."""
+    given = _stored_settings(settings, defaults)
     rules: Videos = settings.rules
     size = {**defaults["size"], **given["size"]}
     if defaults is _QWEN25:  # the older names of the bounds, which come first
@@ -113,26 +123,21 @@ def _video_processor(settings: FamilySettings, defaults: Mapping[str, Any]) -> V
     )
 
 
-class QwenVideos(MediaFamily):
+class VideoFamily(MediaFamily):
     """Handling of videos. Subclasses choose the frames and their size, and write them."""
 
-    def __init__(self, settings: FamilySettings, defaults: Mapping[str, Any]):
-        self.of_video = _video_processor(settings, defaults)
-        super().__init__(
-            settings, self.of_video, settings.row.placeholder, ("<|vision_start|>", "<|vision_end|>"), "video"
-        )
+    type_id = 2
+    listed_rate: float  # frames a second of one that is pictures, if the recipe does not say
 
     def find(self, reference: str | bytes, data_file: str) -> StoredVideo:
-        return find_video(reference, self.rules, data_file, self.rules.frame_rate or self.of_video.fps)
+        return find_video(reference, self.rules, data_file, self.rules.frame_rate or self.listed_rate)
 
     def written(self, stored: StoredVideo) -> Written:
         try:
-            indices = self.frames_of(stored)
-            grid = self.grid_of(stored, len(indices))
+            return self.write(stored, self.frames_of(stored))
         except ValueError as error:
             size = f"{stored.frames:,} frames of {stored.width} x {stored.height} pixels"
             raise BadRow(f"a video of {size} cannot be used: {error}") from None
-        return self.write(stored, indices, grid)
 
     def placed(self, stored: StoredVideo, begin: int, end: int) -> Video:
         seen = len(self.frames_of(stored))
@@ -146,8 +151,51 @@ class QwenVideos(MediaFamily):
         """Returns (height, width) that frames are scaled to. Raises ValueError for a shape that cannot be."""
         raise NotImplementedError
 
-    def write(self, stored: StoredVideo, indices: Sequence[int], grid: tuple[int, int, int]) -> Written:
+    def write(self, stored: StoredVideo, indices: Sequence[int]) -> Written:
+        """Returns the text of a video. indices: of its frames that are seen. Raises ValueError as `scaled`."""
         raise NotImplementedError
+
+    def frames(self, medium: Video) -> Tensor:
+        """Returns the frames that are seen (N, 3, H, W), scaled, in 8 bits. Raises UserError."""
+        indices = self.frames_of(medium)
+        size = self.scaled(medium, len(indices))
+        try:
+            return torch.stack([_scaled(frame, size) for frame in frames_at(medium, indices)])
+        except broken() as error:
+            name = "a video in the data" if isinstance(medium.source, bytes) else medium.source.lstrip("\0")
+            raise UserError(
+                f"{name.split(chr(0))[0]}: cannot be decoded: {reason(error)}. Fix: restore it, or `finetune cache "
+                "clean` and start again; `data.video: {verify: frames}` finds broken videos before the run"
+            ) from None
+
+    def read(self, medium: Video) -> Features:
+        return self.features_of(self.frames(medium), medium)
+
+    def kept(self, medium: Video) -> Features:
+        """Scaled frames in 8 bits, a quarter of their features or less."""
+        return {"frames": self.frames(medium).numpy()}
+
+    def from_kept(self, kept: Features, medium: Video) -> Features:
+        return self.features_of(torch.from_numpy(kept["frames"]), medium)
+
+    def features_of(self, frames: Tensor, medium: Video) -> Features:
+        """Returns the features of a video from its scaled frames (N, 3, H, W) in 8 bits."""
+        raise NotImplementedError
+
+    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
+        """The tensors of all videos end to end: pixel_values_videos, and see subclasses."""
+        return {name: torch.from_numpy(np.concatenate([one[name] for one in features])) for name in features[0]}
+
+
+class QwenVideos(VideoFamily):
+    """pixel_values_videos (P, D) of all patches, video_grid_thw (N, 3)."""
+
+    def __init__(self, settings: FamilySettings, defaults: Mapping[str, Any]):
+        self.of_video = _video_processor(settings, defaults)
+        self.listed_rate = self.of_video.fps
+        super().__init__(
+            settings, self.of_video, settings.row.placeholder, ("<|vision_start|>", "<|vision_end|>"), "video"
+        )
 
     def grid_of(self, stored: StoredVideo | Video, frames: int) -> tuple[int, int, int]:
         """Returns the patches in time, height and width."""
@@ -155,29 +203,16 @@ class QwenVideos(MediaFamily):
         side = self.of_video.patch_size
         return -(-frames // self.of_video.temporal_patch_size), height // side, width // side
 
-    def read(self, medium: Video) -> Features:
-        look, indices = self.of_video, self.frames_of(medium)
-        size = self.scaled(medium, len(indices))
-        try:
-            frames = torch.stack([_scaled(frame, size) for frame in frames_at(medium, indices)])
-        except broken() as error:
-            name = "a video in the data" if isinstance(medium.source, bytes) else medium.source.lstrip("\0")
-            raise UserError(
-                f"{name.split(chr(0))[0]}: cannot be decoded: {reason(error)}. Fix: restore it, or `finetune cache "
-                "clean` and start again; `data.video: {verify: frames}` finds broken videos before the run"
-            ) from None
+    def features_of(self, frames: Tensor, medium: Video) -> Features:
+        look = self.of_video
         patches, *grid = Qwen3VLVideoProcessor.patchify(
             None,  # pyright: ignore[reportArgumentType] - a function of its arguments
-            _normalized(frames, look)[None],
+            _normalized(frames, look.image_mean, look.image_std, look.rescale_factor)[None],
             patch_size=look.patch_size,
             merge_size=look.merge_size,
             temporal_patch_size=look.temporal_patch_size,
         )
         return {"pixel_values_videos": patches[0].numpy(), "video_grid_thw": np.array([grid], np.int64)}
-
-    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
-        """pixel_values_videos (P, D) of all patches, video_grid_thw (N, 3), see also subclasses."""
-        return {name: torch.from_numpy(np.concatenate([one[name] for one in features])) for name in features[0]}
 
 
 def _scaled(frame: NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
@@ -188,11 +223,9 @@ def _scaled(frame: NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
     return torch.nn.functional.interpolate(picture[None], size, mode="bicubic", antialias=True)[0]
 
 
-def _normalized(frames: Tensor, look: VideoProcessor) -> Tensor:
+def _normalized(frames: Tensor, mean: Sequence[float], deviation: Sequence[float], factor: float) -> Tensor:
     """Returns frames (N, 3, H, W) in float32: the mean and deviation are multiplied, not each pixel."""
-    mean, deviation = (
-        torch.tensor(values) * (1.0 / look.rescale_factor) for values in (look.image_mean, look.image_std)
-    )
+    mean, deviation = (torch.tensor(values) * (1.0 / factor) for values in (mean, deviation))
     return frames.to(torch.float32).sub_(mean.view(-1, 1, 1)).div_(deviation.view(-1, 1, 1))
 
 
@@ -225,7 +258,8 @@ class Qwen3Videos(QwenVideos):
             max_pixels=most,
         )
 
-    def write(self, stored: StoredVideo, indices: Sequence[int], grid: tuple[int, int, int]) -> Written:
+    def write(self, stored: StoredVideo, indices: Sequence[int]) -> Written:
+        grid = self.grid_of(stored, len(indices))
         each, together = grid[1] * grid[2] // self.of_video.merge_size**2, self.of_video.temporal_patch_size
         filled = [*indices, *[indices[-1]] * (-len(indices) % together)]
         times = [place / float(stored.rate) for place in filled]
@@ -271,12 +305,113 @@ class Qwen25Videos(QwenVideos):
             stored.height, stored.width, factor=factor, min_pixels=look.size["shortest_edge"], max_pixels=most
         )
 
-    def write(self, stored: StoredVideo, indices: Sequence[int], grid: tuple[int, int, int]) -> Written:
-        count = math.prod(grid) // self.of_video.merge_size**2
+    def write(self, stored: StoredVideo, indices: Sequence[int]) -> Written:
+        count = math.prod(self.grid_of(stored, len(indices))) // self.of_video.merge_size**2
         return Written(self.token * count, count)
 
-    def read(self, medium: Video) -> Features:
+    def features_of(self, frames: Tensor, medium: Video) -> Features:
         """Also second_per_grid_ts (1,): seconds between two places in time."""
         shown = len(self.frames_of(medium)) / medium.frames * float(medium.rate)  # frames a second
         seconds = np.array([self.of_video.temporal_patch_size / shown], np.float32)
-        return {**super().read(medium), "second_per_grid_ts": seconds}
+        return {**super().features_of(frames, medium), "second_per_grid_ts": seconds}
+
+
+@dataclass(frozen=True)
+class Gemma4VideoProcessor:
+    """Settings of Gemma 4's processor of videos, by transformers' names; `fps`, frames and tokens are the recipe's."""
+
+    patch_size: int
+    pooling_kernel_size: int
+    max_soft_tokens: int  # of a frame
+    num_frames: int | None  # None if `fps` is not
+    fps: float | None
+    max_frames: int | None
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
+    rescale_factor: float
+
+    def to_json_string(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+# Attributes of transformers' class, which files need not name.
+_GEMMA4: Mapping[str, Any] = {
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "max_soft_tokens": 70,
+    "num_frames": 32,
+    "image_mean": (0.0, 0.0, 0.0),
+    "image_std": (1.0, 1.0, 1.0),
+    "rescale_factor": 1 / 255,
+}
+_UNTIMED = 24.0  # frames a second of pictures without a rate, as transformers' processor of Gemma 4 has it
+
+
+def _gemma4_processor(settings: FamilySettings) -> Gemma4VideoProcessor:
+    """Returns the settings of the model's folder, with the recipe's. Raises UserError."""
+    given, rules = _stored_settings(settings, _GEMMA4), settings.rules
+    fps = rules.fps or given.get("fps")  # in files one of `fps` and `num_frames`
+    side = given["patch_size"] * given["pooling_kernel_size"]
+    return Gemma4VideoProcessor(
+        max_soft_tokens=most_soft_tokens("data.video.max_pixels", rules.max_pixels, given["max_soft_tokens"], side),
+        num_frames=None if fps else rules.max_frames or given["num_frames"],
+        fps=fps,
+        max_frames=rules.max_frames or given.get("max_frames") if fps else None,
+        **{name: given[name] for name in ("patch_size", "pooling_kernel_size", "rescale_factor")},
+        **{name: tuple(given[name]) for name in ("image_mean", "image_std")},
+    )
+
+
+class Gemma4Videos(VideoFamily):
+    """pixel_values_videos (F, P, D) of all frames, video_position_ids (F, P, 2), num_frames_per_video (N,)."""
+
+    def __init__(self, settings: FamilySettings):
+        self.of_video = _gemma4_processor(settings)
+        self.listed_rate = self.of_video.fps or _UNTIMED
+        self.begin, _, self.end = image_marks(settings)
+        self.tokenizer = settings.tokenizer
+        super().__init__(settings, self.of_video, settings.row.placeholder, (self.begin, self.end), "video")
+
+    def frames_of(self, stored: StoredVideo | Video) -> list[int]:
+        look, total = self.of_video, stored.frames
+        count = look.num_frames or total
+        if look.fps:
+            count = min(max(1, int(total / float(stored.rate) * look.fps)), look.max_frames or total)
+        count = min(count, total)
+        return (np.arange(count) * total // count).tolist()
+
+    def scaled(self, stored: StoredVideo | Video, frames: int) -> tuple[int, int]:
+        return scaled_picture(stored.height, stored.width, self.of_video)
+
+    def write(self, stored: StoredVideo, indices: Sequence[int]) -> Written:
+        height, width = self.scaled(stored, len(indices))
+        each = height * width // (self.of_video.patch_size * self.of_video.pooling_kernel_size) ** 2
+        seconds = [place / float(stored.rate) for place in indices]
+        seen = f"{self.begin}{self.token * each}{self.end}"
+        text = " ".join(f"{int(time // 60):02d}:{int(time % 60):02d} {seen}" for time in seconds)
+        return Written(text, each * len(indices))
+
+    def whole(self, input_ids: NDArray[np.int32], begin: int, end: int) -> tuple[int, int]:
+        """From the first frame's time on, which is 00:00."""
+        tokenizer: Any = self.tokenizer
+        begin, last = begin - 1, begin - 1  # the mark before the first frame
+        while begin > 0 and _FIRST_TIME not in tokenizer.decode(input_ids[begin:last]):
+            begin -= 1
+        return begin, end + 1
+
+    def features_of(self, frames: Tensor, medium: Video) -> Features:
+        look = self.of_video
+        pixels = _normalized(frames, look.image_mean, look.image_std, look.rescale_factor)
+        count, _, height, width = pixels.shape
+        rows, columns = height // look.patch_size, width // look.patch_size
+        patches = pixels.reshape(count, 3, rows, look.patch_size, columns, look.patch_size).permute(0, 2, 4, 3, 5, 1)
+        places = torch.stack(torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy"), dim=-1)
+        behind = look.max_soft_tokens * look.pooling_kernel_size**2 - rows * columns
+        return {
+            "pixel_values_videos": pad(patches.reshape(count, rows * columns, -1), (0, 0, 0, behind)).numpy(),
+            "video_position_ids": pad(places.reshape(-1, 2), (0, 0, 0, behind), value=-1).repeat(count, 1, 1).numpy(),
+            "num_frames_per_video": np.array([count], np.int64),
+        }
+
+
+_FIRST_TIME = "00:00"

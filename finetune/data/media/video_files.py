@@ -11,9 +11,11 @@ import contextlib
 import importlib
 import io
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from finetune.data.media.frame_index import are_far_apart, index_of, sought
 from finetune.data.media.image_files import BROKEN, decode, side_by_side, size_of
 from finetune.data.media.mp4_boxes import check_sample_counts
 from finetune.data.media.stored_files import check_copy, part_of_file, printable, source_of
@@ -264,13 +267,23 @@ def _pictures(video: Video, wanted: set[int]) -> Iterator[NDArray[np.uint8]]:
 
 def _of_file(video: Video, wanted: set[int]) -> Iterator[NDArray[np.uint8]]:
     check_copy(video.source)
-    last = max(wanted)
-    with _opened(video.source) as (container, stream):
-        for i, frame in enumerate(container.decode(stream)):
-            if i in wanted:
-                yield upright(frame)
-            if i == last:
-                return
+    left, index = deque(sorted(wanted)), None
+    if are_far_apart([-1, *left]):
+        with _opened(video.source) as (container, stream):
+            index = index_of(container, stream, video.frames)
+    # If decoding behind a key is not as the index says, what is left comes from the beginning.
+    for decoded in (_from_beginning,) if index is None else (partial(sought, index=index, left=left), _from_beginning):
+        with _opened(video.source) as (container, stream):
+            for i, frame in decoded(container, stream):
+                if i == left[0]:
+                    yield upright(frame)
+                    left.popleft()
+                if not left:
+                    return
+
+
+def _from_beginning(container: Any, stream: Any) -> Iterator[tuple[int, Any]]:
+    return enumerate(container.decode(stream))
 
 
 _SHOWN = 8  # frames

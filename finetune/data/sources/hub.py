@@ -30,12 +30,15 @@ def check_hub(recipe: Recipe) -> None:
 
     Raises UserError if a model is not on this machine either.
     """
-    model, objective, files = recipe.model, recipe.objective, recipe.data.media
+    model, objective, data = recipe.model, recipe.objective, recipe.data
     models = {
         "model.name": model.name,
         "model.tokenizer": model.tokenizer,
         **{f"objective.{key}": name for key, name in objective.other_models.items()},
-        f"data.{recipe.data.media_kind}.processor": files and files.processor,
+        **{
+            f"data.{kind}.processor": files.processor
+            for kind, files in zip(data.media_kinds, data.media or (), strict=True)
+        },
     }
     on_hub = {key: name for key, name in models.items() if name and is_hub_model(name)}
     sources = (*recipe.data.train, *recipe.data.own_eval_sources)

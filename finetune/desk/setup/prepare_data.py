@@ -44,7 +44,7 @@ def prepare(recipe: Recipe, recipe_file: str) -> tuple[list[PreparedSource], lis
     if isinstance(recipe.objective, Distill):
         recipe = recipe.model_copy(update={"objective": recipe.objective.model_copy(update={"teacher": None})})
     run = preparation.prepare(recipe, recipe_file, read_config_file(None), all_features())
-    notes = [*run.notes, *filter(None, [preparation.make_sound_features(run)])]
+    notes = [*run.notes, *preparation.make_file_features(run)]
     if recipe.data.streaming:
         notes.append("data.streaming: data.train is read during the run, so it is not prepared")
     sources: list[PreparedSource] = []

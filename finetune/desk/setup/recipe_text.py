@@ -197,7 +197,7 @@ def _data_lines(options: NewOptions, rows: RowsFound, lengths: ExampleLengths, f
         held_out,
         f"  max_length: {fit.max_length}  # tokens; examples have {about}{median:,} (median), {most}"
         + ("; TODO: `check` counts them" if lengths.is_estimate else ""),
-        *(_OF_FILES[rows.media_kind] if rows.media_kind else []),
+        *(line for kind in rows.media_kinds for line in _OF_FILES[kind]),
         *bad,
     ]
     share = f"{fit.overlong / len(lengths.examples):.1%} of the examples are longer"

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.data.building import num_characters
 from finetune.data.chat.renderer import Renderer, build_renderer
 from finetune.data.chat.template_choice import resolve_template
+from finetune.data.examples import row_media
 from finetune.data.formats.converters import FORMATS
 from finetune.data.objective_rows import objective_rows, trained_part
 from finetune.data.packing import pack
@@ -74,11 +75,8 @@ def row_renderer(rows: RowsFound, tokenizer: PreTrainedTokenizerBase, template: 
     """Returns the renderer of a run on these rows. Raises UserError, also for images and a model that sees none."""
     is_text, images = rows.objective == "classify", None
     if rows.media_kind:
-        from finetune.data.media.expansion import RowMedia
-        from finetune.data.media.families import media_family
-
-        rules = {"image": Images, "audio": Audio, "video": Videos}[rows.media_kind]()
-        images = RowMedia(media_family(model, rules, tokenizer), rules)
+        defaults = {"image": Images, "audio": Audio, "video": Videos}
+        images = row_media(model, [defaults[kind]() for kind in rows.media_kinds], tokenizer)
     part = trained_part(_objective(rows))
     return build_renderer(tokenizer, resolve_template(template, tokenizer), part, is_text, images)
 

@@ -76,11 +76,16 @@ class RowsFound:
         return sorted(map(str, labels))
 
     @property
-    def media_kind(self) -> MediaKind | None:
-        """The kind of the first file in a row; None without files."""
+    def media_kinds(self) -> tuple[MediaKind, ...]:
+        """The kinds of the files in the first rows, in their order."""
         conversations = (conversation_of(sample) for sample in self.samples[:100])
         messages = (message for one in conversations if one is not None for message in one.messages)
-        return next((reference.kind for message in messages for reference in message.media), None)
+        return tuple(dict.fromkeys(reference.kind for message in messages for reference in message.media))
+
+    @property
+    def media_kind(self) -> MediaKind | None:
+        """The kind of the first file in a row; None without files."""
+        return next(iter(self.media_kinds), None)
 
     def check_labels(self) -> None:
         """Raises UserError if a classifier would have a single class."""

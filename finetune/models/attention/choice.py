@@ -6,15 +6,14 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from finetune.data.media.family_table import family_of
-from finetune.data.samples import MediaKind
+from finetune.data.media.family_table import Kinds, family_of
 from finetune.errors import UserError
 from finetune.models.attention import kernels, per_document
 from finetune.models.attention.isolation import Prepare, Verdict, isolation_problem, verdict
@@ -40,22 +39,23 @@ class AttentionChoice:
     not_shared: str | None = "transformers' own attention finds documents in positions that begin with 0"
     shares_prompts: bool = False  # pairs of this run do, see objectives/shared_prompts.py
     mixers: Mixers = field(default_factory=dict)  # modules that run once for each document of a row
-    image_token: int | None = None  # of models in which the tokens of an image see each other
+    image_tokens: tuple[int, ...] = ()  # of models in which the tokens of an image see each other
+    in_windows_only: bool = False  # see `Family.in_windows_only`
 
     def forward_arguments(
         self, document_lengths: tuple[int, ...], prefix_lengths: tuple[int, ...] = (), input_ids: Tensor | None = None
     ) -> dict[str, Any]:
         """Returns the arguments of a forward in addition to its tokens: created once, used by every layer.
 
-        Lengths as in `Batch`; for prefixes see `not_shared`. input_ids: (1, T), for `image_token`.
+        Lengths as in `Batch`; for prefixes see `not_shared`. input_ids: (1, T), for `image_tokens`.
         """
         if any(prefix_lengths):
             if self.not_shared is not None:
                 raise ValueError(f"{self.implementation}: {self.not_shared}")
             return self.prepare(document_lengths, prefix_lengths)
         arguments = self.prepare(document_lengths)
-        if self.image_token is not None and input_ids is not None:
-            per_document.with_whole_images(arguments, input_ids, self.image_token)
+        if self.image_tokens and input_ids is not None:
+            per_document.with_whole_images(arguments, input_ids, self.image_tokens, self.in_windows_only)
         return arguments
 
 
@@ -126,7 +126,7 @@ def attention_for(
     """Returns the attention of a run; see `choose_attention`. there: kernels; by default those of this machine."""
     requested, half = recipe.model.attention, dtypes(recipe).compute != torch.float32
     if recipe.model.train is not None:
-        return _with_images(requested, config, device, half, there, recipe.data.media_kind)
+        return _with_images(requested, config, device, half, there, recipe.data.media_kinds)
     try:
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
@@ -144,31 +144,33 @@ def _with_images(
     device: str,
     half: bool,
     there: Kernels | None,
-    kind: MediaKind | None = None,
+    kinds: Kinds = None,
 ) -> AttentionChoice:
-    """Returns the attention of a multimodal model's language model. kind: see `family_of`.
+    """Returns the attention of a multimodal model's language model. kinds: see `family_of`.
 
     Raises UserError if it, or the family's handling of images, does not keep packed documents apart.
     """
-    text, family = text_config(config, has_head=True), family_of(config)
+    text, family = text_config(config, has_head=True), family_of(config, kinds)
+    whole = [row for row in family.each if row.sees_whole_images]
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
-    if requested in ("sdpa", "eager") or (family.sees_whole_images and requested not in ("auto", "documents")):
+    if requested in ("sdpa", "eager") or (whole and requested not in ("auto", "documents")):
         raise UserError(
             f"model.attention: `{requested}` cannot be used for documents with images. Our own attention keeps them "
             "apart. Fix: use `auto`"
         )
-    if family.sees_whole_images:
+    if whole:
         requested = "documents"  # the kernels have no mask within a document
     choice = choose_attention(requested, model_class, text, device, half, there)
     why = None if choice.isolates_documents else choice.reason
-    if (why := why or isolation_problem(config, kind)) is not None:
+    if (why := why or isolation_problem(config, kinds)) is not None:
         raise UserError(
             f"images: {config.model_type} cannot be trained on images here: {why}. Fix: leave out model.train to train "
             "on text alone, or choose another model"
         )
-    token = cast(Any, config).image_token_id if family.sees_whole_images else None
-    reason = "one call a document, under a mask by which an image's tokens see each other" if token else choice.reason
-    return replace(choice, reason=reason, not_shared="documents have images", image_token=token)
+    tokens = tuple(getattr(config, row.token_id) for row in whole)
+    reason = "one call a document, under a mask by which an image's tokens see each other" if whole else choice.reason
+    only = any(row.in_windows_only for row in whole)
+    return replace(choice, reason=reason, not_shared="documents have images", image_tokens=tokens, in_windows_only=only)
 
 
 def check_rows_per_forward(batch: BatchSettings, attention: AttentionChoice) -> None:

@@ -9,8 +9,10 @@ Letters: T tokens of a row, N documents.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from finetune.data.batch import MediaPlace, collate, row_places
-from finetune.data.media.family_table import family_of
-from finetune.data.samples import Example, MediaKind
+from finetune.data.media.family_table import Family, Kinds, family_of
+from finetune.data.samples import Example
 from finetune.data.samples import Sequence as Document
 from finetune.models.attention import per_document
 from finetune.models.attention.kernels import WITHIN_DOCUMENTS, with_unread_mask
@@ -36,8 +38,8 @@ from finetune.models.attention.mixers import (
 from finetune.models.attention.per_document import DOCUMENTS, rotate_per_document, with_whole_images
 from finetune.models.clips_alone import run_clips_alone
 from finetune.models.remote_code import from_config
-from finetune.models.tiny_config import CHUNK, IMAGE_TOKEN, PRETRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_whole
-from finetune.models.towers import GRIDS, attention_of_parts, image_tokens, row_positions, tower_modules
+from finetune.models.tiny_config import CHUNK, PRETRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_whole
+from finetune.models.towers import GRIDS, attention_of_parts, row_positions, tower_modules
 from finetune.models.trials import FAILURES, cached, failure_text, not_tried, randomize, tiny_problem
 from finetune.models.wrapped import accepted, accepted_names
 
@@ -106,14 +108,15 @@ def verdict(config: PretrainedConfig, implementation: str | None, prepare: Prepa
         return Verdict(packed=not_tried(error), positions=not_tried(error), causal=None)
 
 
-def isolation_problem(config: PretrainedConfig, kind: MediaKind | None = None) -> str | None:
-    """Returns why packed documents with files differ from each alone; None if they do not. kind: see `family_of`."""
+def isolation_problem(config: PretrainedConfig, kinds: Kinds = None) -> str | None:
+    """Returns why packed documents with files differ from each alone; None if they do not. kinds: see `family_of`."""
 
     def differ(tiny: Any) -> str | None:
-        alone, packed = ImageTrial(tiny, None, kind), ImageTrial(tiny, DOCUMENTS, kind)
+        alone, packed = ImageTrial(tiny, None, kinds), ImageTrial(tiny, DOCUMENTS, kinds)
         return trial_problem(lambda: compare(alone.alone(), packed.packed()))
 
-    return tiny_problem(config, tiny_whole, "videos" if kind == "video" else "images", differ)
+    name = "images" if kinds is None else ", ".join((kinds,) if isinstance(kinds, str) else kinds)
+    return tiny_problem(config, partial(tiny_whole, kinds=kinds), name, differ)
 
 
 # --- trying
@@ -278,13 +281,20 @@ IMAGE_DOCUMENTS: tuple[tuple[int, ...], ...] = ((4, -2, 9), (11,), (3, -3, 2, -2
 ONE_CLIP_DOCUMENTS = ((4, -3, 9), (11,), (3, -6, 6))  # for `Family.alone`; Granite Speech has three tokens of a window
 
 
-class ImageTrial(TinyModel):
-    """A tiny model with its tower; implementation: of the language model's attention, None: transformers' own."""
+def _in_turns(documents: Sequence[Sequence[int]], rows: Sequence[Family]) -> list[list[Family]]:
+    """Returns the kind of each document's files, each kind after the other."""
+    turns = itertools.cycle(rows)
+    return [[next(turns) for piece in pieces if piece < 0] for pieces in documents]
 
-    def __init__(self, tiny: Any, implementation: str | None, kind: MediaKind | None = None):
+
+class ImageTrial(TinyModel):
+    """A tiny model with its towers; implementation: of the language model's attention, None: transformers' own."""
+
+    def __init__(self, tiny: Any, implementation: str | None, kinds: Kinds = None):
         torch.manual_seed(0)
-        self.config, self.family = copy.deepcopy(tiny), family_of(tiny, kind)
+        self.config, self.family = copy.deepcopy(tiny), family_of(tiny, kinds)
         self._documents = ONE_CLIP_DOCUMENTS if self.family.alone else IMAGE_DOCUMENTS
+        self._kinds = _in_turns(self._documents, self.family.each)
         attention = attention_of_parts(self.config, implementation or "sdpa")
         model: Any = from_config(
             AutoModelForMultimodalLM, self.config, dtype=torch.float32, attn_implementation=attention
@@ -299,45 +309,65 @@ class ImageTrial(TinyModel):
                     module.q_norm.weight.mul_(module.head_dim**-0.5)
         generator = torch.Generator().manual_seed(1)
 
-        def ids(piece: int) -> Tensor:
+        def ids(piece: int, files: Iterator[Family]) -> Tensor:
             if piece > 0:
                 return torch.randint(_FIRST_TOKEN, 100, (piece,), generator=generator)
-            if self.family.kind == "video":
-                return self._video(-piece)
-            return torch.full((image_tokens(self.config, [-piece])[0],), IMAGE_TOKEN)
+            row = next(files)
+            token = getattr(self.config, row.token_id)
+            if row.kind == "video":  # of so many places in time, of two tokens each
+                return torch.tensor([token, token, _FIRST_TOKEN] * -piece if row.frames_apart else [token] * 2 * -piece)
+            return torch.full((row.tokens(self.config) if row.tokens else -piece,), token)
 
-        super().__init__(model, [torch.cat([ids(piece) for piece in pieces])[None] for pieces in self._documents])
+        each = zip(self._documents, map(iter, self._kinds), strict=True)
+        super().__init__(model, [torch.cat([ids(piece, files) for piece in pieces])[None] for pieces, files in each])
         if self.family.steady:
             for module in tower_modules(model):
                 module.eval()
         if implementation is not None:
-            run_clips_alone(model, self.family)
-        self.cells = [
-            [-piece for piece in pieces if piece < 0] for pieces in self._documents
-        ]  # of each document's images
-        self.pictures = self.family.pictures(self.config, [count for cells in self.cells for count in cells])
+            for row in self.family.each:
+                run_clips_alone(model, row)
+        # Of each document's files of each kind.
+        self.cells = {row.kind: self._cells_of(row) for row in self.family.each}
+        self.pictures: dict[str, Tensor] = {}
+        for row in self.family.each:
+            self.pictures |= row.pictures(self.config, [one for cells in self.cells[row.kind] for one in cells])
 
-    def _video(self, count: int) -> Tensor:
-        """Returns the tokens of a video of so many places in time, of two tokens each."""
-        token = self.config.video_token_id
-        return torch.tensor([token, token, _FIRST_TOKEN] * count if self.family.frames_apart else [token] * 2 * count)
+    def _cells_of(self, row: Family) -> list[list[int]]:
+        sizes = [[-piece for piece in pieces if piece < 0] for pieces in self._documents]
+        return [
+            [size for size, one in zip(of_document, kinds, strict=True) if one.kind == row.kind]
+            for of_document, kinds in zip(sizes, self._kinds, strict=True)
+        ]
 
     def pictures_of(self, document: int) -> dict[str, Tensor]:
         """Returns views of a document's pictures among those of all, of which no two are equal."""
-        first, count = sum(map(len, self.cells[:document])), len(self.cells[document])
-        if not count:
-            return {}
-        grids = {name: self.pictures[name].narrow(0, first, count) for name in GRIDS if name in self.pictures}
+        found: dict[str, Tensor] = {}
+        for row in self.family.each:
+            cells = self.cells[row.kind]
+            if cells[document]:
+                found |= self._views(row, sum(map(len, cells[:document])), len(cells[document]))
+        return found
+
+    def _views(self, row: Family, first: int, count: int) -> dict[str, Tensor]:
+        """Returns views of files [first, first + count) of a kind."""
+        names = row.pictures(self.config, [2, 2]).keys()
+        grids = {name: self.pictures[name].narrow(0, first, count) for name in names if name in GRIDS.get(row.kind, ())}
+        pixels = self.pictures[row.main_input]
         if grids:
-            name, main = next(iter(grids)), self.family.main_input
-            patches = self.pictures[name].prod(1).tolist()
-            pixels = self.pictures[main].narrow(0, sum(patches[:first]), sum(patches[first : first + count]))
-            return {main: pixels, **grids}
-        dimension = 1 if "pixel_attention_mask" in self.pictures else 0
-        mine = {name: tensor.narrow(dimension, first, count) for name, tensor in self.pictures.items()}
-        if self.family.alone is None or self.family.ear is None:
+            patches = self.pictures[next(iter(grids))].prod(1).tolist()
+            return {
+                row.main_input: pixels.narrow(0, sum(patches[:first]), sum(patches[first : first + count])),
+                **grids,
+            }
+        if (frames := self.pictures.get("num_frames_per_video")) is not None and row.kind == "video":
+            begin, end = int(frames[:first].sum()), int(frames[: first + count].sum())
+            parts = {name: (first, count) if name == "num_frames_per_video" else (begin, end - begin) for name in names}
+            return {name: self.pictures[name].narrow(0, *part) for name, part in parts.items()}
+        dimension = 1 if "pixel_attention_mask" in names else 0
+        mine = {name: self.pictures[name].narrow(dimension, first, count) for name in names}
+        if row.alone is None or row.ear is None:
             return mine
-        (frames,) = self.family.ear.frames_in(mine)  # of one clip, without what is behind its end
+        (frames,) = row.ear.frames_in(mine)  # of one clip, without what is behind its end
         return {name: one[:, : int(one.sum()) if one.dim() == 2 else frames] for name, one in mine.items()}
 
     def alone(self) -> Computed:
@@ -345,14 +375,20 @@ class ImageTrial(TinyModel):
         logits = []
         for i, ids in enumerate(self.documents):
             inputs = self.pictures_of(i)
-            if "image_grid_thw" in inputs:
-                inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
-            if "video_grid_thw" in inputs:
-                inputs["mm_token_type_ids"] = 2 * (ids == self.config.video_token_id).int()
-            if self.family.sees_whole_images:
-                inputs["token_type_ids"] = (ids == IMAGE_TOKEN).long()
+            types = sum((kind * (ids == token).int() for kind, token in self._types()), torch.zeros_like(ids))
+            in_windows = any(row.in_windows_only for row in self.family.each)
+            if in_windows or any(name in inputs for names in GRIDS.values() for name in names):
+                inputs["mm_token_type_ids"] = types
+            elif self.family.sees_whole_images:
+                inputs["token_type_ids"] = types
             logits.append(self.model(input_ids=ids, use_cache=False, **inputs).logits)
         return self.computed(logits)
+
+    def _types(self) -> list[tuple[int, int]]:
+        """Returns transformers' number of each kind that is seen, and its token."""
+        numbers = {"image": 1, "video": 2}
+        rows = [row for row in self.family.each if row.kind in numbers]
+        return [(numbers[row.kind], getattr(self.config, row.token_id)) for row in rows]
 
     def packed(self) -> Computed:
         return self.computed(self.row_logits())
@@ -361,13 +397,14 @@ class ImageTrial(TinyModel):
         """Returns the logits of all documents in one row with the pixels of all images, as in a run's forward."""
         rows = [ids[0].numpy().astype(np.int32) for ids in self.documents]
         batch = collate([Example("trial", 0, 0, (Document(ids, np.zeros(len(ids), bool)),)) for ids in rows])
-        media = tuple(MediaPlace(i, 0, 0) for i, cells in enumerate(self.cells) for _ in cells)
+        media = tuple(MediaPlace(i, 0, 0, kind=one.kind) for i, files in enumerate(self._kinds) for one in files)
         batch = replace(batch, inputs={**batch.inputs, **self.pictures}, media=media)
         if positions := row_positions(self.config):
             batch = positions(batch)
         arguments = with_unread_mask(per_document.prepare(batch.sequence_lengths), torch.device("cpu"))
-        if self.family.sees_whole_images:
-            with_whole_images(arguments, batch.inputs["input_ids"], IMAGE_TOKEN)
+        if whole := [row for row in self.family.each if row.sees_whole_images]:
+            tokens = [getattr(self.config, row.token_id) for row in whole]
+            with_whole_images(arguments, batch.inputs["input_ids"], tokens, whole[0].in_windows_only)
         logits = self.model(**batch.inputs, **arguments, use_cache=False).logits
         return logits.split(list(map(len, rows)), dim=1)
 

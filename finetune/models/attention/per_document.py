@@ -6,7 +6,7 @@ Letters: T tokens of the row, t of one document, N documents, H query heads, K k
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,21 +37,28 @@ class DocumentLengths:
         self.ends = ends  # (N + 1,) if layers are compiled
         self.prefixes = prefixes or (0,) * len(lengths)  # tokens of the document before that each begins with
         self.whole: dict[int, Tensor] = {}  # by document, if it has images: (t,) of each token the image, else -1
+        self.whole_in_windows_only = False  # these do nothing in layers without a sliding window
         self._seen: dict[tuple[int, ...], Tensor] = {}
 
     def mask(self, document: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Returns the mask of a document; None: each token sees those up to itself."""
-        if window is None and not self.prefixes[document] and document not in self.whole:
+        """Returns the mask of a document; None: each token sees those up to itself. window: of the layer."""
+        shortened = None if window is None or keys <= window else window
+        if shortened is None and not self.prefixes[document] and self._images(document, window) is None:
             return None  # torch's word for a square only
         return self.seen(document, keys, window, device)
 
     def seen(self, document: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-        """Returns the mask of a document, created once for all layers."""
-        queries, image = self.lengths[document], self.whole.get(document)
+        """Returns the mask of a document, created once for all layers. window: of the layer."""
+        queries, image = self.lengths[document], self._images(document, window)
+        window = None if window is None or keys <= window else window
         key = (queries, keys, window or 0) if image is None else (document, window or 0)
         if key not in self._seen:
             self._seen[key] = seen(queries, keys, window, device, image)
         return self._seen[key]
+
+    def _images(self, document: int, window: int | None) -> Tensor | None:
+        """Returns, of each token of a document, the image that it sees all of in a layer; None if there is none."""
+        return None if self.whole_in_windows_only and window is None else self.whole.get(document)
 
 
 def seen(queries: int, keys: int, window: int | None, device: torch.device, image: Tensor | None = None) -> Tensor:
@@ -73,11 +80,14 @@ def prepare(
     return {"documents": DocumentLengths(document_lengths, ends, prefix_lengths)}
 
 
-def with_whole_images(arguments: dict[str, Any], input_ids: Tensor, image_token: int) -> None:
-    """Let the tokens of an image see each other in a forward with these arguments, built by `prepare` (Gemma 3:
-    an image is so many tokens in a row)."""
+def with_whole_images(
+    arguments: dict[str, Any], input_ids: Tensor, tokens: Sequence[int], in_windows_only: bool = False
+) -> None:
+    """Let the tokens of an image see each other in a forward with these arguments, built by `prepare` (Gemma 3 and 4:
+    an image, or a frame, is so many of these tokens in a row). in_windows_only: see `Family`."""
     documents: DocumentLengths = arguments["documents"]
-    of_image = input_ids[0] == image_token  # (T,)
+    documents.whole_in_windows_only = in_windows_only
+    of_image = torch.stack([input_ids[0] == token for token in tokens]).any(0)  # (T,)
     begins = of_image & ~of_image.roll(1)
     begins[0] = of_image[0]
     images = torch.where(of_image, begins.cumsum(0), -1).split(documents.lengths)
@@ -103,15 +113,15 @@ def one_by_one(call: AttentionCall, documents: DocumentLengths) -> Tensor:  # (1
         if prefix:
             k, v = (torch.cat([b[:, :, :prefix], own], dim=2) for b, own in zip(before, (k, v), strict=True))
         before, keys = (k, v), prefix + length
-        window = None if sliding_window is None or keys <= sliding_window else sliding_window
         if softcap is not None or (sinks is not None and dropout):
-            mask = documents.seen(index, keys, window, q.device)
+            mask = documents.seen(index, keys, sliding_window, q.device)
             piece = written_out(call._replace(query=q, key=k, value=v), mask)
         elif sinks is not None:
-            of_sinks: Any = _WithSinks.apply(q, k, v, sinks, call.scale, documents.mask(index, keys, window, q.device))
+            mask = documents.mask(index, keys, sliding_window, q.device)
+            of_sinks: Any = _WithSinks.apply(q, k, v, sinks, call.scale, mask)
             piece = of_sinks
         else:
-            mask = documents.mask(index, keys, window, q.device)
+            mask = documents.mask(index, keys, sliding_window, q.device)
             piece = scaled_dot_product_attention(
                 q,
                 k,

@@ -284,7 +284,8 @@ class StreamedModel:
                 assert trained.recipe is not None
                 assert trained.recipe.lora is not None
                 lora, parts = trained.recipe.lora, trained.recipe.model.train
-                targets = targets_in_parts(model, family_of(model.config), parts, lora) if parts is not None else None
+                family = None if parts is None else family_of(model.config, trained.recipe.data.media_kinds)
+                targets = targets_in_parts(model, family, parts, lora) if family and parts is not None else None
                 adapted = add_adapters(model, lora, torch.float32, trained.recipe.tokens, targets)
             else:
                 config = read_lora(trained.folder)

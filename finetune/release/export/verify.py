@@ -157,9 +157,9 @@ def _compare_models(
         else:
             recipe, pictures = replace_settings(trained.recipe, trained.settings, base), None
             if not is_gguf and (seen := Base(recipe.model, image=recipe.data.media).media) is not None:
-                from finetune.data.media.feature_reader import feature_reader
+                from finetune.data.examples import media_reader
 
-                pictures = feature_reader(seen.family, seen.rules.threads).plain_inputs
+                pictures = media_reader(seen).plain_inputs
             context = context_length(config) if is_gguf else None
             run = AnswerReference.of(model, pictures, end_tokens(trained.settings), examples, figures, context)
         del model

@@ -135,15 +135,13 @@ def compare_tokens(
     figures: Figures, recipe: Recipe, settings: Path, export: Path, examples: list[Example], rows: int
 ) -> None:
     """Compare rows as both tokenizers and templates write them."""
-    if (image := recipe.data.image) is not None:  # a model's own processor prepares images, with its own bounds
-        image = image.model_copy(update={"processor": None, "max_pixels": None, "min_pixels": None})
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"image": image})})
-    elif (audio := recipe.data.audio) is not None:
-        audio = audio.model_copy(update={"processor": None})
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"audio": audio})})
-    elif (video := recipe.data.video) is not None:
-        video = video.model_copy(update={"processor": None, "fps": None, "max_frames": None, "max_pixels": None})
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"video": video})})
+    # A model's own processors prepare files, with their own bounds.
+    bounds = ("processor", "max_pixels", "min_pixels", "fps", "max_frames")
+    changed = {
+        kind: rules.model_copy(update={key: None for key in bounds if hasattr(rules, key)})
+        for kind, rules in zip(recipe.data.media_kinds, recipe.data.media or (), strict=True)
+    }
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=changed)})
     try:
         theirs = held_out_examples(recipe, export, rows, str(export))
         tokenizers: list[Any] = [load_auto(AutoTokenizer, folder) for folder in (settings, export)]
@@ -234,7 +232,8 @@ def load_reference(trained: Trained, base: str | None = None) -> Any:
     if trained.is_adapter:
         assert recipe.lora is not None
         parts = recipe.model.train
-        targets = targets_in_parts(model, family_of(model.config), parts, recipe.lora) if parts else None
+        family = family_of(model.config, recipe.data.media_kinds) if parts else None
+        targets = targets_in_parts(model, family, parts, recipe.lora) if family and parts else None
         model = add_adapters(model.float(), recipe.lora, torch.float32, recipe.tokens, targets)
         if recipe.tokens is not None and recipe.tokens.train != "all":
             train_rows(model, first_added, len(recipe.tokens.add), torch.float32)

@@ -27,7 +27,7 @@ from finetune.models.towers import TowerPart, image_tokens, patches_of, row_posi
 from finetune.models.weights import Placement, fuse_adapters, keep_input_types, load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
-from finetune.plan.images import most_images
+from finetune.plan.images import SeenFile, most_images
 from finetune.plan.memory import phases_of
 from finetune.plan.meter import Meter
 from finetune.plan.micro_batch import HeaviestBatch, examples_of
@@ -66,14 +66,15 @@ def recipe(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def heaviest(config: Any) -> HeaviestBatch:
     """Two documents, with two images and with one."""
     each = image_tokens(config, [6])[0]
-    return HeaviestBatch((LENGTH, LENGTH), 2 * (LENGTH - 1), ((each, each), (each,)))
+    one = SeenFile("image", each)
+    return HeaviestBatch((LENGTH, LENGTH), 2 * (LENGTH - 1), ((one, one), (one,)))
 
 
 def real_batch(recipe: Recipe, config: Any) -> Batch:
     batch = heaviest(config)
-    pictures = family_of(config).pictures(config, [count for images in batch.images for count in images])
+    pictures = family_of(config).pictures(config, [one.tokens for images in batch.images for one in images])
     places = tuple(MediaPlace(i, 0, 0) for i, images in enumerate(batch.images) for _ in images)
-    made = collate(examples_of(recipe.objective, batch, config.image_token_id))
+    made = collate(examples_of(recipe.objective, batch, {"image": config.image_token_id}))
     made = replace(made, inputs={**made.inputs, **pictures}, media=places)
     positions = row_positions(config)
     return positions(made) if positions else made
@@ -124,12 +125,12 @@ def test_flops_of_a_tower_are_what_torch_counts(recipe: Recipe) -> None:
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         forward.objective.trial_loss(forward(model, batch), batch).backward()
     patches = flops.patches_in(batch.inputs)
-    images = [count for of_document in heaviest(config).images for count in of_document]
-    assert patches == patches_of(config, images)
+    images = [one.tokens for of_document in heaviest(config).images for one in of_document]
+    assert patches["image"] == patches_of(config, images)
     lengths = (LENGTH, LENGTH)
     # torch's counter does not know the CPU's fused attention: products alone.
-    assert flops.tower is not None
-    products = replace(flops, attention=(), tower=replace(flops.tower, pair=Flops(0.0, 0.0)))
+    towers = tuple(replace(tower, pair=Flops(0.0, 0.0)) for tower in flops.towers)
+    products = replace(flops, attention=(), towers=towers)
     found = products.of(lengths, lengths, 2 * (LENGTH - 1), (), patches)
     language = products.of(lengths, lengths, 2 * (LENGTH - 1))
     torch_counts = counter.get_total_flops() - language.hardware

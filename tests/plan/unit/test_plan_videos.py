@@ -38,10 +38,11 @@ def test_a_tower_s_work_is_that_of_each_two_frames(name: str, tmp_path: Path, mo
     assert isinstance(lengths, Lengths)
     (images,) = lengths.rows(recipe, base.config).sample_images
     assert len(images) == {"qwen3_vl": 2 + 4, "qwen2_5_vl": 2 + 3}[name]
-    assert patches_of(base.config, images) == patches_in(base.config, collate([example], media_inputs=reader).inputs)
+    inputs = collate([example], media_inputs=reader).inputs
+    assert patches_of(base.config, [one.tokens for one in images], "video") == patches_in(base.config, inputs, "video")
     most = most_images(recipe.data, base.config)
     assert most
-    assert sum(most) < 400
+    assert sum(one.tokens for one in most) < 400
 
 
 def test_samples_are_planned_with_the_videos_of_their_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,4 +78,4 @@ def test_samples_are_planned_with_the_videos_of_their_prompts(tmp_path: Path, mo
     assert 0 < memory[0].phases["forward"] <= memory[1].phases["forward"]
     most = widest(recipe, "no tokenizer", config).images
     assert most
-    assert sum(most) < 200 - 16
+    assert sum(one.tokens for one in most) < 200 - 16

@@ -156,12 +156,12 @@ def test_an_idle_group_stays_as_it_is(name: str) -> None:
         torch.manual_seed(0)
         tower, norm, other = (torch.nn.Parameter(torch.randn(shape)) for shape in ((64, 64), (64,), (64, 64)))
         recipe = Optimizer.model_validate({"name": name, "lr": 0.01, "weight_decay": 0.1})
-        roles = ParameterRoles(of_media=frozenset({"tower", "norm"}))
+        roles = ParameterRoles(of_media={"tower": ("image",), "norm": ("image",)})
         optimizers = build_optimizers(recipe, roles, [("tower", tower), ("norm", norm), ("other", other)])
         for step in range(4):
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group[IDLE] = group[OF_MEDIA] and step in idle and not without_gradient
+                    group[IDLE] = bool(group[OF_MEDIA]) and step in idle and not without_gradient
             for parameter in (tower, norm, other):
                 parameter.grad = torch.randn(parameter.shape)
             for parameter in (tower, norm) if step in idle else ():

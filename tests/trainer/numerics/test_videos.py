@@ -22,12 +22,12 @@ def config_of(name: str) -> Any:
     return AutoConfig.for_model(**tiny.MULTIMODAL[name])
 
 
-@pytest.mark.parametrize("name", usual(SEE_VIDEOS, "qwen3_vl"))
+@pytest.mark.parametrize("name", usual(filming.FILMING, "qwen3_vl"))
 def test_packed_documents_with_videos_are_as_each_alone(name: str) -> None:
     assert isolation_problem(config_of(name), "video") is None
 
 
-@pytest.mark.parametrize("name", usual(SEE_VIDEOS, "qwen2_5_vl"))
+@pytest.mark.parametrize("name", usual(filming.FILMING, "qwen2_5_vl"))
 def test_the_trial_sees_what_a_family_needs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without positions in time, height and width, a model is refused."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
@@ -35,25 +35,30 @@ def test_the_trial_sees_what_a_family_needs(name: str, monkeypatch: pytest.Monke
     assert "differs from that of each document alone" in str(isolation_problem(config_of(name), "video"))
 
 
-@pytest.mark.parametrize("name", SEE_VIDEOS)
+@pytest.mark.parametrize("name", filming.FILMING)
 def test_the_parts_are_those_of_images(name: str) -> None:
     family = SEE_VIDEOS[name]
     assert part_of(family, "model.visual.merger.norm.weight") == "projector"
     assert part_of(family, "model.visual.blocks.0.norm1.weight") == "tower"
     inputs = family.pictures(config_of(name), [2, 3])
-    assert patches_in(config_of(name), inputs) == [8] * 5  # of two tokens each
+    assert patches_in(config_of(name), inputs, "video") == [8] * 5  # of two tokens each
     assert len(inputs[VIDEO_INPUT]) == 40
-    assert [one["video_grid_thw"].tolist() for one in grids_of(inputs)] == [[[2, 2, 4]], [[3, 2, 4]]]
+    of_documents = grids_of(inputs, (["video"], [], ["video"]))
+    assert [{key: grid.tolist() for key, grid in one.items() if key == "video_grid_thw"} for one in of_documents] == [
+        {"video_grid_thw": [[2, 2, 4]]},
+        {},
+        {"video_grid_thw": [[3, 2, 4]]},
+    ]
 
 
 def test_a_tower_runs_once_in_every_forward(tmp_path: Path) -> None:
-    """Videos take the place of the smallest image that a rank without files sends through the tower."""
+    """Videos take the place of the smallest one that a rank without files sends through the tower."""
     from transformers import AutoModelForMultimodalLM
 
     from finetune.models.towers import TowerPart
 
     model: Any = AutoModelForMultimodalLM.from_pretrained(filming.save_filming(tmp_path, "qwen3_vl"))
-    part, calls = TowerPart(model, always=True), list[int]()
+    part, calls = TowerPart(model, always=True, kinds="video"), list[int]()
     model.base_model.visual.register_forward_hook(lambda *_: calls.append(1))
     token = model.config.video_token_id
     ids = torch.tensor([[5, token, token, 6, token, token, 7]])

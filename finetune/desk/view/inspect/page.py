@@ -227,7 +227,7 @@ def _film(video: Video, note: str, media: RowMedia | None) -> Markup:
     """Returns some of the frames that are seen of a video, side by side, with its note."""
     from finetune.data.media.video_files import broken, film
 
-    family: Any = media and media.family
+    family: Any = media and media.families["video"]
     try:
         source = base64.b64encode(film(video, family.frames_of(video))).decode()
     except broken() as error:

@@ -74,10 +74,11 @@ def ours(folder: Path, name: str, rows: list[dict[str, Any]], **data: Any) -> li
         said = tokenizer.decode(sequence.input_ids[sequence.loss_mask])
         assert said == "".join(m["content"] + "<|im_end|>" for m in row["messages"] if m["role"] == "assistant")
         assert len(sequence.media) == len(parts_of(row))
-        batch = positions(collate([example], media_inputs=reader))
+        batch = collate([example], media_inputs=reader)
+        batch = positions(batch) if positions else batch
         of_row = {key: value.numpy() for key, value in batch.inputs.items()}
         if sequence.media:
-            of_row["position_ids"] = of_row["position_ids"][1:]
+            of_row["position_ids"] = of_row["position_ids"][1:]  # none of Gemma 4: they are places
         inputs.append(of_row)
     return inputs
 
