@@ -71,8 +71,9 @@ def test_an_export_is_the_run(mode: str, name: str, ears: Path, tmp_path: Path) 
     tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "export", base)]
     assert tokenizers[0].chat_template == tokenizers[1].chat_template
     assert answered(tmp_path / "export", rows, tmp_path / "1") == answered(run, rows, tmp_path / "2")
-    done = finetune("verify", tmp_path / "export", "--against", run)
-    assert done.returncode == 0, done.stderr
+    if mode == "full":
+        done = finetune("verify", tmp_path / "export", "--against", run)
+        assert done.returncode == 0, done.stderr
     (tmp_path / "export" / "preprocessor_config.json").unlink()
     with pytest.raises(RunFailure, match=r"preprocessor_config\.json is missing"):
         verify_run(tmp_path / "export", run, None, None, 2, QUIET)
