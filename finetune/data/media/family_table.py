@@ -399,8 +399,6 @@ SEE_VIDEOS: dict[str, Family] = {
         turn=1,
     ),
 }
-
-
 _REFUSALS = {
     # transformers' `_prepare_cross_attention_mask`: rows of its mask that are all closed become all open.
     "mllama": "In its cross attention a token that stands before its document's images looks at those of all others",

@@ -26,6 +26,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import Stored, TensorFiles
+from finetune.data.media.family_table import SPEECH
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import tensor_names, unread_names
 from finetune.models.mtp import copies_in_result, is_of_head, places_of_head, renames
@@ -353,6 +354,8 @@ def _compare_lists(
     left = set(unread_names(written.model, names)) - set(copies_in_result(written.model))
     if (files := decoded_of(written)) is not None:
         left -= set(files.codes)
+    if written.about.train is not None:  # a thinker has no part that talks
+        left = {name for name in left if not name.startswith(SPEECH)}
     if written.about.mtp == "drop":
         layers = written.model.config.get_text_config().num_hidden_layers
         left = {name for name in left if not is_of_head(name, layers)}

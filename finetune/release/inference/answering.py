@@ -182,11 +182,9 @@ class Answerer:
             able = ", ".join(name for name in FAMILIES if other[0] in kinds_taken(name))
             raise UserError(f"this model ({model_type}) takes no {_NAMES[other[0]]}. Fix: use one of {able}")
         if len(kinds) > 1:
-            one, two = (_NAMES[kind] for kind in kinds[:2])
-            raise UserError(
-                f"a conversation has {one} and {two}, and files of one kind are answered. Fix: keep one kind"
-            )
-        return self._media(kinds[0])
+            names = " and ".join(_NAMES[kind] for kind in kinds)
+            raise UserError(f"a conversation has files of several kinds: {names}. Fix: keep those of one kind")
+        return self._of_kind(kinds[0])[0]
 
     def rules_of(self, kind: MediaKind) -> FileRules:
         """Returns the bounds of a kind of files: those of the run, or the defaults for what it was not trained on."""
@@ -207,9 +205,6 @@ class Answerer:
             family = media_family(self.processor, rules, self.tokenizer)
             self._of_kinds[kind] = RowMedia(family, rules), feature_reader(family, rules.threads)
         return self._of_kinds[kind]
-
-    def _media(self, kind: MediaKind) -> RowMedia:
-        return self._of_kind(kind)[0]
 
     def file_inputs(self, files: Sequence[Medium], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the inputs of transformers' forward for the files of texts (B, T), in order, whose kinds may differ.

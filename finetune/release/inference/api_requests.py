@@ -273,7 +273,8 @@ def _check_videos(entry: Answerer, files: Sequence[Reference]) -> None:
 
     if "video" not in kinds_taken(entry.model.config.model_type):
         return  # it is refused, and not opened
-    rules, pixels = entry.rules_of("video").model_copy(update={"verify": "header"}), 0
+    rules: Any = entry.rules_of("video").model_copy(update={"verify": "header"})
+    pixels = 0
     for file in files:
         if file.kind == "video":
             found = find_video(file.source or b"", rules, "", 1.0)

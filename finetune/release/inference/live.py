@@ -189,7 +189,7 @@ def _source_of(file: Reference, rules: Sequence[FileRules], path: str) -> str | 
     from finetune.data.media.image_files import find_image
     from finetune.data.media.video_files import find_video, is_listed
 
-    reference, bounds = file.source or b"", {type(one): one for one in rules}
+    reference, bounds = file.source or b"", dict[Any, Any]((type(one), one) for one in rules)
     if file.kind == "audio":
         return find_clip(reference, bounds.get(Audio) or Audio(), path).source
     if file.kind == "image":
