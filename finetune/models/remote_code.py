@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from finetune.data.sources.hub import is_hub_model, offline_without_hub
 from finetune.errors import UserError
 from finetune.recipe import load_recipe
@@ -30,6 +32,8 @@ def load_auto(auto: Any, name: str | Path, trusted: bool | None = None, **argume
     trusted = trusts_code(Path(name)) if trusted is None else trusted
     if is_hub_model(str(name)):
         offline_without_hub()
+    if auto is AutoTokenizer:  # with Mistral's library installed, it would take that one's, which knows no offsets
+        arguments = {"mistral_format": False, **arguments}
     try:
         return auto.from_pretrained(name, trust_remote_code=trusted, **arguments)
     except ValueError as error:

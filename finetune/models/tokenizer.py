@@ -30,9 +30,8 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
     check_unpacked(key, Path(source).expanduser())
     where = f"{key}: no tokenizer from {source!r}"
     with Parsing(where, source):
-        # With Mistral's library installed, transformers would take its class, which knows no offsets.
-        settings = {"revision": revision or "main", "mistral_format": False}
-        tokenizer = _with_specials(load_auto(AutoTokenizer, source, model.trust_remote_code, **settings))
+        loaded = load_auto(AutoTokenizer, source, model.trust_remote_code, revision=revision or "main")
+        tokenizer = _with_specials(loaded)
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             tokenizer("a")  # settings such as `model_max_length` are used here for the first time
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -89,6 +88,6 @@ def check_token_ids(config: PretrainedConfig, tokenizer_size: int, tokens: Token
 def read_tokenizer(folder: Path) -> Any:
     """Returns the tokenizer of a result as it is. Raises UserError if a file of it is damaged."""
     with Parsing(f"{folder}: no tokenizer can be read", str(folder)):
-        tokenizer = load_auto(AutoTokenizer, folder, mistral_format=False)
+        tokenizer = load_auto(AutoTokenizer, folder)
         tokenizer("a")  # settings such as `model_max_length` are used here for the first time
         return tokenizer

@@ -161,6 +161,7 @@ _UNEVEN = {  # settings that make layers differ, and the list that replaces them
     "interleave_moe_layer_step": "moe_layers",
     "mlp_only_layers": "mlp_layer_types",
     "moe_layer_freq": "mlp_layer_types",
+    "num_kv_shared_layers": "",  # the last ones have no keys and values, and may be twice as wide
 }
 
 

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import hearing
 import mtp_bases
 import pytest
 import stored
@@ -151,6 +152,14 @@ def test_layers_that_are_multiplied_are_all_layers(recipe: Any, name: str) -> No
     full = {name: parameter.numel() for name, parameter in without_weights(config).named_parameters()}
     if config.tie_word_embeddings:
         del full["lm_head.weight"]
+    assert {weight.name: weight.numel for weight in shapes_of(recipe(), config).weights} == full
+
+
+def test_layers_that_take_the_keys_of_others_are_counted_as_they_are(recipe: Any) -> None:
+    """Gemma 4 E2B: the last layers have no keys and values, and are twice as wide."""
+    config = AutoConfig.for_model(**hearing.HEARING["gemma4"].config["text_config"], use_double_wide_mlp=True)
+    full = {name: parameter.numel() for name, parameter in without_weights(config).named_parameters()}
+    del full["lm_head.weight"]  # tied
     assert {weight.name: weight.numel for weight in shapes_of(recipe(), config).weights} == full
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,20 @@ def test_a_file_with_another_content_has_other_features(ears: Path, tmp_path: Pa
     Path(clip.source).unlink()
     with pytest.raises(UserError, match=r"\.wav: cannot be read"):
         cache.read(clip)
+
+
+def test_a_long_clip_is_read_in_the_memory_of_its_features(ears: Path, tmp_path: Path) -> None:
+    """So that an hour stops no step: nothing of it is decoded, resampled or transformed again."""
+    path = hearing.write_wav(tmp_path / "long.wav", hearing.tone(300, 120, 48_000), 48_000)
+    cache, _ = cache_and_clips(recipe_file(ears, "voxtral", tmp_path))
+    clip = Clip(str(path), 120 * 48_000, 48_000, 0, 0)
+    made = cache.read(clip)
+    tracemalloc.start()
+    found = cache.read(clip)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.array_equal(found["input_features"], made["input_features"])
+    assert peak < 4 << 20 < 120 * 16_000 * 4  # of its samples as they are heard
 
 
 def test_a_run_has_the_losses_that_it_has_without(ears: Path, tmp_path: Path) -> None:
