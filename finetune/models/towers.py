@@ -49,19 +49,18 @@ def image_tokens(config: Any, cells: Sequence[int]) -> list[int]:
 def patches_in(config: Any, inputs: Mapping[str, Tensor], kind: MediaKind | None = None) -> list[int]:
     """Returns the patches of each picture, or crop of one, among the inputs of a forward; or the positions of clips.
     kind: see `family_of`."""
-    if (ear := family_of(config, kind).ear) is not None:
-        return [count for frames in ear.frames_in(inputs) for count in ear.positions(config, frames)]
+    family = family_of(config, kind)
+    if family.ear is not None:
+        return [count for frames in family.ear.frames_in(inputs) for count in family.ear.positions(config, frames)]
+    if (pixels := inputs.get(family.main_input)) is None:
+        return []
     side = config.vision_config.patch_size
-    if kind != "video" and (grid := inputs.get("image_grid_thw")) is not None:
-        return grid.prod(1).tolist()
-    if (grid := inputs.get("video_grid_thw")) is not None:  # a tower sees the places in time apart
+    if (grid := inputs.get(f"{family.kind}_grid_thw")) is not None:  # a tower sees a video's places in time apart
         return [height * width for frames, height, width in grid.tolist() for _ in range(frames)]
-    if (places := inputs.get("video_position_ids" if kind == "video" else "image_position_ids")) is not None:
+    if (places := inputs.get(f"{family.kind}_position_ids")) is not None:
         return [places.shape[1]] * len(places)  # those behind a picture's end are computed as well
     if (sizes := inputs.get("image_sizes")) is not None:
         return (sizes // side).prod(1).tolist()
-    if (pixels := inputs.get("pixel_values")) is None:
-        return []
     *pictures, _, height, width = pixels.shape
     return [(height // side) * (width // side)] * math.prod(pictures)
 
