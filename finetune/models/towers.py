@@ -171,11 +171,16 @@ def tower_modules(model: Any) -> list[nn.Module]:
     return [whole.base_model.get_submodule(path) for path in (family.tower, *family.projector, *family.others)]
 
 
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """Returns the layers of the language model. model: transformers'."""
+def language_part(model: Any) -> Any:
+    """Returns the module of the language model that has its layers, without a head. model: transformers'."""
     family = FAMILIES.get(model.config.model_type)
     whole = model.base_model
-    return (getattr(whole, family.language) if family and hasattr(whole, family.language) else whole).layers
+    return whole.get_submodule(family.language) if family and hasattr(whole, family.language) else whole
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """Returns the layers of the language model. model: transformers'."""
+    return language_part(model).layers
 
 
 # --- a forward
@@ -221,8 +226,8 @@ class TowerPart:
     def forward(self, model: Any, inputs: dict[str, Any]) -> Iterator[None]:
         """A context for a forward with these inputs, in which the tower runs. model: transformers' or peft's.
 
-        It runs after the embedding, as in transformers' own: ZeRO-3 gathers weights ahead in the order of the forward
-        before, which must be the same on all ranks.
+        It runs right before the language model, as in transformers' own: ZeRO-3 gathers weights in the order of the
+        forward before, which must be the same on all ranks. Gemma's embeddings by layer come between the two.
         """
         cache = inputs.get("past_key_values")
         is_continued = cache is not None and cache.get_seq_length() > 0  # a generation: no rank has images then
@@ -230,16 +235,22 @@ class TowerPart:
         if has_files or not self._always or is_continued:
             yield
             return
-        whole = unwrap_peft(model)
+        base = unwrap_peft(model).base_model
 
-        def add_nothing(_embedding: Any, _inputs: Any, embeddings: Tensor) -> Tensor:
-            pictures = {name: tensor.to(embeddings.device) for name, tensor in self._smallest.items()}
-            for tensor in _tensors(tower_outputs(self.family, whole.base_model, pictures)):
+        def add_nothing(_language: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            device = named["inputs_embeds"].device
+            pictures = {name: tensor.to(device) for name, tensor in self._smallest.items()}
+            outputs = tower_outputs(self.family, base, pictures)
+            again = self.family.embeds_again
+            embeddings = base.get_input_embeddings()(inputs["input_ids"]) if again else named["inputs_embeds"]
+            for tensor in _tensors(outputs):
                 if tensor.requires_grad:
                     embeddings = embeddings + (tensor.sum() * 0).to(embeddings.dtype)
-            return embeddings
+            return arguments, {**named, "inputs_embeds": embeddings}
 
-        hook = whole.get_input_embeddings().register_forward_hook(add_nothing)
+        # Ahead of the backend's own hooks, which gather the language model.
+        language = base.get_submodule(self.family.language)
+        hook = language.register_forward_pre_hook(add_nothing, prepend=True, with_kwargs=True)
         try:
             yield
         finally:
