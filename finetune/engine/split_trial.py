@@ -12,17 +12,18 @@ import copy
 import hashlib
 import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from finetune.engine import split_tokens, tensor_experts, tensor_group, tensor_parallel
-from finetune.engine.tensor_group import TensorGroup
+from finetune.engine.tensor_group import ShardedParameters, TensorGroup
 from finetune.errors import UserError
 from finetune.models.config import EXPERTS_STYLE, active_dropouts, tensor_plan
 from finetune.models.remote_code import from_config
@@ -41,6 +42,8 @@ def token_split_problem(config: PretrainedConfig) -> str | None:
     text = config.get_text_config()
     if EXPERTS_STYLE in tensor_plan(config).values():
         return "its experts take all tokens of a row"
+    if getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None):
+        return "its tower adds features of pictures to all tokens of a row between its layers"
     for name, _ in active_dropouts(text):
         return f"the model's `{name}` would draw for other tokens than one process does"
     return tiny_problem(text, tiny_config, f"tokens {_version()}", _differ_or_refused)
@@ -90,12 +93,19 @@ def differ(tiny: Any, splits_tokens: bool) -> str | None:
     own, *ours = [_logits(whole), *ranks.run(_logits, models)]
     if not all(_same(logits, own) for logits in ours):
         return "a tiny copy gives other logits"
+    return gradient_difference(whole, models, sharded)
+
+
+def gradient_difference(
+    whole: nn.Module, models: Sequence[nn.Module], sharded: Sequence[ShardedParameters]
+) -> str | None:
+    """Returns what differs between the gradients of a copy and of its ranks, each with its shards; None if nothing."""
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, wanted in expected.items():
         found = [torch.zeros_like(p) if (p := m.get_parameter(name)).grad is None else p.grad for m in models]
         if name in sharded[0].partial:
-            found = [torch.stack(found).sum(0)] * _RANKS
+            found = [torch.stack(found).sum(0)] * len(models)
         parts = [one.shards[name].take(wanted) if name in one.shards else wanted for one in sharded]
         if not all(_same(*both, largest) for both in zip(found, parts, strict=True)):
             return f"a tiny copy gives another gradient of `{name}`"

@@ -4,9 +4,9 @@
 
 (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, section 3.) The model's own plan says which matrices are paired
 (transformers' `base_model_tp_plan`). Embedding and head are split by tokens (`vocabulary_parallel.py`), experts are
-dealt to the ranks (`tensor_experts.py`). All other parameters are full on every rank, such as norms. Between the
-matrices each rank has some of the tokens of a row (`split_tokens.py`), if a trial has shown that the model is the same
-then (`split_trial.py`).
+dealt to the ranks (`tensor_experts.py`). All other parameters are full on every rank, such as norms, and towers of
+multimodal models, which compute the same on each. Between the matrices each rank has some of the tokens of a row
+(`split_tokens.py`), if a trial has shown that the model is the same then (`split_trial.py`).
 
 Parameters stay plain tensors of the size of a rank's shard, so adapters, 8-bit optimizers and packed attention
 over the local heads work as on a smaller model; a `ParameterShard` gives the range of each in the full parameter, a
@@ -37,6 +37,7 @@ from finetune.models.moe import stacked_experts
 from finetune.models.mtp import head_of
 from finetune.models.packed_linear import Fp8Linear, is_4bit, product
 from finetune.models.patches import replace_forward
+from finetune.models.towers import language_part
 from finetune.utils import nearest_divisors, unwrap_peft
 
 
@@ -68,7 +69,7 @@ def parallelize(
     tokens.
     """
     causal = unwrap_peft(model)
-    base, ahead, plan = causal.base_model, head_of(model), tensor_plan(causal.config)
+    base, ahead, plan = language_part(causal), head_of(model), tensor_plan(causal.config)
     roots = [base] if ahead is None else [base, ahead]  # the plan's `layers.*` are in both
     of_experts = shard_experts(model, group)
     _check_adapted_tensors(model)

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
+from finetune.data.media.family_table import FAMILIES
 from finetune.engine.tensor_group import Communicate, ParameterShard, ShardedParameters, TensorGroup, all_gathered
 from finetune.models.added_tokens import ROWS
 from finetune.models.patches import replace_forward
+from finetune.models.towers import tower_modules
 from finetune.models.wrapped import has_scores, output_head
 from finetune.utils import unwrap_peft
 
@@ -46,9 +48,12 @@ class GroupVocabulary:
 def split_vocabulary(model: Any, group: TensorGroup) -> ShardedParameters:
     """Shard embedding and head of a model on `meta`, in place, and make them communicate.
 
-    Returns nothing for tables that are no plain ones, such as a head of several layers, which every rank keeps.
+    Returns nothing for tables that are no plain ones, such as a head of several layers, or that are read beside their
+    modules (Gemma 4 with a tower), which every rank keeps.
     """
     causal = unwrap_peft(model)
+    if tower_modules(causal) and FAMILIES[causal.config.model_type].reads_table:
+        return ShardedParameters({}, frozenset())
     names = {id(module): name for name, module in model.named_modules()}
     embeddings = [module for module in causal.get_input_embeddings().modules() if isinstance(module, nn.Embedding)]
     head = None if has_scores(model) else output_head(causal)

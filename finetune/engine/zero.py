@@ -20,15 +20,13 @@ from finetune.engine.launch import Launch
 from finetune.engine.muon import muon_of
 from finetune.engine.optimizer_step import NonFinite
 from finetune.engine.state_shards import ShardPart, Types
+from finetune.engine.zero_leaves import reduce_towers, set_leaves
 from finetune.errors import UserError
-from finetune.models.attention.mixers import is_mixer, with_positional_input
 from finetune.models.base_config import dtypes
-from finetune.models.clips_alone import is_run_alone
 from finetune.models.packed_linear import linear_weights, move_states
 from finetune.models.stored_config import stored_format
-from finetune.models.stored_layers import stored_stacks
 from finetune.models.weights import Placement
-from finetune.models.wrapped import WrappedModel, trained_head
+from finetune.models.wrapped import WrappedModel
 from finetune.recipe.schema import Recipe
 from finetune.utils import full_shape
 
@@ -95,23 +93,9 @@ class Zero(Engine):
             self.plugin.set_deepspeed_weakref()
 
     def wrap(self, model: WrappedModel, build: BuildOptimizers, micro_batches: int) -> None:
-        from deepspeed.utils import set_z3_leaf_module
-
         self.unwrapped = model.causal_lm
         self.find_overflows(model)
-        # Stage 3 gathers the weights of leaves once for all calls: a head with adapters is called once per chunk of
-        # positions, modules of a mixer once per document, those of some towers once per clip, and ranks have different
-        # numbers of them. Adapters on experts in the bytes of their files are read without a call of theirs: peft's way
-        # is to add them to plain weights.
-        mixers = [module for module in self.unwrapped.modules() if is_mixer(module)]
-        towers = [module for module in self.unwrapped.modules() if is_run_alone(module)]
-        paths = (path.partition(".base_layer")[0] for path in stored_stacks(self.unwrapped) if "base_layer" in path)
-        adapted = map(self.unwrapped.get_submodule, paths)
-        for module in (trained_head(self.unwrapped), *mixers, *towers, *adapted):
-            if next(module.children(), None) is not None:
-                set_z3_leaf_module(module, True)
-        for module in mixers:
-            module.register_forward_pre_hook(with_positional_input, with_kwargs=True)
+        set_leaves(self.unwrapped)
         self._trained = trained = named_trainables(self.unwrapped)
         config = self.plugin.deepspeed_config
         config.update(
@@ -139,6 +123,7 @@ class Zero(Engine):
             move_states(self.unwrapped, self.device)
         self.accelerator.gradient_accumulation_steps = micro_batches
         self.model, wrapped = self.accelerator.prepare(model, optimizer)
+        reduce_towers(self.unwrapped)
         self.optimizers = [optimizer]
         self.zero = wrapped.optimizer
         self.copies_state = not (self.is_stage_3 and self.zero.swap_optimizer)  # memory may not hold NVMe's

@@ -50,6 +50,11 @@ def is_run_alone(module: Any) -> bool:
     return getattr(module, "runs_clips_alone", False)
 
 
+def is_run_in_parts(module: Any) -> bool:
+    """Returns whether a module's own modules run once for so many seconds of a step's clips (Qwen3-Omni's)."""
+    return hasattr(module, "conv_chunksize")
+
+
 def _joined(outputs: list[Any]) -> Any:
     """Returns the outputs (1, T, D) of clips as one (N, longest, D), its mask of what is no sound as well."""
     joined = copy.copy(outputs[0])

@@ -117,7 +117,12 @@ EXPERTS_STYLE = "moe_tp_experts"  # of stacked experts, in transformers' tensor 
 
 def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
     """Returns the tensor parallel plan of a transformers config: {pattern: style}; empty without a plan."""
-    return dict(getattr(config.get_text_config(), "base_model_tp_plan", None) or {})
+    text = config.get_text_config()
+    plan = dict(getattr(text, "base_model_tp_plan", None) or {})
+    if plan and text.model_type == "qwen3_omni_moe_text":  # its plan does not mention the norms of each head
+        norms = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm")
+        plan |= dict.fromkeys(norms, "replicated_with_grad_allreduce")
+    return plan
 
 
 _OF_OTHER_HEADS = ("classifier", "summary")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -191,11 +192,16 @@ def part_at(base: Any, path: str) -> nn.Module | None:
     return module if module is None or not rest else module.get_submodule(rest)
 
 
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """Returns the layers of the language model. model: transformers'."""
+def language_part(model: Any) -> Any:
+    """Returns the module of the language model that has its layers, without a head. model: transformers'."""
     family = FAMILIES.get(model.config.model_type)
     whole = model.base_model
-    return (getattr(whole, family.language) if family and hasattr(whole, family.language) else whole).layers
+    return whole.get_submodule(family.language) if family and hasattr(whole, family.language) else whole
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """Returns the layers of the language model. model: transformers'."""
+    return language_part(model).layers
 
 
 # --- a forward
@@ -209,11 +215,12 @@ class TowerPart:
     Backends gather weights or add up gradients at the same place of every rank's forward. A rank without images would
     skip the tower, and all would wait for ever (DeepSpeed issue 7170). So it sends the smallest image there is through
     the tower and adds the result times 0 to its embeddings: the gradients are zero, and the waiting ranks meet. In a
-    run on several kinds of files each kind has its turn, also if one tower computes two of them:
+    run on several kinds of files each kind has its turn, also if one tower computes two of them: right before the next
+    kind that has files, or before the language model.
 
         ranks            a forward of Gemma 4
-        with images      embed   images         nothing as sound   language model
-        with sound       embed   nothing as an image   sound       language model
+        with images      embed   images              nothing as sound   language model
+        with sound       embed   nothing as an image   sound            language model
     """
 
     def __init__(self, model: Any, always: bool, kinds: Kinds = None):
@@ -250,69 +257,81 @@ class TowerPart:
     def forward(self, model: Any, inputs: dict[str, Any]) -> Iterator[None]:
         """A context for a forward with these inputs, in which the tower runs. model: transformers' or peft's.
 
-        It runs after the embedding, as in transformers' own: ZeRO-3 gathers weights ahead in the order of the forward
-        before, which must be the same on all ranks.
+        It runs where it would in transformers' own: ZeRO-3 gathers weights in the order of the forward before, which
+        must be the same on all ranks. Gemma's embeddings by layer come before the towers.
         """
         cache = inputs.get("past_key_values")
         is_continued = cache is not None and cache.get_seq_length() > 0  # a generation: no rank has images then
         if not self._always or is_continued:
             yield
             return
+        base, missing, ran = unwrap_peft(model).base_model, Missing(), list[list[Tensor]]()
         with contextlib.ExitStack() as turns:
-            before: str | None = None  # the call of the last kind that has files
             for row, smallest in self._smallest:
-                if row.main_input in inputs:
-                    before = row.call
-                else:
-                    turns.enter_context(_nothing_in_turn(unwrap_peft(model), row, smallest, before))
+                if row.main_input not in inputs:
+                    missing.append((row, smallest))
+                elif missing:
+                    ran.append(turns.enter_context(_nothing_before_call(base, row.call, missing)))
+                    missing = Missing()
+            if missing or ran:
+                again = self.family.embeds_again and len(missing) == len(self._smallest)
+                ids = inputs["input_ids"] if again else None
+                turns.enter_context(_nothing_before_language(base, self.family.language, missing, ran, ids))
             yield
+
+
+Missing = list[tuple[Family, dict[str, Tensor]]]  # towers without files, each with the smallest there is
+
+
+def _nothing_of(base: Any, missing: Missing, device: torch.device) -> list[Tensor]:
+    """Runs towers without files, and returns zeros that depend on their trained weights."""
+    outputs = [
+        tower_outputs(row, base, {name: tensor.to(device) for name, tensor in smallest.items()})
+        for row, smallest in missing
+    ]
+    return [tensor.sum() * 0 for tensor in _tensors(outputs) if tensor.requires_grad]
 
 
 @contextlib.contextmanager
-def _nothing_in_turn(whole: Any, row: Family, smallest: dict[str, Tensor], before: str | None) -> Iterator[None]:
-    """A context for a forward in which a tower without files runs on the smallest there is, and nothing comes of it.
-
-    before: the base model's method for the files after which it does; None: after the embedding.
-    """
-    base, zeros = whole.base_model, list[Tensor]()
-
-    def run(device: torch.device) -> None:
-        inputs = {name: tensor.to(device) for name, tensor in smallest.items()}
-        zeros.extend(tensor.sum() * 0 for tensor in _tensors(tower_outputs(row, base, inputs)) if tensor.requires_grad)
-
-    def embedded(_embedding: Any, _inputs: Any, embeddings: Tensor) -> Tensor:
-        run(embeddings.device)
-        return sum((zero.to(embeddings.dtype) for zero in zeros), embeddings)
-
-    if before is None:
-        hook = whole.get_input_embeddings().register_forward_hook(embedded)
-        try:
-            yield
-        finally:
-            hook.remove()
-        return
-    own, outer, ran = getattr(base, before), vars(base).get(before), list[bool]()
+def _nothing_before_call(base: Any, name: str, missing: Missing) -> Iterator[list[Tensor]]:
+    """A context in which towers without files run right before a method of the base model that runs one with files.
+    Yields their zeros, which are there then."""
+    own, outer, zeros = getattr(base, name), vars(base).get(name), list[Tensor]()
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        outputs = own(*args, **kwargs)
-        if not ran:  # Qwen's method for videos calls that for images
-            ran.append(True)
-            run(next(_tensors([*args, *kwargs.values()])).device)
-        return outputs
+        zeros.extend(_nothing_of(base, missing, next(_tensors([*args, *kwargs.values()])).device))
+        return own(*args, **kwargs)
 
-    def read(_language: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        embeddings = kwargs["inputs_embeds"]
-        return args, {**kwargs, "inputs_embeds": sum((zero.to(embeddings.dtype) for zero in zeros), embeddings)}
+    vars(base)[name] = called
+    try:
+        yield zeros
+    finally:
+        del vars(base)[name]
+        if outer is not None:
+            vars(base)[name] = outer
 
-    hook = base.get_submodule(row.language).register_forward_pre_hook(read, with_kwargs=True)
-    vars(base)[before] = called
+
+@contextlib.contextmanager
+def _nothing_before_language(
+    base: Any, path: str, missing: Missing, ran: list[list[Tensor]], ids: Tensor | None
+) -> Iterator[None]:
+    """A context in which towers without files run right before the language model, whose embeddings get all zeros.
+
+    ran: zeros of those that have run. ids: of a model that embeds its tokens again, after its tower."""
+
+    def add_nothing(_language: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        embeddings = named["inputs_embeds"]
+        zeros = [*itertools.chain(*ran), *_nothing_of(base, missing, embeddings.device)]
+        if ids is not None:
+            embeddings = base.get_input_embeddings()(ids)
+        return arguments, {**named, "inputs_embeds": sum((zero.to(embeddings.dtype) for zero in zeros), embeddings)}
+
+    # Ahead of the backend's own hooks, which gather the language model.
+    hook = base.get_submodule(path).register_forward_pre_hook(add_nothing, prepend=True, with_kwargs=True)
     try:
         yield
     finally:
         hook.remove()
-        del vars(base)[before]
-        if outer is not None:  # another kind's turn is there, too
-            vars(base)[before] = outer
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

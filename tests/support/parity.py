@@ -70,6 +70,7 @@ TOKENS = f"tokens.add={json.dumps(['quick stars', 'under table', *(f'<{i}>' for 
 BALANCE = "objective.router_aux_loss_coef=0.02"
 IMAGES = ("data.image={}", "data.max_length=96")
 SEES_IMAGES = ("ddp", "fsdp2", "zero2", "zero3", "hsdp", "fsdp2_offload", "zero2_offload", "zero3_offload")
+SEES_IMAGES += ("zero3_gathering", "tp", "fsdp2_tp")
 FP8 = (
     Case(
         "full fp8",
@@ -103,13 +104,15 @@ HEARS = (  # with the extra alone. Rows with none, one and two clips: in most st
         rows="clips",
         on=SEES_IMAGES,
     ),
-    *(  # each other family with its tower; some need packages that are not here
+    # Each other family with its tower; some need packages that are not here. eps as for experts: Gemma 4's tower has
+    # gradients of rounding alone.
+    *(
         Case(
             f"full audio {name}",
-            (*SOUND, "model.train=[language, projector, tower]"),
+            (*SOUND, "model.train=[language, projector, tower]", "optimizer.eps=1e-6"),
             model=f"{name}_hears",
             rows="single_clips" if name in hearing.ALONE else "clips",
-            on=tuple(one for one in SEES_IMAGES if not one.startswith("zero3")),
+            on=tuple(one for one in SEES_IMAGES if name == "gemma4" or not one.startswith("zero3")),
         )
         for name in hearing.available()
         if name not in ("qwen2_audio", "qwen3_asr", "voxtral")
@@ -451,12 +454,25 @@ UNDER_PIPELINES = tuple(
     if not {"balance", "images", "audio", "video"} & set(case.name.split())  # towers are refused
 )
 FEW_SHARED = ("full", "lora", "full tied", "lora tied")
+# Towers, which some ranks have no files for in most steps.
+OF_MEDIA = tuple(case.name for case in CASES if {"images", "audio", "video"} & set(case.name.split()))
+# Towers on every tensor rank in full. Not Gemma 3n, whose layers take the mean of features of which a rank has some.
+MEDIA_OF_TENSOR_RANKS = (
+    *("full images tower", "full images projector", "lora images", "lora images tower", "full images dpo"),
+    *("full video tower", "lora video", "lora audio tower"),
+    *(one.name for one in HEARS if one.name.startswith("full") and "gemma3n" not in one.name),
+)
 # Names of configs that have no file of their own: another's, with these sizes.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cp_alltoall": ("cp", {"cp_size": 2, "cp_comm_strategy": "alltoall"}),
     "cp_ring": ("cp", {"cp_size": 2, "cp_comm_strategy": "ring"}),
     "cp_ring_of_4": ("cp", {"cp_size": 4, "cp_comm_strategy": "ring"}),
     "zero3_cp": ("zero3", {"cp_size": 2}),
+    # Gathers every weight where it is used: those of tiny models are small enough to be kept from the first step on.
+    "zero3_gathering": (
+        "zero3",
+        {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 3000},
+    ),
     "ulysses_of_4": ("ulysses", {"sp_size": 4}),
     "cp_ulysses": ("cp", {"cp_size": 2, "sp_size": 2}),
     "pp_gpipe": ("pp", {"pp_size": 2, "pp_schedule": "gpipe"}),
@@ -492,6 +508,7 @@ TENSOR = (
     "full classify",
     *("full mixtral", "lora mixtral", "lora mixtral experts", "full mixtral balance", "full mixtral bf16"),
     "lora qwen2_moe experts",
+    *MEDIA_OF_TENSOR_RANKS,
 )
 EXPERTS = tuple(
     case.name
@@ -576,6 +593,7 @@ LAUNCHES = (
     ("cp_ring_of_4", 4, ("full", "lora", *OF_PAIRS)),
     ("fsdp2_cp", 4, (*FEW_SHARED, *HALF, "full muon", *OF_PAIRS)),
     ("zero3_cp", 2, ("full", "lora", *HALF, *OF_PAIRS)),
+    ("zero3_gathering", 2, OF_MEDIA),
     ("ulysses", 2, (*SHARED_TOKENS, "full mistral window", "full gpt_oss", "full compile")),
     ("ulysses_of_4", 4, (*FEW_SHARED, *OF_PAIRS)),
     ("cp_ulysses", 4, ("full", "lora", *HALF, *OF_PAIRS, "full orpo")),
@@ -610,7 +628,7 @@ LAUNCHES = (
             *("lora bf16", *HALF),
             "full muon",
             *("full mixtral", "lora mixtral experts", "lora qwen2_moe experts", "full mtp"),
-            *OF_PAIRS,
+            *(*OF_PAIRS, *OF_IMAGES, "full audio tower"),
         ),
     ),
 )
@@ -667,14 +685,9 @@ def prepare(folder: Path, rows: int = 300) -> None:
         tiny.write_pictures(folder, f"held_out_{name}", 16, seed=1, pairs=pairs)
     tiny.write_pictures(folder, "rare_pictures", 160, numbers=(0,) * 23 + (1,))
     tiny.write_pictures(folder, "held_out_rare_pictures", 16, seed=1)
-    for model in sorted({case.model.removesuffix("_hears") for case in CASES if "clips" in case.rows}):
-        hearing.save_hearing(folder, model)
-    hearing.write_clips(folder, "clips", 120)
-    hearing.write_clips(folder, "single_clips", 120, numbers=(0, 1, 1))
+    prepare_sound(folder, sorted({case.model.removesuffix("_hears") for case in CASES if "clips" in case.rows}), 120)
     hearing.write_clips(folder, "rare_clips", 160, numbers=(0,) * 23 + (1,))
-    hearing.write_clips(folder, "held_out_single_clips", 16, seed=1, numbers=(0, 1, 1))
-    for name in ("held_out_clips", "held_out_rare_clips"):
-        hearing.write_clips(folder, name, 16, seed=1)
+    hearing.write_clips(folder, "held_out_rare_clips", 16, seed=1)
     for model in sorted({case.model.removesuffix("_films") for case in FILMS}):
         filming.save_filming(folder, model)
     filming.write_films(folder, "films", 60, listed=True)
@@ -687,11 +700,24 @@ def prepare(folder: Path, rows: int = 300) -> None:
     for format, made in made_rows.items():
         tiny.write_rows(folder / f"{format}.jsonl", made(rows))
         tiny.write_rows(folder / f"held_out_{format}.jsonl", made(24, seed=1))
+    write_base_recipe(folder)
+    write_teachers(folder)
+    write_seeing_teacher(folder)
+
+
+def prepare_sound(folder: Path, models: Sequence[str], rows: int, silent: int = 1) -> None:
+    """Models of `hearing.HEARING`, and rows with none, one and two clips, or one at most. silent: more have none."""
+    for model in models:
+        hearing.save_hearing(folder, model)
+    for name, numbers in (("clips", (1, 1, 2)), ("single_clips", (1, 1))):
+        hearing.write_clips(folder, name, rows, numbers=(*[0] * silent, *numbers))
+        hearing.write_clips(folder, f"held_out_{name}", 16, seed=1, numbers=(0, *numbers))
+
+
+def write_base_recipe(folder: Path) -> None:
     import yaml
 
     (folder / "recipe.yaml").write_text(yaml.safe_dump(base_recipe(folder)), encoding="utf-8")
-    write_teachers(folder)
-    write_seeing_teacher(folder)
 
 
 def write_seeing_teacher(folder: Path) -> None:
@@ -826,7 +852,12 @@ def config_file(folder: Path, config: str) -> Path:
 
     base, sizes = VARIANTS[config]
     values = yaml.safe_load(config_file(folder, base).read_text(encoding="utf-8"))
-    values["parallelism_config"] = {f"parallelism_config_{key}": value for key, value in sizes.items()}
+    if any(key.startswith("stage3_") for key in sizes):  # which DeepSpeed's own file alone can have
+        own = folder / f"{config}.deepspeed.json"
+        own.write_text(json.dumps({"zero_optimization": {"stage": 3, **sizes}}), encoding="utf-8")
+        values["deepspeed_config"] = {"deepspeed_config_file": str(own), "zero3_init_flag": True}
+    else:
+        values["parallelism_config"] = {f"parallelism_config_{key}": value for key, value in sizes.items()}
     path = folder / f"{config}.yaml"
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return path

@@ -68,6 +68,9 @@ class Family:
     # The module that computes a clip otherwise beside a longer one: it runs once for each (models/clips_alone.py), and
     # a document has one clip at most.
     alone: str | None = None
+    # Its forward takes a row of the embedding's table beside the embedding's own forward.
+    reads_table: bool = False
+    embeds_again: bool = False  # its forward embeds all tokens once more if there are files
     # Tower and projector are never in training mode: batch norms would mix the clips of a step, and keep of them.
     steady: bool = False
     call: str = "get_image_features"  # method of the base model that runs the tower
@@ -180,7 +183,9 @@ def _gemma4_video_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
 
 
 def _gemma3n_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
-    return [model.get_audio_features(inputs["input_features"], ~inputs["input_features_mask"]).pooler_output]
+    heard = model.get_audio_features(inputs["input_features"], ~inputs["input_features_mask"]).pooler_output
+    behind = model.embed_audio(input_ids=torch.full((1, 1), model.vocab_size - 1, device=heard.device))
+    return [heard, behind]  # its forward embeds what stands behind a clip's end after each clip
 
 
 def _granite_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
@@ -310,6 +315,7 @@ FAMILIES |= {
         others=("vision_tower", "embed_vision"),
         attention="eager",
         turn=2,
+        reads_table=True,
     ),
     "gemma3n": _hears(
         clip_shapes.GEMMA_3N,
@@ -336,6 +342,7 @@ FAMILIES |= {
         features=_granite_features,
         alone="encoder",
         steady=True,
+        embeds_again=True,
     ),
 }
 _VIDEOS = replace(

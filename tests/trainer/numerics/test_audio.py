@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import hearing
@@ -13,9 +14,11 @@ from finetune.data.media.family_table import FAMILIES, family_of
 from finetune.errors import UserError
 from finetune.models.attention import isolation, per_document
 from finetune.models.attention.isolation import isolation_problem
+from finetune.models.clips_alone import is_run_alone, is_run_in_parts
 from finetune.models.config import check_scaled_logits, restore_dropout, with_steady_tower
 from finetune.models.head.token_loss import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
+from finetune.models.tiny_config import tiny_whole
 from finetune.models.towers import (
     TowerPart,
     attention_of_parts,
@@ -81,6 +84,34 @@ def test_a_forward_without_clips_runs_the_tower_and_nothing_moves(name: str, tra
         if parameter.requires_grad and part_of(family, parameter_name) != "language":
             assert parameter.grad is not None, parameter_name  # each rank has one, or DDP waits
             assert not parameter.grad.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_run_in_the_same_order_with_and_without_clips(name: str) -> None:
+    """ZeRO-3 gathers a module's weights as it is called, and reduces gradients as they come, on all ranks together."""
+    trial = isolation.ImageTrial(tiny_whole(config_of(name)), per_document.DOCUMENTS)
+    tower, called = TowerPart(trial.model, always=True), list[str]()
+    for path, module in gathered_alone(trial.model):
+        module.register_forward_pre_hook(lambda *_, path=path: called.append(path))
+    for path, parameter in trial.model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, path=path: called.append(f"gradient of {path}"))
+    trial.packed()
+    with_clips, row = called.copy(), trial.documents[1]
+    called.clear()
+    inputs = {"input_ids": row, "position_ids": torch.arange(row.shape[1])[None]}
+    with tower.forward(trial.model, inputs):
+        logits = trial.model(**inputs, **per_document.prepare((row.shape[1],)), use_cache=False).logits
+    logits.sum().backward()
+    assert called == with_clips
+    assert any(part_of(tower.family, path) == "tower" for path in called)
+
+
+def gathered_alone(model: Any) -> Iterator[tuple[str, Any]]:
+    """Modules but those inside of a tower that is gathered as a whole."""
+    modules = dict(model.named_modules())
+    whole = tuple(f"{path}." for path, module in modules.items() if is_run_alone(module) or is_run_in_parts(module))
+    yield from ((path, module) for path, module in modules.items() if not (whole and path.startswith(whole)))
 
 
 @pytest.mark.parametrize("name", NAMES)

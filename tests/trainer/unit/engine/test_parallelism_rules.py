@@ -67,12 +67,12 @@ REFUSED = [
     (HSDP, LLAMA, (), "DeepSpeed shards over all ranks here: use hsdp"),
     (ZERO_3, AutoConfig.for_model("rwkv"), (), "ZeRO-3: rwkv: transformers cannot load its weights .*: use fsdp2 or"),
     (ZERO_3, AutoConfig.for_model("longcat_flash"), (), "ZeRO-3: longcat_flash: ranks call .* in different numbers"),
-    (
-        ZERO_3,
-        AutoConfig.for_model("gemma4"),
-        HEARS,
-        "ZeRO-3 with `data.audio` is not verified for gemma4: .*: use fsdp2",
+    *(
+        (where, LLAMA, HEARS, "with a tower .*the tokens of a picture or clip.*use fsdp2")
+        for where in (CONTEXT, SEQUENCE)
     ),
+    (launch("replicated", 2, pp=2), LLAMA, HEARS, "with a tower .*to the first stage"),
+    (EXPERT, MIXTRAL, HEARS, "with a tower .*it was not tried"),
     (SHARDED, LLAMA, (), "MULTI_GPU` shards nothing: use fsdp2 or hsdp"),
     (launch("zero", 2, tp=2), LLAMA, (), "DeepSpeed needs unsharded matrices: use fsdp2_tp or tp"),
     (launch("fsdp2", 4, tp=4), LLAMA, (), "the 12 attention heads and the 6 key-value heads: set it to 3 or 6"),
@@ -132,6 +132,8 @@ SUPPORTED = [
     ),
     *((launch("replicated", 8, cp=4, sp=2), config, ()) for config in (SIX_HEADS, None)),
     *((SEQUENCE, config, ()) for config in (SLIDING, SOFT_CAPPED)),
+    *((where, LLAMA, HEARS) for where in (launch("replicated", 2, tp=2), launch("fsdp2", 4, tp=2))),
+    (ZERO_3, AutoConfig.for_model("gemma4"), HEARS),
     *(
         (launch("fsdp2", processes, ep=2), MIXTRAL, overrides)
         for processes in (2, 4, 6)
