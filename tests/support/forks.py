@@ -40,6 +40,7 @@ DISTRIBUTED = ROOT / "tests" / "trainer" / "distributed"
 PRELOADED = ("context_worker", "expert_ranks")  # programs of the ranks that `forkserver` starts
 WINGS = {"rl": "finetune.rl.rollouts.run_rows", "desk": "finetune.desk.setup.check"}
 TIMEOUT_S = 600.0
+TIMEOUT_OF_MATRICES_S = 4 * 3600.0  # as pytest's: a launch trains a hundred cases
 GRACE_S = 5.0  # between a rank's SIGTERM, after another failed, and its SIGKILL
 ROOM_FOR_COMMAND_LINE = 4096  # bytes; the process that stands for the launcher writes its own there
 
@@ -51,18 +52,24 @@ environments_folder = Path(tempfile.gettempdir())
 
 def accelerate_launch(config: Path, processes: int, *program: object, **environment: str) -> Done:
     """As `accelerate launch --config_file config --num_processes processes program`. environment: changes to ours."""
+    return _forked_launch(config, processes, program, environment, TIMEOUT_S)
+
+
+def _forked_launch(
+    config: Path, processes: int, program: tuple[object, ...], environment: dict[str, str], timeout: float
+) -> Done:
     launched = _launcher_variables(config, processes)
     command = [*_launch_command(config, processes), *map(str, program)]
     is_group = "MASTER_PORT" in launched[0]  # be it of one
     with _meeting_point() if is_group else contextlib.nullcontext({}) as meeting_point:
         ranks = [{**os.environ, **variables, **meeting_point, **environment} for variables in launched]
-        return _server().run(ranks, list(map(str, program)), command)
+        return _server().run(ranks, list(map(str, program)), command, timeout)
 
 
 def launch_in_matrices(config: Path, processes: int, *program: object) -> Done:
     """By accelerate's own launcher, two ranks of a shipped config; in forks, which import once, variants and others."""
     if processes != 2 or config.parent != ROOT / "accelerate_configs":
-        return accelerate_launch(config, processes, *program)
+        return _forked_launch(config, processes, program, {}, TIMEOUT_OF_MATRICES_S)
     command = [*_launch_command(config, processes), *map(str, program)]
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -152,11 +159,13 @@ class Server:
         )
         atexit.register(self.close)
 
-    def run(self, ranks: list[dict[str, str]], program: list[str], command: list[str]) -> Done:
+    def run(
+        self, ranks: list[dict[str, str]], program: list[str], command: list[str], timeout: float = TIMEOUT_S
+    ) -> Done:
         """Raises subprocess.TimeoutExpired, after which the server is gone."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        timer = threading.Timer(TIMEOUT_S, self.close)
+        timer = threading.Timer(timeout, self.close)
         with tempfile.TemporaryDirectory(prefix="finetune-fork-") as folder:
             out, err = Path(folder, "out"), Path(folder, "err")
             request = {"ranks": ranks, "program": program, "command": command, "cwd": os.getcwd()}
@@ -167,7 +176,7 @@ class Server:
             timer.cancel()
             texts = [path.read_text(encoding="utf-8", errors="replace") if path.exists() else "" for path in (out, err)]
         if not answer:
-            raise subprocess.TimeoutExpired(command, TIMEOUT_S, *texts)
+            raise subprocess.TimeoutExpired(command, timeout, *texts)
         return subprocess.CompletedProcess(command, int(answer), *texts)
 
     def close(self) -> None:
