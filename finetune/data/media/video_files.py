@@ -298,26 +298,6 @@ def film(video: Video, indices: Sequence[int]) -> bytes:
     return side_by_side([Image.fromarray(frame) for frame in frames_at(video, [indices[i] for i in places])], 160)
 
 
-_PLAYED = (32, 240, 60, 8.0)  # frames, pixels of the longer side, seconds of the video, and of what is played
-
-
-def playable(video: Video) -> bytes:
-    """Returns frames of a video's beginning as a small animated GIF, for people: its minute in eight seconds.
-
-    Raises `broken` errors.
-    """
-    most, side, begin, seconds = _PLAYED
-    count = max(1, min(video.frames, int(begin * video.rate)))
-    places = np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
-    pictures = [Image.fromarray(frame) for frame in frames_at(video, places)]
-    for picture in pictures:
-        picture.thumbnail((side, side))
-    each = 1000 * min(count / float(video.rate), seconds) / len(pictures)  # ms
-    content, (first, *others) = io.BytesIO(), pictures
-    first.save(content, "GIF", save_all=True, append_images=others, duration=max(20, round(each)), loop=0)
-    return content.getvalue()
-
-
 def upright(frame: Any) -> NDArray[np.uint8]:
     """Returns a frame (H, W, 3) in RGB, turned as its file says (counter-clockwise, in quarters)."""
     _check_size(frame.height, frame.width)

@@ -369,7 +369,7 @@ def _whole(part: TextPart, about: Model) -> Any:
 def _find_files(trained: Trained, about: Model) -> BaseFolder | None:
     """Returns the files that untrained tensors are read from; None for a checkpoint of a model from scratch."""
     if not (trained.is_adapter or trained.is_checkpoint):  # a full result has all that is exported
-        return replace(find_base(str(trained.folder), None), name=about.name or "")
+        return _of_thinker(replace(find_base(str(trained.folder), None), name=about.name or ""), about)
     if about.name is None:
         return None
     base = _of_thinker(find_base(about.name, about.revision), about)
@@ -389,12 +389,12 @@ def _find_files(trained: Trained, about: Model) -> BaseFolder | None:
 
 
 def _of_thinker(base: BaseFolder, about: Model) -> BaseFolder:
-    """Returns the files of a model that also talks with its thinker's tensors alone, by the names of their own class;
-    those of other models as they are."""
-    if about.train is None or "thinker_config" not in read_object(base.folder / "config.json"):
+    """Returns the files of a model that also talks, or of a result of its thinker, with the thinker's tensors alone, by
+    the names of their own class; those of other models as they are."""
+    names = {name.removeprefix(_THINKER): name for name in base.files.names() if name.startswith(_THINKER)}
+    if about.train is None or not names:
         return base
     assert isinstance(base.files, TensorFiles)  # a multimodal base is plain
-    names = {name.removeprefix(_THINKER): name for name in base.files.names() if name.startswith(_THINKER)}
     return replace(base, files=base.files.renamed(names))
 
 
