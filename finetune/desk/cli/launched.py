@@ -198,9 +198,6 @@ def launch(
             return
         words = [str(path)]
     if on is not None:
-        from finetune.desk.cluster.job import JobOptions
-        from finetune.desk.cluster.manifest import launch_on
-
         if (
             not words
             or words[0].startswith("-")
@@ -212,6 +209,12 @@ def launch(
                 f"launch --on {on}: expected a recipe and --devices alone. The launcher and its sizes follow from "
                 "them. Fix: give RECIPE [KEY=VALUE]... --devices 2x8xH100-80 (machines, GPUs of each, and their name)"
             )
+        from finetune.features import load_recipe
+
+        load_recipe(Path(words[0]), words[1:])  # a mistake is told before seconds of imports
+        from finetune.desk.cluster.job import JobOptions
+        from finetune.desk.cluster.manifest import launch_on
+
         options = JobOptions(devices, shared, image, secret, hours, config_file)
         raise SystemExit(launch_on(on, Path(words[0]), words[1:], options, write, submit))
     given = {"--devices": devices, "--shared": shared, "--image": image, "--secret": secret, "--hours": hours}

@@ -199,6 +199,10 @@ def plan(
     Compare predictions with finished runs: [bold]python -m finetune plan --report runs/*[/bold]
     """
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # read when they are imported
+    from finetune.features import load_recipe
+
+    if not report:
+        load_recipe(recipe, overrides or ())  # a mistake is told before seconds of imports
     with importing():
         from finetune.desk.view.memory_page import write_page
         from finetune.plan.command import PlanOptions, run

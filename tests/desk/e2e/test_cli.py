@@ -197,7 +197,10 @@ def test_what_was_typed_wrongly_is_status_2(here: Callable[..., Outcome], argume
 # --- a bad recipe
 
 
-@pytest.mark.parametrize("name", ["train", "check", "inspect"])
+ON_A_CLUSTER = "launch --on slurm --devices 1xH100-80"
+
+
+@pytest.mark.parametrize("name", ["train", "check", "inspect", "plan", ON_A_CLUSTER])
 def test_a_bad_recipe_stops_before_anything_heavy_and_writes_nothing(
     recipe: dict[str, Any], write_recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -206,7 +209,7 @@ def test_a_bad_recipe_stops_before_anything_heavy_and_writes_nothing(
     recipe["data"]["train"][0]["fromat"] = "text"
     path = write_recipe(recipe)
     before = tree(tmp_path)
-    code, out, err = command(name, path, cwd=tmp_path, python=("-X", "importtime"))
+    code, out, err = command(*name.split(), path, cwd=tmp_path, python=("-X", "importtime"))
     said = "\n".join(line for line in err.splitlines() if not line.startswith("import time:"))
     assert (code, out) == (2, "")
     for part in (str(path), "optimizer.learning_rate", "did you mean `optimizer.lr`?", "data.train[0].fromat"):
