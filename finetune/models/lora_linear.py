@@ -70,6 +70,15 @@ def _calls_alike(kind: type[nn.Module], names: tuple[str, ...]) -> bool:
     return is_alike and sorted(layer for layer, _, _ in calls) == sorted(names)
 
 
+class Part(NamedTuple):
+    """What a layer computes with, looked up once: torch finds a module's parts by Python."""
+
+    base: Any
+    down: nn.Linear  # A
+    up: nn.Linear  # B
+    scaling: float
+
+
 class Siblings:
     """Layers of one input. The first that is called with it computes the outputs of all, the others take theirs."""
 
@@ -78,11 +87,13 @@ class Siblings:
         self.x: Tensor | None = None
         self.outputs: dict[FusedLinear, Tensor] = {}  # not taken yet
 
-    def compute(self, layer: FusedLinear, x: Tensor) -> Tensor:
-        """Returns the output of a layer that fuses, and keeps those of its siblings."""
+    def compute(self, layer: FusedLinear, part: Part, x: Tensor) -> Tensor:
+        """Returns the output of a layer that fuses, and keeps those of its siblings. part: of the layer."""
         self.x = None
-        layers = self.layers if all(other is layer or other.fuses() for other in self.layers) else [layer]
-        self.outputs = dict(zip(layers, products(x, layers), strict=True))
+        parts = [part if other is layer else other.part() for other in self.layers]
+        together = [one for one in parts if one is not None]
+        layers, together = (self.layers, together) if len(together) == len(parts) else ([layer], [part])
+        self.outputs = dict(zip(layers, products(x, together), strict=True))
         self.x = x
         return self.take(layer)
 
@@ -105,56 +116,59 @@ class FusedLinear:
         compiles, siblings = torch.compiler.is_compiling(), self.siblings
         if not compiles and x is siblings.x and self in siblings.outputs and not args and not kwargs:
             return siblings.take(self)  # computed with those of the sibling that was called first
-        if args or kwargs or not self.fuses():
-            if not args and not kwargs and x.dtype == torch.float16 and self._is_plain_lora():
+        part = None if args or kwargs else self.part()
+        if part is None:
+            if not args and not kwargs and x.dtype == torch.float16 and self._plain_adapter() is not None:
                 return self._unfused(x)
             return super().forward(x, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]  (of peft's)
         if not compiles:
-            return siblings.compute(self, x)
+            return siblings.compute(self, part, x)
         # Casts are left to the compiler, which has few kernels for all of them; layers of one input, too: those that
         # take another's output would change its state, which recomputation must not.
-        layer: Any = self
-        device, name, base = x.device.type, layer.active_adapters[0], layer.base_layer
+        device, base = x.device.type, part.base
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         bias = None if base.bias is None else base.bias.to(compute)
-        down, up = (half[name].weight.to(compute) for half in (layer.lora_A, layer.lora_B))
+        down, up = (half.weight.to(compute) for half in (part.down, part.up))
         rows = x.to(compute).reshape(-1, x.shape[-1])
-        y, _ = _adapted(rows, base.weight.to(compute), bias, down, up, layer.scaling[name])
+        y, _ = _adapted(rows, base.weight.to(compute), bias, down, up, part.scaling)
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def fuses(self) -> bool:
-        """Returns whether this layer computes the formula above, with weights that are on this rank. It does not with
-        dropout, DoRA, products in 8 bits, and several adapters or none; nor if hooks gather its weight (ZeRO-3) or
-        communicate (tensor parallel)."""
+    def part(self) -> Part | None:
+        """Returns what this layer computes the formula above with, if it does, with weights that are on this rank. It
+        does not with dropout, DoRA, products in 8 bits, and several adapters or none; nor if hooks gather its weight
+        (ZeRO-3) or communicate (tensor parallel)."""
         layer: Any = self
-        if not self._is_plain_lora():
-            return False
-        name = layer.active_adapters[0]
-        down, up = layer.lora_A[name], layer.lora_B[name]
-        base: Any = layer.base_layer
-        return (
+        name = self._plain_adapter()
+        if name is None:
+            return None
+        part = Part(layer.base_layer, layer.lora_A[name], layer.lora_B[name], layer.scaling[name])
+        weight, bias = part.base.weight, part.base.bias
+        fuses = (
             isinstance(layer.lora_dropout[name], nn.Identity)
             # A packed weight in a compiled layer would be kept unpacked for the backward.
             and (
-                is_plain(base)
+                is_plain(part.base)
                 or (
-                    (type(base) in (Fp8Linear, StoredLinear) or packed_linear.is_4bit(base))
-                    and not has_hooks(base)
+                    (type(part.base) in (Fp8Linear, StoredLinear) or packed_linear.is_4bit(part.base))
+                    and not has_hooks(part.base)
                     and not torch.compiler.is_compiling()
                 )
             )
-            and all(map(is_plain, (down, up)))
-            and up.bias is None
-            and not base.weight.requires_grad
-            and (base.bias is None or not base.bias.requires_grad)
+            and is_plain(part.down)
+            and is_plain(part.up)
+            and part.up.bias is None
+            and not weight.requires_grad
+            and (bias is None or not bias.requires_grad)
         )
+        return part if fuses else None
 
-    def _is_plain_lora(self) -> bool:
-        """Returns whether one adapter is active, without a variant such as DoRA."""
+    def _plain_adapter(self) -> str | None:
+        """Returns the name of the adapter if one is active, without a variant such as DoRA."""
         layer: Any = self
-        name = layer.active_adapters[0] if len(layer.active_adapters) == 1 else ""
-        is_applied = not layer.disable_adapters and not layer.merged
-        return is_applied and name in layer.lora_A and name not in layer.lora_variant
+        active = layer.active_adapters
+        if len(active) != 1 or layer.disable_adapters or layer.merged:
+            return None
+        return active[0] if active[0] in layer.lora_A and active[0] not in layer.lora_variant else None
 
     def _unfused(self, x: Tensor) -> Tensor:
         """Returns peft's formula, by calls of its modules, whose hooks run; the scaling is at the smallest product."""
@@ -164,7 +178,7 @@ class FusedLinear:
         return layer.base_layer(x) + layer.lora_B[name](inner)
 
 
-def products(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
+def products(x: Tensor, parts: list[Part]) -> tuple[Tensor, ...]:
     """Returns each layer's output, (..., O) in the type that products have here: autocast's, or the input's.
 
     Operators are chosen for the host, which starts them one by one: none that changes nothing, such as a cast to the
@@ -172,12 +186,9 @@ def products(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
     """
     device = x.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    names = [layer.active_adapters[0] for layer in layers]
-    scaling = [layer.scaling[name] for layer, name in zip(layers, names, strict=True)]
-    bases = [layer.base_layer for layer in layers]
+    bases, scaling = [part.base for part in parts], [part.scaling for part in parts]
     frozen = [tensor for base in bases for tensor in (base.weight, base.bias)]
-    down = [layer.lora_A[name].weight for layer, name in zip(layers, names, strict=True)]
-    up = [layer.lora_B[name].weight for layer, name in zip(layers, names, strict=True)]
+    down, up = [part.down.weight for part in parts], [part.up.weight for part in parts]
     of_adapters = (*down, *up)
     # Without a cast they are used at once: FSDP2 has gathered them for this layer, and frees them.
     shares = any(weight.dtype != compute for weight in of_adapters)

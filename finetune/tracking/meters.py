@@ -102,10 +102,11 @@ class Meters:
         return Measured(seconds, {key: value for key, value in line.items() if math.isfinite(value)})
 
     def _measure_rank(self, batches: Sequence[Batch]) -> dict[str, float]:
+        # Before the lap, which waits for the device: it ends the optimizer's step meanwhile.
+        (model, hardware), reading = self._count_flops(batches), self._device.read()
         lap, device = self._engine.stopwatch.lap(), self._engine.device
         if self._state is None:
             self._state = measure_state_bytes(self._engine)
-        model, hardware = self._count_flops(batches)
         on_gpu = device.type == "cuda"
         weights, optimizer_state = self._state
         return {
@@ -118,7 +119,7 @@ class Meters:
             "weights": weights,
             "gradients": self._gradients or 0,
             "optimizer_state": optimizer_state,
-            **self._device.read()._asdict(),
+            **reading._asdict(),
         }
 
     def _count_flops(self, batches: Sequence[Batch]) -> tuple[float, float]:

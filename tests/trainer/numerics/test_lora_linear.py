@@ -99,7 +99,7 @@ def test_on_packed_weights_it_is_what_peft_computes(settings: Quantization) -> N
     theirs = packed(settings, torch.float32)
     ours = fused(theirs)
     assert [len(layer.siblings.layers) for layer in fused_of(ours)] == [3, 3, 3, 1, 2, 2, 1] * 2
-    assert all(layer.fuses() for layer in fused_of(ours))
+    assert all(layer.part() for layer in fused_of(ours))
     assert difference(step(ours), step(theirs)) < 1e-5
 
 
@@ -321,22 +321,22 @@ def test_no_rows_have_gradients_of_zero() -> None:
 def test_dropout_and_dora_are_left_to_peft(lora: dict[str, Any]) -> None:
     model = fused(adapted(1, **lora))
     assert fused_of(model)
-    assert not any(layer.fuses() for layer in fused_of(model))
+    assert not any(layer.part() for layer in fused_of(model))
 
 
 def test_what_others_do_around_a_layer_is_kept() -> None:
     """ZeRO-3 gathers weights and tensor parallel sums in hooks, or in a forward of their own."""
     model = fused(adapted(1))
     first = fused_of(model)[0]
-    assert first.fuses()
+    assert first.part()
     with model.disable_adapter():
-        assert not first.fuses()
+        assert not first.part()
     with_hook = first.lora_B["default"].register_forward_pre_hook(lambda *_: None)
-    assert not first.fuses()
+    assert not first.part()
     with_hook.remove()
     own: Any = first.base_layer
     own.forward = lambda x: nn.functional.linear(x, own.weight) + 1
-    assert not first.fuses()
+    assert not first.part()
     x = torch.zeros(1, 3, 32)
     assert torch.equal(first(x), torch.ones(1, 3, 32))
 
