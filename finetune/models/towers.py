@@ -342,6 +342,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+def whole_image_types(config: Any, ids: Tensor, files: Sequence[Sequence[MediaKind]]) -> dict[str, Tensor]:
+    """Returns what transformers' own masks need for ids (B, T), if the tokens of an image or a frame see each other in
+    windows (Gemma 4); else {}. files: kinds of each text's."""
+    rows = family_of(config, tuple(dict.fromkeys(kind for of_text in files for kind in of_text))).each
+    if not any(row.in_windows_only for row in rows):
+        return {}
+    seen = [ids == getattr(config, row.token_id) for row in rows if row.in_windows_only]
+    return {"mm_token_type_ids": torch.stack(seen).any(0).int()}
+
+
 # --- positions
 
 # Inputs of a forward that have a row for each of its files of a kind, from which positions are counted.

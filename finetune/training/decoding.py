@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from finetune.data.batch import MediaInputs
 from finetune.data.samples import Medium, kind_of
 from finetune.engine.base import Engine
-from finetune.models.towers import document_positions, grids_of
+from finetune.models.towers import document_positions, grids_of, whole_image_types
 
 Choose = Callable[[Tensor, int], Tensor]  # (logits (B, V), position of the new token, from 0) -> ids (B,)
 
@@ -52,8 +52,9 @@ def prompt_media(
     if reader is None or not any(media):
         return None
     ids, _ = left_padded(list(prompts), pad_id, torch.device("cpu"))
-    inputs = reader([one for of_prompt in media for one in of_prompt], ids)
-    grids = grids_of(inputs, [[kind_of(one) for one in of_prompt] for of_prompt in media])
+    kinds = [[kind_of(one) for one in of_prompt] for of_prompt in media]
+    inputs = reader([one for of_prompt in media for one in of_prompt], ids) | whole_image_types(config, ids, kinds)
+    grids = grids_of(inputs, kinds)
     if (positions_of := document_positions(config)) is None or not any(grids):
         return PromptMedia(inputs)
     documents = [positions_of(torch.tensor([prompt]), mine) for prompt, mine in zip(prompts, grids, strict=True)]

@@ -15,7 +15,7 @@ import several
 
 from .test_video_ids import SIZES, by_processor, calls, chats, ours
 
-# What transformers' processor made of `chats`, by `video_processor.py` with torchvision 0.28 and transformers 5.23.
+# What transformers' processor made of `chats`, by `video_processor.py` with torchvision 0.29 and transformers 5.23.
 RECORDED = Path(__file__).parent / "gemma4_videos.json"
 RATES = {f"videos/{i}": filming.RATE for i in range(len(SIZES))}
 # Of the recipe, and of the processor: of the shortest video all frames are seen, for which the processor has an error.
