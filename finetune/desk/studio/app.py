@@ -28,7 +28,7 @@ from finetune.desk.studio.guard import FRAMED, Guard
 from finetune.desk.studio.jobs import Jobs, StartedCommand, command_line
 from finetune.desk.studio.project_folder import base_of, inside, inside_or_shipped, is_utf8, look
 from finetune.desk.studio.recipe_form import form_fields, form_values, with_value
-from finetune.desk.studio.row_table import role_names, row_table, sound_of
+from finetune.desk.studio.row_table import film_of, role_names, row_table, sound_of
 from finetune.desk.view import report, web_page
 from finetune.errors import UserError
 from finetune.plan.run_list import price_so_far
@@ -144,6 +144,10 @@ def _add_pages(app: FastAPI, jobs: Jobs) -> None:
     @app.get("/sound")
     def sound(path: str, row: int, clip: int) -> Any:
         return Response(sound_of(path, row, clip, folder), media_type="audio/wav")
+
+    @app.get("/film")
+    def film(path: str, row: int, video: int) -> Any:
+        return Response(film_of(path, row, video, folder), media_type="image/png")
 
     def newest() -> str:
         """Returns the recipe that one works on: not one that comes with the package."""

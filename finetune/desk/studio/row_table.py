@@ -1,4 +1,4 @@
-"""The first rows of a file as a table, with the role that `new` would give each column, and their sound to play."""
+"""The first rows of a file as a table, with the role that `new` would give each column, sound to play, and frames."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from finetune.data.formats.converters import FORMATS
 from finetune.data.formats.detect import parse_row
 from finetune.data.formats.values import Row
-from finetune.data.samples import BadRow, Clip
+from finetune.data.samples import BadRow, Clip, MediaKind, Video
 from finetune.desk.setup.roles import RoleChoice
 from finetune.desk.setup.rows import conversation_of
 from finetune.desk.studio.project_folder import inside
 from finetune.errors import UserError
-from finetune.recipe.schema import Audio
+from finetune.recipe.schema import Audio, Videos
 
 _ROWS, _SHOWN_ROWS, _SHOWN_COLUMNS = 200, 6, 40  # read for the roles; shown
 _LONGEST = 240  # characters of a cell
@@ -29,7 +29,7 @@ def row_table(path: str, folder: Path) -> dict[str, Any]:
     if not (folder / file).is_file():
         raise UserError(f"{path}: no such file. Fix: choose a file of rows")
     table: dict[str, Any] = {"path": str(file), "columns": [], "rows": [], "more": 0}
-    table |= {"problem": "", "doubts": (), "reason": "", "sounds": []}
+    table |= {"problem": "", "doubts": (), "reason": "", "sounds": [], "films": []}
     try:
         rows = _read(str(file))
     except UserError as error:
@@ -37,8 +37,9 @@ def row_table(path: str, folder: Path) -> dict[str, Any]:
     names = list(dict.fromkeys(str(name) for row in rows for name in row))
     roles, said = _roles(rows)
     choice = said.pop("choice")
-    sounds = [len(_clips_of(row, choice)) for row in rows[:_SHOWN_ROWS]]
-    said["sounds"] = sounds if any(sounds) else []  # clips of each row
+    for name, kind in (("sounds", "audio"), ("films", "video")):  # files of each row
+        counts = [len(_files_of(row, choice, kind)) for row in rows[:_SHOWN_ROWS]]
+        said[name] = counts if any(counts) else []
     shown = names[:_SHOWN_COLUMNS]
     cells = [[_cell(row.get(name)) for name in shown] for row in rows[:_SHOWN_ROWS]]
     columns = [{"name": name, "role": roles.get(name, "")} for name in shown]
@@ -74,15 +75,19 @@ def _roles(rows: Sequence[Row]) -> tuple[dict[str, str], dict[str, Any]]:
     return {**optional, **given}, {"reason": choice.reason, "doubts": choice.doubts, "choice": choice}
 
 
-def _clips_of(row: Row, choice: RoleChoice | None) -> list[str | bytes]:
-    """Returns the sound files that a row names, in order; none of a row that cannot be read."""
+def _files_of(row: Row, choice: RoleChoice | None, kind: MediaKind) -> list[str | bytes]:
+    """Returns the files of a kind that a row names, in order; none of a row that cannot be read."""
     try:
         sample = parse_row(row, choice.format, choice.columns) if choice is not None else None
     except BadRow:
         return []
     conversation = conversation_of(sample) if sample is not None else None
     files = [one for message in conversation.messages for one in message.media] if conversation is not None else []
-    return [one.source for one in files if one.kind == "audio" and one.source is not None]
+    return [one.source for one in files if one.kind == kind and one.source is not None]
+
+
+_CALLED: dict[MediaKind, str] = {"audio": "clip", "video": "video"}
+_FILMED_S = 60  # of a video, from its beginning
 
 
 def sound_of(path: str, row: int, clip: int, folder: Path) -> bytes:
@@ -92,17 +97,37 @@ def sound_of(path: str, row: int, clip: int, folder: Path) -> bytes:
     """
     from finetune.data.media.audio_files import broken, find_clip, playable
 
-    file = inside(path, folder)
-    rows = _read(str(file))[:_SHOWN_ROWS]
-    _, said = _roles(rows)
-    clips = _clips_of(rows[row], said["choice"]) if 0 <= row < len(rows) else []
-    if not 0 <= clip < len(clips):
-        raise UserError(f"{path}: row {row + 1} has no clip {clip + 1}. Fix: reload the page")
+    file, reference = _file_of_row(path, row, clip, folder, "audio")
     try:
-        found = find_clip(clips[clip], Audio(), str(file))
+        found = find_clip(reference, Audio(), file)
         return playable(Clip(found.source, found.samples, found.rate, 0, 0))
     except (BadRow, *broken()) as error:
         raise UserError(f"{path}, row {row + 1}: {error}. Fix: restore the file") from None
+
+
+def film_of(path: str, row: int, video: int, folder: Path) -> bytes:
+    """Returns some frames of the first minute of a video of a row that is shown, side by side, as a PNG file. Otherwise
+    as `sound_of`."""
+    from finetune.data.media.video_files import broken, film, find_video
+
+    file, reference = _file_of_row(path, row, video, folder, "video")
+    try:
+        found = find_video(reference, Videos(verify="header"), file, listed_rate=1.0)
+        shown = min(found.frames, max(1, int(_FILMED_S * found.rate)))
+        return film(Video(found.source, found.frames, found.rate, found.height, found.width, shown, 0, 0), range(shown))
+    except (BadRow, *broken()) as error:
+        raise UserError(f"{path}, row {row + 1}: {error}. Fix: restore the file") from None
+
+
+def _file_of_row(path: str, row: int, number: int, folder: Path, kind: MediaKind) -> tuple[str, str | bytes]:
+    """Returns the file of rows, and a file that one of its rows names. Raises UserError if there is none."""
+    file = str(inside(path, folder))
+    rows = _read(file)[:_SHOWN_ROWS]
+    _, said = _roles(rows)
+    files = _files_of(rows[row], said["choice"], kind) if 0 <= row < len(rows) else []
+    if not 0 <= number < len(files):
+        raise UserError(f"{path}: row {row + 1} has no {_CALLED[kind]} {number + 1}. Fix: reload the page")
+    return file, files[number]
 
 
 def role_names() -> list[str]:
