@@ -66,7 +66,7 @@ class Lengths:
             prompts = tokens - np.asarray(self.examples.sizes.target_tokens, np.int64)
             facts = sampled_rows(recipe, prompts, self.source, config)
             fitting = np.flatnonzero(prompts <= length - recipe.rollouts.max_new_tokens)
-            return facts if self.image_token is None or not len(fitting) else self._with_files(facts, fitting)
+            return facts if not self.tokens or not len(fitting) else self._with_files(facts, fitting)
         kept = np.flatnonzero(tokens <= length)
         if not len(kept):
             return widest(recipe, f"no example of {self.source} has at most {length} tokens", config)
