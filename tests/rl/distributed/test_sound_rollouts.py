@@ -79,7 +79,7 @@ class Plain:
         self.model: Any = AutoModelForMultimodalLM.from_pretrained(str(recipe.model.name))
 
     def trained(self) -> list[torch.nn.Parameter]:
-        """The parameters that a run trains: Gemma 3n embeds tokens of images by the projector of a tower without files."""
+        """What a run trains: not the projector of images of Gemma 3n, which embeds tokens as well."""
         family = family_of(self.model.config)
         left = [f".{path}." for path in (*family.unused, *family.others)]
         return [one for name, one in self.model.named_parameters() if not any(path in name for path in left)]
