@@ -71,7 +71,7 @@ def test_samples_and_steps_are_those_of_plain_transformers(
     path = write_recipe(recipe)
     train_here(path)
     run, plain, objective = tmp_path / "runs" / "run", Plain(path), load_recipe(path).objective
-    optimizer, seen = torch.optim.SGD(plain.model.parameters(), lr=RATE), 0
+    optimizer, seen = torch.optim.SGD(plain.trained(), lr=RATE), 0
     for step, loss in enumerate(curve(run), start=1):
         samples, _ = read_record(run / "rollouts", step) or ([], "")
         seen += sum(bool(plain.prompts[one.source, one.path, one.row].media) for one in samples)
