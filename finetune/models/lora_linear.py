@@ -70,7 +70,7 @@ def _calls_alike(kind: type[nn.Module], names: tuple[str, ...]) -> bool:
     return is_alike and sorted(layer for layer, _, _ in calls) == sorted(names)
 
 
-class Part(NamedTuple):
+class AdaptedParts(NamedTuple):
     """What a layer computes with, looked up once: torch finds a module's parts by Python."""
 
     base: Any
@@ -87,7 +87,7 @@ class Siblings:
         self.x: Tensor | None = None
         self.outputs: dict[FusedLinear, Tensor] = {}  # not taken yet
 
-    def compute(self, layer: FusedLinear, part: Part, x: Tensor) -> Tensor:
+    def compute(self, layer: FusedLinear, part: AdaptedParts, x: Tensor) -> Tensor:
         """Returns the output of a layer that fuses, and keeps those of its siblings. part: of the layer."""
         self.x = None
         parts = [part if other is layer else other.part() for other in self.layers]
@@ -133,7 +133,7 @@ class FusedLinear:
         y, _ = _adapted(rows, base.weight.to(compute), bias, down, up, part.scaling)
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def part(self) -> Part | None:
+    def part(self) -> AdaptedParts | None:
         """Returns what this layer computes the formula above with, if it does, with weights that are on this rank. It
         does not with dropout, DoRA, products in 8 bits, and several adapters or none; nor if hooks gather its weight
         (ZeRO-3) or communicate (tensor parallel)."""
@@ -141,8 +141,7 @@ class FusedLinear:
         name = self._plain_adapter()
         if name is None:
             return None
-        part = Part(layer.base_layer, layer.lora_A[name], layer.lora_B[name], layer.scaling[name])
-        weight, bias = part.base.weight, part.base.bias
+        part = AdaptedParts(layer.base_layer, layer.lora_A[name], layer.lora_B[name], layer.scaling[name])
         fuses = (
             isinstance(layer.lora_dropout[name], nn.Identity)
             # A packed weight in a compiled layer would be kept unpacked for the backward.
@@ -157,8 +156,8 @@ class FusedLinear:
             and is_plain(part.down)
             and is_plain(part.up)
             and part.up.bias is None
-            and not weight.requires_grad
-            and (bias is None or not bias.requires_grad)
+            and not part.base.weight.requires_grad
+            and (part.base.bias is None or not part.base.bias.requires_grad)
         )
         return part if fuses else None
 
@@ -178,7 +177,7 @@ class FusedLinear:
         return layer.base_layer(x) + layer.lora_B[name](inner)
 
 
-def products(x: Tensor, parts: list[Part]) -> tuple[Tensor, ...]:
+def products(x: Tensor, parts: list[AdaptedParts]) -> tuple[Tensor, ...]:
     """Returns each layer's output, (..., O) in the type that products have here: autocast's, or the input's.
 
     Operators are chosen for the host, which starts them one by one: none that changes nothing, such as a cast to the
