@@ -33,7 +33,8 @@ from finetune.utils import ProgressBar, num_cores
 CHUNK_ROWS = 256
 CHUNK_CHARACTERS = 500_000  # a chunk ends early after as much text, or a few of them would fill the memory
 SMALL_CHARACTERS = 8_000_000  # less is tokenized here: it takes about as long as to start the other processes
-# Characters that are tokenized in the time in which a file is decoded: a picture, ten seconds of sound, of film.
+# Characters that take about as long to tokenize as a file to decode: a picture, ten seconds of sound, of film.
+# Estimates: they decide how many processes work, never what comes out.
 DECODED: dict[MediaKind, int] = {"image": 20_000, "audio": 20_000, "video": 200_000}
 HEAD_ROWS = 20  # of every source, rendered before any is tokenized
 FORMAT_ROWS = 100  # that `format: auto` looks at

@@ -56,7 +56,7 @@ def _with_specials(tokenizer: Any) -> Any:
     file = getattr(tokenizer, "vocab_file", None)
     if tokenizer.eos_token is not None or not is_tekken_vocab_filename(file or ""):
         return tokenizer
-    from transformers.integrations.mistral import convert_tekken_tokenizer
+    from transformers.integrations.mistral import convert_tekken_tokenizer  # imports mistral-common, if it is there
 
     return convert_tekken_tokenizer(file, tokenizer.chat_template or "")
 
