@@ -141,4 +141,4 @@ def test_flops_of_a_tower_are_what_torch_counts(recipe: Recipe) -> None:
 def test_the_most_images_fit_into_a_row(recipe: Recipe) -> None:
     images = most_images(recipe.data, Base.of(recipe).config)
     assert images
-    assert sum(count + 1 for count in images) < recipe.data.max_length
+    assert sum(one.tokens + 1 for one in images) < recipe.data.max_length
