@@ -84,8 +84,8 @@ def _timeline(key: CacheKey) -> Timeline:
     attention = attention_at(recipe, config, how)
     model, forward = model_at(recipe, short, attention, how)
     fakes, marks = FakeTensorMode(allow_non_fake_inputs=True), Marks()
-    files = tuple(dict.fromkeys(one.as_still for of_document in heaviest.images for one in of_document))
-    rows = collate(examples_of(recipe.objective, heaviest, file_tokens(config, files)))
+    of_files = tuple(dict.fromkeys(one.as_still for of_document in heaviest.images for one in of_document))
+    rows = collate(examples_of(recipe.objective, heaviest, file_tokens(config, of_files)))
     rows = rows if recipe.mtp_weight is None else with_ahead(rows)
     batch = with_pictures(rows, short, heaviest.images, fakes)
     sees_images = recipe.model.train is not None  # the forward reads masks of images even if a row has none

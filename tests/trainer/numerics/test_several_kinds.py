@@ -131,10 +131,11 @@ def inputs_of(config: Any, kinds: tuple[str, ...]) -> tuple[torch.Tensor, dict[s
     inputs, pieces, types = dict[str, Any](), [torch.tensor([5, 6])], [torch.zeros(2)]
     for row in family.each if kinds else ():
         token, files = getattr(config, row.token_id), row.pictures(config, [2])
-        count = 4 if row.kind == "video" else 2  # two places in time of two tokens each
-        pieces += [torch.full((count,), token), torch.tensor([7])]
-        types += [torch.full((count,), {"image": 1, "video": 2}.get(row.kind, 0)), torch.zeros(1)]
+        of_kind = {"image": 1, "video": 2}.get(row.kind, 0)
+        for _ in range(2 if row.kind == "video" else 1):  # places in time, of two tokens each
+            pieces += [torch.full((2,), token), torch.tensor([7])]
+            types += [torch.full((2,), of_kind), torch.zeros(1)]
         inputs |= files
     if "image" in kinds or "video" in kinds:
-        inputs["mm_token_type_ids"] = torch.cat(types).int()[None]
+        inputs["mm_token_type_ids"] = torch.cat([*types, torch.zeros(2)]).int()[None]
     return torch.cat([*pieces, torch.tensor([8, 9])])[None], inputs

@@ -52,7 +52,7 @@ def summary(inputs: dict[str, np.ndarray]) -> dict[str, Any]:
 def test_rows_are_as_the_processor_was_recorded(films: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     found = [summary(inputs) for inputs in mine(films, chats(10, 1, [str(i) for i in range(len(SIZES))]), "frames")]
-    assert len(found) > 5
+    assert len(found) >= 5
     assert found == json.loads(RECORDED.read_text(encoding="utf-8"))
 
 
