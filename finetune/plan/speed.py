@@ -290,9 +290,10 @@ class Job:
         every = [flops.of(row, row, 0)[1 if flops.hardware_known else 0] - in_layers * sum(row) for row in rows.sample]
         times = self.recipe.batch.rows / sizes.data / (sizes.tokens * sizes.tensor)
         attention = max(0.0, sum(every) / len(every))
-        tower = 0.0  # with the projector, for a row
+        tower = 0.0  # with the projector, for a row; each tensor rank computes all of it
         if flops.tower is not None and (images := rows.sample_images):
             tower = sum(flops.tower.of(patches_of(self.config, row)).hardware for row in images) / len(images)
+            tower *= sizes.tensor
         return times * (share * of_layers * rows.tokens_per_row + of_head + tower), times * share * attention
 
     def time(self) -> StepTime:

@@ -5,7 +5,7 @@
 - every word of a case's name (its mode, model, objective, precision, ...) with every kind that saves it, and that
   resumes it.
 
-That is one of eighteen pairs, drawn each time. scripts/proofs/resume_matrix.py runs all of them (2,513), some hours on
+That is one of eighteen pairs, drawn each time. scripts/proofs/resume_matrix.py runs all of them (3,999), some hours on
 two cores; with `--covering SEED` what a seed draws here.
 """
 
