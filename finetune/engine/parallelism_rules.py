@@ -35,8 +35,6 @@ _NOT_UNDER_ZERO_3 = {
     "rwkv": "transformers cannot load its weights into shards",
     "xlstm": "transformers cannot load its weights into shards",
 }
-# Their towers of sound have not been verified there; Gemma 4's and others' are those of one process.
-_NOT_HEARD_UNDER_ZERO_3 = ("gemma3n", "granite_speech", "qwen2_5_omni", "qwen3_omni")
 
 
 @dataclass(frozen=True)
@@ -152,12 +150,10 @@ def zero_3(c: Combination) -> Iterator[str]:
     """DeepSpeed gathers the weights of a module as it is called, on all ranks at the same time."""
     if c.launch.kind != "zero" or c.launch.zero_stage != 3 or c.model is None:
         return
-    name = c.model.model_type
+    name, kinds = c.model.model_type, c.recipe.data.media_kinds
     if name in _NOT_UNDER_ZERO_3:
         yield f"ZeRO-3: {name}: {_NOT_UNDER_ZERO_3[name]}: use fsdp2 or zero2"
-    if c.recipe.data.audio is not None and name.startswith(_NOT_HEARD_UNDER_ZERO_3):
-        yield f"ZeRO-3 with `data.audio` is not verified for {name}: use fsdp2 or zero2"
-    elif len(kinds := c.recipe.data.media_kinds) > 1 or (name == "gemma4" and {*kinds} - {"audio"}):
+    if len(kinds) > 1 or (name == "gemma4" and {*kinds} - {"audio"}):
         yield f"ZeRO-3 with the towers that {name} has in this run is not verified: use fsdp2 or zero2"
 
 

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from finetune.data.media.family_table import FAMILIES
 from finetune.engine import split_tokens, tensor_experts, tensor_group, tensor_parallel
 from finetune.engine.tensor_group import ShardedParameters, TensorGroup
 from finetune.errors import UserError
 from finetune.models.config import EXPERTS_STYLE, active_dropouts, tensor_plan
 from finetune.models.remote_code import from_config
-from finetune.models.text_part import name_body
+from finetune.models.text_part import name_body, text_config
 from finetune.models.tiny_config import VOCABULARY, WINDOW, tiny_config
 from finetune.models.trials import FAILURES, cached, not_tried, randomize, tiny_problem
 
@@ -39,10 +40,11 @@ _TIMEOUT_S = 60.0  # for the other thread
 
 def token_split_problem(config: PretrainedConfig) -> str | None:
     """Returns why each rank has all tokens between the matrices of a model; None if it has some."""
-    text = config.get_text_config()
+    text = _text(config)
     if EXPERTS_STYLE in tensor_plan(config).values():
         return "its experts take all tokens of a row"
-    if getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None):
+    family = FAMILIES.get(config.model_type)
+    if family is not None and any("deepstack" in path for path in family.projector):
         return "its tower adds features of pictures to all tokens of a row between its layers"
     for name, _ in active_dropouts(text):
         return f"the model's `{name}` would draw for other tokens than one process does"
@@ -62,7 +64,7 @@ def tensor_split_problem(config: PretrainedConfig) -> str | None:
     if not tensor_plan(config) or token_split_problem(config) is None:
         return None
     try:
-        tiny = tiny_config(config.get_text_config())
+        tiny = tiny_config(_text(config))
         kept = {"may_keep": lambda outcome: outcome["why"] is None}
         return cached(tiny, f"divided {_version()}", lambda: {"why": differ(tiny, splits_tokens=False)}, **kept)["why"]
     except UserError:
@@ -70,6 +72,11 @@ def tensor_split_problem(config: PretrainedConfig) -> str | None:
     except FAILURES as error:
         log.warning("tensor parallel: %s", not_tried(error))
         return None
+
+
+def _text(config: PretrainedConfig) -> PretrainedConfig:
+    """Returns the config of a model's text, for which transformers' auto class then has a class."""
+    return text_config(config, has_head=True) if config.model_type in FAMILIES else config.get_text_config()
 
 
 def _version() -> str:

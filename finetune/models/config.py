@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import AutoModelForMultimodalLM, PretrainedConfig
+from transformers import AutoModelForMultimodalLM, PretrainedConfig, Qwen3Config
 
 from finetune.data.media.family_table import family_of, part_that_hears, rows_of
 from finetune.errors import UserError
@@ -119,7 +119,9 @@ def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
     """Returns the tensor parallel plan of a transformers config: {pattern: style}; empty without a plan."""
     text = config.get_text_config()
     plan = dict(getattr(text, "base_model_tp_plan", None) or {})
-    if plan and text.model_type == "qwen3_omni_moe_text":  # its plan does not mention the norms of each head
+    if not plan and text.model_type == "qwen3_vl_text":  # its layers are Qwen 3's
+        plan = dict(Qwen3Config.base_model_tp_plan or {})
+    if plan and text.model_type == "qwen3_omni_moe_text":  # it leaves out what Qwen 3's says of the norms of each head
         norms = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm")
         plan |= dict.fromkeys(norms, "replicated_with_grad_allreduce")
     return plan

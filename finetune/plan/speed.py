@@ -290,11 +290,11 @@ class Job:
         every = [flops.of(row, row, 0)[1 if flops.hardware_known else 0] - in_layers * sum(row) for row in rows.sample]
         times = self.recipe.batch.rows / sizes.data / (sizes.tokens * sizes.tensor)
         attention = max(0.0, sum(every) / len(every))
-        tower = 0.0  # with the projector, for a row
+        tower = 0.0  # with the projector, for a row; each tensor rank computes all of it
         for of_kind in flops.towers if rows.sample_images else ():
             tokens = [[one.tokens for one in row if one.kind == of_kind.kind] for row in rows.sample_images]
             patches = [patches_of(self.config, row, of_kind.kind) for row in tokens]
-            tower += sum(of_kind.of(of_row).hardware for of_row in patches) / len(patches)
+            tower += sum(of_kind.of(of_row).hardware for of_row in patches) / len(patches) * sizes.tensor
         return times * (share * of_layers * rows.tokens_per_row + of_head + tower), times * share * attention
 
     def time(self) -> StepTime:

@@ -67,9 +67,9 @@ WITH_OBJECTIVES: tuple[Place, ...] = (("single", 1), ("fsdp2", 2), ("zero3", 2))
 OF_OBJECTIVES = tuple(
     case for case in parity.CASES if case.name in ("full orpo", "full kto", "full reward", "full distill")
 )
-# Towers: ranks with images in some micro-batches only, on every kind of place that takes them.
-WITH_IMAGES: tuple[Place, ...] = (*WITH_OBJECTIVES, ("ddp", 2), ("zero2", 2), ("hsdp", 4))
-OF_IMAGES = tuple(case for case in parity.CASES if case.name in parity.OF_IMAGES)
+# Towers: ranks with images or clips in some micro-batches only, on every kind of place that takes them.
+WITH_IMAGES: tuple[Place, ...] = (*WITH_OBJECTIVES, ("ddp", 2), ("zero2", 2), ("hsdp", 4), ("tp", 2))
+OF_IMAGES = tuple(case for case in parity.CASES if case.name in (*parity.OF_IMAGES, "full audio gemma4"))
 # Experts that are divided, in two ways, and the same ones if each rank has them all.
 WITH_EXPERTS: tuple[Place, ...] = (("single", 1), ("ddp", 2), ("fsdp2", 4), ("zero3", 4), ("tp", 2), *DIVIDED)
 OF_EXPERTS = tuple(case for case in parity.CASES if case.name in ("full mixtral balance", "lora mixtral experts"))

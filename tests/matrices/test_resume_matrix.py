@@ -4,7 +4,7 @@
 - every kind of config with every kind;
 - every word of a case's name (its mode, model, objective, precision, ...) saved twice and resumed twice elsewhere.
 
-That is one of thirty pairs, drawn each time. scripts/proofs/resume_matrix.py runs all of them (2,513), some hours on
+That is one of thirty pairs, drawn each time. scripts/proofs/resume_matrix.py runs all of them (3,999), some hours on
 two cores; with `--covering SEED` what a seed draws here.
 """
 

@@ -237,6 +237,7 @@ HEARING: dict[str, Hearing] = {
             "audio_config": {
                 **_EAR,
                 "model_type": "qwen3_omni_moe_audio_encoder",
+                "conv_chunksize": 1,  # its convolutions run once for each second of sound
                 "n_window_infer": 200,
                 "downsample_hidden_size": 8,
                 "output_dim": 64,

@@ -104,6 +104,13 @@ HEARS = (  # with the extra alone. Rows with none, one and two clips: in most st
         rows="clips",
         on=SEES_IMAGES,
     ),
+    Case(
+        "qlora audio tower",
+        (*QLORA, *SOUND, "model.train=[language, projector, tower]"),
+        model="qwen2_audio_hears",
+        rows="clips",
+        on=SEES_IMAGES,
+    ),
     # Each other family with its tower; some need packages that are not here. eps as for experts: Gemma 4's tower has
     # gradients of rounding alone.
     *(
@@ -112,7 +119,7 @@ HEARS = (  # with the extra alone. Rows with none, one and two clips: in most st
             (*SOUND, "model.train=[language, projector, tower]", "optimizer.eps=1e-6"),
             model=f"{name}_hears",
             rows="single_clips" if name in hearing.ALONE else "clips",
-            on=tuple(one for one in SEES_IMAGES if name == "gemma4" or not one.startswith("zero3")),
+            on=SEES_IMAGES,
         )
         for name in hearing.available()
         if name not in ("qwen2_audio", "qwen3_asr", "voxtral")

@@ -23,7 +23,7 @@ from finetune.models.base_config import dtypes
 from finetune.models.base_model import Base
 from finetune.models.flops import Flops, ModelFlops, model_flops
 from finetune.models.loss_model import CausalLMWithLoss
-from finetune.models.towers import TowerPart, image_tokens, patches_of, row_positions
+from finetune.models.towers import TowerPart, image_tokens, part_of, patches_of, row_positions
 from finetune.models.weights import Placement, fuse_adapters, keep_input_types, load_model
 from finetune.objectives import make_objective
 from finetune.objectives.forward import ForwardPass
@@ -116,6 +116,29 @@ def test_memory_of_a_tower_is_that_of_a_run(recipe: Recipe) -> None:
     assert state.persistent["gradients"] == gradients
     for phase in ("forward", "backward"):
         assert phases[phase] == pytest.approx(meter.peaks[phase], rel=0.08), phase
+
+
+def test_a_tensor_rank_keeps_a_tower_in_full(recipe: Recipe) -> None:
+    config = Base.of(recipe).config
+    ranks = {"parallelism_config": {"parallelism_config_tp_size": 2}}
+    whole, of_rank = (
+        costs_at(recipe, config, launch, "cpu")
+        for launch in (Launch("replicated", 1), Launch("replicated", 2, "tp.yaml", ranks))
+    )
+    numels = {weight.name: weight.numel for weight in whole.shapes.weights}
+    family, divided = family_of(config), set[str]()
+    for weight in of_rank.shapes.weights:
+        if part_of(family, weight.name) != "language":
+            assert (weight.parts, weight.numel) == (1, numels[weight.name])
+        elif weight.parts == 2:
+            divided.add(weight.name)
+            assert 2 * weight.numel == numels[weight.name]
+    assert any("down_proj" in name for name in divided)
+    (phases, state), (_, full) = (
+        phases_of(costs, config, 0, (9, 0), heaviest(config), 1) for costs in (of_rank, whole)
+    )
+    assert full.persistent["weights"] / 2 < state.persistent["weights"] < full.persistent["weights"]
+    assert phases["backward"] > 0
 
 
 def test_flops_of_a_tower_are_what_torch_counts(recipe: Recipe) -> None:

@@ -19,6 +19,7 @@ BY_SCRIPT = {
     case.name
     for case in (
         *resume_matrix.OF_STAGES,
+        *resume_matrix.OF_IMAGES,
         *resume_matrix.OF_OBJECTIVES,
         *resume_matrix.OF_TOKENS,
         *resume_matrix.OF_MUON,
@@ -32,7 +33,6 @@ BY_SCRIPT |= {
     "full qwen3_5",
     "full text part",
     "lora text part",
-    *parity.OF_IMAGES,
 }
 EXPERTS = [Pair(("ep", 4), SINGLE, case) for case in resume_matrix.cases(("ep", 4))]
 STOP, STEPS, ROWS = 3, 9, 80  # the matrix: 10, 30, 300; epochs end after the stop in both

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hearing
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
+from test_images import loaded
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from finetune.data.media.family_table import FAMILIES, family_of
@@ -28,6 +31,7 @@ from finetune.models.towers import (
     patches_in,
     patches_of,
 )
+from finetune.utils import unwrap_peft
 
 NAMES = hearing.families()
 
@@ -143,3 +147,26 @@ def test_logits_that_transformers_leaves_unscaled_are_refused() -> None:
         check_scaled_logits(config_of("granite_speech", text_config={**text, "logits_scaling": 8.0}))
     for name in ("granite_speech", "gemma4"):
         check_scaled_logits(config_of(name))
+
+
+@torch.no_grad()
+def test_what_qlora_packs_is_the_language_model(tmp_path: Path) -> None:
+    """Tower and projector stay as they are, get adapters, and hear what the packed weights' values would."""
+    base = hearing.save_hearing(tmp_path, "qwen2_audio")
+    data = {"train": [{"path": "rows.jsonl", "format": "messages"}], "max_length": 64, "audio": {}}
+    packing: dict[str, Any] = {"lora": {"rank": 2, "alpha": 4}, "quantization": {"type": "nf4"}}
+    model = unwrap_peft(loaded(base, "load", mode="qlora", data=data, **packing)).eval()
+    plain: Any = AutoModelForMultimodalLM.from_pretrained(base, dtype=torch.float32).eval()
+    family, packed = family_of(model.config), set()
+    for name, module in model.named_modules():
+        if hasattr(module, "quant_state") and "lora_" not in name:
+            path = name.removesuffix(".base_layer")
+            packed.add(path)
+            plain.get_submodule(path).weight.copy_(dequantize_4bit(module.weight.detach(), module.quant_state))
+    linear = {name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert packed == {name for name in linear if part_of(family, name) == "language"} - {"lm_head"}
+    adapted = {part_of(family, name) for name, _ in model.named_parameters() if "lora_" in name}
+    assert adapted == {"language", "projector", "tower"}
+    inputs = {"input_ids": torch.tensor([[5, 6, *[model.config.audio_token_id] * 2, 7, 8, 9]])}
+    inputs |= family.pictures(model.config, [2])
+    torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits, rtol=1e-5, atol=1e-5)
