@@ -172,8 +172,7 @@ class Answerer:
         return ControlTokens(self.tokenizer)
 
     def _row_media(self, references: Sequence[Reference]) -> RowMedia:
-        """Returns the model's handling of these files. Raises UserError for a kind that it does not take, and for files
-        of several kinds."""
+        """Returns the model's handling of these files. Raises UserError for a kind that it does not take."""
         from finetune.data.media.family_table import FAMILIES, kinds_taken
 
         model_type = self.model.config.model_type
@@ -181,41 +180,35 @@ class Answerer:
         if other := [kind for kind in kinds if self.processor is None or kind not in kinds_taken(model_type)]:
             able = ", ".join(name for name in FAMILIES if other[0] in kinds_taken(name))
             raise UserError(f"this model ({model_type}) takes no {_NAMES[other[0]]}. Fix: use one of {able}")
-        if len(kinds) > 1:
-            names = " and ".join(_NAMES[kind] for kind in kinds)
-            raise UserError(f"a conversation has files of several kinds: {names}. Fix: keep those of one kind")
-        return self._of_kind(kinds[0])[0]
+        return self._handling(kinds)[0]
 
     def rules_of(self, kind: MediaKind) -> FileRules:
         """Returns the bounds of a kind of files: those of the run, or the defaults for what it was not trained on."""
         return next((rules for rules in self.rules if isinstance(rules, _RULES[kind])), None) or _RULES[kind]()
 
     @cached_property
-    def _of_kinds(self) -> dict[MediaKind, tuple[RowMedia, FeatureReader]]:
-        return {}  # filled when a kind is first met: processors take time to load
+    def _handlings(self) -> dict[tuple[MediaKind, ...], tuple[RowMedia, FeatureReader]]:
+        return {}  # filled when kinds are first met: processors take time to load
 
-    def _of_kind(self, kind: MediaKind) -> tuple[RowMedia, FeatureReader]:
+    def _handling(self, kinds: Sequence[MediaKind]) -> tuple[RowMedia, FeatureReader]:
+        """Returns what expands texts with files of these kinds, and what reads the files."""
         from finetune.data.media.expansion import RowMedia
         from finetune.data.media.families import media_family
         from finetune.data.media.feature_reader import feature_reader
 
-        if kind not in self._of_kinds:
+        if (key := tuple(sorted(kinds))) not in self._handlings:
             assert self.processor is not None  # of a model that takes files
-            rules = self.rules_of(kind)
-            family = media_family(self.processor, rules, self.tokenizer)
-            self._of_kinds[kind] = RowMedia(family, rules), feature_reader(family, rules.threads)
-        return self._of_kinds[kind]
+            rules = [self.rules_of(kind) for kind in key]
+            first, *others = (media_family(self.processor, one, self.tokenizer) for one in rules)
+            reader = feature_reader(first, rules[0].threads, also=[(one, False) for one in others])
+            self._handlings[key] = RowMedia(first, rules[0], tuple(others)), reader
+        return self._handlings[key]
 
     def file_inputs(self, files: Sequence[Medium], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the inputs of transformers' forward for the files of texts (B, T), in order, whose kinds may differ.
         Raises UserError for a file that cannot be decoded."""
-        inputs: dict[str, torch.Tensor] = {}
-        for kind in dict.fromkeys(map(kind_of, files)):
-            found = self._of_kind(kind)[1].plain_inputs([one for one in files if kind_of(one) == kind], input_ids)
-            if "mm_token_type_ids" in inputs:  # (B, T), of which each kind has its own number where its tokens are
-                found["mm_token_type_ids"] = found["mm_token_type_ids"] + inputs["mm_token_type_ids"]
-            inputs |= found
-        return inputs
+        kinds = list(dict.fromkeys(map(kind_of, files)))
+        return self._handling(kinds)[1].plain_inputs(files, input_ids) if kinds else {}
 
     def inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
         """Returns inputs of transformers' `generate` for prompts as one batch (B, T), padded on the left. Raises

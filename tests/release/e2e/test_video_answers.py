@@ -104,9 +104,10 @@ def test_videos_of_the_command_are_seen_and_bad_ones_told(films: Path, tmp_path:
     ):
         with pytest.raises(UserError, match=message):
             answers(folder, ["what?"], Sampling(TOKENS), videos=[path])
-    picture = filming.write_frames(tmp_path / "pictures", filming.noise(1, 56, 84, 0)) / "0.png"
-    with pytest.raises(UserError, match="a conversation has files of several kinds: images and videos"):
-        answers(folder, ["what?"], Sampling(TOKENS), images=[picture], videos=[clips[0]])
+    picture = filming.write_frames(films / "shown", filming.noise(1, 56, 84, 0)) / "0.png"
+    both = [{"type": "image", "image": str(picture)}, *content]
+    (answer,) = answers(folder, ["which?"], Sampling(TOKENS), images=[picture], videos=[clips[0]])
+    assert answer == plain_answer(folder, [{"role": "user", "content": both}], films / "films.jsonl")
     refused = finetune("generate", folder, "--input", text, "--output", tmp_path / "o", "--video", clips[0])
     assert "generate: --video is only for prompts" in refused.stderr
 
@@ -162,8 +163,8 @@ def test_a_client_gets_the_greedy_answers_to_videos(
         with pytest.raises(openai.BadRequestError, match="not a video of a kind that is read"):
             asked({"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{playlist}"}})
         picture = filming.write_frames(films / "one", filming.noise(1, 56, 84, 0)) / "0.png"
-        with pytest.raises(openai.BadRequestError, match="a conversation has files of several kinds"):
-            asked(image_part(picture), video_part(clips[0]))
+        (wanted,) = answers(run, ["which?"], Sampling(TOKENS), images=[picture], videos=[clips[0]])
+        assert asked(image_part(picture), video_part(clips[0])).choices[0].message.content == wanted
         monkeypatch.setattr(api_requests, "MAX_VIDEO_PIXELS", 10_000)
         with pytest.raises(
             openai.BadRequestError, match=r"the videos have [\d,]+ pixels in all frames; at most 10,000"
