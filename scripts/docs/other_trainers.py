@@ -4,9 +4,9 @@
     PYTHONPATH=LIBRARIES python scripts/docs/other_trainers.py FOLDER llama_factory   # or axolotl, torchtune, unsloth
 
 The first trains the converted recipes on one CPU process, 36 steps of the same eight rows, so that order says nothing,
-and keeps how their adapters begin. The second trains the tool's config in the same way, and prints the largest
-difference of a loss. Each tool wants other versions of transformers and more: LIBRARIES is a folder of
-`pip install --no-deps --target`, of what docs/proofs/first-day.md lists.
+and keeps how their adapters begin. The second trains the tool's config in the same way, and keeps its losses and their
+largest difference in benchmarks/results/other_trainers.json. Each tool wants other versions of transformers and more:
+LIBRARIES is a folder of `pip install --no-deps --target`, of what docs/proofs/first-day.md lists.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import runpy
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,10 @@ CHANGES = {
     "llama_factory": (),
     "axolotl": (*PLAIN, "data.packing=false"),
     "torchtune": PLAIN,
-    "unsloth_qlora": (*PLAIN, "mode=lora", "quantization=null", "optimizer.weight_decay=0"),
+    "unsloth_qlora": (*PLAIN, "mode=lora", "quantization=null", "optimizer.weight_decay=0", f"run.seed={SEED}"),
 }
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+RESULTS = converted_curves.ROOT / "benchmarks" / "results" / "other_trainers.json"
 BEGIN = "begin.safetensors"
 COMMON = {"learning_rate": RATE, "max_steps": STEPS, "logging_steps": 1, "seed": SEED, "bf16": False}
 
@@ -96,7 +99,7 @@ def llama_factory() -> list[float]:
     losses, given = logged(), yaml.safe_load(Path("llama_factory.yaml").read_text(encoding="utf-8"))
     del given["template"]  # the tokenizer's own
     small = {"model_name_or_path": "llama", "cutoff_len": 128, "use_cpu": True, "do_train": True, "report_to": "none"}
-    small |= {"save_strategy": "no", "disable_gradient_checkpointing": True, "dataloader_pin_memory": False}
+    small |= {"save_strategy": "no", "disable_gradient_checkpointing": True, "overwrite_output_dir": True}
     importlib.import_module("llamafactory.train.tuner").run_exp(args={**given, **COMMON, **small})
     return losses
 
@@ -109,6 +112,8 @@ def axolotl() -> list[float]:
     small = {"base_model": "llama", "sequence_len": 128, "sample_packing": False, "val_set_size": 0, "warmup_steps": 0}
     small |= {"optimizer": "adamw_torch", "device": "cpu", "chat_template": "tokenizer_default", "sdp_attention": True}
     small |= {"save_strategy": "no", "gradient_checkpointing": False, "dataset_prepared_path": "prepared"}
+    small |= {"micro_batch_size": OF_A_STEP, "gradient_accumulation_steps": 1}  # of several it takes the mean of means
+    small |= dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), False)  # Triton's, for GPUs
     Path("axolotl-small.yaml").write_text(yaml.safe_dump({**given, **COMMON, **small}), encoding="utf-8")
     importlib.import_module("axolotl.cli.train").do_cli("axolotl-small.yaml")
     return losses
@@ -184,7 +189,11 @@ IN_TORCHTUNE = dict(
 def torchtune() -> list[float]:
     """Runs its recipe for LoRA on one device."""
     omega = importlib.import_module("omegaconf").OmegaConf
-    recipe = importlib.import_module("recipes.lora_finetune_single_device").LoRAFinetuneRecipeSingleDevice
+    package = find_spec("torchtune")
+    assert package is not None
+    assert package.origin is not None
+    file = Path(package.origin).parents[1] / "recipes" / "lora_finetune_single_device.py"  # no package, it says
+    recipe = runpy.run_path(str(file))["LoRAFinetuneRecipeSingleDevice"]
     config = omega.create(_torchtune_config())
     running = recipe(config)
     running.setup(config)
@@ -256,9 +265,10 @@ def main() -> None:
         train, config = THEIRS[name]
         expected, losses = json.loads(Path(f"{config}.json").read_text(encoding="utf-8")), train()
         differs = max(abs(one - other) for one, other in zip(expected, losses, strict=True))
-        print(
-            f"{name}: {len(losses)} losses, from {losses[0]:.4f} to {losses[-1]:.4f}; largest difference {differs:.1e}"
-        )
+    kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    kept[name] = {"losses": losses, "differs": differs}
+    RESULTS.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n", encoding="utf-8")
+    print(f"{name}: from {losses[0]:.4f} to {losses[-1]:.4f}, largest difference {differs:.1e}")
 
 
 if __name__ == "__main__":

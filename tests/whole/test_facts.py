@@ -112,6 +112,16 @@ def test_curves_of_converted_examples_are_those_that_were_run() -> None:
     assert [len(losses) for losses in results["losses"].values()] == [results["steps"]] * 6
 
 
+def test_other_tools_have_the_losses_that_the_page_says() -> None:
+    page = PAGES["docs/guides/coming-from-other-tools.md"]
+    results = json.loads((ROOT / "benchmarks" / "results" / "other_trainers.json").read_text(encoding="utf-8"))
+    for name, found in results.items():
+        title = {"llama_factory": "LLaMA-Factory"}.get(name, name)
+        (shown,) = re.findall(rf"\| {title} [\d.]+ \| ([\de.-]+) \|", page, re.IGNORECASE)
+        assert (shown, len(found["losses"])) == (f"{found['differs']:.1e}", 36)
+        assert found["differs"] < 1e-5
+
+
 def test_counts_are_those_of_the_code() -> None:
     tour, changelog = PAGES["docs/tour.md"], PAGES["CHANGELOG.md"]
     (lines,) = re.findall(r"`finetune/engine/ddp\.py` \| The shortest backend, (\d+) lines", tour)

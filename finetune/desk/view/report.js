@@ -64,7 +64,7 @@ function draw(figure) {
   }
   const back = log ? (value) => 10 ** value : (value) => value;
   figure.querySelectorAll("text.y").forEach((text, n) => { text.textContent = short(back(high - (n / 2) * (high - low))); });
-  figure.querySelectorAll("text.x").forEach((text, n) => {
+  figure.querySelectorAll("text.when").forEach((text, n) => {
     text.textContent = `${n ? "" : by + " "}${by === "epoch" ? short(first + (n / 2) * (last - first), 3) : Math.round(first + (n / 2) * (last - first)).toLocaleString("en")}`;
   });
   figure.curves = curves;
