@@ -3,6 +3,7 @@ studio, a page over all commands."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -227,6 +228,7 @@ def _load_for_shapes(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     if recipe.mode != "full":
         with importing():
             import_peft_for_shapes()
+    gc.freeze()  # modules stay until the process ends: they are not looked through again
     return recipe
 
 
