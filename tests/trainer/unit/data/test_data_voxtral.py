@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.protocol.instruct.validator import ValidationMode
 from mistral_common.protocol.transcription.request import TranscriptionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from finetune.data.examples import prepare_examples
 from finetune.models.base_model import Base
-from finetune.models.tokenizer import load_tokenizer
+from finetune.models.tokenizer import load_tokenizer, read_tokenizer
 from finetune.recipe import Recipe
 from finetune.recipe.schema import Model
 
@@ -108,6 +110,20 @@ def test_the_tokenizer_is_read_from_tekken_json(voxtral: Path) -> None:
     theirs: Any = encoder(voxtral).instruct_tokenizer.tokenizer
     for text in ("Hello, wörld 123", "  two\n\n lines 漢字 🦊", "It's 10:30."):
         assert tokenizer(text, add_special_tokens=False).input_ids == theirs.encode(text, bos=False, eos=False)
+
+
+def test_a_saved_one_is_read_as_it_was_with_the_base_s_file_beside_it(voxtral: Path, tmp_path: Path) -> None:
+    """Which vLLM and transformers' processor want there."""
+    tokenizer = load_tokenizer(Model(name=str(voxtral)))
+    tokenizer.save_pretrained(tmp_path)
+    for beside in (False, True):
+        if beside:
+            shutil.copy(voxtral / "tekken.json", tmp_path)
+        again = read_tokenizer(tmp_path)
+        assert isinstance(again, PreTrainedTokenizerFast)
+        assert again.eos_token_id == 2
+        text = "[INST][BEGIN_AUDIO][AUDIO] It's 10:30, é.[/INST]"
+        assert again(text).input_ids == tokenizer(text).input_ids
 
 
 CHATS: dict[str, list[Any]] = {
