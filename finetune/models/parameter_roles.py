@@ -42,11 +42,13 @@ def parameter_roles(model: Any) -> ParameterRoles:
 
 def _kinds_of(model: Any) -> dict[int, tuple[MediaKind, ...]]:
     """Returns the kinds of files of each parameter of towers and projectors, by its `id`."""
-    found = {id(parameter): () for module in tower_modules(model) for parameter in module.parameters()}
+    found: dict[int, tuple[MediaKind, ...]] = {
+        id(p): () for module in tower_modules(model) for p in module.parameters()
+    }
     if found:
         base = unwrap_peft(model).base_model
         for kind, row in rows_of(unwrap_peft(model).config.model_type).items():
-            modules = [part for path in (row.tower, *row.projector) if (part := part_at(base, path)) is not None]
-            for each in {id(parameter): parameter for module in modules for parameter in module.parameters()}:
+            parts = [part for path in (row.tower, *row.projector) if (part := part_at(base, path)) is not None]
+            for each in {id(p) for part in parts for p in part.parameters()}:
                 found[each] = (*found[each], kind)
     return found

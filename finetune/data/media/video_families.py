@@ -225,8 +225,8 @@ def _scaled(frame: NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
 
 def _normalized(frames: Tensor, mean: Sequence[float], deviation: Sequence[float], factor: float) -> Tensor:
     """Returns frames (N, 3, H, W) in float32: the mean and deviation are multiplied, not each pixel."""
-    mean, deviation = (torch.tensor(values) * (1.0 / factor) for values in (mean, deviation))
-    return frames.to(torch.float32).sub_(mean.view(-1, 1, 1)).div_(deviation.view(-1, 1, 1))
+    centre, spread = (torch.tensor(values) * (1.0 / factor) for values in (mean, deviation))
+    return frames.to(torch.float32).sub_(centre.view(-1, 1, 1)).div_(spread.view(-1, 1, 1))
 
 
 class Qwen3Videos(QwenVideos):

@@ -34,7 +34,7 @@ def saved(folder: Path, name: str) -> None:
         several.save_gemma4(folder, name, whole=name == "gemma4_whole")
 
 
-@pytest.mark.parametrize("name", usual(RUNS, "gemma4_whole"))
+@pytest.mark.parametrize("name", usual(RUNS, "gemma4"))
 def test_a_row_has_the_gradients_of_its_documents(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses to 1e-6 and gradients to 1e-5, of images that are longer than a window, too; see `isolation.compare`."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))

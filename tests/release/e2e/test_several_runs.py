@@ -13,7 +13,6 @@ import yaml
 from conftest import launch, train_here
 from plain_documents import Plain, metric, own_loop
 from transformers import AutoModelForMultimodalLM
-from usual import usual
 
 WHOLE = ["language", "projector", "tower"]
 RUNS = {  # of a model: the kinds of files of a run
@@ -64,8 +63,9 @@ def train_on(folder: Path, name: str, label: str, rows: str = "", **changes: Any
     return Path(recipe["run"]["dir"]) / recipe["run"]["name"]
 
 
-@pytest.mark.parametrize("name", usual(RUNS, "gemma4 image audio video"))
-@pytest.mark.parametrize("last", usual(["tower", "language"], "tower"))
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("last", ["tower", "language"])
 def test_losses_are_those_of_plain_transformers(name: str, last: str, folder: Path) -> None:
     parts = WHOLE if last == "tower" else ["language"]
     base = folder / name.split()[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 
 from finetune.data.batch import collate
 from finetune.data.examples import media_reader, prepare_examples
-from finetune.data.samples import kind_of
-from finetune.models.base_model import Base
-
-TYPES = {"image": 1, "video": 2, "audio": 3}
+from finetune.data.samples import BadRow, Reference, kind_of
+from finetune.errors import UserError
+from finetune.models.base_model import Base, processor_settings
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,9 @@ def files_in(folder: Path, messages: Any) -> dict[str, list[Any]]:
     }
 
 
-@pytest.mark.parametrize(("name", "kinds"), [("shown", ("image",)), ("both", ("image", "audio"))])
+@pytest.mark.parametrize(
+    ("name", "kinds"), [pytest.param("shown", ("image",), marks=pytest.mark.long), ("both", ("image", "audio"))]
+)
 def test_rows_are_the_processors(
     name: str, kinds: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,3 +106,49 @@ def test_rows_are_the_processors(
 
 def padded_to(theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
     return theirs[:, : ours.shape[1]]
+
+
+def image_family(recipe: Any) -> Any:
+    media = Base.of(recipe).media
+    assert media is not None
+    return media.families["image"]
+
+
+def test_a_picture_of_any_shape_has_the_processor_s_tokens(folder: Path) -> None:
+    family = image_family(several.recipe_of(folder, "gemma4", "shown", ("image",)))
+    counts = []
+    for i in range(6):
+        stored = family.find(f"{i}.png", str(folder / "shown.jsonl"))
+        features = family.read(family.placed(stored, 0, 1))
+        counts.append(family.written(stored).count)
+        assert [counts[-1]] == list(features["num_soft_tokens_per_image"])
+        assert (features["image_position_ids"] >= 0).all(-1).sum() == 9 * counts[-1]
+    assert len(set(counts)) > 2
+
+
+def test_max_pixels_chooses_among_the_sizes_of_the_processor(folder: Path, tmp_path: Path) -> None:
+    """The result has it: who loads that sees what was trained on."""
+    bounded = several.recipe_of(folder, "gemma4", "shown", ("image",), data={"image": {"max_pixels": 150 * 48 * 48}})
+    family = image_family(bounded)
+    assert family.processor.max_soft_tokens == 140
+    result = tmp_path / "result"
+    shutil.copytree(folder / "gemma4", result)
+    for name, content in processor_settings(Base.of(bounded)).items():
+        (result / name).write_bytes(content)
+    shutil.copy(folder / "shown.jsonl", tmp_path)
+    assert image_family(several.recipe_of(tmp_path, "result", "shown", ("image",))).settings == family.settings
+    few = several.recipe_of(folder, "gemma4", "shown", ("image",), data={"image": {"max_pixels": 1000}})
+    with pytest.raises(UserError, match=r"data\.image\.max_pixels: Gemma 4 .* Fix: set it to 161280 or more"):
+        image_family(few)
+
+
+def test_files_of_one_kind_stay_before_those_of_another(folder: Path) -> None:
+    """A template that writes all images first is refused: their places would be those of clips."""
+    recipe = several.recipe_of(folder, "gemma4", "both", ("image", "audio"))
+    media = Base.of(recipe).media
+    assert media is not None
+    references = [Reference("audio", "a.wav"), Reference("image", "0.png")]
+    with pytest.raises(BadRow, match="moves files of different kinds"):
+        media.expand("<|image|> and <|audio|>", [], references, str(folder / "both.jsonl"), "its template")
+    with pytest.raises(BadRow, match=r"writes 0 times '<\|audio\|>' for 1 clips"):
+        media.expand("<|image|>", [], references, str(folder / "both.jsonl"), "its template")

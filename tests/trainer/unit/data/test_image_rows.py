@@ -338,7 +338,7 @@ def test_a_processor_may_be_in_another_place(model: Path, folder: Path, tmp_path
     )
     assert one.sequences[0].input_ids.tolist() == other.sequences[0].input_ids.tolist()
     names = ("preprocessor_config.json", "processor_config.json")
-    kept = processor_settings(Base(Model(name=str(bare)), image=Images(processor=str(model))))
+    kept = processor_settings(Base(Model(name=str(bare)), image=(Images(processor=str(model)),)))
     assert kept == {name: (model / name).read_bytes() for name in names}
 
 
