@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from finetune.errors import UserError
+
 
 def recompute_activations(
     model: Any, how: Literal["selective"] | bool, around: Callable[..., tuple[Any, Any]] | None = None
@@ -30,7 +32,13 @@ def recompute_activations(
     (selective): those are most of the work to repeat; norms, activation functions, rotations and casts are cheap.
 
     around: returns contexts of a forward and of its recomputation, given a function that returns further ones or None.
+    Raises UserError for a class that transformers does not recompute (Granite Speech).
     """
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        raise UserError(
+            f"train.activation_checkpointing: transformers does not recompute layers of {type(model).__name__}. Fix: "
+            "set `train.activation_checkpointing: false`"
+        )
     arguments: dict[str, Any] = {"use_reentrant": False}
     contexts = functools.partial(create_selective_checkpoint_contexts, _policy) if how == "selective" else None
     if around is not None:

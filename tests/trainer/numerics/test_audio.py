@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from finetune.data.media.family_table import FAMILIES, family_of
 from finetune.errors import UserError
+from finetune.models.activations import recompute_activations
 from finetune.models.attention import isolation, per_document
 from finetune.models.attention.isolation import isolation_problem
 from finetune.models.clips_alone import is_run_alone, is_run_in_parts
@@ -147,6 +148,14 @@ def test_logits_that_transformers_leaves_unscaled_are_refused() -> None:
         check_scaled_logits(config_of("granite_speech", text_config={**text, "logits_scaling": 8.0}))
     for name in ("granite_speech", "gemma4"):
         check_scaled_logits(config_of(name))
+
+
+def test_layers_that_transformers_does_not_recompute_are_refused() -> None:
+    """Granite Speech's class; a run would end at transformers' ValueError."""
+    with torch.device("meta"):
+        model = AutoModelForMultimodalLM.from_config(config_of("granite_speech"))
+    with pytest.raises(UserError, match=r"does not recompute layers of GraniteSpeech.*activation_checkpointing: false"):
+        recompute_activations(model, True)
 
 
 @torch.no_grad()
