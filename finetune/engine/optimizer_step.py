@@ -93,7 +93,10 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
     """Multiplies gradients in place. On a CPU by a tensor of their type, which torch would make of the number for each
     of them, in fp64, and cast: the same bits, a quarter of the time."""
     types = {gradient.dtype for gradient in gradients} if all(gradient.is_cpu for gradient in gradients) else set()
-    torch._foreach_mul_(gradients, torch.tensor(factor, dtype=types.pop()) if len(types) == 1 else factor)
+    if len(types) == 1:
+        torch._foreach_mul_(list(gradients), torch.tensor(factor, dtype=types.pop()))
+    else:
+        torch._foreach_mul_(list(gradients), factor)
 
 
 def hold_back_idle_groups(optimizer: Optimizer) -> None:

@@ -158,7 +158,7 @@ def _towers(model: Any, recomputes: bool) -> tuple[TowerFlops, ...]:
     if not tower_modules(model):
         return ()
     rows = rows_of(model.config.model_type).values()
-    there = [row.kind for row in rows if getattr(model.config, row.config) is not None]
+    there: list[MediaKind] = [row.kind for row in rows if getattr(model.config, row.config) is not None]
     return tuple(_tower(model, kind, recomputes) for kind in there)
 
 

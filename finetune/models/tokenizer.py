@@ -53,8 +53,8 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerFast:
 
 def _with_specials(tokenizer: Any) -> Any:
     """Returns a tokenizer made of Mistral's `tekken.json` alone with its special tokens, others as they are."""
-    file = getattr(tokenizer, "vocab_file", None)
-    if tokenizer.eos_token is not None or not is_tekken_vocab_filename(file or ""):
+    file = getattr(tokenizer, "vocab_file", None) or ""
+    if tokenizer.eos_token is not None or not is_tekken_vocab_filename(file):
         return tokenizer
     from transformers.integrations.mistral import convert_tekken_tokenizer  # imports mistral-common, if it is there
 

@@ -345,7 +345,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def whole_image_types(config: Any, ids: Tensor, files: Sequence[Sequence[MediaKind]]) -> dict[str, Tensor]:
     """Returns what transformers' own masks need for ids (B, T), if the tokens of an image or a frame see each other in
     windows (Gemma 4); else {}. files: kinds of each text's."""
-    rows = family_of(config, tuple(dict.fromkeys(kind for of_text in files for kind in of_text))).each
+    kinds: dict[MediaKind, None] = dict.fromkeys(kind for of_text in files for kind in of_text)
+    rows = family_of(config, tuple(kinds)).each
     if not any(row.in_windows_only for row in rows):
         return {}
     seen = [ids == getattr(config, row.token_id) for row in rows if row.in_windows_only]
@@ -365,14 +366,14 @@ Positions = Callable[[Tensor, Grids], Tensor]  # ids (1, t) and the grids of the
 
 def grids_of(inputs: Mapping[str, Tensor], files: Sequence[Sequence[MediaKind]]) -> list[Grids]:
     """Returns the grids of each document's files among the inputs of a forward. files: kinds of each document's."""
-    documents: list[dict[str, Tensor]] = [{} for _ in files]
+    documents = [dict[str, Tensor]() for _ in files]
     for kind, names in GRIDS.items():
         counts = [sum(one == kind for one in of_document) for of_document in files]
         for name in (name for name in names if name in inputs):
             for document, grid, count in zip(documents, inputs[name].split(counts), counts, strict=True):
                 if count:
                     document[name] = grid
-    return documents
+    return [*documents]
 
 
 def document_positions(config: Any) -> Positions | None:
@@ -404,7 +405,9 @@ def row_positions(config: Any) -> Callable[[Batch], Batch] | None:
 
     def with_positions(batch: Batch) -> Batch:
         documents = batch.inputs["input_ids"].split(list(batch.sequence_lengths), dim=1)
-        files = [[place.kind for place in batch.media if place.sequence == i] for i in range(len(documents))]
+        files: list[list[MediaKind]] = [
+            [place.kind for place in batch.media if place.sequence == i] for i in range(len(documents))
+        ]
         grids = grids_of(batch.inputs, files)
         if not any(grids):
             return batch

@@ -79,7 +79,7 @@ def with_pictures(
     files = [one for of_document in images for one in of_document]
     if not files:
         return batch
-    kinds = tuple(dict.fromkeys(one.as_still for one in files))
+    kinds: tuple[MediaKind, ...] = tuple(dict.fromkeys(one.as_still for one in files))
     pictures: dict[str, Tensor] = {}
     with fakes, KnownIntegers():
         for row in family_of(config, kinds).each:

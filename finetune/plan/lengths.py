@@ -212,7 +212,8 @@ def read_lengths(recipe: Recipe) -> Lengths | str:
                 times = sum(rows) / sum(min(count, limit) for count, limit in zip(rows, limits, strict=True))
             what = "all rows" if times == 1 else f"a sample of {' and '.join(map(str, limits))} rows"
         data, images = on_disk(build_training(recipe, renderer)), base.media
-        tokens = {kind: family.token_id for kind, family in images.families.items()} if images else {}
+        families = images.families.items() if images else ()
+        tokens: dict[MediaKind, int] = {kind: family.token_id for kind, family in families}
         return Lengths(what, data.examples, times, tokens)
     except UserError as error:
         return str(error).splitlines()[0]

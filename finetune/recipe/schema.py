@@ -354,7 +354,11 @@ class Data(Section):
     @property
     def media_kinds(self) -> tuple[Literal["image", "audio", "video"], ...]:
         """Returns the kinds of the files that rows have, in the order of `media`."""
-        given = {"image": self.image, "audio": self.audio, "video": self.video}
+        given: dict[Literal["image", "audio", "video"], object] = {
+            "image": self.image,
+            "audio": self.audio,
+            "video": self.video,
+        }
         return tuple(kind for kind, rules in given.items() if rules is not None)
 
     @property

@@ -52,7 +52,7 @@ def prompt_media(
     if reader is None or not any(media):
         return None
     ids, _ = left_padded(list(prompts), pad_id, torch.device("cpu"))
-    kinds = [[kind_of(one) for one in of_prompt] for of_prompt in media]
+    kinds: list[list[MediaKind]] = [[kind_of(one) for one in of_prompt] for of_prompt in media]
     inputs = reader([one for of_prompt in media for one in of_prompt], ids) | whole_image_types(config, ids, kinds)
     grids = grids_of(inputs, kinds)
     if (positions_of := document_positions(config)) is None or not any(grids):

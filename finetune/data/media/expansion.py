@@ -89,7 +89,7 @@ class RowMedia:
 
     def _begins(self, text: str, references: Sequence[Reference], template: str) -> list[int]:
         """Returns where the placeholder of each file begins. Raises BadRow if the template writes others."""
-        by_text = {family.placeholder: kind for kind, family in self.families.items()}
+        by_text: dict[str, MediaKind] = {family.placeholder: kind for kind, family in self.families.items()}
         places = [*re.finditer("|".join(map(re.escape, by_text)), text)]
         written = [by_text[place.group()] for place in places]
         for placeholder, kind in by_text.items():

@@ -357,8 +357,11 @@ def _gemma4_processor(settings: FamilySettings) -> Gemma4VideoProcessor:
         num_frames=None if fps else rules.max_frames or given["num_frames"],
         fps=fps,
         max_frames=rules.max_frames or given.get("max_frames") if fps else None,
-        **{name: given[name] for name in ("patch_size", "pooling_kernel_size", "rescale_factor")},
-        **{name: tuple(given[name]) for name in ("image_mean", "image_std")},
+        patch_size=given["patch_size"],
+        pooling_kernel_size=given["pooling_kernel_size"],
+        rescale_factor=given["rescale_factor"],
+        image_mean=tuple(given["image_mean"]),
+        image_std=tuple(given["image_std"]),
     )
 
 

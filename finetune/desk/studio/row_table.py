@@ -37,7 +37,8 @@ def row_table(path: str, folder: Path) -> dict[str, Any]:
     names = list(dict.fromkeys(str(name) for row in rows for name in row))
     roles, said = _roles(rows)
     choice = said.pop("choice")
-    for name, kind in (("sounds", "audio"), ("films", "video")):  # files of each row
+    kinds: dict[str, MediaKind] = {"sounds": "audio", "films": "video"}
+    for name, kind in kinds.items():  # files of each row
         counts = [len(_files_of(row, choice, kind)) for row in rows[:_SHOWN_ROWS]]
         said[name] = counts if any(counts) else []
     shown = names[:_SHOWN_COLUMNS]

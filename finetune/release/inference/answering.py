@@ -176,7 +176,7 @@ class Answerer:
         from finetune.data.media.family_table import FAMILIES, kinds_taken
 
         model_type = self.model.config.model_type
-        kinds = list(dict.fromkeys(reference.kind for reference in references))
+        kinds: list[MediaKind] = list(dict.fromkeys(reference.kind for reference in references))
         if other := [kind for kind in kinds if self.processor is None or kind not in kinds_taken(model_type)]:
             able = ", ".join(name for name in FAMILIES if other[0] in kinds_taken(name))
             raise UserError(f"this model ({model_type}) takes no {_NAMES[other[0]]}. Fix: use one of {able}")
@@ -207,7 +207,7 @@ class Answerer:
     def file_inputs(self, files: Sequence[Medium], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the inputs of transformers' forward for the files of texts (B, T), in order, whose kinds may differ.
         Raises UserError for a file that cannot be decoded."""
-        kinds = list(dict.fromkeys(map(kind_of, files)))
+        kinds: list[MediaKind] = list(dict.fromkeys(map(kind_of, files)))
         return self._handling(kinds)[1].plain_inputs(files, input_ids) if kinds else {}
 
     def inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
