@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import importlib
 import logging
 import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -55,35 +51,6 @@ def growing_segments() -> None:
     configured the allocator."""
     if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
-
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Looks for no garbage within: modules leave none, and there is more to look through with each of thousands."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-_NO_COMPILER = "TORCHDYNAMO_DISABLE"
-
-
-def import_peft_for_shapes() -> None:
-    """Imports peft for a process that computes nothing with it: functions of bitsandbytes, which peft imports, are not
-    put under torch.compile, for which torch would import its compiler, which takes a second."""
-    before = os.environ.get(_NO_COMPILER)
-    os.environ[_NO_COMPILER] = "1"  # torch reads it at each call of torch.compile
-    try:
-        importlib.import_module("peft")
-    finally:
-        if before is None:
-            del os.environ[_NO_COMPILER]
-        else:
-            os.environ[_NO_COMPILER] = before
 
 
 _VERBOSE = "FINETUNE_VERBOSE"

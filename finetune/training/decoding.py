@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
 from finetune.data.batch import MediaInputs
-from finetune.data.samples import Medium, kind_of
+from finetune.data.samples import MediaKind, Medium, kind_of
 from finetune.engine.base import Engine
 from finetune.models.towers import document_positions, grids_of, whole_image_types
 

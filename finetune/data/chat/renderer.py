@@ -51,7 +51,7 @@ from finetune.data.samples import (
 from finetune.errors import UserError
 
 if TYPE_CHECKING:  # Pillow and transformers' processors are only needed for images
-    from finetune.data.media.expansion import RowMedia
+    from finetune.data.media.expansion import Counted, RowMedia
 
 TokensAndMedia = tuple[NDArray[np.int32], NDArray[np.bool_], tuple[Medium, ...]]
 
@@ -67,7 +67,7 @@ class Rendered:
     is_plain: bool = False  # no template wrote its BOS and its end
     is_prompt: bool = False  # an answer follows: it has no end
     ready: Ids | None = None  # tokens as the row gave them, in place of a text
-    media: tuple[tuple[Any, int], ...] = ()  # with the tokens that the model fills, in the text's order
+    media: tuple[Counted, ...] = ()  # in the text's order
 
 
 @dataclass(frozen=True)

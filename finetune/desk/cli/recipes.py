@@ -3,11 +3,9 @@ studio, a page over all commands."""
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,11 +27,9 @@ from finetune.desk.cli.options import (
     RecipePath,
 )
 from finetune.errors import UserError, without_secrets
-from finetune.startup import import_peft_for_shapes, importing
 
 if TYPE_CHECKING:
     from finetune.desk.setup.new_options import NewOptions
-    from finetune.recipe import Recipe
 
 
 def new(
@@ -204,9 +200,8 @@ def plan(
 
     if not report:
         load_recipe(recipe, overrides or ())  # a mistake is told before seconds of imports
-    with importing():
-        from finetune.desk.view.memory_page import write_page
-        from finetune.plan.command import PlanOptions, run
+    from finetune.desk.view.memory_page import write_page
+    from finetune.plan.command import PlanOptions, run
 
     if report:
         from finetune.plan.comparison import as_json as comparisons_json
@@ -217,19 +212,7 @@ def plan(
         return
     places = (tuple(on or ()), nodes, by, write, html, memory)
     options = PlanOptions(*places, hardware, prices, as_json, verbose, host_memory)
-    run(recipe, overrides or (), options, Console(), _load_for_shapes, write_page)
-
-
-def _load_for_shapes(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Loads a recipe whose model is made without values."""
-    from finetune.features import load_recipe
-
-    recipe = load_recipe(path, overrides)
-    if recipe.mode != "full":
-        with importing():
-            import_peft_for_shapes()
-    gc.freeze()  # modules stay until the process ends: they are not looked through again
-    return recipe
+    run(recipe, overrides or (), options, Console(), load_recipe, write_page)
 
 
 def inspect(

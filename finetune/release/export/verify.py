@@ -156,10 +156,11 @@ def _compare_models(
             run = ScoreReference.of(model, read_tokenizer(settings).pad_token_id, examples, figures)
         else:
             recipe, pictures = replace_settings(trained.recipe, trained.settings, base), None
-            if not is_gguf and (seen := Base(recipe.model, image=recipe.data.media).media) is not None:
+            if not is_gguf and recipe.data.media:
                 from finetune.data.examples import media_reader
 
-                pictures = media_reader(seen).plain_inputs
+                reader = media_reader(Base(recipe.model, image=recipe.data.media).media)
+                pictures = reader and reader.plain_inputs
             context = context_length(config) if is_gguf else None
             run = AnswerReference.of(model, pictures, end_tokens(trained.settings), examples, figures, context)
         del model

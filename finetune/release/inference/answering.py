@@ -177,9 +177,12 @@ class Answerer:
 
         model_type = self.model.config.model_type
         kinds: list[MediaKind] = list(dict.fromkeys(reference.kind for reference in references))
-        if other := [kind for kind in kinds if self.processor is None or kind not in kinds_taken(model_type)]:
-            able = ", ".join(name for name in FAMILIES if other[0] in kinds_taken(name))
-            raise UserError(f"this model ({model_type}) takes no {_NAMES[other[0]]}. Fix: use one of {able}")
+        refused: list[MediaKind] = [
+            kind for kind in kinds if self.processor is None or kind not in kinds_taken(model_type)
+        ]
+        if refused:
+            able = ", ".join(name for name in FAMILIES if refused[0] in kinds_taken(name))
+            raise UserError(f"this model ({model_type}) takes no {_NAMES[refused[0]]}. Fix: use one of {able}")
         return self._handling(kinds)[0]
 
     def rules_of(self, kind: MediaKind) -> FileRules:
@@ -207,7 +210,7 @@ class Answerer:
     def file_inputs(self, files: Sequence[Medium], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the inputs of transformers' forward for the files of texts (B, T), in order, whose kinds may differ.
         Raises UserError for a file that cannot be decoded."""
-        kinds: list[MediaKind] = list(dict.fromkeys(map(kind_of, files)))
+        kinds: list[MediaKind] = [*{kind_of(one): None for one in files}]
         return self._handling(kinds)[1].plain_inputs(files, input_ids) if kinds else {}
 
     def inputs(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.startup import growing_segments, importing, sleep_at_barriers
+from finetune.startup import growing_segments, sleep_at_barriers
 
 LARGE_PAGES = """
 from finetune.startup import large_pages
@@ -102,26 +101,3 @@ def test_threads_spin_as_they_do_where_nobody_wants_the_cores(monkeypatch: pytes
     monkeypatch.setattr(os, "cpu_count", lambda: 10_000)  # more than there are programs
     sleep_at_barriers()
     assert "GOMP_SPINCOUNT" not in os.environ
-
-
-PEFT = """
-import os, sys
-from finetune.startup import import_peft_for_shapes
-import_peft_for_shapes()
-print("bitsandbytes" in sys.modules, "torch._inductor.compile_fx" in sys.modules, "TORCHDYNAMO_DISABLE" in os.environ)
-"""
-
-
-@pytest.mark.long
-def test_peft_for_shapes_imports_no_compiler() -> None:
-    done = subprocess.run([sys.executable, "-c", PEFT], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False", "False"]
-
-
-def test_no_garbage_is_looked_for_while_modules_are_imported() -> None:
-    for before in (True, False):
-        (gc.enable if before else gc.disable)()
-        with importing():
-            assert not gc.isenabled()
-        assert gc.isenabled() == before
-    gc.enable()
