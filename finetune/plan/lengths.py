@@ -163,6 +163,9 @@ def _tower_sequences(medium: Medium, filled: NDArray[np.bool_]) -> tuple[int, ..
     return (tokens // places,) * places
 
 
+_PLURALS: dict[MediaKind, str] = {"image": "images", "audio": "clips", "video": "videos"}
+
+
 def widest(recipe: Recipe, reason: str, config: PretrainedConfig) -> RowFacts:
     """Returns the largest rows that a recipe allows: every row one document of max_length, all supervised, and full of
     images if it sees any."""
@@ -173,7 +176,7 @@ def widest(recipe: Recipe, reason: str, config: PretrainedConfig) -> RowFacts:
         source = f"data.max_length, as lengths are not known ({reason})"
         facts = sampled_rows(recipe, np.array([room]), source, config)
         return replace(facts, images=of_prompt, sample_images=(of_prompt,) if of_prompt else ())
-    full = f" with {len(images)} images of {images[0].tokens:,} tokens" if images else ""
+    full = f" with {len(images)} {_PLURALS[images[0].kind]} of {images[0].tokens:,} tokens" if images else ""
     return RowFacts(
         f"not known ({reason}): every row is taken as one document of data.max_length tokens{full}, all supervised, "
         "which is the most there can be",
