@@ -221,8 +221,8 @@ MUTANTS = (
         "attention",
         "a window is one token longer",
         "finetune/models/attention/per_document.py",
-        "keys <= sliding_window else sliding_window",
-        "keys <= sliding_window else sliding_window + 1",
+        "mask & (distance < window)",
+        "mask & (distance <= window)",
         (_ATTENTION,),
     ),
     Mutant(

@@ -43,8 +43,8 @@ _COMPUTED_BY: dict[MediaKind, tuple[str, ...]] = {
     "video": ("torch", "numpy", "pillow", "av"),
 }
 _DIGITS = 8  # of the checksum, in hex
-# Of sound, and of videos; less is read here: it takes about as long as to start the other processes.
-_FEW_SECONDS: dict[MediaKind, float] = {"audio": 600.0, "video": 60.0}
+# Of sound, and of videos; less is read here: its work, some nine seconds, is about what starting the others takes.
+_FEW_SECONDS: dict[MediaKind, float] = {"audio": 3600.0, "video": 60.0}
 _BYTES_A_SAMPLE = 48  # of a clip while its features are made: samples, spectrum (complex), bands, and copies of them
 _BYTES_A_PIXEL = 80  # of a frame as it is stored: a decoder holds some twenty of them
 

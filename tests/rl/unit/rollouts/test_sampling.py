@@ -55,7 +55,7 @@ def test_the_token_of_files_is_never_drawn() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     draws = torch.arange(2_000)
     keys, logits = sample_keys(3, draws, torch.zeros_like(draws)), probabilities.log().expand(len(draws), -1)
-    free, sampler = Sampler(SETTINGS, keys), Sampler(SETTINGS, keys, never=0)
+    free, sampler = Sampler(SETTINGS, keys), Sampler(SETTINGS, keys, never=(0,))
     drawn, tokens = free(logits, 0), sampler(logits, 0)
     assert (drawn == 0).any()
     assert not (tokens == 0).any()
