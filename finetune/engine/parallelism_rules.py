@@ -150,11 +150,9 @@ def zero_3(c: Combination) -> Iterator[str]:
     """DeepSpeed gathers the weights of a module as it is called, on all ranks at the same time."""
     if c.launch.kind != "zero" or c.launch.zero_stage != 3 or c.model is None:
         return
-    name, kinds = c.model.model_type, c.recipe.data.media_kinds
+    name = c.model.model_type
     if name in _NOT_UNDER_ZERO_3:
         yield f"ZeRO-3: {name}: {_NOT_UNDER_ZERO_3[name]}: use fsdp2 or zero2"
-    if len(kinds) > 1 or (name == "gemma4" and {*kinds} - {"audio"}):
-        yield f"ZeRO-3 with the towers that {name} has in this run is not verified: use fsdp2 or zero2"
 
 
 def stored_base(c: Combination) -> Iterator[str]:
