@@ -1,8 +1,10 @@
-"""The documents of a run with media, each alone through plain transformers: its losses, and a loop over its steps."""
+"""The documents of a run with media, each alone through plain transformers: its losses, and a loop over its steps;
+and answers to files."""
 
 from __future__ import annotations
 
 import json
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +78,20 @@ def own_loop(run: Path, base: Path, trained: list[str]) -> list[float]:
         optimizer.step()
         losses.append(nll.item())
     return losses
+
+
+def likeliest_answer(answerer: Any, folder: Path, messages: list[dict[str, Any]], rows: Path, tokens: int) -> str:
+    """The likeliest tokens by whole forwards of plain transformers without a cache, up to the first end token.
+
+    answerer: `load_answerer` of the folder, for ids and inputs of files; rows: the file whose folder has them."""
+    model = AutoModelForMultimodalLM.from_pretrained(folder).eval()
+    prompt = answerer.prompt(messages, data_file=str(rows))
+    ids = list(prompt.ids)
+    for _ in range(tokens):
+        batch = torch.tensor([ids])
+        with torch.no_grad():
+            logits = model(batch, use_cache=False, **answerer.file_inputs(prompt.media, batch)).logits
+        ids.append(int(logits[0, -1].argmax()))
+    ends = model.generation_config.eos_token_id
+    kept = takewhile(lambda token: token != ends, ids[len(prompt.ids) :])
+    return answerer.tokenizer.decode(list(kept), skip_special_tokens=True)

@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Iterator
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import filming
 import pytest
 import torch
 from conftest import finetune, serving
+from plain_documents import likeliest_answer
 from rich.console import Console
 from test_video_runs import train_on_films
 from transformers import AutoModelForMultimodalLM
@@ -58,18 +58,7 @@ def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain_answer(folder: Path, messages: list[dict[str, Any]], rows: Path) -> str:
-    """The likeliest tokens by whole forwards of plain transformers without a cache, up to the first end token."""
-    answerer, model = load_answerer(folder), AutoModelForMultimodalLM.from_pretrained(folder).eval()
-    prompt = answerer.prompt(messages, data_file=str(rows))
-    ids = list(prompt.ids)
-    for _ in range(TOKENS):
-        batch = torch.tensor([ids])
-        with torch.no_grad():
-            logits = model(batch, use_cache=False, **answerer.file_inputs(prompt.media, batch)).logits
-        ids.append(int(logits[0, -1].argmax()))
-    ends = model.generation_config.eos_token_id
-    kept = takewhile(lambda token: token != ends, ids[len(prompt.ids) :])
-    return answerer.tokenizer.decode(list(kept), skip_special_tokens=True)
+    return likeliest_answer(load_answerer(folder), folder, messages, rows, TOKENS)
 
 
 @pytest.mark.parametrize("name", usual(filming.FILMING, "qwen3_vl"))
