@@ -48,9 +48,9 @@ class Plain:
             return float(torch.cat([self.losses(model, one.sequences[0]) for one in self.examples]).mean())
 
 
-def own_loop(run: Path, base: Path, trained: list[str]) -> list[float]:
+def own_loop(run: Path, base: Path, trained: list[str], eps: float = 1e-8) -> list[float]:
     """The losses of a loop over plain transformers on the rows of the run's steps, one document at a time: AdamW of
-    3e-3 and (0.9, 0.95), a decay of 0.1. trained: parts, as in `model.train`."""
+    3e-3 and (0.9, 0.95), a decay of 0.1. trained: parts, as in `model.train`; eps: of AdamW."""
     plain, model = Plain(run), AutoModelForMultimodalLM.from_pretrained(base)
     family = family_of(model.config, load_recipe(run / "recipe.yaml").data.media_kinds)
     kept = (*(path for row in family.each for path in row.unused), *family.others)
@@ -64,6 +64,7 @@ def own_loop(run: Path, base: Path, trained: list[str]) -> list[float]:
         [{"params": params, "weight_decay": decay} for params, decay in zip(groups, (0.1, 0.0), strict=True)],
         lr=3e-3,
         betas=(0.9, 0.95),
+        eps=eps,
     )
     by_row = {f"{example.path}:{example.row}": example.sequences[0] for example in plain.examples}
     losses = []
