@@ -3,6 +3,7 @@
     sudo python scripts/proofs/two_hosts.py       # two network namespaces, a bridge between them, two ranks in each
     python scripts/proofs/two_hosts.py --loopback      # two launchers on 127.0.0.1, needs no root: frozen, not cut off
     python scripts/proofs/two_hosts.py --only fsdp2 cut # scenarios whose names contain all of the words
+    python scripts/proofs/two_hosts.py --pairs          # four of the eight: each two of their words are together in one
 
 In each scenario the second host is lost in the middle: all its processes are killed, or its port at the bridge goes
 down, of which the first host hears nothing. The first host's ranks notice, leave, and form a group again: when the
@@ -95,6 +96,8 @@ SCENARIOS = tuple(
     for loss in ("killed", "cut")
     for fewer in (False, True)
 )
+# Each config, loss and way to go on with each other one.
+PAIRS = tuple(s for s in SCENARIOS if ((s.config == "ddp") + (s.loss == "killed") + s.fewer) % 2 == 0)
 
 
 @dataclass
@@ -391,10 +394,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--loopback", action="store_true", help="launchers on 127.0.0.1; frozen instead of cut off")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="scenarios whose names have all of these")
+    parser.add_argument("--pairs", action="store_true", help="half of the scenarios, in which any two words meet once")
     parser.add_argument("--folder", type=Path, help="keep everything there; default: a temporary one")
     parser.add_argument("--json", type=Path, help="write the outcomes there")
     options = parser.parse_args()
-    chosen = [s for s in SCENARIOS if set(options.only) <= set(s.name.split())]
+    chosen = [s for s in (PAIRS if options.pairs else SCENARIOS) if set(options.only) <= set(s.name.split())]
     if not options.loopback and (os.geteuid() != 0 or not shutil.which("ip")):
         print("skipped: network namespaces need root and iproute2 (ip); --loopback needs neither", file=sys.stderr)
         return SKIPPED

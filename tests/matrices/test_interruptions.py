@@ -1,5 +1,5 @@
 """Runs that are killed and hosts that are lost: four kills of each config by scripts/proofs/crash_test.py (which takes
-thirty by itself), at other moments each time, and scripts/proofs/two_hosts.py, whole."""
+thirty by itself), at other moments each time, and half of the scenarios of scripts/proofs/two_hosts.py."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def test_nothing_is_lost_when_eight_processes_are_killed() -> None:
 
 def test_a_host_is_lost_and_comes_back() -> None:
     """Cut off, where this machine lets us make network namespaces; else frozen."""
-    if run_script("proofs/two_hosts.py", allowed=(0, two_hosts.SKIPPED)) == two_hosts.SKIPPED:
-        run_script("proofs/two_hosts.py", "--loopback")
+    if run_script("proofs/two_hosts.py", "--pairs", allowed=(0, two_hosts.SKIPPED)) == two_hosts.SKIPPED:
+        run_script("proofs/two_hosts.py", "--pairs", "--loopback")
