@@ -38,7 +38,7 @@ from finetune.models.checkpoint_files import check_names_kept
 from finetune.models.clips_alone import run_clips_alone
 from finetune.models.lora_targets import AdapterTargets, find_targets
 from finetune.models.patches import set_attribute
-from finetune.recipe.schema import Lora
+from finetune.recipe.schema import Lora, Recipe
 from finetune.utils import full_shape, unwrap_peft
 
 PARTS = ("language", "projector", "tower")
@@ -126,6 +126,18 @@ def _trains(family: Family, name: str, trained: Sequence[str]) -> bool:
     unused = [path for row in family.each for path in row.unused]
     is_unused = any(_is_in(inside, path) for path in unused) or is_of_others(family, name)
     return part_of(family, name) in trained and not is_unused
+
+
+def trained_parts(recipe: Recipe, config: PretrainedConfig) -> tuple[Family, Sequence[str]] | None:
+    """Returns a model's family and the parts of it that train; None for a text model, all of which does.
+
+    A base model that has its language model's layers itself (Phi-4) has its towers also if it trains on text alone:
+    they get no gradient, for which other ranks would wait.
+    """
+    if recipe.model.train is not None:
+        return family_of(config, recipe.data.media_kinds), recipe.model.train
+    has_towers = any(not row.language for row in rows_of(config.model_type).values())
+    return (family_of(config), ("language",)) if has_towers else None
 
 
 def freeze_parts(model: Any, family: Family, trained: Sequence[str]) -> None:

@@ -296,6 +296,7 @@ class Phi4Clips(AudioFamily):
     silence is zero in all bins, too."""
 
     frames_axis = 1  # of (1, frames, bins)
+    bytes_a_sample = 100  # 99 measured: windows that overlap, in fp64
 
     def __init__(self, settings: FamilySettings):
         self._check_merged(settings.model)

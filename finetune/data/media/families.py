@@ -70,6 +70,8 @@ class MediaFamily:
     """Handling of the files of one kind of one model. Build it with `media_family`."""
 
     type_id = 0  # of its tokens in `mm_token_type_ids` of transformers' own forward; 0: that reads none of them
+    # Of a clip while its features are made: samples, spectrum (complex), bands, and copies of them.
+    bytes_a_sample = 48
 
     def __init__(
         self,

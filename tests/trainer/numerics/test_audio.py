@@ -196,6 +196,18 @@ def test_layers_that_transformers_does_not_recompute_are_refused() -> None:
         recompute_activations(model, True)
 
 
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_towers_within_a_text_model_do_not_train_on_text(mode: str, tmp_path: Path) -> None:
+    """DDP would wait for their gradients."""
+    base = hearing.save_hearing(tmp_path, "phi4_multimodal")
+    data = {"train": [{"path": "rows.jsonl", "format": "messages"}], "max_length": 64}
+    lora = {"lora": {"rank": 2, "alpha": 4}} if mode == "lora" else {}
+    model = unwrap_peft(loaded(base, "load", mode=mode, model={"name": str(base)}, data=data, **lora))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert {part_of(family_of(model.config), name) for name in trained} == {"language"}
+    assert len({name.partition(".self_attn.")[0] for name in trained if ".self_attn." in name}) == 2
+
+
 @torch.no_grad()
 def test_what_qlora_packs_is_the_language_model(tmp_path: Path) -> None:
     """Tower and projector stay as they are, get adapters, and hear what the packed weights' values would."""
