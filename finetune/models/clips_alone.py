@@ -3,9 +3,12 @@
     model_type        module         what reaches a shorter clip
     gemma3n           audio_tower    its second convolution sees what the first one makes of the frames behind the end
     granite_speech    encoder        no mask at all: attention and convolutions see them
+    phi4_multimodal   encoder        its mask adds one to what may be seen, and nothing to the rest
 
 The loop is inside the module's own forward, so that backends gather its weights once, however many clips a rank has.
-Frames behind a clip's end are zero in all bins, which no frame of these extractors is: they return logarithms.
+Frames behind a clip's end are zero in all bins, which no frame of these extractors is: they return logarithms. Phi-4's
+has no logarithm below that of 1: its frames of silence are zero as well, and its mask tells what is a clip's. A clip
+alone gets no mask, as transformers' processor makes none for it.
 """
 
 from __future__ import annotations
@@ -26,15 +29,18 @@ def run_clips_alone(model: Any, family: Family) -> None:
     """Let the tower of such a family run once for each clip, in place. model: transformers'."""
     if family.alone is None or is_run_alone(module := model.base_model.get_submodule(family.alone)):
         return
-    own = module.forward
+    own, by_mask = module.forward, family.alone_by_mask
 
     @functools.wraps(own)
-    def forward(features: Tensor, *masks: Tensor, **arguments: Any) -> Any:  # (N, frames, bins), (N, frames)
-        frames = (features == 0).all(-1).logical_not().sum(1).tolist()
-        if min(frames) == features.shape[1]:
+    def forward(features: Tensor, *masks: Tensor | None, **arguments: Any) -> Any:  # (N, frames, bins), (N, frames)
+        frames = _frames(features, masks[0]) if by_mask else _frames_with_sound(features)
+        masks = (None,) if by_mask else masks
+        if min(frames) == features.shape[1] and not by_mask:  # Phi-4's fails at several clips of more than 40 s
             return own(features, *masks, **arguments)
-        clips = enumerate(frames)
-        outputs = [own(*(one[i : i + 1, :count] for one in (features, *masks)), **arguments) for i, count in clips]
+        outputs = []
+        for i, count in enumerate(frames):
+            clip = [None if one is None else one[i : i + 1, :count] for one in (features, *masks)]
+            outputs.append(own(*clip, **arguments))
         return _joined(outputs)
 
     replace_forward(module, forward, "clip by clip")
@@ -55,8 +61,20 @@ def is_run_in_parts(module: Any) -> bool:
     return hasattr(module, "conv_chunksize")
 
 
+def _frames(features: Tensor, mask: Tensor | None) -> list[int]:
+    """Returns the frames of each clip. features: (N, frames, bins); mask: (N, frames), None: all are real."""
+    return [features.shape[1]] * len(features) if mask is None else mask.sum(1).tolist()
+
+
+def _frames_with_sound(features: Tensor) -> list[int]:
+    return (features == 0).all(-1).logical_not().sum(1).tolist()
+
+
 def _joined(outputs: list[Any]) -> Any:
     """Returns the outputs (1, T, D) of clips as one (N, longest, D), its mask of what is no sound as well."""
+    if isinstance(outputs[0], Tensor):
+        longest = max(one.shape[1] for one in outputs)
+        return torch.cat([_lengthened(one, longest, 0) for one in outputs])
     joined = copy.copy(outputs[0])
     longest = max(one.last_hidden_state.shape[1] for one in outputs)
     for name, behind in (("last_hidden_state", 0), ("audio_mel_mask", True)):

@@ -187,7 +187,7 @@ def _tower(model: Any, kind: MediaKind, recomputes: bool) -> TowerFlops:
     # Queries with keys, and weights with values; fused attention computes the first again in its backward.
     pair = 4.0 * (getattr(tower, "hidden_size", None) or tower.d_model)
     pairs = Flops(pair * 3, pair * (3.5 + recomputes)) if layers_train else Flops(pair, pair)
-    names = ("num_hidden_layers", "depth", "conf_num_hidden_layers")
+    names = ("num_hidden_layers", "depth", "conf_num_hidden_layers", "num_blocks")
     layers = next(count for name in names if (count := getattr(tower, name, None)))
     full = getattr(tower, "fullatt_block_indexes", None)
     windows = 0 if full is None else layers - len(full)

@@ -117,7 +117,7 @@ PATCHES: dict[str, tuple[str, str]] = {
         "transformers 5.17 puts features in autocast's type among embeddings in fp32, which needs a cast",
     ),
     "clip by clip": (
-        "towers of Gemma 3n and Granite Speech, and `_no_split_modules` of their models",
+        "towers of Gemma 3n, Granite Speech and Phi-4 multimodal, and `_no_split_modules` of their models",
         "it runs once for each clip, within its own call, around which backends gather weights",
     ),
     "scores in fp32": (

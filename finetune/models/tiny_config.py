@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from finetune.data.media.family_table import Family, Kinds, family_of, rows_of
+from finetune.data.media.family_table import Family, Kinds, family_of, rows_of, set_file_token
 from finetune.models.base_config import rope_types
 
 VOCABULARY = 128
@@ -233,6 +233,14 @@ _SMALL_EAR: dict[str, Any] = {
     "dim_head": HEAD_SIZE,
     "context_size": 8,
     "max_pos_emb": 16,
+    # Phi-4
+    "num_blocks": 2,
+    "input_size": 8,
+    "nemo_final_size": 1,  # of these bins, halved three times
+    "nemo_conv_channels": 8,
+    "ext_pw_out_channel": _WIDTH,
+    "depthwise_separable_out_channel": _WIDTH,
+    "bias_max_distance": 16,
 }
 _SMALL_OTHER: dict[str, Any] = {**_SMALL_TOWER, "num_key_value_heads": 2, "position_embedding_size": 64}
 
@@ -271,9 +279,12 @@ def tiny_whole(config: PretrainedConfig, kinds: Kinds = None) -> Any:
     `family_of`."""
     tiny: Any = copy.deepcopy(config)
     text = tiny.get_text_config(decoder=True)
-    name = next(name for name in tiny.sub_configs if getattr(tiny, name) is text)
-    setattr(tiny, name, tiny_config(text))
-    getattr(tiny, name).pad_token_id = 0
+    if text is tiny:  # Phi-4
+        tiny = text = tiny_config(tiny)
+    else:
+        name, text = next(name for name in tiny.sub_configs if getattr(tiny, name) is text), tiny_config(text)
+        setattr(tiny, name, text)
+    text.pad_token_id = 0
     for row in rows_of(config.model_type).values():
         if (tower := getattr(tiny, row.config)) is not None:
             _set_there(tower, _SMALL_TOWER)
@@ -285,7 +296,7 @@ def tiny_whole(config: PretrainedConfig, kinds: Kinds = None) -> Any:
                 _with_small_squares(tiny, tower)
     last = VOCABULARY
     for row in family_of(config, kinds).each:
-        setattr(tiny, row.token_id, last := last - 1)
+        set_file_token(tiny, row, last := last - 1)
     return tiny
 
 

@@ -7,6 +7,9 @@ Of models that hear, the tower is audio_tower and the projector multi_modal_proj
     projector   connector              visual.merger, visual.deepstack_merger_list      multi_modal_projector
     tower       vision_model           the rest of visual                               vision_tower
 
+Phi-4 multimodal's parts are within `embed_tokens_extend` of the base model, which itself has the layers of the language
+model: `Family.language` is empty.
+
 The model is transformers' own class with its own forward; its family is a row of data/media/family_table.py.
 
 Letters: T tokens of the flat row, N images, P patches, D hidden size.
@@ -28,14 +31,14 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from finetune.data.batch import Batch
-from finetune.data.media.family_table import FAMILIES, Family, Kinds, family_of, rows_of, tower_outputs
+from finetune.data.media.family_table import FAMILIES, Family, Kinds, family_of, file_token, rows_of, tower_outputs
 from finetune.data.samples import MediaKind
 from finetune.errors import UserError
 from finetune.models.checkpoint_files import check_names_kept
 from finetune.models.clips_alone import run_clips_alone
 from finetune.models.lora_targets import AdapterTargets, find_targets
 from finetune.models.patches import set_attribute
-from finetune.recipe.schema import Lora
+from finetune.recipe.schema import Lora, Recipe
 from finetune.utils import full_shape, unwrap_peft
 
 PARTS = ("language", "projector", "tower")
@@ -125,6 +128,18 @@ def _trains(family: Family, name: str, trained: Sequence[str]) -> bool:
     return part_of(family, name) in trained and not is_unused
 
 
+def trained_parts(recipe: Recipe, config: PretrainedConfig) -> tuple[Family, Sequence[str]] | None:
+    """Returns a model's family and the parts of it that train; None for a text model, all of which does.
+
+    A base model that has its language model's layers itself (Phi-4) has its towers also if it trains on text alone:
+    they get no gradient, for which other ranks would wait.
+    """
+    if recipe.model.train is not None:
+        return family_of(config, recipe.data.media_kinds), recipe.model.train
+    has_towers = any(not row.language for row in rows_of(config.model_type).values())
+    return (family_of(config), ("language",)) if has_towers else None
+
+
 def freeze_parts(model: Any, family: Family, trained: Sequence[str]) -> None:
     """Freeze all but the trained parts. Raises UserError if layers of a tower would get no gradient."""
     _check_read(model, trained)
@@ -159,7 +174,8 @@ def attention_of_parts(config: PretrainedConfig, of_language: str) -> dict[str, 
     """Returns `from_pretrained`'s argument: the language model's attention; a tower has transformers' own."""
     text = config.get_text_config(decoder=True)
     parts = {name: of_language if getattr(config, name) is text else "sdpa" for name in config.sub_configs}
-    return {"": "sdpa", **parts, **{row.config: row.attention for row in rows_of(config.model_type).values()}}
+    towers = {row.config: row.attention for row in rows_of(config.model_type).values()}
+    return {"": of_language if text is config else "sdpa", **parts, **towers}
 
 
 def part_sizes(model: Any) -> dict[str, tuple[int, int]]:
@@ -179,7 +195,7 @@ def tower_modules(model: Any) -> list[nn.Module]:
     """Returns towers and projectors of transformers' or peft's model; [] for a text model."""
     whole = unwrap_peft(model)
     rows = rows_of(whole.config.model_type).values()
-    if not any(hasattr(whole.base_model, row.language) for row in rows):
+    if not any(hasattr(whole.base_model, row.tower.partition(".")[0]) for row in rows):
         return []
     paths = dict.fromkeys(path for row in rows for path in (row.tower, *row.projector, *row.others))
     return [module for path in paths if (module := part_at(whole.base_model, path)) is not None]
@@ -276,17 +292,18 @@ class TowerPart:
             if missing or ran:
                 again = self.family.embeds_again and len(missing) == len(self._smallest)
                 ids = inputs["input_ids"] if again else None
-                turns.enter_context(_nothing_before_language(base, self.family.language, missing, ran, ids))
+                turns.enter_context(_nothing_before_language(base, self.family, missing, ran, ids))
             yield
 
 
 Missing = list[tuple[Family, dict[str, Tensor]]]  # towers without files, each with the smallest there is
 
 
-def _nothing_of(base: Any, missing: Missing, device: torch.device) -> list[Tensor]:
-    """Runs towers without files, and returns zeros that depend on their trained weights."""
+def _nothing_of(base: Any, missing: Missing, device: torch.device, **more: Tensor) -> list[Tensor]:
+    """Runs towers without files, and returns zeros that depend on their trained weights. more: inputs, see
+    `Family.joined_in`."""
     outputs = [
-        tower_outputs(row, base, {name: tensor.to(device) for name, tensor in smallest.items()})
+        tower_outputs(row, base, {**{name: tensor.to(device) for name, tensor in smallest.items()}, **more})
         for row, smallest in missing
     ]
     return [tensor.sum() * 0 for tensor in _tensors(outputs) if tensor.requires_grad]
@@ -313,21 +330,28 @@ def _nothing_before_call(base: Any, name: str, missing: Missing) -> Iterator[lis
 
 @contextlib.contextmanager
 def _nothing_before_language(
-    base: Any, path: str, missing: Missing, ran: list[list[Tensor]], ids: Tensor | None
+    base: Any, family: Family, missing: Missing, ran: list[list[Tensor]], ids: Tensor | None
 ) -> Iterator[None]:
     """A context in which towers without files run right before the language model, whose embeddings get all zeros.
 
     ran: zeros of those that have run. ids: of a model that embeds its tokens again, after its tower."""
 
-    def add_nothing(_language: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        embeddings = named["inputs_embeds"]
-        zeros = [*itertools.chain(*ran), *_nothing_of(base, missing, embeddings.device)]
+    def with_nothing(embeddings: Tensor) -> Tensor:
+        more = {"inputs_embeds": embeddings[:, :1]} if family.joined_in is not None else {}
+        zeros = [*itertools.chain(*ran), *_nothing_of(base, missing, embeddings.device, **more)]
         if ids is not None:
             embeddings = base.get_input_embeddings()(ids)
-        return arguments, {**named, "inputs_embeds": sum((zero.to(embeddings.dtype) for zero in zeros), embeddings)}
+        return sum((zero.to(embeddings.dtype) for zero in zeros), embeddings)
 
-    # Ahead of the backend's own hooks, which gather the language model.
-    hook = base.get_submodule(path).register_forward_pre_hook(add_nothing, prepend=True, with_kwargs=True)
+    def add_nothing(_language: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return arguments, {**named, "inputs_embeds": with_nothing(named["inputs_embeds"])}
+
+    if family.joined_in is not None:
+        joining = base.get_submodule(family.joined_in)
+        hook = joining.register_forward_hook(lambda _module, _inputs, output: with_nothing(output), prepend=True)
+    else:  # ahead of the backend's own hooks, which gather the language model
+        language = base.get_submodule(family.language)
+        hook = language.register_forward_pre_hook(add_nothing, prepend=True, with_kwargs=True)
     try:
         yield
     finally:
@@ -349,7 +373,7 @@ def whole_image_types(config: Any, ids: Tensor, files: Sequence[Sequence[MediaKi
     rows = family_of(config, tuple(kinds)).each
     if not any(row.in_windows_only for row in rows):
         return {}
-    seen = [ids == getattr(config, row.token_id) for row in rows if row.in_windows_only]
+    seen = [ids == file_token(config, row) for row in rows if row.in_windows_only]
     return {"mm_token_type_ids": torch.stack(seen).any(0).int()}
 
 

@@ -47,7 +47,7 @@ from finetune.models.patches import set_attribute
 from finetune.models.score_model import labelled, score_head, start_score_head
 from finetune.models.stored_config import check_stored
 from finetune.models.stored_loading import place_stacks
-from finetune.models.towers import freeze_parts, targets_in_parts
+from finetune.models.towers import freeze_parts, targets_in_parts, trained_parts
 from finetune.models.wrapped import SCORE, has_scores
 from finetune.recipe.schema import Lora, Model, Quantization, Recipe, Tokens
 from finetune.utils import full_shape, pattern_of, unwrap_peft
@@ -99,13 +99,13 @@ def load_model(
         model.base_config = base.published  # whose dropout the result has
     model.config.use_cache = False  # with a cache, transformers stops isolating packed documents
     adapted = None
-    if family is not None and recipe.model.train is not None:
-        if placement.weights != "meta":  # rank 0 writes them, and a plan has the config alone
-            model.processor_files = processor_settings(base)
+    if family is not None and placement.weights != "meta":  # rank 0 writes them, and a plan has the config alone
+        model.processor_files = processor_settings(base)
+    if (parts := trained_parts(recipe, config)) is not None:
         if recipe.lora is None:
-            freeze_parts(model, family, recipe.model.train)
+            freeze_parts(model, *parts)
         else:
-            adapted = targets_in_parts(model, family, recipe.model.train, recipe.lora)
+            adapted = targets_in_parts(model, *parts, recipe.lora)
     if recipe.lora is not None:
         torch.manual_seed(recipe.run.seed + 1)  # the adapters do not depend on how many draws the base took
         # DoRA copies a packed weight, which bitsandbytes begins with an empty tensor on the default device.

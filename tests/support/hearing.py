@@ -16,6 +16,8 @@ import pytest
 import tiny
 from numpy.typing import NDArray
 
+from finetune.data.media.family_table import FAMILIES, set_file_token
+
 _EAR = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "num_mel_bins": 8}
 _TEXT: dict[str, Any] = {**tiny.WIDE, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 _TOKENS = {"audio_token_id": 370}
@@ -203,6 +205,46 @@ HEARING: dict[str, Hearing] = {
         {},
         ("torchaudio",),
     ),
+    "phi4_multimodal": Hearing(
+        {
+            **{key: value for key, value in _TEXT.items() if key != "head_dim"},
+            "model_type": "phi4_multimodal",
+            "num_attention_heads": 4,
+            "pad_token_id": 0,
+            "eos_token_id": 2,
+            "vision_config": {
+                "model_type": "phi4_multimodal_vision",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 56,
+                "crop_size": 56,
+                "image_token_id": 380,
+            },
+            "audio_config": {
+                "model_type": "phi4_multimodal_audio",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_blocks": 2,
+                "num_attention_heads": 2,
+                "ext_pw_out_channel": 32,
+                "depthwise_separable_out_channel": 32,
+                "nemo_conv_channels": 8,
+                "input_size": 8,
+                "bias_max_distance": 6,
+                # Positions that see each other, and where they begin in training mode is drawn.
+                "chunk_size": 3,
+                "left_chunk": 1,
+                "dropout_rate": 0.1,
+                "audio_token_id": 370,
+            },
+        },
+        ("<|audio|>",),
+        "<|audio|>",
+        {"feature_extractor_type": "Phi4MultimodalFeatureExtractor", "feature_size": 8},
+        ("audio_token",),
+    ),
     "qwen2_5_omni_thinker": Hearing(
         {
             "model_type": "qwen2_5_omni_thinker",
@@ -294,7 +336,8 @@ def families(*default: str) -> list[Any]:
     ]
 
 
-ALONE = ("gemma3n", "granite_speech", "qwen3_asr")  # a row has one clip at most; of the last, for its processor
+# A row has one clip at most; of the last, for its processor.
+ALONE = ("gemma3n", "granite_speech", "phi4_multimodal", "qwen3_asr")
 
 
 def save_hearing(folder: Path, name: str, **changes: Any) -> Path:
@@ -311,9 +354,9 @@ def save_hearing(folder: Path, name: str, **changes: Any) -> Path:
     )
     content = tiny.PARTS_OF_CONTENT.replace("'image'", "'audio'").replace("PLACEHOLDER", hearing.written)
     fast.chat_template = tiny.CHATML.replace("{{ m.content }}", content)
-    key = "audio_token_index" if "audio_token_index" in hearing.config else "audio_token_id"
-    ids = {key: fast.convert_tokens_to_ids(hearing.tokens[0])}
-    config = AutoConfig.for_model(**{**hearing.config, **ids, **changes})
+    config = AutoConfig.for_model(**{**hearing.config, **changes})
+    token: Any = fast.convert_tokens_to_ids(hearing.tokens[0])
+    set_file_token(config, FAMILIES[name], token)
     torch.manual_seed(0)
     model = AutoModelForMultimodalLM.from_config(config)
     with torch.no_grad():

@@ -9,6 +9,7 @@
     gemma4         <|audio|>                    <|audio>, a token for 40 ms, <audio|>           masked
     gemma3n        <audio_soft_token>           a mark, 188 tokens, a mark                      masked
     granite        <|audio|>                    3 tokens for 300 ms that have begun             pairs of frames
+    phi4           <|audio|>                    a token for 80 ms that have begun               masked if several
 
 All follow from the number of samples alone. A clip's features are those that transformers' extractor computes for it
 by itself: within a batch, some pad a clip to the longest, and reflect its end otherwise.
@@ -23,12 +24,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.utils import cached_file
 
 from finetune.data.media.audio_files import StoredClip, broken, find_clip, load_clip, resampled_length
 from finetune.data.media.clip_shapes import halved, thrice_halved, voxtral_tokens
 from finetune.data.media.families import FamilySettings, Features, MediaFamily, Written
 from finetune.data.samples import BadRow, Clip
 from finetune.errors import UserError
+from finetune.recipe.schema import Model
 
 
 class AudioFamily(MediaFamily):
@@ -286,6 +289,60 @@ class GraniteClips(AudioFamily):
     def features_of(self, wave: NDArray[np.float32]) -> Features:
         found = self.extractor(wave)
         return {name: np.asarray(found[name]) for name in ("input_features", "input_features_mask")}
+
+
+class Phi4Clips(AudioFamily):
+    """Phi-4: a token for eight frames, which begin as long as a whole one fits. Clips have a mask if there are several:
+    silence is zero in all bins, too."""
+
+    frames_axis = 1  # of (1, frames, bins)
+    bytes_a_sample = 100  # 99 measured: windows that overlap, in fp64
+
+    def __init__(self, settings: FamilySettings):
+        self._check_merged(settings.model)
+        super().__init__(settings)
+
+    @staticmethod
+    def _check_merged(model: Model) -> None:
+        """Raises UserError if a model has its adapter for sound beside its weights: those alone were not trained to
+        hear."""
+        adapter = cached_file(
+            str(model.name),
+            "adapter_config.json",
+            subfolder=_SPEECH,
+            revision=model.revision or "main",
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if adapter is not None:
+            raise UserError(
+                f"{model.name}: it hears by a LoRA adapter beside its weights ({_SPEECH}). Fix: merge that into a copy "
+                "of the model (docs/reference/audio.md has the lines for it), and name the copy"
+            )
+
+    def count(self, length: int) -> int:
+        if length < self.extractor.win_length:
+            raise ValueError("too short: it has no frame")
+        return self._tokens((length - self.extractor.win_length) // self.extractor.hop_length + 1)
+
+    def _tokens(self, frames: int) -> int:
+        joined = -(-frames * self.extractor.audio_feat_stride // self.extractor.audio_compression_rate)
+        return -(-joined // self.extractor.audio_downsample_rate)
+
+    def features_of(self, wave: NDArray[np.float32]) -> Features:
+        found = self.extractor(wave, sampling_rate=self.rate)
+        return {"audio_input_features": np.asarray(found["audio_input_features"])}
+
+    def join(self, features: Sequence[Features], input_ids: Tensor) -> dict[str, Tensor]:
+        frames = torch.tensor([one["audio_input_features"].shape[1] for one in features])
+        joined = super().join(features, input_ids)
+        joined["audio_embed_sizes"] = torch.tensor([self._tokens(count) for count in frames.tolist()])
+        if len(frames) > 1:
+            joined["audio_attention_mask"] = torch.arange(int(frames.max())) < frames[:, None]
+        return joined
+
+
+_SPEECH = "speech-lora"  # folder of the published adapter
 
 
 def _to_longest(features: Sequence[Features], axis: int) -> list[Features]:

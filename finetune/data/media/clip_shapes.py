@@ -9,6 +9,7 @@
     gemma4                    ceil(ceil(F / 2) / 2)                    one a token            its neighbours
     gemma3n                   188, whatever F                          ceil(ceil(F / 2) / 2)  its neighbours
     granite_speech            3 of 15 positions that have begun        F                      4 s of it
+    phi4_multimodal           ceil(F / 8)                              one a token            the clip, or 40 s of it
 
 A row of `family_table.py` names an `Ear`: both directions, F from tokens for trials and plans, positions from F for
 counts of operations. Frames of Granite Speech are pairs of frames.
@@ -61,9 +62,9 @@ class Ear:
             return inputs[self.mask].sum(1).tolist()
         if (features := inputs.get(self.features)) is None:
             return []
-        if self.frames_first:  # Granite Speech has zeros behind a clip's end
+        if self.frames_first and self.mask is None:  # Granite Speech has zeros behind a clip's end
             return (features == 0).all(-1).logical_not().sum(1).tolist()
-        return [features.shape[2]] * len(features)
+        return [features.shape[1 if self.frames_first else 2]] * len(features)
 
 
 def pieces(count: int, size: int) -> list[int]:
@@ -138,6 +139,13 @@ def _of_neighbours(prefix: str) -> Callable[[Any, int], list[int]]:
     return positions
 
 
+def _of_chunks(config: Any, frames: int) -> list[int]:
+    """Phi-4: a clip of more than 500 positions is computed in chunks of as many, the last one with zeros behind."""
+    count = -(-frames // config.audio_config.time_reduction)
+    return [count] if count <= _CHUNK else [_CHUNK] * -(-count // _CHUNK)
+
+
+_CHUNK = 500  # positions: `max_seq_len` in transformers' Phi4MultimodalAudioModel.forward
 THIRTY_SECONDS = Ear(
     frames=lambda _config, tokens: 4 * tokens - 1,
     positions=_all_positions,
@@ -202,6 +210,16 @@ GRANITE = Ear(
     per_token=lambda config: config.downsample_rate,
     frames_first=True,
 )
+PHI_4 = Ear(
+    frames=lambda config, tokens: tokens * config.audio_config.time_reduction - 3,
+    positions=_of_chunks,
+    bins=lambda config: config.audio_config.input_size,
+    most=lambda _config, seconds: 12.5 * seconds,
+    features="audio_input_features",
+    mask="audio_attention_mask",
+    frames_first=True,
+    mask_type=torch.bool,
+)
 
 
 def gemma3n_clips(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
@@ -213,3 +231,8 @@ def granite_clips(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
     """Granite Speech: frames behind a clip's end are zero, and tokens, not frames, have a mask."""
     mask = torch.arange(max(cells)) < torch.tensor(cells)[:, None]
     return {**GRANITE.clips(config, cells), "input_features_mask": mask}
+
+
+def phi4_clips(config: Any, cells: Sequence[int]) -> dict[str, Tensor]:
+    """Phi-4: the tokens of each clip are an input as well."""
+    return {**PHI_4.clips(config, cells), "audio_embed_sizes": torch.tensor(cells)}

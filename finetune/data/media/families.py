@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from finetune.data.media.family_table import Family, family_of, part_that_hears
+from finetune.data.media.family_table import Family, family_of, file_token, part_that_hears
 from finetune.data.media.stored_files import FileRules
 from finetune.data.samples import MediaKind, Medium
 from finetune.errors import UserError
@@ -70,6 +70,8 @@ class MediaFamily:
     """Handling of the files of one kind of one model. Build it with `media_family`."""
 
     type_id = 0  # of its tokens in `mm_token_type_ids` of transformers' own forward; 0: that reads none of them
+    # Of a clip while its features are made: samples, spectrum (complex), bands, and copies of them.
+    bytes_a_sample = 48
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class MediaFamily:
                 f"data.{row.kind}: the tokenizer has no token {token!r}, which stands for {_NAMES[row.kind]}. Fix: use "
                 "the model's own tokenizer"
             )
-        if number != (of_model := getattr(settings.config, row.token_id)):
+        if number != (of_model := file_token(settings.config, row)):
             raise UserError(
                 f"data.{row.kind}: {token!r} is token {number} of the tokenizer, but {of_model} of the "
                 "model's config. Fix: use the model's own tokenizer"

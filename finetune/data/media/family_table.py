@@ -14,6 +14,8 @@ files of a row, or takes them by another attention, they would be trained wrongl
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,13 +42,13 @@ class Family:
     handling: str  # module and class of this room that writes its files
     processor: str  # module and class of transformers' processor, below transformers.models
     placeholder: str  # token that the model fills with features, if the processor's settings name no other
-    language: str  # path of the text model in the base model
+    language: str  # path of the text model in the base model; empty: the base model itself
     tower: str
     projector: tuple[str, ...]
     pictures: Pictures
     kind: MediaKind = "image"  # of the files that its tower reads
     config: str = "vision_config"  # of its tower, in the model's
-    token_id: str = "image_token_id"  # of a file, in the model's config
+    token_id: str = "image_token_id"  # of a file, in the model's config, or in a part of it: "audio_config.token_id"
     main_input: str = "pixel_values"  # of its forward, which is there if there are files
     tokens: Callable[[Any], int] | None = None  # of an image by the config, if all have as many
     most_tokens: int | None = None  # of an image, or a frame, by the processor's class
@@ -68,11 +70,16 @@ class Family:
     # The module that computes a clip otherwise beside a longer one: it runs once for each (models/clips_alone.py), and
     # a document has one clip at most.
     alone: str | None = None
+    alone_by_mask: bool = False  # its mask, not zeros, tells the frames of each clip; a clip alone gets none
     # Its forward takes a row of the embedding's table beside the embedding's own forward.
     reads_table: bool = False
     embeds_again: bool = False  # its forward embeds all tokens once more if there are files
-    # Tower and projector are never in training mode: batch norms would mix the clips of a step, and keep of them.
+    # Tower and projector are never in training mode: batch norms would mix the clips of a step, and keep of them; or it
+    # would draw at random where a chunk of a clip begins.
     steady: bool = False
+    # The module of the base model that returns embeddings with the features among them, if `language` is empty:
+    # `features` has `inputs_embeds` of one token among its inputs.
+    joined_in: str | None = None
     call: str = "get_image_features"  # method of the base model that runs the tower
     turn: int = 0  # place of that call among those of other kinds in transformers' forward
     # (config, row) -> the row of a model whose config has more or less than others of its type.
@@ -192,6 +199,15 @@ def _granite_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
     return [model.get_audio_features(inputs["input_features"]).pooler_output]
 
 
+def _phi4_features(model: Any, inputs: dict[str, Tensor]) -> list[Any]:
+    """Phi-4: embeddings (1, t, D) of a row of these clips. inputs: with `inputs_embeds` (1, 1, D) of a token, as its
+    module gets a row's embeddings: ZeRO-3 gathers in the order of all modules that return a tensor with a gradient."""
+    inputs = {**inputs}
+    embeddings, count = inputs.pop("inputs_embeds"), int(inputs["audio_embed_sizes"].sum())
+    ids = torch.full((1, count), model.config.audio_config.audio_token_id, device=embeddings.device)
+    return [model.embed_tokens_extend.audio_embed(ids, embeddings.expand(1, count, -1), **inputs)]
+
+
 def tower_outputs(family: Family, model: Any, inputs: dict[str, Tensor]) -> list[Any]:
     """Returns all that the language model gets from the tower for these inputs. model: transformers' base model."""
     if family.features is not None:
@@ -277,6 +293,7 @@ def _hears(ear: Ear, handling: str, like: Family = _HEARS, **traits: Any) -> Fam
 
 
 _OMNI = replace(_HEARS, others=("visual",))
+_PHI_4_EAR = "embed_tokens_extend.audio_embed"
 FAMILIES |= {
     "qwen2_audio": _HEARS,
     "voxtral": _hears(
@@ -344,6 +361,30 @@ FAMILIES |= {
         steady=True,
         embeds_again=True,
     ),
+    "phi4_multimodal": _hears(
+        clip_shapes.PHI_4,
+        "Phi4Clips",
+        processor="phi4_multimodal.feature_extraction_phi4_multimodal.Phi4MultimodalFeatureExtractor",
+        placeholder="<|audio|>",
+        language="",
+        tower=_PHI_4_EAR,
+        projector=(f"{_PHI_4_EAR}.up_proj_for_speech", f"{_PHI_4_EAR}.down_proj_for_speech"),
+        # Of rows that have pictures as well.
+        others=(
+            "embed_tokens_extend.image_embed",
+            f"{_PHI_4_EAR}.up_proj_for_vision_speech",
+            f"{_PHI_4_EAR}.down_proj_for_vision_speech",
+        ),
+        token_id="audio_config.audio_token_id",
+        main_input="audio_input_features",
+        pictures=clip_shapes.phi4_clips,
+        drops=("dropout_rate",),
+        features=_phi4_features,
+        alone=f"{_PHI_4_EAR}.encoder",
+        alone_by_mask=True,
+        steady=True,
+        joined_in="embed_tokens_extend",
+    ),
 }
 _VIDEOS = replace(
     _QWEN,
@@ -409,10 +450,6 @@ SEE_VIDEOS: dict[str, Family] = {
 _REFUSALS = {
     # transformers' `_prepare_cross_attention_mask`: rows of its mask that are all closed become all open.
     "mllama": "In its cross attention a token that stands before its document's images looks at those of all others",
-    "phi4_multimodal": (
-        "Its published weights hear by an adapter beside them, `speech-lora`, and its tower hides no padding: its mask "
-        "adds one to what may be seen"
-    ),
     "llava_next": "Its images end their lines with a token that is trained, which a row of several images would mix",
 }
 
@@ -424,7 +461,17 @@ def kinds_taken(model_type: str) -> tuple[MediaKind, ...]:
 
 def file_tokens(config: Any, kinds: Sequence[MediaKind]) -> dict[MediaKind, int]:
     """Returns the token that stands for files of each of these kinds in a model's rows."""
-    return {row.kind: getattr(config, row.token_id) for row in family_of(config, kinds).each} if kinds else {}
+    return {row.kind: file_token(config, row) for row in family_of(config, kinds).each} if kinds else {}
+
+
+def file_token(config: Any, row: Family) -> int:
+    """Returns the token that stands for files of a row's kind."""
+    return operator.attrgetter(row.token_id)(config)
+
+
+def set_file_token(config: Any, row: Family, token: int) -> None:
+    *parts, name = row.token_id.split(".")
+    setattr(functools.reduce(getattr, parts, config), name, token)
 
 
 def part_that_hears(config: PretrainedConfig) -> PretrainedConfig:

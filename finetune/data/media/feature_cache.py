@@ -45,7 +45,6 @@ _COMPUTED_BY: dict[MediaKind, tuple[str, ...]] = {
 _DIGITS = 8  # of the checksum, in hex
 # Of sound, and of videos; less is read here: its work, some nine seconds, is about what starting the others takes.
 _FEW_SECONDS: dict[MediaKind, float] = {"audio": 3600.0, "video": 60.0}
-_BYTES_A_SAMPLE = 48  # of a clip while its features are made: samples, spectrum (complex), bands, and copies of them
 _BYTES_A_PIXEL = 80  # of a frame as it is stored: a decoder holds some twenty of them
 
 _NAMES: dict[MediaKind, str] = {"audio": "sound", "video": "videos"}
@@ -179,7 +178,7 @@ def make_features(
         ordered = sorted(missing.items(), key=lambda item: -_seconds(item[1]))
         name = f"computing features of {_NAMES[kind]}"
         with ProgressBar(console, name, len(ordered), shown=bool(ordered), unit=_UNITS[kind]) as progress:
-            for done, _ in enumerate(_made(cache, ordered, workers or _workers(ordered, kind)), start=1):
+            for done, _ in enumerate(_made(cache, ordered, workers or _workers(ordered, cache.family)), start=1):
                 progress.update(done)
         took = time.monotonic() - begun
         size = sum(path.stat().st_size for path in by_path)
@@ -193,19 +192,19 @@ def _seconds(medium: Medium) -> float:
     return medium.samples / medium.rate if isinstance(medium, Clip) else float(medium.frames / medium.rate)
 
 
-def _bytes(medium: Medium) -> int:
+def _bytes(medium: Medium, family: MediaFamily) -> int:
     """Returns the memory of a file while its features are made, at most."""
     assert not isinstance(medium, Image)  # as in `path`
     if isinstance(medium, Clip):
-        return medium.samples * _BYTES_A_SAMPLE
+        return medium.samples * family.bytes_a_sample
     return medium.height * medium.width * (_BYTES_A_PIXEL + 3 * medium.seen)
 
 
-def _workers(ordered: list[tuple[Path, Medium]], kind: MediaKind) -> int:
+def _workers(ordered: list[tuple[Path, Medium]], family: MediaFamily) -> int:
     """Returns the processes that files are worth, at most as many as hold the largest of them at once."""
-    if sum(_seconds(one) for _, one in ordered) < _FEW_SECONDS[kind]:
+    if sum(_seconds(one) for _, one in ordered) < _FEW_SECONDS[family.kind]:
         return 1
-    largest, room = max(_bytes(one) for _, one in ordered), psutil.virtual_memory().available // 2
+    largest, room = max(_bytes(one, family) for _, one in ordered), psutil.virtual_memory().available // 2
     return max(1, min(num_cores(), len(ordered), room // largest))
 
 

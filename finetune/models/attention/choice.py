@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from finetune.data.media.family_table import Kinds, family_of
+from finetune.data.media.family_table import Kinds, family_of, file_token
 from finetune.errors import UserError
 from finetune.models.attention import kernels, per_document
 from finetune.models.attention.isolation import Prepare, Verdict, isolation_problem, verdict
@@ -167,7 +167,7 @@ def _with_images(
             f"images: {config.model_type} cannot be trained on images here: {why}. Fix: leave out model.train to train "
             "on text alone, or choose another model"
         )
-    tokens = tuple(getattr(config, row.token_id) for row in whole)
+    tokens = tuple(file_token(config, row) for row in whole)
     reason = "one call a document, under a mask by which an image's tokens see each other" if whole else choice.reason
     only = any(row.in_windows_only for row in whole)
     return replace(choice, reason=reason, not_shared="documents have images", image_tokens=tokens, in_windows_only=only)

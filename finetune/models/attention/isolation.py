@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from finetune.data.batch import MediaPlace, collate, row_places
-from finetune.data.media.family_table import Family, Kinds, family_of
+from finetune.data.media.family_table import Family, Kinds, family_of, file_token
 from finetune.data.samples import Example
 from finetune.data.samples import Sequence as Document
 from finetune.models.attention import per_document
@@ -313,7 +313,7 @@ class ImageTrial(TinyModel):
             if piece > 0:
                 return torch.randint(_FIRST_TOKEN, 100, (piece,), generator=generator)
             row = next(files)
-            token = getattr(self.config, row.token_id)
+            token = file_token(self.config, row)
             if row.kind == "video":  # of so many places in time, of two tokens each
                 return torch.tensor([token, token, _FIRST_TOKEN] * -piece if row.frames_apart else [token] * 2 * -piece)
             return torch.full((row.tokens(self.config) if row.tokens else -piece,), token)
@@ -368,7 +368,8 @@ class ImageTrial(TinyModel):
         if row.alone is None or row.ear is None:
             return mine
         (frames,) = row.ear.frames_in(mine)  # of one clip, without what is behind its end
-        return {name: one[:, : int(one.sum()) if one.dim() == 2 else frames] for name, one in mine.items()}
+        ends = {name: int(one.sum()) if one.dim() == 2 else frames for name, one in mine.items()}
+        return {name: one[:, : ends[name]] if one.dim() > 1 else one for name, one in mine.items()}
 
     def alone(self) -> Computed:
         """Returns the losses of each document as plain transformers computes them."""
@@ -388,7 +389,7 @@ class ImageTrial(TinyModel):
         """Returns transformers' number of each kind that is seen, and its token."""
         numbers = {"image": 1, "video": 2}
         rows = [row for row in self.family.each if row.kind in numbers]
-        return [(numbers[row.kind], getattr(self.config, row.token_id)) for row in rows]
+        return [(numbers[row.kind], file_token(self.config, row)) for row in rows]
 
     def packed(self) -> Computed:
         return self.computed(self.row_logits())
@@ -403,7 +404,7 @@ class ImageTrial(TinyModel):
             batch = positions(batch)
         arguments = with_unread_mask(per_document.prepare(batch.sequence_lengths), torch.device("cpu"))
         if whole := [row for row in self.family.each if row.sees_whole_images]:
-            tokens = [getattr(self.config, row.token_id) for row in whole]
+            tokens = [file_token(self.config, row) for row in whole]
             with_whole_images(arguments, batch.inputs["input_ids"], tokens, whole[0].in_windows_only)
         logits = self.model(**batch.inputs, **arguments, use_cache=False).logits
         return logits.split(list(map(len, rows)), dim=1)

@@ -25,6 +25,7 @@ from finetune.errors import UserError
 from finetune.models.checkpoint_files import loaded_names
 from finetune.models.damage import read_object
 from finetune.models.text_part import is_multimodal
+from finetune.models.towers import tower_modules
 from finetune.release.export.streamed import StreamedModel
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
@@ -97,8 +98,9 @@ class QuantizedModel:
 
 def stacked_experts(model: Any) -> list[str]:
     """Returns the parameters (experts, out, in) of a language model that hold the experts of a layer."""
-    inside = language_path(model)
-    return [name for name, p in model.named_parameters() if p.ndim > 2 and name.startswith(inside)]
+    inside, of_towers = language_path(model), {id(p) for tower in tower_modules(model) for p in tower.parameters()}
+    named = [(name, p) for name, p in model.named_parameters() if p.ndim > 2 and name.startswith(inside)]
+    return [name for name, p in named if id(p) not in of_towers]  # Phi-4's are inside
 
 
 def settings_of(kind: str, ignored: list[str]) -> dict[str, Any]:
@@ -140,12 +142,14 @@ def language_path(model: Any) -> str:
 def text_layers(model: Any) -> dict[str, torch.nn.Linear]:
     """Returns the layers that are quantized: the linear ones of a language model, except its head."""
     inside, head = language_path(model), model.get_output_embeddings()
+    of_towers = {module for tower in tower_modules(model) for module in tower.modules()}  # Phi-4's are inside
     return {
         name: module
         for name, module in model.named_modules()
         if type(module) is torch.nn.Linear
         and name.startswith(inside)
         and module is not head
+        and module not in of_towers
         and module.in_features % _PER_INT32 == 0
     }
 

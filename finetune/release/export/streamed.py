@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoMod
 
 from finetune.checkpoints.trained import Trained
 from finetune.checkpoints.weight_files import INDEX, DiskLayout, TensorFiles
-from finetune.data.media.family_table import family_of
 from finetune.data.sources.hub import offline_without_hub
 from finetune.errors import UserError
 from finetune.models.base_checkpoint import base_checkpoint
@@ -47,7 +46,7 @@ from finetune.models.score_model import labelled
 from finetune.models.stored_config import FORMATS
 from finetune.models.stored_loading import without_quantization
 from finetune.models.text_part import TextPart, text_part_of
-from finetune.models.towers import targets_in_parts
+from finetune.models.towers import targets_in_parts, trained_parts
 from finetune.models.weights import add_adapters
 from finetune.recipe.schema import Model
 from finetune.release.export.merging import FittingAdapter, Patch, adapter_patches, check_shapes, read_lora
@@ -283,9 +282,8 @@ class StreamedModel:
             if trained.is_checkpoint:
                 assert trained.recipe is not None
                 assert trained.recipe.lora is not None
-                lora, parts = trained.recipe.lora, trained.recipe.model.train
-                family = None if parts is None else family_of(model.config, trained.recipe.data.media_kinds)
-                targets = targets_in_parts(model, family, parts, lora) if family and parts is not None else None
+                lora, parts = trained.recipe.lora, trained_parts(trained.recipe, model.config)
+                targets = targets_in_parts(model, *parts, lora) if parts is not None else None
                 adapted = add_adapters(model, lora, torch.float32, trained.recipe.tokens, targets)
             else:
                 config = read_lora(trained.folder)

@@ -30,7 +30,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from finetune.checkpoints.trained import Trained
 from finetune.data.building import OpenedSources
 from finetune.data.dataset import build_dataset, build_held_out, until_end
-from finetune.data.media.family_table import family_of
 from finetune.data.samples import Example, Medium
 from finetune.data.samples import Sequence as Document
 from finetune.data.sources.source import SourceReader
@@ -44,7 +43,7 @@ from finetune.models.mtp import in_head, places_of_head
 from finetune.models.remote_code import from_config, load_auto
 from finetune.models.score_model import labelled
 from finetune.models.stored_config import stored_format
-from finetune.models.towers import targets_in_parts
+from finetune.models.towers import targets_in_parts, trained_parts
 from finetune.models.weights import add_adapters
 from finetune.models.wrapped import output_head
 from finetune.recipe import Recipe
@@ -231,9 +230,8 @@ def load_reference(trained: Trained, base: str | None = None) -> Any:
         start_rows(model, first_added, of_run.pieces)
     if trained.is_adapter:
         assert recipe.lora is not None
-        parts = recipe.model.train
-        family = family_of(model.config, recipe.data.media_kinds) if parts else None
-        targets = targets_in_parts(model, family, parts, recipe.lora) if family and parts else None
+        parts = trained_parts(recipe, model.config)
+        targets = targets_in_parts(model, *parts, recipe.lora) if parts is not None else None
         model = add_adapters(model.float(), recipe.lora, torch.float32, recipe.tokens, targets)
         if recipe.tokens is not None and recipe.tokens.train != "all":
             train_rows(model, first_added, len(recipe.tokens.add), torch.float32)

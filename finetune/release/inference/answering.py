@@ -30,8 +30,10 @@ from finetune.data.dataset import until_end
 from finetune.data.formats.converters import with_files_of
 from finetune.data.formats.messages import context_of, read_messages
 from finetune.data.formats.tools import read_tools
+from finetune.data.media.family_table import rows_of
 from finetune.data.samples import BadRow, Conversation, MediaKind, Medium, Reference, kind_of
 from finetune.errors import RunFailure, UserError
+from finetune.models.clips_alone import run_clips_alone
 from finetune.models.remote_code import trusts_code
 from finetune.recipe import load_recipe
 from finetune.recipe.schema import Audio, Data, Images, Model, Videos
@@ -39,7 +41,7 @@ from finetune.release.export.loading import load_result, model_folder
 from finetune.release.inference.chat import as_messages, audio_part, converse, image_part, typed_lines, video_part
 from finetune.release.inference.control_tokens import ControlTokens
 from finetune.release.inference.sampling import Sampling
-from finetune.utils import sha256_file, write_atomically
+from finetune.utils import sha256_file, unwrap_peft, write_atomically
 
 if TYPE_CHECKING:  # Pillow and transformers' processors are needed for files only
     from finetune.data.media.expansion import RowMedia
@@ -224,6 +226,9 @@ class Answerer:
             mask[row, width - len(prompt.ids) :] = 1
         inputs = {"input_ids": ids, "attention_mask": mask}
         if files := [one for prompt in prompts for one in prompt.media]:
+            whole = unwrap_peft(self.model)
+            for row in rows_of(whole.config.model_type).values():  # of several prompts
+                run_clips_alone(whole, row)
             features = self.file_inputs(files, ids)
             # In the type of the weights, to which not every tower casts them itself (Qwen3-ASR's does not).
             inputs |= {name: v.to(self.model.dtype) if v.is_floating_point() else v for name, v in features.items()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import torch
 import yaml
 from conftest import train_here
 from plain_documents import Plain, metric, own_loop
-from safetensors.torch import load_file
+from repository import ROOT
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM
 
 from finetune.data.media.family_table import family_of
@@ -139,3 +142,47 @@ def test_the_thinker_of_a_model_that_talks_is_trained(ears: Path) -> None:
         train_on_clips(
             ears, name, "adapter", model={"name": str(whole), "train": ["language"]}, mode="lora", lora={"rank": 2}
         )
+
+
+IDS = torch.arange(5, 40)[None]
+
+
+def with_adapter_beside(folder: Path, base: Path, beginning: str) -> tuple[Path, torch.Tensor]:
+    """A copy of a model with an adapter of its language model in a folder within, as Phi-4 multimodal is published; and
+    the logits of both together. beginning: of the names in the adapter's file."""
+    from peft import LoraConfig, get_peft_model
+
+    into, plain = folder / "published", AutoModelForMultimodalLM.from_pretrained(base)
+    shutil.copytree(base, into)
+    layers = r".*\.layers\.\d+\.(self_attn\.(qkv_proj|o_proj)|mlp\.(gate_up_proj|down_proj))"
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules=layers, init_lora_weights=False)
+    model: Any = get_peft_model(plain, settings).eval()
+    model.save_pretrained(into / "speech-lora")
+    file = into / "speech-lora" / "adapter_model.safetensors"
+    tensors = {f"{beginning}{key.removeprefix('base_model.model.')}": one for key, one in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    with torch.no_grad():
+        return into, model(IDS).logits
+
+
+@pytest.mark.parametrize("beginning", ["base_model.model.", ""], ids=["saved by peft", "converted"])
+def test_an_adapter_beside_a_model_is_merged_by_the_lines_of_the_docs(
+    beginning: str, ears: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = "phi4_multimodal"
+    published, adapted = with_adapter_beside(tmp_path, ears / f"{name}_hears", beginning)
+    label, model = f"merged-{len(beginning)}", {"name": str(published), "train": WHOLE}
+    with pytest.raises(UserError, match=r"hears by a LoRA adapter beside its weights \(speech-lora\)\. Fix: merge"):
+        train_on_clips(ears, name, label, model=model)
+    page = (ROOT / "docs/reference/audio.md").read_text(encoding="utf-8")
+    (lines,) = (one for one in re.findall(r"```python\n(.+?)```", page, re.DOTALL) if "speech-lora" in one)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(published))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(lines, "audio.md", "exec"), {})
+    merged = tmp_path / "Phi-4-multimodal-instruct-speech"
+    with torch.no_grad():
+        ours, plain = (AutoModelForMultimodalLM.from_pretrained(one)(IDS).logits for one in (merged, published))
+    torch.testing.assert_close(ours, adapted, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(plain, adapted, atol=1e-2)
+    run = train_on_clips(ears, name, label, model={**model, "name": str(merged)})
+    assert metric(run, "loss") == pytest.approx(own_loop(run, merged, WHOLE), rel=2e-6)

@@ -21,7 +21,7 @@ from rich.console import Console
 from transformers import AutoModelForMultimodalLM
 
 from finetune.checkpoints.trained import find_trained
-from finetune.data.media.family_table import family_of
+from finetune.data.media.family_table import FAMILIES, family_of
 from finetune.errors import UserError
 from finetune.release.inference.answering import answer_file, answers, chat_with, load_answerer
 from finetune.release.inference.chat import as_messages, audio_part, chat_with_server
@@ -87,7 +87,7 @@ def test_a_result_in_bf16_hears(name: str, ears: Path, tmp_path: Path) -> None:
     assert answerer.model.dtype == torch.bfloat16
     prompt = answerer.prompt(as_messages("which?", None, files=[audio_part(min((ears / "clips").iterdir()))]))
     inputs = answerer.inputs([prompt])
-    assert inputs["input_features"].dtype == torch.bfloat16
+    assert inputs[FAMILIES[name].main_input].dtype == torch.bfloat16
     assert answerer.model(**inputs).logits.isfinite().all()
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from test_images import loaded
+from torch.utils._pytree import tree_leaves  # torch has it under no other name
 from transformers import AutoConfig, AutoModelForMultimodalLM
 
 from finetune.data.media.family_table import FAMILIES, family_of
@@ -18,7 +19,7 @@ from finetune.errors import UserError
 from finetune.models.activations import recompute_activations
 from finetune.models.attention import isolation, per_document
 from finetune.models.attention.isolation import isolation_problem
-from finetune.models.clips_alone import is_run_alone, is_run_in_parts
+from finetune.models.clips_alone import is_run_alone, is_run_in_parts, run_clips_alone
 from finetune.models.config import check_scaled_logits, restore_dropout, with_steady_tower
 from finetune.models.head.token_loss import TokenLoss
 from finetune.models.loss_model import CausalLMWithLoss, TargetTokens
@@ -49,6 +50,34 @@ def test_every_family_that_hears_is_tried() -> None:
 def test_packed_documents_with_clips_are_as_each_alone(name: str) -> None:
     """Losses to 1e-6 and gradients, those of the tower as well, to 1e-5; see `isolation.compare`."""
     assert isolation_problem(config_of(name)) is None
+
+
+def test_documents_of_phi4_have_their_own_rotations_and_windows() -> None:
+    """The published kind of RoPE, whose frequencies change with a document's length, on a part of each head."""
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0 + i for i in range(6)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, **factors}
+    assert isolation_problem(config_of("phi4_multimodal", rope_parameters=rope, sliding_window=262_144)) is None
+
+
+@torch.no_grad()
+def test_clips_of_phi4_end_where_their_mask_says() -> None:
+    """Also one with silence, whose frames are zero, and one of more positions than its tower computes at once."""
+    torch.manual_seed(0)
+    model = AutoModelForMultimodalLM.from_config(config_of("phi4_multimodal")).eval()
+    family = family_of(model.config)
+    tower, frames = model.base_model.get_submodule(str(family.alone)), (47, 30, 4_100, 4_100)
+    clips = [torch.randn(1, count, 8) for count in frames]
+    clips[1][:, 20:] = 0
+    clips[2][:, 100:200] = 0
+    features = torch.cat([torch.nn.functional.pad(clip, (0, 0, 0, 4_100 - clip.shape[1])) for clip in clips])
+    mask = torch.arange(4_100) < torch.tensor(frames)[:, None]
+    alone, leaking = [tower(clip, None)[0] for clip in clips], tower(features[:2, :47], mask[:2, :47])[1, :4]
+    run_clips_alone(model, family)
+    together, alike = tower(features, mask), tower(features[2:], None)
+    assert [len(one) for one in alone] == [6, 4, 513, 513]
+    for ours, theirs in zip([*together, *alike], [*alone, *alone[2:]], strict=True):
+        assert torch.equal(ours[: len(theirs)], theirs)
+    assert not torch.allclose(leaking, alone[1], atol=1e-4)
 
 
 def test_the_trial_sees_clips_that_are_exchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -92,12 +121,16 @@ def test_a_forward_without_clips_runs_the_tower_and_nothing_moves(name: str, tra
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_modules_run_in_the_same_order_with_and_without_clips(name: str) -> None:
-    """ZeRO-3 gathers a module's weights as it is called, and reduces gradients as they come, on all ranks together."""
+@pytest.mark.parametrize("trained", [("language",), ("language", "projector", "tower")], ids=["language", "tower"])
+def test_modules_run_in_the_same_order_with_and_without_clips(name: str, trained: tuple[str, ...]) -> None:
+    """ZeRO-3 gathers a module's weights as it is called, in the backward those of all that returned a tensor with a
+    gradient, and reduces gradients as they come, on all ranks together."""
     trial = isolation.ImageTrial(tiny_whole(config_of(name)), per_document.DOCUMENTS)
+    freeze_parts(trial.model, family_of(trial.model.config), trained)
     tower, called = TowerPart(trial.model, always=True), list[str]()
     for path, module in gathered_alone(trial.model):
         module.register_forward_pre_hook(lambda *_, path=path: called.append(path))
+        module.register_forward_hook(lambda *call, path=path: called.append(f"{path}: {has_gradient(call[2])}"))
     for path, parameter in trial.model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _, path=path: called.append(f"gradient of {path}"))
@@ -110,6 +143,11 @@ def test_modules_run_in_the_same_order_with_and_without_clips(name: str) -> None
     logits.sum().backward()
     assert called == with_clips
     assert any(part_of(tower.family, path) == "tower" for path in called)
+
+
+def has_gradient(output: Any) -> bool:
+    tensors = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
+    return any(one.requires_grad for one in tensors)
 
 
 def gathered_alone(model: Any) -> Iterator[tuple[str, Any]]:
@@ -156,6 +194,18 @@ def test_layers_that_transformers_does_not_recompute_are_refused() -> None:
         model = AutoModelForMultimodalLM.from_config(config_of("granite_speech"))
     with pytest.raises(UserError, match=r"does not recompute layers of GraniteSpeech.*activation_checkpointing: false"):
         recompute_activations(model, True)
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_towers_within_a_text_model_do_not_train_on_text(mode: str, tmp_path: Path) -> None:
+    """DDP would wait for their gradients."""
+    base = hearing.save_hearing(tmp_path, "phi4_multimodal")
+    data = {"train": [{"path": "rows.jsonl", "format": "messages"}], "max_length": 64}
+    lora = {"lora": {"rank": 2, "alpha": 4}} if mode == "lora" else {}
+    model = unwrap_peft(loaded(base, "load", mode=mode, model={"name": str(base)}, data=data, **lora))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert {part_of(family_of(model.config), name) for name in trained} == {"language"}
+    assert len({name.partition(".self_attn.")[0] for name in trained if ".self_attn." in name}) == 2
 
 
 @torch.no_grad()

@@ -51,5 +51,7 @@ def test_two_ranks_compute_what_one_process_does(case: tuple[str, Any]) -> None:
         for ours, theirs in zip(found.losses, expected.losses, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert gradient_difference(whole.model, models, sharded) is None
-    assert {"q_proj", "o_proj"} <= {part for name in sharded[0].shards for part in name.split(".")}
+    parts = {part for name in sharded[0].shards for part in name.split(".")}
+    assert "o_proj" in parts
+    assert {"q_proj", "qkv_proj"} & parts
     assert any(".experts." in name or ".down_proj." in name for name in sharded[0].shards)

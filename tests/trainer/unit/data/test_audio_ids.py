@@ -97,6 +97,7 @@ PROCESSORS = {
     "gemma4": "gemma4.processing_gemma4.Gemma4Processor",
     "gemma3n": "gemma3n.processing_gemma3n.Gemma3nProcessor",
     "granite_speech": "granite_speech.processing_granite_speech.GraniteSpeechProcessor",
+    "phi4_multimodal": "phi4_multimodal.processing_phi4_multimodal.Phi4MultimodalProcessor",
 }
 _OF_IMAGES = ("image", "video", "boi", "eoi", "vision_bos", "vision_eos")  # tokens that these processors ask for
 
@@ -199,7 +200,7 @@ def test_ids_masks_and_features_are_the_processors(
         if waves:
             ours = collate([example], media_inputs=reader).inputs
             keys = ours.keys() - {"input_ids", "position_ids"}
-            assert {"input_features"} <= keys
+            assert FAMILIES[name].main_input in keys
             for key in keys:
                 assert torch.equal(ours[key], torch.as_tensor(theirs[key])), key
             seen += 1
@@ -303,7 +304,11 @@ def test_a_file_that_changed_is_an_error(ears: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_row_of_several_clips_is_refused_if_its_tower_mixes_them() -> None:
-    assert {name for name, family in FAMILIES.items() if family.alone} == {"gemma3n", "granite_speech"}
+    assert {name for name, family in FAMILIES.items() if family.alone} == {
+        "gemma3n",
+        "granite_speech",
+        "phi4_multimodal",
+    }
     expansion = RowMedia(SimpleNamespace(kind="audio", placeholder="<|audio|>", takes_one=True), Audio())  # pyright: ignore[reportArgumentType]
     two = [Reference("audio", "a.wav")] * 2
     with pytest.raises(BadRow, match="2 clips: this model's tower computes one otherwise beside a longer one"):
