@@ -6,6 +6,7 @@ import io
 import logging
 import shutil
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import yaml
 from conftest import metrics, train_alone
 from rich.console import Console
 
+from finetune.data.building import EntryBuild, OpenedSources, build_source
 from finetune.data.cache_entries import list_entries, remove
 from finetune.data.dataset import build_training, on_disk
 from finetune.data.media.feature_cache import FeatureCache, make_features
 from finetune.data.samples import Clip
+from finetune.data.token_cache import find_or_build
 from finetune.errors import UserError
 from finetune.models.base_model import Base
 from finetune.recipe import load_recipe
@@ -135,6 +138,20 @@ def test_a_clip_is_decoded_once(ears: Path, tmp_path: Path, monkeypatch: pytest.
         assert (len(clips), len({*clips}), len(reads)) == (20, 10, 2 * count), (max_length, verify)  # and the end
         folders.add(cache.folder)
     assert len(folders) == 2
+
+
+@pytest.mark.long
+def test_any_number_of_processes_check_clips_and_make_features(ears: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_file(ears, "qwen3_asr", tmp_path))
+    base, (source,) = Base.of(recipe), recipe.data.train
+    opened = OpenedSources(recipe).open(source)
+    build = EntryBuild(recipe, opened, base.renderer(recipe.objective), workers=2)
+    fill = partial(build_source, build=build, digest=opened.reader.digest())
+    entry, _ = find_or_build(tmp_path / "entry", {"source": source.path}, fill)
+    assert base.media is not None
+    cache = FeatureCache.of(base.media.family)
+    assert make_features(cache, entry.media(), Console(file=io.StringIO())).made == 0
+    assert len({*cache.folder.iterdir()}) == 10 + 1  # and the report
 
 
 def test_a_clip_that_is_long_or_cannot_be_taken_is_only_checked(ears: Path, tmp_path: Path) -> None:
