@@ -252,7 +252,12 @@ def row_media(
     from finetune.data.media.families import media_family
 
     first, *others = (media_family(model, of_kind, tokenizer) for of_kind in rules)
-    return RowMedia(first, rules[0], tuple(others))
+    kept = [one for one in (first, *others) if isinstance(one.rules, Audio) and one.rules.cache]
+    if not kept:
+        return RowMedia(first, rules[0], tuple(others))
+    from finetune.data.media.feature_cache import FeatureCache
+
+    return RowMedia(first, rules[0], tuple(others), {one.kind: FeatureCache.of(one).find for one in kept})
 
 
 def media_reader(media: RowMedia | None) -> FeatureReader | None:

@@ -365,6 +365,10 @@ def _begin(settings: RowSettings) -> None:
     global _settings
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every core has a process already
     _settings = settings
+    if settings.renderer.media is not None:
+        import torch  # by which features of files are made
+
+        torch.set_num_threads(1)
     remember_words(settings.renderer.tokenizer)
     gc.freeze()  # or each collection walks through all objects of the libraries: a tenth of the time
 

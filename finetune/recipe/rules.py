@@ -414,14 +414,6 @@ def video(recipe: Recipe) -> Iterator[Finding]:
     yield from _media(recipe, "video", "videos", "videos of one size", "video processor")
 
 
-def several_kinds(recipe: Recipe) -> Iterator[Finding]:
-    """Settings that files of several kinds in one run do not support."""
-    if len(kinds := recipe.data.media_kinds) < 2:
-        return
-    if recipe.rollouts is not None:
-        yield f"data.{kinds[1]}", f"samples follow prompts with files of one kind: remove it, or `data.{kinds[0]}`"
-
-
 def _media(recipe: Recipe, kind: str, name: str, alike: str, processor: str) -> Iterator[Finding]:
     """Settings that rows with media files do not support. alike: files with the same number of tokens."""
     overlong, teacher = recipe.data.overlong, recipe.objective.other_models.get("teacher")
@@ -436,7 +428,6 @@ def _media(recipe: Recipe, kind: str, name: str, alike: str, processor: str) -> 
 RULES: tuple[Rule, ...] = (  # of the trainer's keys; `finetune/features.py` adds those of the wings
     *(folder, mode, precision, batch, evaluation, steps, learning_rate, in_backward, sources, streaming),
     *(objective_keys, reference, distillation, answers, added_tokens, predicts_ahead, tower, images, audio, video),
-    several_kinds,
 )
 
 

@@ -283,8 +283,8 @@ class Audio(Section):
     # bad row; header: its length, and whatever is broken ends the run that trains on it
     verify: Literal["header", "samples"] = "samples"
     threads: Count = 4  # of each process, which decode and resample clips ahead of the steps
-    # Features of clips are computed once, by processes on all cores before the run, and kept in the cache: 51 KB for a
-    # second of sound of most models. false: in each epoch anew, by the threads.
+    # Features of clips are computed once, before the run, and kept in the cache: 51 KB for a second of sound of most
+    # models. false: in each epoch anew, by the threads.
     cache: bool = False
 
 

@@ -192,7 +192,8 @@ def _engine(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if is_set:
             yield key, "a vLLM server loads adapters of linear layers alone, without this: remove it, or `engine: own`"
     if recipe.model.train is not None:
-        yield "rollouts.engine", "vllm gets the weights of models of text alone; use `own`, or remove `model.train`"
+        keys = ", ".join(["`model.train`", *(f"`data.{kind}`" for kind in recipe.data.media_kinds)])
+        yield "rollouts.engine", f"vllm gets the weights of models of text alone: use `own`, or remove {keys}"
 
 
 def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -207,11 +208,14 @@ def _data(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "data.streaming", "prompts are drawn from all rows: set it to false"
     if data.mixture is not None:
         yield "data.mixture", "prompts are drawn from all rows alike: remove it"
-    kind = data.media_kind
-    if kind is not None and recipe.objective.name == "distill":
-        yield f"data.{kind}", "a teacher does not read the samples of prompts with files: use `objective.name: grpo`"
-    if kind is not None and recipe.rollouts is not None and recipe.rollouts.environment is not None:
-        yield "rollouts.environment", f"its turns follow prompts of text alone: remove it, or `data.{kind}`"
+    files = " and ".join(f"`data.{kind}`" for kind in data.media_kinds)
+    if files and recipe.objective.name == "distill":
+        yield (
+            "objective.name",
+            f"a teacher does not read the samples of prompts with files: use `grpo`, or remove {files}",
+        )
+    if files and recipe.rollouts is not None and recipe.rollouts.environment is not None:
+        yield "rollouts.environment", f"its turns follow prompts of text alone: remove it, or {files}"
     if data.overlong in ("truncate", "split"):
         yield "data.overlong", f"`{data.overlong}` would cut prompts: use `drop` or `error`"
     if recipe.objective.train_on == "all":

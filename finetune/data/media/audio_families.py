@@ -59,10 +59,14 @@ class AudioFamily(MediaFamily):
     def placed(self, stored: StoredClip, begin: int, end: int) -> Clip:
         return Clip(stored.source, stored.samples, stored.rate, begin, end)
 
-    def read(self, medium: Clip) -> Features:
+    def kept(self, medium: Clip) -> Features:
+        """Its features, of samples that are checked again: the file may have changed since its row was tokenized."""
+        return self.read(medium, checks=self.rules.verify == "samples")
+
+    def read(self, medium: Clip, checks: bool = False) -> Features:
         name = medium.source if isinstance(medium.source, str) else "a clip in the data"
         try:
-            wave = load_clip(medium.source, medium.samples, medium.rate, self.rate)
+            wave = load_clip(medium.source, medium.samples, medium.rate, self.rate, checks)
         except broken() as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(

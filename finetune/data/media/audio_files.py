@@ -10,7 +10,7 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,18 +38,28 @@ class StoredClip:
     rate: int  # samples a second
 
 
-def find_clip(reference: str | bytes, rules: Audio, data_file: str) -> StoredClip:
-    """Returns the clip that a row of `data_file` names. Raises BadRow with the problem."""
+def check_samples(clip: StoredClip) -> None:
+    """Reads all of a clip, in blocks. Raises `broken` errors, ValueError if it is cut, silent, or no sound."""
+    with _opened(clip.source) as file:
+        for _ in _checked(file, clip.samples):
+            pass
+
+
+def find_clip(
+    reference: str | bytes, rules: Audio, data_file: str, check: Callable[[StoredClip], None] = check_samples
+) -> StoredClip:
+    """Returns the clip that a row of `data_file` names. check: what reads all of it, under `verify: samples`. Raises
+    BadRow with the problem."""
     source = source_of(reference, "audio", rules, data_file)
     try:
-        samples, rate = _length(source, rules.max_seconds)
+        clip = StoredClip(source, *_length(source, rules.max_seconds))
         if rules.verify == "samples":
-            _check_content(source, samples)
+            check(clip)
     except broken() as error:
         name = "its bytes" if isinstance(source, bytes) else printable(source)
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise BadRow(f"the sound file cannot be used ({name}): {reason}") from None
-    return StoredClip(source, samples, rate)
+    return clip
 
 
 def broken() -> tuple[type[Exception], ...]:
@@ -108,21 +118,20 @@ def _check_whole(source: str | bytes) -> None:
         raise ValueError(f"cut off: {size:,} of {stated:,} bytes")
 
 
-def _check_content(source: str | bytes, samples: int) -> None:
-    """Reads all of a clip, in blocks. Raises ValueError if it is cut, silent, or no sound."""
-    read, peak, is_float = 0, 0.0, False
-    with _opened(source) as file:
-        is_float = file.subtype in _OF_FLOATS
-        for block in _blocks(file, samples):
-            read += len(block)
-            peak = max(peak, float(np.abs(block).max(initial=0.0)))
-            if not math.isfinite(peak) or np.isnan(block).any():
-                raise ValueError("it has samples that are no numbers")
+def _checked(file: Any, samples: int) -> Iterator[NDArray[np.float32]]:
+    """Yields the blocks of a clip. Raises ValueError, at its end at the latest, if it is cut, silent, or no sound."""
+    read, peak = 0, 0.0
+    for block in _blocks(file, samples):
+        read += len(block)
+        peak = max(peak, float(np.abs(block).max(initial=0.0)))
+        if not math.isfinite(peak) or np.isnan(block).any():
+            raise ValueError("it has samples that are no numbers")
+        yield block
     if read != samples:
         raise ValueError(f"cut off, or damaged: {read:,} of {samples:,} samples can be read")
     if peak == 0:
         raise ValueError("silent: every sample is zero")
-    if is_float and peak > 1:
+    if file.subtype in _OF_FLOATS and peak > 1:
         raise ValueError(f"its samples are floats up to {peak:.3g}, and full scale is 1: save it scaled down")
 
 
@@ -139,9 +148,16 @@ def resampled_length(samples: int, rate: int, to: int) -> int:
     return samples if rate == to else math.ceil(samples * to / rate)
 
 
-def load_clip(source: str | bytes, samples: int, rate: int, to: int) -> NDArray[np.float32]:
+def _mixed_down(block: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns (n,), the mean over the channels of a block (n, channels)."""
+    if block.shape[1] == 2:  # `mean` gives the same bits, and takes longer than to decode them
+        return np.float32(0.5) * (block[:, 0] + block[:, 1])
+    return block.mean(axis=1) if block.shape[1] > 1 else np.ascontiguousarray(block[:, 0])
+
+
+def load_clip(source: str | bytes, samples: int, rate: int, to: int, checks: bool = False) -> NDArray[np.float32]:
     """Returns a clip, mixed down and at rate `to`. samples, rate: as it was found. Raises `broken` errors, ValueError
-    if the file is another one."""
+    if the file is another one. checks: also as `check_samples`."""
     check_copy(source)
     wave = np.zeros(resampled_length(samples, rate, to), np.float32)
     read = written = 0
@@ -150,9 +166,11 @@ def load_clip(source: str | bytes, samples: int, rate: int, to: int) -> NDArray[
     with _opened(source) as file:
         if file.samplerate != rate:
             raise ValueError(f"{file.samplerate:,} samples a second, but it had {rate:,} when its row was tokenized")
-        for block in _blocks(file, samples):
+        for block in _checked(file, samples) if checks else _blocks(file, samples):
             read += len(block)
-            mono = block.mean(axis=1) if block.shape[1] > 1 else np.ascontiguousarray(block[:, 0])
+            if read > samples:  # the file is another one; a resampler takes nothing after its last block
+                continue
+            mono = _mixed_down(block)
             piece = mono if resampler is None else resampler.resample_chunk(mono, last=read == samples)
             piece = piece[: len(wave) - written]
             wave[written : written + len(piece)] = piece
@@ -171,7 +189,7 @@ def playable(clip: Clip) -> bytes:
     check_copy(clip.source)
     with _opened(clip.source) as file:
         beginning = min(clip.samples, seconds * clip.rate)
-        wave = np.concatenate([block.mean(axis=1) for block in _blocks(file, beginning - 1)])
+        wave = np.concatenate([_mixed_down(block) for block in _blocks(file, beginning - 1)])
     if clip.rate != rate:
         wave = _package("soxr").resample(wave, clip.rate, rate, quality="HQ")
     content = io.BytesIO()

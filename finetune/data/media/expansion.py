@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -36,6 +36,8 @@ class RowMedia:
     family: MediaFamily
     rules: FileRules
     also: tuple[MediaFamily, ...] = ()  # of other kinds of files, with rules of their own
+    # In place of a family's `find`: those of caches, which make features of the files that they check.
+    finders: Mapping[MediaKind, Callable[[str | bytes, str], Any]] = field(default_factory=dict)
 
     @cached_property
     def families(self) -> dict[MediaKind, MediaFamily]:
@@ -57,7 +59,8 @@ class RowMedia:
         pieces, last, found, gained = [], 0, [], [(0, 0)]  # gained: characters added from this one of the text on
         for begin, reference in zip(self._begins(text, references, template), references, strict=True):
             family = self.families[reference.kind]
-            stored = family.find(reference.source or b"", data_file)
+            find = self.finders.get(reference.kind, family.find)
+            stored = find(reference.source or b"", data_file)
             written = family.written(stored)
             found.append(Counted(stored, written.count, reference.kind))
             pieces += [text[last:begin], written.text]

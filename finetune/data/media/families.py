@@ -174,7 +174,7 @@ def media_family(model: Model, rules: FileRules, tokenizer: PreTrainedTokenizerB
     if row.kind != kind or getattr(config, row.config, None) is None:
         raise UserError(
             f"data.{kind}: {name!r} is trained on {_NAMES[row.kind]} here, not on {_NAMES[kind]}. Fix: use "
-            f"`data.{row.kind}`, or another model"
+            f"`data.{row.kind}` alone, or another model"
         )
     if isinstance(rules, Images) and rules.min_pixels and not row.scales_up:
         raise UserError(f"data.image.min_pixels: only Qwen's processors scale up, {name!r} has none. Fix: remove it")

@@ -1,5 +1,9 @@
 """Features of clips, and frames of videos, on the disk: made once, by worker processes, and found again by content.
 
+    rows are tokenized    short clips: each is decoded once, checked, and its features are written (`FeatureCache.find`)
+    before the run        what is missing: long clips, videos, and clips of rows that were tokenized before
+                          (`make_features`)
+
     <cache>/data/<key>/              an entry of the cache: a model's processor, its settings, versions of what computes
         <sha256>-<samples>-<rate>    a clip: CRC-32 of the rest, 8 hex digits, then safetensors
         <sha256>-<frames>-...        a video
@@ -20,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -31,8 +36,9 @@ from safetensors.numpy import load, save
 from finetune import __version__
 from finetune.data.cache_entries import entries_folder, lock_of, made_now
 from finetune.data.checksums import Damaged, checksum, sealed
+from finetune.data.media.audio_files import StoredClip, check_samples, find_clip, load_clip
 from finetune.data.media.families import Features, MediaFamily
-from finetune.data.samples import LISTED, Clip, Image, MediaKind, Medium, files_of, kind_of
+from finetune.data.samples import LISTED, BadRow, Clip, Image, MediaKind, Medium, files_of, kind_of
 from finetune.data.sources.files import file_digest
 from finetune.data.workers import worker_pool
 from finetune.errors import UserError
@@ -45,6 +51,8 @@ _COMPUTED_BY: dict[MediaKind, tuple[str, ...]] = {
 _DIGITS = 8  # of the checksum, in hex
 # Of sound, and of videos; less is read here: its work, some nine seconds, is about what starting the others takes.
 _FEW_SECONDS: dict[MediaKind, float] = {"audio": 3600.0, "video": 60.0}
+# Of a clip whose features are made where it is checked, by any number of processes; a longer one is decoded once more.
+_SHORT_S = 60
 _BYTES_A_PIXEL = 80  # of a frame as it is stored: a decoder holds some twenty of them
 
 _NAMES: dict[MediaKind, str] = {"audio": "sound", "video": "videos"}
@@ -63,7 +71,9 @@ class FeatureCache:
     @classmethod
     def of(cls, family: MediaFamily) -> FeatureCache:
         versions = [f"{name} {_version(name)}" for name in _COMPUTED_BY[family.kind]]
-        key = hashlib.sha256("\n".join(["features 1", family.settings, *versions]).encode()).hexdigest()
+        # Apart from those of clips that nothing has checked: see `find`.
+        checked = ["checked"] if family.rules.verify == "samples" else []
+        key = hashlib.sha256("\n".join(["features 1", family.settings, *versions, *checked]).encode()).hexdigest()
         return cls(family, entries_folder() / key)
 
     def path(self, medium: Medium) -> Path:
@@ -79,6 +89,31 @@ class FeatureCache:
         rate = "-".join(map(str, medium.rate.as_integer_ratio()))
         return self.folder / f"{content}-{medium.frames}-{rate}-{medium.height}-{medium.width}"
 
+    def find(self, reference: str | bytes, data_file: str) -> StoredClip:
+        """Returns the clip that a row of `data_file` names, as its family does. Features of a short one are made of the
+        samples by which it is checked; one that has features was checked. Raises BadRow, and UserError for a cache that
+        cannot be written."""
+        return find_clip(reference, self.family.rules, data_file, self._check)
+
+    def _check(self, stored: StoredClip) -> None:
+        """Raises as `check_samples`."""
+        family: Any = self.family  # an `AudioFamily`
+        path = self.path(family.placed(stored, 0, 0))
+        if path.is_file():
+            return
+        if stored.samples > _SHORT_S * stored.rate or not self._can_take(stored):
+            check_samples(stored)
+            return
+        wave = load_clip(stored.source, stored.samples, stored.rate, family.rate, checks=True)
+        self._write(family.features_of(wave), path)
+
+    def _can_take(self, stored: StoredClip) -> bool:
+        try:
+            self.family.written(stored)
+        except BadRow:
+            return False
+        return True
+
     def read(self, medium: Medium) -> Features:
         """Returns the features of a file, made and written if they are missing or damaged. Raises UserError."""
         path = self.path(medium)
@@ -93,6 +128,10 @@ class FeatureCache:
     def make(self, medium: Medium, path: Path) -> Features:
         """Computes and writes what is kept of a file. Raises UserError."""
         features = self.family.kept(medium)
+        self._write(features, path)
+        return features
+
+    def _write(self, features: Features, path: Path) -> None:
         # Of a view, such as every 160th sample's mask, safetensors would write the memory as it lies.
         content = save({name: np.ascontiguousarray(values) for name, values in features.items()})
         try:
@@ -103,7 +142,6 @@ class FeatureCache:
                 f"{error.filename or path}: the data cache cannot be written: {error.strerror or error}. Fix: set "
                 f"FINETUNE_CACHE to a folder with room, or data.{self.family.kind}.cache to false"
             ) from None
-        return features
 
 
 def _version(name: str) -> str:
@@ -141,21 +179,20 @@ def _unpacked(content: bytes, path: Path) -> Features:
 
 @dataclass(frozen=True)
 class MadeFeatures:
-    """Counts of the clips, or videos, of a run, each once."""
+    """Counts of the clips, or videos, of a run, each once, when its rows are tokenized."""
 
     kind: MediaKind
     clips: int
     seconds: float  # of all of them
-    made: int  # the others were there
+    made: int  # that were missing
     took_s: float
     bytes: int  # of all features
 
     def __str__(self) -> str:
-        how = f"{self.made:,} made in {self.took_s:,.1f} s" if self.made else "none made"
+        how = f"{self.made:,} were missing, made in {self.took_s:,.1f} s" if self.made else "none was missing"
         return (
             f"data.{self.kind}.cache: {self.clips:,} {_UNITS[self.kind]}, {self.seconds / 3600:,.2f} h of "
-            f"{_NAMES[self.kind]}, {how}, "
-            f"{self.clips - self.made:,} from the cache, {readable_bytes(self.bytes)}"
+            f"{_NAMES[self.kind]}, {readable_bytes(self.bytes)}; {how}"
         )
 
 

@@ -20,10 +20,13 @@ def test_prepare_makes_features_and_says_how_many(
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     base, rows = hearing.save_hearing(tmp_path, "qwen2_audio"), hearing.write_clips(tmp_path, "clips", 10, numbers=(1,))
     recipe["model"] = {"name": str(base), "train": ["language"]}
-    recipe["data"] = {"train": [{"path": str(rows)}], "max_length": 128, "audio": {"cache": True}}
+    recipe["data"] = {"train": [{"path": str(rows)}], "max_length": 128}
     del recipe["evaluate"]
-    for made in ("10 made in ", "none made, 10 from the cache"):
+    # Of clips that are checked features are made at once.
+    for verify, said in (("header", "10 were missing, made in "), ("header", "none was missing"), ("samples", "none")):
+        recipe["data"]["audio"] = {"cache": True, "verify": verify}
         done = finetune("prepare", write_recipe(recipe), "--json")
         assert done.returncode == 0, done.stderr
         (note,) = [note for note in json.loads(done.stdout)["notes"] if note.startswith("data.audio.cache")]
-        assert note.startswith(f"data.audio.cache: 10 clips, 0.00 h of sound, {made}")
+        assert note.startswith("data.audio.cache: 10 clips, 0.00 h of sound, ")
+        assert f"; {said}" in note

@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import filming
-import numpy as np
 import pytest
 import tiny
-import torch
 from conftest import launch, train_here
 from test_rollouts import assert_same_curve, curve, evaluations
-from test_sound_rollouts import PROMPTS, RATE, SAMPLES, WHOLE, Plain
+from test_sound_rollouts import PROMPTS, RATE, SAMPLES, WHOLE, assert_as_plain_transformers
 from usual import usual
 
 from finetune.errors import UserError
 from finetune.features import load_recipe
-from finetune.rl.rollouts.advantages import advantages
 from finetune.rl.rollouts.records import read_record
 
 Write = Callable[..., Path]
@@ -70,23 +67,7 @@ def test_samples_and_steps_are_those_of_plain_transformers(
     recipe["train"]["max_steps"] = 2
     path = write_recipe(recipe)
     train_here(path)
-    run, plain, objective = tmp_path / "runs" / "run", Plain(path), load_recipe(path).objective
-    optimizer, seen = torch.optim.SGD(plain.trained(), lr=RATE), 0
-    for step, loss in enumerate(curve(run), start=1):
-        samples, _ = read_record(run / "rollouts", step) or ([], "")
-        seen += sum(bool(plain.prompts[one.source, one.path, one.row].media) for one in samples)
-        log_probs = [plain.log_probs(sample) for sample in samples]
-        for sample, ours in zip(samples, log_probs, strict=True):
-            assert sample.log_probs == pytest.approx(ours.detach().numpy(), abs=2e-5), step
-        rewards = np.array([sample.reward.total for sample in samples]).reshape(-1, SAMPLES)
-        weights = advantages(rewards, objective).ravel()
-        total = sum(-weight * one.sum() for weight, one in zip(weights.tolist(), log_probs, strict=True))
-        mean = total / sum(map(len, log_probs))
-        assert loss == pytest.approx(mean.item(), rel=5e-6, abs=1e-6)
-        optimizer.zero_grad()
-        mean.backward()
-        optimizer.step()
-    assert seen > PROMPTS * SAMPLES
+    assert_as_plain_transformers(path, tmp_path / "runs" / "run")
 
 
 @pytest.mark.long

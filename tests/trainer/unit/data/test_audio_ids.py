@@ -29,7 +29,7 @@ from finetune.data.token_cache import ARRAYS, find_or_build
 from finetune.errors import UserError
 from finetune.models.base_model import Base
 from finetune.recipe import Recipe
-from finetune.recipe.schema import Audio
+from finetune.recipe.schema import Audio, Images
 
 pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
@@ -222,6 +222,23 @@ def test_clips_are_checked_by_any_number_of_processes(ears: Path, tmp_path: Path
     assert (reports[0].rows, reports[0].bad) == (41, 1)
     for name in ARRAYS:
         assert (tmp_path / "1" / f"{name}.npy").read_bytes() == (tmp_path / "2" / f"{name}.npy").read_bytes()
+
+
+@pytest.mark.parametrize("name", [one for one in hearing.families() if one.values[0] not in ("gemma4",)])
+def test_models_that_are_trained_on_sound_alone_say_so(
+    name: str, ears: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also those that see, as the thinkers of Qwen's Omni models and Gemma 3n: a row's image, and both settings."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    picture = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what"}]}
+    recipe = recipe_of(ears, name, [{"messages": [picture, {"role": "assistant", "content": "red"}]}])
+    with pytest.raises(UserError, match=r"chats\.jsonl:1: the row has an image, and `data\.image` is not set"):
+        prepare_examples(recipe, recipe.data.train, Base.of(recipe).renderer(recipe.objective))
+    both = recipe.model_copy(update={"data": recipe.data.model_copy(update={"image": Images()})})
+    model_type = str(hearing.HEARING[name].config["model_type"])
+    refused = rf"data\.image: '{model_type}' is trained on sound here, not on images\. Fix: use `data\.audio` alone, or"
+    with pytest.raises(UserError, match=refused):
+        Base.of(both).renderer(recipe.objective)
 
 
 def test_forms_of_rows(ears: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

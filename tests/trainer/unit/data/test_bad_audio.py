@@ -17,8 +17,11 @@ import pytest
 from transformers.audio_utils import load_audio
 
 from finetune.data.media.audio_files import find_clip, load_clip, playable
+from finetune.data.media.families import MediaFamily, media_family
+from finetune.data.media.feature_cache import FeatureCache
 from finetune.data.samples import BadRow, Clip
-from finetune.recipe.schema import Audio
+from finetune.models.tokenizer import load_tokenizer
+from finetune.recipe.schema import Audio, Model
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
@@ -159,6 +162,35 @@ def test_a_bad_file_is_a_bad_row_with_its_reason(name: str, tmp_path: Path) -> N
     assert len(str(refused.value)) < 500
 
 
+@pytest.fixture(scope="module")
+def voxtral(tmp_path_factory: pytest.TempPathFactory) -> MediaFamily:
+    model = Model(name=str(hearing.save_hearing(tmp_path_factory.mktemp("ears"), "voxtral")))
+    return media_family(model, Audio(cache=True), load_tokenizer(model))
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("name", BAD)
+def test_where_features_are_kept_a_bad_file_is_told_in_the_same_words(
+    name: str, voxtral: MediaFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is decoded once, for the check and the features, which are not written then."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_text("")
+    with np.errstate(all="ignore"):
+        BAD[name][0](tmp_path / "data" / name)
+    cache, rows = FeatureCache.of(voxtral), str(tmp_path / "data" / "rows.jsonl")
+    with pytest.raises(BadRow) as by_itself:
+        find_clip(name, Audio(), rows)
+    tracemalloc.start()
+    with pytest.raises(BadRow) as refused:
+        cache.find(name, rows)
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
+    assert str(refused.value) == str(by_itself.value)
+    assert not cache.folder.exists()
+
+
 REFERENCES: list[tuple[str | bytes, str]] = [
     ("https://example.org/a.wav", "sound files are not fetched"),
     ("http://169.254.169.254/latest/meta-data", "sound files are not fetched"),
@@ -204,9 +236,17 @@ def test_sound_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> No
     clip = find_clip(name, Audio(), str(tmp_path / "rows.jsonl"))
     assert clip.rate == rate
     ours = load_clip(clip.source, clip.samples, clip.rate, 16_000)
+    assert np.array_equal(ours, load_clip(clip.source, clip.samples, clip.rate, 16_000, checks=True))
     assert np.array_equal(ours, load_audio(str(path), 16_000, backend="soundfile"))
     in_row = find_clip(path.read_bytes(), Audio(), "rows.jsonl")
     assert np.array_equal(ours, load_clip(in_row.source, in_row.samples, in_row.rate, 16_000))
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 7, 8])
+def test_channels_are_mixed_down_as_transformers_mixes_them(channels: int, tmp_path: Path) -> None:
+    samples = np.random.default_rng(0).uniform(-1, 1, (4_000, channels)).astype(np.float32)
+    path = stored(tmp_path / "a.wav", samples, subtype="FLOAT")
+    assert np.array_equal(load_clip(str(path), 4_000, 16_000, 16_000), load_audio(str(path), 16_000))
 
 
 def test_headers_alone_are_read_if_the_recipe_says(tmp_path: Path) -> None:

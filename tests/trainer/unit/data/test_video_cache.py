@@ -43,7 +43,7 @@ def test_frames_are_kept_once_and_features_are_the_family_s(
     made = make_features(cache, [*videos, *videos], said)
     assert (made.clips, made.made) == (5, 5)
     assert str(made).startswith("data.video.cache: 5 videos, ")
-    assert "h of videos, 5 made in " in str(made)
+    assert "; 5 were missing, made in " in str(made)
     assert made.bytes < 0.4 * sum(values.nbytes for one in videos for values in family.read(one).values())
     assert make_features(cache, videos, said).made == 0
     reader, own = media_reader(base.media), [family.read(one) for one in videos]
