@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# DDP's communication hooks are documented with it, and it has no other name.
+from torch._utils import _flatten_dense_tensors
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -78,9 +81,12 @@ def _squared_norm_on_cpu(gradients: Sequence[Tensor]) -> Tensor:
     """`_foreach_norm` makes an fp64 copy of each gradient on one thread there: five times slower, and 8 bytes for each
     element of the largest. `view` where it is possible: `reshape` starts two operators."""
     total = torch.zeros((), dtype=torch.float64)
-    flat = [one.view(-1) if one.is_contiguous() else one.reshape(-1) for one in gradients]
-    small = [one for one in flat if one.numel() <= _SMALL]
-    flat = [one for one in flat if one.numel() > _SMALL] + ([torch.cat(small)] if small else [])
+    small, large = (
+        [one for one in gradients if one.numel() <= _SMALL],
+        [one for one in gradients if one.numel() > _SMALL],
+    )
+    flat = [one.view(-1) if one.is_contiguous() else one.reshape(-1) for one in large]
+    flat += [_flatten_dense_tensors(small)] if small else []  # a view of each in Python takes longer than their copy
     buffer = torch.empty(min(_CHUNK, max(map(len, flat))), dtype=torch.float64)
     for gradient in flat:
         for chunk in gradient.split(_CHUNK):
@@ -97,6 +103,20 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
         torch._foreach_mul_(list(gradients), torch.tensor(factor, dtype=types.pop()))
     else:
         torch._foreach_mul_(list(gradients), factor)
+
+
+def join_equal_groups(optimizer: Optimizer) -> None:
+    """Let the optimizer step groups of the same settings together, such as matrices and vectors without weight decay:
+    each group is a pass over its tensors in Python, and a launch. An element-wise update is the same to the bit."""
+    joined: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        same = [one for one in joined if {name: value for name, value in one.items() if name != "params"} == settings]
+        if same:
+            same[0]["params"] += group["params"]
+        else:
+            joined.append(group)
+    optimizer.param_groups = joined
 
 
 def hold_back_idle_groups(optimizer: Optimizer) -> None:
