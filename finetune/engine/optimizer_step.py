@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-# DDP's communication hooks are documented with it, and it has no other name.
-from torch._utils import _flatten_dense_tensors
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -81,12 +78,9 @@ def _squared_norm_on_cpu(gradients: Sequence[Tensor]) -> Tensor:
     """`_foreach_norm` makes an fp64 copy of each gradient on one thread there: five times slower, and 8 bytes for each
     element of the largest. `view` where it is possible: `reshape` starts two operators."""
     total = torch.zeros((), dtype=torch.float64)
-    small, large = (
-        [one for one in gradients if one.numel() <= _SMALL],
-        [one for one in gradients if one.numel() > _SMALL],
-    )
-    flat = [one.view(-1) if one.is_contiguous() else one.reshape(-1) for one in large]
-    flat += [_flatten_dense_tensors(small)] if small else []  # a view of each in Python takes longer than their copy
+    flat = [one.view(-1) if one.is_contiguous() else one.reshape(-1) for one in gradients]
+    small = [one for one in flat if one.numel() <= _SMALL]
+    flat = [one for one in flat if one.numel() > _SMALL] + ([torch.cat(small)] if small else [])
     buffer = torch.empty(min(_CHUNK, max(map(len, flat))), dtype=torch.float64)
     for gradient in flat:
         for chunk in gradient.split(_CHUNK):
