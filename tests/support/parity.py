@@ -23,6 +23,7 @@ from typing import Any
 
 import filming
 import hearing
+import several
 import tiny
 from repository import ROOT
 
@@ -143,6 +144,27 @@ FILMS = (  # of pictures, which need no extra
     ),
     Case("lora video", (*LORA, *VIDEO, "optimizer.lr=1e-3"), "qwen2_5_vl_films", rows="films", on=SEES_IMAGES),
 )
+MIXED = (
+    *("data.image={}", "data.audio={}", "data.video={max_frames: 2}", "data.max_length=400", "optimizer.eps=1e-6"),
+    "model.train=[language, projector, tower]",
+)
+MIXES = (  # with the extra for sound alone. Rows that mix three kinds: in most steps ranks have files of other kinds.
+    Case("full images audio video", MIXED, model="gemma4_mixes", rows="mixed", on=SEES_IMAGES),
+    Case(  # most steps leave some or all of the towers as they are
+        "full images audio video rare",
+        (*MIXED, "data.packing=false", "optimizer.weight_decay=0.1"),
+        model="gemma4_mixes",
+        rows="rare_mixed",
+        on=SEES_IMAGES,
+    ),
+    Case(
+        "lora images audio video",
+        (*LORA, *MIXED, "optimizer.lr=1e-3", "train.activation_checkpointing=true"),
+        model="gemma4_mixes",
+        rows="mixed",
+        on=SEES_IMAGES,
+    ),
+)
 CASES = (
     Case("full", ()),
     Case("lora", LORA),
@@ -238,7 +260,7 @@ CASES = (
         on=SEES_IMAGES,
     ),
     *FILMS,
-    *(HEARS if importlib.util.find_spec("soundfile") else ()),
+    *((*HEARS, *MIXES) if importlib.util.find_spec("soundfile") else ()),
     # An evaluation leaves weights gathered, and pipelines of other rows have schedules of other shapes from a step on.
     Case(
         "full tied evaluated",
@@ -468,6 +490,7 @@ MEDIA_OF_TENSOR_RANKS = (
     *("full images tower", "full images projector", "lora images", "lora images tower", "full images dpo"),
     *("full video tower", "lora video", "lora audio tower"),
     *(one.name for one in HEARS if one.name.startswith("full") and "gemma3n" not in one.name),
+    *(one.name for one in MIXES if one.name.startswith("full")),
 )
 # Names of configs that have no file of their own: another's, with these sizes.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -610,6 +633,7 @@ LAUNCHES = (
         (
             *("full", "lora", "full tied", "full unpacked", "full in backward", "lora dropout rslora", "full reward"),
             *("qlora", "qlora fp8", "lora tied tokens whole", "full images rare", "full muon"),
+            "full images audio video rare",
             *HALF,
             *OF_PAIRS,
             *OF_IMAGES,
@@ -701,6 +725,8 @@ def prepare(folder: Path, rows: int = 300) -> None:
     filming.write_films(folder, "rare_films", 160, numbers=(0,) * 23 + (1,), listed=True)
     for name in ("held_out_films", "held_out_rare_films"):
         filming.write_films(folder, name, 16, seed=1, listed=True)
+    if any(case in CASES for case in MIXES):
+        prepare_mixed(folder)
     tiny.write_rows(folder / "rows.jsonl", tiny.conversations(rows))
     tiny.write_rows(folder / "held_out.jsonl", tiny.conversations(24, seed=1))
     made_rows = {"preference": tiny.preferences, "unpaired": tiny.unpaired, "classification": tiny.texts}
@@ -719,6 +745,14 @@ def prepare_sound(folder: Path, models: Sequence[str], rows: int, silent: int = 
     for name, numbers in (("clips", (1, 1, 2)), ("single_clips", (1, 1))):
         hearing.write_clips(folder, name, rows, numbers=(*[0] * silent, *numbers))
         hearing.write_clips(folder, f"held_out_{name}", 16, seed=1, numbers=(0, *numbers))
+
+
+def prepare_mixed(folder: Path) -> None:
+    """A Gemma 4, and rows with none, one and two files of three kinds."""
+    several.save_gemma4(folder, "gemma4_mixes")
+    for name, numbers in (("mixed", (0, 1, 1, 2)), ("rare_mixed", (0,) * 11 + (1,))):
+        several.write_rows(folder, name, 120, ("image", "audio", "video"), numbers=numbers)
+        several.write_rows(folder, f"held_out_{name}", 16, ("image", "audio", "video"), seed=1, numbers=(0, 1, 2))
 
 
 def write_base_recipe(folder: Path) -> None:
@@ -806,8 +840,8 @@ def job(folder: Path, config: str, processes: int, case: Case) -> list[str]:
         start = ["model.name=null", f"model.config={shape}", f"model.tokenizer={folder / case.model}"]
     if case.rows != "messages":
         sources = {"train": f"{case.rows}.jsonl", "eval": f"held_out_{case.rows}.jsonl"}
-        kinds = ("pictures", "rare_pictures", "clips", "rare_clips", "single_clips", "films", "rare_films")
-        formats: dict[str, str] = dict.fromkeys(kinds, "messages")
+        kinds = ("pictures", "rare_pictures", "clips", "rare_clips", "single_clips", "films", "rare_films", "mixed")
+        formats: dict[str, str] = dict.fromkeys((*kinds, "rare_mixed"), "messages")
         formats["picture_pairs"] = "preference"
         format = formats.get(case.rows, case.rows)
         start += [f"data.{key}=[{{path: {folder / name}, format: {format}}}]" for key, name in sources.items()]
