@@ -99,6 +99,8 @@ class KnownIntegers(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # as in `Meter`
+            return args[0].fake_device
         named = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
         if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):

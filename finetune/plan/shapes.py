@@ -161,8 +161,36 @@ _UNEVEN = {  # settings that make layers differ, and the list that replaces them
     "interleave_moe_layer_step": "moe_layers",
     "mlp_only_layers": "mlp_layer_types",
     "moe_layer_freq": "mlp_layer_types",
-    "num_kv_shared_layers": "",  # the last ones have no keys and values, and may be twice as wide
+    "num_kv_shared_layers": "",  # the last ones have no keys and values, and may be twice as wide: see `standing_for`
 }
+
+
+def standing_for(config: PretrainedConfig) -> list[int]:
+    """Returns, for each layer of the model of `config`, the one that computes the same with the same memory.
+
+    Each stands for itself, but in models whose last layers take the keys and values of earlier ones (Gemma 4 E2B),
+    which `shortened` leaves whole. Of each kind of attention, these do more there than others like them:
+
+        the first                 its backward is the last to read the rotations, and frees them
+        the last with keys        the keys and values that others take live until the last of these has its backward
+        the last of all           its backward creates their gradient, to which the others add
+    """
+    text = config.get_text_config()
+    count, lists = text.num_hidden_layers, per_layer(text)
+    taken, kinds = getattr(text, "num_kv_shared_layers", 0), lists.get("layer_types")
+    if not taken or kinds is None or any(getattr(text, key, None) for key in _UNEVEN if key != "num_kv_shared_layers"):
+        return list(range(count))
+    alone: set[int] = set()
+    for kind in set(kinds):
+        places = [i for i in range(count) if kinds[i] == kind]
+        with_keys = [i for i in places if i < count - taken]
+        alone |= {places[0], *with_keys[-1:], places[-1]}
+    rows = [
+        (i < count - taken, *map(repr, row))
+        for i, row in enumerate(zip(*lists.values(), _overrides(text), strict=True))
+    ]
+    first = {row: i for i, row in reversed(list(enumerate(rows))) if i not in alone}
+    return [i if i in alone else first[row] for i, row in enumerate(rows)]
 
 
 def per_layer(text: PretrainedConfig) -> dict[str, list[Any]]:

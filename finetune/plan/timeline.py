@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from finetune.data.batch import collate, with_ahead
 from finetune.data.media.family_table import file_tokens
 from finetune.models.base_config import dtypes
 from finetune.models.casts import cast_once
+from finetune.models.shown_layers import PassOn
 from finetune.models.towers import decoder_layers
 from finetune.plan.images import KnownIntegers, with_pictures
 from finetune.plan.meter import Meter, OperatorCounter, Work
@@ -40,7 +42,7 @@ from finetune.plan.micro_batch import (
     model_at,
     short_model,
 )
-from finetune.plan.shapes import CacheKey, shortened
+from finetune.plan.shapes import CacheKey, shortened, standing_for
 from finetune.plan.stand_ins import stand_ins
 from finetune.recipe import Recipe
 from finetune.utils import unwrap_peft
@@ -78,8 +80,14 @@ def timeline_of(recipe: Recipe, config: PretrainedConfig, batch: HeaviestBatch, 
 
 @functools.lru_cache(maxsize=256)
 def _timeline(key: CacheKey) -> Timeline:
-    recipe, config = key.recipe, key.config
-    heaviest, how = key.others
+    return weigh(key.recipe, key.config, *key.others)
+
+
+def weigh(
+    recipe: Recipe, config: PretrainedConfig, heaviest: HeaviestBatch, how: How, standing: Sequence[int] | None = None
+) -> Timeline:
+    """Runs the micro-batch. standing: the layer that runs in place of each; None: as `standing_for`. Raises UserError
+    if the model cannot be made."""
     short, kinds = short_model(config), len(set(shortened(config)[1]))
     attention = attention_at(recipe, config, how)
     model, forward = model_at(recipe, short, attention, how)
@@ -89,7 +97,10 @@ def _timeline(key: CacheKey) -> Timeline:
     rows = rows if recipe.mtp_weight is None else with_ahead(rows)
     batch = with_pictures(rows, short, heaviest.images, fakes)
     sees_images = recipe.model.train is not None  # the forward reads masks of images even if a row has none
-    layers = list(decoder_layers(unwrap_peft(model.causal_lm)))
+    layers, standing = decoder_layers(unwrap_peft(model.causal_lm)), [*(standing or standing_for(short))]
+    standing += range(len(standing), len(layers))  # those that the config does not count
+    for i in set(range(len(layers))) - set(standing):
+        layers[i] = PassOn()
 
     def on_device(tensor: Tensor) -> Tensor:
         keeps_values = sees_images and not tensor.is_floating_point()
@@ -109,7 +120,7 @@ def _timeline(key: CacheKey) -> Timeline:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             if how.drops_gradients and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(drop)
-        marks.watch(layers)
+        marks.watch(list(layers))
         marks.begin("before" if sees_images else "ids")  # ids are few bytes; pixels are many
         inputs = batch.map_tensors(on_device)
         marks.begin("before")
@@ -132,10 +143,10 @@ def _timeline(key: CacheKey) -> Timeline:
     indices = [len(layers) - 1, *range(1, kinds)] if len(layers) > kinds else list(range(len(layers)))
     return Timeline(
         marks.part("before"),
-        tuple(marks.part(f"layer {i}") for i in indices),
+        tuple(marks.part(f"layer {standing[i]}") for i in indices),
         marks.part("head"),
         marks.part("head backward"),
-        tuple(marks.part(f"layer {i} backward") for i in indices),
+        tuple(marks.part(f"layer {standing[i]} backward") for i in indices),
         marks.part("before backward"),
     )
 
@@ -165,14 +176,19 @@ class Marks:
         return replace(self._parts.get(name, Part(0, 0)), work=self.operators.work(name))
 
     def watch(self, layers: list[Any]) -> None:
-        last = len(layers) - 1
+        """What is done for a layer in whose place `PassOn` is, such as a slice of its inputs, is no part of another."""
+        run = [index for index, layer in enumerate(layers) if not isinstance(layer, PassOn)]
 
-        def enters(index: int, _layer: Any, inputs: Any, named: Any) -> None:
+        def passes(*_: object) -> None:
+            if not self.backward:
+                self.begin("passed on")
+
+        def enters(index: int, earlier: int | None, _layer: Any, inputs: Any, named: Any) -> None:
             if self.backward:  # a layer that is computed again
                 return
             hidden = inputs[0] if inputs else named["hidden_states"]
             if hidden.requires_grad:
-                before = "before backward" if index == 0 else f"layer {index - 1} backward"
+                before = "before backward" if earlier is None else f"layer {earlier} backward"
                 hidden.register_hook(lambda _gradient: self.begin(before))
             self.begin(f"layer {index}")
 
@@ -182,8 +198,10 @@ class Marks:
             self.begin("head")
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
-                hidden.register_hook(lambda _gradient: self.begin(f"layer {last} backward"))
+                hidden.register_hook(lambda _gradient: self.begin(f"layer {run[-1]} backward"))
 
-        for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(partial(enters, index), with_kwargs=True)
-        layers[last].register_forward_hook(leaves_last)
+        for index, earlier in zip(run, [None, *run], strict=False):
+            layers[index].register_forward_pre_hook(partial(enters, index, earlier), with_kwargs=True)
+        for index in set(range(len(layers))) - set(run):
+            layers[index].register_forward_pre_hook(passes)
+        layers[-1].register_forward_hook(leaves_last)

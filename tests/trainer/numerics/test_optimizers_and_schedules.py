@@ -74,9 +74,8 @@ def test_groups_of_equal_settings_are_stepped_as_one(weight_decay: float, groups
     stepped = []
     for joins in (False, True):
         torch.manual_seed(0)
-        named = [
-            (f"{i}", torch.nn.Parameter(torch.randn(shape))) for i, shape in enumerate([(3, 4), (4,), (2, 3), (3,)])
-        ]
+        shapes = (3, 4), (4,), (2, 3), (3,)
+        named: list[tuple[str, torch.Tensor]] = [(str(one), torch.nn.Parameter(torch.randn(one))) for one in shapes]
         (optimizer,) = build_optimizers(settings, ParameterRoles(), named)
         if joins:
             join_equal_groups(optimizer)
