@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 
 from finetune.data.batch import collate, with_ahead
 from finetune.data.media.family_table import file_tokens
+from finetune.data.samples import MediaKind
 from finetune.models.base_config import dtypes
 from finetune.models.casts import cast_once
 from finetune.models.shown_layers import PassOn
@@ -92,7 +93,9 @@ def weigh(
     attention = attention_at(recipe, config, how)
     model, forward = model_at(recipe, short, attention, how)
     fakes, marks = FakeTensorMode(allow_non_fake_inputs=True), Marks()
-    of_files = tuple(dict.fromkeys(one.as_still for of_document in heaviest.images for one in of_document))
+    of_files: tuple[MediaKind, ...] = tuple(
+        dict.fromkeys(one.as_still for of_document in heaviest.images for one in of_document)
+    )
     rows = collate(examples_of(recipe.objective, heaviest, file_tokens(config, of_files)))
     rows = rows if recipe.mtp_weight is None else with_ahead(rows)
     batch = with_pictures(rows, short, heaviest.images, fakes)
