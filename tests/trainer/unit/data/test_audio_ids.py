@@ -17,7 +17,6 @@ import pytest
 import tiny
 import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, SequenceFeatureExtractor
-from transformers.audio_utils import load_audio
 
 from finetune.data.batch import collate
 from finetune.data.building import EntryBuild, OpenedSources, build_source
@@ -186,7 +185,7 @@ def test_ids_masks_and_features_are_the_processors(
     seen = 0
     for row, example in zip(rows, examples, strict=True):
         parts = [p for m in row["messages"] if isinstance(m["content"], list) for p in m["content"]]
-        waves = [load_audio(str(ears / p["audio"]), 16_000, backend="soundfile") for p in parts if p["type"] == "audio"]
+        waves = [hearing.loaded(ears / p["audio"]) for p in parts if p["type"] == "audio"]
         text = str(tokenizer.apply_chat_template(row["messages"], tokenize=False))
         theirs = by_processor(name, processor, text, waves)
         (sequence,) = example.sequences

@@ -14,7 +14,6 @@ from typing import Any
 import hearing
 import numpy as np
 import pytest
-from transformers.audio_utils import load_audio
 
 from finetune.data.media.audio_files import find_clip, load_clip, playable
 from finetune.data.media.families import MediaFamily, media_family
@@ -237,7 +236,7 @@ def test_sound_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> No
     assert clip.rate == rate
     ours = load_clip(clip.source, clip.samples, clip.rate, 16_000)
     assert np.array_equal(ours, load_clip(clip.source, clip.samples, clip.rate, 16_000, checks=True))
-    assert np.array_equal(ours, load_audio(str(path), 16_000, backend="soundfile"))
+    assert np.array_equal(ours, hearing.loaded(path))
     in_row = find_clip(path.read_bytes(), Audio(), "rows.jsonl")
     assert np.array_equal(ours, load_clip(in_row.source, in_row.samples, in_row.rate, 16_000))
 
@@ -246,7 +245,7 @@ def test_sound_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> No
 def test_channels_are_mixed_down_as_transformers_mixes_them(channels: int, tmp_path: Path) -> None:
     samples = np.random.default_rng(0).uniform(-1, 1, (4_000, channels)).astype(np.float32)
     path = stored(tmp_path / "a.wav", samples, subtype="FLOAT")
-    assert np.array_equal(load_clip(str(path), 4_000, 16_000, 16_000), load_audio(str(path), 16_000))
+    assert np.array_equal(load_clip(str(path), 4_000, 16_000, 16_000), hearing.loaded(path))
 
 
 def test_headers_alone_are_read_if_the_recipe_says(tmp_path: Path) -> None:

@@ -7,20 +7,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import hearing
 import numpy as np
 import pytest
 import several
 import torch
 from PIL import Image
 from transformers import ProcessorMixin
-from transformers.audio_utils import load_audio
-from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 
 from finetune.data.batch import collate
 from finetune.data.examples import media_reader, prepare_examples
 from finetune.data.samples import BadRow, Reference, kind_of
 from finetune.errors import UserError
 from finetune.models.base_model import Base, processor_settings
+
+# transformers 5.17 imports torchvision there.
+processing_gemma4: Any = pytest.importorskip("transformers.models.gemma4.processing_gemma4")
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +53,14 @@ def processor_of(tokenizer: Any, reader: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ProcessorMixin, "__init__", keep)
     families = {family.kind: family.processor for family, _ in reader._readers}
     parts = {"image_processor": families.get("image"), "feature_extractor": families.get("audio")}
-    return Gemma4Processor(tokenizer=tokenizer, video_processor=None, **parts)
+    return processing_gemma4.Gemma4Processor(tokenizer=tokenizer, video_processor=None, **parts)
 
 
 def files_in(folder: Path, messages: Any) -> dict[str, list[Any]]:
     parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
     return {
         "images": [Image.open(folder / part["image"]) for part in parts if part["type"] == "image"],
-        "audio": [load_audio(str(folder / part["audio"]), 16_000) for part in parts if part["type"] == "audio"],
+        "audio": [hearing.loaded(folder / part["audio"]) for part in parts if part["type"] == "audio"],
     }
 
 
