@@ -191,15 +191,12 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-_PEAK = re.compile(rb"^VmHWM:\s+(\d+) kB", re.MULTILINE)
-
-
 def peak_resident_bytes() -> int:
     """Returns the peak resident set size of this process. Exact on Linux; elsewhere getrusage's, which may include the
     parent's at the fork."""
-    with contextlib.suppress(OSError), open("/proc/self/status", "rb") as file:  # in each step: no more than this
-        if match := _PEAK.search(file.read()):
-            return int(match[1]) * 1024
+    status = Path("/proc/self/status")
+    if status.exists() and (match := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)):
+        return int(match[1]) * 1024
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -32,7 +32,6 @@ from finetune.engine.optimizer_step import (
     LossScale,
     NonFinite,
     StepInBackward,
-    join_equal_groups,
     scale_gradients,
     squared_norm,
 )
@@ -122,8 +121,6 @@ class Engine(abc.ABC):
             self.optimizers = self.stepper.optimizers
         else:
             self.optimizers = build([(name, shard) for name, _, shard in trained])
-            for optimizer in self.optimizers:
-                join_equal_groups(optimizer)
 
     def find_overflows(self, model: WrappedModel) -> None:
         """Let fp16 skip the steps that one process skips, if ranks have summands of a micro-batch's gradient.

@@ -89,7 +89,7 @@ class Ddp(Engine):
         (value * self.loss_factor).backward()
 
     def gradients(self) -> list[Tensor]:
-        return [gradient for _, parameter in self._trained if (gradient := parameter.grad) is not None]
+        return [parameter.grad for _, parameter in self._trained if parameter.grad is not None]
 
     def drop_gradients(self) -> None:
         if (self._keeps_buckets or self.keeps_gradients) and (gradients := self.gradients()):

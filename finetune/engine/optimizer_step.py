@@ -99,20 +99,6 @@ def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
         torch._foreach_mul_(list(gradients), factor)
 
 
-def join_equal_groups(optimizer: Optimizer) -> None:
-    """Let the optimizer step groups of the same settings together, such as matrices and vectors without weight decay:
-    each group is a pass over its tensors in Python, and a launch. An element-wise update is the same to the bit."""
-    joined: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        settings = {name: value for name, value in group.items() if name != "params"}
-        same = [one for one in joined if {name: value for name, value in one.items() if name != "params"} == settings]
-        if same:
-            same[0]["params"] += group["params"]
-        else:
-            joined.append(group)
-    optimizer.param_groups = joined
-
-
 def hold_back_idle_groups(optimizer: Optimizer) -> None:
     """Let `optimizer.step()` skip groups that are `IDLE`: weights, momentum and number of steps stay as they are.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.engine.optimizer_step import IDLE, OF_MEDIA, join_equal_groups
+from finetune.engine.optimizer_step import IDLE, OF_MEDIA
 from finetune.models.added_tokens import train_rows
 from finetune.models.parameter_roles import ParameterRoles, parameter_roles
 from finetune.models.weights import add_adapters
@@ -66,26 +66,6 @@ def test_matrices_decay_vectors_do_not() -> None:
     groups = decay_groups(ParameterRoles(), [("w", matrix), ("b", vector)], 0.1)
     assert [(g["params"], g["weight_decay"]) for g in groups] == [([matrix], 0.1), ([vector], 0.0)]
     assert len(decay_groups(ParameterRoles(), [("w", matrix)], 0.1)) == 1
-
-
-@pytest.mark.parametrize(("weight_decay", "groups"), [(0.0, 1), (0.1, 2)])
-def test_groups_of_equal_settings_are_stepped_as_one(weight_decay: float, groups: int) -> None:
-    settings = Optimizer.model_validate({"name": "adamw", "lr": 0.1, "weight_decay": weight_decay})
-    stepped = []
-    for joins in (False, True):
-        torch.manual_seed(0)
-        shapes = (3, 4), (4,), (2, 3), (3,)
-        named: list[tuple[str, torch.Tensor]] = [(str(one), torch.nn.Parameter(torch.randn(one))) for one in shapes]
-        (optimizer,) = build_optimizers(settings, ParameterRoles(), named)
-        if joins:
-            join_equal_groups(optimizer)
-            assert len(optimizer.param_groups) == groups
-        for _ in range(3):
-            for _, parameter in named:
-                parameter.grad = torch.randn_like(parameter)
-            optimizer.step()
-        stepped.append([parameter.detach() for _, parameter in named])
-    assert all(map(torch.equal, *stepped))
 
 
 @pytest.mark.parametrize("name", BUILDERS)
